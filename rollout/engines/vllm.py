@@ -97,11 +97,11 @@ class VllmEngine:
                     grouped=not samples_ahead, log=log,
                 ))  # fmt: skip
             wait_ready(self.launched, cfg.startup_timeout, log)
-            places = [(s.url, s.token) for s in self.launched] or [(url, find_token(url)) for url in cfg.url]
+            self.places = [(s.url, s.token) for s in self.launched] or [(url, find_token(url)) for url in cfg.url]
             owner = owner or Owner.here()
             servers = [
                 VllmServer(url, token=token, timeout=cfg.timeout, vocab_size=vocab_size, owner=owner)
-                for url, token in places
+                for url, token in self.places
             ]
             self.pool = Pool(
                 servers, max_in_flight=cfg.max_in_flight, timeout=cfg.timeout, log=log, seeded=cfg.seeded,

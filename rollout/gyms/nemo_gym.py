@@ -6,7 +6,8 @@
     source = RunSource(gym, sampling, version=lambda: engine.version)      # multi_turn: one POST /run per completion
 
 With multi_turn our own vLLM server samples the tokens: the gym's model server (its vllm_model) asks it on behalf of the
-agents. So our server needs an address that is known beforehand:
+agents. With auto_start the run starts the gym's servers itself (auto_start.py) and tells them where ours is. Else ours
+needs an address that is known beforehand:
 
     STROP_VLLM_TOKEN=... python -m rollout.serve --model M --vllm.port 8000 \\
         --vllm.extra-args="--enable-auto-tool-choice --tool-call-parser hermes"
@@ -36,12 +37,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from data.hints import suggest
 from data.rows.nemo_gym import item_messages
 from data.types import Messages, Prompt
 from rollout.engine import Completion, Request, Sampling
+from rollout.gyms.auto_start import GymServers, check_files
 from rollout.gyms.options import NemoGymConfig
 from rollout.servers.loop import Loop, together
 
@@ -236,19 +239,30 @@ class GymClient:
         self.log = log or (lambda text: print(text, file=sys.stderr))
         self.loop = Loop("nemo-gym")
         self.places = Places({}, {})
+        self.servers: GymServers | None = None  # with auto_start
+        self._needed: set[str] = set()
         self._http: Any = None
         self._slots: asyncio.Semaphore | None = None
         self._reported: set[str] = set()
+        if cfg.auto_start:
+            check_files(cfg)
 
     @property
     def head(self) -> str:
         return f"http://{self.cfg.head_host}:{self.cfg.head_port}"
 
     def connect(self, prompts: Sequence[Prompt], *, multi_turn: bool) -> None:
-        """Find the servers and wait until those that the rows need answer; refuse rows without a server."""
-        deadline = time.monotonic() + self.cfg.server_timeout
-        text = self.loop.run(self._wait(f"{self.head}/global_config_dict_yaml", deadline, "the gym's head server"))
-        self.places = read_places(text, self.head, self.cfg.head_host)
+        """Find the servers and wait until those that the rows need answer; refuse rows without a server.
+
+        With auto_start the servers are only looked up in the gym's files; start() follows.
+        """
+        deadline = time.monotonic() + self.cfg.startup_s
+        if self.cfg.auto_start:
+            self.servers = GymServers(self.cfg, self.log)
+            self.places = places_of(self.servers.tree, self.cfg.head_host)
+        else:
+            text = self.loop.run(self._wait(f"{self.head}/global_config_dict_yaml", deadline, "the gym's head server"))
+            self.places = read_places(text, self.head, self.cfg.head_host)
         needed: dict[str, str] = {}
         for prompt in prompts:
             if (ref := prompt.columns.get("nemo_gym_ref")) is None:
@@ -258,10 +272,18 @@ class GymClient:
             except ValueError as error:
                 raise ValueError(f"{prompt.source}: {error}") from None
             needed[name] = url
+        self._needed = set(needed)
+        if self.cfg.auto_start:
+            return
         for name, url in needed.items():
             self.loop.run(self._wait(f"{url}/", deadline, name))
         kind = "agents" if multi_turn else "resource servers"
         self.log(f"NeMo Gym: {kind} {', '.join(f'{name} at {url}' for name, url in sorted(needed.items()))}")
+
+    def start(self, model: Sequence[tuple[str, str | None]], log_dir: Path) -> None:
+        """With auto_start, after connect(): start the servers that the rows need. `model`: see GymServers."""
+        assert self.servers is not None, "connect() comes before start()"
+        self.servers.start(self._needed, model, log_dir)
 
     def server_of(self, ref: dict[str, Any]) -> tuple[str, str]:
         """(name, address) of the resource server for a row: the dataset's, else the row's."""
@@ -321,6 +343,8 @@ class GymClient:
             except TimeoutError:
                 raise GymError(f"{what} has not answered for {seconds:g} s", kind=f"{what} late") from None
             except GymError as error:
+                if self.servers is not None and (ended := self.servers.ended()):
+                    raise GymError(ended, kind=f"{what} ended") from None
                 if not error.again or not tries_left:
                     raise
             await asyncio.sleep(0.2)
@@ -364,6 +388,8 @@ class GymClient:
         if http is not None:
             self.loop.run(http.aclose(), 10.0)
         self.loop.close()
+        if self.servers is not None:
+            self.servers.stop()
 
     async def _wait(self, url: str, deadline: float, what: str) -> str:
         """Text of a GET, repeated until it succeeds."""
@@ -397,9 +423,12 @@ class GymClient:
         return self._http
 
     def _unknown(self, what: str, name: str, known: Sequence[str]) -> str:
+        if not known and self.cfg.auto_start:
+            return f"nemo_gym.config_paths={' '.join(self.cfg.config_paths)}: describe no {what}; name a file that does"
         if not known:
             return f"nemo_gym.head_port={self.cfg.head_port}: the head server knows no {what}; start one"
-        return f"nemo_gym.datasets=...@{name}: the head server knows no such {what}; {suggest(name, known)}"
+        who = "the files of nemo_gym.config_paths describe" if self.cfg.auto_start else "the head server knows"
+        return f"nemo_gym.datasets=...@{name}: {who} no such {what}; {suggest(name, known)}"
 
 
 def read_places(text: str, head: str, host: str) -> Places:
@@ -413,6 +442,11 @@ def read_places(text: str, head: str, host: str) -> Places:
         tree = None
     if not isinstance(tree, dict):
         raise ValueError(f"{head}: is not the head server of NeMo Gym (configuration is not a mapping); check the port")
+    return places_of(tree, host)
+
+
+def places_of(tree: dict[str, Any], host: str) -> Places:
+    """Names and addresses in a configuration of the gym; `host` is where servers are that listen everywhere."""
     places = Places({}, {})
     for name, entry in tree.items():
         for kind in (SERVERS, AGENTS):

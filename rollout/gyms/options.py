@@ -17,18 +17,24 @@ REMOTE = ("http://", "https://", "ws://", "wss://")
 
 @dataclass(frozen=True, kw_only=True)
 class NemoGymConfig:
-    """NeMo Gym servers that are already running: rows, rewards, and with multi_turn episodes."""
+    """NeMo Gym servers, already running or started by the run: rows, rewards, and with multi_turn episodes."""
 
     datasets: tuple[str, ...] = ()
     """Rows as the gym ships them, PATH[:split=train[:N]][@SERVER]; without @SERVER each row's agent_ref says which."""
     dir: str | None = None
-    """Folder that relative paths of datasets start from; None: the working folder."""
+    """The gym's folder: relative paths of datasets and config_paths start from it; None: the working folder."""
+    auto_start: bool = False
+    """Start the servers that the rows need, on 127.0.0.1 and free ports; they end with the run."""
+    config_paths: tuple[str, ...] = ()
+    """With auto_start: the gym's YAML files, which describe its resource, agent and model servers."""
+    python: str | None = None
+    """With auto_start: interpreter that has nemo_gym; None: that of .venv in nemo_gym.dir, or this one."""
     head_host: str = "127.0.0.1"
-    """Address of the gym's head server, which lists all others."""
+    """Address of the gym's head server, which lists all others; not with auto_start."""
     head_port: int = 11000
-    """Port of the head server."""
-    server_timeout: float = 30.0
-    """Seconds to wait at the start until the servers answer."""
+    """Port of the head server; not with auto_start."""
+    server_timeout: float | None = None
+    """Seconds to wait at the start until the servers answer; None: 30, or 360 with auto_start."""
     verify_timeout: float = 30.0
     """Seconds one completion may take to be verified."""
     run_timeout: float = 300.0
@@ -43,19 +49,12 @@ class NemoGymConfig:
     """If a turn's prompt does not continue the turns before: train on the last turns that do, drop the row, or stop."""
     model_name: str = "policy"
     """Model name sent to /verify."""
-    auto_start: bool = False
-    """Not supported: start the gym's servers yourself."""
 
     def __post_init__(self) -> None:
-        if self.auto_start:
-            raise ValueError(
-                "nemo_gym.auto_start=True: the gym's own runner starts ray, which listens on every interface of the "
-                "machine; start the servers yourself and give --nemo-gym.head-port"
-            )
         if not 0 < self.head_port < 65536:
             raise ValueError(f"nemo_gym.head_port={self.head_port}: must be between 1 and 65535")
         for name in ("server_timeout", "verify_timeout", "run_timeout"):
-            if not 0 < getattr(self, name) < math.inf:
+            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"nemo_gym.{name}={getattr(self, name)}: must be above 0 and finite")
         if self.retries < 0:
             raise ValueError(f"nemo_gym.retries={self.retries}: must be 0 or more")
@@ -68,6 +67,26 @@ class NemoGymConfig:
                         f"nemo_gym.{field.name}={getattr(self, field.name)}: has no effect without rows of the gym; "
                         "give --nemo-gym.datasets"
                     )
+        if self.auto_start and not self.config_paths:
+            raise ValueError(
+                "nemo_gym.auto_start=True: needs to know which servers; name the gym's YAML files with "
+                "--nemo-gym.config-paths"
+            )
+        if self.auto_start and (self.head_host, self.head_port) != ("127.0.0.1", 11000):
+            raise ValueError(
+                f"nemo_gym.auto_start=True: there is no head server then; leave it out, or head_host={self.head_host} "
+                f"and head_port={self.head_port}"
+            )
+        if not self.auto_start and (self.config_paths or self.python):
+            raise ValueError(
+                "nemo_gym.config_paths, nemo_gym.python: have no effect on servers that run already; leave them out, "
+                "or give --nemo-gym.auto-start"
+            )
+
+    @property
+    def startup_s(self) -> float:
+        """Seconds that the servers may take to answer."""
+        return self.server_timeout or (360.0 if self.auto_start else 30.0)
 
 
 def check_nemo_gym(
@@ -95,10 +114,10 @@ def check_nemo_gym(
         raise ValueError(
             f"rollout.engine={engine}: the agents of nemo_gym.multi_turn ask a vLLM server; use --rollout.engine vllm"
         )
-    if not vllm_url and not vllm_port:
+    if not vllm_url and not vllm_port and not cfg.auto_start:
         raise ValueError(
             "vllm.port=0: the gym's model server must know our vLLM server beforehand; give --vllm.port, or --vllm.url "
-            "of a server that runs already"
+            "of a server that runs already, or --nemo-gym.auto-start"
         )
     if lora_sync:
         raise ValueError(

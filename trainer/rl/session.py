@@ -215,6 +215,8 @@ class Session:
         cfg, run, overlap = self.cfg, self.run, self.overlap
         run.begin(self.total_steps, f"{run.method} {cfg.model.model}", self.steps_per_epoch)
         engine = setup.start_engine(cfg, self.policy, run, self.prompts + self.held_out, unseen=self.unseen)
+        if is_main() and self.setup is not None:
+            self.setup.start(engine, run.dir / "logs")
         self.rank0 = Rank0Rollout(self.policy, engine, self.prompts)
         self.engine = self.rank0.engine
         for name, handler in getattr(self.rewards, "handlers", {}).items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,6 +107,11 @@ class RolloutSetup:
 
             self.gym.connect(prompts, multi_turn=self.cfg.nemo_gym.multi_turn)
             set_up_rewards(rewards, self.gym, self.cfg.reward.reward_on_error)
+
+    def start(self, engine: Engine, log_dir: Path) -> None:
+        """Start the gym's servers, if the run has its own; its agents ask the servers of `engine`."""
+        if self.gym is not None and self.cfg.nemo_gym.auto_start:
+            self.gym.start(engine.places if isinstance(engine, VllmEngine) else [], log_dir)
 
     def source(self, engine: Engine, sampling: Sampling) -> Source:
         if self.cfg.nemo_gym.multi_turn:
@@ -258,7 +264,7 @@ def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], 
     sync = replace(cfg.sync, backend="lora") if cfg.overlap.vllm_lora_sync else cfg.sync
     longest = max(len(prompt.ids) for prompt in prompts) + cfg.max_completion_length + unseen
     engine = VllmEngine(
-        cfg.vllm,
+        servers_for(cfg),
         sync,
         model=policy.source,
         source=(SharedWeights if policy.is_sharded else PolicyWeights)(policy, getattr(torch, dtype)),
@@ -280,6 +286,16 @@ def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], 
         with rank0_alone():
             send_command("started")
     return engine
+
+
+def servers_for(cfg: Any) -> VllmConfig:
+    """Settings of the servers; a gym that the run starts must be able to find them."""
+    gym = getattr(cfg, "nemo_gym", None)
+    if gym is None or not gym.auto_start:
+        return cfg.vllm
+    from rollout.gyms.auto_start import known_servers
+
+    return known_servers(cfg.vllm)
 
 
 def serving_dtype(cfg: Any, policy: Policy) -> str:

@@ -584,6 +584,7 @@ class _Axolotl:
             return
         asynchronous = self.take("trl.async_prefetch")
         self.set("rollout.engine", "vllm")
+        turns = self.gym and self.take("nemo_gym_multi_turn")
         client = {name: self.take(f"trl.vllm_server_{name}") for name in ("host", "port")}
         server = {name: self.take(f"vllm.{name}") for name in ("host", "port")}
         host = client["host"] or server["host"] or "0.0.0.0"
@@ -595,10 +596,11 @@ class _Axolotl:
             self.copy("vllm.data_parallel_size", "vllm.replicas")
             if self.take("trl.vllm_mode") == "colocate":
                 self.set("vllm.colocate", True)
+            if turns:  # axolotl's users start their server with these
+                self.set("vllm.extra_args", "--enable-auto-tool-choice --tool-call-parser hermes")
         else:
             self.set("vllm.url", [f"http://{host}:{port or 8000}"])
         self.numbers("trl.vllm_server_timeout", "vllm.timeout")
-        turns = self.gym and self.take("nemo_gym_multi_turn")
         for key, unless in (("async_prefetch", False), ("vllm_sync_interval", 1), ("vllm_lora_sync", False)):
             if turns and key != "vllm_sync_interval":
                 self.note(f"trl.{key}: does not go with the gym's agents; left out") if self.take(
@@ -647,8 +649,14 @@ class _Axolotl:
             specs.append(f"{row['path']}{part}{server}")
         self.set("nemo_gym.datasets", specs)
         self.set("nemo_gym.dir", self.take("nemo_gym_dir") or "~/Gym")
-        self.set("nemo_gym.auto_start", True if self.take("nemo_gym_auto_start") is not False else None)
-        self.copy("nemo_gym_head_port", "nemo_gym.head_port", unless=11000)
+        port = self.take("nemo_gym_head_port")
+        if self.take("nemo_gym_auto_start") is False:
+            self.set("nemo_gym.head_port", port if port != 11000 else None)
+        else:
+            self.set("nemo_gym.auto_start", True)
+            self.set("nemo_gym.config_paths", self.take("nemo_gym_config_paths") or None)
+            if port not in (None, 11000):
+                self.note(f"nemo_gym_head_port={port}: servers that the run starts need no head server; left out")
         self.copy("nemo_gym_multi_turn", "nemo_gym.multi_turn", unless=False)
         self.set("nemo_gym.server_timeout", self.take("nemo_gym_server_timeout") or 360)
         for key in ("verify_timeout", "run_timeout", "model_name"):

@@ -517,7 +517,10 @@ def test_closing_the_source_ends_what_runs_at_once(replay):
 
 def test_settings_that_cannot_be_are_refused():
     for settings, says in [
-        ({"auto_start": True}, "nemo_gym.auto_start=True: the gym's own runner starts ray, which listens on every"),
+        ({"auto_start": True}, "nemo_gym.auto_start=True: needs to know which servers; name the gym's YAML files with"),
+        ({"auto_start": True, "config_paths": ("a",), "head_port": 1}, "there is no head server then; leave it out"),
+        ({"config_paths": ("a.yaml",)}, "have no effect on servers that run already; leave them out, or give"),
+        ({"server_timeout": 0.0}, "nemo_gym.server_timeout=0.0: must be above 0 and finite"),
         ({"head_port": 70000}, "nemo_gym.head_port=70000: must be between 1 and 65535"),
         ({"run_timeout": 0.0}, "nemo_gym.run_timeout=0.0: must be above 0 and finite"),
         ({"retries": -1}, "nemo_gym.retries=-1: must be 0 or more"),
@@ -549,3 +552,5 @@ def test_combinations_that_cannot_work_are_refused():
         assert says in str(caught.value)
     with pytest.raises(ValueError, match="reward_funcs=nemo_gym:verify: needs rows of the gym"):
         check_nemo_gym(NemoGymConfig(), **good | {"reward_funcs": ("nemo_gym:verify",)})
+    started = NemoGymConfig(datasets=("rows.jsonl",), multi_turn=True, auto_start=True, config_paths=("a.yaml",))
+    check_nemo_gym(started, **good | {"vllm_url": (), "vllm_port": 0})  # the run tells it the port

@@ -29,6 +29,7 @@ from rollout.rewards.table import load_rewards
 from rollout.servers.command import device_of
 from rollout.servers.launch import Launched, launch, wait_ready
 from rollout.servers.options import VllmConfig
+from tests.entry import metrics, processes_with, run_ok
 from tests.rollout.vllm.conftest import TINY
 
 HEAD_PORT = 18100
@@ -114,12 +115,10 @@ def policy(vllm_python: str, caller: Path, tmp_path_factory) -> Iterator[Launche
         server.stop()
 
 
-def start_gym(python: str, tool: Path, log: Path, **env: str) -> subprocess.Popen[bytes]:
+def start_gym(python: str, tool: Path, log: Path) -> subprocess.Popen[bytes]:
     script = Path(__file__).parents[1] / "gyms" / "nemo_servers.py"
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            [python, str(script), str(tool)], stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **env}
-        )
+        process = subprocess.Popen([python, str(script), str(tool)], stdout=out, stderr=subprocess.STDOUT)
     deadline = time.monotonic() + 180
     while "READY" not in log.read_text():
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-2000:]
@@ -137,7 +136,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def config(**settings: Any) -> NemoGymConfig:
-    return NemoGymConfig(datasets=("x",), head_port=HEAD_PORT, **settings)
+    return NemoGymConfig(**{"datasets": ("x",), "head_port": HEAD_PORT, **settings})
 
 
 def said(text: str) -> Completion:
@@ -173,22 +172,21 @@ def test_the_real_servers_verify_the_rows_they_ship(gym_python, rows, asset, tmp
         stop(gym_process)
 
 
-def test_an_agent_plays_a_whole_episode_with_our_server_as_its_model(gym_python, rows, asset, tmp_path, policy, caller):
+def test_an_agent_plays_a_whole_episode_with_our_server_as_its_model(gym_python, rows, tmp_path, policy, caller):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    gym_process = start_gym(
-        gym_python, asset("tools/nemo_gym_servers.py"), tmp_path / "gym.log", WITH_AGENTS="1",
-        POLICY_URL=f"{policy.url}/v1", POLICY_API_KEY=str(policy.token), POLICY_MODEL="base",
-    )  # fmt: skip
+    name = "example_single_tool_call"
+    started = {"auto_start": True, "python": gym_python, "dir": str(rows.parent), "head_port": 11000}
+    started["config_paths"] = (f"resources_servers/{name}/configs/{name}.yaml",)
     tokenizer = AutoTokenizer.from_pretrained(caller)
     model = AutoModelForCausalLM.from_pretrained(caller, dtype=torch.float32)
     told: list[str] = []
-    gym = GymClient(config(multi_turn=True, prefix_mismatch="stop"), told.append)
+    gym = GymClient(config(multi_turn=True, prefix_mismatch="stop", **started), told.append)
     try:
-        name = "example_single_tool_call"
         dataset = f"{rows}/{name}/data/example.jsonl:split=train[:1]@{name}"
         prompts = load_nemo_gym([dataset], tokenizer, multi_turn=True)
         gym.connect(prompts, multi_turn=True)
+        gym.start([(policy.url, policy.token)], tmp_path)
         sampling = Sampling(temperature=0.5, max_tokens=256, stop_ids=(END,), for_training=True)
         source = RunSource(gym, sampling, version=lambda: 7, vocab_size=275)
         groups = run_groups(source, [[Request.of(prompts[0], seed) for seed in (1, 2, 1)]])
@@ -202,7 +200,66 @@ def test_an_agent_plays_a_whole_episode_with_our_server_as_its_model(gym_python,
             assert max(gaps) < 1e-3, gaps
     finally:
         gym.close()
-        stop(gym_process)
+
+
+# auto start ------------------------------------------------------------------------------------------------------
+
+
+REASONING = "resources_servers/reasoning_gym/configs/reasoning_gym.yaml"
+
+
+def test_the_servers_that_the_rows_need_are_started_from_the_gyms_files(gym_python, rows, tmp_path, tokenizer_of_tiny):
+    """The stateful one too: reasoning_gym's agent, which its file describes as well, is not needed to verify."""
+    counter = "example_session_state_mgmt"
+    names = {"reasoning_gym": "reasoning_gym", counter: f"{counter}_resources_server"}  # folder -> server
+    files = [f"resources_servers/{folder}/configs/{folder}.yaml" for folder in names]
+    cfg = config(auto_start=True, python=gym_python, dir=str(rows.parent), config_paths=files, head_port=11000)
+    gym = GymClient(cfg, lambda text: None)
+    try:
+        datasets = [f"{rows}/{folder}/data/example.jsonl@{name}" for folder, name in names.items()]
+        prompts = load_nemo_gym(datasets, tokenizer_of_tiny)
+        gym.connect(prompts, multi_turn=False)
+        gym.start([], tmp_path)
+        assert sorted(server.name for server in gym.servers.running) == sorted(names.values())
+        rewards = load_rewards(["nemo_gym:verify"])
+        set_up_rewards(rewards, gym, "stop")
+        puzzles = [prompt for prompt in prompts if "answer" in prompt.columns]
+        right = rewards.score(puzzles, [said(f"<answer>{p.columns['answer']}</answer>") for p in puzzles])
+        assert right.values == [[1.0]] * 5
+        counters = [expecting(p, p.columns["initial_count"]) for p in prompts if "initial_count" in p.columns]
+        assert rewards.score(counters, [said("x")] * 5).values == [[1.0]] * 5
+    finally:
+        gym.close()
+    assert not any("ray" in path.read_text().lower() for path in tmp_path.glob("gym-*.log"))
+
+
+def test_a_run_starts_the_gym_and_its_agents_ask_the_runs_own_vllm(gym_python, vllm_python, rows, tmp_path):
+    """Two steps of GRPO in episodes; reasoning_gym's score of a sum is the reward, and nothing is left running."""
+    sums = [(a, b) for a in (12, 25, 38, 41) for b in (17, 23, 36, 44)]
+    made = [
+        {"responses_create_params": {"input": [{"role": "user", "content": f"{a}+{b}="}]}, "question": f"{a}+{b}=",
+         "answer": str(a + b), "metadata": {"source_dataset": "chain_sum"}}
+        for a, b in sums
+    ]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    run_ok(
+        "--method", "grpo", "--model", "builtin:tiny", "--rollout.engine", "vllm", "--reward-funcs", "env",
+        "--nemo-gym.multi-turn", "--nemo-gym.auto-start", "--nemo-gym.python", gym_python,
+        "--nemo-gym.dir", rows.parent, "--nemo-gym.config-paths", REASONING,
+        "--nemo-gym.datasets", f"{tmp_path}/rows.jsonl@reasoning_gym", "--nemo-gym.prefix-mismatch", "stop",
+        "--num-generations", 8, "--per-device-train-batch-size", 64, "--max-completion-length", 8,
+        "--learning-rate", 1e-3, "--max-steps", 2, "--output-dir", tmp_path / "run",
+        cwd=tmp_path, timeout=900, STROP_TEST_RUN=str(tmp_path),
+    )  # fmt: skip
+    steps = metrics(tmp_path / "run")
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:
+        assert 0.0 < row["reward/env/mean"] < 1.0, row
+        assert row["rollout/env_failed"] == 0.0 and row["rollout/num_turns"] == 1.0, row
+        assert row["optim/grad_norm"] > 0.0, row
+    logs = {path.name for path in (tmp_path / "run" / "logs").iterdir()}
+    assert logs >= {f"gym-{name}.log" for name in ("reasoning_gym", "reasoning_gym_simple_agent", "policy_model")}
+    assert processes_with(f"STROP_TEST_RUN={tmp_path}") == []
 
 
 def check_weather(group: list[Completion], prompt: Prompt, tokenizer: Any) -> None:

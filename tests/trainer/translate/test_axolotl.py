@@ -430,7 +430,15 @@ def test_nemo_gym():
     assert made.tree["reward_funcs"] == ["nemo_gym:verify"] and "data" not in made.tree
     assert "datasets[].path" in str(made.idle)
     turns = translate({**BASE, "rl": "grpo", **gym, "nemo_gym_multi_turn": True, "nemo_gym_auto_start": None,
+                       "nemo_gym_config_paths": ["a.yaml"], "nemo_gym_head_port": 11000, "nemo_gym_dir": "gym",
                        "trl": {"use_vllm": True, "async_prefetch": True, "vllm_lora_sync": True}})  # fmt: skip
-    assert turns.tree["reward_funcs"] == ["env"] and turns.tree["nemo_gym"]["auto_start"] is True
+    assert turns.tree["nemo_gym"] == {
+        "datasets": ["a.jsonl:split=train[:9]@s"], "dir": "gym", "auto_start": True, "config_paths": ["a.yaml"],
+        "multi_turn": True, "server_timeout": 360,
+    }  # fmt: skip
+    assert turns.tree["reward_funcs"] == ["env"] and "tool-call-parser" in turns.tree["vllm"]["extra_args"]
     assert "async_prefetch" not in turns.tree and len(turns.notes) == 2
+    started = translate({**BASE, "rl": "grpo", **gym, "nemo_gym_auto_start": True, "nemo_gym_head_port": 12000})
+    assert "head_port" not in started.tree["nemo_gym"] and "need no head server" in started.notes[0]
+    assert translate({**BASE, "rl": "grpo", **gym, "nemo_gym_head_port": 12000}).tree["nemo_gym"]["head_port"] == 12000
     assert "nemo_gym" not in translate({**BASE, "rl": "grpo", **gym, "nemo_gym_enabled": False}).tree

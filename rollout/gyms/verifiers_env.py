@@ -59,10 +59,17 @@ class VerifiersEnv:
         log: Callable[[str], None] = print,
     ) -> None:  # fmt: skip
         assert cfg.env is not None, cfg
-        self.cfg, self.model, self.log = cfg, model, log
+        self.cfg, self.log = cfg, log
         self.template_kwargs = dict(chat_template_kwargs or {})
         self.vf = import_verifiers(cfg.env)
         self.env, self.tasks = load_tasks(self.vf, cfg)
+        try:
+            # The address will hold the secret; with the default name it would send the key of a service.
+            self._client = self.vf.TrainClientConfig(
+                api_key_var="STROP_NO_KEY", renderer=cfg.renderer or None, renderer_model_name=model
+            )
+        except ValueError as error:
+            raise ValueError(f"verifiers.renderer={cfg.renderer}: {describe_error(error)}") from None
         self.loop: Loop | None = None
         self._server: TokenServer | None = None
         self._slots: asyncio.Semaphore | None = None
@@ -75,6 +82,7 @@ class VerifiersEnv:
         context_length: int | None = None, max_completion_length: int = 0,
     ) -> list[Prompt]:  # fmt: skip
         """All rows, in order. Prompts over max_prompt_length tokens are left out; the number is logged."""
+        self._check_renderer(tokenizer)
         base = set(self.vf.TaskData.model_fields)
         prompts: list[Prompt] = []
         for number, task in enumerate(self.tasks):
@@ -131,16 +139,26 @@ class VerifiersEnv:
             self.log(f"verifiers: the environment did not end well ({describe_error(error)})")
         loop.close()
 
+    def _check_renderer(self, tokenizer: Any) -> None:
+        """Make a renderer as the package will in every episode, so that one that cannot be made shows now."""
+        from renderers import create_renderer  # verifiers needs it too
+
+        try:
+            made = create_renderer(tokenizer, self._client.renderer, chat_template_kwargs=self.template_kwargs or None)
+        except Exception as error:
+            raise ValueError(f"verifiers.renderer={self.cfg.renderer}: {describe_error(error)}") from None
+        if not getattr(made, "supports_tools", True):
+            self.log_once(
+                "renderer",
+                "verifiers: prompts are rendered with the model's chat template, and tool calls are not read; an "
+                "environment with tools needs --verifiers.renderer",
+            )
+
     async def _open(self) -> None:
         self._server = TokenServer()
         self._slots = asyncio.Semaphore(self.cfg.max_concurrent)
         settings = {"chat_template_kwargs": self.template_kwargs} if self.template_kwargs else {}
-        client = self.vf.TrainClientConfig(
-            base_url=await self._server.open(),
-            api_key_var="STROP_NO_KEY",  # the address holds the secret; the default would send the key of a service
-            renderer=self.cfg.renderer or None,
-            renderer_model_name=self.model,
-        )
+        client = self._client.model_copy(update={"base_url": await self._server.open()})
         sampling = self.vf.SamplingConfig(**settings)  # what else a request asks for, Talk decides
         self._context = self.vf.ModelContext(model=MODEL, client=client, sampling=sampling)
         # In a task of its own: its context must be left by the task that has entered it.

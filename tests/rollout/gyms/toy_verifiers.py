@@ -20,10 +20,10 @@ class ToyData(vf.TaskData):
 
 class ToyTask(vf.Task[ToyData]):
     @vf.reward
-    async def digits(self, trace) -> float:
-        """Fraction of replies that hold a digit."""
+    async def odd(self, trace) -> float:
+        """Fraction of replies that end with an odd digit."""
         replies = [message.content or "" for message in trace.assistant_messages]
-        return sum(any(c.isdigit() for c in reply) for reply in replies) / max(len(replies), 1)
+        return sum(reply[-1:] in ("1", "3", "5", "7", "9") for reply in replies) / max(len(replies), 1)
 
     @vf.reward(weight=0.5)
     async def rounds(self, trace) -> float:
@@ -33,7 +33,6 @@ class ToyTask(vf.Task[ToyData]):
 class ToyConfig(vf.TasksetConfig):
     rows: int = 8
     rounds: int = 2
-    fails: bool = False
 
 
 class ToyTaskset(vf.Taskset[ToyTask, ToyConfig]):

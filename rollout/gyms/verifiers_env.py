@@ -16,6 +16,7 @@ servers and adapters work, and sampling settings are the trainer's. Turns are jo
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.metadata
 import math
 import secrets
@@ -100,7 +101,7 @@ class VerifiersEnv:
 
     def open(self) -> None:
         """Start what all episodes share; ValueError if it fails."""
-        self.loop = Loop("verifiers")
+        self.loop = shared_loop()
         try:
             self.loop.run(self._open())
         except Exception as error:  # the environment's code may raise anything
@@ -137,7 +138,6 @@ class VerifiersEnv:
             loop.run(self._close(), CLOSE_S)
         except Exception as error:
             self.log(f"verifiers: the environment did not end well ({describe_error(error)})")
-        loop.close()
 
     def _check_renderer(self, tokenizer: Any) -> None:
         """Make a renderer as the package will in every episode, so that one that cannot be made shows now."""
@@ -204,6 +204,12 @@ class VerifiersEnv:
             if talk.error is not None:  # of our servers, not of the environment
                 raise UnusableError(str(talk.error)) from talk.error
         return read_episode(episode, talks, self.cfg, prompt_ids=prompt.ids)
+
+
+@functools.cache
+def shared_loop() -> Loop:
+    """The loop of all environments of this process: the package renderers has a lock that belongs to one loop."""
+    return Loop("verifiers")
 
 
 # the package and the environment ---------------------------------------------------------------------------------
@@ -283,8 +289,9 @@ def place_agents(vf: Any, settings: dict[str, Any], label: str) -> dict[str, Any
             continue
         if vf.load_harness(harness).EXECUTES_CODE:
             raise ValueError(
-                f"{label}: its {role} runs code (harness {harness.id}); say where, for example --verifiers.args "
-                f'\'{{"{role}": {{"runtime": {{"type": "docker"}}}}}}\', or choose another harness there'
+                f"{label}: its {role} runs code (harness {harness.id}); say where with --verifiers.args "
+                f'\'{{"{role}": {{"runtime": {{"type": "docker"}}}}}}\', or let it only talk with '
+                f'\'{{"{role}": {{"harness": {{"id": "null"}}}}}}\''
             )
         settings = {**settings, role: {**given, "runtime": {"type": "subprocess"}}}
     return settings
@@ -406,7 +413,8 @@ class TokenServer:
         secret = secrets.token_urlsafe(16)
         app = web.Application(client_max_size=2**28)
         app.router.add_post(f"/{secret}/inference/v1/generate", self._generate)
-        self._runner = web.AppRunner(app, access_log=None)
+        # A request that nobody waits for any more is cancelled, on the vLLM server too.
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()

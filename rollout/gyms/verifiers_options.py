@@ -20,7 +20,7 @@ class VerifiersConfig:
     """The environment: the name of an installed one, a module in the working folder, or FILE.py."""
     args: JsonObject = field(default_factory=dict)
     (
-        "Its settings, those of `--env` in verifiers' own commands, as a JSON object (a mapping in YAML): "
+        "Its settings, those of the block env in verifiers' own commands, as a JSON object (a mapping in YAML): "
         '\'{"taskset": {"split": "train"}, "agent": {"max_turns": 4}}\'.'
     )
     rows: int | None = None

@@ -87,7 +87,11 @@ class VerifiersEnv:
         base = set(self.vf.TaskData.model_fields)
         prompts: list[Prompt] = []
         for number, task in enumerate(self.tasks):
-            row = Row(source=f"{self.cfg.env}:{number}", columns={"prompt": opening(task.data)})
+            row = Row(source=f"{self.cfg.env}:{number}", columns={})
+            try:
+                row.columns["prompt"] = opening(task.data)
+            except ValueError as error:
+                raise ValueError(f"{row.source}: {error}") from None
             made = apply(tokenise_prompt, row, tokenizer, system_prompt, chat_template_kwargs)
             if not fits(row.source, made.ids, max_prompt_length, context_length, max_completion_length):
                 continue
@@ -166,7 +170,8 @@ class VerifiersEnv:
         self._serving = asyncio.ensure_future(self._serve(ready))
         await asyncio.wait([ready, self._serving], return_when=asyncio.FIRST_COMPLETED)
         if self._serving.done():
-            self._serving.result()
+            failed, self._serving = self._serving, None
+            failed.result()
 
     async def _serve(self, ready: asyncio.Future[None]) -> None:
         async with self.env.serving():
@@ -362,6 +367,9 @@ class Talk:
 
     async def answer(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """Status and reply of vLLM's route for token ids. Only the ids, a lower limit and more stop ids are read."""
+        if body.get("features") or body.get("content_parts"):
+            self.error = UnusableError("verifiers: a prompt holds an image; only text is supported")
+            return 400, {"error": {"message": str(self.error)}}
         prompt_ids, params = list(body["token_ids"]), body.get("sampling_params") or {}
         if self.turns and self.turns[-1].prompt_ids == prompt_ids:
             self.turns.pop()  # asked again: the reply was not used

@@ -85,6 +85,25 @@ def test_settings_without_an_environment_are_refused():
         VerifiersConfig(env="")
 
 
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (
+            ("--teacher-prompt", "hints.short", "--num-generations", "4"),
+            "teacher_prompt=hints.short: verifiers.env=toy writes prompts itself",
+        ),
+        (
+            ("--student-data-fraction", "0.5", "--jsd-beta", "0.5", "--reward-coef", "0"),
+            "given completions have no tools and no env",
+        ),
+    ],
+)
+def test_distillation_refuses_what_an_environment_takes_away(argv, says, capsys):
+    with pytest.raises((ValueError, SystemExit)) as caught:
+        parse("--teacher", "t", *argv, method="opd")
+    assert says in f"{caught.value}{capsys.readouterr().err}"
+
+
 @pytest.mark.parametrize("method", ["sft", "dpo", "ebft"])
 def test_a_method_that_cannot_use_it_does_not_know_the_flag(method, capsys):
     with pytest.raises((ValueError, SystemExit)) as caught:
@@ -192,10 +211,13 @@ def test_an_episode_without_room_for_another_turn_is_stopped_and_scored():
         assert made.ids == [18, 2] and made.finish_reason == "length"
 
 
-def test_an_error_of_our_servers_is_kept():
+def test_an_error_of_our_servers_and_a_picture_stop_the_run():
     talk = talk_of(ValueError("vllm: no server is left"))
     ((status, _),) = answer(talk, RECORDED[0])
     assert status == 400 and str(talk.error) == "vllm: no server is left" and not talk.turns
+    talk = talk_of()
+    ((status, _),) = answer(talk, RECORDED[0] | {"features": {"mm_hashes": {}}})
+    assert status == 400 and "only text is supported" in str(talk.error) and not talk.asked
 
 
 # episodes --------------------------------------------------------------------------------------------------------
@@ -422,6 +444,18 @@ def test_an_environment_that_cannot_be_used_is_refused_before_anything_runs(sett
     with pytest.raises(ValueError, match=says) as caught:
         load(**settings)
     assert "\n" not in str(caught.value)
+
+
+@needs_package
+def test_an_environment_that_does_not_start_says_why(monkeypatch):
+    async def start() -> None:
+        raise RuntimeError("no port is free")
+
+    env = load(rows=1)
+    monkeypatch.setattr(env.env, "start", start)
+    with pytest.raises(ValueError, match=r"did not start \(RuntimeError: no port is free\)"):
+        env.open()
+    assert env.said == [] and env.loop is None
 
 
 @needs_package

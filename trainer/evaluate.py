@@ -186,6 +186,7 @@ def check_single_turn(run: dict[str, Any]) -> None:
         ("rollout_func", run.get("rollout_func")),
         ("openenv.env", (run.get("openenv") or {}).get("env")),
         ("nemo_gym.datasets", " ".join(gym.get("datasets") or ())),
+        ("verifiers.env", (run.get("verifiers") or {}).get("env")),
     ):
         if value:
             raise ValueError(

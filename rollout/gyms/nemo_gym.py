@@ -16,14 +16,7 @@ needs an address that is known beforehand:
 
 Temperature, length, seed and stop ids of a request are the trainer's, whatever the row contains.
 
-The reply of an agent to /run becomes one Completion:
-
-    turn 1: prompt [10, 20]                            sampled [30, 31]
-    turn 2: prompt [10, 20, 30, 31, 100, 101, 102]     sampled [40, 41]
-    -> prompt_ids [10, 20], ids [30, 31, 100, 101, 102, 40, 41], mask [T, T, F, F, F, T, T]
-
-This needs each turn's prompt to begin with all tokens before it. The gym renders every prompt from text again, so it
-may not: a template may drop tool calls or thoughts, and text may be tokenised differently (prefix_mismatch).
+The reply of an agent to /run becomes one Completion (gym_source.py).
 """
 
 from __future__ import annotations
@@ -45,12 +38,12 @@ from data.rows.nemo_gym import item_messages
 from data.types import Messages, Prompt
 from rollout.engine import Completion, Request, Sampling
 from rollout.gyms.auto_start import GymServers, check_files
+from rollout.gyms.gym_source import EpisodeError, GymSource, Turns, UnusableError, last_chain
 from rollout.gyms.options import NemoGymConfig
 from rollout.servers.loop import Loop, together
 
 # Columns of a RunSource's completions, for rewards and metrics; reward_components only if the server sends them.
 COLUMNS = ("env_reward", "env_failed", "num_turns", "tool_calls", "left_out_turns", "reward_components")
-GIVE_UP = 100  # failures in a row after which the run stops
 SEED_MASK = 2**63 - 1
 CONNECT_S = 10.0
 POLL_S = 1.0
@@ -103,8 +96,7 @@ class VerifyReward:
 class RunSource:
     """Source of episodes run by the gym's agents: one POST /run per request.
 
-    A failed episode becomes a completion without trained tokens and without a reward, logged once per kind of failure;
-    GIVE_UP failures in a row stop the run. version(): of the weights that the server holds now.
+    version(): of the weights that the server holds now.
     """
 
     def __init__(
@@ -113,41 +105,23 @@ class RunSource:
     ) -> None:  # fmt: skip
         self.gym, self.sampling, self.version = gym, sampling, version
         self.vocab_size, self.seeded = vocab_size, seeded
-        self._running: set[Future[Any]] = set()
-        self._in_a_row = 0
+        self._episodes = GymSource(
+            self._play, gym.loop, flag="nemo_gym", title="NeMo Gym", prefix_mismatch=gym.cfg.prefix_mismatch,
+            log_once=gym.log_once, hint="the logs of the gym's agent and model server may say more",
+        )  # fmt: skip
 
     def start(self, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
-        """Start all episodes; one future per group, its completions in the order of the requests."""
-        version = self.version()
-        futures = []
-        for group in groups:
-            episodes = [self._episode(request, i, version) for i, request in enumerate(group)]
-            futures.append(future := self.gym.loop.start(together(episodes)))
-            self._running.add(future)
-            future.add_done_callback(self._running.discard)
-        return futures
+        return self._episodes.start(groups)
 
     def close(self) -> None:
-        """Cancel what runs; the GymClient is closed by its owner."""
-        for future in list(self._running):
-            future.cancel()
+        self._episodes.close()
 
-    async def _episode(self, request: Request, number: int, version: int) -> Completion:
-        prompt = request.prompt
-        try:
-            name, url = self.gym.agent_of(prompt.columns["nemo_gym_ref"])
-            reply = await self.gym.run(self.body(prompt, name, request.seed, number), name, url)
-            limits = {"max_tokens": self.sampling.max_tokens, "vocab_size": self.vocab_size}
-            completion = read_episode(reply, prompt_ids=prompt.ids, version=version, **limits)
-        except NoTokenIds:
-            raise
-        except (GymError, ValueError) as error:
-            kind = error.kind if isinstance(error, GymError) else str(error).partition(":")[0]
-            return self._failed(prompt, kind, str(error))
-        if completion.columns["left_out_turns"]:
-            return self._mismatched(prompt, completion)
-        self._in_a_row = 0
-        return completion
+    async def _play(self, request: Request, number: int) -> Completion:
+        prompt, version = request.prompt, self.version()
+        name, url = self.gym.agent_of(prompt.columns["nemo_gym_ref"])
+        reply = await self.gym.run(self.body(prompt, name, request.seed, number), name, url)
+        limits = {"max_tokens": self.sampling.max_tokens, "vocab_size": self.vocab_size}
+        return read_episode(reply, prompt_ids=prompt.ids, version=version, **limits)
 
     def body(self, prompt: Prompt, agent: str, seed: int, number: int) -> dict[str, Any]:
         """The row with our sampling settings; the gym's model server adds `metadata` to its request."""
@@ -174,32 +148,6 @@ class RunSource:
             "_ng_rollout_index": number,
         }
 
-    def _mismatched(self, prompt: Prompt, completion: Completion) -> Completion:
-        """A turn's prompt does not continue the turns before it: only the turns after the last mismatch are kept."""
-        what = "the prompt of a turn is not the turns before it, token by token"
-        rule = self.gym.cfg.prefix_mismatch
-        if rule == "stop":
-            raise ValueError(
-                f"nemo_gym.prefix_mismatch=stop: {prompt.source}: {what}; use a chat template that keeps earlier turns "
-                "as they were, or set it to last or drop"
-            )
-        if rule == "drop":
-            return self._failed(prompt, "prefix", what)
-        text = f"NeMo Gym: {prompt.source}: {what}; of such episodes only the last turns are trained on"
-        self.gym.log_once("prefix", f"{text} (rollout/left_out_turns counts the others)")
-        return completion
-
-    def _failed(self, prompt: Prompt, kind: str, reason: str) -> Completion:
-        self._in_a_row += 1
-        if self._in_a_row >= GIVE_UP:
-            raise ValueError(
-                f"nemo_gym: {self._in_a_row} episodes in a row have failed, the last one {prompt.source} ({reason}); "
-                "the logs of the gym's agent and model server may say more"
-            )
-        self.gym.log_once(kind, f"NeMo Gym: {prompt.source}: {reason}; such episodes are not trained on")
-        columns = {"env_reward": None, "env_failed": 1.0, "num_turns": 0, "tool_calls": 0, "left_out_turns": 0}
-        return empty(prompt.ids, columns, [])
-
 
 def set_up_rewards(rewards: Any, gym: GymClient, on_error: Literal["stop", "none"]) -> None:
     """Set the client of every `nemo_gym:verify` among the rewards."""
@@ -211,12 +159,12 @@ def set_up_rewards(rewards: Any, gym: GymClient, on_error: Literal["stop", "none
 # the gym's servers -----------------------------------------------------------------------------------------------
 
 
-class GymError(Exception):
+class GymError(EpisodeError):
     """A request failed. `again`: whether a retry may work; `kind` groups similar failures."""
 
     def __init__(self, text: str, *, kind: str, again: bool = False) -> None:
-        super().__init__(text)
-        self.kind, self.again = kind, again
+        super().__init__(text, kind=kind)
+        self.again = again
 
 
 @dataclass(frozen=True)
@@ -501,21 +449,6 @@ def error_text(body: bytes) -> str:
 # requests and replies: plain functions, no connection ------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Turns:
-    """Requests to the model of which each continues the one before, as one sequence; at first a single one."""
-
-    prompt_ids: list[int]
-    ids: list[int]
-    logps: list[float]  # 0 where the model did not sample the token
-    mask: list[bool]
-    num_turns: int = 1
-
-
-class NoTokenIds(ValueError):
-    """The model server does not return the sampled token ids: no episode can be trained on."""
-
-
 def read_reward(reply: dict[str, Any]) -> float:
     reward = reply.get("reward")
     if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
@@ -523,7 +456,7 @@ def read_reward(reply: dict[str, Any]) -> float:
     return float(reward)
 
 
-def read_turns(items: Sequence[Any], vocab_size: int | None) -> list[Turns]:
+def read_turns(items: Sequence[Any], vocab_size: int | None, version: int) -> list[Turns]:
     """The model's turns among the items of a response. A turn's ids are in its last item."""
     turns, has_text = [], False
     for number, item in enumerate(items):
@@ -532,88 +465,33 @@ def read_turns(items: Sequence[Any], vocab_size: int | None) -> list[Turns]:
         if item.get("generation_token_ids") is None:
             has_text = has_text or item.get("type") == "function_call" or _has_text(item)
             continue
-        turns.append(_turn(item, number, vocab_size))
+        turns.append(_turn(item, number, vocab_size, version))
     turns = [turn for turn in turns if turn.ids]
     if has_text and not turns:
-        raise NoTokenIds(
+        raise UnusableError(
             "nemo_gym.multi_turn=True: the episodes come without token ids; set return_token_id_information: true in "
             "the gym's model server"
         )
     return turns
 
 
-def chains(turns: Sequence[Turns]) -> list[Turns]:
-    """Join consecutive turns; a new chain starts where a prompt does not continue the turns before it."""
-    made: list[Turns] = []
-    for turn in turns:
-        seen = made[-1].prompt_ids + made[-1].ids if made else []
-        if not made or turn.prompt_ids[: len(seen)] != seen:
-            made.append(turn)
-            continue
-        last, between = made[-1], turn.prompt_ids[len(seen) :]
-        made[-1] = Turns(
-            last.prompt_ids,
-            last.ids + between + turn.ids,
-            last.logps + [0.0] * len(between) + turn.logps,
-            last.mask + [False] * len(between) + turn.mask,
-            last.num_turns + 1,
-        )
-    return made
-
-
 def read_episode(
     reply: dict[str, Any], *, prompt_ids: list[int], max_tokens: int, version: int, vocab_size: int | None = None
 ) -> Completion:
-    """An agent's reply as a Completion; left_out_turns are not in it, because a later prompt did not continue them."""
+    """An agent's reply as a Completion."""
     response = reply.get("response")
     if not isinstance(response, dict) or not isinstance(response.get("output"), list):
         raise ValueError("response: has no output")
     items = response["output"]
     reward = read_reward(reply)
-    turns = read_turns(items, vocab_size)
-    messages = item_messages(items, "output")
-    chain = chains(turns)[-1] if turns else None
-    columns: dict[str, Any] = {
-        "env_reward": reward,
-        "env_failed": 0.0,
-        "num_turns": len(turns),
-        "tool_calls": sum(item.get("type") == "function_call" for item in items),
-        "left_out_turns": len(turns) - chain.num_turns if chain else 0,
-    }
+    turns = read_turns(items, vocab_size, version)
+    columns: dict[str, Any] = {"env_reward": reward, "env_failed": 0.0}
     if isinstance(reply.get("reward_components"), dict):
         columns["reward_components"] = reply["reward_components"]
-    if chain is None:  # the model's answer is empty, and the environment has scored that
-        return empty(prompt_ids, columns, messages)
-    length = min(len(chain.ids), max_tokens)
-    while not chain.mask[length - 1]:  # context that no sampled token follows
-        length -= 1
     short = bool(response.get("incomplete_details")) or response.get("status") == "incomplete"
-    return Completion(
-        prompt_ids=chain.prompt_ids,
-        ids=chain.ids[:length],
-        logps=chain.logps[:length],
-        finish_reason="length" if len(chain.ids) > max_tokens or short else "stop",
-        text=next((m["content"] for m in reversed(messages) if m["role"] == "assistant"), ""),
-        versions=[(version, sum(chain.mask[:length]))],
-        mask=chain.mask[:length],
-        messages=messages,
-        columns=columns,
-    )
-
-
-def empty(prompt_ids: list[int], columns: dict[str, Any], messages: list[dict[str, Any]]) -> Completion:
-    """A completion with one masked token in place of none, which is not trained on."""
-    return Completion(
-        prompt_ids=list(prompt_ids),
-        ids=[prompt_ids[-1]],
-        logps=[0.0],
-        finish_reason="length",
-        text="",
-        versions=[],
-        mask=[False],
-        messages=messages or [{"role": "assistant", "content": ""}],
-        columns=columns,
-    )
+    messages = item_messages(items, "output")
+    limits = {"prompt_ids": prompt_ids, "max_tokens": max_tokens}
+    return last_chain(turns, **limits, short=short, messages=messages, columns=columns)
 
 
 def response_of(messages: Sequence[dict[str, Any]], model: str) -> dict[str, Any]:
@@ -637,7 +515,7 @@ def response_of(messages: Sequence[dict[str, Any]], model: str) -> dict[str, Any
     return head | {"output": output, "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
 
 
-def _turn(item: dict[str, Any], number: int, vocab_size: int | None) -> Turns:
+def _turn(item: dict[str, Any], number: int, vocab_size: int | None, version: int) -> Turns:
     try:  # some versions of the gym send ids as text
         ids, prompt_ids = ([int(x) for x in item[key]] for key in ("generation_token_ids", "prompt_token_ids"))
     except (KeyError, TypeError, ValueError):
@@ -649,7 +527,8 @@ def _turn(item: dict[str, Any], number: int, vocab_size: int | None) -> Turns:
         raise ValueError(f"output[{number}]: has an invalid log-prob")
     if min(prompt_ids + ids) < 0 or (vocab_size is not None and max(prompt_ids + ids) >= vocab_size):
         raise ValueError(f"output[{number}]: an id outside the vocabulary of {vocab_size}; is it another model's?")
-    return Turns(prompt_ids, ids, [min(float(logp), 0.0) for logp in logps], [True] * len(ids))
+    logps = [min(float(logp), 0.0) for logp in logps]
+    return Turns(prompt_ids, ids, logps, [True] * len(ids), versions=((version, len(ids)),))
 
 
 def _has_text(item: dict[str, Any]) -> bool:

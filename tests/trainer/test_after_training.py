@@ -125,7 +125,10 @@ def test_evaluate_leaves_out_the_long_prompts_that_the_run_left_out(run, capsys)
     assert "max_prompt_length=1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("settings", [{"tools": ["calculator"]}, {"rollout_func": "m.f"}, {"openenv": {"env": "m.E"}}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"tools": ["calculator"]}, {"rollout_func": "m.f"}, {"openenv": {"env": "m.E"}}, {"verifiers": {"env": "toy"}}],
+)
 def test_evaluate_refuses_runs_whose_completions_need_more_than_the_model(settings, run, capsys):
     change_config(run, **settings)
     assert evaluate.main([str(run)]) == 2
@@ -328,6 +331,7 @@ def test_the_card_names_no_path_or_address(run, tmp_path, monkeypatch):
     change_config(
         run, reward_funcs=["model:/home/bob/secret/rm", "/home/bob/rewards.py:fn", "model:org/rm"], model="/home/bob/m",
         data=["rows/train.jsonl"], chat_template="~bob/t.jinja", openenv={"env": "http://10.0.0.7:8000"},
+        verifiers={"env": "/home/bob/env.py", "args": {"taskset": {"file": "/home/bob/x.jsonl"}}},
     )  # fmt: skip
     card = model_card(run, "me/x", defaults=defaults_of(run))
     assert not any(part in card for part in secret)

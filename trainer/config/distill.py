@@ -122,7 +122,7 @@ class OpdConfig(SamplingConfig):
                 "out, or load the teacher with --teacher"
             )
         others = {"rollout_func": self.tools.rollout_func, "openenv.env": self.openenv.env,
-                  "nemo_gym.multi_turn": self.nemo_gym.multi_turn}  # fmt: skip
+                  "nemo_gym.multi_turn": self.nemo_gym.multi_turn, "verifiers.env": self.verifiers.env}  # fmt: skip
         if cfg.teacher_prompt is not None and any(others.values()):
             name, value = next((name, value) for name, value in others.items() if value)
             raise ValueError(f"teacher_prompt={cfg.teacher_prompt}: {name}={value} writes prompts itself; give one")
@@ -179,5 +179,6 @@ class OpdConfig(SamplingConfig):
                 f"num_generations={self.num_generations}: {fraction} puts one given completion in place of the "
                 "sampled ones; use 1"
             )
-        if self.tools.tools or self.tools.rollout_func or self.openenv.env or self.nemo_gym.datasets:
+        environments = (self.openenv.env, self.nemo_gym.datasets, self.verifiers.env)
+        if self.tools.tools or self.tools.rollout_func or any(environments):
             raise ValueError(f"{fraction}: given completions have no tools and no environment; leave one of them out")

@@ -213,7 +213,9 @@ def servers_asked(cfg: Any) -> str | None:
         if (value := getattr(cfg.overlap, name)) != getattr(AsyncConfig, name):
             return f"{name}={value}"
     gym = getattr(cfg, "nemo_gym", None)  # EBFT has none
-    return "nemo_gym.multi_turn=True" if gym is not None and gym.multi_turn else None
+    if gym is not None and gym.multi_turn:
+        return "nemo_gym.multi_turn=True"
+    return None if gym is None or cfg.verifiers.env is None else f"verifiers.env={cfg.verifiers.env}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from rollout.episodes.options import ToolConfig
 from rollout.gyms.options import NemoGymConfig, OpenEnvConfig, check_nemo_gym
+from rollout.gyms.verifiers_options import VerifiersConfig, check_verifiers
 from rollout.rewards.options import RewardConfig
 from trainer.config.blocks import NO_HELD_OUT, Flat, PromptConfig, check_evaluation
 from trainer.config.checks import refuse_idle
@@ -29,6 +30,7 @@ class RewardedConfig(GroupConfig):
     tools: Flat[ToolConfig] = field(default_factory=ToolConfig)
     openenv: OpenEnvConfig = field(default_factory=OpenEnvConfig)
     nemo_gym: NemoGymConfig = field(default_factory=NemoGymConfig)
+    verifiers: VerifiersConfig = field(default_factory=VerifiersConfig)
 
     def __post_init__(self) -> None:
         check_evaluation(self.data, self.run)
@@ -76,12 +78,14 @@ def check_rollout_setup(cfg: Any) -> None:
         "rollout_func": tools.rollout_func is not None,
         "openenv.env": env.env is not None,
         "nemo_gym.multi_turn": gym.multi_turn,
+        "verifiers.env": cfg.verifiers.env is not None,
     }
     names = [name for name, is_given in given.items() if is_given]
     if len(names) > 1:
         raise ValueError(f"{names[0]}, {names[1]}: each of them makes the whole completion; give one")
-    if not cfg.data.data and not gym.datasets:
-        raise ValueError("--data: required; name rows, or rows of a gym by --nemo-gym.datasets")
+    check_verifiers(cfg)
+    if not cfg.data.data and not gym.datasets and cfg.verifiers.env is None:
+        raise ValueError("--data: required; name rows, or rows of a gym by --nemo-gym.datasets or --verifiers.env")
     if gym.multi_turn and (cfg.data.data or cfg.data.eval_data):
         raise ValueError(
             f"data={' '.join((*cfg.data.data, *cfg.data.eval_data))}: nemo_gym.multi_turn uses only rows of the "

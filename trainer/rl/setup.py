@@ -56,6 +56,12 @@ class RolloutSetup:
             from rollout.gyms.nemo_gym import GymClient
 
             self.gym = GymClient(cfg.nemo_gym, log=log)
+        self.verifiers: Any = None
+        if cfg.verifiers.env is not None:
+            from rollout.gyms.verifiers_env import VerifiersEnv  # its package is an extra
+
+            options = {"chat_template_kwargs": cfg.model.chat_template_kwargs, "log": log}
+            self.verifiers = VerifiersEnv(cfg.verifiers, model=policy.source, **options)
         self.episode: Any = None
         if self.toolset is not None:
             self.episode = ToolEpisode.of(cfg.tools, self.toolset, policy.tokenizer)
@@ -73,6 +79,10 @@ class RolloutSetup:
             from rollout.gyms.nemo_gym import COLUMNS
 
             return COLUMNS
+        if self.verifiers is not None:
+            from rollout.gyms.verifiers_env import COLUMNS
+
+            return COLUMNS
         if self.toolset is not None:
             return ("num_turns", *(["env_reward"] if self.toolset.pays else []))
         return ("num_turns", "env_reward") if self.episode is not None else ()
@@ -82,7 +92,8 @@ class RolloutSetup:
         """Tokens that a sequence may have besides its prompt and completion."""
         if self.cfg.nemo_gym.multi_turn:
             return self.cfg.max_completion_length  # its agents ask for a whole answer in every turn, the last included
-        return UNSEEN if self.cfg.openenv.env is not None or self.function is not None else 0
+        given = (self.cfg.openenv.env, self.function, self.verifiers)
+        return UNSEEN if any(one is not None for one in given) else 0
 
     def prompts(self, specs: Sequence[str], *, held_out: bool = False) -> list[Prompt]:
         cfg, policy = self.cfg, self.policy
@@ -98,6 +109,8 @@ class RolloutSetup:
             gym = cfg.nemo_gym
             options = {"folder": gym.dir, "multi_turn": gym.multi_turn, **prompt_options(cfg, policy)}
             prompts += load_nemo_gym(gym.datasets, policy.tokenizer, **options)
+        if self.verifiers is not None and not held_out:
+            prompts += self.verifiers.prompts(policy.tokenizer, **prompt_options(cfg, policy))
         return prompts
 
     def connect(self, prompts: Sequence[Prompt], rewards: Rewards) -> None:
@@ -107,6 +120,8 @@ class RolloutSetup:
 
             self.gym.connect(prompts, multi_turn=self.cfg.nemo_gym.multi_turn)
             set_up_rewards(rewards, self.gym, self.cfg.reward.reward_on_error)
+        if self.verifiers is not None:
+            self.verifiers.open()
 
     def start(self, engine: Engine, log_dir: Path) -> None:
         """Start the gym's servers, if the run has its own; its agents ask the servers of `engine`."""
@@ -120,6 +135,8 @@ class RolloutSetup:
 
             vocab_size, seeded = self.policy.model.config.get_text_config().vocab_size, self.cfg.vllm.seeded
             return RunSource(self.gym, sampling, version=lambda: engine.version, vocab_size=vocab_size, seeded=seeded)
+        if self.verifiers is not None:
+            return self.verifiers.source(engine, sampling)
         if self.function is not None:
             settings = {"chat_template_kwargs": self.cfg.model.chat_template_kwargs}
             return self.function.source(engine, sampling, num_generations=self.cfg.num_generations, **settings)
@@ -133,8 +150,9 @@ class RolloutSetup:
         return EngineSource(engine, sampling, streams=streams)
 
     def close(self) -> None:
-        if self.gym is not None:
-            self.gym.close()
+        for environment in (self.gym, self.verifiers):
+            if environment is not None:
+                environment.close()
 
 
 def load_curriculum(spec: str | None) -> Order | None:

@@ -13,11 +13,10 @@ import pytest
 from data.rows.nemo_gym import nemo_gym_columns
 from data.types import Prompt
 from rollout.engine import Completion, Request, Sampling, run_groups
+from rollout.gyms.gym_source import Turns, chains
 from rollout.gyms.nemo_gym import (
     GymClient,
     RunSource,
-    Turns,
-    chains,
     error_text,
     join_cookies,
     read_episode,
@@ -398,7 +397,7 @@ def test_episodes_of_a_group_come_back_in_order_with_our_sampling_in_every_reque
     source.close()
     gym.close()
     assert [[c.columns["env_reward"] for c in group] for group in groups] == [[1.0] * 3, [0.5] * 3]
-    assert not source._running
+    assert not source._episodes._running
     bodies = sorted(
         (body for _, body, _ in replay.requests), key=lambda b: (b["_ng_task_index"], b["_ng_rollout_index"])
     )
@@ -456,7 +455,7 @@ def test_an_episode_that_fails_costs_its_own_row_and_is_said_once(replay):
 
 
 def test_nothing_but_failures_stops_the_run(replay, monkeypatch):
-    monkeypatch.setattr("rollout.gyms.nemo_gym.GIVE_UP", 5)
+    monkeypatch.setattr("rollout.gyms.gym_source.GIVE_UP", 5)
     replay.add("/run", "q", reply_of(item([1, 2], [3]), item([1, 2, 4], [5, 6])))
     prompts = [prompt_of(math_row(question), "reasoning_gym") for question in ("q", "unknown")]
     gym = client(replay, retries=0, prefix_mismatch="drop")

@@ -1,0 +1,473 @@
+"""Environments of the package verifiers (0.4, its `verifiers.v1`): rows, episodes and rewards, with our vLLM servers as
+the model.
+
+    env = VerifiersEnv(cfg.verifiers, model=policy.source, log=run.note)
+    prompts = env.prompts(tokenizer)                   # one per row (Task) of the environment
+    env.open()                                         # what its episodes share: tool servers, the token server below
+    source = env.source(engine, sampling)              # a Source: one episode per request
+    -> Completion(ids=[turns and what stands between them], columns={"env_reward": 1.0, "num_turns": 2, ...})
+
+The package renders each turn's prompt to token ids (TrainClient, with the package renderers) and asks a server for a
+completion of these ids. That server is ours: TokenServer listens on the loopback interface and passes each request to
+the engine. So token ids and log-probs of a turn are those that vLLM returned, the weights' versions are known, several
+servers and adapters work, and sampling settings are the trainer's. Turns are joined by the rule of gym_source.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib.metadata
+import math
+import secrets
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from data.formats.registry import apply
+from data.rows.prompts import fits, log_left_out, tokenise_prompt
+from data.sources import Row
+from data.types import Messages, Prompt
+from data.user_code import describe_error, load_file, load_module, where_raised
+from rollout.engine import Completion, Request, Sampling
+from rollout.episodes.turns import turn_seed
+from rollout.gyms.gym_source import EpisodeError, GymSource, Turns, UnusableError, last_chain
+from rollout.gyms.verifiers_options import VerifiersConfig
+from rollout.servers.loop import Loop
+
+COLUMNS = ("env_reward", "env_failed", "num_turns", "tool_calls", "left_out_turns", "reward_components")
+INDEX = "verifiers_index"  # column: place of the row in the environment
+INSTALL = "pip install -e '.[verifiers]'"
+# What we use of it, so that another version is refused by what it lacks.
+NEEDED = (
+    "Env.run_slot", "Env.serving", "Env.slots", "EnvConfig.agent_harnesses", "Episode", "ModelContext", "PrimeConfig",
+    "SamplingConfig", "Taskset.take", "Trace.stop", "TrainClientConfig", "load_environment", "load_harness",
+    "resolve_env_config",
+)  # fmt: skip
+MODEL = "policy"  # model name in requests; our server has one model
+SESSION = "X-Session-ID"  # header of a request: the trace that it belongs to
+NO_ROOM = "max_completion_length"  # stop condition of an episode that has used up its tokens
+CLOSE_S = 30.0
+
+
+class VerifiersEnv:
+    """One environment, loaded; refuses what cannot work before anything is sampled."""
+
+    def __init__(
+        self, cfg: VerifiersConfig, *, model: str, chat_template_kwargs: Mapping[str, Any] | None = None,
+        log: Callable[[str], None] = print,
+    ) -> None:  # fmt: skip
+        assert cfg.env is not None, cfg
+        self.cfg, self.log = cfg, log
+        self.template_kwargs = dict(chat_template_kwargs or {})
+        self.vf = import_verifiers(cfg.env)
+        self.env, self.tasks = load_tasks(self.vf, cfg)
+        try:
+            # The address will hold the secret; with the default name it would send the key of a service.
+            self._client = self.vf.TrainClientConfig(
+                api_key_var="STROP_NO_KEY", renderer=cfg.renderer or None, renderer_model_name=model
+            )
+        except ValueError as error:
+            raise ValueError(f"verifiers.renderer={cfg.renderer}: {describe_error(error)}") from None
+        self.loop: Loop | None = None
+        self._server: TokenServer | None = None
+        self._slots: asyncio.Semaphore | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._reported: set[str] = set()
+
+    def prompts(
+        self, tokenizer: Any, *, system_prompt: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None, max_prompt_length: int | None = None,
+        context_length: int | None = None, max_completion_length: int = 0,
+    ) -> list[Prompt]:  # fmt: skip
+        """All rows, in order. Prompts over max_prompt_length tokens are left out; the number is logged."""
+        self._check_renderer(tokenizer)
+        base = set(self.vf.TaskData.model_fields)
+        prompts: list[Prompt] = []
+        for number, task in enumerate(self.tasks):
+            row = Row(source=f"{self.cfg.env}:{number}", columns={})
+            try:
+                row.columns["prompt"] = opening(task.data)
+            except ValueError as error:
+                raise ValueError(f"{row.source}: {error}") from None
+            made = apply(tokenise_prompt, row, tokenizer, system_prompt, chat_template_kwargs)
+            if not fits(row.source, made.ids, max_prompt_length, context_length, max_completion_length):
+                continue
+            own = {key: value for key, value in task.data.model_dump(mode="json").items() if key not in base}
+            prompts.append(
+                Prompt(source=row.source, prompt=made.prompt, ids=made.ids, columns=own | {INDEX: number},
+                       settings=made.settings)
+            )  # fmt: skip
+        log_left_out(len(prompts), len(self.tasks), max_prompt_length)
+        return prompts
+
+    def open(self) -> None:
+        """Start what all episodes share; ValueError if it fails."""
+        self.loop = shared_loop()
+        try:
+            self.loop.run(self._open())
+        except Exception as error:  # the environment's code may raise anything
+            self.close()
+            raise ValueError(f"verifiers.env={self.cfg.env}: did not start ({describe_error(error)})") from None
+
+    def source(self, engine: Any, sampling: Sampling) -> GymSource:
+        """Source of episodes sampled by this engine, which has vLLM servers."""
+        assert self.loop is not None, "open() comes before source()"
+        context = min(member.server.info.model_len for member in engine.pool.members)
+
+        async def ask(request: Request, sampling: Sampling) -> Completion:
+            return await asyncio.wrap_future(engine.loop.start(engine.complete(request, sampling)))
+
+        async def play(request: Request, number: int) -> Completion:
+            return await self._play(request, lambda trace: Talk(trace, request.seed, sampling, context, ask))
+
+        return GymSource(
+            play, self.loop, flag="verifiers", title="verifiers", prefix_mismatch=self.cfg.prefix_mismatch,
+            log_once=self.log_once, hint="the first failure of each kind is in the log of the run",
+        )  # fmt: skip
+
+    def log_once(self, kind: str, text: str) -> None:
+        if kind not in self._reported:
+            self._reported.add(kind)
+            self.log(text)
+
+    def close(self) -> None:
+        """May be called twice."""
+        loop, self.loop = self.loop, None
+        if loop is None:
+            return
+        try:
+            loop.run(self._close(), CLOSE_S)
+        except Exception as error:
+            self.log(f"verifiers: the environment did not end well ({describe_error(error)})")
+
+    def _check_renderer(self, tokenizer: Any) -> None:
+        """Make a renderer as the package will in every episode, so that one that cannot be made shows now."""
+        from renderers import create_renderer  # verifiers needs it too
+
+        try:
+            made = create_renderer(tokenizer, self._client.renderer, chat_template_kwargs=self.template_kwargs or None)
+        except Exception as error:
+            raise ValueError(f"verifiers.renderer={self.cfg.renderer}: {describe_error(error)}") from None
+        if not getattr(made, "supports_tools", True):
+            self.log_once(
+                "renderer",
+                "verifiers: prompts are rendered with the model's chat template, and tool calls are not read; an "
+                "environment with tools needs --verifiers.renderer",
+            )
+
+    async def _open(self) -> None:
+        self._server = TokenServer()
+        self._slots = asyncio.Semaphore(self.cfg.max_concurrent)
+        settings = {"chat_template_kwargs": self.template_kwargs} if self.template_kwargs else {}
+        client = self._client.model_copy(update={"base_url": await self._server.open()})
+        sampling = self.vf.SamplingConfig(**settings)  # what else a request asks for, Talk decides
+        self._context = self.vf.ModelContext(model=MODEL, client=client, sampling=sampling)
+        # In a task of its own: its context must be left by the task that has entered it.
+        ready, self._end = asyncio.get_running_loop().create_future(), asyncio.Event()
+        self._serving = asyncio.ensure_future(self._serve(ready))
+        await asyncio.wait([ready, self._serving], return_when=asyncio.FIRST_COMPLETED)
+        if self._serving.done():
+            failed, self._serving = self._serving, None
+            failed.result()
+
+    async def _serve(self, ready: asyncio.Future[None]) -> None:
+        async with self.env.serving():
+            ready.set_result(None)
+            await self._end.wait()
+
+    async def _close(self) -> None:
+        if self._serving is not None:
+            self._end.set()
+            await asyncio.wait([self._serving])
+        if self._server is not None:
+            await self._server.close()
+        if self._serving is not None:
+            self._serving.result()
+
+    async def _play(self, request: Request, begin: Callable[[Any], Talk]) -> Completion:
+        assert self._server is not None and self._slots is not None
+        prompt, talks = request.prompt, {}
+
+        def on_trace(trace: Any) -> None:
+            talks[trace.id] = self._server.talks[trace.id] = begin(trace)
+
+        try:
+            (slot,) = self.env.slots(self.tasks[prompt.columns[INDEX]])
+            async with self._slots, asyncio.timeout(self.cfg.timeout):
+                episode = await self.env.run_slot(slot, self._context, on_trace=on_trace)
+        except TimeoutError:
+            raise EpisodeError(f"the episode has not ended for {self.cfg.timeout:g} s", kind="late") from None
+        except Exception as error:  # the environment's code may raise anything
+            raise EpisodeError(f"{describe_error(error)}{where_raised(error)}", kind=type(error).__name__) from None
+        finally:
+            for trace_id in talks:
+                self._server.talks.pop(trace_id, None)
+        for talk in talks.values():
+            if talk.error is not None:  # of our servers, not of the environment
+                raise UnusableError(str(talk.error)) from talk.error
+        return read_episode(episode, talks, self.cfg, prompt_ids=prompt.ids)
+
+
+@functools.cache
+def shared_loop() -> Loop:
+    """The loop of all environments of this process: the package renderers has a lock that belongs to one loop."""
+    return Loop("verifiers")
+
+
+# the package and the environment ---------------------------------------------------------------------------------
+
+
+def import_verifiers(env: str) -> Any:
+    """The package's API; ValueError if it is missing or another version."""
+    label = f"verifiers.env={env}"
+    try:
+        version = importlib.metadata.version("verifiers")
+    except importlib.metadata.PackageNotFoundError:
+        raise ValueError(f"{label}: the package verifiers is not installed; {INSTALL}") from None
+    try:
+        import verifiers.v1 as vf
+    except ModuleNotFoundError as error:
+        if error.name != "verifiers.v1":
+            raise ValueError(f"{label}: verifiers cannot be imported ({describe_error(error)}); {INSTALL}") from None
+        raise ValueError(f"{label}: verifiers {version} has no verifiers.v1; {INSTALL}") from None
+    lacks = [name for name in NEEDED if not _has(vf, name)]
+    if lacks:
+        raise ValueError(f"{label}: verifiers {version} has no {', '.join(lacks)}; install verifiers 0.4")
+    return vf
+
+
+def load_tasks(vf: Any, cfg: VerifiersConfig) -> tuple[Any, list[Any]]:
+    """The environment, and its rows."""
+    label = f"verifiers.env={cfg.env}"
+    try:
+        name = plugin_name(cfg.env, label)
+        settings = {**cfg.args, "taskset": {**(cfg.args.get("taskset") or {}), "id": name}}
+        env = vf.load_environment(vf.resolve_env_config(place_agents(vf, settings, label)))
+        rows = env.taskset if cfg.rows is None else env.taskset.take(cfg.rows)
+        if not rows.bounded:
+            raise ValueError(f"{label}: its rows never end; say how many to use with --verifiers.rows")
+        tasks = list(rows)
+    except ValueError as error:
+        if str(error).startswith("verifiers."):
+            raise
+        raise ValueError(refusal(error, label)) from None
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name != name.replace("-", "_").lower():  # one that its code imports
+            raise ValueError(refusal(error, label)) from None
+        raise ValueError(
+            f"{label}: there is no such environment, neither installed nor as a module in {Path.cwd()}; check the name"
+        ) from None
+    except Exception as error:  # importing and loading run the environment's code
+        raise ValueError(refusal(error, label)) from None
+    if not tasks:
+        raise ValueError(f"{label}: has no rows; check verifiers.args")
+    return env, tasks
+
+
+def plugin_name(spec: str, label: str) -> str:
+    """The name that verifiers finds the environment by; a file or a dotted module is loaded and put under one."""
+    if spec.endswith(".py"):
+        path = Path(spec).expanduser().resolve()
+        module, name = load_file(path, label), path.stem
+    elif "." in spec and not set("/@") & set(spec):
+        module, name = load_module(spec, label), spec.replace(".", "_")
+    else:
+        return spec
+    name = name.replace("-", "_").lower()
+    if sys.modules.setdefault(name, module) is not module:
+        raise ValueError(f"{label}: another module has the name {name!r}; rename the file")
+    return name
+
+
+def place_agents(vf: Any, settings: dict[str, Any], label: str) -> dict[str, Any]:
+    """The settings with agents that run no code on this machine, where nobody has said where they run.
+
+    The package's default is a remote sandbox. An agent that runs code needs a choice of the user's.
+    """
+    config = vf.resolve_env_config(settings)
+    for role, harness in config.agent_harnesses().items():
+        given = settings.get(role) or {}
+        if "runtime" in given or getattr(config, role).runtime != vf.PrimeConfig():
+            continue
+        if vf.load_harness(harness).EXECUTES_CODE:
+            raise ValueError(
+                f"{label}: its {role} runs code (harness {harness.id}); say where with --verifiers.args "
+                f'\'{{"{role}": {{"runtime": {{"type": "docker"}}}}}}\', or let it only talk with '
+                f'\'{{"{role}": {{"harness": {{"id": "null"}}}}}}\''
+            )
+        settings = {**settings, role: {**given, "runtime": {"type": "subprocess"}}}
+    return settings
+
+
+def refusal(error: Exception, label: str) -> str:
+    """One sentence; a pydantic error of the settings names the first of them."""
+    if hasattr(error, "errors") and callable(error.errors):
+        first = error.errors()[0]
+        return f"verifiers.args.{'.'.join(map(str, first['loc']))}: {first['msg']}; see the settings of {label[14:]}"
+    return f"{label}: cannot be loaded ({describe_error(error)}{where_raised(error)})"
+
+
+def opening(data: Any) -> Messages:
+    """The messages that a row begins with; text only."""
+    messages = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    if isinstance(data.prompt, str):
+        messages.append({"role": "user", "content": data.prompt})
+    else:
+        messages += [message_of(message) for message in data.prompt or ()]
+    if not any(message["role"] == "user" for message in messages):  # the environment opens the conversation
+        messages.append({"role": "user", "content": data.description or data.name or "..."})
+    return messages
+
+
+def message_of(message: Any) -> dict[str, Any]:
+    """A message of verifiers as chat templates and rewards take it."""
+    parts = message.content if isinstance(message.content, list) else []
+    if any(part.type != "text" for part in parts):
+        raise ValueError("a message holds an image; only text is supported")
+    text = "".join(part.text for part in parts) if parts else message.content or ""
+    made = {"role": message.role, "content": text}
+    calls = getattr(message, "tool_calls", None) or ()
+    if calls:
+        made["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+        ]
+    if message.role == "tool":
+        made["tool_call_id"] = message.tool_call_id
+    return made
+
+
+def _has(module: Any, dotted: str) -> bool:
+    for name in dotted.split("."):
+        module = getattr(module, name, None)
+    return module is not None
+
+
+# requests for tokens, and the episode they make ------------------------------------------------------------------
+
+
+class Talk:
+    """The requests of one agent in one episode (a Trace), answered by the engine."""
+
+    def __init__(
+        self,
+        trace: Any,
+        seed: int,
+        sampling: Sampling,  # its max_tokens limits the whole episode
+        context: int,  # most tokens that a server takes
+        ask: Callable[[Request, Sampling], Any],
+    ) -> None:
+        self.trace, self.seed, self.sampling, self.context, self.ask = trace, seed, sampling, context, ask
+        self.turns: list[Turns] = []
+        self.short = False  # the last turn was cut off, or there was no room for another
+        self.error: ValueError | None = None  # our servers have failed
+
+    async def answer(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Status and reply of vLLM's route for token ids. Only the ids, a lower limit and more stop ids are read."""
+        if body.get("features") or body.get("content_parts"):
+            self.error = UnusableError("verifiers: a prompt holds an image; only text is supported")
+            return 400, {"error": {"message": str(self.error)}}
+        prompt_ids, params = list(body["token_ids"]), body.get("sampling_params") or {}
+        if self.turns and self.turns[-1].prompt_ids == prompt_ids:
+            self.turns.pop()  # asked again: the reply was not used
+        before = len(prompt_ids) - len(self.turns[0].prompt_ids) if self.turns else 0
+        room = min(self.sampling.max_tokens - max(before, 0), self.context - len(prompt_ids))
+        if room < 1:
+            self.trace.stop(NO_ROOM)  # the environment ends the episode and scores it
+            self.short = True
+            return 400, {"error": {"message": f"{NO_ROOM}={self.sampling.max_tokens}: no tokens are left"}}
+        sampling = replace(
+            self.sampling,
+            max_tokens=min(params.get("max_tokens") or room, room),
+            stop_ids=tuple(dict.fromkeys((*self.sampling.stop_ids, *(params.get("stop_token_ids") or ())))),
+        )
+        request = Request(prompt_ids=prompt_ids, seed=turn_seed(self.seed, len(self.turns)))
+        try:
+            made = await self.ask(request, sampling)
+        except ValueError as error:
+            self.error = error
+            return 400, {"error": {"message": str(error)}}
+        mask = [True] * len(made.ids)
+        self.turns.append(Turns(prompt_ids, made.ids, made.logps, mask, versions=tuple(made.versions)))
+        self.short = made.finish_reason == "length"
+        return 200, reply_of(made)
+
+
+def reply_of(made: Completion) -> dict[str, Any]:
+    """A completion as vLLM's route for token ids returns it."""
+    pairs = zip(made.ids, made.logps, strict=True)
+    content = [{"token": f"token_id:{token}", "logprob": logp, "top_logprobs": []} for token, logp in pairs]
+    choice = {"index": 0, "token_ids": made.ids, "logprobs": {"content": content}, "finish_reason": made.finish_reason}
+    return {"request_id": secrets.token_hex(8), "choices": [choice]}
+
+
+class TokenServer:
+    """vLLM's route for token ids on the loopback interface; a request's header says which Talk it belongs to.
+
+    The address holds a secret: other users of the machine cannot ask.
+    """
+
+    def __init__(self) -> None:
+        self.talks: dict[str, Talk] = {}
+        self._runner: Any = None
+
+    async def open(self) -> str:
+        """Listen; returns the base URL."""
+        from aiohttp import web  # verifiers needs it too
+
+        secret = secrets.token_urlsafe(16)
+        app = web.Application(client_max_size=2**28)
+        app.router.add_post(f"/{secret}/inference/v1/generate", self._generate)
+        # A request that nobody waits for any more is cancelled, on the vLLM server too.
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}/{secret}/v1"
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _generate(self, request: Any) -> Any:
+        from aiohttp import web
+
+        talk = self.talks.get(request.headers.get(SESSION, ""))
+        if talk is None:  # its episode has ended
+            return web.json_response({"error": {"message": "no such episode"}}, status=400)
+        status, reply = await talk.answer(await request.json())
+        return web.json_response(reply, status=status)
+
+
+def read_episode(episode: Any, talks: Mapping[str, Talk], cfg: VerifiersConfig, *, prompt_ids: list[int]) -> Completion:
+    """An episode as a Completion: the turns of the agent that is trained, and its reward."""
+    if not episode.ok:
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        kind, text = (errors[-1].type, errors[-1].message) if errors else ("failed", "no reason given")
+        raise EpisodeError(f"{kind}: {' '.join(text.split())[:300]}", kind=kind)
+    traces = [one for one in episode.traces if one.agent.trainable and cfg.agent in (None, one.agent.name)]
+    if len(traces) != 1:
+        names = ", ".join(sorted({one.agent.name for one in episode.traces})) or "none"
+        raise UnusableError(
+            f"verifiers.agent={cfg.agent}: an episode has {len(traces)} conversations to train on, and a completion is "
+            f"one; name one of its agents ({names}) that plays once"
+        )
+    (trace,) = traces
+    reward = float(trace.reward)
+    if not math.isfinite(reward):
+        raise EpisodeError(f"reward={reward!r}: is not a finite number", kind="reward")
+    talk = talks[trace.id]
+    nodes = trace.branches[-1].nodes if trace.branches else []
+    first = next((place for place, node in enumerate(nodes) if node.sampled), len(nodes))
+    columns = {
+        "env_reward": reward,
+        "env_failed": 0.0,
+        "reward_components": {name: one.score for name, one in trace.rewards.items() if one is not None},
+    }
+    return last_chain(
+        talk.turns, prompt_ids=prompt_ids, max_tokens=talk.sampling.max_tokens, short=talk.short or trace.is_truncated,
+        messages=[message_of(node.message) for node in nodes[first:]], columns=columns,
+    )  # fmt: skip

@@ -151,9 +151,7 @@ def flex_attend(
     Compiled at the first call; new head sizes, dtypes and grad modes recompile, lengths and masks do not. Raises if
     compilation is off or fails, because uncompiled flex_attention silently runs dense.
     """
-    if (
-        torch.compiler.is_compiling()
-    ):  # part of a compiled block; reading the mask's lengths would tie its graph to them
+    if torch.compiler.is_compiling():  # part of a block's graph, which must not read the mask's lengths
         return _attend(query, key, value, block_mask.mask_mod.spans, [getattr(block_mask, n) for n in _LISTS], scale)
     if query.device.type != "cuda":
         raise ValueError(f"query.device={query.device}: flex_attend runs on CUDA; elsewhere use dense_mask with sdpa")
@@ -165,8 +163,13 @@ def flex_attend(
         shape = tuple(block_mask.shape)
         raise ValueError(f"block_mask.shape={shape}: the inputs need {(rows, 1, num_queries, num_keys)}")
     lists = [getattr(block_mask, name) for name in _LISTS]
-    with _one_graph_for_all_lengths():
-        return _compiled()(query, key, value, block_mask.mask_mod.spans, lists, scale)
+    # The compiler's kernel depends on which inputs need gradients, and rounds differently. Let all of them need one, so
+    # that a reference pass gives the same bits as the training pass of the same weights.
+    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    inputs = (x if x.requires_grad else x.detach().requires_grad_() for x in (query, key, value))
+    with _one_graph_for_all_lengths(), torch.enable_grad():
+        out = _compiled()(*inputs, block_mask.mask_mod.spans, lists, scale)
+    return out if differentiable else out.detach()
 
 
 @contextmanager
@@ -190,10 +193,14 @@ def _one_graph_for_all_lengths() -> Iterator[None]:
 def compile_for_all_lengths() -> None:
     """The same for the rest of the process: a compiled block with flex_attend in it is compiled when first called."""
     import torch._dynamo as dynamo
+    import torch._inductor.config as inductor
     import torch.fx.experimental._config as symbolic_shapes
 
     dynamo.config.recompile_limit, dynamo.config.specialize_float = GRAPHS, True
     symbolic_shapes.use_duck_shape = False
+    # Round between fused operations as separate kernels would: a pass with gradients and one without are fused
+    # differently, and log-probs of policy and reference would differ by more than bfloat16 does.
+    inductor.emulate_precision_casts = True
 
 
 @functools.cache

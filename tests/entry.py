@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -44,10 +45,27 @@ def _loaded_process() -> subprocess.Popen[str]:
 
 def run_python(*words: str, cwd: Path, timeout: float = 300, **env: str) -> subprocess.CompletedProcess:
     """`python -m MODULE ...` or `python SCRIPT ...` in a copy of a process that has loaded torch and the trainer."""
+    return _run_copies(words, [environment() | env], cwd, timeout)
+
+
+def run_ranks(*words: str, cwd: Path, num_ranks: int = 2, timeout: float = 300, **env: str) -> Any:
+    """As run_python, with a copy for each rank of one run: what torchrun starts, without its own start."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [common | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(num_ranks)]
+    own = [{name: str(value) for name, value in settings.items()} for settings in ranks]
+    return _run_copies(words, [environment() | settings | env for settings in own], cwd, timeout)
+
+
+def _run_copies(
+    words: tuple[str, ...], environments: list[dict[str, str]], cwd: Path, timeout: float
+) -> subprocess.CompletedProcess:
     server = _loaded_process()
     with tempfile.TemporaryDirectory() as scratch:
         out, err = Path(scratch, "out"), Path(scratch, "err")
-        request = {"argv": words, "cwd": str(cwd), "env": environment() | env, "out": str(out), "err": str(err)}
+        request = {"argv": words, "cwd": str(cwd), "env": environments, "out": str(out), "err": str(err)}
         print(json.dumps(request | {"timeout": timeout}), file=server.stdin, flush=True)
         code = json.loads(server.stdout.readline())
         if code == TIMED_OUT:

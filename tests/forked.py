@@ -2,11 +2,12 @@
 
 `python -m trainer` takes several seconds to import what it needs. Many tests run it, so they share one import:
 
-    {"argv": ["-m", "trainer", ...], "cwd": ..., "env": {...}, "out": FILE, "err": FILE, "timeout": seconds}    one line
+    {"argv": ["-m", "trainer", ...], "cwd": ..., "env": [{...}], "out": FILE, "err": FILE, "timeout": seconds}  one line
     0                                                                                            the exit code on stdout
 
 The copy then does what Python does for `-m MODULE` or `SCRIPT`. What is read when Python starts differs
-(PYTHONHASHSEED, OMP_NUM_THREADS, /proc/PID/environ): a test of those starts a real process.
+(PYTHONHASHSEED, OMP_NUM_THREADS, /proc/PID/environ): a test of those starts a real process. There is a copy for each
+environment: several are the ranks of one run, and as under torchrun the first that fails ends the others.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import select
 import signal
 import sys
 import threading
+import time
 import traceback
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 TIMED_OUT = "timeout"
@@ -30,23 +33,36 @@ def serve() -> dict[str, Any]:
     """Answer requests until stdin ends; returns only in a forked copy, with the request to carry out."""
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            return request
-        print(json.dumps(outcome(pid, request["timeout"])), flush=True)
+        pids = []
+        for env in request["env"]:
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                return request | {"env": env}
+        print(json.dumps(outcome(pids, time.monotonic() + request["timeout"])), flush=True)
     raise SystemExit(0)
 
 
-def outcome(pid: int, timeout: float) -> int | str:
-    pidfd = os.pidfd_open(pid)
-    try:
-        ready, _, _ = select.select([pidfd], [], [], timeout)
+def outcome(pids: list[int], deadline: float) -> int | str:
+    """0 if all have ended well, else the exit code of the first that has not; none of them is left alive."""
+    code: int | str = 0
+    alive = {os.pidfd_open(pid): pid for pid in pids}
+    while alive:
+        ready, _, _ = select.select(list(alive), [], [], max(0.0, deadline - time.monotonic()))
         if not ready:
-            os.kill(pid, signal.SIGKILL)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        return status if ready else TIMED_OUT
-    finally:
-        os.close(pidfd)
+            code, ready = code or TIMED_OUT, list(alive)
+            end(alive.values())
+        for pidfd in ready:
+            status = os.waitstatus_to_exitcode(os.waitpid(alive.pop(pidfd), 0)[1])
+            os.close(pidfd)
+            if status and not code:
+                code = status
+                end(alive.values())
+    return code
+
+
+def end(pids: Iterable[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
 
 
 def become(request: dict[str, Any]) -> None:
@@ -56,7 +72,7 @@ def become(request: dict[str, Any]) -> None:
     os.environ.update(request["env"])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     added = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder not in sys.path]
     sys.path[:1] = [os.getcwd(), *filter(None, added)]
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from data.command.config_file import load_config
 from rollout.servers.model_folder import resolve_model
-from tests.entry import ROOT, environment, metrics, repeatable, run_ok
+from tests.entry import ROOT, environment, metrics, repeatable, run_ok, run_ranks
 from tests.ranks import sampled, slices, worker
 from tests.ranks.sharded import everything, optimizer_of, same, take_step
 from trainer.__main__ import main
@@ -47,8 +47,9 @@ def two(*argv: Any, cwd: Path, timeout: float = 240, launcher: tuple[str, ...] =
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
 
 
-def two_ok(*argv: Any, cwd: Path, **options: Any) -> Any:
-    return checked(argv, two(*argv, cwd=cwd, **options))
+def two_ok(*argv: Any, cwd: Path, timeout: float = 240, **env: str) -> Any:
+    """Two ranks in copies of a loaded process: torchrun and what it starts take half a minute to import torch."""
+    return checked(argv, run_ranks("-m", *map(str, argv), cwd=cwd, timeout=timeout, **env))
 
 
 def checked(argv: tuple[Any, ...], done: Any) -> Any:

@@ -1,15 +1,20 @@
-"""Every method there is runs out of the box: `python -m trainer --method X --max-steps 2`, no other flag."""
+"""Every method there is runs out of the box: `python -m trainer --method X --max-steps 2`, no other flag.
+
+One that samples and one that reads rows are run so every time, the others with fewer rows of the same data: to render
+the thousands of a recipe takes longer than all that follows. Tests marked slow run all of them without a flag.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.entry import metrics, repeatable, run_ok
-from trainer.cli import method_names
+from trainer.cli import method_names, parse
 from trainer.metrics.metrics import describe
 
 ALWAYS = {"step", "loss/total", "optim/grad_norm", "optim/lr", "perf/tokens_per_s", "time/step_s", "data/tokens_total"}
@@ -26,9 +31,31 @@ CLASSES = {
 }  # of each kind of export, by one method that makes it
 
 
-@pytest.mark.parametrize("method", method_names())
+BARE = ("grpo", "sft")
+
+
+def few_rows(method: str) -> list[str]:
+    """Flags for the beginning of the data that the method takes by itself."""
+    data = parse(["--method", method])[1].data
+    (train,), (held_out,) = data.data, data.eval_data
+    rows = re.sub("size=[0-9]+", "size=256", train), re.sub("size=[0-9]+", "size=16", held_out)
+    return ["--data", rows[0], "--eval-data", rows[1]]
+
+
+@pytest.mark.parametrize("method", [name for name in method_names() if name not in BARE])
+def test_every_method_trains_two_steps(method, tmp_path):
+    check_two_steps(method, few_rows(method), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=[] if name in BARE else [pytest.mark.slow]) for name in method_names()]
+)
 def test_bare_command_trains_two_steps(method, tmp_path):
-    run_ok("--method", method, "--max-steps", "2", cwd=tmp_path)
+    check_two_steps(method, [], tmp_path)
+
+
+def check_two_steps(method: str, flags: list[str], tmp_path: Path) -> None:
+    run_ok("--method", method, "--max-steps", "2", *flags, cwd=tmp_path)
     (folder,) = (tmp_path / "runs").iterdir()
     rows = metrics(folder)
     assert [row["step"] for row in rows] == [0, 1, 2]

@@ -23,11 +23,11 @@ STEPS = 8
 GRPO = [
     "--method", "grpo", "--max-steps", STEPS, "--save-steps", 0, "--eval-steps", 3, "--seed", 5,
     "--per-device-train-batch-size", 8, "--eval-data", "task:addition:split=eval,size=10", "--num-iterations", 2,
-    "--reward-num-workers", 1,
+    "--data", "task:addition:split=train,size=256", "--reward-num-workers", 1,
 ]  # fmt: skip
 SFT = [
     "--method", "sft", "--max-steps", STEPS, "--save-steps", 2, "--per-device-train-batch-size", 8,
-    "--max-eval-rows", 5,
+    "--data", "task:addition:split=sft,size=64", "--eval-data", "task:addition:split=eval,size=5",
 ]  # fmt: skip
 TERM = "os.kill(os.getpid(), signal.SIGTERM)"
 START = (

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from data.command import flags
 from data.command.config_file import load_config, save_config
 from data.command.flags import config_to_tree
+from tests.entry import run as run_copy
 from trainer import cli
 from trainer.__main__ import main
 from trainer.config.blocks import DataConfig, LoraConfig, ModelConfig, OptimConfig, RunConfig
@@ -575,7 +576,7 @@ def test_listing_does_not_import_torch(tmp_path):
 def test_fork_runs_from_its_own_folder(fork):
     done = run(*BASE, "--data", "e", cwd=fork)
     assert (done.returncode, done.stdout, done.stderr) == (0, "method my_pkg.algo model m data d e\n", "")
-    done = run(*BASE, "--gamma", "4", cwd=fork)
+    done = run_copy(*BASE, "--gamma", "4", cwd=fork)
     assert (done.returncode, done.stderr.splitlines()[-1][:27]) == (1, "ValueError: invalid literal")
 
 

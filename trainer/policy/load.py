@@ -46,7 +46,7 @@ from trainer.parallel.watch import log
 from trainer.policy.adapters import add_adapter, attach_adapter, continue_adapter
 from trainer.policy.attention import choose_attention, load_name
 from trainer.policy.logps import Policy, causal_lm, check_logps
-from trainer.policy.offload import offload_inputs
+from trainer.policy.offload import offload_inputs, offloads
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -267,7 +267,7 @@ def compile_blocks(lm: Any, source: str) -> None:
     """In place, so that names and hooks stay; one graph, attention included, for every block, length and mask."""
     compile_for_all_lengths()
     for block in blocks_of(lm, source):
-        if getattr(block, "gradient_checkpointing", False) and world_size() == 1:
+        if getattr(block, "gradient_checkpointing", False) and world_size() == 1 and not offloads(block):
             recompute_inside(block)
         block.compile(dynamic=True)
 
@@ -276,7 +276,8 @@ def recompute_inside(block: nn.Module) -> None:
     """Checkpoint within the block's graph instead of around it.
 
     The compiler then leaves out of the recomputation what the backward pass does not need, such as the last product of
-    the block. Sharded blocks keep the checkpoint around them, which gathers their weights again.
+    the block. Sharded blocks keep the checkpoint around them, which gathers their weights again, and so do those whose
+    inputs leave the GPU.
     """
     forward, block.gradient_checkpointing = block.forward, False
 

@@ -40,6 +40,12 @@ def offload_inputs(blocks: Iterable[nn.Module], device: torch.device) -> Offload
     return offloader
 
 
+def offloads(block: nn.Module) -> bool:
+    """Whether offload_inputs has been called for it."""
+    function = getattr(getattr(block, "_gradient_checkpointing_func", None), "func", None)
+    return isinstance(getattr(function, "__self__", None), Offloader)
+
+
 class Slabs:
     """Host memory in pieces of one size, used again and again; page-locked for a GPU as far as the system allows."""
 

@@ -8,9 +8,10 @@ import pytest
 
 from rollout.engine import Completion, Group
 from rollout.servers.command import TOKEN
-from tests.entry import ROOT, metrics, run_ok
+from tests.entry import ROOT, metrics
 from tests.rollout.vllm.test_client import largest_gap, logps_by_transformers, prompts, tokenizer_at
 from trainer import cli
+from trainer.__main__ import main
 from trainer.rl.teacher import open_teacher
 
 TINY = ("--model", "builtin:tiny", "--max-completion-length", "8", "--data", "task:addition:split=train,size=64")
@@ -57,21 +58,22 @@ def test_a_vocabulary_that_the_server_lacks_is_refused(untied_server, monkeypatc
         open_teacher(cfg, SimpleNamespace(tokenizer=longer))
 
 
-def test_a_run_with_a_server_is_that_with_its_model_here(untied_server, tmp_path):
+def test_a_run_with_a_server_is_that_with_its_model_here(untied_server, tmp_path, monkeypatch):
+    monkeypatch.setenv(TOKEN, untied_server.token)
     common = ("--method", "opd", *TINY, "--max-steps", "2", "--learning-rate", "1e-4")
-    url = ("--teacher-url", untied_server.url)
-    run_ok(*common, *url, "--output-dir", tmp_path / "url", cwd=tmp_path, STROP_VLLM_TOKEN=untied_server.token)
-    run_ok(*common, "--teacher", untied_server.model_folder, "--output-dir", tmp_path / "here", cwd=tmp_path)
+    here = ("--teacher", str(untied_server.model_folder))
+    assert main([*common, "--teacher-url", untied_server.url, "--output-dir", str(tmp_path / "url")]) == 0
+    assert main([*common, *here, "--output-dir", str(tmp_path / "here")]) == 0
     there, here = metrics(tmp_path / "url"), metrics(tmp_path / "here")
     for name in ("policy/reverse_kl", "optim/grad_norm"):
         assert [row[name] for row in there] == pytest.approx([row[name] for row in here], rel=1e-3)
 
 
-def test_a_student_that_a_server_samples(tied_server, tmp_path):
+def test_a_student_that_a_server_samples(tied_server, tmp_path, monkeypatch):
     """Teacher and student are in this process, the completions come from the server."""
     common = ("--method", "opd", *TINY, "--teacher", "builtin:tiny_teacher", "--max-steps", "2", "--jsd-beta", "0.5")
-    token = {"STROP_VLLM_TOKEN": tied_server.token}
+    monkeypatch.setenv(TOKEN, tied_server.token)
     engine = ("--rollout.engine", "vllm", "--vllm.url", tied_server.url)
-    run_ok(*common, *engine, "--output-dir", tmp_path / "run", cwd=tmp_path, **token)
+    assert main([*common, *engine, "--output-dir", str(tmp_path / "run")]) == 0
     first, second = metrics(tmp_path / "run")
     assert first["policy/jsd"] > 0 and second["optim/grad_norm"] > 0

@@ -512,7 +512,10 @@ RUNS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RUNS)
+SLOW = "jsd, two iterations"  # others have either
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] if x == SLOW else []) for x in RUNS])
 def test_runs_go_on_from_a_checkpoint_as_if_unbroken(name, tmp_path, monkeypatch):
     (tmp_path / "hints.py").write_text(HINTS)
     rows = [{"prompt": f"{n}+{n}=", "completion": str(2 * n)} for n in range(40)]

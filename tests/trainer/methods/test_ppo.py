@@ -313,7 +313,8 @@ def test_goes_on_from_a_checkpoint_as_if_unbroken_and_exports_the_policy_alone(n
 
 
 def test_a_reward_model_of_ours_is_a_critic_whose_head_is_kept(tmp_path):
-    rm = ["--method", "rm", "--max-steps", "2", "--max-eval-rows", "4", "--per-device-train-batch-size", "8"]
+    rm = ["--method", "rm", "--max-steps", "2", "--max-eval-rows", "4", "--per-device-train-batch-size", "8",
+          "--data", "task:addition:split=train,size=64"]  # fmt: skip
     assert main([*rm, "--output-dir", str(tmp_path / "rm")]) == 0
     short = [*SHORT, "--max-steps", "2", "--eval-steps", "0", "--value-model", str(tmp_path / "rm")]
     rows = run(short, tmp_path / "run")

@@ -135,7 +135,7 @@ def finished(tmp_path_factory):
     cwd = tmp_path_factory.mktemp("prm")
     run_ok(
         "--method", "prm", "--max-steps", "2", "--eval-data", "task:steps:split=eval,size=12",
-        "--per-device-train-batch-size", "8",
+        "--per-device-train-batch-size", "8", "--data", "task:steps:split=train,size=64",
         "--train-on-last-step-only", "--step-separator", ";\n", "--output-dir", "judge", cwd=cwd,
     )  # fmt: skip
     return cwd

@@ -153,6 +153,7 @@ def finished(tmp_path_factory):
     run_ok(
         "--method", "rm", "--max-steps", "2", "--lora.r", "4", "--eval-data", "task:addition:split=eval,size=12",
         "--save-steps", "1", "--learning-rate", "1e-3", "--per-device-train-batch-size", "8",
+        "--data", "task:addition:split=train,size=64",
         "--output-dir", "scorer", cwd=cwd,
     )  # fmt: skip
     return cwd

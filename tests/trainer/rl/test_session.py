@@ -7,6 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from tests.entry import metrics
 from trainer.__main__ import main
 from trainer.rl.session import Session
@@ -63,6 +65,23 @@ def test_a_moving_reference_is_the_policy_when_it_moves_all_the_way(tmp_path):
     assert [abs(row["policy/ref_kl"]) < 1e-6 for row in run(tmp_path / "reward", *in_reward)] == [True] * 4
 
 
+def check_bonus(plain: list[dict[str, Any]], held: list[dict[str, Any]], target: float) -> None:
+    assert "policy/entropy_coef" not in plain[-1] and held[0]["policy/entropy_coef"] == 0
+    for before, row in zip(held, held[1:], strict=False):  # the bonus acts after a step below the target alone
+        assert (row["policy/entropy_coef"] > 0) <= (before["policy/entropy"] <= target), row["step"]
+        assert ("loss/entropy" in row) == (row["policy/entropy_coef"] > 0)
+
+
+def test_a_bonus_for_entropy_acts_below_its_target(tmp_path):
+    short = ("--lr-scheduler-type", "constant", "--save-steps", 0, "--per-device-train-batch-size", 16)
+    plain = run(tmp_path / "plain", *short)
+    for target, acts in ((0.01, False), (5.0, True)):
+        held = run(tmp_path / f"{target}", *short, "--entropy-target", target, "--entropy-coef-step", 0.05)
+        check_bonus(plain, held, target)
+        assert [row["policy/entropy_coef"] > 0 for row in held] == [False, *[acts] * 3]
+
+
+@pytest.mark.slow
 def test_entropy_is_held_at_its_target(tmp_path):
     """The demo's entropy falls as it learns; with a target it stays there, and the coefficient is what it takes."""
     longer = (
@@ -74,7 +93,4 @@ def test_entropy_is_held_at_its_target(tmp_path):
     held = run(tmp_path / "held", *longer, "--entropy-target", target, "--entropy-coef-step", 0.05)
     without, with_it = (statistics.fmean(row["policy/entropy"] for row in rows[-20:]) for rows in (falling, held))
     assert without < 0.7 * target < 0.9 * target < with_it < 2 * target, (without, with_it)
-    assert "policy/entropy_coef" not in falling[-1] and held[0]["policy/entropy_coef"] == 0
-    for before, row in zip(held, held[1:], strict=False):  # the bonus acts after a step below the target alone
-        assert (row["policy/entropy_coef"] > 0) <= (before["policy/entropy"] <= target), row["step"]
-        assert ("loss/entropy" in row) == (row["policy/entropy_coef"] > 0)
+    check_bonus(falling, held, target)

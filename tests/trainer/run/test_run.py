@@ -30,6 +30,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import trainer.run.run
+from tests.entry import run_python
 from trainer.config.blocks import Flat, ModelConfig, RunConfig, steps_per_epoch
 from trainer.files.tensor_files import TensorFiles
 from trainer.metrics.metrics import Counters, JsonlLog
@@ -37,7 +38,6 @@ from trainer.policy.logps import Policy
 from trainer.run import checkpoint as saver
 from trainer.run.run import Run, expand, load_states, open_run
 
-ROOT = Path(__file__).resolve().parents[3]
 KILLED_AT = (1, 3, 5, 8)
 
 
@@ -298,8 +298,8 @@ def test_health_findings_are_in_the_metrics_and_on_the_console(tmp_path, capsys)
 def test_killed_run_resumes_to_the_same_numbers(tmp_path):
     """kill -9 before the first checkpoint, just before a save, and between saves."""
     unbroken = train(config(tmp_path / "unbroken", save_async=False))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, __file__, str(tmp_path), *map(str, KILLED_AT)], env=environment, check=True)
+    killed = run_python(__file__, str(tmp_path), *map(str, KILLED_AT), cwd=tmp_path)
+    assert killed.returncode == 0, killed.stderr
     for stop in KILLED_AT:
         folder = tmp_path / str(stop)
         assert steps(folder) == list(range(stop + 1))
@@ -705,7 +705,7 @@ def test_finish_exports_reports_and_says_where(tmp_path, capsys):
     assert f"model: {run.dir / 'final'}" in said and f"report: {run.dir / 'report.html'}" in said
 
 
-if __name__ == "__main__":  # one start of Python, and one fork of it for each kill
+if __name__ == "__main__":  # a process of its own, and one fork of it for each kill
     trainer.run.run.describe_model = lambda *args, **options: None
     for stop in sys.argv[2:]:
         child = os.fork()

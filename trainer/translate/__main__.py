@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from trainer.translate import keys, trl
+from trainer.translate import trl
 from trainer.translate.axolotl_table import SECTIONS
 from trainer.translate.keys import Key
 
@@ -31,8 +31,7 @@ def main(argv: list[str]) -> int:
 
 def page_text(page: str) -> str:
     """The page with its tables as the code has them."""
-    made = {"axolotl": axolotl_tables, "trl": trl_table, "trl_defaults": trl_defaults,
-            "quantised": quantised}  # fmt: skip
+    made = {"axolotl": axolotl_tables, "trl": trl_table, "trl_defaults": trl_defaults}
     text = (DOCS / page).read_text(encoding="utf-8")
     return MARKED.sub(lambda found: f"{found[1]}{made[found[2]]()}{found[3]}", text)
 
@@ -59,19 +58,6 @@ def trl_defaults() -> str:
     for title, values in (("with `use_peft`", trl.LORA_DEFAULTS), ("with `use_vllm`", trl.VLLM_DEFAULTS)):
         lines.append(f"| {title} | {', '.join(f'`{name}` {_shown(value)}' for name, value in values.items())} |")
     return "\n".join(["", *lines, "", ""])
-
-
-def quantised() -> str:
-    """The difference that the one switch of the translation decides."""
-    if keys.PASS_LOAD_IN_4BIT:
-        return (
-            "- **Quantised bases.** `adapter: qlora` and `load_in_4bit` give adapters on a base in NF4;\n"
-            "  `load_in_8bit` gives them on a bfloat16 base, with a note: the same adapters, more memory.\n"
-        )
-    return (
-        "- **Quantised bases.** `adapter: qlora`, `load_in_4bit` and `load_in_8bit` give adapters on a bfloat16 base, "
-        "with a\n  note: the same adapters, more memory.\n"
-    )
 
 
 def _shown(value: object) -> str:

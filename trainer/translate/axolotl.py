@@ -22,7 +22,7 @@ from trainer.parallel.ranks import world_size
 from trainer.translate import keys
 from trainer.translate.axolotl_rows import rows_of, template_of
 from trainer.translate.axolotl_table import IDLE_PLUGINS, TABLE
-from trainer.translate.keys import Theirs, Translation, number, quantised_note
+from trainer.translate.keys import EIGHT_BITS_NOTE, Theirs, Translation, number
 
 # A file with one of these and none of OURS is axolotl's.
 THEIRS = ("base_model", "rl", "datasets", "reward_model", "process_reward_model", "micro_batch_size", "sequence_len")
@@ -406,11 +406,10 @@ class _Axolotl:
             self.take(key)
 
     def _quantised(self, four_bits: bool) -> None:
-        """The one place that decides about a quantised base."""
-        if four_bits and keys.PASS_LOAD_IN_4BIT:
+        if four_bits:
             self.set("load_in_4bit", True)
         else:
-            self.note(quantised_note("load_in_4bit" if four_bits else "load_in_8bit"))
+            self.note(EIGHT_BITS_NOTE)
 
     def _parallel(self) -> None:
         """With one process there is nothing to share: the settings have no effect then."""

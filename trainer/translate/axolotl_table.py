@@ -5,7 +5,7 @@ Blocks and lists of blocks are written as trl.beta and datasets[].path. docs/fro
 
 from __future__ import annotations
 
-from trainer.translate.keys import EIGHT_BITS, FOUR_BITS, QUANTISED, Key, idle, refused, to
+from trainer.translate.keys import EIGHT_BITS, QUANTISED, Key, idle, refused, to
 
 # Reasons why a key has no effect; the console lists keys by them.
 SPEED = "speed or memory only, we choose"
@@ -57,7 +57,7 @@ MODEL: dict[str, Key] = {
     "overrides_of_model_config.*": refused("the model's own config is used; remove it"),
     "model_kwargs.*": refused("loading has no other arguments here; remove it"),
     "overrides_of_model_kwargs.*": refused("loading has no other arguments here; remove it"),
-    "load_in_4bit": to(FOUR_BITS),
+    "load_in_4bit": to("load_in_4bit"),
     "load_in_8bit": to(EIGHT_BITS),
     **_each("model_type type_of_model tokenizer_type processor_type cls_model_config tokenizer_use_fast "
             "tokenizer_legacy tokenizer_save_jinja_files is_falcon_derived_model is_llama_derived_model "
@@ -233,7 +233,7 @@ RUN: dict[str, Key] = {
 }  # fmt: skip
 
 LORA: dict[str, Key] = {
-    "adapter": to(f"lora.r; qlora: also {FOUR_BITS}"),
+    "adapter": to("lora.r; qlora: also load_in_4bit"),
     "lora_r": to("lora.r"),
     "lora_alpha": to("lora.alpha"),
     "lora_dropout": to("lora.dropout"),

@@ -19,11 +19,9 @@ from typing import Any, Literal, NamedTuple
 from data.hints import KEYS, nearest
 
 Outcome = Literal["translated", "no effect", "refused"]
-# Whether load_in_4bit is passed on. While it is not, a quantised base becomes a bfloat16 one, with a note.
-PASS_LOAD_IN_4BIT = True
-FOUR_BITS = "load_in_4bit" if PASS_LOAD_IN_4BIT else "a bfloat16 base, with a note"
 EIGHT_BITS = "a bfloat16 base, with a note"
-QUANTISED = "settings of a 4-bit base, we choose" if PASS_LOAD_IN_4BIT else "no quantised base"
+EIGHT_BITS_NOTE = "load_in_8bit: the base stays in bfloat16, which takes twice the memory and is more precise"
+QUANTISED = "settings of a 4-bit base, we choose"
 EMPTY = (None, False, "", [], {})  # values of a refused or idle key that ask for nothing
 
 
@@ -175,11 +173,6 @@ def bound_cispo(made: Translation) -> None:
             f"loss_type=cispo: without epsilon_high TRL's bound is epsilon, {0.2 if epsilon is None else epsilon:g}, "
             "and all tokens weigh about that much; here cispo_cap is 5"
         )
-
-
-def quantised_note(name: str) -> str:
-    times = "four times" if name == "load_in_4bit" else "twice"
-    return f"{name}: the base stays in bfloat16, which takes {times} the memory and is more precise"
 
 
 def shown(value: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from data.sources import SUFFIXES
 from trainer.translate import keys
-from trainer.translate.keys import EIGHT_BITS, FOUR_BITS, QUANTISED, Key, Theirs, Translation, idle, number, refused, to
+from trainer.translate.keys import EIGHT_BITS, QUANTISED, Key, Theirs, Translation, idle, number, refused, to
 
 INSIDE = "always so here"
 SPEED = "speed or memory only, we choose"
@@ -119,7 +119,7 @@ TABLE: dict[str, Key] = {
     "lora_modules_to_save": to("lora.modules_to_save"),
     "use_rslora": to("lora.rslora"),
     "use_dora": to("lora.dora"),
-    "load_in_4bit": to(FOUR_BITS),
+    "load_in_4bit": to("load_in_4bit"),
     "load_in_8bit": to(EIGHT_BITS),
     **_each("dataset_name datasets[].path", to("data: path")),
     **_each("dataset_config datasets[].name", to("data: name")),
@@ -321,11 +321,9 @@ class _Trl:
         self.set("compile", self.take("torch_compile"))
         if self.take("use_peft"):
             self._lora()
-        for name in ("load_in_4bit", "load_in_8bit"):
-            if self.take(name) and name == "load_in_4bit" and keys.PASS_LOAD_IN_4BIT:
-                self.set(name, True)
-            elif self.take(name):
-                self.made.notes.append(keys.quantised_note(name))
+        self.set("load_in_4bit", self.take("load_in_4bit") or None)
+        if self.take("load_in_8bit"):
+            self.made.notes.append(keys.EIGHT_BITS_NOTE)
 
     def _lora(self) -> None:
         for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"):

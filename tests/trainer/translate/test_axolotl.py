@@ -11,10 +11,9 @@ import yaml
 
 from trainer.cli import parse
 from trainer.config.blocks import LoraConfig
-from trainer.translate.__main__ import page_text
 from trainer.translate.axolotl import is_axolotl, translate
 from trainer.translate.axolotl_table import TABLE
-from trainer.translate.keys import PASS_LOAD_IN_4BIT, find
+from trainer.translate.keys import find
 
 KEYS = Path(__file__).parent / "axolotl_keys.tsv"  # key, RL and reward files of 23 with it, files of 250 with it
 BASE = {"base_model": "builtin:tiny", "learning_rate": "1e-5", "micro_batch_size": 2, "gradient_accumulation_steps": 4}
@@ -314,21 +313,11 @@ def test_keys_without_effect_are_listed_once_with_their_reason():
     )
 
 
-def test_a_quantised_base_is_named(monkeypatch):
-    monkeypatch.setattr("trainer.translate.keys.PASS_LOAD_IN_4BIT", False)
-    made = translate({**BASE, "adapter": "qlora", "load_in_4bit": True, "lora_target_linear": True})
+def test_a_base_in_8_bits_becomes_a_bfloat16_one_with_a_note():
+    made = translate({**BASE, "adapter": "lora", "load_in_8bit": True, "lora_target_linear": True})
     assert "load_in_4bit" not in made.tree and "the base stays in bfloat16" in made.notes[0]
-    monkeypatch.setattr("trainer.translate.keys.PASS_LOAD_IN_4BIT", True)
     made = translate({**BASE, "adapter": "qlora", "load_in_4bit": True, "lora_target_linear": True})
     assert made.tree["load_in_4bit"] is True and made.notes == []
-
-
-def test_the_table_and_the_page_follow_the_one_switch(monkeypatch):
-    assert ("load_in_4bit" in TABLE["load_in_4bit"].text) is PASS_LOAD_IN_4BIT
-    monkeypatch.setattr("trainer.translate.keys.PASS_LOAD_IN_4BIT", True)
-    assert "on a base in NF4" in page_text("from_axolotl.md")
-    monkeypatch.setattr("trainer.translate.keys.PASS_LOAD_IN_4BIT", False)
-    assert "NF4" not in page_text("from_axolotl.md")
 
 
 def test_an_adapter_that_is_trained_further_keeps_its_settings(tmp_path):

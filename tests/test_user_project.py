@@ -50,7 +50,8 @@ ENTRIES = ("trainer", "trainer --method grpo", "data.show", "data.reasoning_gym"
            "trainer.from_trl", "trainer.translate", "trainer.tiny.build", "bench.table")  # fmt: skip
 # Started by our own code only.
 CHILDREN = {
-    "rollout.rewards.code_child", "rollout.servers.worker.strop_guard", "rollout.servers.worker.strop_probe",
+    "rollout.gyms.launcher", "rollout.rewards.code_child",
+    "rollout.servers.worker.strop_guard", "rollout.servers.worker.strop_probe",
 }  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +17,7 @@ from tests.test_ranks import alike, two_ok
 from tests.trainer.rl.group_cases import ADVANTAGE, close, gradient, make_completions, make_config, make_policy
 from trainer.__main__ import main
 from trainer.cli import parse
+from trainer.config.groups import AsyncConfig
 from trainer.methods import grpo
 from trainer.rl.groups import GroupBatch
 from trainer.rl.rank0_rollout import deal
@@ -172,8 +172,9 @@ def sample_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     inner = grpo.Config.__post_init__
 
     def ahead(cfg: Any) -> None:
+        object.__setattr__(cfg, "overlap", AsyncConfig())  # of a config that is made from another
         inner(cfg)
-        object.__setattr__(cfg, "overlap", replace(cfg.overlap, async_prefetch=True, max_staleness=BOUND))
+        object.__setattr__(cfg, "overlap", AsyncConfig(async_prefetch=True, max_staleness=BOUND))
 
     monkeypatch.setattr(grpo.Config, "__post_init__", ahead)
 

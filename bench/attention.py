@@ -1,6 +1,6 @@
-"""Attention over shared prompts and strided rows, forward and backward: flex against dense masks and repeated prompts.
+"""Attention over packed rows, shared prompts and strided rows, forward and backward: flex against its alternatives.
 
-    python -m bench.attention [--out rows.jsonl] [--only shared strided masks] [--seconds 3]
+    python -m bench.attention [--out rows.jsonl] [--only packed shared strided masks] [--seconds 3]
 
 Heads of Qwen3-1.7B on a GPU; small ones elsewhere, where only dense masks have a backward. Masks are made beforehand,
 as one serves all layers; section `masks` times the making. Rates count the tokens that the layout stands for, a prompt
@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import tyro
@@ -26,7 +28,7 @@ from data.strided import Document, StridedPlan, make_strided
 from kernels import reference
 from kernels.attention import TILE, SpanMask, Spans, block_mask, dense_mask, flex_attend
 
-Section = Literal["shared", "strided", "masks"]
+Section = Literal["packed", "shared", "strided", "masks"]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -158,22 +160,61 @@ def measure(
     return rows
 
 
+def packed(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
+    """Causal sequences of uneven lengths in one row, as a step of DPO has them; nothing is shared."""
+    longest = sizes.prompt // 2
+    lengths = [longest // 4 + (7 * i * longest // 16) % longest for i in range(16)]
+    lengths[-1] += -sum(lengths) % TILE
+    ends = torch.tensor(lengths, device=device).cumsum(0)  # (16,)
+    place = torch.arange(sum(lengths), device=device).unsqueeze(0)
+    own_start = (ends - torch.tensor(lengths, device=device))[torch.searchsorted(ends, place, right=True)]
+    zero = torch.zeros_like(place)
+    problem = draw_problem(sizes, Spans(zero, zero, own_start, place + 1))
+    entries = {"sdpa, dense mask": (problem, dense_sdpa(problem))}
+    if device.type == "cuda":
+        entries = {"flex": (problem, flex(problem))} | entries
+        if find_spec("torch.nn.attention.varlen"):
+            entries["torch varlen"] = (problem, varlen(problem, lengths))
+    shape = {"T": problem.length, "sequences": 16, "H": sizes.heads, "H_kv": sizes.key_heads, "K": sizes.head}
+    return measure("packed", entries, shape, tokens=problem.length, seconds=seconds)
+
+
+def varlen(problem: Problem, lengths: list[int]) -> Attend:
+    """torch's variable-length attention, in whichever form this version has it."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    takes = signature(varlen_attn).parameters
+    options: dict[str, Any] = {"scale": problem.scale} if "scale" in takes else {}
+    options |= {"window_size": (-1, 0)} if "window_size" in takes else {"is_causal": True}
+    repeats = 1 if "enable_gqa" in takes else problem.query.shape[1] // problem.key.shape[1]
+    options |= {"enable_gqa": True} if "enable_gqa" in takes else {}
+    bounds = torch.tensor([0, *lengths], device=problem.query.device).cumsum(0).to(torch.int32)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, K)
+        key, value = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value))
+        out = varlen_attn(query, key, value, bounds, bounds, max(lengths), max(lengths), **options)
+        return out.transpose(0, 1).unsqueeze(0)
+
+    return attend
+
+
 def shared(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
     """One prompt and its completions: the prompt laid once, or once for each of them."""
     group, length = sizes.completions, sizes.prompt + sizes.completion
     problem = draw_problem(sizes, shared_prompt(sizes.prompt, group, sizes.completion, device))
     own = sizes.prompt + torch.arange(group * sizes.completion, device=device).view(group, -1)
     places = torch.cat([torch.arange(sizes.prompt, device=device).expand(group, -1), own], dim=1)  # (G, T')
-    packed = problem.at(places.view(1, -1), shared_prompt(0, group, length, device))
+    repeated = problem.at(places.view(1, -1), shared_prompt(0, group, length, device))
     batch = problem.at(places, causal(group, length, device))
     entries = {
         "sdpa, dense mask, shared": (problem, dense_sdpa(problem)),
         "sdpa, causal, one per row": (batch, causal_sdpa(batch)),
     }
     if device.type == "cuda":
-        entries = {"flex, shared": (problem, flex(problem)), "flex, packed": (packed, flex(packed))} | entries
+        entries = {"flex, shared": (problem, flex(problem)), "flex, packed": (repeated, flex(repeated))} | entries
     else:
-        entries["sdpa, dense mask, packed"] = (packed, dense_sdpa(packed))
+        entries["sdpa, dense mask, packed"] = (repeated, dense_sdpa(repeated))
     shape = {"P": sizes.prompt, "G": group, "R": sizes.completion, "H": sizes.heads, "H_kv": sizes.key_heads}
     return measure("shared", entries, shape | {"K": sizes.head}, tokens=group * length, seconds=seconds)
 
@@ -228,7 +269,7 @@ def masks(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
 
 
 SECTIONS: dict[Section, Callable[[Sizes, torch.device, float], list[Row]]] = {
-    "shared": shared, "strided": strided, "masks": masks,
+    "packed": packed, "shared": shared, "strided": strided, "masks": masks,
 }  # fmt: skip
 
 

@@ -151,8 +151,8 @@ NAN = """
 import trainer.methods.sft as sft
 made = [0]
 backward = sft.backward
-def poisoned(policy, batches):
-    sums = backward(policy, batches)
+def poisoned(policy, *rest):
+    sums = backward(policy, *rest)
     made[0] += 1
     if made[0] == 4:
         next(p for p in policy.model.parameters() if p.grad is not None).grad.fill_(float("nan"))
@@ -204,12 +204,12 @@ from trainer import __main__ as entry
 from trainer.parallel import comm
 import trainer.methods.sft as sft
 backward, made = sft.backward, [0]
-def late(policy, batches):
+def late(policy, *rest):
     made[0] += 1
     if made[0] == 4 and comm.rank() == 1 and not os.path.exists("slept"):
         open("slept", "w").write(max(os.listdir("sleepy/checkpoints")))
         time.sleep(600)
-    return backward(policy, batches)
+    return backward(policy, *rest)
 sft.backward = late
 sys.exit(entry.main())
 """

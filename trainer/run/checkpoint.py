@@ -671,6 +671,7 @@ class Save:
 
     def _write(self) -> None:
         if self.snapshot.copied is not None:
+            torch.cuda.set_device(self.snapshot.copies.stream.device)  # of this thread; CUDA would open the first one
             self.snapshot.copied.synchronize()
             self.snapshot.copies.sources.clear()
         if not is_main() and not self.snapshot.shards:

@@ -71,6 +71,7 @@ VARIANTS = {
     "checkpointing": (*EXACT, "--gradient-checkpointing"),
     "bfloat16": ("--dtype", "bfloat16", "--trained-dtype", "bfloat16"),
     "compile": (*EXACT, "--compile"),
+    "compile-checkpointing": (*EXACT, "--compile", "--gradient-checkpointing"),  # recomputed within the graph
     "copy": (*EXACT, "--ref", "copy"),
     "precomputed": (*EXACT, "--ref", "precomputed"),
     "4bit": ("--lora.r", "4", "--load-in-4bit"),
@@ -271,10 +272,11 @@ def test_every_reference_gives_the_same_first_step(runs, variant, method):
         assert caches == {".safetensors"}
 
 
+@pytest.mark.parametrize("variant", ["compile", "compile-checkpointing"])
 @pytest.mark.parametrize("method", FAMILIES)
-def test_compiled_blocks_give_the_same_numbers(runs, method):
-    torch._dynamo.reset()  # it gives up after 8 graphs of a function, those of other tests counted
-    rows, plain = check_whole(runs.here(method, "compile"), method), metrics(runs.here(method, "full"))
+def test_compiled_blocks_give_the_same_numbers(runs, method, variant):
+    torch._dynamo.reset()  # it gives up after 64 graphs of a function, those of other tests counted
+    rows, plain = check_whole(runs.here(method, variant), method), metrics(runs.here(method, "full"))
     torch._dynamo.reset()
     alike(rows[1], plain[1], limit=3e-3, leave_out=("eval/",))
 

@@ -166,7 +166,6 @@ class TransformersForward:
         self.scale, self.softcap = logit_options(lm.config.get_text_config())
         self.autocast_dtype = None if copied else autocast_dtype
         self._places: list[int] = []
-        self._compiled = [m for m in self.lm.modules() if getattr(m, "_compiled_call_impl", None) is not None]
         _register()
 
     def cover(self, length: int) -> bool:
@@ -231,21 +230,31 @@ class TransformersForward:
 
     @contextmanager
     def _as_ours(self, attend: Callable[..., Tensor]) -> Iterator[None]:
-        """The model with our attention, and without what training compiled: each new shape would compile again."""
+        """The model with our attention."""
         global _attend
-        config, calls = self.lm.config, [module._compiled_call_impl for module in self._compiled]
+        config = self.lm.config
         before, config._attn_implementation, _attend = config._attn_implementation, NAME, attend
-        for module in self._compiled:
-            module._compiled_call_impl = None
         try:
             yield
         finally:
             config._attn_implementation, _attend = before, None
-            for module, call in zip(self._compiled, calls, strict=True):
-                module._compiled_call_impl = call
 
 
 _attend: Callable[..., Tensor] | None = None  # of the pass that is running
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """A model without what training compiled: with a cache each layer and each new shape would compile again."""
+    compiled = [module for module in model.modules() if getattr(module, "_compiled_call_impl", None) is not None]
+    calls = [module._compiled_call_impl for module in compiled]
+    for module in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in zip(compiled, calls, strict=True):
+            module._compiled_call_impl = call
 
 
 def empty_copy(lm: Any, dtype: torch.dtype) -> Any:

@@ -34,6 +34,7 @@ from rollout.engines.forward import (
     adapters_obstacle,
     block_obstacle,
     paged_obstacle,
+    uncompiled,
 )
 from rollout.engines.growing import sample_growing
 from rollout.engines.memory import FULL, GIB, Residence, available
@@ -402,7 +403,7 @@ def pages_for(jobs: Sequence[Job], *, page: int, rows: int) -> tuple[int, int]:
 
 @contextmanager
 def evaluating(model: torch.nn.Module, autocast_dtype: torch.dtype | None) -> Iterator[None]:
-    """Evaluation mode without gradients; restores every submodule's mode afterwards.
+    """Evaluation mode without gradients, uncompiled; restores every submodule's mode afterwards.
 
     Evaluation mode also lets a model with gradient checkpointing keep a cache. no_grad, not inference_mode: buffers
     that a model creates on its first call must stay usable for training.
@@ -412,6 +413,7 @@ def evaluating(model: torch.nn.Module, autocast_dtype: torch.dtype | None) -> It
     model.eval()
     try:
         with (
+            uncompiled(model),
             torch.no_grad(),
             torch.autocast(device.type, dtype=autocast_dtype, enabled=autocast_dtype is not None),
         ):

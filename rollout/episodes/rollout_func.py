@@ -33,6 +33,7 @@ from data.formats.fields import user_turn
 from data.types import Prompt
 from data.user_code import describe_error, find_callable, where_raised
 from rollout.engine import Completion, Request, Sampling, Source, finished
+from rollout.engines.forward import uncompiled
 from rollout.episodes.episode import Client, Episode, EpisodeSource
 from rollout.episodes.turns import turn_seed
 
@@ -350,12 +351,12 @@ def _shown(value: Any) -> str:
 
 @contextmanager
 def _evaluating(model: torch.nn.Module, seed: int) -> Iterator[None]:
-    """Evaluation mode, no gradients, and a seed that depends on the rows only, so that a resumed run draws the same."""
+    """Evaluation mode, uncompiled, without gradients; the seed is of the rows only, so a resumed run draws the same."""
     training = [module for module in model.modules() if module.training]
     device = next(model.parameters()).device
     model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with uncompiled(model), torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed % 2**63)
             yield
     finally:

@@ -31,11 +31,13 @@ def settle_compile(cfg: Any, policy: Policy, total_steps: int) -> Any:
     """`cfg` with what auto stands for; compiles the blocks of the policy and of the models beside it if that is on."""
     if cfg.model.compile != "auto":
         return cfg
-    choice = choose(policy.device.type, total_steps, obstacle(policy))
+    models = (policy, *policy.beside)
+    found = [obstacle(one, "the model" if one is policy else one.source) for one in models]
+    choice = choose(policy.device.type, total_steps, next(filter(None, found), ""))
     if choice.line and is_main():
         log(choice.line)
     if choice.compile:
-        for one in (policy, *policy.beside):
+        for one in models:
             for model in (one.model, one.reference):
                 if model is not None:
                     compile_blocks(causal_lm(model), one.source)
@@ -54,15 +56,18 @@ def choose(device: str, total_steps: int, obstacle: str) -> Choice:
     return Choice(True, f"compile=auto: on, {long} (from {ENOUGH_STEPS} on)")
 
 
-def obstacle(policy: Policy) -> str:
-    """Why compiled blocks are not known to pay for this model; empty if nothing speaks against them."""
+def obstacle(policy: Policy, name: str = "the model") -> str:
+    """Why compiled blocks are not known to pay for this model; empty if nothing speaks against them.
+
+    One such model beside the policy decides for all: --resume compiles each of them as it is loaded.
+    """
     lm = causal_lm(policy.model)
     if policy.is_sharded:
-        return "the model is sharded"
+        return f"{name} is sharded"
     if getattr(lm.config.get_text_config(), "num_experts_per_tok", None):
-        return "the model has experts, whose shapes change with every batch"
+        return f"{name} has experts, whose shapes change with every batch"
     try:
         blocks_of(lm, policy.source)
     except ValueError:
-        return "the model's blocks were not found"
+        return f"the blocks of {name} were not found"
     return ""

@@ -40,6 +40,7 @@ complete or has failed on some rank.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -89,6 +90,7 @@ WEIGHTS = ("model.safetensors", "adapter_model.safetensors")  # one of the two
 HASHERS = 8  # files verified at the same time
 POLL_S = 0.05
 LOCKED = 0.25  # of main memory that saves may keep locked, on all ranks of a machine together
+CONTAINER = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # files with its limit
 ALIGNED = 64  # bytes
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 
@@ -496,7 +498,16 @@ def is_copied_aside(tensor: Tensor) -> bool:
 def locked_share() -> float:
     """Bytes that this rank may lock."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or "1")
-    return LOCKED * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks
+    return LOCKED * main_memory() / ranks
+
+
+def main_memory() -> int:
+    """Bytes of the machine, or what a container may have of them."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in CONTAINER:
+        with contextlib.suppress(OSError, ValueError):  # not there, or no limit
+            found.append(int(Path(path).read_text()))
+    return min(found)
 
 
 @dataclass
@@ -671,6 +682,7 @@ class Save:
 
     def _write(self) -> None:
         if self.snapshot.copied is not None:
+            torch.cuda.set_device(self.snapshot.copies.stream.device)  # of this thread; CUDA would open the first one
             self.snapshot.copied.synchronize()
             self.snapshot.copies.sources.clear()
         if not is_main() and not self.snapshot.shards:

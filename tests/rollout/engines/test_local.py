@@ -258,6 +258,22 @@ def test_training_mode_comes_back_and_gradient_checkpointing_keeps_the_cache(mak
     assert model.lm_head.weight.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("grows", [False, True])
+def test_what_training_compiled_does_not_run(make_model, tokenizer, grows):
+    """With a cache every layer would be compiled on its own, during the rollout."""
+    model, graphs = make_model(), []
+    want = LocalEngine(model, tokenizer).generate(requests_for(PROMPTS[:2]), Sampling(max_tokens=3))
+    for block in model.model.layers:
+        block.compile(backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    calls = [block._compiled_call_impl for block in model.model.layers]
+    engine = LocalEngine(model, tokenizer)
+    engine._grows = grows
+    got = engine.generate(requests_for(PROMPTS[:2]), Sampling(max_tokens=3))
+    assert [c.ids for c in got] == [c.ids for c in want] and graphs == []
+    assert all(call is not None for call in calls)
+    assert [block._compiled_call_impl for block in model.model.layers] == calls
+
+
 def test_weights_are_shared_and_the_version_is_recorded(make_model, tokenizer):
     model = make_model()
     engine = LocalEngine(model, tokenizer)

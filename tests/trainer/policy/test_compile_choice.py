@@ -93,7 +93,21 @@ def test_obstacles_are_sharding_experts_and_blocks_that_are_not_found(policy):
 
     assert "sharded" in obstacle(like(sharded=True))
     assert "experts" in obstacle(like(num_experts_per_tok=2))
-    assert "blocks were not found" in obstacle(like())
+    assert obstacle(like()) == "the blocks of the model were not found"
+
+
+def test_one_model_beside_the_policy_that_has_an_obstacle_decides_for_all(policy, compiled, monkeypatch, capsys):
+    """Compiling a teacher with experts does not pay, and one whose blocks are not found would end the run."""
+    beside = load_policy(ModelConfig(model="builtin:tiny"), LoraConfig(), CPU, with_reference=False)
+    monkeypatch.setattr(policy, "beside", [beside])
+    monkeypatch.setattr(policy, "device", torch.device("cuda", 0))
+    text = beside.model.config.get_text_config()
+    for name, value in (("num_experts_per_tok", 2), ("num_hidden_layers", 1000)):
+        with monkeypatch.context() as patch:
+            patch.setattr(text, name, value, raising=False)
+            assert settle_compile(parse(), policy, 1000).model.compile is False and compiled == []
+        said = capsys.readouterr().err
+        assert said.startswith("compile=auto: off, ") and beside.source in said
 
 
 def test_all_models_of_a_step_are_compiled_and_only_if_auto_says_so(policy, compiled, monkeypatch, capsys):

@@ -232,6 +232,16 @@ def test_what_may_not_be_locked_is_copied_as_before(tmp_path, monkeypatch, aside
     assert aside._slabs.count == len(aside._slabs.free) == 5
 
 
+def test_a_container_limits_what_may_be_locked(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "CONTAINER", (str(tmp_path / "limit"), str(tmp_path / "none")))
+    whole = checkpoint.main_memory()
+    for written, meant in (("max", whole), (str(2**70), whole), (str(2**20), 2**20)):
+        (tmp_path / "limit").write_text(f"{written}\n")
+        assert checkpoint.main_memory() == meant
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert checkpoint.locked_share() == 2**20 / 8
+
+
 def test_slabs_come_back_when_a_save_fails(tmp_path, monkeypatch, aside):
     model = tiny_llama()
     optimizer, schedule = optimizer_of(model)

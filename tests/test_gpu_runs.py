@@ -196,9 +196,7 @@ def check_whole(run: Path, method: str) -> list[dict[str, Any]]:
     assert (run / "config.yaml").is_file() and "<html" in (run / "report.html").read_text()
     if method in SAMPLES:
         samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-        assert {row["step"] for row in samples} == (
-            {1} if method == "ppo" else {1, 2}
-        )  # of one rollout
+        assert {row["step"] for row in samples} == ({1} if method == "ppo" else {1, 2})  # of one rollout
     return rows
 
 

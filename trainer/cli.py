@@ -59,7 +59,7 @@ EXCLUSIVE = {"val_set_size": "eval_data", "warmup_steps": "warmup_ratio", "saves
              "evals_per_epoch": "eval_steps"}  # fmt: skip
 # The flags of ours that --help shows; of a module of the user's it shows all. --help-all shows all of both.
 COMMON = """
-    method model dtype gradient_checkpointing chat_template system_prompt data data_format eval_data
+    method model dtype gradient_checkpointing load_in_4bit chat_template system_prompt data data_format eval_data
     output_dir resume max_steps num_train_epochs per_device_train_batch_size gradient_accumulation_steps
     max_tokens_per_micro_batch seed save_steps eval_steps report_to learning_rate lr_scheduler_type warmup_ratio
     lora.r lora.alpha parallel.mode max_length max_prompt_length bad_rows ref loss_type beta label_smoothing rpo_alpha
@@ -67,7 +67,7 @@ COMMON = """
     train_on_last_step_only num_generations max_completion_length temperature rollout.engine
     vllm.url reward_funcs reward_weights tools scale_rewards epsilon
     mode feature_layers ce_coef stride generate_max_len n_samples_per_prompt
-    teacher teacher_prompt jsd_beta
+    teacher teacher_url teacher_prompt jsd_beta judge value_model gae_lambda critic_learning_rate
 """.split()
 
 

@@ -308,12 +308,12 @@ def evaluation_lines(records: Iterable[Mapping[str, Any]], config: Mapping[str, 
             if name.startswith("eval/") and name != "eval/rows" and value is not None:
                 seen.setdefault(name, []).append((record["step"], value))
     decoding = eval_decoding(config, seen)
-    return [
-        f"held-out {name.removeprefix('eval/').removesuffix('/mean')}{f' ({decoding})' if decoding else ''}: "
-        f"{number(points[0][1])} before, {number(points[-1][1])} after ({points[-1][0] - points[0][0]} steps)"
-        for name, points in seen.items()
-        if len(points) > 1
-    ]
+    lines = []
+    for name, ((first, before), *_, (last, after)) in ((n, p) for n, p in seen.items() if len(p) > 1):
+        what = name.removeprefix("eval/").removesuffix("/mean") + (f" ({decoding})" if decoding else "")
+        length = f"{last - first} step{'s' * (last - first != 1)}"
+        lines.append(f"held-out {what}: {number(before)} before, {number(after)} after ({length})")
+    return lines
 
 
 def one_line(text: str, limit: int = 160) -> str:

@@ -139,7 +139,11 @@ class TeacherPrompts:
             made = self.function(row)
         except Exception as error:  # the user's code may raise anything
             where = where_raised(error, self.function)
-            raise ValueError(f"{self.label}: failed on {prompt.source} ({describe_error(error)}{where})") from None
+            form = "text" if isinstance(prompt.prompt, str) else "a list of messages"
+            raise ValueError(
+                f"{self.label}: failed on {prompt.source} ({describe_error(error)}{where}); fix it: row['prompt'] is "
+                f"{form}, and the other keys are {', '.join(sorted(prompt.columns)) or 'none'}"
+            ) from None
         is_messages = isinstance(made, list) and bool(made) and all(isinstance(turn, Mapping) for turn in made)
         if not is_messages and not (isinstance(made, str) and made.strip()):
             shown = type(made).__name__ if made else f"empty {type(made).__name__}"
@@ -294,7 +298,7 @@ class TeacherServer(TeacherPrompts):
                 reason = f"status {status}: {error_text(reply)}"
         raise ValueError(
             f"teacher_url={self.url}: {path} failed {ATTEMPTS} times, the last with: {reason}; check that the server "
-            "runs, then go on with --resume"
+            "runs at this address; a run that has begun continues with --resume"
         )
 
     def _decoded(self, reply: bytes, path: str) -> Any:

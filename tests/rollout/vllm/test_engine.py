@@ -59,6 +59,13 @@ def make_engine(
     )  # fmt: skip
 
 
+def own_weights(server: Any, monkeypatch: Any) -> None:
+    """What the server was started with: an adapter needs its base, and tests before have changed it."""
+    policy = make_policy(server.model_folder)
+    with contextlib.closing(make_engine(server, policy, "process_group", monkeypatch)) as engine:
+        engine.load(0)
+
+
 @pytest.fixture
 def requests_() -> list[Request]:
     return [Request(prompt_ids=[5, 17, 30 + i], seed=1000 + i) for i in range(12)]
@@ -66,11 +73,8 @@ def requests_() -> list[Request]:
 
 @pytest.fixture(params=["process_group", "lora"])
 def engine(request: Any, tied_server: Any, monkeypatch: Any) -> Iterator[VllmEngine]:
-    if request.param == "lora":  # an adapter needs its own base, and tests before this one have changed it
-        with contextlib.closing(
-            make_engine(tied_server, make_policy(tied_server.model_folder), "process_group", monkeypatch)
-        ) as base:
-            base.load(0)
+    if request.param == "lora":
+        own_weights(tied_server, monkeypatch)
     rank, dropout = (8, 0.1) if request.param == "lora" else (0, 0.0)
     policy = make_policy(tied_server.model_folder, rank=rank, dropout=dropout)
     engine = make_engine(tied_server, policy, request.param, monkeypatch, probe_every=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,11 @@ import pytest
 from rollout.servers.command import TOKEN
 from tests.entry import metrics, run_ok
 from tests.rollout.vllm.conftest import Server
-from tests.rollout.vllm.test_engine import make_engine, make_policy
+from tests.rollout.vllm.test_engine import own_weights
 from tests.test_ranks import alike, two_ok
 
 RUN = ("--method", "grpo", "--rollout.engine", "vllm", "--max-steps", 3, "--max-eval-rows", 20, "--eval-steps", 0,
        "--sync.probe-every", 1, "--num-iterations", 1)  # fmt: skip
-
-
-def own_weights(server: Server, monkeypatch: Any) -> None:
-    """What the server was started with: an adapter needs its base, and tests before have changed it."""
-    policy = make_policy(server.model_folder)
-    with contextlib.closing(make_engine(server, policy, "process_group", monkeypatch)) as engine:
-        engine.load(0)
 
 
 def sync(server: Server, num_syncs: int, *cases: str, cwd: Path, timeout: float = 240) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -14,9 +15,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rollout.servers.command import TOKEN
 from tests.entry import environment, metrics, processes_with
 from tests.rollout.vllm.conftest import command_of, wait_for
+from tests.rollout.vllm.test_engine import own_weights
 from trainer.__main__ import main
 
 GRPO = ("--method", "grpo", "--rollout.engine", "vllm", "--eval-steps", 0)
@@ -200,3 +204,22 @@ def test_ebft_rollouts_that_run_ahead_are_drawn_to_the_target(tied_server, tmp_p
     assert rows[0]["policy/behaviour_gap"] < 1e-3  # of later ones it is what training has changed since
     assert all(row["loss/ce"] > 0 for row in rows)
     assert first["eval/cfm"] > 0 and rows[-1]["eval/cfm"] > 0 and rows[-1]["eval/rows"] == first["eval/rows"] == 8
+
+
+@pytest.mark.parametrize("lora", [(), ("--lora.r", 8)], ids=["full", "lora"])
+@pytest.mark.parametrize("method", ["online_dpo", "ppo"])
+def test_methods_with_a_pair_loss_or_a_critic_sample_from_a_server(method, lora, tied_server, tmp_path, monkeypatch):
+    """The second step samples from weights that the first one trained, whole or as an adapter."""
+    own_weights(tied_server, monkeypatch)
+    assert main(words((
+        "--method", method, "--model", "builtin:tiny", "--data", "task:addition:split=train,size=64", *lora,
+        "--rollout.engine", "vllm", "--vllm.url", tied_server.url, "--reward-funcs", "exact_match", "--max-steps", 2,
+        "--minibatches-per-rollout", 1, "--max-completion-length", 8, "--learning-rate", 1e-3, "--num-generations", 4,
+        "--per-device-train-batch-size", 16, "--output-dir", tmp_path / "run",
+    ))) == 0  # fmt: skip
+    rows = metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(math.isfinite(value) for row in rows for value in row.values() if isinstance(value, float))
+    assert all(row["optim/grad_norm"] > 0 for row in rows)
+    if method == "ppo":
+        assert all(row["policy/behaviour_gap"] < 1e-3 for row in rows)

@@ -203,7 +203,11 @@ def test_its_own_start_is_the_reference_and_a_run_of_lora_has_its_adapter():
     [
         ("number", r"teacher_prompt=hints.number: returned int for row 17\+25=; it must return a prompt"),
         ("nothing", "returned empty list for row"),
-        ("fails", r"failed on row 17\+25= \(KeyError: 'solution' \(hints.py, line \d+\)\)"),
+        (
+            "fails",
+            r"failed on row 17\+25= \(KeyError: 'solution' \(hints.py, line \d+\)\); fix it: row\['prompt'\] is a list "
+            "of messages, and the other keys are answer",
+        ),
         (
             "long",
             r"row 17\+25=: the teacher's prompt of 600 tokens and max_completion_length=256 do not fit its context",

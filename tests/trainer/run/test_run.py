@@ -701,7 +701,7 @@ def test_finish_exports_reports_and_says_where(tmp_path, capsys):
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
     assert (run.dir / "report.html").stat().st_size > 1000
     said = capsys.readouterr().out
-    assert "held-out exact_match: 0.250 before, 0.750 after (1 steps)" in said
+    assert "held-out exact_match: 0.250 before, 0.750 after (1 step)" in said
     assert f"model: {run.dir / 'final'}" in said and f"report: {run.dir / 'report.html'}" in said
 
 

@@ -72,7 +72,10 @@ class Task:
 
 
 TASKS = {
-    "start": Task("The form of replies", ""),
+    "start": Task(
+        "The start of sampling tasks",
+        "SFT on rows of the first three tasks, in equal parts; it shows how a reply looks, and is not measured here.",
+    ),
     "arithmetic": Task(
         "GRPO: one-digit arithmetic in tags",
         "Sums, differences and products of one-digit numbers, with the answer as `<answer>12</answer>`; the reward is "
@@ -88,17 +91,18 @@ TASKS = {
     ),
     "word_problems": Task(
         "GDPO: format and correctness",
-        "Word problems of one step, to be answered as `<think>7 + 5 = 12</think><answer>12</answer>`. Two rewards, "
-        "each normalised within its group: a fifth for each tag in its place and for nothing outside of them, and 1 if "
-        "the last number is right. Held out: 300 problems with other numbers, one sample each at temperature 1.",
-        {"eval/tagged_format_partial/mean": Metric("format"), "eval/last_number/mean": Metric("correct")},
+        "Word problems of one step, to be answered as `7 + 5 = [12]`; the start has seen such problems with answers in "
+        "another form. Two rewards, each normalised within its group: 1 if the whole reply has this form, and 1 if its "
+        "last number is right. Held out: 300 rows with other numbers, one sample each at temperature 1.",
+        {"eval/regex/mean": Metric("format"), "eval/last_number/mean": Metric("correct")},
     ),
     "harmless": Task(
         "DPO, KTO and a reward model: harmless answers",
         "Pairs of hh-rlhf's harmless-base (MIT); the content is offensive in places and is not shown here. No "
         "conversation of the held-out pairs begins like one of the training pairs. DPO and the reward model are "
         "measured by how often the chosen answer scores higher, KTO by the probability that a desirable answer scores "
-        "higher than an undesirable one. A guess reaches 0.5, and before training DPO and KTO score all answers alike.",
+        "higher than an undesirable one. A guess reaches 0.5, and before training DPO and KTO score all answers "
+        "alike: pair accuracy begins at 0 and AUC at 0.5.",
         {
             "eval/reward/accuracy": Metric("pair accuracy", chance=0.5),
             "eval/reward/auc": Metric("AUC", chance=0.5),
@@ -124,6 +128,7 @@ TASKS = {
 }
 
 START = "start-0"
+BRACKETS = r"^\s*[0-9]+ [-+*x] [0-9]+ = \[-?[0-9]+\]\.?\s*$"
 COMMON = {"save-steps": 0, "logging-steps": 10}
 SAMPLED = COMMON | {
     "model": f"{{run:{START}}}", "rollout.engine": "local", "rollout.eval-temperature": 1.0, "num-generations": 8,
@@ -150,7 +155,7 @@ EBFT = SOLUTIONS | {
 # In order of preference: a run starts as soon as a place is free and the runs it needs have ended.
 RUNS = (
     Run("start", "start", "sft", COMMON | {
-        "model": "{model}", "data": "{data}/start.jsonl", "max-steps": 15, "per-device-train-batch-size": 32,
+        "model": "{model}", "data": "{data}/start.jsonl", "max-steps": 8, "per-device-train-batch-size": 32,
         "learning-rate": 3e-5, "lr-scheduler-type": "constant",
     }),
     Run("grpo-arithmetic", "arithmetic", "grpo", ARITHMETIC, SEEDS),
@@ -160,7 +165,7 @@ RUNS = (
     }, SEEDS),
     Run("gdpo-word-problems", "word_problems", "gdpo", SAMPLED | {
         "data": "{data}/word_problems_train.jsonl", "eval-data": "{data}/word_problems_eval.jsonl",
-        "reward-funcs": ("tagged_format_partial:think,answer", "last_number"), "max-completion-length": 48,
+        "reward-funcs": (f"regex:{BRACKETS}", "last_number"), "max-completion-length": 32,
         "max-steps": 80,
     }, SEEDS),
     Run("ebft-solutions", "solutions", "ebft", EBFT | {"model": "{model}", "max-steps": 60, "eval-steps": 15}),
@@ -205,6 +210,7 @@ def share_of(key: str) -> int:
 
 PEOPLE = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry")
 THINGS = ("apples", "books", "coins", "marbles", "pencils", "shells", "stamps", "tickets")
+BRACKETED = "Write the calculation, and then the result in square brackets, as in 2 + 1 = [3]."
 STORIES = {
     "+": "{name} has {a} {things} and gets {b} more. How many {things} does {name} have now?",
     "-": "{name} has {a} {things} and gives {b} of them away. How many {things} does {name} have left?",
@@ -227,9 +233,12 @@ def word_problems(part: str) -> list[dict[str, Any]]:
                     pick = share_of(f"{copy} {op} {a} {b}")
                     name, things = PEOPLE[(pick + copy) % len(PEOPLE)], THINGS[(pick // 8 + copy) % len(THINGS)]
                     question = story.format(name=name, a=a, b=b, things=things)
-                    form = "Reply as <think>calculation</think><answer>number</answer>."
-                    solution = f"<think>{a} {op} {b} = {result}</think><answer>{result}</answer>"
-                    made.append({"prompt": user(f"{question} {form}"), "completion": solution, "answer": str(result)})
+                    form, solution = BRACKETED, ""
+                    if part == "sft":
+                        form = "Reply as <think>calculation</think><answer>number</answer>."
+                        solution = f"<think>{a} {op} {b} = {result}</think><answer>{result}</answer>"
+                    row = {"prompt": user(f"{question} {form}"), "answer": str(result), "numbers": f"{a} {op} {b}"}
+                    made.append(row | ({"completion": solution} if solution else {}))
     return made
 
 

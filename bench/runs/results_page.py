@@ -78,9 +78,10 @@ def failures(found: dict[str, Row]) -> list[str]:
             if ends(row, metric_name) and not improved(row, metric_name, metric):
                 before, after = ends(row, metric_name)
                 guess = "" if metric.chance is None else f" (a guess: {metric.chance:.2f})"
+                beyond = " beyond noise" if metric.fraction else ""
                 said.append(
                     f"`{name}`: held-out {metric.label} went from {before:.3f} to {after:.3f}{guess}, which is no "
-                    "improvement beyond noise."
+                    f"improvement{beyond}."
                 )
     missing = [name for name, (run, _) in all_jobs().items() if name not in found and not run.judges]
     if missing:
@@ -100,7 +101,7 @@ def behind(found: dict[str, Row]) -> list[str]:
 
 
 def mean_and_range(values: list[float]) -> str:
-    if len(values) == 1:
+    if len({f"{value:.3f}" for value in values}) == 1:
         return f"{values[0]:.3f}"
     return f"{statistics.fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
@@ -223,16 +224,16 @@ def write_page(rows: list[Row], out: Path) -> None:
         of_task = [row for row in measured.values() if row["task"] == name]
         if not of_task:
             continue
-        lines += ["", f"## {task.title}", ""]
+        lines += ["", f"## {task.title}", "", task.text, ""]
         if task.metrics:
             figure = out.with_name(f"{out.stem}_{name}.svg")
-            lines += [task.text, "", *table(name, found), ""]
+            lines += [*table(name, found), ""]
             if draw(name, found, figure):
                 lines += [f"![{task.title}: held-out metrics over steps]({figure.name})", ""]
         lines += commands(of_task)
     lines += ["", "## What did not work", ""]
     lines += [f"- {line}" for line in failures(found)] or [
-        "Every run improved its held-out metrics by more than two standard errors."
+        "Every run improved its held-out metrics, fractions of rows by more than two standard errors."
     ]
     out.write_text("\n".join(wrapped(line) for line in lines) + "\n")
 

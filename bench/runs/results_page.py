@@ -1,0 +1,246 @@
+"""docs/results.md from what `python -m bench.runs.results run` wrote: a table and a picture for each task.
+
+What did not work is found here, not chosen: runs that ended early, held-out metrics that did not improve by more than
+their noise, and EBFT where SFT ended closer.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import statistics
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from bench.runs.results import RUNS, TASKS, Metric, Run, all_jobs
+
+COLOURS = ("#00798c", "#d1495b", "#edae49", "#66a182")
+NOISE = 2.0  # standard errors
+
+Row = dict[str, Any]
+
+
+def latest(rows: Iterable[Row]) -> dict[str, Row]:
+    """The last row of each run, in the order of the list; rows of a rehearsal are refused."""
+    found = {row["name"]: row for row in rows}
+    if quick := [name for name, row in found.items() if row["quick"]]:
+        raise SystemExit(f"{quick[0]}: made with --quick, which shows nothing; run it again without")
+    return {name: found[name] for name in all_jobs() if name in found}
+
+
+def with_features(found: dict[str, Row]) -> dict[str, Row]:
+    """Judged runs get what was measured for them: before, as their judge's method began; after, as it found them."""
+    made = dict(found)
+    for judge in [row for row in found.values() if row["judges"]]:
+        del made[judge["name"]]
+        name = f"{judge['judges']}-{judge['seed']}"
+        beside = next((row for row in found.values() if row["method"] == judge["method"] and not row["judges"]), None)
+        if name in made and "points" in made[name] and "points" in judge and beside and "points" in beside:
+            ends = [beside["points"][0], {**judge["points"][0], "step": made[name]["steps"]}]
+            made[name] = {**made[name], "points": ends}
+    return made
+
+
+def values_of(row: Row, metric: str) -> list[tuple[int, float]]:
+    """(step, value) of every evaluation."""
+    return [(point["step"], point[metric]) for point in row.get("points", []) if point.get(metric) is not None]
+
+
+def ends(row: Row, metric: str) -> tuple[float, float] | None:
+    """Before and after; None if there are not two evaluations."""
+    values = values_of(row, metric)
+    return (values[0][1], values[-1][1]) if len(values) > 1 else None
+
+
+def noise(metric: Metric, before: float, after: float, held_out: int) -> float:
+    """Two standard errors of the difference of two fractions of that many rows; 0 for what is no fraction."""
+    if not metric.fraction:
+        return 0.0
+    return NOISE * math.sqrt(sum(max(0.0, x * (1 - x)) for x in (before, after)) / held_out)
+
+
+def improved(row: Row, name: str, metric: Metric) -> bool:
+    before, after = ends(row, name)
+    before = before if metric.chance is None else max(before, metric.chance)
+    change = after - before if metric.higher else before - after
+    return change > noise(metric, before, after, row["held_out"])
+
+
+def failures(found: dict[str, Row]) -> list[str]:
+    """A line for everything that did not work."""
+    said = []
+    for name, row in found.items():
+        if "failed" in row:
+            said.append(f"`{name}` did not run to the end ({row['failed']}).")
+        for metric_name, metric in TASKS[row["task"]].metrics.items():
+            if ends(row, metric_name) and not improved(row, metric_name, metric):
+                before, after = ends(row, metric_name)
+                guess = "" if metric.chance is None else f" (a guess: {metric.chance:.2f})"
+                beyond = " beyond noise" if metric.fraction else ""
+                said.append(
+                    f"`{name}`: held-out {metric.label} went from {before:.3f} to {after:.3f}{guess}, which is no "
+                    f"improvement{beyond}."
+                )
+    missing = [name for name, (run, _) in all_jobs().items() if name not in found and not run.judges]
+    if missing:
+        said.append(f"Not run: {', '.join(f'`{name}`' for name in missing)}.")
+    return [*said, *behind(found)]
+
+
+def behind(found: dict[str, Row]) -> list[str]:
+    """EBFT where SFT on the same rows ended as close or closer."""
+    said = []
+    of_task = {row["method"]: row for row in found.values() if row["task"] == "solutions"}
+    for name, metric in TASKS["solutions"].metrics.items():
+        both = [ends(of_task[method], name) if method in of_task else None for method in ("ebft", "sft")]
+        if None not in both and both[0][1] >= both[1][1]:
+            said.append(f"EBFT ended at {metric.label} {both[0][1]:.3f}, SFT on the same rows at {both[1][1]:.3f}.")
+    return said
+
+
+def mean_and_range(values: list[float]) -> str:
+    if len({f"{value:.3f}" for value in values}) == 1:
+        return f"{values[0]:.3f}"
+    return f"{statistics.fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def table(task: str, found: dict[str, Row]) -> list[str]:
+    """One line for each run and metric, over its seeds."""
+    lines = ["| run | held out | before | after | seeds | steps | wall time |", "|---|---|---|---|---|---|---|"]
+    for run in runs_of(task):
+        rows = rows_of(run, found)
+        for name, metric in TASKS[task].metrics.items():
+            measured = [row for row in rows if ends(row, name)]
+            if not measured:
+                continue
+            before, after = (mean_and_range([ends(row, name)[end] for row in measured]) for end in (0, 1))
+            seeds = ", ".join(str(row["seed"]) for row in measured)
+            wall = statistics.fmean(row["wall_s"] for row in measured)
+            lines.append(
+                f"| `{run.name}` | {metric.label} | {before} | {after} | {seeds} | {measured[0]['steps']} | "
+                f"{wall:.0f} s |"
+            )
+    return lines
+
+
+def runs_of(task: str) -> list[Run]:
+    return [run for run in RUNS if run.task == task and not run.judges]
+
+
+def rows_of(run: Run, found: dict[str, Row]) -> list[Row]:
+    return [found[run.named(seed)] for seed in run.seeds if run.named(seed) in found]
+
+
+def commands(rows: Iterable[Row]) -> list[str]:
+    """In a fold: the first seed of each run; the others differ in --seed and the folder."""
+    first: dict[str, str] = {}
+    for row in rows:
+        first.setdefault(row["run"], row["command"])
+    named = [line for command in first.values() for line in (*broken(command), "")]
+    return ["<details><summary>commands</summary>", "", *named, "</details>"] if first else []
+
+
+def broken(command: str) -> list[str]:
+    """Over several lines, each a shell's continuation of the one before, cut between flags."""
+    lines = [""]
+    for word in shlex.split(command):
+        if word.startswith("--") and len(lines[-1]) > 80:
+            lines.append("")
+        lines[-1] += f" {shlex.quote(word)}" if lines[-1] else shlex.quote(word)
+    first, *rest = lines
+    return [f"    {line}" for line in " \\\n".join([first, *(f"    {line}" for line in rest)]).splitlines()]
+
+
+def draw(task: str, found: dict[str, Row], figure: Path) -> bool:
+    """A panel for each metric: every seed as a light line, their mean as a strong one. False if there is no point."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.hashsalt": "strop", "svg.fonttype": "none", "font.size": 9})  # the same file every time
+    shown = {
+        name: metric
+        for name, metric in TASKS[task].metrics.items()
+        if any(values_of(row, name) for run in runs_of(task) for row in rows_of(run, found))
+    }
+    if not shown:
+        return False
+    fig, panels = plt.subplots(1, len(shown), figsize=(4.6 * len(shown), 3.0), squeeze=False)
+    for axes, (name, metric) in zip(panels[0], shown.items(), strict=True):
+        for run, colour in zip(runs_of(task), COLOURS, strict=False):
+            lines = [values for row in rows_of(run, found) if (values := values_of(row, name))]
+            for values in lines:
+                axes.plot(*zip(*values, strict=True), color=colour, alpha=0.35 if len(lines) > 1 else 1, linewidth=1)
+            steps = [step for step, _ in lines[0]] if lines else []
+            if lines and all([step for step, _ in values] == steps for values in lines):
+                means = [statistics.fmean(values[i][1] for values in lines) for i in range(len(steps))]
+                axes.plot(steps, means, color=colour, linewidth=2, label=run.name)
+        if metric.chance is not None:
+            axes.axhline(metric.chance, color="black", linewidth=0.8, linestyle=":")
+        axes.set(xlabel="optimizer step", title=f"{metric.label}, held out")
+        if metric.fraction and metric.chance is None:
+            axes.set_ylim(-0.03, 1.03)
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize=8)
+    fig.tight_layout()
+    fig.savefig(figure, metadata={"Date": None})
+    plt.close(fig)
+    return True
+
+
+def heading(rows: list[Row]) -> list[str]:
+    commits, hardware = sorted({row["commit"] for row in rows}), sorted({row["hardware"] for row in rows})
+    packages = rows[0]["versions"]
+    named = ", ".join(f"{name} {packages[name]}" for name in ("torch", "transformers") if name in packages)
+    return [
+        "# Results on a small model",
+        "",
+        f"SmolLM2-135M-Instruct (Apache-2.0; weights dequantised from a 4-bit file) on {' and '.join(hardware)}, with "
+        f"{named}, at commit {', '.join(commits)}. {rows[0]['jobs']} runs shared the GPU at a time, so wall times, "
+        "which include start-up and evaluations, are longer than those of a run alone. Where there are three seeds, "
+        "the table has their mean, and the lowest and the highest.",
+        "",
+        "Sampling tasks begin with the model after a few SFT steps that show the form of the replies (`start-0`); "
+        '"before" is after these steps. No problem that is held out was trained on, in these steps or later. '
+        "[bench/runs/results.py](../bench/runs/results.py) has every setting, and makes rows, runs and this page:",
+        "",
+        "    python -m bench.runs.results rows ROWS",
+        "    python -m bench.runs.results run --model SmolLM2-135M-Instruct --data ROWS --out OUT",
+        "    python -m bench.runs.results page OUT/results.jsonl docs/results.md",
+    ]
+
+
+def write_page(rows: list[Row], out: Path) -> None:
+    measured = latest(rows)
+    if not measured:
+        raise SystemExit("results: no runs; make some with `python -m bench.runs.results run`")
+    found = with_features(measured)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lines = heading(list(measured.values()))
+    for name, task in TASKS.items():
+        of_task = [row for row in measured.values() if row["task"] == name]
+        if not of_task:
+            continue
+        lines += ["", f"## {task.title}", "", task.text, ""]
+        if task.metrics:
+            figure = out.with_name(f"{out.stem}_{name}.svg")
+            lines += [*table(name, found), ""]
+            if draw(name, found, figure):
+                lines += [f"![{task.title}: held-out metrics over steps]({figure.name})", ""]
+        lines += commands(of_task)
+    lines += ["", "## What did not work", ""]
+    lines += [f"- {line}" for line in failures(found)] or [
+        "Every run improved its held-out metrics, fractions of rows by more than two standard errors."
+    ]
+    out.write_text("\n".join(wrapped(line) for line in lines) + "\n")
+
+
+def wrapped(line: str) -> str:
+    """Paragraphs and points at 120 columns; tables, code, pictures and headings as they are."""
+    if not line or line[0] in " |#!<":
+        return line
+    hang = "  " if line.startswith("- ") else ""
+    return textwrap.fill(line, 120, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False)

@@ -2,7 +2,7 @@
 
     python -m bench.runs.results rows ROWS                                # small files; needs reasoning-gym
     python -m bench.runs.results run --model MODEL --data ROWS --out OUT  # all runs; needs no network
-    python -m bench.runs.results page OUT/results.jsonl docs/results.md   # the page, its pictures; needs matplotlib
+    python -m bench.runs.results_page OUT/results.jsonl docs/results.md   # the page, its pictures; needs matplotlib
 
 RUNS below is the list. Each run is a `python -m trainer` of its own with a log of its own; `--jobs` of them share the
 GPU, so wall times are those of a shared one. A run that fails does not stop the others. Runs that are in
@@ -530,17 +530,5 @@ def describe(run: Run, points: list[dict[str, Any]]) -> str:
     return ", ".join(said) or "done"
 
 
-def page(results: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path]) -> None:
-    """Write the page and its pictures.
-
-    Args:
-        results: What `run` wrote.
-        out: The page; pictures are written beside it.
-    """
-    from bench.runs.results_page import write_page
-
-    write_page(read(results), out)
-
-
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"rows": rows, "run": run, "page": page})
+    tyro.extras.subcommand_cli_from_dict({"rows": rows, "run": run})

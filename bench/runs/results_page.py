@@ -1,5 +1,7 @@
 """docs/results.md from what `python -m bench.runs.results run` wrote: a table and a picture for each task.
 
+    python -m bench.runs.results_page OUT/results.jsonl docs/results.md
+
 What did not work is found here, not chosen: runs that ended early, held-out metrics that did not improve by more than
 their noise, and EBFT where SFT ended closer.
 """
@@ -14,7 +16,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import tyro
+
 from bench.runs.results import RUNS, TASKS, Metric, Run, all_jobs
+from bench.runs.smollm2 import read
 
 COLOURS = ("#00798c", "#d1495b", "#edae49", "#66a182")
 NOISE = 2.0  # standard errors
@@ -209,7 +214,7 @@ def heading(rows: list[Row]) -> list[str]:
         "",
         "    python -m bench.runs.results rows ROWS",
         "    python -m bench.runs.results run --model SmolLM2-135M-Instruct --data ROWS --out OUT",
-        "    python -m bench.runs.results page OUT/results.jsonl docs/results.md",
+        "    python -m bench.runs.results_page OUT/results.jsonl docs/results.md",
     ]
 
 
@@ -244,3 +249,17 @@ def wrapped(line: str) -> str:
         return line
     hang = "  " if line.startswith("- ") else ""
     return textwrap.fill(line, 120, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False)
+
+
+def main(results: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path]) -> None:
+    """Write the page and its pictures.
+
+    Args:
+        results: What `bench.runs.results run` wrote.
+        out: The page; pictures are written beside it.
+    """
+    write_page(read(results), out)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -92,8 +92,9 @@ TASKS = {
     "word_problems": Task(
         "GDPO: format and correctness",
         "Word problems of one step, to be answered as `7 + 5 = [12]`; the start has seen such problems with answers in "
-        "another form. Two rewards, each normalised within its group: 1 if the whole reply has this form, and 1 if its "
-        "last number is right. Held out: 300 rows with other numbers, one sample each at temperature 1.",
+        "another form. Two rewards, each normalised within its group: 1 if the whole reply has this form and is not "
+        "the example in the prompt, and 1 if its last number is right. Held out: 300 rows with other numbers, one "
+        "sample each at temperature 1.",
         {"eval/regex/mean": Metric("format"), "eval/last_number/mean": Metric("correct")},
     ),
     "harmless": Task(
@@ -128,7 +129,7 @@ TASKS = {
 }
 
 START = "start-0"
-BRACKETS = r"^\s*[0-9]+ [-+*x] [0-9]+ = \[-?[0-9]+\]\.?\s*$"
+BRACKETS = r"^\s*(?!2 \+ 1 =)[0-9]+ [-+*x] [0-9]+ = \[-?[0-9]+\]\.?\s*$"
 COMMON = {"save-steps": 0, "logging-steps": 10}
 SAMPLED = COMMON | {
     "model": f"{{run:{START}}}", "rollout.engine": "local", "rollout.eval-temperature": 1.0, "num-generations": 8,

@@ -102,8 +102,8 @@ TASKS = {
         "Pairs of hh-rlhf's harmless-base (MIT); the content is offensive in places and is not shown here. No "
         "conversation of the held-out pairs begins like one of the training pairs. DPO and the reward model are "
         "measured by how often the chosen answer scores higher, KTO by the probability that a desirable answer scores "
-        "higher than an undesirable one. A guess reaches 0.5, and before training DPO and KTO score all answers "
-        "alike: pair accuracy begins at 0 and AUC at 0.5.",
+        "higher than an undesirable one. A guess reaches 0.5; before training, scores of DPO and KTO are differences "
+        "of rounding, as good as a guess.",
         {
             "eval/reward/accuracy": Metric("pair accuracy", chance=0.5),
             "eval/reward/auc": Metric("AUC", chance=0.5),

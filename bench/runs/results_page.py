@@ -3,7 +3,7 @@
     python -m bench.runs.results_page OUT/results.jsonl docs/results.md
 
 What did not work is found here, not chosen: runs that ended early, held-out metrics that did not improve by more than
-their noise, and EBFT where SFT ended closer.
+their noise, seeds that ended further apart than it, and EBFT where SFT ended closer.
 """
 
 from __future__ import annotations
@@ -36,15 +36,19 @@ def latest(rows: Iterable[Row]) -> dict[str, Row]:
 
 
 def with_features(found: dict[str, Row]) -> dict[str, Row]:
-    """Judged runs get what was measured for them: before, as their judge's method began; after, as it found them."""
+    """Judged runs get what was measured for them: before, as their judge's method began; after, as it found them.
+
+    What they measured themselves stays.
+    """
     made = dict(found)
     for judge in [row for row in found.values() if row["judges"]]:
         del made[judge["name"]]
         name = f"{judge['judges']}-{judge['seed']}"
         beside = next((row for row in found.values() if row["method"] == judge["method"] and not row["judges"]), None)
         if name in made and "points" in made[name] and "points" in judge and beside and "points" in beside:
-            ends = [beside["points"][0], {**judge["points"][0], "step": made[name]["steps"]}]
-            made[name] = {**made[name], "points": ends}
+            first, *_, last = own = made[name]["points"]
+            ends = [{**beside["points"][0], **first}, {**judge["points"][0], **last}]
+            made[name] = {**made[name], "points": [ends[0], *own[1:-1], ends[1]]}
     return made
 
 
@@ -91,7 +95,25 @@ def failures(found: dict[str, Row]) -> list[str]:
     missing = [name for name, (run, _) in all_jobs().items() if name not in found and not run.judges]
     if missing:
         said.append(f"Not run: {', '.join(f'`{name}`' for name in missing)}.")
-    return [*said, *behind(found)]
+    return [*said, *apart(found), *behind(found)]
+
+
+def apart(found: dict[str, Row]) -> list[str]:
+    """Runs whose result depends on the seed."""
+    said = []
+    for run in RUNS:
+        for name, metric in TASKS[run.task].metrics.items():
+            measured = [row for row in rows_of(run, found) if ends(row, name)]
+            if not measured or not metric.fraction:
+                continue
+            last = [ends(row, name)[1] for row in measured]
+            least, most = min(last), max(last)
+            if most - least > noise(metric, least, most, measured[0]["held_out"]):
+                said.append(
+                    f"`{run.name}`: held-out {metric.label} depends on the seed; it ended between {least:.3f} and "
+                    f"{most:.3f}, further apart than noise."
+                )
+    return said
 
 
 def behind(found: dict[str, Row]) -> list[str]:
@@ -204,9 +226,9 @@ def heading(rows: list[Row]) -> list[str]:
         "# Results on a small model",
         "",
         f"SmolLM2-135M-Instruct (Apache-2.0; weights dequantised from a 4-bit file) on {' and '.join(hardware)}, with "
-        f"{named}, at commit {', '.join(commits)}. {rows[0]['jobs']} runs shared the GPU at a time, so wall times, "
-        "which include start-up and evaluations, are longer than those of a run alone. Where there are three seeds, "
-        "the table has their mean, and the lowest and the highest.",
+        f"{named}, at commit {', '.join(commits)}. Runs shared the GPU, {rows[0]['jobs']} of this page at a time "
+        "and others beside them, so wall times, which include start-up and evaluations, are longer than those of a run "
+        "alone. Where there are three seeds, the table has their mean, and the lowest and the highest.",
         "",
         "Sampling tasks begin with the model after a few SFT steps that show the form of the replies (`start-0`); "
         '"before" is after these steps. No problem that is held out was trained on, in these steps or later. '

@@ -201,7 +201,7 @@ def show_help(config: type, table: dict[str, Flag], prog: str, *, show_all: bool
     if show_all:
         print_help(config, prog, note)
     theirs = {key for key, flag in table.items() if flag.module.partition(".")[0] not in NAMES}
-    shown = (theirs | {*COMMON}) & table.keys()
+    shown = (theirs | {*COMMON} - {*getattr(config, "refused", ())}) & table.keys()
     note = f"{len(shown)} of {len(table)} flags; --help-all shows all. {note}"
     print_help(config, prog, note, shown.__contains__)
 

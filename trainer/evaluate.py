@@ -148,9 +148,9 @@ def score_rows(cfg: EvaluateConfig) -> tuple[dict[str, float], dict[str, Any]]:
         scored = [value for value in column if value is not None]
         if scored and len(table.names) > 1:
             result[f"{name}/mean"] = statistics.fmean(scored)
-    spread = statistics.stdev(totals) / len(totals) ** 0.5 if len(totals) > 1 else float("nan")
+    if len(totals) > 1:
+        result["reward/standard_error"] = statistics.stdev(totals) / len(totals) ** 0.5
     result |= {
-        "reward/standard_error": spread,
         "len_mean": statistics.fmean(len(completion.ids) for completion in completions),
         "truncated_frac": statistics.fmean(completion.finish_reason == "length" for completion in completions),
         "rows": len(prompts) // cfg.num_generations,

@@ -108,7 +108,6 @@ def fill(cfg: PushConfig, folder: Path) -> None:
 
 def upload(cfg: PushConfig, folder: Path) -> str:
     """The address of the repository."""
-    import httpx
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
@@ -119,9 +118,17 @@ def upload(cfg: PushConfig, folder: Path) -> str:
         api.upload_folder(repo_id=cfg.repo, folder_path=folder, commit_message=f"Upload {Path(cfg.run).name}")
     except LocalTokenNotFoundError:
         raise ValueError(f"repo={cfg.repo}: not logged in to the hub; run `hf auth login`, or {instead}") from None
-    except (OfflineModeIsEnabled, HfHubHTTPError, httpx.TransportError, ConnectionError) as error:
-        raise ValueError(f"repo={cfg.repo}: not uploaded ({str(error).splitlines()[0]}); {instead}") from None
+    except Exception as error:
+        if not isinstance(error, (OfflineModeIsEnabled, HfHubHTTPError, ConnectionError)) and not of_network(error):
+            raise
+        why = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"repo={cfg.repo}: not uploaded ({why}); {instead}") from None
     return f"https://huggingface.co/{cfg.repo}"
+
+
+def of_network(error: Exception) -> bool:
+    """Known by name: the hub's client raises those of httpx or, since its version 2, of httpx2."""
+    return any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
 
 
 if __name__ == "__main__":

@@ -529,6 +529,8 @@ def test_help_shows_the_common_flags_and_help_all_every_flag(fork, capsys, monke
     for word, expected in names.items():
         shown = shown_flags(capsys, word, "--method", "grpo")
         assert shown.keys() == expected and groups.items() <= shown.items()
+    for method in ("gdpo", "ppo"):  # which refuse it
+        assert "--scale-rewards" not in shown_flags(capsys, "--help", "--method", method)
     short = shown_flags(capsys, "--help", "--method", "my_pkg.algo")
     assert {"--gamma", "--stop", "--weights", "--shape", "--model"} <= short.keys() and "--compile" not in short
 

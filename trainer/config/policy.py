@@ -155,6 +155,11 @@ class PolicyLossConfig(_Options):
             )
 
 
+def without_skips() -> PolicyLossConfig:
+    """For a method that learns from completions whose rewards say nothing, too."""
+    return PolicyLossConfig(skip_zero_advantage_batches=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CorrectionConfig:
     """Correction for the difference between the trained policy and the engine that sampled."""

@@ -24,6 +24,7 @@ class RewardedConfig(GroupConfig):
     """What every method has that samples completions of prompts and rewards them, whatever its loss."""
 
     fewest_generations: ClassVar[int] = 2  # 1 for a method that compares nothing within a group
+    refused: ClassVar[tuple[str, ...]] = ()  # settings of shared blocks that the method refuses; --help leaves them out
 
     data: Flat[PromptConfig] = field(default_factory=PromptConfig)
     reward: Flat[RewardConfig] = field(default_factory=RewardConfig)

@@ -7,6 +7,7 @@ trainer/methods/grpo.py the loop.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from trainer.config.blocks import Flat
 from trainer.config.groups import AdvantageConfig
@@ -19,6 +20,7 @@ SEPARATE = "normalize_then_sum"
 class Config(grpo.Config):
     """Group reward-decoupled normalisation: every reward is compared within its group, then their sum in the batch."""
 
+    refused: ClassVar[tuple[str, ...]] = ("scale_rewards",)  # it always scales
     advantage: Flat[AdvantageConfig] = field(
         default_factory=lambda: AdvantageConfig(multi_objective_aggregation=SEPARATE)
     )

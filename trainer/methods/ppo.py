@@ -21,7 +21,7 @@ from losses.kl import k1
 from losses.types import LossOut
 from trainer.config.blocks import Flat
 from trainer.config.checks import check_numbers, refuse_idle
-from trainer.config.policy import PolicyLossConfig
+from trainer.config.policy import PolicyLossConfig, without_skips
 from trainer.config.sampling import SamplingConfig
 from trainer.metrics.metrics import MetricSums
 from trainer.parallel.comm import all_sum
@@ -38,9 +38,8 @@ class Config(SamplingConfig):
     """Proximal policy optimisation: a critic learns what to expect, and each token is judged against it."""
 
     fewest_generations: ClassVar[int] = 1
-    policy_loss: Flat[PolicyLossConfig] = field(
-        default_factory=lambda: PolicyLossConfig(skip_zero_advantage_batches=False)
-    )
+    refused: ClassVar = tuple("scale_rewards advantage_estimator advantage_kwargs multi_objective_aggregation".split())
+    policy_loss: Flat[PolicyLossConfig] = field(default_factory=without_skips)
     num_generations: int = 1
     """Completions sampled per prompt; nothing is compared within a group."""
     minibatches_per_rollout: int = 4
@@ -65,8 +64,7 @@ class Config(SamplingConfig):
         check_numbers(self, {"between 0 and 1": "gae_lambda", "above 0 and at most 1": "gamma", "0 or above": "vf_coef",
                              "above 0": "cliprange_value critic_learning_rate"})  # fmt: skip
         why = "with ppo, whose critic is the baseline of every token; leave it out"
-        of_groups = ("scale_rewards", "advantage_estimator", "advantage_kwargs", "multi_objective_aggregation")
-        refuse_idle(self.advantage, why, of_groups)
+        refuse_idle(self.advantage, why, self.refused)
         refuse_idle(self.overlap, why, ("dynamic_sampling", "replay_buffer_size"))
         if self.policy_loss.skip_zero_advantage_batches:
             raise ValueError("skip_zero_advantage_batches=True: the critic learns from them, too; leave it out")

@@ -68,7 +68,7 @@ class GroupBatch:
     @property
     def values(self) -> Tensor:  # (P, G, K) NaN = the reward does not apply
         rows = [[[float("nan") if x is None else x for x in row] for row in group.values] for group in self.groups]
-        return torch.tensor(rows, dtype=torch.float32)
+        return torch.tensor(rows, dtype=torch.float32) if rows else torch.empty(0, 0, len(self.weights))
 
     def for_advantage(
         self,

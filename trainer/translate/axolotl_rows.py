@@ -40,7 +40,10 @@ def rows_of(config: Mapping[str, Any], key: str, method: str) -> tuple[list[dict
     """Entries of --data, and the settings that all datasets share; they must agree."""
     entries: list[dict[str, Any]] = []
     shared: dict[str, Any] = {}
-    for number, dataset in enumerate(config.get(key) or ()):
+    datasets = config.get(key) or []
+    if not isinstance(datasets, list):
+        raise ValueError(f"{key}={datasets}: is not a list; write - path: ...")
+    for number, dataset in enumerate(datasets):
         label = f"{key}[{number}]"
         if not isinstance(dataset, Mapping):
             raise ValueError(f"{label}={dataset}: is not a mapping; write - path: ...")

@@ -170,6 +170,11 @@ def test_a_reward_that_does_not_apply_is_left_out_of_the_sum():
     assert advantages(settings(), batch).tolist() == [[0.0, 0.0, 0.0]]
 
 
+def test_a_rank_without_groups_has_rewards_of_none():
+    batch = GroupBatch([], ["right", "form"], [1.0, 0.5], {})
+    assert batch.values.shape == (0, 0, 2) and batch.reward.shape == (0, 0)
+
+
 def test_rewards_and_planner_see_the_weights_of_their_step():
     cfg = settings()
     groups = groups_of(cfg, ["yn"], num_prompts=1)

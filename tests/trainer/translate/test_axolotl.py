@@ -286,6 +286,7 @@ def test_fsdp_has_an_effect_only_with_several_processes(monkeypatch):
         ({"save_steps": 0.5}, "save_steps=0.5: a fraction of the run is not built here; use steps, or saves_per_epoch"),
         ({"chat_template": "alpaca"}, "chat_template=alpaca: is not built in"),
         ({"adapter": "llama-adapter"}, "adapter=llama-adapter: is not built here; use lora or qlora"),
+        ({"datasets": "rows.jsonl"}, "datasets=rows.jsonl: is not a list; write - path: ..."),
         ({"sequence_length": 4}, "sequence_length: not a key of axolotl, did you mean sequence_len?"),
         ({"rl": "grpo", "trl": {"num_generation": 4}}, "trl.num_generation: not a key of axolotl, did you mean "
                                                        "trl.num_generations?"),

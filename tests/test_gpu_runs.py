@@ -399,7 +399,7 @@ def test_300_steps_hold_no_more_memory_and_stay_on_policy(steps, variant, tmp_pa
 def test_nothing_is_compiled_after_the_second_step(steps, variant, tmp_path):
     torch._dynamo.reset()
     words = [*METHODS["grpo"], *VARIANTS[variant], "--compile", "--max-steps", "8", "--save-steps", "0"]
-    # Enough completions that no micro-batch fits into one tile of 128 tokens, for which dynamo makes a graph of its own.
+    # Enough completions that no micro-batch fits into one tile of 128 tokens, for which dynamo makes its own graph.
     words += ["--max-completion-length", "24", "--temperature", "1.3", "--per-device-train-batch-size", "128"]
     assert main([*words, "--output-dir", str(tmp_path / "run")]) == 0
     torch._dynamo.reset()

@@ -346,11 +346,11 @@ class Session:
                 f"minibatches_per_rollout={num_parts}: this method trains on a rollout as a whole; leave it out, or "
                 "let the method prepare its mini-batches with s.prepare(batch, advantage)"
             )
-        several, against_start = self.steps_per_rollout > 1, self.cfg.correction.proximal_policy == "step"
+        needs_old = self.steps_per_rollout > 1 and self.cfg.correction.proximal_policy == "step"
         assert len(batches) <= self.steps_per_rollout, f"{len(batches)} batches for {self.steps_per_rollout} steps"
         ours = [batch for batch in batches if isinstance(batch, StepBatch)]  # a method may have a kind of its own
-        assert not (several and against_start and any(batch.start is None for batch in ours)), (
-            "several steps on a rollout: prepare(..., num_steps=s.steps_per_rollout) keeps the log-probs of its start"
+        assert not (needs_old and any(batch.old is None for batch in ours)), (
+            "several steps on a rollout: prepare(..., num_steps=s.steps_per_rollout) keeps the old log-probs"
         )
         for number in range(min(self.steps_per_rollout, self.total_steps - self.step)):
             self.step += 1

@@ -47,9 +47,8 @@ class Rank0Rollout:
         on_all = comm.world_size() > 1 and comm.is_main() and in_process
         self.engine: Engine = AllRanksEngine(policy, engine) if on_all else engine
         self.handlers: dict[str, Callable[..., Any]] = {"generate": self._generate_part}
-        if in_process:
-            self.handlers |= {"load": lambda version: engine.load(int(version)), "sleep": engine.sleep}
         if in_process:  # with servers, rank 0 has another engine here, and is sent no commands
+            self.handlers |= {"load": lambda version: engine.load(int(version)), "sleep": engine.sleep}
             self.handlers |= CommandHandlers(policy, engine).handlers
 
     def run(self, work: Callable[[], T]) -> T | None:

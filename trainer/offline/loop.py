@@ -53,12 +53,12 @@ def read_responses(load: Callable[..., list[T]], cfg: Any, policy: Policy, specs
     return read_rows(load, cfg, policy, specs, **limits, options=cfg.format)
 
 
-def num_tokens(row: Any) -> int:
+def row_tokens(row: Any) -> int:
     """Approximate number of tokens of a row, to balance ranks."""
     return sum(len(value) for value in vars(row).values() if isinstance(value, list))
 
 
-def indices_of_this_rank(rows: Sequence[Any], size: Callable[[Any], int] = num_tokens) -> list[int]:
+def indices_of_this_rank(rows: Sequence[Any], size: Callable[[Any], int] = row_tokens) -> list[int]:
     """Indices of this rank's rows, chosen so that all ranks have about the same number of tokens."""
     return share(range(len(rows)), [size(row) for row in rows])
 
@@ -78,6 +78,7 @@ def pack_items(
 
 
 def tell_router(policy: Policy, batches: Sequence[Batch]) -> None:
+    """The loss that balances experts is over all micro-batches of a step."""
     if policy.router is not None:
         policy.router.begin(batches)
 
@@ -85,7 +86,7 @@ def tell_router(policy: Policy, batches: Sequence[Batch]) -> None:
 def make_host_batches(
     run: RunConfig, policy: Policy, items: Sequence[Item], *, accumulation: int, together: int = 1
 ) -> list[Batch]:
-    """The same before they are copied to the device, of this rank alone."""
+    """Micro-batches of this rank, in main memory."""
     return make_batches(
         items,
         accumulation=accumulation,
@@ -107,7 +108,7 @@ class Offline:
         rows: Sequence[Any],
         *,
         extra: dict[str, Any] | None = None,
-        size: Callable[[Any], int] = num_tokens,  # cost of a row, to balance ranks
+        size: Callable[[Any], int] = row_tokens,  # cost of a row, to balance ranks
     ) -> None:
         self.run, self.policy, self.size = run, policy, size
         if cfg.model.neftune_noise_alpha is not None:

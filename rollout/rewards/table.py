@@ -63,7 +63,7 @@ from rollout.rewards.workers import WorkerPool, shards
 
 @dataclass(frozen=True)
 class Gap:
-    """Number of rows of a batch without a score of one function."""
+    """How many rows of a batch one function gave no score."""
 
     none: int  # rows for which it returned None
     failed: int  # rows on which it raised, hung, died or returned no number
@@ -383,7 +383,7 @@ class Rewards:
         return self.awaited(returned)
 
     def awaited(self, returned: Any) -> Any:
-        """What a function returned, once it is there."""
+        """What a function returned; if that is awaitable, its result."""
         return self._start(_awaited(returned)).result() if inspect.isawaitable(returned) else returned
 
     async def _run_async(self, function: RewardFunction, scoring: Scoring, log: CallLog) -> Any:

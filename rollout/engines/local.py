@@ -90,8 +90,8 @@ class LocalEngine:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in order."""
-        made = dict(pair for part in self.stream(requests, sampling) for pair in part)
-        return [made[number] for number in range(len(requests))]
+        by_number = dict(pair for part in self.stream(requests, sampling) for pair in part)
+        return [by_number[number] for number in range(len(requests))]
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[tuple[int, Completion]]]:
         """The same completions as they end, each with the number of its request."""

@@ -21,7 +21,7 @@ from data.packing import Batch, Item, make_batches
 from trainer.config.blocks import RunConfig, steps_per_epoch
 from trainer.metrics.metrics import Counters, MetricSums, Timer
 from trainer.parallel.comm import all_count, rank, share
-from trainer.policy.compile_choice import settle_compile
+from trainer.policy.compile_choice import resolve_compile
 from trainer.policy.logps import Policy, causal_lm
 from trainer.policy.noise import add_noise
 from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step
@@ -119,7 +119,7 @@ class Offline:
         num_rows, per_step = self.loader.rows_per_epoch, cfg.run.sequences_per_step
         self.total_steps = cfg.run.total_steps(num_rows, per_step)
         self.steps_per_epoch = steps_per_epoch(num_rows, per_step)
-        self.cfg = run.cfg = settle_compile(cfg, policy, self.total_steps)
+        self.cfg = run.cfg = resolve_compile(cfg, policy, self.total_steps)
         self.optimizer, self.schedule = build_optimizer(policy.model, cfg.optim, self.total_steps)
         self.counters = Counters()
         self.bad_steps = BadSteps(cfg.optim, self.counters, run.note)

@@ -225,7 +225,7 @@ class Groups:
             planner.reroll(group)
         totals = [x for x in GroupBatch([group], self.names, self._weights, {}).reward.flatten().tolist() if x == x]
         if totals:
-            planner.saw(group, statistics.fmean(totals))
+            planner.observe(group, statistics.fmean(totals))
 
     def _replay(self, groups: list[Group], step: int) -> dict[str, float]:
         """Replace groups without signal by stored ones, then store the groups of this batch that have it."""

@@ -73,7 +73,7 @@ class Rank0Rollout:
             dealt = deal(sizes, num_parts, comm.data_size())
         if comm.world_size() == 1:
             assert batch is not None
-            return taken(batch, dealt[0])
+            return with_groups(batch, dealt[0])
         header, tensors = None, None
         if batch is not None:
             rest, tensors = to_tensors([c for group in batch.groups for c in group.completions])
@@ -88,7 +88,7 @@ class Rank0Rollout:
         tensors = comm.tensors_from_main(tensors, "tokens of the step")
         own = header["dealt"][comm.data_rank()]
         if batch is not None:
-            return taken(batch, own)
+            return with_groups(batch, own)
         groups = self._groups(header, tensors, list(chain.from_iterable(own)))
         return GroupBatch(groups, header["names"], header["weights"], {}, part_sizes=tuple(map(len, own)))
 
@@ -123,7 +123,7 @@ def deal(sizes: Sequence[int], num_parts: int, num_ranks: int) -> list[list[list
     return dealt
 
 
-def taken(batch: GroupBatch, own: Sequence[Sequence[int]]) -> GroupBatch:
+def with_groups(batch: GroupBatch, own: Sequence[Sequence[int]]) -> GroupBatch:
     groups = [batch.groups[place] for part in own for place in part]
     return replace(batch, groups=groups, part_sizes=tuple(map(len, own)))
 

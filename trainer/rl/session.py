@@ -64,13 +64,13 @@ from trainer.config.checks import refuse_idle
 from trainer.config.policy import check_policy_options
 from trainer.metrics.metrics import Counters, MetricSums, Timer
 from trainer.parallel.comm import all_count, is_main, mean_over_ranks, pick_device, rank
-from trainer.policy.compile_choice import settle_compile
+from trainer.policy.compile_choice import resolve_compile
 from trainer.policy.load import load_policy
 from trainer.policy.optim import BadSteps, TrainedModule, build_optimizer, clip_and_step
 from trainer.policy.reference import MovingReference
 from trainer.policy.sharding import parallelize
 from trainer.rl import setup
-from trainer.rl.engine_choice import settle_engine
+from trainer.rl.engine_choice import resolve_engine
 from trainer.rl.evaluate import completion_metrics, evaluate_rewards, packing_metrics, reward_metrics, sample_rows
 from trainer.rl.groups import GroupBatch, Groups, Unrewarded, per_completion, sequence_kl
 from trainer.rl.rank0_rollout import Rank0Rollout
@@ -165,7 +165,7 @@ class Session:
         self.trained = {name: module.to(self.policy.device) for name, (module, _) in self._trained.items()}
         self.unseen = 0 if self.setup is None else self.setup.unseen  # tokens beside a prompt and its completion
         rows = self.prompts + self.held_out
-        self.cfg = run.cfg = settle_engine(cfg, self.policy, rows, self.trained.values(), unseen=self.unseen)
+        self.cfg = run.cfg = resolve_engine(cfg, self.policy, rows, self.trained.values(), unseen=self.unseen)
 
     def _make_plan(self, extra_state: Mapping[str, Any]) -> None:
         """How many steps there are, the optimizer, and which prompts come when."""
@@ -173,7 +173,7 @@ class Session:
         loader = Loader(self.prompts, batch_size=cfg.prompts_per_rollout, seed=cfg.run.seed)
         self.total_steps = cfg.run.total_steps(loader.rows_per_epoch, cfg.prompts_per_rollout, steps)
         self.steps_per_epoch = steps_per_epoch(loader.rows_per_epoch, cfg.prompts_per_rollout, steps)
-        cfg = self.cfg = run.cfg = settle_compile(cfg, self.policy, self.total_steps)
+        cfg = self.cfg = run.cfg = resolve_compile(cfg, self.policy, self.total_steps)
         if hasattr(self.rewards, "run"):  # reward functions may ask for the progress of the run
             epochs = self.total_steps * cfg.prompts_per_rollout / (steps * loader.rows_per_epoch)
             self.rewards.run = TrainerState(max_steps=self.total_steps, num_train_epochs=epochs)
@@ -416,7 +416,7 @@ class Session:
             raise ValueError(f"entropy_target={target}: this method measures no entropy; leave it out")
         means = sums.means()
         if "policy/entropy" in means:  # not if no token was trained
-            self.entropy.saw(means["policy/entropy"])
+            self.entropy.observe(means["policy/entropy"])
         return {"policy/entropy_coef": part.entropy_coef}
 
     def refresh_ahead(self) -> None:

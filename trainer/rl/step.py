@@ -435,7 +435,7 @@ class EntropyTarget:
         """Of the next step."""
         return self.weight if self.is_low else 0.0
 
-    def saw(self, entropy: float) -> None:
+    def observe(self, entropy: float) -> None:
         options = self.options
         self.is_low = entropy <= options.entropy_target
         limits = {"delta": options.entropy_coef_step, "most": options.entropy_coef_max}

@@ -100,17 +100,13 @@ def prepare(
     ]
     can_skip = options.skip_zero_advantage_batches and not has_kl_term(cfg) and not has_bonus(cfg)
     # These two depend on all tokens of a micro-batch or step: only whole micro-batches without advantage are skipped.
-    whole = options.loss.average == "micro_batch" or options.top_entropy_quantile < 1
-    per_completion = isinstance(advantage, Tensor)
-    teaches = (advantage != 0).tolist() if per_completion else [any(x != 0 for x in own) for own in advantage]
-    rows = [row for row in trained if not can_skip or whole or teaches[row]]
+    needs_all = options.loss.average == "micro_batch" or options.top_entropy_quantile < 1
+    is_tensor = isinstance(advantage, Tensor)
+    teaches = (advantage != 0).tolist() if is_tensor else [any(x != 0 for x in own) for own in advantage]
+    rows = [row for row in trained if not can_skip or needs_all or teaches[row]]
     kept = [completions[row] for row in rows]
+    of_kept = advantage[rows] if is_tensor else [advantage[row] for row in rows]
     micro_batches = pack_completions(cfg.run, policy, kept, share_prompt=cfg.share_prompt)
-    if per_completion:
-        own = to_device(advantage[rows].to(_wide(policy)), policy.device)  # (K,)
-        of_tokens = [own[mb.sequence] for mb in micro_batches]
-    else:
-        of_tokens = [per_token(policy, kept, mb, [advantage[row] for row in rows]) for mb in micro_batches]
     # Ranks of a sharded model must run the same passes, empty ones too.
     skips = can_skip and not policy.is_sharded
     idle = [skips and not any(teaches[rows[i]] for i in mb.rows) for mb in micro_batches]
@@ -122,7 +118,7 @@ def prepare(
     counts = to_device(counts, policy.device)
     batch = StepBatch(
         completions=kept, rows=rows, micro_batches=micro_batches, idle=idle,
-        advantage=of_tokens,
+        advantage=token_advantages(policy, kept, micro_batches, of_kept),
         behaviour=[per_token(policy, kept, mb, [c.logps for c in kept]) for mb in micro_batches],
         old=None, has_earlier=False, reference=None,
         local=dict(zip(names, counts, strict=True)), total=dict(zip(names, all_sum(counts), strict=True)),
@@ -166,6 +162,18 @@ def per_token(policy: Policy, kept: list[Completion], mb: Batch, values: Sequenc
     ]
     assert len(flat) == len(mb.target), (len(flat), len(mb.target))
     return to_device(torch.tensor(flat, dtype=_wide(policy)), policy.device)
+
+
+def token_advantages(
+    policy: Policy,
+    kept: list[Completion],
+    micro_batches: Sequence[Batch],
+    advantage: Tensor | Sequence[Sequence[float]],  # (K,), or for each completion one number per id
+) -> list[Tensor]:  # (N,) of each micro-batch
+    if not isinstance(advantage, Tensor):
+        return [per_token(policy, kept, mb, advantage) for mb in micro_batches]
+    own = to_device(advantage.to(_wide(policy)), policy.device)
+    return [own[mb.sequence] for mb in micro_batches]
 
 
 def _score_old(cfg: Any, policy: Policy, batch: StepBatch, earlier: list[Sequence[float] | None]) -> list[TokenLogps]:
@@ -224,13 +232,13 @@ def backward(
             out = loss(cfg, tokens, inputs.at(rows), num_tokens, entropy_coef=bonus)
             return total_loss(out, denominators), (out, tokens.logp.detach())
 
-        def of_states(states: Tensor, number=number) -> Tensor:
+        def value_of(states: Tensor, number=number) -> Tensor:
             out = value_loss(number, states)
             add_loss_metrics(sums, out)
             return total_loss(out, denominators)
 
-        also = None if value_loss is None else of_states
-        total, parts = token_loss(policy, mb, loss_of, temperature=cfg.temperature, also=also, sparse=sparse)
+        options = {"temperature": cfg.temperature, "sparse": sparse}
+        total, parts = token_loss(policy, mb, loss_of, states_loss=value_loss and value_of, **options)
         total.backward()
         for out, _ in parts:
             add_loss_metrics(sums, out)

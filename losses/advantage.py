@@ -35,42 +35,6 @@ from torch import Tensor
 
 from losses.types import options_of
 
-
-@torch.no_grad()
-def moments(
-    x: Tensor,  # (...) values; NaN = absent
-    weight: Tensor | None = None,  # (...) how often each value counts, e.g. the tokens of its completion; None: once
-) -> Tensor:  # (3,) float64: count, sum, sum of squares
-    there = ~x.isnan()
-    value = torch.where(there, x, 0.0).double()
-    weight = there.double() if weight is None else torch.where(there, weight, 0).double()
-    return torch.stack([weight.sum(), (weight * value).sum(), (weight * value.square()).sum()])
-
-
-def mean_of(
-    sums: Tensor,  # (3,) from moments, added over everything
-) -> Tensor:  # ()
-    """NaN where nothing was counted."""
-    return sums[1] / sums[0]
-
-
-def std_of(
-    sums: Tensor,  # (3,) from moments, added over everything
-) -> Tensor:  # ()
-    """Sample standard deviation (ddof = 1); NaN where fewer than two values were counted."""
-    count, total, squares = sums.unbind()
-    variance = (squares - total.square() / count) / (count - 1)
-    return torch.where(count > 1, variance.clamp(min=0).sqrt(), torch.nan)
-
-
-def effective_sample_frac(
-    sums: Tensor,  # (3,) moments of importance weights, added over everything
-) -> Tensor:  # ()
-    """(sum w)^2 / (n sum w^2): 1 when all weights are equal, 1/n when one has everything; NaN of nothing."""
-    count, total, squares = sums.unbind()
-    return total.square() / (count * squares)
-
-
 NOTHING = 1e-6  # advantages below this are rounding
 EPSILON = 1e-4  # keeps a group of nearly equal rewards from blowing noise up to unit size
 
@@ -202,7 +166,7 @@ ADVANTAGE_ESTIMATORS = {
 }
 
 
-# Statistics.
+# Statistics of groups.
 
 
 def nan_std(
@@ -234,12 +198,54 @@ def zero_std_frac(
     return (std.isnan() | (std < 1e-8)).to(reward.dtype).mean()
 
 
+# Statistics of the whole batch, over all ranks.
+
+
+@torch.no_grad()
+def moments(
+    x: Tensor,  # (...) values; NaN = absent
+    weight: Tensor | None = None,  # (...) how often each value counts, e.g. the tokens of its completion; None: once
+) -> Tensor:  # (3,) float64: count, sum, sum of squares
+    there = ~x.isnan()
+    value = torch.where(there, x, 0.0).double()
+    weight = there.double() if weight is None else torch.where(there, weight, 0).double()
+    return torch.stack([weight.sum(), (weight * value).sum(), (weight * value.square()).sum()])
+
+
+def mean_of(
+    sums: Tensor,  # (3,) from moments, added over everything
+) -> Tensor:  # ()
+    """NaN where nothing was counted."""
+    return sums[1] / sums[0]
+
+
+def std_of(
+    sums: Tensor,  # (3,) from moments, added over everything
+) -> Tensor:  # ()
+    """Sample standard deviation (ddof = 1); NaN where fewer than two values were counted."""
+    count, total, squares = sums.unbind()
+    variance = (squares - total.square() / count) / (count - 1)
+    return torch.where(count > 1, variance.clamp(min=0).sqrt(), torch.nan)
+
+
+def effective_sample_frac(
+    sums: Tensor,  # (3,) moments of importance weights, added over everything
+) -> Tensor:  # ()
+    """(sum w)^2 / (n sum w^2): 1 when all weights are equal, 1/n when one has everything; NaN of nothing."""
+    count, total, squares = sums.unbind()
+    return total.square() / (count * squares)
+
+
+# A penalty in the reward.
+
+
 def overlong_penalty(
     length: Tensor,  # (B,) tokens of each completion
     *,
     max_length: int,
     margin: int,
 ) -> Tensor:  # (B,) to add to the reward
+    """0 up to max_length - margin, then falling to -1 at max_length: DAPO (arXiv:2503.14476)."""
     if not 0 < margin <= max_length:
         raise ValueError(f"margin={margin}: must be above 0 and at most max_length={max_length}")
     return ((max_length - margin - length.float()) / margin).clamp(-1, 0)

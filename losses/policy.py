@@ -297,56 +297,6 @@ def log_likelihood(t: Tokens) -> Tensor:
     return -t.advantage * t.logp
 
 
-# The registry.
-
-grpo = PolicyLoss(clipped, "completions")  # tokens of long completions weigh less; at sequence level this is GSPO
-bnpo = PolicyLoss(clipped, "micro_batch")  # the gradient depends on the cut; on one micro-batch it is dapo
-dr_grpo = PolicyLoss(clipped, "budget")  # no bias towards short good or long bad completions; scale_rewards none
-dapo = PolicyLoss(clipped, "tokens")
-luspo = PolicyLoss(clipped, "completion_sums")  # at sequence level |y| r A: GSPO without its pull towards short ones
-rloo = PolicyLoss(clipped, "completions", ratio="completion")  # with advantage_estimator leave_one_out
-
-POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "grpo": grpo,
-    "bnpo": bnpo,
-    "dr_grpo": dr_grpo,
-    "dapo": dapo,
-    "luspo": luspo,
-    "cispo": PolicyLoss(cispo, "tokens"),
-    "sapo": PolicyLoss(sapo, "completions"),
-    "vespo": PolicyLoss(vespo, "tokens", ratio="weight"),
-    "rloo": rloo,
-    "reinforce": PolicyLoss(log_likelihood, "completion_sums", ratio="none"),
-}
-
-
-class Option(NamedTuple):
-    """A keyword of built-in losses, which is a flag of the same name. Its default is that of the function."""
-
-    help: str
-    above: float | None = None
-    at_least: float | None = None
-
-
-OPTIONS = {
-    "epsilon": Option("Clip range of the ratio, below 1 and above.", at_least=0),
-    "epsilon_high": Option("Clip range above 1 when it differs (DAPO: 0.28); None uses epsilon.", at_least=0),
-    "delta": Option(
-        "Two-sided clip: bound of the ratio where the advantage is negative (INTELLECT-2: 4); None leaves it open."
-    ),
-    "dual_clip": Option(
-        "Dual clip: bound of the loss in units of the advantage, where that is negative (3 is usual); None: no bound."
-    ),
-    "cispo_cap": Option("CISPO: upper bound of the ratio itself.", above=0),
-    "sapo_temperature_pos": Option("SAPO: steepness of the gate for advantages above 0.", above=0),
-    "sapo_temperature_neg": Option("SAPO: steepness of the gate for the others.", above=0),
-    "vespo_k_pos": Option("VESPO: power of the weight, advantages of 0 and above.", above=0),
-    "vespo_lambda_pos": Option("VESPO: decay of the weight, advantages of 0 and above.", above=0),
-    "vespo_k_neg": Option("VESPO: power of the weight, advantages below 0.", above=0),
-    "vespo_lambda_neg": Option("VESPO: decay of the weight, advantages below 0.", above=0),
-}
-
-
 # The clip.
 
 
@@ -395,3 +345,53 @@ def clipped_tokens(
         high=(ratio > 1 + epsilon_high) & (advantage > 0),
         capped=(ratio > cap) & (advantage < 0),
     )
+
+
+# The registry.
+
+grpo = PolicyLoss(clipped, "completions")  # tokens of long completions weigh less; at sequence level this is GSPO
+bnpo = PolicyLoss(clipped, "micro_batch")  # the gradient depends on the cut; on one micro-batch it is dapo
+dr_grpo = PolicyLoss(clipped, "budget")  # no bias towards short good or long bad completions; scale_rewards none
+dapo = PolicyLoss(clipped, "tokens")
+luspo = PolicyLoss(clipped, "completion_sums")  # at sequence level |y| r A: GSPO without its pull towards short ones
+rloo = PolicyLoss(clipped, "completions", ratio="completion")  # with advantage_estimator leave_one_out
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "grpo": grpo,
+    "bnpo": bnpo,
+    "dr_grpo": dr_grpo,
+    "dapo": dapo,
+    "luspo": luspo,
+    "cispo": PolicyLoss(cispo, "tokens"),
+    "sapo": PolicyLoss(sapo, "completions"),
+    "vespo": PolicyLoss(vespo, "tokens", ratio="weight"),
+    "rloo": rloo,
+    "reinforce": PolicyLoss(log_likelihood, "completion_sums", ratio="none"),
+}
+
+
+class Option(NamedTuple):
+    """A keyword of built-in losses, which is a flag of the same name. Its default is that of the function."""
+
+    help: str
+    above: float | None = None
+    at_least: float | None = None
+
+
+OPTIONS = {
+    "epsilon": Option("Clip range of the ratio, below 1 and above.", at_least=0),
+    "epsilon_high": Option("Clip range above 1 when it differs (DAPO: 0.28); None uses epsilon.", at_least=0),
+    "delta": Option(
+        "Two-sided clip: bound of the ratio where the advantage is negative (INTELLECT-2: 4); None leaves it open."
+    ),
+    "dual_clip": Option(
+        "Dual clip: bound of the loss in units of the advantage, where that is negative (3 is usual); None: no bound."
+    ),
+    "cispo_cap": Option("CISPO: upper bound of the ratio itself.", above=0),
+    "sapo_temperature_pos": Option("SAPO: steepness of the gate for advantages above 0.", above=0),
+    "sapo_temperature_neg": Option("SAPO: steepness of the gate for the others.", above=0),
+    "vespo_k_pos": Option("VESPO: power of the weight, advantages of 0 and above.", above=0),
+    "vespo_lambda_pos": Option("VESPO: decay of the weight, advantages of 0 and above.", above=0),
+    "vespo_k_neg": Option("VESPO: power of the weight, advantages below 0.", above=0),
+    "vespo_lambda_neg": Option("VESPO: decay of the weight, advantages below 0.", above=0),
+}

@@ -201,14 +201,14 @@ class EngineSource:
         self, requests: Sequence[Request], groups: Sequence[Sequence[Request]], futures: Sequence[Future]
     ) -> Iterator[None]:
         group_of = [number for number, group in enumerate(groups) for _ in group]
-        made: list[dict[int, Completion]] = [{} for _ in groups]
+        completed: list[dict[int, Completion]] = [{} for _ in groups]  # by number of the request
         for ended in self.engine.stream(requests, self.sampling):
             for number, completion in ended:
-                made[group_of[number]][number] = completion
-            whole = [n for n in {group_of[number] for number, _ in ended} if len(made[n]) == len(groups[n])]
-            for number in sorted(whole):
-                futures[number].set_result([made[number][place] for place in sorted(made[number])])
-            if whole and not all(future.done() for future in futures):
+                completed[group_of[number]][number] = completion
+            full = [n for n in {group_of[number] for number, _ in ended} if len(completed[n]) == len(groups[n])]
+            for number in sorted(full):
+                futures[number].set_result([completed[number][place] for place in sorted(completed[number])])
+            if full and not all(future.done() for future in futures):
                 yield  # not after the last one: the engine must leave its own state, no_grad for one, behind
 
 

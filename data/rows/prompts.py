@@ -36,14 +36,14 @@ def load_prompts(
     tally = Tally()
     for spec, row in formatted_rows(specs, PROMPT_FORMATS, data_format=data_format, tokenizer=tokenizer, cfg=cfg):
         tally.num_rows += 1
-        made = apply(tokenise_prompt, row, tokenizer, system_prompt, chat_template_kwargs)
-        if not fits(row.source, made.ids, max_prompt_length, context_length, max_completion_length):
+        rendered = apply(tokenise_prompt, row, tokenizer, system_prompt, chat_template_kwargs)
+        if not fits(row.source, rendered.ids, max_prompt_length, context_length, max_completion_length):
             continue
-        tally.note(*made.notes)
+        tally.note(*rendered.notes)
         columns = {name: value for name, value in row.columns.items() if name != "prompt"}
         prompts.append(
-            Prompt(source=row.source, prompt=made.prompt, ids=made.ids, columns=columns, settings=made.settings,
-                   weight=spec.weight)
+            Prompt(source=row.source, prompt=rendered.prompt, ids=rendered.ids, columns=columns,
+                   settings=rendered.settings, weight=spec.weight)
         )  # fmt: skip
     log_left_out(len(prompts), tally.num_rows, max_prompt_length)
     log_plain(prompts, tokenizer)

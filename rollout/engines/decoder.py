@@ -4,10 +4,10 @@
     decoder.prefill([Fill(ids, start=0, places=places)])             # keys and values of prompts
     ids, logps = decoder.run(rows, stop_ids, Top(), steps=32)        # (32, B) each; -1 where a row had ended before
 
-All that a step reads and writes lies in tensors that stay where they are, so that a graph, captured once, can be
-replayed with other values in them. The host writes the state of all rows (RowState), replays a number of steps, and
-reads what was sampled; nothing else is synchronised. Within a run a row that ends, by a stop id or at its limit, stays
-where it is and repeats its last token until the host looks.
+All that a step reads and writes is in tensors that keep their addresses, so a graph is captured once and replayed with
+other values in them. The host writes the state of all rows (RowState), replays a number of steps, and reads what was
+sampled; it waits for nothing else. A row that ends during these steps, by a stop id or at its limit, repeats its last
+token until the host reads.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Fill(NamedTuple):
     """Tokens of one row that go into the cache."""
 
     ids: list[int]
-    start: int  # position of the first of them: so many tokens of the row are in the cache
+    start: int  # position of the first of them: the tokens before it are in the cache
     places: np.ndarray  # (start + len(ids),) int64 of all tokens of the row up to the last of them
 
 
@@ -58,7 +58,7 @@ class Top(NamedTuple):
 
 
 def bucket_of(num_rows: int) -> int:
-    """Rows of the graph that runs so many."""
+    """Rows of the smallest graph that has room for this many."""
     return next((bucket for bucket in BUCKETS if bucket >= num_rows), -(-num_rows // 512) * 512)
 
 
@@ -134,7 +134,7 @@ class Decoder:
     def run(
         self, rows: RowState, stop_ids: Sequence[int], top: Top, steps: int
     ) -> tuple[np.ndarray, np.ndarray]:  # (steps, B) int64 ids, -1 after a row's end; (steps, B) float32 log-probs
-        """Sample up to `steps` tokens of each row; the first numbers of the state are these rows'."""
+        """Sample up to `steps` tokens of each row; `rows` are written to the front of the state."""
         num_rows = len(rows.token)
         count = min(bucket_of(num_rows), self.max_rows) if self.captures else num_rows
         self._make_room(rows.table.shape[1], len(stop_ids), steps)
@@ -148,7 +148,7 @@ class Decoder:
         return self.ids[:steps, :num_rows].cpu().numpy(), self.logps[:steps, :num_rows].cpu().numpy()
 
     def _make_room(self, max_pages: int, num_stop: int, steps: int) -> None:
-        """Larger tensors are other tensors, so graphs are captured again: sizes double."""
+        """Make the state larger if needed. Graphs must then be captured again, so sizes double."""
         have = {"max_pages": self.state.table.shape[1], "num_stop": len(self.stop_ids), "steps": len(self.ids)}
         need = {"max_pages": max_pages, "num_stop": num_stop, "steps": steps}
         if any(need[name] > have[name] for name in have):

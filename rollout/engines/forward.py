@@ -73,10 +73,10 @@ class Forward(Protocol):
     softcap: float | None
 
     def cover(self, length: int) -> bool:
-        """Be ready for sequences of this length; returns whether everything lies where it did."""
+        """Be ready for sequences of this length; returns whether all tensors kept their addresses."""
 
     def refresh(self) -> bool:
-        """Take over the trainer's current weights; returns whether they lie where they did, as graphs need."""
+        """Take over the trainer's current weights; returns whether they kept their addresses, as graphs need."""
 
     def decode(
         self,
@@ -115,7 +115,7 @@ def windows_of(lm: Any) -> list[int | None]:
 
 
 def logit_options(config: Any) -> tuple[float, float | None]:
-    """(scale, cap) that some architectures apply after their head."""
+    """(scale, cap) that some architectures apply after their head, as in training (trainer/policy/logps.py)."""
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     return scale, getattr(config, "final_logit_softcapping", None)
 

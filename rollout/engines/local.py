@@ -43,10 +43,10 @@ from rollout.engines.stop import StopCheck
 
 SCORE_LOGITS = 2**26  # logits per scoring forward: 256 MB in fp32
 PAD_ID = 0  # any valid id: padding is masked out
-ROWS = {"cuda": 512, "cpu": 256}  # decoded at once, if nothing else is asked for
-PAGE = {"cuda": 64, "cpu": 16}  # tokens
-LOOK = {"cuda": 32, "cpu": 1}  # tokens between two looks of the host
-PARITY = {True: 1e-3, False: 0.1}  # largest mean gap to the trainer's log-probs: in float32, in bfloat16
+ROWS = {"cuda": 512, "cpu": 256}  # decoded at once, unless max_batch_size says otherwise
+PAGE = {"cuda": 64, "cpu": 16}  # tokens of a page of the cache
+LOOK = {"cuda": 32, "cpu": 1}  # decode steps after which the host reads what was sampled
+PARITY_FLOAT32, PARITY_BFLOAT16 = 1e-3, 0.1  # largest mean gap to the trainer's log-probs
 
 
 def log_line(text: str) -> None:
@@ -78,8 +78,8 @@ class LocalEngine:
         self.autocast_dtype, self.cache_gib = autocast_dtype, cache_gib
         self.version = 0
         self.residence = Residence(self.device, log) if self.kind == "cuda" else None
-        self._make: Callable[[], Forward] | None = None  # how this model runs; None: not known yet, or by growing.py
-        self._grows = False
+        self._make_forward: Callable[[], Forward] | None = None  # None: not chosen yet, or sampled by growing.py
+        self._grows = False  # sampled by growing.py
         self._forward: Forward | None = None  # None: not made yet, or freed while training
         self._scheduler: Scheduler | None = None
         self._loaded: int | None = None  # version of the weights that the forward has
@@ -90,8 +90,8 @@ class LocalEngine:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in order."""
-        made = dict(pair for part in self.stream(requests, sampling) for pair in part)
-        return [made[number] for number in range(len(requests))]
+        by_number = dict(pair for part in self.stream(requests, sampling) for pair in part)
+        return [by_number[number] for number in range(len(requests))]
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[tuple[int, Completion]]]:
         """The same completions as they end, each with the number of its request."""
@@ -107,11 +107,12 @@ class LocalEngine:
             for number, (request, limit) in enumerate(zip(requests, limits, strict=True))
         ]
         stop = StopCheck(self.tokenizer, sampling)
-        if self._make is None and not self._grows:
-            self._choose()
+        if self._make_forward is None and not self._grows:
+            self._choose_forward()
         # Longest first: the others fill up the rows beside them. Equal prompts are neighbours, and share a tile.
         jobs.sort(key=lambda job: (-len(job.prompt_ids), job.prompt_ids))
-        run = self._grow(jobs, sampling, stop) if self._grows else self._run(jobs, sampling, stop)
+        sample = self._sample_growing if self._grows else self._sample_paged
+        run = sample(jobs, sampling, stop)
         try:
             while True:
                 # Not around the yield: whoever gets the completions has gradients and training mode as before.
@@ -123,69 +124,11 @@ class LocalEngine:
         finally:
             run.close()
 
-    def _run(self, jobs: Sequence[Job], sampling: Sampling, stop: StopCheck) -> Iterator[Sequence[Job]]:
+    def _sample_paged(self, jobs: Sequence[Job], sampling: Sampling, stop: StopCheck) -> Iterator[Sequence[Job]]:
+        """A generator, so that _ready() runs within `evaluating` too."""
         yield from self._ready(jobs).run(jobs, sampling, stop)
 
-    def submit(self, requests: Sequence[Request], sampling: Sampling) -> Future[list[Completion]]:
-        """Samples now: the future has its result already."""
-        return finished(self.generate(requests, sampling))
-
-    def prepare(self, *, prompt_length: int, max_tokens: int, prompts: int, group: int) -> None:
-        """Before training: find out how this model runs, refuse lengths that do not fit, and make the cache."""
-        if self._make is None and not self._grows:
-            self._choose()
-        if not self._grows:
-            longest = [[number] * prompt_length for number in range(prompts)]
-            self._ready([Job(prompt, 0, max_tokens) for prompt in longest for _ in range(group)])
-
-    def forget(self) -> None:
-        """No conversation continues: their pages are free."""
-        if self._scheduler is not None:
-            self._scheduler.forget()
-
-    def tend(self, version: int | None = None) -> None:
-        """Nothing to do: nothing runs in the background."""
-
-    def score(self, sequences: Sequence[tuple[list[int], list[int]]], temperature: float) -> list[list[float]]:
-        """Log-probs of given completions by a forward pass; temperature 0 counts as 1, as in generate."""
-        if temperature < 0:
-            raise ValueError(f"temperature={temperature}: must be 0 or above")
-        self._check_requests([prompt + completion for prompt, completion in sequences], [0] * len(sequences))
-        if any(not prompt for prompt, _ in sequences):
-            raise ValueError("prompt_ids=[]: an empty prompt has nothing to predict from; give at least one token")
-        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i][0]) + len(sequences[i][1]))
-        logps: dict[int, list[float]] = {}
-        with evaluating(self.model, self.autocast_dtype):
-            for chunk in self._score_chunks(order, sequences):
-                scored = self._score_chunk([sequences[i] for i in chunk], temperature or 1.0)
-                logps.update(zip(chunk, scored, strict=True))
-        return [logps[i] for i in range(len(sequences))]
-
-    def load(self, version: int) -> None:
-        """The copy of the weights is refreshed before the next token; a shared module needs nothing."""
-        self.version, self._loaded = version, None
-        if self.residence is not None:
-            self.residence.training_ended()
-
-    def sleep(self) -> None:
-        """On a GPU: cache, graphs and the copy of the weights make room for training, unless there is room for both."""
-        if self.residence is None or self._scheduler is None:
-            return
-        if not self.residence.keeps:
-            self._held_bytes = self._release()
-        self.residence.training_begins(self._held_bytes)
-
-    def metrics(self) -> dict[str, float]:
-        if self._scheduler is None or not self._scheduler.num_evicted:
-            return {}
-        evicted, self._scheduler.num_evicted = self._scheduler.num_evicted, 0
-        return {"rollout/evicted_rows": float(evicted)}
-
-    def close(self) -> None:
-        """Release the memory; may be called twice."""
-        self._release()
-
-    def _grow(self, jobs: Sequence[Job], sampling: Sampling, stop: StopCheck) -> Iterator[Sequence[Job]]:
+    def _sample_growing(self, jobs: Sequence[Job], sampling: Sampling, stop: StopCheck) -> Iterator[Sequence[Job]]:
         for start in range(0, len(jobs), self.max_batch_size):
             chunk = jobs[start : start + self.max_batch_size]
             sample_growing(self.model, chunk, sampling, stop)
@@ -206,6 +149,117 @@ class LocalEngine:
             for job, text in zip(jobs, texts, strict=True)
         ]  # fmt: skip
 
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> Future[list[Completion]]:
+        """Samples now: the future has its result already."""
+        return finished(self.generate(requests, sampling))
+
+    def tend(self, version: int | None = None) -> None:
+        """Nothing to do: nothing runs in the background."""
+
+    def _check_requests(self, prompts: Sequence[list[int]], limits: Sequence[int]) -> None:
+        """Refuse prompts that would otherwise fail deep inside the model."""
+        config = self.lm.config.get_text_config()
+        context = getattr(config, "max_position_embeddings", None)
+        for i, (prompt, max_tokens) in enumerate(zip(prompts, limits, strict=True)):
+            if not prompt:
+                raise ValueError(f"prompt_ids=[] (request {i}): an empty prompt; give at least one token")
+            if context is not None and len(prompt) + max_tokens > context:
+                raise ValueError(
+                    f"max_tokens={max_tokens} (request {i}): the prompt of {len(prompt)} tokens and its completion do "
+                    f"not fit the model's context of {context}; shorten the prompt or lower max_completion_length"
+                )
+            if max(prompt) >= config.vocab_size or min(prompt) < 0:
+                raise ValueError(
+                    f"prompt_ids (request {i}): an id outside the model's vocabulary of {config.vocab_size}; "
+                    "the tokenizer does not belong to this model"
+                )
+
+    # Log-probs of given completions.
+
+    def score(self, sequences: Sequence[tuple[list[int], list[int]]], temperature: float) -> list[list[float]]:
+        """Log-probs of given completions by a forward pass; temperature 0 counts as 1, as in generate."""
+        if temperature < 0:
+            raise ValueError(f"temperature={temperature}: must be 0 or above")
+        self._check_requests([prompt + completion for prompt, completion in sequences], [0] * len(sequences))
+        if any(not prompt for prompt, _ in sequences):
+            raise ValueError("prompt_ids=[]: an empty prompt has nothing to predict from; give at least one token")
+        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i][0]) + len(sequences[i][1]))
+        logps: dict[int, list[float]] = {}
+        with evaluating(self.model, self.autocast_dtype):
+            for chunk in self._score_chunks(order, sequences):
+                scored = self._score_chunk([sequences[i] for i in chunk], temperature or 1.0)
+                logps.update(zip(chunk, scored, strict=True))
+        return [logps[i] for i in range(len(sequences))]
+
+    def _score_chunks(self, order: list[int], sequences: Sequence[tuple[list[int], list[int]]]) -> Iterator[list[int]]:
+        """Chunks in order of length, so that the sequence added last sets the width of its chunk."""
+        vocab_size = self.model.config.get_text_config().vocab_size
+        chunk: list[int] = []
+        for i in order:
+            width = len(sequences[i][0]) + len(sequences[i][1])
+            too_big = (len(chunk) + 1) * width * vocab_size > SCORE_LOGITS
+            if chunk and (too_big or len(chunk) == self.max_batch_size):
+                yield chunk
+                chunk = []
+            chunk.append(i)
+        if chunk:
+            yield chunk
+
+    def _score_chunk(self, sequences: list[tuple[list[int], list[int]]], temperature: float) -> list[list[float]]:
+        device = next(self.model.parameters()).device
+        joined = [prompt + completion for prompt, completion in sequences]
+        width = max(len(ids) for ids in joined)
+        input_ids = torch.tensor([ids + [PAD_ID] * (width - len(ids)) for ids in joined], device=device)
+        mask = (torch.arange(width) < torch.tensor([len(ids) for ids in joined])[:, None]).long().to(device)
+        positions = torch.arange(width, device=device).expand_as(input_ids)
+        output = self.model(input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=False)
+        logits = output.logits[:, :-1].float() / temperature
+        target = input_ids[:, 1:]
+        logps = logits.gather(2, target[:, :, None])[:, :, 0] - logits.logsumexp(dim=-1)  # (B, T - 1)
+        return [
+            row[len(prompt) - 1 : len(prompt) + len(completion) - 1]
+            for row, (prompt, completion) in zip(logps.tolist(), sequences, strict=True)
+        ]
+
+    # Between sampling and training.
+
+    def prepare(self, *, prompt_length: int, max_tokens: int, prompts: int, group: int) -> None:
+        """Before training: find out how this model runs, refuse lengths that do not fit, and make the cache."""
+        if self._make_forward is None and not self._grows:
+            self._choose_forward()
+        if not self._grows:
+            longest = [[number] * prompt_length for number in range(prompts)]
+            self._ready([Job(prompt, 0, max_tokens) for prompt in longest for _ in range(group)])
+
+    def load(self, version: int) -> None:
+        """The copy of the weights, if there is one, is refreshed before the next token."""
+        self.version, self._loaded = version, None
+        if self.residence is not None:
+            self.residence.training_ended()
+
+    def forget(self) -> None:
+        """No conversation continues: their pages are free."""
+        if self._scheduler is not None:
+            self._scheduler.forget()
+
+    def sleep(self) -> None:
+        """On a GPU: cache, graphs and the copy of the weights make room for training, unless there is room for both."""
+        if self.residence is None or self._scheduler is None:
+            return
+        if not self.residence.keeps:
+            self._held_bytes = self._release()
+        self.residence.training_begins(self._held_bytes)
+
+    def metrics(self) -> dict[str, float]:
+        if self._scheduler is None or not self._scheduler.num_evicted:
+            return {}
+        evicted, self._scheduler.num_evicted = self._scheduler.num_evicted, 0
+        return {"rollout/evicted_rows": float(evicted)}
+
+    def close(self) -> None:
+        """Release the memory; may be called twice."""
+        self._release()
+
     # The forward pass, the cache and the graphs.
 
     @property
@@ -217,13 +271,13 @@ class LocalEngine:
     def dtype(self) -> torch.dtype:
         return self.autocast_dtype or next(self.model.parameters()).dtype
 
-    def _choose(self) -> None:
+    def _choose_forward(self) -> None:
         """The first way to run this model whose log-probs are the trainer's."""
         obstacle, skipped = paged_obstacle(self.lm, needs_kernels=self.kind == "cuda"), None
         name = type(self.lm).__name__
         for make in [] if obstacle else self._ways():
             try:
-                self._make, self._forward = make, make()
+                self._make_forward, self._forward = make, make()
                 obstacle = self._parity()
             except torch.OutOfMemoryError:
                 raise
@@ -235,7 +289,7 @@ class LocalEngine:
                 return
             self._release()
             skipped = obstacle
-        self._make, self._grows = None, True
+        self._make_forward, self._grows = None, True
         self.log(f"rollout: {name} is sampled with a growing cache, which is slower, because {obstacle}")
 
     def _ways(self) -> list[Callable[[], Forward]]:
@@ -266,18 +320,18 @@ class LocalEngine:
         ours = torch.tensor([job.logps for job in jobs])
         theirs = torch.tensor(self.score([(job.prompt_ids, job.ids) for job in jobs], 1.0))
         gap = float((ours - theirs).abs().mean())
-        limit = PARITY[self.dtype == torch.float32]
+        limit = PARITY_FLOAT32 if self.dtype == torch.float32 else PARITY_BFLOAT16
         if bool(theirs.isfinite().all()) and not gap <= limit:
             return f"its log-probs with a paged cache differ from the trainer's by {gap:.3g} (limit {limit:g})"
         return None
 
     def _ready(self, jobs: Sequence[Job]) -> Scheduler:
-        """Current weights, and a cache that is large enough for these."""
-        assert self._make is not None, "_choose() comes first"
+        """A scheduler with the current weights and a cache that is large enough for these jobs."""
+        assert self._make_forward is not None, "_choose_forward() comes first"
         if self._forward is None:
-            self._forward = self._make()
+            self._forward = self._make_forward()
             self._loaded = None
-        # Each on its own line: both must run, and either may have moved what graphs point at.
+        # Either may move tensors that the graphs point at; both must run.
         stays = self._forward.cover(max(len(job.prompt_ids) + job.limit for job in jobs))
         if self._loaded != self.version or self._forward.in_place:
             stays &= self._forward.refresh()
@@ -286,7 +340,7 @@ class LocalEngine:
         if self._loaded != self.version:
             self._loaded = self.version
             self.forget()
-        least, most = pages_for(jobs, page=PAGE[self.kind], rows=self.max_batch_size)
+        least, most = cache_pages(jobs, page=PAGE[self.kind], rows=self.max_batch_size)
         have = 0 if self._scheduler is None else self._scheduler.decoder.cache.num_pages
         if have < least or (have < most and not self._is_full):
             self._scheduler = None  # before the new one is made: there may be no room for both
@@ -336,69 +390,26 @@ class LocalEngine:
         torch.cuda.empty_cache()
         return before - torch.cuda.memory_reserved(self.device)
 
-    def _score_chunks(self, order: list[int], sequences: Sequence[tuple[list[int], list[int]]]) -> Iterator[list[int]]:
-        """Chunks in order of length, so that the sequence added last sets the width of its chunk."""
-        vocab_size = self.model.config.get_text_config().vocab_size
-        chunk: list[int] = []
-        for i in order:
-            width = len(sequences[i][0]) + len(sequences[i][1])
-            too_big = (len(chunk) + 1) * width * vocab_size > SCORE_LOGITS
-            if chunk and (too_big or len(chunk) == self.max_batch_size):
-                yield chunk
-                chunk = []
-            chunk.append(i)
-        if chunk:
-            yield chunk
 
-    def _score_chunk(self, sequences: list[tuple[list[int], list[int]]], temperature: float) -> list[list[float]]:
-        device = next(self.model.parameters()).device
-        joined = [prompt + completion for prompt, completion in sequences]
-        width = max(len(ids) for ids in joined)
-        input_ids = torch.tensor([ids + [PAD_ID] * (width - len(ids)) for ids in joined], device=device)
-        mask = (torch.arange(width) < torch.tensor([len(ids) for ids in joined])[:, None]).long().to(device)
-        positions = torch.arange(width, device=device).expand_as(input_ids)
-        output = self.model(input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=False)
-        logits = output.logits[:, :-1].float() / temperature
-        target = input_ids[:, 1:]
-        logps = logits.gather(2, target[:, :, None])[:, :, 0] - logits.logsumexp(dim=-1)  # (B, T - 1)
-        return [
-            row[len(prompt) - 1 : len(prompt) + len(completion) - 1]
-            for row, (prompt, completion) in zip(logps.tolist(), sequences, strict=True)
-        ]
-
-    def _check_requests(self, prompts: Sequence[list[int]], limits: Sequence[int]) -> None:
-        """Refuse prompts that would otherwise fail deep inside the model."""
-        config = self.lm.config.get_text_config()
-        context = getattr(config, "max_position_embeddings", None)
-        for i, (prompt, max_tokens) in enumerate(zip(prompts, limits, strict=True)):
-            if not prompt:
-                raise ValueError(f"prompt_ids=[] (request {i}): an empty prompt; give at least one token")
-            if context is not None and len(prompt) + max_tokens > context:
-                raise ValueError(
-                    f"max_tokens={max_tokens} (request {i}): the prompt of {len(prompt)} tokens and its completion do "
-                    f"not fit the model's context of {context}; shorten the prompt or lower max_completion_length"
-                )
-            if max(prompt) >= config.vocab_size or min(prompt) < 0:
-                raise ValueError(
-                    f"prompt_ids (request {i}): an id outside the model's vocabulary of {config.vocab_size}; "
-                    "the tokenizer does not belong to this model"
-                )
-
-
-def pages_for(jobs: Sequence[Job], *, page: int, rows: int) -> tuple[int, int]:
-    """Pages of a cache that holds at least one of these at a time, and of one that holds as many as there are rows."""
+def cache_pages(jobs: Sequence[Job], *, page: int, rows: int) -> tuple[int, int]:
+    """(least, most): pages of a cache that holds any one of these jobs, and of one that holds as many as rows."""
 
     def pages(tokens: int) -> int:
         return -(-tokens // page)
 
     own = [pages(1 + job.limit) for job in jobs]
     prompts = [pages(len(job.prompt_ids) - 1) for job in jobs]
-    alone = [job.conversation is not None for job in jobs]  # later turns have prompts of their own
-    distinct = {tuple(job.prompt_ids): count for job, count, one in zip(jobs, prompts, alone, strict=True) if not one}
-    together = [a + (b + 1 if one else 0) for a, b, one in zip(own, prompts, alone, strict=True)]
+    shared: dict[tuple[int, ...], int] = {}  # pages of each distinct prompt
+    unshared = []  # pages of each job
+    for job, of_own, of_prompt in zip(jobs, own, prompts, strict=True):
+        if job.conversation is None:
+            shared[tuple(job.prompt_ids)] = of_prompt
+            unshared.append(of_own)
+        else:  # later turns have prompts of their own
+            unshared.append(of_own + of_prompt + 1)
     scratch, spare = 1, min(rows, len(jobs))  # spare: admission keeps a page for each row
-    most = sum(sorted(together)[-rows:]) + sum(distinct.values()) + spare + scratch
-    return max(a + b for a, b in zip(own, prompts, strict=True)) + 1 + scratch, most
+    least = max(a + b for a, b in zip(own, prompts, strict=True)) + 1 + scratch
+    return least, sum(sorted(unshared)[-rows:]) + sum(shared.values()) + spare + scratch
 
 
 @contextmanager

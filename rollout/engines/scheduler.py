@@ -42,7 +42,7 @@ class Job:
 
     prompt_ids: list[int]
     seed: int
-    limit: int  # most tokens to sample
+    limit: int  # tokens to sample at most
     conversation: Hashable | None = None
     number: int = 0  # of the request
     ids: list[int] = field(default_factory=list)  # sampled
@@ -76,7 +76,12 @@ class Held:
 
 
 class Scheduler:
-    def __init__(self, decoder: Decoder, *, look: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        look: int,  # decode steps after which the host reads what was sampled
+    ) -> None:
         self.decoder, self.look = decoder, look
         self.free = list(range(decoder.cache.num_pages - 1, 0, -1))  # page 0 is scratch
         self.prefixes: dict[tuple[int, ...], Prefix] = {}
@@ -140,10 +145,10 @@ class Scheduler:
         return len(self.free) >= count
 
     def _grow(self, waiting: deque[Job], active: list[Job], steps: int) -> None:
-        """Pages for the next tokens of every row; if there are not enough, the last rows go back to the queue."""
-        at = 0
-        while at < len(active):
-            job = active[at]
+        """Give every row pages for its next tokens; if there are too few, the last rows go back to the queue."""
+        row = 0
+        while row < len(active):
+            job = active[row]
             needed = self.pages_for(job.num_own + min(steps, job.left) - 1) - len(job.pages)
             while needed > 0 and not self._make_free(needed):
                 assert len(active) > 1, f"one row needs {needed} pages more, and {len(self.free)} are left"
@@ -155,12 +160,12 @@ class Scheduler:
                     return
             if needed > 0:
                 job.pages += self._take(needed)
-            at += 1
+            row += 1
 
     # Rows.
 
     def _admit(self, waiting: deque[Job], active: list[Job]) -> None:
-        """Waiting jobs take free rows; what of them is not in the cache is prefilled, many of them in one pass."""
+        """Move waiting jobs into free rows; prefill their tokens that are not in the cache, many rows in one pass."""
         fills: list[Fill] = []
         while waiting and len(active) < self.decoder.max_rows:
             job = waiting[0]
@@ -168,11 +173,11 @@ class Scheduler:
             prefix = self.prefixes.get(tuple(job.prompt_ids[:-1]))
             if job.prefix is None and prefix is not None:
                 self._use(job, prefix)  # now, so that making room does not drop it
-            new_prefix = 0 if job.prefix else self.pages_for(len(job.prompt_ids) - 1)
-            own = job.num_own if job.prefix else 1 + len(job.ids)
-            new_own = self.pages_for(own) - len(job.pages)
+            prefix_pages = 0 if job.prefix else self.pages_for(len(job.prompt_ids) - 1)
+            num_own = job.num_own if job.prefix else 1 + len(job.ids)
+            own_pages = self.pages_for(num_own) - len(job.pages)
             reserve = len(active)  # each row may need a page before the next look
-            if not self._make_free(new_prefix + new_own + reserve) and active:
+            if not self._make_free(prefix_pages + own_pages + reserve) and active:
                 self._release(job)
                 break
             waiting.popleft()
@@ -180,7 +185,7 @@ class Scheduler:
                 self._use(job, self._new_prefix(job.prompt_ids[:-1], fills))
             prefix = job.prefix
             job.pages += self._take(self.pages_for(job.num_own) - len(job.pages))
-            todo = job.own[job.num_cached : -1]  # the last one is run by the first step
+            todo = job.own[job.num_cached : -1]  # the first decode step runs the last one
             if todo:
                 fills.append(Fill(todo, len(prefix.ids) + job.num_cached, self._places(job)[:-1]))
                 job.num_cached += len(todo)
@@ -200,7 +205,7 @@ class Scheduler:
         return prefix
 
     def _prefill_ahead(self, waiting: deque[Job], fills: list[Fill]) -> None:
-        """A pass costs the same few milliseconds for few tokens: fill it with the prompts that come next."""
+        """Add the prompts of waiting jobs: a pass with few tokens takes as long as one with many."""
         room = PREFILL_TOKENS // 2 - sum(len(fill.ids) for fill in fills)
         spare = len(self.free) // 2
         for job in waiting:

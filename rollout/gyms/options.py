@@ -182,7 +182,3 @@ class OpenEnvConfig:
             raise ValueError(f"openenv.timeout={self.timeout}: must be a number of seconds above 0")
         if "seed" in self.reset_columns:
             raise ValueError("openenv.reset_columns=seed: a column seed is always given to reset; leave it out")
-
-    @property
-    def is_remote(self) -> bool:
-        return self.env is not None and self.env.lower().startswith(REMOTE)

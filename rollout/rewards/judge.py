@@ -74,7 +74,7 @@ class Judge(Rewards):
         super().__init__([function], parse_weights(None, 1), **options)
         self.size = num_generations
 
-    def _here(self, function: RewardFunction, scoring: Scoring, pending: Any, first_log: CallLog) -> Scored:
+    def _score_here(self, function: RewardFunction, scoring: Scoring, pending: Any, first_log: CallLog) -> Scored:
         """As for a reward function, prompt by prompt: a call that fails is repeated on fewer of them."""
         num_prompts = len(scoring.prompts) // self.size
         assert num_prompts * self.size == len(scoring.prompts), (len(scoring.prompts), self.size)

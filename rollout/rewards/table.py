@@ -63,7 +63,7 @@ from rollout.rewards.workers import WorkerPool, shards
 
 @dataclass(frozen=True)
 class Gap:
-    """Number of rows of a batch without a score of one function."""
+    """How many rows of a batch one function gave no score."""
 
     none: int  # rows for which it returned None
     failed: int  # rows on which it raised, hung, died or returned no number
@@ -181,12 +181,12 @@ class Rewards:
     def weights_at(self, step: int) -> list[float]:
         return [weight.at(step) for weight in self._weights]
 
-    def check_columns(self, prompts: Sequence[Prompt], what: str, made: Sequence[str] | None = ()) -> None:
+    def check_columns(self, prompts: Sequence[Prompt], what: str, added: Sequence[str] | None = ()) -> None:
         """Refuse data in which no row has a column that a function requires; `what` names the data in messages.
 
         A column that only some rows have is None in the others, as a null in the file would be, and that is logged.
         Batches in which no row has it get it too, so no batch fails because of the rows that it happens to hold.
-        made: columns that completions will bring (an environment's); None if they are not known yet.
+        added: columns that completions will have besides (an environment's); None if they are not known yet.
         """
         if not prompts:
             return
@@ -200,15 +200,15 @@ class Rewards:
         columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns if name not in RESERVED)
         for function in self.functions:
             for name in required(function):
-                if name in OFFERED or name in (made or ()):
+                if name in OFFERED or name in (added or ()):
                     continue
-                if name not in columns and made is None:
+                if name not in columns and added is None:
                     self._columns.append(name)
                     continue
                 if name not in columns:
                     raise ValueError(
                         f"{function.setting}={function.spec}: asks for {name!r}, which no row of {what} has (not "
-                        f"{prompts[0].source}, the first); it can ask for {', '.join((*OFFERED, *columns, *made))}"
+                        f"{prompts[0].source}, the first); it can ask for {', '.join((*OFFERED, *columns, *added))}"
                     )
                 without = [prompt.source for prompt in prompts if name not in prompt.columns]
                 if without:
@@ -217,7 +217,7 @@ class Rewards:
                         f"the reward {function.name} gets None there",
                         file=sys.stderr,
                     )
-        self._columns = list(dict.fromkeys([*self._columns, *columns, *(made or ())]))
+        self._columns = list(dict.fromkeys([*self._columns, *columns, *(added or ())]))
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion], step: int = 0) -> RewardTable:
         """Score the batch with every function, with the weights of `step`; async functions run concurrently."""
@@ -232,7 +232,7 @@ class Rewards:
         scoring = Scoring(self, list(prompts), list(completions), step)
         for place, function in enumerate(self.functions):
             if self._pool is not None and prompts and not function.in_process:
-                scoring.remote[place] = self._to_workers(self._pool, function, scoring)
+                scoring.remote[place] = self._score_in_workers(self._pool, function, scoring)
         return scoring
 
     def metrics(self) -> dict[str, float]:
@@ -273,7 +273,7 @@ class Rewards:
         for name, state in states.items():
             stateful[name].call.load_state_dict(state)
 
-    def _to_workers(self, pool: WorkerPool, function: RewardFunction, scoring: Scoring) -> list[Future[Scored]]:
+    def _score_in_workers(self, pool: WorkerPool, function: RewardFunction, scoring: Scoring) -> list[Future[Scored]]:
         prompts, completions, state = scoring.prompts, scoring.completions, self.state_at(scoring.step)
         place = [other for other in self.functions if not other.in_process].index(function)
         try:
@@ -302,9 +302,9 @@ class Rewards:
             if place in scoring.remote:
                 parts = [future.result() for future in scoring.remote[place]]
             else:
-                parts = [self._here(function, scoring, pending.get(place), first_logs[place])]
+                parts = [self._score_here(function, scoring, pending.get(place), first_logs[place])]
             logged.add(parts)
-            column, last = self._settled(function, parts, prompts, bad)
+            column, last = self._without_faults(function, parts, prompts, bad)
             failed = sum(isinstance(score, Fault) for part in parts for score in part.scores)
             gaps.append(Gap(column.count(None) - failed, failed, last))
             columns.append(column)
@@ -323,10 +323,10 @@ class Rewards:
             logged=logged.metrics, gaps=gaps,
         )  # fmt: skip
 
-    def _settled(
+    def _without_faults(
         self, function: RewardFunction, parts: Sequence[Scored], prompts: list[Prompt], bad: set[int]
     ) -> tuple[list[float | None], str | None]:
-        """(scores of all parts, message of the last fault). A fault stops the run, or adds its row to `bad`."""
+        """(scores of all parts, message of the last fault). A fault stops the run, or its row is added to `bad`."""
         column: list[float | None] = []
         last = None
         for part in parts:
@@ -353,7 +353,7 @@ class Rewards:
                 "this kind are only counted (reward_on_error=none)"
             )
 
-    def _here(
+    def _score_here(
         self, function: RewardFunction, scoring: Scoring, pending: Future[Any] | None, first_log: CallLog
     ) -> Scored:
         """Run one function on all rows in this process, where nothing can end a call that hangs."""
@@ -383,7 +383,7 @@ class Rewards:
         return self.awaited(returned)
 
     def awaited(self, returned: Any) -> Any:
-        """What a function returned, once it is there."""
+        """What a function returned; if that is awaitable, its result."""
         return self._start(_awaited(returned)).result() if inspect.isawaitable(returned) else returned
 
     async def _run_async(self, function: RewardFunction, scoring: Scoring, log: CallLog) -> Any:

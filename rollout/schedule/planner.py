@@ -100,7 +100,7 @@ class Planner:
         if self.reroll_from is not None and planned.kind != "reroll":
             self._earned_nothing.append(planned)
 
-    def saw(self, planned: Group, reward: float) -> None:
+    def observe(self, planned: Group, reward: float) -> None:
         """Record the mean reward of a group, for the curriculum."""
         if self.order is not None:
             self._rewards[planned.row] = reward

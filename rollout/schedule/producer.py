@@ -4,7 +4,9 @@
     while step < total_steps:
         if sync_due(step, engine.version, interval):
             engine.load(step)                              # completions in flight continue with the new weights
-        groups = producer.take(step, engine.version)       # waits; from now on the next batch is being sampled
+        producer.begin(step, engine.version)               # the next batch, and batches ahead of it
+        for group in producer.arrived():                   # waits for each group
+            ...                                            # rewards
         ...                                                # train: step += 1
         producer.done()                                    # planner.state_dict() now counts the batch as consumed
 
@@ -62,11 +64,6 @@ class Producer:
         self._wait_s = 0.0
         self._ages: list[int] = []  # oldest version in each completion of the current batch
 
-    def take(self, step: int, version: int | None = None) -> list[Group]:
-        """begin(), then wait for all groups of the batch, in the order they were planned."""
-        self.begin(step, version)
-        return self._all(self._current)
-
     def begin(self, step: int, version: int | None = None) -> None:
         """Make the next batch the current one and start batches ahead of it; its groups come from arrived().
 
@@ -95,11 +92,14 @@ class Producer:
         yield from self._arrive(self._current)
 
     def more(self, count: int) -> list[Group]:
-        """More groups for the current batch, sampled with the engine's current weights (dynamic sampling)."""
-        assert self._current is not None, "more() adds to a batch that was taken"
+        """More groups for the current batch, sampled with the engine's current weights (dynamic sampling).
+
+        Waits for all of them; they are in the order in which they were planned.
+        """
+        assert self._current is not None, "begin() comes before more()"
         self._check_age(self._version)
         self._extra.append(self._start(self.planner.resample(count)))
-        return self._all(self._extra[-1])
+        return sorted(self._arrive(self._extra[-1]), key=lambda group: group.number)
 
     def done(self) -> None:
         """The current batch has been trained on: checkpoints count it as consumed from now on."""
@@ -138,10 +138,6 @@ class Producer:
         futures = self.source.start([self.planner.requests(planned) for planned in groups])
         assert len(futures) == len(groups), f"the source started {len(futures)} of {len(groups)} groups"
         return PendingBatch(list(zip(groups, futures, strict=True)), self._version)
-
-    def _all(self, batch: PendingBatch) -> list[Group]:
-        made = {group.number: group for group in self._arrive(batch)}
-        return [made[planned.number] for planned, _ in batch.groups]
 
     def _arrive(self, batch: PendingBatch) -> Iterator[Group]:
         waiting = {future: planned for planned, future in batch.groups}

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from tests.clip import clip_gradients
 from tests.ranks.loading import check_loading
 from tests.ranks.worker import MODES, VOCAB, make_policy, one_process
 from trainer.config.blocks import ParallelConfig
@@ -26,7 +27,7 @@ from trainer.parallel.comm import all_sum, is_main, of_all, rank, world_size
 from trainer.parallel.dtensor import Gatherer, gather
 from trainer.policy.logps import Policy
 from trainer.policy.reference import MovingReference
-from trainer.policy.sharding import clip_gradients, parallelize, sum_gradients
+from trainer.policy.sharding import parallelize, sum_gradients
 from trainer.run import checkpoint as saving
 from trainer.run.checkpoint import Saver, find_problem, list_checkpoints, load_checkpoint, save_checkpoint
 

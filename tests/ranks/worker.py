@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from data.types import Example, Labelled, Pair, Steps
+from tests.clip import clip_gradients
 from trainer.config.blocks import ModelConfig, ParallelConfig, RunConfig
 from trainer.methods import cpo, dpo
 from trainer.offline.labelled import item_of, pack_labelled
@@ -24,7 +25,7 @@ from trainer.parallel.dtensor import gather
 from trainer.policy.attention import use_slices
 from trainer.policy.logps import Policy, causal_lm
 from trainer.policy.reference import Reference
-from trainer.policy.sharding import OVERLAPS, clip_gradients, parallelize, sum_gradients
+from trainer.policy.sharding import OVERLAPS, parallelize, sum_gradients
 
 VOCAB = 29
 DATA = ("rows",)

@@ -186,8 +186,8 @@ class CorrectionConfig:
     """Leave out completions of negative advantage whose log-prob fell by more than this per token. None: off."""
     proximal_policy: Literal["step", "behaviour"] = "step"
     (
-        "Denominator of the clipped ratio. step: the weights at the start of the step, with a correction weight for "
-        "the engine; behaviour: the engine's own log-probs, without such a weight."
+        "Denominator of the clipped ratio. step: the weights before the first step on the batch, with a correction "
+        "weight for the engine; behaviour: the engine's own log-probs, without such a weight."
     )
 
     def __post_init__(self) -> None:

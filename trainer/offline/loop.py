@@ -21,7 +21,7 @@ from data.packing import Batch, Item, make_batches
 from trainer.config.blocks import RunConfig, steps_per_epoch
 from trainer.metrics.metrics import Counters, MetricSums, Timer
 from trainer.parallel.comm import all_count, rank, share
-from trainer.policy.compile_choice import settle_compile
+from trainer.policy.compile_choice import resolve_compile
 from trainer.policy.logps import Policy, causal_lm
 from trainer.policy.noise import add_noise
 from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step
@@ -53,12 +53,12 @@ def read_responses(load: Callable[..., list[T]], cfg: Any, policy: Policy, specs
     return read_rows(load, cfg, policy, specs, **limits, options=cfg.format)
 
 
-def num_tokens(row: Any) -> int:
+def row_tokens(row: Any) -> int:
     """Approximate number of tokens of a row, to balance ranks."""
     return sum(len(value) for value in vars(row).values() if isinstance(value, list))
 
 
-def indices_of_this_rank(rows: Sequence[Any], size: Callable[[Any], int] = num_tokens) -> list[int]:
+def indices_of_this_rank(rows: Sequence[Any], size: Callable[[Any], int] = row_tokens) -> list[int]:
     """Indices of this rank's rows, chosen so that all ranks have about the same number of tokens."""
     return share(range(len(rows)), [size(row) for row in rows])
 
@@ -78,6 +78,7 @@ def pack_items(
 
 
 def tell_router(policy: Policy, batches: Sequence[Batch]) -> None:
+    """The loss that balances experts is over all micro-batches of a step."""
     if policy.router is not None:
         policy.router.begin(batches)
 
@@ -85,7 +86,7 @@ def tell_router(policy: Policy, batches: Sequence[Batch]) -> None:
 def make_host_batches(
     run: RunConfig, policy: Policy, items: Sequence[Item], *, accumulation: int, together: int = 1
 ) -> list[Batch]:
-    """The same before they are copied to the device, of this rank alone."""
+    """Micro-batches of this rank, in main memory."""
     return make_batches(
         items,
         accumulation=accumulation,
@@ -107,7 +108,7 @@ class Offline:
         rows: Sequence[Any],
         *,
         extra: dict[str, Any] | None = None,
-        size: Callable[[Any], int] = num_tokens,  # cost of a row, to balance ranks
+        size: Callable[[Any], int] = row_tokens,  # cost of a row, to balance ranks
     ) -> None:
         self.run, self.policy, self.size = run, policy, size
         if cfg.model.neftune_noise_alpha is not None:
@@ -118,7 +119,7 @@ class Offline:
         num_rows, per_step = self.loader.rows_per_epoch, cfg.run.sequences_per_step
         self.total_steps = cfg.run.total_steps(num_rows, per_step)
         self.steps_per_epoch = steps_per_epoch(num_rows, per_step)
-        self.cfg = run.cfg = settle_compile(cfg, policy, self.total_steps)
+        self.cfg = run.cfg = resolve_compile(cfg, policy, self.total_steps)
         self.optimizer, self.schedule = build_optimizer(policy.model, cfg.optim, self.total_steps)
         self.counters = Counters()
         self.bad_steps = BadSteps(cfg.optim, self.counters, run.note)

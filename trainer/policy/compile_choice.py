@@ -1,6 +1,6 @@
 """What `--compile auto` stands for: on for a run on a GPU with enough steps, else off.
 
-    cfg = settle_compile(cfg, policy, total_steps)    # model.compile is True or False from here on, and in config.yaml
+    cfg = resolve_compile(cfg, policy, total_steps)    # model.compile is True or False from here on, and in config.yaml
 
 Decided once, when the number of steps is known and before there is a run folder; --resume reads the decision from
 config.yaml. `choose` is a function of numbers alone. With True the models are compiled as they are loaded. What torch
@@ -27,7 +27,7 @@ class Choice(NamedTuple):
     line: str  # for the log; empty where there was nothing to choose
 
 
-def settle_compile(cfg: Any, policy: Policy, total_steps: int) -> Any:
+def resolve_compile(cfg: Any, policy: Policy, total_steps: int) -> Any:
     """`cfg` with what auto stands for; compiles the blocks of the policy and of the models beside it if that is on."""
     if cfg.model.compile != "auto":
         return cfg

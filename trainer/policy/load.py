@@ -249,7 +249,7 @@ def blocks_of(lm: Any, source: str) -> nn.ModuleList:
     for child in lm.base_model.children():
         if isinstance(child, nn.ModuleList) and len(child) == num_layers:
             return child
-    raise ValueError(f"model={source}: its {num_layers} blocks were not found, so there are no features to take")
+    raise ValueError(f"model={source}: its {num_layers} blocks were not found; this architecture is not supported here")
 
 
 def checkpoint_blocks(lm: Any, cfg: ModelConfig, source: str, device: torch.device) -> None:

@@ -82,7 +82,7 @@ def token_loss(
     loss_fn: LossFn,
     *,
     temperature: float = 1.0,
-    also: Callable[[Tensor], Tensor] | None = None,
+    states_loss: Callable[[Tensor], Tensor] | None = None,
     sparse: bool = False,
 ) -> tuple[Tensor, list[Any]]:
     """A loss that is a sum over trained tokens, with a third less work at the head than token_logps and its backward.
@@ -90,16 +90,16 @@ def token_loss(
     `loss_fn(tokens, rows)` gets the log-probs of the trained tokens with indices `rows`, a chunk at a time, and returns
     a scalar and anything else. Returns the sum of the scalars, to call backward() on, and a list of the rest.
 
-    `also` is a further scalar of the (N, D) states that the tokens are predicted from, added to the sum: the loss of
-    another head, out of the same pass.
+    `states_loss` is a further scalar of the (N, D) states that the tokens are predicted from, added to the sum: the
+    loss of another head, from the same pass.
 
     `sparse`: most tokens have no gradient, so it pays to wait for the device to say which have one.
 
-    With context parallelism each rank computes the loss of all tokens, without that saving and without `also`.
+    With context parallelism each rank computes the loss of all tokens, without that saving and without `states_loss`.
     """
     lm = causal_lm(policy.model)
     if is_sliced(lm.config):
-        assert also is None, "states of all tokens are on no single rank"
+        assert states_loss is None, "states of all tokens are on no single rank"
         tokens = token_logps(policy, batch, temperature=temperature)
         loss, more = loss_fn(tokens, torch.arange(len(batch.target), device=policy.device))
         return loss + tokens.logp[:0].sum(), [more]  # a loss that ignores them still has a backward pass
@@ -108,7 +108,7 @@ def token_loss(
         hidden, target=batch.target, loss_fn=loss_fn, temperature=temperature, ignore_index=None,
         skip=sparse or skips(policy), **head_of(lm),
     )  # fmt: skip
-    return total if also is None else total + also(hidden), parts
+    return total if states_loss is None else total + states_loss(hidden), parts
 
 
 def skips(policy: Policy) -> bool:

@@ -1,4 +1,4 @@
-"""AdamW, its schedule, and the one place that turns losses into an update.
+"""Optimizers (AdamW, 8-bit AdamW, Muon), the schedule, and the one place that turns losses into an update.
 
     optimizer, schedule = build_optimizer(policy.model, cfg.optim, total_steps)
     total_loss(out, denominators).backward()                                   # per micro-batch
@@ -49,23 +49,19 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig, total_steps: int) -> tup
     ]
     groups = [g for g in groups if g["params"]]
     if cfg.optim == "muon":
-        return _with_schedule(muon_and_adamw(model, groups, cfg), cfg, total_steps)
-    if cfg.optim == "adamw_8bit" or any(p.dtype == torch.bfloat16 for p in trained):
+        optimizer = muon_and_adamw(model, groups, cfg)
+    elif cfg.optim == "adamw_8bit" or any(p.dtype == torch.bfloat16 for p in trained):
         optimizer = small_adamw(groups, cfg)
     else:
         # One kernel for all weights on a GPU: the unfused step allocates a temporary as large as all of them.
         fused = all(p.device.type == "cuda" for p in trained)
         betas = (cfg.adam_beta1, cfg.adam_beta2)
         optimizer = AdamW(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.adam_epsilon, fused=fused)
-    return _with_schedule(optimizer, cfg, total_steps)
-
-
-def _with_schedule(optimizer: Optimizer, cfg: OptimConfig, total_steps: int) -> tuple[Optimizer, LambdaLR]:
     return optimizer, LambdaLR(optimizer, lr_factor(cfg, total_steps))
 
 
 def lr_factor(cfg: OptimConfig, total_steps: int) -> Callable[[int], float]:
-    """Multiplier of the peak rate after `step` updates: linear warm-up, then constant, linear or cosine decay."""
+    """Multiplier of the peak rate after `step` updates: a linear warm-up, then the decay of --lr-scheduler-type."""
     kind, least, warmup = cfg.lr_scheduler_type, cfg.min_lr_ratio, cfg.num_warmup(total_steps)
     first = warmup  # step of the peak, from which the rate falls
     if kind == "warmup_stable_decay":
@@ -86,7 +82,11 @@ def lr_factor(cfg: OptimConfig, total_steps: int) -> Callable[[int], float]:
     return factor
 
 
-# from losses to an update ----------------------------------------------------------------------------------------
+def advance(schedule: LambdaLR) -> None:
+    """Count a step, also one that was skipped."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)  # the first step skipped
+        schedule.step()
 
 
 def restore_schedule(schedule: LambdaLR, *, last_epoch: int, step_count: int) -> None:
@@ -102,6 +102,9 @@ def restore_schedule(schedule: LambdaLR, *, last_epoch: int, step_count: int) ->
     schedule._last_lr = [float(group["lr"]) for group in groups]
 
 
+# from losses to an update ----------------------------------------------------------------------------------------
+
+
 def total_loss(out: LossOut, denominators: dict[str, Tensor]) -> Tensor:
     """Each term divided once, by its count over the whole optimizer step and all ranks."""
     assert out.terms.keys() <= denominators.keys(), f"terms {sorted(out.terms)} vs {sorted(denominators)}"
@@ -112,12 +115,6 @@ def total_loss(out: LossOut, denominators: dict[str, Tensor]) -> Tensor:
 def term_metrics(out: LossOut) -> dict[str, tuple[Tensor, Tensor]]:
     """Metrics of the terms themselves: loss/<name> per counted unit, unweighted."""
     return {f"loss/{name}": (term.sum.detach(), term.count) for name, term in out.terms.items()}
-
-
-def advance(schedule: LambdaLR) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)  # the first step skipped
-        schedule.step()
 
 
 def clip_and_step(

@@ -304,11 +304,3 @@ def scale_gradients(parameters: Iterable[nn.Parameter], norm: float, limit: floa
         grads = [local(p.grad) for p in parameters if p.grad is not None]
         for dtype in dict.fromkeys(g.dtype for g in grads):
             torch._foreach_mul_([g for g in grads if g.dtype == dtype], scale)
-
-
-def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
-    """Clip gradients to the global norm `limit`; returns the norm before clipping."""
-    parameters = list(parameters)
-    norm = float(gradient_norm(parameters))
-    scale_gradients(parameters, norm, limit)
-    return norm

@@ -1,6 +1,6 @@
 """What `--rollout.engine auto` stands for: servers if a setting needs them or the GPU is too small, else local.
 
-    cfg = settle_engine(cfg, policy, prompts)      # rollout.engine is local or vllm from here on, and in config.yaml
+    cfg = resolve_engine(cfg, policy, prompts)      # rollout.engine is local or vllm from here on, and in config.yaml
 
 Decided once, by rank 0, when the models are loaded and before there is a run folder; --resume reads the decision from
 config.yaml. `choose` is a function of settings and sizes alone.
@@ -55,7 +55,7 @@ class Choice(NamedTuple):
     line: str  # for the log; empty where there was nothing to choose
 
 
-def settle_engine(
+def resolve_engine(
     cfg: Any, policy: Policy, prompts: Sequence[Prompt], modules: Iterable[nn.Module] = (), *, unseen: int = 0
 ) -> Any:
     """`cfg` with the engine that auto stands for. `modules`: those trained besides the policy; `unseen`: tokens that a

@@ -70,6 +70,10 @@ class GroupBatch:
         rows = [[[float("nan") if x is None else x for x in row] for row in group.values] for group in self.groups]
         return torch.tensor(rows, dtype=torch.float32) if rows else torch.empty(0, 0, len(self.weights))
 
+    @property
+    def reward(self) -> Tensor:  # (P, G)
+        return weighted_sum(self.values, torch.tensor(self.weights))
+
     def for_advantage(
         self,
         kl: Tensor | None = None,  # (B,) of each completion to the reference, where it is a cost in the reward
@@ -95,10 +99,6 @@ class GroupBatch:
         if recompute or not any(group.replayed for group in self.groups):
             return None
         return [c.logps if group.replayed else None for group in self.groups for c in group.completions]
-
-    @property
-    def reward(self) -> Tensor:  # (P, G)
-        return weighted_sum(self.values, torch.tensor(self.weights))
 
 
 class Groups:
@@ -129,13 +129,14 @@ class Groups:
         self.producer.begin(step, version)
         groups = self._rewarded(self.producer.arrived(), step)
         sampled = list(groups)
-        for _ in range(self.cfg.overlap.dynamic_sampling_max_rounds if self.cfg.overlap.dynamic_sampling else 0):
-            flat = [place for place, group in enumerate(groups) if not self._teaches(group)]
-            if not flat:
+        overlap = self.cfg.overlap
+        for _ in range(overlap.dynamic_sampling_max_rounds if overlap.dynamic_sampling else 0):
+            places = [place for place, group in enumerate(groups) if not self._teaches(group)]
+            if not places:
                 break
-            fresh = self._rewarded(self.producer.more(len(flat)), step)
+            fresh = self._rewarded(self.producer.more(len(places)), step)
             sampled += fresh
-            for place, group in zip(flat, [g for g in fresh if self._teaches(g)], strict=False):
+            for place, group in zip(places, [g for g in fresh if self._teaches(g)], strict=False):
                 groups[place] = group
         if self.unrewarded is not None:
             scores = [x for group in sampled for row in group.values for x in row[: len(self.rewards.names)]]
@@ -145,8 +146,8 @@ class Groups:
         for group in sampled:
             self._tell_planner(group)
         metrics = self._replay(groups, step) | logged_metrics(self._logged, "reward")
-        made = GroupBatch(sampled, self.names, self._weights, {})
-        batch = GroupBatch(groups, self.names, self._weights, metrics, made, self._reward_s)
+        everything = GroupBatch(sampled, self.names, self._weights, {})
+        batch = GroupBatch(groups, self.names, self._weights, metrics, everything, self._reward_s)
         if groups != sampled:
             metrics["reward/trained_mean"] = batch.reward.nanmean().item()
         return batch
@@ -156,8 +157,8 @@ class Groups:
         overlap = self.cfg.overlap
         pending: list[tuple[list[Group], Any]] = []
         waiting: list[Group] = []
-        for made in arriving:
-            waiting.append(made)
+        for group in arriving:
+            waiting.append(group)
             if overlap.streaming_partial_batch and len(waiting) >= overlap.streaming_min_groups:
                 pending.append((waiting, self._submit(waiting, step)))
                 waiting = []
@@ -172,17 +173,17 @@ class Groups:
             for name, numbers in table.logged.items():
                 self._logged.setdefault(name, []).extend(numbers)
             rows, extra = iter(table.values), iter(table.extra or ())
-            for made in part:
-                values = [self._values(next(rows), completion) for completion in made.completions]
-                own = [next(extra) for _ in made.completions] if table.extra else None
-                groups.append(replace(made, values=values, extra=own))
+            for group in part:
+                values = [self._values(next(rows), completion) for completion in group.completions]
+                own = [next(extra) for _ in group.completions] if table.extra else None
+                groups.append(replace(group, values=values, extra=own))
         self._reward_s += time.perf_counter() - started
         return sorted(groups, key=lambda group: group.number)
 
     def _submit(self, groups: Sequence[Group], step: int) -> Any:
         started = time.perf_counter()
-        prompts = [made.prompt for made in groups for _ in made.completions]
-        future = self.rewards.submit(prompts, [c for made in groups for c in made.completions], step=step)
+        prompts = [group.prompt for group in groups for _ in group.completions]
+        future = self.rewards.submit(prompts, [c for group in groups for c in group.completions], step=step)
         if future.done():
             future.result()  # computed in this thread, while other groups are being sampled
         self._reward_s += time.perf_counter() - started
@@ -202,12 +203,12 @@ class Groups:
         batch: GroupBatch,
         kl: Tensor | None = None,  # (B,) of each completion to the reference, with kl_in_reward
     ) -> Tensor | list[list[float]]:  # (B,), or for each completion one number per id
-        """By all ranks together: statistics over the batch are over the groups of all of them."""
+        """Called on all ranks, whose groups together are the batch that statistics are taken over."""
         beta = 0.0 if kl is None else self.cfg.policy_loss.beta
         return checked_advantage(self.estimate(batch.for_advantage(kl, beta=beta, all_sum=all_sum)), batch)
 
     def _advantage_alone(self, group: Group) -> Tensor:  # (any,)
-        """Of one group by itself, on rank 0 alone."""
+        """The advantage of one group by itself, on rank 0 alone."""
         batch = GroupBatch([group], self.names, self._weights, {})
         advantage = checked_advantage(self.estimate(batch.for_advantage()), batch)
         return advantage if isinstance(advantage, Tensor) else torch.tensor([x for own in advantage for x in own])
@@ -224,7 +225,7 @@ class Groups:
             planner.reroll(group)
         totals = [x for x in GroupBatch([group], self.names, self._weights, {}).reward.flatten().tolist() if x == x]
         if totals:
-            planner.saw(group, statistics.fmean(totals))
+            planner.observe(group, statistics.fmean(totals))
 
     def _replay(self, groups: list[Group], step: int) -> dict[str, float]:
         """Replace groups without signal by stored ones, then store the groups of this batch that have it."""
@@ -246,16 +247,16 @@ class Groups:
         return {"rollout/replayed_groups": float(replayed), "rollout/replay_size": float(len(self.replay))}
 
 
-def checked_advantage(found: Advantage, batch: GroupBatch) -> Tensor | list[list[float]]:
+def checked_advantage(advantage: Advantage, batch: GroupBatch) -> Tensor | list[list[float]]:
     """What an estimator returned, as (B,) or as one list of numbers per completion; 0 where it has no number."""
     shape = (len(batch.groups), len(batch.groups[0].completions)) if batch.groups else (0, 0)
-    if isinstance(found, Tensor):
-        if tuple(found.shape) != shape and batch.groups:
+    if isinstance(advantage, Tensor):
+        if tuple(advantage.shape) != shape and batch.groups:
             raise ValueError(
-                f"advantage_estimator: returned shape {tuple(found.shape)}; (groups, completions) is {shape}"
+                f"advantage_estimator: returned shape {tuple(advantage.shape)}; (groups, completions) is {shape}"
             )
-        return torch.where(found.isnan(), 0.0, found).flatten()
-    rows = [[0.0 if x != x else x for x in torch.as_tensor(own).tolist()] for own in found]
+        return torch.where(advantage.isnan(), 0.0, advantage).flatten()
+    rows = [[0.0 if x != x else x for x in torch.as_tensor(own).tolist()] for own in advantage]
     wanted = [len(completion.ids) for completion in batch.completions]
     if [len(row) for row in rows] != wanted:
         raise ValueError(
@@ -283,11 +284,14 @@ def sequence_kl(cfg: Any, policy: Policy, completions: Sequence[Completion]) -> 
     return total.cpu()
 
 
-# Batches in which no completion gets a reward teach nothing: they are reported, and too many stop the run.
+# Batches without any reward.
 
 
 class Unrewarded:
-    """Counts such batches in a row; checkpoints keep the count, so a resumed run stops at the same step. Rank 0."""
+    """Warns of batches in which no completion got a reward, and stops the run after too many in a row. On rank 0.
+
+    Checkpoints keep the count, so a resumed run stops at the same step.
+    """
 
     def __init__(
         self,

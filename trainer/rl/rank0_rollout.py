@@ -47,9 +47,8 @@ class Rank0Rollout:
         on_all = comm.world_size() > 1 and comm.is_main() and in_process
         self.engine: Engine = AllRanksEngine(policy, engine) if on_all else engine
         self.handlers: dict[str, Callable[..., Any]] = {"generate": self._generate_part}
-        if in_process:
-            self.handlers |= {"load": lambda version: engine.load(int(version)), "sleep": engine.sleep}
         if in_process:  # with servers, rank 0 has another engine here, and is sent no commands
+            self.handlers |= {"load": lambda version: engine.load(int(version)), "sleep": engine.sleep}
             self.handlers |= CommandHandlers(policy, engine).handlers
 
     def run(self, work: Callable[[], T]) -> T | None:
@@ -74,7 +73,7 @@ class Rank0Rollout:
             dealt = deal(sizes, num_parts, comm.data_size())
         if comm.world_size() == 1:
             assert batch is not None
-            return taken(batch, dealt[0])
+            return with_groups(batch, dealt[0])
         header, tensors = None, None
         if batch is not None:
             rest, tensors = to_tensors([c for group in batch.groups for c in group.completions])
@@ -89,7 +88,7 @@ class Rank0Rollout:
         tensors = comm.tensors_from_main(tensors, "tokens of the step")
         own = header["dealt"][comm.data_rank()]
         if batch is not None:
-            return taken(batch, own)
+            return with_groups(batch, own)
         groups = self._groups(header, tensors, list(chain.from_iterable(own)))
         return GroupBatch(groups, header["names"], header["weights"], {}, part_sizes=tuple(map(len, own)))
 
@@ -124,7 +123,7 @@ def deal(sizes: Sequence[int], num_parts: int, num_ranks: int) -> list[list[list
     return dealt
 
 
-def taken(batch: GroupBatch, own: Sequence[Sequence[int]]) -> GroupBatch:
+def with_groups(batch: GroupBatch, own: Sequence[Sequence[int]]) -> GroupBatch:
     groups = [batch.groups[place] for part in own for place in part]
     return replace(batch, groups=groups, part_sizes=tuple(map(len, own)))
 

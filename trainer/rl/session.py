@@ -64,13 +64,13 @@ from trainer.config.checks import refuse_idle
 from trainer.config.policy import check_policy_options
 from trainer.metrics.metrics import Counters, MetricSums, Timer
 from trainer.parallel.comm import all_count, is_main, mean_over_ranks, pick_device, rank
-from trainer.policy.compile_choice import settle_compile
+from trainer.policy.compile_choice import resolve_compile
 from trainer.policy.load import load_policy
 from trainer.policy.optim import BadSteps, TrainedModule, build_optimizer, clip_and_step
 from trainer.policy.reference import MovingReference
 from trainer.policy.sharding import parallelize
 from trainer.rl import setup
-from trainer.rl.engine_choice import settle_engine
+from trainer.rl.engine_choice import resolve_engine
 from trainer.rl.evaluate import completion_metrics, evaluate_rewards, packing_metrics, reward_metrics, sample_rows
 from trainer.rl.groups import GroupBatch, Groups, Unrewarded, per_completion, sequence_kl
 from trainer.rl.rank0_rollout import Rank0Rollout
@@ -160,12 +160,12 @@ class Session:
             self.rewards.check_columns(self.held_out, "eval_data", columns)
         if self.held_out and self._own_evaluate is None and not hasattr(self.rewards, "score"):
             raise ValueError("Session(rewards=...): has no score(), so --eval-data needs evaluate=")
-        given = trained(self) if trained else {}
-        self._trained = {name: one if isinstance(one, tuple) else (one, cfg.optim) for name, one in given.items()}
+        modules = trained(self) if trained else {}
+        self._trained = {name: x if isinstance(x, tuple) else (x, cfg.optim) for name, x in modules.items()}
         self.trained = {name: module.to(self.policy.device) for name, (module, _) in self._trained.items()}
-        self.unseen = 0 if self.setup is None else self.setup.unseen
-        rows, modules = self.prompts + self.held_out, self.trained.values()
-        self.cfg = run.cfg = settle_engine(cfg, self.policy, rows, modules, unseen=self.unseen)
+        self.unseen = 0 if self.setup is None else self.setup.unseen  # tokens beside a prompt and its completion
+        rows = self.prompts + self.held_out
+        self.cfg = run.cfg = resolve_engine(cfg, self.policy, rows, self.trained.values(), unseen=self.unseen)
 
     def _make_plan(self, extra_state: Mapping[str, Any]) -> None:
         """How many steps there are, the optimizer, and which prompts come when."""
@@ -173,7 +173,7 @@ class Session:
         loader = Loader(self.prompts, batch_size=cfg.prompts_per_rollout, seed=cfg.run.seed)
         self.total_steps = cfg.run.total_steps(loader.rows_per_epoch, cfg.prompts_per_rollout, steps)
         self.steps_per_epoch = steps_per_epoch(loader.rows_per_epoch, cfg.prompts_per_rollout, steps)
-        cfg = self.cfg = run.cfg = settle_compile(cfg, self.policy, self.total_steps)
+        cfg = self.cfg = run.cfg = resolve_compile(cfg, self.policy, self.total_steps)
         if hasattr(self.rewards, "run"):  # reward functions may ask for the progress of the run
             epochs = self.total_steps * cfg.prompts_per_rollout / (steps * loader.rows_per_epoch)
             self.rewards.run = TrainerState(max_steps=self.total_steps, num_train_epochs=epochs)
@@ -257,7 +257,7 @@ class Session:
     # One rollout.
 
     def sync_weights(self) -> None:
-        """The engine's weights are never vllm_sync_interval steps old when it is asked for more."""
+        """Send the current weights to the engine if its own are vllm_sync_interval steps old, or if it sleeps."""
         self.timer = Timer()
         self.rank0.run(self._sync)
 
@@ -268,9 +268,10 @@ class Session:
             self.engine.load(self.step)
 
     def sample(self) -> GroupBatch:
-        """The next batch: sampled and rewarded by rank 0, whole groups of it on every rank.
+        """The next batch: sampled and rewarded by rank 0, dealt to the ranks in whole groups.
 
-        `s.sampled` is all that was sampled for it, before replacements; whole on rank 0.
+        On rank 0, `s.sampled` is all that was sampled for it, before replacements, and `s.whole` the batch of all
+        ranks. On other ranks, `s.sampled` is the batch and `s.whole` None.
         """
         assert self.timer is not None, "sync_weights() comes before sample()"
         self.whole = self.rank0.run(self._sample)
@@ -304,16 +305,17 @@ class Session:
         *,
         rows: Iterable[int] | None = None,
     ) -> list[StepBatch]:
-        """For updates(): by trainer.rl.step.prepare, each mini-batch on its own, so that losses are divided by its
-        counts. `rows`: places of the completions to train on; None: all. The rows of a StepBatch are such places, too.
+        """One StepBatch for each mini-batch, by trainer.rl.step.prepare; losses are divided by its own counts.
+
+        `rows`: places of the completions to train on, in batch.completions; None: all. StepBatch.rows are such places.
         """
         completions, old_logps = batch.completions, self.old_logps(batch)
         wanted = set(range(len(completions)) if rows is None else rows)
-        found, stop = [], 0
+        prepared, stop = [], 0
         for number, part in enumerate(batch.parts):
             start, stop = stop, stop + len(part.completions)
             own = [row for row in range(start, stop) if row in wanted]
-            one = prepare(
+            step_batch = prepare(
                 self.cfg,
                 self.policy,
                 [completions[row] for row in own],
@@ -321,22 +323,13 @@ class Session:
                 old_logps=old_logps and [old_logps[row] for row in own],
                 num_steps=self.steps_per_rollout,
             )
-            found.append(replace(one, rows=[own[row] for row in one.rows], number=number))
-        return found
+            prepared.append(replace(step_batch, rows=[own[row] for row in step_batch.rows], number=number))
+        return prepared
 
     def keep_samples(self, batch: GroupBatch, advantage: Tensor | Sequence[Sequence[float]]) -> None:
         self.run.sample(self.step + 1, sample_rows(batch, per_completion(advantage)))
 
-    def finish_rollout(self) -> None:
-        """The batch counts as consumed; a checkpoint is only ever taken here, between rollouts."""
-        if is_main():
-            self.producer.done()
-        self.run.maybe_save(self.step, self.policy, self.optimizer, self.schedule, self.state)
-
-    def finish(self) -> None:
-        self.run.finish(self.policy)
-
-    # Optimizer steps on it.
+    # Optimizer steps on that rollout.
 
     def updates(self, *batches: StepBatch) -> Iterator[StepBatch]:
         """Each of the prepared batches in turn, as often as there are steps on a rollout, within total_steps."""
@@ -346,11 +339,11 @@ class Session:
                 f"minibatches_per_rollout={num_parts}: this method trains on a rollout as a whole; leave it out, or "
                 "let the method prepare its mini-batches with s.prepare(batch, advantage)"
             )
-        several, against_start = self.steps_per_rollout > 1, self.cfg.correction.proximal_policy == "step"
+        needs_old = self.steps_per_rollout > 1 and self.cfg.correction.proximal_policy == "step"
         assert len(batches) <= self.steps_per_rollout, f"{len(batches)} batches for {self.steps_per_rollout} steps"
         ours = [batch for batch in batches if isinstance(batch, StepBatch)]  # a method may have a kind of its own
-        assert not (several and against_start and any(batch.start is None for batch in ours)), (
-            "several steps on a rollout: prepare(..., num_steps=s.steps_per_rollout) keeps the log-probs of its start"
+        assert not (needs_old and any(batch.old is None for batch in ours)), (
+            "several steps on a rollout: prepare(..., num_steps=s.steps_per_rollout) keeps the old log-probs"
         )
         for number in range(min(self.steps_per_rollout, self.total_steps - self.step)):
             self.step += 1
@@ -361,7 +354,10 @@ class Session:
             yield part
 
     def optimizer_step(self, sums: MetricSums, part: StepBatch, *, extra_tokens: int = 0) -> None:
-        """`extra_tokens`: what the method computed besides the batch, for the count of tokens."""
+        """Clip, check and apply the gradients of the policy, then those of `s.trained`.
+
+        `extra_tokens`: what the method computed besides the batch, for the count of tokens.
+        """
         sources = ", ".join(dict.fromkeys(prompt.source for prompt in self.batch.prompts))
         where, limit = f"step {self.step}, rank {rank()}, prompts {sources}", self.cfg.optim.max_grad_norm
         self.learning_rate = float(self.schedule.get_last_lr()[0])
@@ -414,17 +410,37 @@ class Session:
         self.timer = Timer()
 
     def _adapt_entropy(self, sums: MetricSums, part: StepBatch) -> dict[str, float]:
-        """Waits for the device: the next step needs the coefficient."""
+        """Adapt the coefficient for the next step to the entropy of this one, which the host waits for."""
         if not isinstance(part, StepBatch) or "policy/entropy" not in sums.pairs:
             target = self.cfg.policy_loss.entropy_target
             raise ValueError(f"entropy_target={target}: this method measures no entropy; leave it out")
         means = sums.means()
         if "policy/entropy" in means:  # not if no token was trained
-            self.entropy.saw(means["policy/entropy"])
+            self.entropy.observe(means["policy/entropy"])
         return {"policy/entropy_coef": part.entropy_coef}
 
+    def refresh_ahead(self) -> None:
+        """Between two steps on one batch: sampling ahead continues with the current weights."""
+        if self.overlap.async_prefetch and self._steps_left:
+            self.rank0.run(self._refresh)
+
+    def _refresh(self) -> None:
+        self._sync()
+        self.producer.top_up(self.engine.version)
+
+    # The end of a rollout, the end of the run, evaluation.
+
+    def finish_rollout(self) -> None:
+        """Mark the batch as consumed. Checkpoints are only taken here, between rollouts."""
+        if is_main():
+            self.producer.done()
+        self.run.maybe_save(self.step, self.policy, self.optimizer, self.schedule, self.state)
+
+    def finish(self) -> None:
+        self.run.finish(self.policy)
+
     def evaluate(self) -> dict[str, float]:
-        """Of the held-out prompts, by all ranks together."""
+        """Metrics of the held-out prompts; all ranks call it."""
         if self._own_evaluate is not None:
             return self._own_evaluate(self)
         return self.rank0.run(self._evaluate) or {}
@@ -433,12 +449,3 @@ class Session:
         check = None if self.unrewarded is None else self.unrewarded.evaluated
         num = self.cfg.num_generations_eval
         return evaluate_rewards(self.engine, self.held_out_source, self.step, self.held_out, self.rewards, check, num)
-
-    def refresh_ahead(self) -> None:
-        """Between two steps on one batch, what is sampled ahead goes on with the current weights."""
-        if self.overlap.async_prefetch and self._steps_left:
-            self.rank0.run(self._refresh)
-
-    def _refresh(self) -> None:
-        self._sync()
-        self.producer.top_up(self.engine.version)

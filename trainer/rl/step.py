@@ -12,13 +12,14 @@ The head hands a loss only some tokens at a time, cut anywhere. What has to be k
 (TokenInputs) is therefore computed before the pass with gradient. The passes besides that one:
 
     of the reference     beta above 0                                                          prepare
-    of the step's start  several steps on a rollout, unless the ratio is against the engine    prepare
-    of the policy now    what concerns whole completions or the step: a sequence ratio that    backward, not if `first`
-                         is not 1, a sequence correction, a geometric or off-policy filter,    and scored at the start
-                         the entropy quantile (extra_passes)
+    of the old policy    several steps on a rollout, unless the ratio is against the engine    prepare
+    of the policy now    what concerns whole completions or the step: a sequence ratio that    backward, unless that is
+                         is not 1, a sequence correction, a geometric or off-policy filter,    the old policy, scored
+                         the entropy quantile (extra_passes)                                   in prepare
 
-so none with the defaults. On the first step the policy is that of the step's start: its ratio is 1, and the correction
-of a token needs only the log-prob that the loss has.
+so none with the defaults. The old policy is the one that prepare sees, before the first step on the rollout. On that
+step the policy is still the old one: its ratio is 1, and the correction of a token needs only the log-prob that the
+loss has.
 
 Shapes: N = trained tokens of a micro-batch, K = completions trained on.
 """
@@ -56,18 +57,18 @@ from trainer.policy.sharding import final_passes, to_device_and_pad
 class StepBatch:
     """Completions ready to train on. Lists are per micro-batch."""
 
-    completions: list[Completion]  # K of those given: the rest has nothing to teach and is not computed
-    rows: list[int]  # their places in what was given
+    completions: list[Completion]  # K of those that prepare got: the rest has nothing to teach and is not computed
+    rows: list[int]  # their places in what prepare got
     micro_batches: list[Batch]
     advantage: list[Tensor]  # (N,)
     idle: list[bool]  # micro-batches without advantage: only statistics of the step need them
     behaviour: list[Tensor]  # (N,) log-probs of the engine; NaN = it gave none
-    start: list[TokenLogps] | None  # of the weights the step starts from; None: they are those of the backward pass
-    given: bool  # `start` holds log-probs of earlier weights
+    old: list[TokenLogps] | None  # of the old policy; None: there is only one step, or ratios are against the engine
+    has_earlier: bool  # `old` holds log-probs of a policy before the old one, for replayed groups
     reference: list[Tensor] | None  # (N,)
     local: dict[str, Tensor]  # () counts of this rank, as PolicyLoss.denominator takes them
     total: dict[str, Tensor]  # () the same over all ranks
-    skipped: int  # completions that count and are not computed, of this rank
+    skipped: int  # completions of this rank that are counted but not computed
     skipped_tokens: int
     first: bool = True  # the weights are still those that prepare saw
     number: int = 0  # of the mini-batch: batch.parts[number] are its groups
@@ -99,41 +100,34 @@ def prepare(
     ]
     can_skip = options.skip_zero_advantage_batches and not has_kl_term(cfg) and not has_bonus(cfg)
     # These two depend on all tokens of a micro-batch or step: only whole micro-batches without advantage are skipped.
-    whole = options.loss.average == "micro_batch" or options.top_entropy_quantile < 1
-    per_completion = isinstance(advantage, Tensor)
-    teaches = (advantage != 0).tolist() if per_completion else [any(x != 0 for x in own) for own in advantage]
-    rows = [row for row in trained if not can_skip or whole or teaches[row]]
+    needs_all = options.loss.average == "micro_batch" or options.top_entropy_quantile < 1
+    is_tensor = isinstance(advantage, Tensor)
+    teaches = (advantage != 0).tolist() if is_tensor else [any(x != 0 for x in own) for own in advantage]
+    rows = [row for row in trained if not can_skip or needs_all or teaches[row]]
     kept = [completions[row] for row in rows]
+    of_kept = advantage[rows] if is_tensor else [advantage[row] for row in rows]
     micro_batches = pack_completions(cfg.run, policy, kept, share_prompt=cfg.share_prompt)
-    if per_completion:
-        own = to_device(advantage[rows].to(_wide(policy)), policy.device)  # (K,)
-        of_tokens = [own[mb.sequence] for mb in micro_batches]
-    else:
-        of_tokens = [per_token(policy, kept, mb, [advantage[row] for row in rows]) for mb in micro_batches]
     # Ranks of a sharded model must run the same passes, empty ones too.
     skips = can_skip and not policy.is_sharded
     idle = [skips and not any(teaches[rows[i]] for i in mb.rows) for mb in micro_batches]
     computed = {i for mb, skip in zip(micro_batches, idle, strict=True) if not skip for i in mb.rows}
     num_tokens = sum(completions[row].trained for row in trained)
-
-    def number(x: int) -> Tensor:
-        return torch.full((), float(x), device=policy.device)
-
     num_micro_batches = sum(len(mb.target) > 0 for mb in micro_batches)  # without the empty ones that pad the list
-    counts = torch.stack([number(num_tokens), number(len(trained)), number(num_micro_batches)])
     names = ("num_tokens", "num_completions", "num_micro_batches")
+    counts = torch.tensor([num_tokens, len(trained), num_micro_batches], dtype=torch.float32)
+    counts = to_device(counts, policy.device)
     batch = StepBatch(
         completions=kept, rows=rows, micro_batches=micro_batches, idle=idle,
-        advantage=of_tokens,
+        advantage=token_advantages(policy, kept, micro_batches, of_kept),
         behaviour=[per_token(policy, kept, mb, [c.logps for c in kept]) for mb in micro_batches],
-        start=None, given=False, reference=None,
+        old=None, has_earlier=False, reference=None,
         local=dict(zip(names, counts, strict=True)), total=dict(zip(names, all_sum(counts), strict=True)),
         skipped=len(trained) - len(computed), skipped_tokens=num_tokens - sum(kept[i].trained for i in computed),
     )  # fmt: skip
-    given = [None if old_logps is None else old_logps[row] for row in rows]
-    has_given = all_count(any(x is not None for x in given), "replayed log-probs") > 0  # ranks do the same passes
-    if correction.proximal_policy == "step" and ((num_steps or cfg.num_iterations) > 1 or has_given):
-        batch = replace(batch, start=_start(cfg, policy, batch, given), given=has_given)
+    earlier = [None if old_logps is None else old_logps[row] for row in rows]
+    has_earlier = all_count(any(x is not None for x in earlier), "replayed log-probs") > 0  # ranks do the same passes
+    if correction.proximal_policy == "step" and ((num_steps or cfg.num_iterations) > 1 or has_earlier):
+        batch = replace(batch, old=_score_old(cfg, policy, batch, earlier), has_earlier=has_earlier)
     if has_kl_term(cfg):
         reference = [reference_logps(policy, mb, temperature=cfg.temperature) for mb in micro_batches]
         batch = replace(batch, reference=reference)
@@ -170,15 +164,25 @@ def per_token(policy: Policy, kept: list[Completion], mb: Batch, values: Sequenc
     return to_device(torch.tensor(flat, dtype=_wide(policy)), policy.device)
 
 
-def _start(cfg: Any, policy: Policy, batch: StepBatch, given: list[Sequence[float] | None]) -> list[TokenLogps]:
-    """Log-probs of the current policy, except where others are given."""
+def token_advantages(
+    policy: Policy,
+    kept: list[Completion],
+    micro_batches: Sequence[Batch],
+    advantage: Tensor | Sequence[Sequence[float]],  # (K,), or for each completion one number per id
+) -> list[Tensor]:  # (N,) of each micro-batch
+    if not isinstance(advantage, Tensor):
+        return [per_token(policy, kept, mb, advantage) for mb in micro_batches]
+    own = to_device(advantage.to(_wide(policy)), policy.device)
+    return [own[mb.sequence] for mb in micro_batches]
+
+
+def _score_old(cfg: Any, policy: Policy, batch: StepBatch, earlier: list[Sequence[float] | None]) -> list[TokenLogps]:
+    """Log-probs of the current policy, except where there are earlier ones."""
     scored = score(cfg, policy, batch.micro_batches)
     unknown = float("nan")
-    values = [[unknown] * len(c.ids) if x is None else x for c, x in zip(batch.completions, given, strict=True)]
-    earlier = [per_token(policy, batch.completions, mb, values) for mb in batch.micro_batches]
-    return [
-        now._replace(logp=torch.where(old.isnan(), now.logp, old)) for now, old in zip(scored, earlier, strict=True)
-    ]
+    values = [[unknown] * len(c.ids) if x is None else x for c, x in zip(batch.completions, earlier, strict=True)]
+    known = [per_token(policy, batch.completions, mb, values) for mb in batch.micro_batches]
+    return [now._replace(logp=torch.where(x.isnan(), now.logp, x)) for now, x in zip(scored, known, strict=True)]
 
 
 @torch.no_grad()
@@ -209,7 +213,7 @@ def backward(
     `value_loss(number, states)` is a further term named value: the loss of a head on the (N, D) states that predict the
     tokens of micro-batch `number`, averaged over the tokens of the step. It needs skip_zero_advantage_batches off.
 
-    `is_last`: nothing else adds to the gradients of the policy in this step, so that ranks can sum them meanwhile.
+    `is_last`: nothing else adds to the gradients of the policy in this step, so ranks can sum them during the passes.
     """
     now = scores_beforehand(cfg, policy, batch)
     threshold, num_kept = _entropy_threshold(cfg, policy, batch, now)
@@ -228,13 +232,13 @@ def backward(
             out = loss(cfg, tokens, inputs.at(rows), num_tokens, entropy_coef=bonus)
             return total_loss(out, denominators), (out, tokens.logp.detach())
 
-        def of_states(states: Tensor, number=number) -> Tensor:
+        def value_of(states: Tensor, number=number) -> Tensor:
             out = value_loss(number, states)
             add_loss_metrics(sums, out)
             return total_loss(out, denominators)
 
-        also = None if value_loss is None else of_states
-        total, parts = token_loss(policy, mb, loss_of, temperature=cfg.temperature, also=also, sparse=sparse)
+        options = {"temperature": cfg.temperature, "sparse": sparse}
+        total, parts = token_loss(policy, mb, loss_of, states_loss=value_loss and value_of, **options)
         total.backward()
         for out, _ in parts:
             add_loss_metrics(sums, out)
@@ -244,15 +248,7 @@ def backward(
     if all(batch.idle):  # or there is no micro-batch at all
         _leave_zero_gradients(policy)
         add_names(cfg, sums, policy.device, entropy_coef=bonus)
-    # Adds up to 1 over ranks, also where all completions are masked: then losses are written as 0.
-    own, of_step = batch.local["num_tokens"], batch.total["num_tokens"]
-    share = torch.where(of_step > 0, own / of_step.clamp(min=1), 1 / data_size())
-    divisors = {name: count.clamp(min=1) * share for name, count in denominators.items()}  # as total_loss has them
-    add_step_metrics(sums, divisors, share, all_sum(ratios))
-    # Skipped tokens count as unclipped.
-    nothing = torch.zeros_like(share)
-    sums.add({name: (nothing, batch.skipped_tokens) for name in list(sums.pairs) if name.startswith("policy/clip_")})
-    sums.add({"policy/skipped_frac": (nothing + batch.skipped, batch.local["num_completions"])})
+    add_step_metrics(sums, batch, denominators, all_sum(ratios))
     return sums
 
 
@@ -275,13 +271,13 @@ def scores_beforehand(cfg: Any, policy: Policy, batch: StepBatch) -> list[TokenL
     """Log-probs and entropies of the current policy over whole completions; None where nothing needs them.
 
     The ratio of a completion is 1, and needs no pass, where it is taken against the policy itself. The gap to the
-    engine is that of the weights at the step's start, where those were scored.
+    engine is that of the old policy, where that was scored.
     """
-    against_itself = batch.start is None and cfg.correction.proximal_policy == "step"
-    known = {"ratio of a completion": against_itself, "gap of a completion": batch.start is not None}
+    against_itself = batch.old is None and cfg.correction.proximal_policy == "step"
+    known = {"ratio of a completion": against_itself, "gap of a completion": batch.old is not None}
     if all(known.get(need) for need in extra_passes(cfg)):
         return None
-    return batch.start if batch.first and not batch.given and batch.start else score(cfg, policy, batch.micro_batches)
+    return batch.old if batch.first and not batch.has_earlier and batch.old else score(cfg, policy, batch.micro_batches)
 
 
 def _entropy_threshold(
@@ -309,12 +305,12 @@ def token_inputs(
     mb, behaviour = batch.micro_batches[number], batch.behaviour[number]
     mask = torch.ones_like(mb.target, dtype=torch.bool)
     per_completion = {"mask": mask, "sequence": mb.slot, "num_sequences": len(mb.rows)}
-    start = None if batch.start is None else batch.start[number].logp
-    old = behaviour if correction.proximal_policy == "behaviour" else start
+    trainer_old = None if batch.old is None else batch.old[number].logp
+    old = behaviour if correction.proximal_policy == "behaviour" else trainer_old
     lengths = to_device(torch.tensor([batch.completions[row].trained for row in mb.rows]), mb.target.device)
     reference = None if batch.reference is None else batch.reference[number]
     inputs = TokenInputs(batch.advantage[number], lengths[mb.slot], behaviour, old, reference)
-    trainer_logp = start if start is not None or now is None else now.logp
+    trainer_logp = trainer_old if trainer_old is not None or now is None else now.logp
     if correction.is_on and trainer_logp is not None:
         m = importance.mismatch(trainer_logp, behaviour, **per_completion)
         inputs = inputs._replace(correction=correct(cfg, m))
@@ -327,8 +323,8 @@ def token_inputs(
             mean=sequence_mean(moved, **per_completion)[mb.slot], total=sequence_sum(moved, **per_completion)[mb.slot]
         )
     if now is not None and correction.off_policy_mask_threshold is not None:
-        made = behaviour if start is None else torch.where(behaviour.isnan(), start, behaviour)
-        drift = importance.sequence_drift(now.logp, made, **per_completion)[mb.slot]
+        sampled = behaviour if trainer_old is None else torch.where(behaviour.isnan(), trainer_old, behaviour)
+        drift = importance.sequence_drift(now.logp, sampled, **per_completion)[mb.slot]
         keep = importance.keep_on_policy(inputs.advantage, drift, threshold=correction.off_policy_mask_threshold)
         inputs = inputs._replace(keep_on_policy=keep)
     if threshold is not None:
@@ -447,7 +443,7 @@ class EntropyTarget:
         """Of the next step."""
         return self.weight if self.is_low else 0.0
 
-    def saw(self, entropy: float) -> None:
+    def observe(self, entropy: float) -> None:
         options = self.options
         self.is_low = entropy <= options.entropy_target
         limits = {"delta": options.entropy_coef_step, "most": options.entropy_coef_max}
@@ -514,13 +510,21 @@ def add_names(cfg: Any, sums: MetricSums, device: torch.device, *, entropy_coef:
 
 def add_step_metrics(
     sums: MetricSums,
-    counts: dict[str, Tensor],  # () what each term is divided by: this rank's share of it
-    share: Tensor,  # () adds up to 1 over ranks
+    batch: StepBatch,
+    denominators: dict[str, Tensor],  # () what each term is divided by, over all ranks
     ratios: Tensor,  # (2, 3) moments from add_gap_metrics, over all ranks
 ) -> None:
-    """What losses are divided by, and numbers of the whole step."""
+    """What losses are divided by, numbers of the whole step, and completions that were not computed."""
+    # Adds up to 1 over ranks, also where all completions are masked: then losses are written as 0.
+    own, of_step = batch.local["num_tokens"], batch.total["num_tokens"]
+    share = torch.where(of_step > 0, own / of_step.clamp(min=1), 1 / data_size())
     nothing = torch.zeros_like(share)
     sums.add({"loss/total": (nothing, share)})
-    sums.add({f"loss/{name}": (nothing, count) for name, count in counts.items() if f"loss/{name}" in sums.pairs})
+    for name, count in denominators.items():
+        if f"loss/{name}" in sums.pairs:
+            sums.add({f"loss/{name}": (nothing, count.clamp(min=1) * share)})  # clamped as in total_loss
     for name, row in (("ess_frac", ratios[0]), ("ess_sequence_frac", ratios[1])):
         sums.add({f"policy/{name}": (effective_sample_frac(row).nan_to_num(), row[0] > 0)})
+    # Skipped tokens count as unclipped.
+    sums.add({name: (nothing, batch.skipped_tokens) for name in list(sums.pairs) if name.startswith("policy/clip_")})
+    sums.add({"policy/skipped_frac": (nothing + batch.skipped, batch.local["num_completions"])})

@@ -82,7 +82,7 @@ from trainer.policy.offload import SLAB, Slabs, bytes_of
 from trainer.policy.optim import SCALE, as_held, as_saved, restore_schedule
 from trainer.run import stop
 
-FORMAT = 1
+FORMAT = 1  # of the manifest
 INDEX = "shards.json"  # which file holds which part of which tensor
 MANIFEST = "manifest.json"
 FILES = {"rng.safetensors", "state.json"}  # besides the tensors
@@ -744,7 +744,7 @@ class Save:
                 sync(path)
                 sums[path.name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
         sums = dict(sorted(sums.items()))
-        (self.tmp / MANIFEST).write_text(json.dumps({"format": 1, "files": sums}, indent=1))
+        (self.tmp / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": sums}, indent=1))
         sync(self.tmp / MANIFEST)
         sync(self.tmp)
         self._go_on()

@@ -36,6 +36,7 @@ from trainer.parallel.dtensor import gather, is_dtensor, reshard
 from trainer.parallel.watch import log
 from trainer.policy.adapters import ADAPTER, adapter_name
 from trainer.policy.load import find_model, model_tensors
+from trainer.policy.logps import causal_lm
 from trainer.policy.model_files import ExportedModel, write_model
 from trainer.run.checkpoint import INDEX, MANIFEST, find_problem, latest_valid, stored_tensors
 
@@ -76,7 +77,7 @@ def export_model(model: nn.Module, tokenizer: Any, folder: Path, *, merge_lora: 
 
 def export_shards(model: Any, tokenizer: Any, folder: Path, *, as_adapter: bool, base: str) -> None:
     """The same for a sharded model: all ranks gather one tensor at a time, and rank 0 writes it."""
-    lm = model.get_base_model() if hasattr(model, "peft_config") else model
+    lm = causal_lm(model)
     own = (model if as_adapter else lm).state_dict(keep_vars=True)
 
     def get(name: str) -> Tensor:

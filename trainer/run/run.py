@@ -142,14 +142,14 @@ class Run:
         self.id = (read_id(folder) if lock is not None else None) or secrets.token_hex(8)
         self.total_steps = 0
         self.steps_per_epoch: Fraction | None = None
-        self._high = 0  # steps in a row with a loss above loss_watchdog_threshold; counted by rank 0
+        self._high_losses = 0  # steps in a row with a loss above loss_watchdog_threshold, on rank 0
         self._title = method
         self._lock = lock
         self._resumed = lock is not None
         self._save_step = self.start_step  # of the last save, which may still be running
         self._saver = Saver()
         self._last_step = -1
-        self._pending: tuple[int, Callable[[], Mapping[str, float]]] | None = None  # a step that log_later was told of
+        self._pending: tuple[int, Callable[[], Mapping[str, float]]] | None = None  # step and metrics of log_later
         self._defers = torch.cuda.is_available()
         self._watch = Watch()
         self._console: Console | None = None
@@ -170,8 +170,8 @@ class Run:
                 self.close()
             except OSError as error:
                 if kind is None:
-                    raise ValueError(_no_space(self.dir, error)) from None
-                log(_no_space(self.dir, error))  # the error that ended the run is reported after this
+                    raise ValueError(_could_not_write(self.dir, error)) from None
+                log(_could_not_write(self.dir, error))  # the error that ended the run is reported after this
             if isinstance(ended_by, KeyboardInterrupt) and not ended_by.args:
                 ended_by.args = (self._where_to_continue(),)  # trainer/__main__.py prints it
 
@@ -248,7 +248,7 @@ class Run:
                 raise ValueError(f"{name}={value}: this method does not say how long an epoch is; use {instead}")
 
     def _marks(self, step: int, every: int, per_epoch: int | None) -> int:
-        """How often something has been due up to this step, every so many steps or so many times an epoch."""
+        """How often something has been due up to this step: every `every` steps, or `per_epoch` times an epoch."""
         if per_epoch is None:
             return step // every if every else 0
         return math.floor(step * per_epoch / self.steps_per_epoch) if per_epoch else 0
@@ -260,10 +260,10 @@ class Run:
                 self.note(f"{name}={times}: every {gap:.4g} steps, an epoch has {float(self.steps_per_epoch):.6g}")
 
     def log_later(self, step: int, metrics: Callable[[], Mapping[str, float]]) -> None:
-        """log(step, metrics()), on a GPU once the next step is on its way, so that the device is not waited for.
+        """log(step, metrics()); on a GPU only once the next step has been launched, so that the host does not wait.
 
-        Whatever depends on the line writes it first: the next line, a checkpoint, the end of the run by any cause; and
-        a method before it evaluates (write_pending).
+        The line is written before anything that depends on it: the next line, a checkpoint, the end of the run. A
+        method that evaluates calls write_pending() first.
         """
         self.write_pending()
         if self._defers:
@@ -278,7 +278,7 @@ class Run:
             self.log(step, metrics())
 
     def _write_last(self, *, failed: bool) -> None:
-        """At the end of the run; after an error, which may be the device's, that one is reported."""
+        """Write the pending line as the run ends. If the run has failed, an error here is only logged."""
         step = self._pending and self._pending[0]
         try:
             self.write_pending()
@@ -327,19 +327,22 @@ class Run:
 
     def maybe_save(self, step: int, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> None:
         """Save if a multiple of save_steps has been passed since the last save, and at the last step, so that a
-        finished run can be extended. A method with several steps per rollout calls this only between rollouts. After
-        SIGTERM, or if the loss stays above loss_watchdog_threshold, it saves in any case and ends the run. Raises if
-        the previous save failed."""
+        finished run can be extended. A method with several steps per rollout calls this only between rollouts.
+
+        After SIGTERM, or if the loss stays above loss_watchdog_threshold, it saves in any case and ends the run. Raises
+        if the previous save failed.
+        """
         self._saver.poll()
         settings = self.cfg.run
-        if settings.loss_watchdog_threshold is not None:
+        watches = settings.loss_watchdog_threshold is not None
+        if watches:
             self.write_pending()
         every, per_epoch = settings.save_steps, settings.saves_per_epoch
         due = self._marks(step, every, per_epoch) > self._marks(self._save_step, every, per_epoch)
         last = step == self.total_steps and (every if per_epoch is None else per_epoch)
         if due or last:
             self.save(step, policy, optimizer, schedule, state)
-        if settings.loss_watchdog_threshold is not None and any_rank(self._high >= settings.loss_watchdog_patience):
+        if watches and any_rank(self._high_losses >= settings.loss_watchdog_patience):
             if self._save_step < step:
                 self.save(step, policy, optimizer, schedule, state)
             self._saver.wait()
@@ -358,11 +361,12 @@ class Run:
         """Count steps in a row with a loss above the threshold; the count follows from metrics.jsonl at a resume."""
         limit, loss = self.cfg.run.loss_watchdog_threshold, metrics.get("loss/total")
         if limit is not None and loss is not None:
-            self._high = 0 if loss <= limit else self._high + 1
+            self._high_losses = 0 if loss <= limit else self._high_losses + 1
 
     def save(self, step: int, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> None:
-        """Write checkpoints/step-N, in the background by default. Log the step first: a resumed run does not repeat
-        it."""
+        """Write checkpoints/step-N, in the background by default. The step must have been logged: a resumed run does
+        not log it again.
+        """
         self.write_pending()
         assert step == self._last_step, f"checkpoint of step {step}, but the last step logged is {self._last_step}"
         self._flush()
@@ -398,10 +402,10 @@ class Run:
         """Release the terminal, close kept things and files; may be called twice."""
         if self._console is not None:
             self._console.stop()
-        targets = (*reversed(self._kept), *self._sinks, self._metrics, self._samples, self._lock)
+        opened = (self._lock, self._samples, self._metrics, *self._sinks, *self._kept)
         self._sinks, self._kept = [], []
-        with contextlib.ExitStack() as stack:  # one failure must not leave the others open
-            for target in reversed(targets):
+        with contextlib.ExitStack() as stack:  # closes the last first; one failure does not leave the others open
+            for target in opened:
                 if target is not None:
                     stack.callback(target.close)
 
@@ -517,10 +521,10 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(_no_space(path, error)) from None
+        raise ValueError(_could_not_write(path, error)) from None
 
 
-def _no_space(path: Path, error: OSError) -> str:
+def _could_not_write(path: Path, error: OSError) -> str:
     return f"{path}: could not be written ({error.strerror}); free space there, then continue with --resume"
 
 

@@ -10,7 +10,7 @@ import torch
 from rollout.engine import Request, Sampling
 from rollout.engines import local as local_engine
 from rollout.engines.forward import BlockForward, TransformersForward, adapters_obstacle, block_obstacle
-from rollout.engines.local import LocalEngine, pages_for
+from rollout.engines.local import LocalEngine, cache_pages
 from rollout.engines.scheduler import TILE_ROWS, Job, Prefix, tiles_of
 
 PROMPTS = [[5], [7, 8, 9, 10, 11, 12, 13], [40, 41, 42], [9] * 40, list(range(1, 18))]
@@ -59,7 +59,7 @@ def test_rows_that_find_no_page_go_back_to_the_queue(make_model, tokenizer, monk
     model, sampling = make_model(), Sampling(max_tokens=40)
     requests = requests_for(2, limits=False)
     expected = alone(model, tokenizer, requests, sampling)
-    least, _ = pages_for([Job(r.prompt_ids, 0, 40) for r in requests], page=16, rows=256)
+    least, _ = cache_pages([Job(r.prompt_ids, 0, 40) for r in requests], page=16, rows=256)
     monkeypatch.setitem(local_engine.LOOK, "cpu", 8)
     monkeypatch.setattr(LocalEngine, "_page_budget", lambda self: least + spare)
     engine = LocalEngine(model, tokenizer)
@@ -289,7 +289,7 @@ def test_what_the_paged_cache_cannot_hold_is_sampled_with_a_growing_one(make_mod
             if obstacle == "attention":
                 patch.setattr(type(model), "_supports_attention_backend", False)
             else:
-                patch.setitem(local_engine.PARITY, True, -1.0)
+                patch.setattr(local_engine, "PARITY_FLOAT32", -1.0)
             engine = LocalEngine(model, tokenizer, max_batch_size=4, log=lines.append)
             same(engine.generate(requests, sampling), expected)
         assert engine._grows and len(lines) == 1 and "sampled with a growing cache" in lines[0]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rollout.engine import Sampling
-from rollout.engines.local import pages_for
+from rollout.engines.local import cache_pages
 from rollout.engines.scheduler import Job, Scheduler
 
 
@@ -60,7 +60,7 @@ def test_random_requests_over_few_pages(look):
         for _ in range(3):
             asked = turns * rng.choice([1, 2])  # two branches of each conversation
             jobs = [Job(ids, rng.randrange(99), rng.choice([1, 7, 40]), key) for key, ids in asked]
-            least, _ = pages_for(jobs, page=page, rows=rows)
+            least, _ = cache_pages(jobs, page=page, rows=rows)
             if scheduler is None or scheduler.decoder.cache.num_pages < least:
                 scheduler = Scheduler(ToyDecoder(least + spare, page, rows), look=look)
             done, run = [], scheduler.run(jobs, Sampling(), SimpleNamespace(stop_ids={3}, end=end))

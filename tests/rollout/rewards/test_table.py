@@ -204,7 +204,7 @@ def test_columns_that_only_episodes_make_are_known_beforehand(beside):
             load_rewards([name]).check_columns(prompts, "data")
         for made in ((column,), None):
             rewards = load_rewards([name])
-            rewards.check_columns(prompts, "data", made=made)
+            rewards.check_columns(prompts, "data", added=made)
             assert rewards.score(prompts, completions).totals == [None], "an episode that failed has none"
 
 

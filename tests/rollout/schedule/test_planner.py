@@ -136,7 +136,7 @@ def test_a_curriculum_names_the_rows_and_sees_what_they_earned():
     planner = make_planner(order=easy_first)
     first = planner.next_batch()
     assert sorted(group.row for group in first) == [0, 1, 2, 3]
-    planner.saw(first[1], 0.75)
+    planner.observe(first[1], 0.75)
     planner.done()
     other = resumed(planner, order=easy_first)
     second = planner.next_batch()

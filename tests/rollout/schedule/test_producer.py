@@ -74,6 +74,12 @@ class World:
         pass
 
 
+def take(producer: Producer, step: int, version: int | None = None) -> list[Group]:
+    """All groups of the next batch, in the order in which they were planned."""
+    producer.begin(step, version)
+    return sorted(producer.arrived(), key=lambda group: group.number)
+
+
 def made(job: Request, spans: list[tuple[int, int]]) -> Completion:
     count = sum(n for _, n in spans)
     return Completion(
@@ -161,7 +167,7 @@ class Schedule:
 
     def take(self) -> list[Group]:
         if not self.streaming:
-            return self.producer.take(self.step, self.world.version)
+            return take(self.producer, self.step, self.world.version)
         self.producer.begin(self.step, self.world.version)
         groups = []
         for group in self.producer.arrived():
@@ -224,7 +230,7 @@ def trained_for(world: World, producer: Producer, steps: int, seconds: float) ->
     """Time at the end of a run in which each step takes `seconds`."""
     for step in range(steps):
         world.load(step)
-        producer.take(step)
+        take(producer, step)
         world.pass_time(seconds)
         producer.done()
     return world.now
@@ -240,13 +246,13 @@ def test_sampling_and_training_overlap_and_without_depth_they_do_not():
 
 def test_whoever_waits_looks_after_the_engine_twice_a_second_and_the_wait_is_counted():
     world, producer = fixed(10.0)
-    producer.take(0)
+    take(producer, 0)
     assert (world.tended, producer.metrics()["time/wait_s"]) == (19, 10.0)
 
 
 def test_new_weights_between_the_steps_on_a_batch_let_the_next_one_start():
     _, producer = fixed(1.0, depth=1, max_staleness=1, steps_per_batch=3)
-    producer.take(0)
+    take(producer, 0)
     queued = []
     for version in range(1, 4):
         queued.append(producer.metrics()["rollout/queued_groups"])
@@ -256,11 +262,11 @@ def test_new_weights_between_the_steps_on_a_batch_let_the_next_one_start():
 
 def test_the_last_batch_of_a_run_starts_nothing_after_it():
     world, producer = fixed(1.0, depth=5, last_step=2)
-    producer.take(0)
+    take(producer, 0)
     assert producer.metrics()["rollout/queued_groups"] == 3
     assert producer.metrics()["rollout/queued_ready_frac"] == 1.0
     producer.done()
-    producer.take(1)
+    take(producer, 1)
     producer.done()
     assert producer.planner.pending == [] and not world.running
 
@@ -279,7 +285,7 @@ def test_weights_that_are_too_old_are_told_before_anything_is_sampled():
     with pytest.raises(
         AssertionError, match="step 6 would train on completions started by version 3: max_staleness is 1"
     ):
-        producer.take(5, version=3)
+        take(producer, 5, version=3)
     assert producer.planner.planned == 0
 
 
@@ -339,7 +345,7 @@ def test_close_cancels_what_runs_and_its_groups_stay_pending():
     assert [planned.number for planned in producer.planner.pending] == list(range(6))
 
 
-def test_groups_arrive_as_they_finish_and_take_puts_them_in_order():
+def test_groups_arrive_as_they_finish():
     source = Scripted({5: 0.02, 3: 0.06, 4: 0.1})
     producer = Producer(source, make_planner())
     producer.begin(0)
@@ -348,7 +354,7 @@ def test_groups_arrive_as_they_finish_and_take_puts_them_in_order():
         source.finish(i)
         assert next(arrived).number == i
     producer.done()
-    assert [group.number for group in producer.take(1, version=0)] == [3, 4, 5]
+    assert [group.number for group in take(producer, 1, version=0)] == [3, 4, 5]
     assert producer.metrics(step=2)["rollout/staleness_max"] == 2.0, "the second step on the same batch"
 
 
@@ -380,7 +386,7 @@ def test_in_process_it_samples_what_the_engine_samples_when_asked_for_all_at_onc
     twin = make_planner()
     for step in range(3):
         engine.load(step)
-        groups = producer.take(step)
+        groups = take(producer, step)
         plain = engine.generate([request for group in twin.next_batch() for request in twin.requests(group)], sampling)
         assert [completion for group in groups for completion in group.completions] == plain
         assert {version for c in plain for version, _ in c.versions} == {step}
@@ -393,7 +399,7 @@ def test_in_process_running_ahead_is_only_older(engine):
     ages = []
     for step in range(3):
         engine.load(step)
-        producer.take(step)
+        take(producer, step)
         ages.append(producer.metrics()["rollout/staleness_max"])
         producer.done()
     assert ages == [0.0, 1.0, 1.0]

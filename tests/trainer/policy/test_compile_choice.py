@@ -18,7 +18,7 @@ from trainer.__main__ import main
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.config.defaults import default_tree
 from trainer.policy import compile_choice
-from trainer.policy.compile_choice import ENOUGH_STEPS, Choice, choose, obstacle, settle_compile
+from trainer.policy.compile_choice import ENOUGH_STEPS, Choice, choose, obstacle, resolve_compile
 from trainer.policy.load import load_policy
 from trainer.policy.logps import causal_lm, token_logps
 
@@ -105,7 +105,7 @@ def test_one_model_beside_the_policy_that_has_an_obstacle_decides_for_all(policy
     for name, value in (("num_experts_per_tok", 2), ("num_hidden_layers", 1000)):
         with monkeypatch.context() as patch:
             patch.setattr(text, name, value, raising=False)
-            assert settle_compile(parse(), policy, 1000).model.compile is False and compiled == []
+            assert resolve_compile(parse(), policy, 1000).model.compile is False and compiled == []
         said = capsys.readouterr().err
         assert said.startswith("compile=auto: off, ") and beside.source in said
 
@@ -114,16 +114,16 @@ def test_all_models_of_a_step_are_compiled_and_only_if_auto_says_so(policy, comp
     beside = load_policy(ModelConfig(model="builtin:tiny"), LoraConfig(), CPU, with_reference=False)
     monkeypatch.setattr(policy, "beside", [beside])
     monkeypatch.setattr(policy, "device", torch.device("cuda", 0))
-    assert settle_compile(parse(), policy, 10).model.compile is False and compiled == []
+    assert resolve_compile(parse(), policy, 10).model.compile is False and compiled == []
     assert "compile=auto: off" in capsys.readouterr().err
-    assert settle_compile(parse(), policy, 1000).model.compile is True
+    assert resolve_compile(parse(), policy, 1000).model.compile is True
     models = [causal_lm(model) for model in (policy.model, policy.reference, beside.model)]
     assert compiled == [block for lm in models for block in lm.base_model.layers]
     assert capsys.readouterr().err.count("compile=auto: on, 1000 steps") == 1
     compiled.clear()
     for words in (("--compile",), ("--compile", "false")):  # nothing to choose, and load_policy has done it
         cfg = parse(*words)
-        assert settle_compile(cfg, policy, 1000) is cfg
+        assert resolve_compile(cfg, policy, 1000) is cfg
     assert compiled == [] and capsys.readouterr().err == ""
 
 

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from losses.types import LossOut, Term
+from tests.clip import clip_gradients
 from trainer.config.blocks import OptimConfig
 from trainer.metrics.metrics import MetricSums
 from trainer.policy.optim import build_optimizer, clip_and_step, lr_factor, term_metrics, total_loss
-from trainer.policy.sharding import clip_gradients, gradient_norm
+from trainer.policy.sharding import gradient_norm
 
 
 def make_model() -> nn.Module:

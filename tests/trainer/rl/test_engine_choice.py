@@ -16,7 +16,7 @@ from trainer.__main__ import main
 from trainer.config.defaults import default_tree
 from trainer.config.groups import servers_asked
 from trainer.rl import engine_choice
-from trainer.rl.engine_choice import GIB, Memory, choose, engine_bytes, settle_engine, to_come
+from trainer.rl.engine_choice import GIB, Memory, choose, engine_bytes, resolve_engine, to_come
 
 FITS = Memory(training=20 * GIB, copy=3 * GIB, cache=GIB, room=137 * GIB)
 SHORT = FITS._replace(training=134 * GIB)
@@ -93,7 +93,7 @@ def test_memory_decides_on_a_gpu_and_a_cpu_has_nothing_to_log():
 def test_what_is_named_is_kept_whatever_the_device(method):
     for engine in ("local", "vllm"):
         cfg = parse("--rollout.engine", engine, method=method)
-        assert settle_engine(cfg, None, []) is cfg
+        assert resolve_engine(cfg, None, []) is cfg
 
 
 def test_bytes_to_come_and_of_the_engine():
@@ -127,7 +127,7 @@ def test_what_is_free_on_the_gpu_decides(monkeypatch, capsys):
     for spare, engine in ((0, "local"), (-1, "vllm")):
         free = needed + cache + engine_choice.SPARE - 2 * held + spare
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10 * free))
-        cfg = settle_engine(parse(), policy, [SimpleNamespace(ids=[1] * 40)], unseen=20)
+        cfg = resolve_engine(parse(), policy, [SimpleNamespace(ids=[1] * 40)], unseen=20)
         assert cfg.rollout.engine == engine
         assert f"rollout.engine=auto: {engine}, " in capsys.readouterr().err
 

@@ -85,7 +85,7 @@ def test_rows_are_places_in_the_rollout_and_may_be_chosen():
     assert [part.number for part in parts] == [0, 1]
     assert [part.rows for part in parts] == [[1, 4, 7], []]  # 8 has no advantage and 11 trains nothing
     assert parts[0].completions == [completions[row] for row in parts[0].rows]
-    assert all(part.start is not None for part in parts)  # for the ratio of several steps
+    assert all(part.old is not None for part in parts)  # for the ratio of several steps
     whole = prepared(cfg, policy, batch_of())
     assert len(whole) == 1 and whole[0].number == 0 and whole[0].rows == prepared(cfg, policy, batch_of((3,)))[0].rows
 

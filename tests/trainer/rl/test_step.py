@@ -255,7 +255,7 @@ def test_the_coefficient_follows_the_entropy_and_acts_only_below_the_target():
     found = []
     for entropy in (0.4, 0.2, 0.2, 0.2, 0.4, 0.3, 0.2):
         found.append((adaptive.coef, adaptive.weight))
-        adaptive.saw(entropy)
+        adaptive.observe(entropy)
     # Before the first step the entropy is not known: there is no bonus.
     assert found == [(0, 0.5), (0, 0), (0.5, 0.5), (1, 1), (1, 1), (0, 0.5), (0.5, 0.5)]
     other = EntropyTarget(options)

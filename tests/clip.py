@@ -1,0 +1,17 @@
+"""Clipping as trainer.policy.optim does it, for tests that take a step of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from trainer.policy.sharding import gradient_norm, scale_gradients
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
+    """Clip gradients to the global norm `limit`; returns the norm before clipping."""
+    parameters = list(parameters)
+    norm = float(gradient_norm(parameters))
+    scale_gradients(parameters, norm, limit)
+    return norm

@@ -18,7 +18,7 @@ import tyro
 from bench.common import Row, read_rows
 
 BEGIN, END = "<!-- bench -->", "<!-- /bench -->"
-PEERS = {"trl": "TRL", "liger_kernel": "Liger", "cut_cross_entropy": "cut-cross-entropy"}
+PEERS = {"trl": "TRL", "liger_kernel": "Liger", "cut_cross_entropy": "cut-cross-entropy", "vllm": "vLLM"}
 PROVIDERS = {
     "ours": "ours", "trl": "TRL", "liger": "Liger", "cce": "CCE", "cce, exact": "CCE, no filter", "torch": "torch",
     "torch.compile": "torch.compile",
@@ -64,7 +64,7 @@ def provenance(machine: str, rows: list[Row]) -> str:
     days = sorted({row.time[:10] for row in rows})
     commits = ", ".join(sorted({row.commit for row in rows}))
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    how = "Medians; providers timed in turns, whole runs (vs_trl) one after the other."
+    how = "Medians; providers timed in turns, whole runs (vs_trl) and engines (rollout) one after the other."
     return f"One {machine}, {', '.join(ours + theirs)}; {when}, commit {commits}. {how}"
 
 

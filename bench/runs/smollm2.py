@@ -36,6 +36,7 @@ from rollout.rewards.functions import exact_match
 
 SIDES = ("ours", "TRL")
 COLOURS = {"ours": "#00798c", "TRL": "#d1495b"}
+NAMES = {"ours": "strop", "TRL": "TRL"}  # in the figure
 GOAL = 0.8  # accuracy whose time the summary names
 
 
@@ -329,7 +330,7 @@ def plot(figure: tyro.conf.Positional[Path], rows: tyro.conf.Positional[Path]) -
     for axes, (name, title) in zip(panels, titles.items(), strict=True):
         for (side, seed), points in sorted(lines_of(made).items()):
             x, y = [point[name] for point in points], [point["accuracy"] for point in points]
-            label = side if seed == min(s for other, s in lines_of(made) if other == side) else None
+            label = NAMES[side] if seed == min(s for other, s in lines_of(made) if other == side) else None
             axes.plot(x, y, marker="o", markersize=3, color=COLOURS[side], label=label)
         axes.set(xlabel=title, ylim=(0, 1))
         axes.set_xlim(left=0)

@@ -78,7 +78,11 @@ def load_critic(cfg: Any, policy: Policy) -> Critic:
     if cfg.value_model is None:
         return ValueHead(policy)
     own = replace(cfg.model, model=cfg.value_model)
-    scorer = load_scorer(own, cfg.lora, policy.device, kind="sequence", zero_head=True)
+    try:
+        scorer = load_scorer(own, cfg.lora, policy.device, kind="sequence", zero_head=True)
+    except ValueError as error:  # it speaks of the model that it was given
+        text = str(error)
+        raise ValueError(f"value_model={text[6:]}" if text.startswith("model=") else text) from None
     check_same_tokens(policy, scorer, f"value_model={cfg.value_model}", cfg.model.model)
     if policy.row_multiple % scorer.row_multiple:
         raise ValueError(

@@ -338,6 +338,7 @@ REFUSED = {
     "critic_learning_rate=0.0: must be above 0": ["--critic-learning-rate", "0"],
     "num_generations=0: must be 1 or more": ["--num-generations", "0"],
     "kl_in_reward=True: has no effect with beta=0": ["--kl-in-reward"],
+    "value_model=./nowhere: ": ["--value-model", "./nowhere"],
 }  # fmt: skip
 
 

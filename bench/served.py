@@ -110,7 +110,11 @@ def random_policy(shape: str, folder: Path | None, *, lora_rank: int = 0, held: 
         tokenizer.save_pretrained(folder / "model")
     choose_attention(model, "auto", device)
     policy = Policy(model=model, tokenizer=tokenizer, source=source, device=device, compute_dtype=dtype)
-    policy.model = add_adapter(model, LoraConfig(r=lora_rank)).to(device) if lora_rank else model.to(held)
+    if lora_rank:
+        policy.model = add_adapter(model, LoraConfig(r=lora_rank)).to(device)
+        return policy
+    for parameter in model.parameters():  # not model.to(held): rotary frequencies stay float32, as a loaded model's do
+        parameter.data = parameter.data.to(held)
     return policy
 
 

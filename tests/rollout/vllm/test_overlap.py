@@ -63,6 +63,12 @@ def make_producer(engine: VllmEngine, sampling: Sampling, **options: Any) -> Pro
     return Producer(EngineSource(engine, sampling), planner, tend=engine.tend, **options)
 
 
+def take(producer: Producer, step: int, version: int | None = None) -> list[Group]:
+    """All groups of the next batch, in the order in which they were planned."""
+    producer.begin(step, version)
+    return sorted(producer.arrived(), key=lambda group: group.number)
+
+
 def train(policy: Policy, step: int) -> dict[str, torch.Tensor]:
     """Other weights, and a copy of those there were."""
     weights = {name: p.detach().clone() for name, p in policy.model.named_parameters() if p.requires_grad}
@@ -105,7 +111,7 @@ def test_groups_run_while_weights_change_within_the_bound_and_each_token_is_of_t
         if step == 0 or sync_due(step, engine.version, interval):
             engine.load(step)
             loaded.append(step)
-        batches.append(producer.take(step, engine.version))
+        batches.append(take(producer, step, engine.version))
         stale.append(producer.metrics()["rollout/staleness_max"])
         in_use.append(set(engine.in_use()))
         weights[step] = train(policy, step)
@@ -165,7 +171,7 @@ def test_a_group_that_a_server_refuses_stops_the_run_with_its_prompt(pair):
     engine.load(0)
     producer = make_producer(engine, Sampling(max_tokens=100_000, for_training=True))
     with pytest.raises(ValueError, match=r"^prompt=rows:\d: its completions could not be sampled; .*max_tokens"):
-        producer.take(0)
+        take(producer, 0)
     producer.close()
 
 

@@ -95,7 +95,7 @@ TASKS = {
         "another form. Two rewards, each normalised within its group: 1 if the whole reply has this form and is not "
         "the example in the prompt, and 1 if its last number is right. Held out: 300 rows with other numbers, one "
         "sample each at temperature 1.",
-        {"eval/regex/mean": Metric("format"), "eval/last_number/mean": Metric("correct")},
+        {"eval/regex/mean": Metric("format"), "eval/last_number/mean": Metric("correctness")},
     ),
     "harmless": Task(
         "DPO, KTO and a reward model: harmless answers",

@@ -46,10 +46,10 @@ def with_features(found: dict[str, Row]) -> dict[str, Row]:
         del made[judge["name"]]
         name = f"{judge['judges']}-{judge['seed']}"
         beside = next((row for row in found.values() if row["method"] == judge["method"] and not row["judges"]), None)
-        if name in made and "points" in made[name] and "points" in judge and beside and "points" in beside:
-            first, *_, last = own = made[name]["points"]
-            ends = [{**beside["points"][0], **first}, {**judge["points"][0], **last}]
-            made[name] = {**made[name], "points": [ends[0], *own[1:-1], ends[1]]}
+        own = made.get(name, {}).get("points", [])
+        if len(own) > 1 and "points" in judge and beside and "points" in beside:
+            before, after = {**beside["points"][0], **own[0]}, {**judge["points"][0], **own[-1]}
+            made[name] = {**made[name], "points": [before, *own[1:-1], after]}
     return made
 
 

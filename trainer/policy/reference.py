@@ -6,7 +6,8 @@ import array
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -108,6 +109,16 @@ def build_reference(
     if cfg.ref == "precomputed":
         return Reference(None, precompute(Path(cfg.ref_cache).expanduser(), run, source, items))
     return Reference(policy)
+
+
+@contextmanager
+def named_as(setting: str) -> Iterator[None]:
+    """What loads models begins its errors with model=NAME; here another setting has that name."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        raise ValueError(f"{setting}={text[6:]}" if text.startswith("model=") else text) from None
 
 
 def load_frozen(setting: str, name: str, model: ModelConfig, policy: Policy, parallel: ParallelConfig | None) -> Policy:

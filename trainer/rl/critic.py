@@ -22,7 +22,7 @@ from data.packing import Batch
 from rollout.engine import Completion
 from trainer.policy.heads import head_of, load_scorer
 from trainer.policy.logps import Policy, causal_lm, hidden_states, predictor_states
-from trainer.policy.reference import check_same_tokens
+from trainer.policy.reference import check_same_tokens, named_as
 
 
 class ValueHead(nn.Module):
@@ -78,11 +78,8 @@ def load_critic(cfg: Any, policy: Policy) -> Critic:
     if cfg.value_model is None:
         return ValueHead(policy)
     own = replace(cfg.model, model=cfg.value_model)
-    try:
+    with named_as("value_model"):
         scorer = load_scorer(own, cfg.lora, policy.device, kind="sequence", zero_head=True)
-    except ValueError as error:  # it speaks of the model that it was given
-        text = str(error)
-        raise ValueError(f"value_model={text[6:]}" if text.startswith("model=") else text) from None
     check_same_tokens(policy, scorer, f"value_model={cfg.value_model}", cfg.model.model)
     if policy.row_multiple % scorer.row_multiple:
         raise ValueError(

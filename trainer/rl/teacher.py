@@ -14,11 +14,10 @@ vLLM, asked for prompt_logprobs by /v1/completions. No teacher is part of a chec
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from rollout.servers.model_folder import resolve_model
 from rollout.servers.token import find_token
 from trainer.policy.load import load_tokenizer
 from trainer.policy.logps import Policy, as_reference, causal_lm, head_of, predictor_states, reference_logps
-from trainer.policy.reference import load_frozen
+from trainer.policy.reference import load_frozen, named_as
 from trainer.policy.sharding import to_device_and_pad
 
 AT_ONCE = 64  # requests to a server
@@ -56,21 +55,11 @@ def open_teacher(cfg: Any, policy: Policy) -> Teacher | TeacherServer:
         return TeacherServer(cfg, policy)
     if cfg.distill.teacher == "self":
         return Teacher(cfg, policy, policy)
-    with named_as_teacher():
+    with named_as("teacher"):
         check_vocabulary(cfg, policy.tokenizer)
         source = load_frozen("teacher", cfg.distill.teacher, cfg.model, policy, cfg.parallel)
     policy.beside.append(source)
     return Teacher(cfg, policy, dataclasses.replace(source, reference=source.model))
-
-
-@contextlib.contextmanager
-def named_as_teacher() -> Iterator[None]:
-    """What loads models begins its errors with model=NAME; the flag here is another."""
-    try:
-        yield
-    except ValueError as error:
-        text = str(error)
-        raise ValueError(f"teacher={text[6:]}" if text.startswith("model=") else text) from None
 
 
 def check_vocabulary(cfg: Any, tokenizer: Any) -> None:

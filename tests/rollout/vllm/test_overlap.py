@@ -21,6 +21,7 @@ from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Producer, sync_due
 from rollout.servers.command import TOKEN
 from rollout.servers.options import SyncConfig, VllmConfig
+from tests.rollout.schedule.test_producer import take
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy
@@ -61,12 +62,6 @@ def make_producer(engine: VllmEngine, sampling: Sampling, **options: Any) -> Pro
     prompts = [Prompt(source=f"rows:{i}", prompt="", ids=[5, 17, 30 + i]) for i in range(8)]
     planner = Planner(Loader(prompts, batch_size=2, seed=0), num_generations=4, seed=0)
     return Producer(EngineSource(engine, sampling), planner, tend=engine.tend, **options)
-
-
-def take(producer: Producer, step: int, version: int | None = None) -> list[Group]:
-    """All groups of the next batch, in the order in which they were planned."""
-    producer.begin(step, version)
-    return sorted(producer.arrived(), key=lambda group: group.number)
 
 
 def train(policy: Policy, step: int) -> dict[str, torch.Tensor]:

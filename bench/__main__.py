@@ -6,12 +6,12 @@ from pathlib import Path
 
 import tyro
 
-from bench import adamw, attention, decode_attention, ebft, linear_kl, linear_logprob, nf4, train_step
+from bench import adamw, attention, block, decode_attention, ebft, linear_kl, linear_logprob, nf4, train_step
 
 
 def main(out: Path | None = None) -> None:
     """Print all tables; append every row as JSON to `out`."""
-    for bench in (linear_logprob, linear_kl, attention, decode_attention, adamw, nf4, train_step, ebft):
+    for bench in (linear_logprob, linear_kl, attention, decode_attention, block, adamw, nf4, train_step, ebft):
         bench.main(out)
 
 

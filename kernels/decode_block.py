@@ -87,7 +87,7 @@ def add_rms_norm_reference(
 ) -> Tensor:  # (N, D)
     if delta is not None:
         stream += delta
-    return (weight * _normalised(stream, eps)).to(out_dtype)
+    return (weight * normalised(stream, eps)).to(out_dtype)
 
 
 def rotate_append_reference(
@@ -107,11 +107,11 @@ def rotate_append_reference(
     key_heads, _, head_dim = keys.shape
     query, key, value = qkv.view(len(qkv), -1, head_dim).split([num_heads, key_heads, key_heads], dim=1)
     if q_weight is not None:
-        query = _normalised(query, eps).to(qkv.dtype) * q_weight
+        query = normalised(query, eps).to(qkv.dtype) * q_weight
     if k_weight is not None:
-        key = _normalised(key, eps).to(qkv.dtype) * k_weight
+        key = normalised(key, eps).to(qkv.dtype) * k_weight
     cos, sin = cos[position.long()].unsqueeze(1), sin[position.long()].unsqueeze(1)  # (N, 1, K)
-    query, key = ((x * cos + _half_rotated(x) * sin).to(keys.dtype) for x in (query, key))
+    query, key = ((x * cos + half_rotated(x) * sin).to(keys.dtype) for x in (query, key))
     real = place >= 0
     for cache, new in ((keys, key), (values, value.to(values.dtype))):
         cache[:, place[real]] = new[real].transpose(0, 1)
@@ -125,12 +125,17 @@ def silu_mul_reference(
     return torch.nn.functional.silu(gate) * up
 
 
-def _normalised(x: Tensor, eps: float) -> Tensor:  # (..., D) in float32 or wider
+def normalised(
+    x: Tensor,  # (..., D)
+    eps: float,
+) -> Tensor:  # (..., D) in float32 or wider
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
 
 
-def _half_rotated(x: Tensor) -> Tensor:  # (..., K)
+def half_rotated(
+    x: Tensor,  # (..., K)
+) -> Tensor:  # (..., K)
     half = x.shape[-1] // 2
     return torch.cat([-x[..., half:], x[..., :half]], dim=-1)
 

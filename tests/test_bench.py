@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from bench import common, ebft, linear_kl, linear_logprob, offloading, peers, rollout, table, train_step, vs_trl
+from bench import block, common, ebft, linear_kl, linear_logprob, offloading, peers, rollout, table, train_step, vs_trl
 from bench.common import Row, Timing, alternate, emit, make_row, read_rows, relative_error
 from bench.runs import kernel_times, smollm2, vs_trl_run
 from bench.runs.kernel_times import Kernel
@@ -190,6 +190,18 @@ def test_linear_kl_bench_measures_every_section(tmp_path):
         assert set(r.errors) == {"divergence", "dX"} | (set() if r.bench == "linear_kl/frozen" else {"dW"})
     with pytest.raises(ValueError, match="shapes=gpt9: unknown; there is smollm2-135m"):
         linear_kl.main(shapes=("gpt9",))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the benchmark itself is the test")
+def test_block_bench_measures_every_operation(tmp_path):
+    block.main(tmp_path / "rows.jsonl", tokens=16, seconds=0.0)
+    rows = read_rows([tmp_path / "rows.jsonl"])
+    assert {r.bench for r in rows} == {"block/norm", "block/head norm", "block/rotation", "block/activation"}
+    for r in rows:
+        assert r.provider in ("ours", "transformers") and r.floor_ms > 0 and r.extra["moved_gb"] > 0
+        assert {"out0", "d0", "d1"} <= set(r.errors) and all(0 <= error < 1e-2 for error in r.errors.values())
+    with pytest.raises(ValueError, match="only=softmax: unknown; there is norm, head norm, rotation, activation"):
+        block.main(only=("softmax",))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the benchmark itself is the test")

@@ -22,7 +22,8 @@ Checked in tests/trainer/test_plan.py: what autograd saves, tensor by tensor, on
 head's buffers and the peak of a checkpointed bfloat16 step, against rows measured on an H200; AdamW's moments, against
 what the optimizers hold. bench/vs_trl.py compares whole DPO steps on a GPU. Not measured, so only estimated: FSDP's
 buffers, the in-process engine on a GPU, RESERVE and ASLEEP. Not counted: what --compile saves (compiled blocks keep
-fewer activations), dense masks and scores of sdpa (sequences are packed, with flex attention), reward models.
+fewer activations) or else kernels/block.py on a GPU (norms keep neither float32 nor normalised inputs, MLPs no
+silu(gate)), dense masks and scores of sdpa (sequences are packed, with flex attention), reward models.
 """
 
 from __future__ import annotations
@@ -130,6 +131,7 @@ class Work:
     compute: int = 2  # c
     checkpointing: bool = False
     offloading: bool = False  # of what checkpointing keeps
+    compiled: bool = False  # or may be; on one GPU, checkpointed blocks then keep the output of attention
     head: Head = "one pass"
     has_reference: bool = False
     others: float = 0.0  # bytes of other frozen models
@@ -283,12 +285,15 @@ def casts(s: Sizes, work: Work) -> int:
 
 def saved(s: Sizes, work: Work) -> int:
     """Bytes of activations kept between forward and backward, casts included; checkpointing keeps w D per block, and
-    offloading two of those."""
+    offloading two of those; compiled blocks keep the output of attention, too."""
     n, w, d = work.own, work.stream, s.width
     norm = 4 * d + 4
     outside = n * (norm + w * d * work.full + 2 * w * s.head_dim + 8)  # last norm, rotary table, ids
+    if work.offloading:
+        return outside + n * w * d * min(2, s.layers)
     if work.checkpointing:
-        return outside + n * w * d * (min(2, s.layers) if work.offloading else s.layers)
+        attention = s.heads * (work.compute * s.head_dim + 4) * work.compiled  # and its log-sum-exp
+        return outside + n * (w * d + attention) * s.layers
     first = 0 if work.full else n * norm  # embeddings do not train: the first norm saves nothing
     return outside - first + s.layers * saved_by_block(s, work) + casts(s, work)
 
@@ -538,6 +543,7 @@ def work_of(cfg: Any, s: Sizes, device: str | None = None) -> Work:
         head=method_of(cfg).head_for(cfg.parallel.context),
         has_reference=has_reference(cfg), others=compute * sum(sizes_for(cfg, name).params for name in frozen(cfg)),
         optim=cfg.optim.optim, accumulates=is_part, context=cfg.parallel.context,
+        compiled=device == "cuda" and cfg.model.compile is not False and world_size() == 1,
         triton=device == "cuda" and (not has_gpu or torch.cuda.get_device_capability()[0] in TRITON_HEAD),
     )  # fmt: skip
     if method_of(cfg).critic:
@@ -1010,7 +1016,7 @@ def columns(cfg: PlanConfig, card: Card) -> dict[str, Work]:
         tokens=cfg.max_tokens_per_micro_batch, lora_r=cfg.lora.r, in_4bit=cfg.load_in_4bit,
         held=BYTES[cfg.trained_dtype], compute=BYTES[cfg.dtype], has_reference=cfg.has_reference, optim=cfg.optim,
         triton=card.triton_head, context=parallel.context, head=METHODS[cfg.method].head_for(parallel.context),
-        others=cfg.others,
+        others=cfg.others, compiled=cfg.gpus == 1,
     )  # fmt: skip
     modes = {}
     if cfg.gpus == 1 or (parallel.mode != "fsdp" and parallel.shard is None):

@@ -345,7 +345,9 @@ def test_command_counts_offloaded_activations(capsys):
         text = capsys.readouterr().out
         peaks.append([float(x) for x in re.search(r"^peak +([\d.]+) +([\d.]+)$", text, flags=re.MULTILINE).groups()])
     assert "Offloaded activations take page-locked main memory, in GiB for each GPU: replicate + gc 13.50." in text
-    assert peaks[0][0] == peaks[1][0] and 12.5 < peaks[0][1] - peaks[1][1] <= 13.5
+    # the inputs of 26 blocks or more, and the attention of 28: blocks whose inputs leave are compiled without it
+    attention = 28 * 65536 * 16 * (2 * 128 + 4) / plan.GIB
+    assert peaks[0][0] == peaks[1][0] and 12.5 < peaks[0][1] - peaks[1][1] - attention <= 13.5
     assert plan.main([*asked, "--activation-offloading"]) == 2
     assert "activation_offloading=True: moves what gradient checkpointing saves; add" in capsys.readouterr().err
 

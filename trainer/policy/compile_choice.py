@@ -17,8 +17,8 @@ from trainer.parallel.watch import log
 from trainer.policy.load import blocks_of, compile_blocks
 from trainer.policy.logps import Policy, causal_lm
 
-# Compiling takes half a minute to a minute and makes a step 1.3 to 1.5 times as fast (one H200): steps of 1 s win that
-# back within 90 to 260.
+# Compiling takes half a minute to a minute and makes a step 1.4 to 1.7 times as fast (one H200): steps of 1 s win that
+# back within 70 to 210.
 ENOUGH_STEPS = 200
 
 

@@ -28,7 +28,6 @@ from trainer.policy.load import (
     check_adapters,
     check_offloading,
     checkpoint_blocks,
-    compile_blocks,
     find_model,
     held_dtype,
     load_causal_lm,
@@ -36,6 +35,7 @@ from trainer.policy.load import (
     load_tokenizer,
     pick_dtype,
     refuse_unfit,
+    speed_up,
 )
 from trainer.policy.logps import Policy, causal_lm, refuse_if_failing, unsupported
 
@@ -90,8 +90,7 @@ def load_scorer(
     if is_new and zero_head:
         for parameter in head_of(scorer.model).parameters():
             nn.init.zeros_(parameter)
-    if cfg.compile is True:  # auto: as in load_policy
-        compile_blocks(causal_lm(scorer.model), base)
+    speed_up(causal_lm(scorer.model), cfg, base, device)
     return scorer
 
 

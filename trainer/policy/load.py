@@ -22,6 +22,7 @@ adapters beside it, initialised from the same random numbers as beside a loaded 
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -29,7 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from data.chat import set_chat_template, set_special_tokens
 from data.formats.template_settings import check_kwargs
@@ -45,6 +46,7 @@ from trainer.parallel.dtensor import local, local_slices
 from trainer.parallel.watch import log
 from trainer.policy.adapters import add_adapter, attach_adapter, continue_adapter
 from trainer.policy.attention import choose_attention, load_name
+from trainer.policy.fuse import fuse, unfuse
 from trainer.policy.logps import Policy, causal_lm, check_logps
 from trainer.policy.offload import offload_inputs, offloads
 
@@ -104,10 +106,9 @@ def load_policy(
     policy.model.train()
     if files is None:
         check_logps(policy)
-    if cfg.compile is True:  # auto: once the number of steps is known (trainer/policy/compile_choice.py)
-        for model in (policy.model, policy.reference):
-            if model is not None:
-                compile_blocks(causal_lm(model), base)
+    for model in (policy.model, policy.reference):
+        if model is not None:
+            speed_up(causal_lm(model), cfg, base, device)
     return policy
 
 
@@ -263,9 +264,18 @@ def checkpoint_blocks(lm: Any, cfg: ModelConfig, source: str, device: torch.devi
         offload_inputs(blocks, device)
 
 
+def speed_up(lm: Any, cfg: ModelConfig, source: str, device: torch.device) -> None:
+    """Compile the blocks, or fuse their small operations, which compiled blocks do not need."""
+    if cfg.compile is True:  # auto: once the number of steps is known (trainer/policy/compile_choice.py)
+        compile_blocks(lm, source)
+    elif device.type == "cuda":
+        fuse(lm)
+
+
 def compile_blocks(lm: Any, source: str) -> None:
     """In place, so that names and hooks stay; one graph, attention included, for every block, length and mask."""
     compile_for_all_lengths()
+    unfuse(lm)
     for block in blocks_of(lm, source):
         if getattr(block, "gradient_checkpointing", False) and world_size() == 1 and not offloads(block):
             recompute_inside(block)
@@ -276,17 +286,24 @@ def recompute_inside(block: nn.Module) -> None:
     """Checkpoint within the block's graph instead of around it.
 
     The compiler then leaves out of the recomputation what the backward pass does not need, such as the last product of
-    the block. Sharded blocks keep the checkpoint around them, which gathers their weights again, and so do those whose
-    inputs leave the GPU.
+    the block. Outputs of flex attention are kept: they are as large as the block's input and take longest to compute
+    again for their size. Sharded blocks keep the checkpoint around them, which gathers their weights again, and so do
+    those whose inputs leave the GPU.
     """
     forward, block.gradient_checkpointing = block.forward, False
+    contexts = functools.partial(create_selective_checkpoint_contexts, keeps_attention)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if block.training and torch.is_grad_enabled():
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         return forward(*args, **kwargs)
 
     block.forward = call
+
+
+def keeps_attention(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = operation is torch.ops.higher_order.flex_attention
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 # weights that each rank reads after sharding ---------------------------------------------------------------------

@@ -191,3 +191,29 @@ def test_recomputation_inside_the_graph_leaves_out_the_last_product(monkeypatch)
     assert products == [7, 6 + 14]
     for name, gradient in want.items():
         torch.testing.assert_close(got[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_attention_is_not_computed_again(monkeypatch):
+    """Its output is kept by checkpointed blocks that are compiled; everything else of a block is computed again."""
+    graphs: dict[str, list[str]] = {}
+
+    def noted(name):
+        def compiler(graph, inputs):
+            graphs[name] = [str(node.target) for node in graph.graph.nodes if "flex_attention" in str(node.target)]
+            return make_boxed_func(graph.forward)
+
+        return compiler
+
+    backend = aot_autograd(
+        fw_compiler=noted("forward"), bw_compiler=noted("backward"), partition_fn=min_cut_rematerialization_partition
+    )
+    plain = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **o: plain(self, backend=backend, **o))
+    cfg = ModelConfig(model="builtin:tiny", gradient_checkpointing=True, compile=True)
+    policy = load_policy(cfg, LoraConfig(), torch.device("cuda"), with_reference=False)
+    item = Item(list(range(1, 40)), [False] + [True] * 38)
+    (batch,) = make_batches([item], max_tokens=256, multiple=policy.row_multiple)
+    token_logps(policy, batch.to(policy.device)).logp.sum().backward()
+    torch._dynamo.reset()
+    assert graphs == {"forward": ["flex_attention"], "backward": ["flex_attention_backward"]}

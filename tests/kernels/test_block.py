@@ -1,0 +1,211 @@
+"""The operations of a block for training: references against transformers' own modules, which they equal bit for bit.
+
+The checks here also serve the kernels, in test_block_interpreted.py and on a GPU in test_block_gpu.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from kernels import block
+from tests.kernels.decode_problems import error
+
+LIMITS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}  # the interpreter rounds towards zero
+DTYPES = [  # of activations and of weights or angles
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),  # under autocast
+]
+EPS = 1e-5
+NAMES = ("rms_norm", "rotate", "silu_mul")
+REFERENCES = {
+    "rms_norm": lambda x, weight: block.rms_norm_reference(x, weight, EPS),
+    "rotate": block.rotate_reference,
+    "silu_mul": block.silu_mul_reference,
+}
+PUBLIC = {
+    "rms_norm": lambda x, weight: block.rms_norm(x, weight, EPS),
+    "rotate": block.rotate,
+    "silu_mul": block.silu_mul,
+}
+
+
+class Result(NamedTuple):
+    outputs: tuple[Tensor, ...]
+    gradients: tuple[Tensor, ...]  # of the inputs that have one
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return numbers.to(device, dtype)
+
+
+def norm_inputs(shape: tuple[int, ...], dtype: torch.dtype, other: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    x = 3 * draw(*shape, seed=1, dtype=dtype, device=device)
+    return [x.requires_grad_(), (1 + 0.3 * draw(shape[-1], seed=2)).to(device, other).requires_grad_()]
+
+
+def silu_inputs(shape: tuple[int, ...], dtype: torch.dtype, other: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    gate, up = (4 * draw(*shape, seed=seed, dtype=dtype, device=device) for seed in (3, 4))
+    return [gate.requires_grad_(), up.requires_grad_()]
+
+
+def rotate_inputs(
+    shape: tuple[int, ...],  # B, T, H, H_kv, K
+    dtype: torch.dtype,
+    other: torch.dtype,
+    device: str = "cpu",
+    angles: int | None = None,  # rows of cos and sin
+) -> list[Tensor]:
+    """As attention has them: heads of a token side by side. The two halves of the angles differ."""
+    batch, length, heads, key_heads, size = shape
+    query = draw(batch, length, heads, size, seed=5, dtype=dtype, device=device).transpose(1, 2)
+    key = draw(batch, length, key_heads, size, seed=6, dtype=dtype, device=device).transpose(1, 2)
+    angle = draw(angles or batch, length, size, seed=7, device=device)
+    return [query.requires_grad_(), key.requires_grad_(), angle.cos().to(other), angle.sin().to(other)]
+
+
+def inputs_of(name: str, dtype: torch.dtype, other: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    if name == "rotate":
+        return rotate_inputs((2, 3, 9, 2, 10), dtype, other, device)
+    return (norm_inputs if name == "rms_norm" else silu_inputs)((2, 3, 37), dtype, other, device)
+
+
+def slope_of(output: Tensor, number: int) -> Tensor:
+    return draw(*output.shape, seed=10 + number).to(output.device, output.dtype)
+
+
+def run(function: Callable[..., Any], inputs: list[Tensor]) -> Result:
+    """Outputs, and gradients of a sum with random weights; equal for every function of these inputs."""
+    made = function(*inputs)
+    outputs = made if isinstance(made, tuple) else (made,)
+    gradients = gradients_of(outputs, inputs, [slope_of(x, i) for i, x in enumerate(outputs)])
+    return Result(tuple(x.detach() for x in outputs), gradients)
+
+
+def gradients_of(outputs: tuple[Tensor, ...], inputs: list[Tensor], slopes: list[Tensor]) -> tuple[Tensor, ...]:
+    leaves = [x for x in inputs if x.requires_grad]
+    pairs = [(x, slope) for x, slope in zip(outputs, slopes, strict=True) if x.requires_grad]
+    return torch.autograd.grad([x for x, _ in pairs], leaves, [x for _, x in pairs]) if leaves else ()
+
+
+def exact(name: str, inputs: list[Tensor], like: Result) -> Result:
+    """The same in float64, with the same gradient of the outputs."""
+    wide = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
+    made = REFERENCES[name](*wide)
+    outputs = made if isinstance(made, tuple) else (made,)
+    gradients = gradients_of(outputs, wide, [slope_of(x, i).double() for i, x in enumerate(like.outputs)])
+    return Result(tuple(x.detach() for x in outputs), gradients)
+
+
+def check(functions: dict[str, Callable[..., Any]], name: str, inputs: list[Tensor]) -> Result:
+    """Values and gradients against float64, and the dtypes and shapes of the reference."""
+    got, plain = run(functions[name], inputs), run(REFERENCES[name], inputs)
+    want = exact(name, inputs, got)
+    limit = LIMITS[min((x.dtype for x in inputs), key=lambda dtype: dtype.itemsize)]
+    for kind, here, there, precise in zip(Result._fields, got, plain, want, strict=True):
+        for number, (x, y, z) in enumerate(zip(here, there, precise, strict=True)):
+            assert (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device), (kind, number)
+            assert torch.equal(x.double(), z) or error(x, z) < limit, (kind, number, error(x, z))
+    return got
+
+
+def assert_equal(a: Result, b: Result) -> None:
+    for x, y in zip((*a.outputs, *a.gradients), (*b.outputs, *b.gradients), strict=True):
+        assert x.dtype == y.dtype and torch.equal(x, y)
+
+
+# ---- what every implementation must do ----
+
+
+def check_views(functions: dict[str, Callable[..., Any]], device: str = "cpu") -> None:
+    """Inputs with gaps between rows, and with columns that are not side by side."""
+    for name in NAMES:
+        for dim in (-1, -2):
+            views = []
+            for x in inputs_of(name, torch.float32, torch.float32, device):
+                gaps = torch.full_like(x, torch.nan)
+                view = torch.stack([x.detach(), gaps], dim=dim).select(dim, 0)
+                assert view.shape == x.shape and (x.dim() == 1 or not view.is_contiguous())
+                views.append(view.requires_grad_(x.requires_grad))
+            check(functions, name, views)
+
+
+def check_no_rows(functions: dict[str, Callable[..., Any]], device: str = "cpu") -> None:
+    for name, inputs in {
+        "rms_norm": norm_inputs((2, 0, 24), torch.bfloat16, torch.float32, device),
+        "rotate": rotate_inputs((2, 0, 4, 2, 8), torch.bfloat16, torch.float32, device),
+        "silu_mul": silu_inputs((0, 24), torch.bfloat16, torch.bfloat16, device),
+    }.items():
+        got = check(functions, name, inputs)
+        assert all((x == 0).all() for x in got.gradients)  # of the norm's weight, which has numbers
+
+
+def check_frozen(functions: dict[str, Callable[..., Any]], device: str = "cpu") -> None:
+    """Any input may need no gradient, and the others' gradients stay the same; without any the values do."""
+    for name in NAMES:
+        inputs = inputs_of(name, torch.bfloat16, torch.bfloat16, device)
+        want = run(functions[name], inputs)
+        for number, gradient in enumerate(want.gradients):
+            some = run(functions[name], [x.detach().requires_grad_(i == number) for i, x in enumerate(inputs)])
+            assert_equal(Result(some.outputs, ()), Result(want.outputs, ()))
+            assert len(some.gradients) == 1 and error(some.gradients[0], gradient) < 1e-3
+        with torch.no_grad():
+            made = functions[name](*inputs)
+        assert_equal(Result(made if isinstance(made, tuple) else (made,), ()), Result(want.outputs, ()))
+        assert not any(x.requires_grad for x in (made if isinstance(made, tuple) else (made,)))
+
+
+def check_checkpoint(functions: dict[str, Callable[..., Any]], device: str = "cpu") -> None:
+    """Computed again in the backward pass, twice in a row."""
+    for name in NAMES:
+        inputs = inputs_of(name, torch.bfloat16, torch.float32, device)
+        want = run(functions[name], inputs)
+        again = partial(checkpoint, functions[name], use_reentrant=False)
+        for _ in range(2):
+            assert_equal(run(again, inputs), want)
+
+
+# ---- references ----
+
+
+@pytest.mark.parametrize(("dtype", "other"), DTYPES, ids=str)
+def test_references_are_what_transformers_computes(dtype, other):
+    from transformers import Qwen3Config
+    from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+    x, weight = norm_inputs((2, 5, 37), dtype, other)
+    norm = qwen3.Qwen3RMSNorm(37, eps=EPS)
+    norm.weight = torch.nn.Parameter(weight.detach())
+
+    def theirs(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.func.functional_call(norm, {"weight": weight}, (x,))
+
+    assert_equal(run(PUBLIC["rms_norm"], [x, weight]), run(theirs, [x, weight]))
+    turned = rotate_inputs((2, 5, 4, 2, 10), dtype, other)
+    assert_equal(run(PUBLIC["rotate"], turned), run(qwen3.apply_rotary_pos_emb, turned))
+    mlp = qwen3.Qwen3MLP(Qwen3Config(hidden_size=8, intermediate_size=16)).to(dtype)
+
+    def activation(gate: Tensor, up: Tensor) -> Tensor:
+        return mlp.act_fn(gate) * up
+
+    gate_up = silu_inputs((2, 5, 37), dtype, other)
+    assert_equal(run(PUBLIC["silu_mul"], gate_up), run(activation, gate_up))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("dtype", "other"), [*DTYPES, (torch.float64, torch.float64)], ids=str)
+def test_references_are_exact(dtype, other, name):
+    check(REFERENCES, name, inputs_of(name, dtype, other))
+
+
+def test_references_take_what_kernels_take():
+    for check_one in (check_views, check_no_rows, check_frozen, check_checkpoint):
+        check_one(PUBLIC)

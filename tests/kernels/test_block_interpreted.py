@@ -1,0 +1,91 @@
+"""The kernels of a block for training under Triton's interpreter: small odd sizes on a CPU, against float64.
+
+Memory that was never written holds NaN. On a GPU: test_block_gpu.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from kernels import block
+from tests.kernels.interpreter import interpreted
+from tests.kernels.test_block import (
+    DTYPES,
+    PUBLIC,
+    check,
+    check_checkpoint,
+    check_frozen,
+    check_no_rows,
+    check_views,
+    norm_inputs,
+    rotate_inputs,
+    silu_inputs,
+)
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+in_dtypes = pytest.mark.parametrize(("dtype", "other"), DTYPES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def nan_in_unwritten_memory():
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(was)
+
+
+@pytest.fixture(autouse=True)
+def kernels_in_small_tiles(monkeypatch):
+    """Several programs, and several rounds of each."""
+    monkeypatch.setattr(block, "_fits", lambda *tensors: True)
+    monkeypatch.setattr(block, "TILE", 128)
+    monkeypatch.setattr(block, "PROGRAMS", 3)
+    monkeypatch.setattr(block, "BLOCK", 32)
+
+
+@interpreted
+@in_dtypes
+def test_norm(dtype, other):
+    """37 columns: tiles of two rows; 200: of one, longer than TILE. 23 rows do not divide."""
+    for shape in ((1, 16), (23, 37), (2, 3, 2, 200)):
+        check(PUBLIC, "rms_norm", norm_inputs(shape, dtype, other))
+
+
+@interpreted
+@in_dtypes
+def test_rotation(dtype, other):
+    """More heads than a program turns at a time; sizes that are no powers of two; one row of angles for all."""
+    for shape, angles in (((1, 5, 4, 2, 16), 1), ((2, 3, 9, 1, 10), 2), ((3, 2, 8, 17, 6), 1)):
+        check(PUBLIC, "rotate", rotate_inputs(shape, dtype, other, angles=angles))
+
+
+@interpreted
+@in_dtypes
+def test_activation(dtype, other):
+    for shape in ((1, 16), (5, 37), (2, 3, 64)):
+        check(PUBLIC, "silu_mul", silu_inputs(shape, dtype, other))
+
+
+@interpreted
+def test_activation_of_large_numbers():
+    gate, up = silu_inputs((2, 3), torch.float32, torch.float32)
+    with torch.no_grad():
+        gate[0] = torch.tensor([-200.0, 200.0, 0.0])
+    check(PUBLIC, "silu_mul", [gate, up])
+
+
+@interpreted
+@pytest.mark.parametrize("requirement", [check_views, check_no_rows, check_frozen, check_checkpoint])
+def test_takes(requirement):
+    requirement(PUBLIC)
+
+
+@interpreted
+def test_a_second_derivative_is_refused():
+    x, weight = norm_inputs((3, 8), torch.float32, torch.float32)
+    (slope,) = torch.autograd.grad(PUBLIC["rms_norm"](x, weight).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.sum().backward()

@@ -1,0 +1,277 @@
+"""Fused operations in tiny transformers models: on a CPU by their references, which change no bit of a gradient."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from data.packing import Item, make_batches
+from trainer.config.blocks import LoraConfig, ModelConfig
+from trainer.policy import fuse as fuse_module
+from trainer.policy.fuse import fuse, is_fused, unfuse
+from trainer.policy.load import compile_blocks, load_policy, quantize_layers
+from trainer.policy.logps import causal_lm, reference_logps, token_logps
+
+CPU = torch.device("cpu")
+SIZES = dict(
+    vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, initializer_range=0.2,
+)  # fmt: skip
+NORMS, MLP, ATTENTION = {"input_layernorm", "post_attention_layernorm", "norm"}, "mlp", "self_attn"
+LIKE_LLAMA = {*NORMS, MLP, ATTENTION}
+# What is fused in each: by the last part of the modules' names.
+MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "llama": ({}, LIKE_LLAMA),
+    "qwen2": ({}, LIKE_LLAMA),
+    "mistral": ({}, LIKE_LLAMA),
+    "granite": ({}, LIKE_LLAMA),
+    "qwen3": ({"head_dim": 10}, LIKE_LLAMA | {"q_norm", "k_norm"}),
+    "gemma": ({"head_dim": 8}, {ATTENTION}),  # norms multiply by 1 + weight; the activation is another
+    "gemma3_text": ({"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}, {ATTENTION}),
+    "olmo2": ({}, {MLP}),  # norms and rotations round only at their ends
+    "cohere": ({}, {MLP}),  # layer norms; neighbours rotate, not halves
+    "phi3": ({}, {*NORMS, ATTENTION}),  # one projection for gate and up
+}  # fmt: skip
+
+
+def make(kind: str, *, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **MODELS[kind][0]))
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            if parameter.dim() == 1:  # norms, which start as ones
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return lm
+
+
+def fused(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if is_fused(module)]
+
+
+def step(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients, under autocast if a dtype is given."""
+    ids = torch.randint(1, 90, (2, 9), generator=torch.Generator().manual_seed(1))
+    model.zero_grad()
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[str, Tensor]]) -> None:
+    assert torch.equal(got[0], want[0]) and got[1].keys() == want[1].keys() and len(want[1]) > 0
+    for name, gradient in want[1].items():
+        assert torch.equal(got[1][name], gradient), name
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_computes_the_same_is_fused_and_no_bit_changes(kind):
+    lm = make(kind)
+    names = list(lm.state_dict())
+    kept = {name: x.data_ptr() for name, x in lm.state_dict().items()}
+    want = {dtype: step(lm, dtype) for dtype in (None, torch.bfloat16)}
+    random_state = torch.get_rng_state()
+    fuse(lm)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert {name.rpartition(".")[2] for name in fused(lm)} == MODELS[kind][1]
+    assert list(lm.state_dict()) == names and {name: x.data_ptr() for name, x in lm.state_dict().items()} == kept
+    for dtype, result in want.items():
+        assert_same(step(lm, dtype), result)
+    rounded = step(make(kind).bfloat16())
+    lm = make(kind).bfloat16()
+    fuse(lm)
+    assert_same(step(lm), rounded)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_the_operations_are_called_for_every_layer(kind, monkeypatch):
+    """What is fused is also used, in each of the two blocks; the norm behind them is the last."""
+    called: list[str] = []
+    for name in ("rms_norm", "rotate", "silu_mul"):
+        own = getattr(fuse_module, name)
+        monkeypatch.setattr(fuse_module, name, lambda *x, own=own, name=name: called.append(name) or own(*x))
+    lm = make(kind)
+    fuse(lm)
+    step(lm)
+    heads = ["rms_norm"] * 2 * (kind == "qwen3")
+    assert called == ["rms_norm", *heads, "rotate", "rms_norm", "silu_mul"] * 2 + ["rms_norm"]
+
+
+def test_with_gradient_checkpointing():
+    lm = make("qwen3")
+    want = step(lm)
+    fuse(lm)
+    lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    lm.train()
+    assert_same(step(lm), want)
+
+
+@pytest.mark.parametrize("in_4bit", [False, True])
+def test_with_adapters(in_4bit):
+    """In the MLP, whose layers are then peft's around plain or 4-bit ones; the base is frozen."""
+    from peft import LoraConfig as PeftLora
+    from peft import get_peft_model
+
+    lm = make("qwen3")
+    if in_4bit:
+        with torch.no_grad():
+            quantize_layers(lm, CPU)
+    model = get_peft_model(lm, PeftLora(r=3, target_modules=["q_proj", "gate_proj", "down_proj"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    names, want = list(model.state_dict()), step(model)
+    fuse(causal_lm(model))
+    assert len(fused(model)) == 2 * 6 + 1 and list(model.state_dict()) == names
+    assert_same(step(model), want)
+    with model.disable_adapter():  # the reference of a LoRA run
+        bare = model(input_ids=torch.tensor([[1, 2, 3]])).logits
+        unfuse(model)
+        assert torch.equal(model(input_ids=torch.tensor([[1, 2, 3]])).logits, bare)
+
+
+def test_weights_need_not_be_there_yet():
+    """Models of several ranks are built without weights; they are filled after sharding."""
+    with torch.device("meta"):
+        lm = make("qwen3")
+    fuse(lm)
+    assert len(fused(lm)) == 2 * 6 + 1
+    assert all(parameter.is_meta for parameter in lm.parameters())
+
+
+def test_other_models_and_copies_are_their_own():
+    lm, other = make("qwen3"), make("qwen3", seed=1)
+    fuse(lm)
+    assert fused(other) == [] and fused(type(lm)(lm.config)) == []
+    copied = copy.deepcopy(lm)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.mul_(0.5)
+    want = step(lm)
+    before = step(copied)
+    assert fused(copied) == fused(lm) and not torch.equal(before[0], want[0])
+    unfuse(copied)
+    assert_same(step(copied), before)
+    assert fused(copied) == [] and len(fused(lm)) == 2 * 6 + 1
+    fuse(lm)  # again: nothing is left to do
+    assert_same(step(lm), want)
+
+
+def test_a_fused_model_is_freed_like_any_other():
+    """Without waiting for the garbage collector: its weights take most of the GPU."""
+    lm = make("qwen3")
+    fuse(lm)
+    gone = [weakref.ref(module) for module in lm.modules() if is_fused(module)]
+    gc.collect()
+    gc.disable()
+    try:
+        del lm
+        assert all(ref() is None for ref in gone)
+    finally:
+        gc.enable()
+
+
+class WithGate(nn.Module):
+    """As Llama's norm without its second argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        x = self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        return x if gate is None else x * gate
+
+
+class Scaled(WithGate):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Failing(WithGate):
+    def forward(self, x: Tensor) -> Tensor:
+        raise KeyError("whatever its own code raises")
+
+
+@pytest.mark.parametrize("kind", [WithGate, Scaled, Failing, lambda: nn.LayerNorm(8), lambda: nn.Linear(8, 8)])
+def test_other_modules_are_left_alone(kind):
+    model = nn.Sequential(kind())
+    fuse(model)
+    assert fused(model) == []
+
+
+# ---- where it is used ----
+
+
+def test_nothing_changes_on_a_cpu():
+    policy = load_policy(ModelConfig(model="builtin:tiny"), LoraConfig(), CPU, with_reference=True)
+    assert fused(policy.model) == fused(policy.reference) == []
+
+
+def test_a_model_with_compiled_blocks_is_unfused(monkeypatch):
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: None)
+    lm = make("qwen3")
+    fuse(lm)
+    compile_blocks(lm, "made here")
+    assert fused(lm) == []
+
+
+@contextmanager
+def saved_bytes() -> Iterator[dict[int, int]]:
+    """Bytes of what autograd saves, by place in memory."""
+    held: list[Tensor] = []  # so that no place is used twice
+    found: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        held.append(x)
+        found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with saved_tensors_hooks(pack, lambda x: x):
+        yield found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("settings", "limit"), [({"dtype": "float32"}, 1e-3), ({"trained_dtype": "bfloat16"}, 0.1)], ids=["fp32", "bf16"]
+)
+def test_on_a_gpu_uncompiled_models_are_fused(settings, limit):
+    """The policy and its reference agree bit for bit, one with gradients and the other without."""
+    device = torch.device("cuda")
+    cfg = ModelConfig(model="builtin:tiny", **settings)
+    policy = load_policy(cfg, LoraConfig(), device, with_reference=True)
+    for model in (policy.model, policy.reference):
+        assert LIKE_LLAMA <= {name.rpartition(".")[2] for name in fused(model)}
+    items = [Item(list(range(1, n)), [False] + [True] * (n - 2)) for n in (40, 77, 5)]
+    (batch,) = make_batches(items, max_tokens=256, multiple=policy.row_multiple)
+    batch = batch.to(device)
+    with saved_bytes() as kept:
+        logp = token_logps(policy, batch).logp
+    assert torch.equal(logp.detach(), reference_logps(policy, batch))
+    names = [name for name, _ in policy.model.named_parameters()]
+    got = torch.autograd.grad(logp.sum(), list(policy.model.parameters()))
+    unfuse(policy.model)
+    with saved_bytes() as kept_before:
+        plain = token_logps(policy, batch).logp
+    assert sum(kept.values()) < sum(kept_before.values())  # trainer/plan.py counts the latter
+    assert (logp - plain).abs().mean() < limit
+    for name, x, y in zip(names, got, torch.autograd.grad(plain.sum(), list(policy.model.parameters())), strict=True):
+        assert (x - y).float().norm() <= 2 * limit * y.float().norm() + 1e-6, name
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_compiled_models_are_not_fused():
+    cfg = ModelConfig(model="builtin:tiny", compile=True)
+    policy = load_policy(cfg, LoraConfig(), torch.device("cuda"), with_reference=True)
+    assert fused(policy.model) == fused(policy.reference) == []

@@ -14,10 +14,10 @@ have the GPU to themselves; the server starts after them, or beside TRL's engine
 Weights are random, prompts have 256 tokens, responses of rows are log-normal (median 200, at most 767), completions of
 grpo have 512. Each way runs the real loop, `python -m trainer` or TRL's trainer.train(), data loading and logging
 included; TRL first, while the GPU is cool. Both train the same rows in the same order, grpo aside, where each draws its
-own prompts. In sft the loss is of the responses alone. Ours packs the rows of a step into one, as by default; TRL pads
-them to the longest, as by default: its packing and padding-free batches need FlashAttention to keep rows apart, and
-packing puts other rows into a step. In kto both sides score each prompt also with another prompt's response, for the
-reference point; these tokens are not counted.
+own prompts. In sft the loss is of the responses alone. Ours packs the rows of a step into one and computes the prompt
+of a pair once, as by default; TRL pads the rows to the longest, as by default: its packing and padding-free batches
+need FlashAttention to keep rows apart, and packing puts other rows into a step. In kto both sides score each prompt
+also with another prompt's response, for the reference point; these tokens are not counted.
 
 A step is the time from one step's end to the next one's, the first few are left out, and the last one where its rows
 were sampled during the step before. The rate is that of all these steps together and counts real tokens, prompt and

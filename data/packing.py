@@ -7,7 +7,8 @@
 A trained token at position p of its sequence is predicted by the state at p - 1 of the same sequence, so the index
 never crosses from one packed sequence into the next, and the first token of a sequence cannot be trained.
 
-With share_prompt, adjacent items that begin with the same prompt become one prompt followed by their completions:
+With share_prompt, adjacent items that begin with the same prompt (of pairs: the two of a pair) become one prompt
+followed by their completions:
 
     place     0  1  2  3  4  5  6        prompt a b c, completions d e and f g
     token     a  b  c  d  e  f  g
@@ -15,6 +16,7 @@ With share_prompt, adjacent items that begin with the same prompt become one pro
     attends   to its own run [own_start, own_stop), and to the prompt [prefix_start, prefix_stop)
 
 The last token of the prompt predicts the first token of every completion: its place is in the index once for each.
+Trained tokens of the prompt itself are in the index once for each item that trains them.
 """
 
 from __future__ import annotations
@@ -110,26 +112,26 @@ def make_batches(
 
     Each run of `together` items (the two responses of a pair) stays in one micro-batch. A run longer than max_tokens
     gets its own micro-batch. Empty chunks give no micro-batch. With packing, `share_prompt` lays out equal prompts of
-    adjacent items once; a group over max_tokens is split into parts with one prompt each. Row lengths are padded to a
-    multiple of `multiple`, which attention kernels require.
+    adjacent items once; a group over max_tokens is split into parts with one prompt each. With `together` above 1 only
+    the items of a run share. Row lengths are padded to a multiple of `multiple`, which attention kernels require.
     """
     assert min(accumulation, max_tokens, together, multiple) >= 1, (accumulation, max_tokens, together, multiple)
     assert len(items) % together == 0, (len(items), together)
-    assert together == 1 or not share_prompt, "together and share_prompt cannot be combined"
     for number, item in enumerate(items):
         assert item.ids and len(item.ids) == len(item.mask), (number, len(item.ids), len(item.mask))
         assert not item.mask[0], f"item {number}: nothing precedes the first token, so it cannot be trained"
         assert 0 <= item.prompt_length <= len(item.ids), (number, item.prompt_length, len(item.ids))
-        shared = item.prompt_length if share_prompt else 0
-        assert not any(item.mask[:shared]), f"item {number}: a prompt with trained tokens cannot be shared"
     num_runs = len(items) // together
     batches = []
     for chunk in range(accumulation):
         members = range(num_runs * chunk // accumulation * together, num_runs * (chunk + 1) // accumulation * together)
-        if share_prompt and packing:
-            units = _shared_units(items, members, max_tokens)
+        runs = [members[i : i + together] for i in range(0, len(members), together)]
+        if not (share_prompt and packing):
+            units = [_unit(items, run) for run in runs]
+        elif together > 1:
+            units = [_unit(items, run, _common_prompt(items, run)) for run in runs]
         else:
-            units = [_unit(items, members[i : i + together]) for i in range(0, len(members), together)]
+            units = _shared_units(items, members, max_tokens)
         if packing:
             # One row each.
             rectangles = [[group] for group in _first_fit(units, max_tokens)]
@@ -143,6 +145,12 @@ def make_batches(
 def _unit(items: Sequence[Item], rows: Sequence[int], prompt: int = 0) -> _Unit:
     lengths = [len(items[row].ids) for row in rows]
     return _Unit(tuple(rows), prompt, prompt + sum(length - prompt for length in lengths), max(lengths))
+
+
+def _common_prompt(items: Sequence[Item], rows: Sequence[int]) -> int:
+    """Length of the prompt that all of them begin with; 0 if their prompts differ."""
+    prompts = [items[row].ids[: items[row].prompt_length] for row in rows]
+    return len(prompts[0]) if all(prompt == prompts[0] for prompt in prompts) else 0
 
 
 def _shared_units(items: Sequence[Item], members: range, max_tokens: int) -> list[_Unit]:

@@ -266,7 +266,11 @@ def test_references_in_shards_are_those_of_one_process(flags, tmp_path):
     run_ok(*common, "--per-device-train-batch-size", "6", "--output-dir", tmp_path / "one", cwd=tmp_path)
     two_ok("trainer", *common, "--parallel.mode", "fsdp", "--per-device-train-batch-size", "3", "--output-dir",
            tmp_path / "two", cwd=tmp_path)  # fmt: skip
-    alike(metrics(tmp_path / "two"), metrics(tmp_path / "one"), limit=1e-3)
+    runs = [metrics(tmp_path / name) for name in ("two", "one")]
+    if "precomputed" in flags:  # at first both rewards are 0 up to rounding, which differs by how rows are packed
+        for rows in runs:
+            del rows[0]["reward/accuracy"]
+    alike(*runs, limit=1e-3)
 
 
 @pytest.mark.slow

@@ -70,7 +70,8 @@ def planned(job: dict[str, Any], tokens: float) -> float:
     from trainer.plan import planned_peak
 
     _, cfg, _ = parse(job["flags"])
-    return planned_peak(cfg, int(tokens), trained_tokens=int(tokens) - job["sequences"] * PROMPT) / 2**30
+    trained, shared = int(tokens) - job["sequences"] * PROMPT, (job["sequences"] - job["rows"]) * PROMPT
+    return planned_peak(cfg, int(tokens) - shared, trained_tokens=trained) / 2**30
 
 
 def run_trl(job: dict[str, Any]) -> Measured:

@@ -137,11 +137,26 @@ def test_groups_are_cut_where_accumulation_cuts():
     assert [batch.rows for batch in batches] == [[0, 1], [2, 3]] and [b.num_computed for b in batches] == [4, 4]
 
 
-def test_trained_prompts_cannot_be_shared():
-    items = [Item([1, 2, 3], [False, True, True], 2)]
-    with pytest.raises(AssertionError, match="item 0: a prompt with trained tokens"):
-        make_batches(items, max_tokens=8, share_prompt=True)
-    assert make_batches(items, max_tokens=8)[0].target.tolist() == [2, 3]
+def test_a_trained_prompt_is_predicted_from_the_shared_one():
+    """ORPO trains the prompt of the chosen response alone."""
+    items = [Item([1, 2, 3], [False, True, True], 2), Item([1, 2, 9], [False, False, True], 2)]
+    (batch,) = make_batches(items, max_tokens=8, share_prompt=True)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 9]]
+    assert batch.target.tolist() == [2, 3, 9] and batch.index.tolist() == [0, 1, 1]
+
+
+def test_pairs_share_their_own_prompt_alone():
+    """Not that of the next pair, and only if both have it."""
+    shared, other = [Item([1, 2, n], [False, False, True], 2) for n in (5, 6)], [7, 8, 9]
+    (batch,) = make_batches([*shared, *shared], max_tokens=99, together=2, share_prompt=True)
+    assert batch.input_ids.tolist() == [[1, 2, 5, 6, 1, 2, 5, 6]] and batch.num_computed == 8 < batch.num_tokens == 12
+    assert batch.rows == [0, 1, 2, 3] and batch.slot.tolist() == [0, 1, 2, 3]
+    (batch,) = make_batches(
+        [shared[0], Item(other, [False, False, True], 2)], max_tokens=99, together=2, share_prompt=True
+    )
+    assert batch.input_ids.tolist() == [[1, 2, 5, *other]]
+    for how in ({"packing": False, "share_prompt": True}, {}):
+        assert make_batches(shared, max_tokens=99, together=2, **how)[0].num_computed == 6
 
 
 def test_rows_are_filled_up_to_a_multiple():
@@ -244,10 +259,12 @@ def test_every_place_attends_to_its_sequence_up_to_itself(items, budget, accumul
     st.integers(1, 30),
     st.integers(1, 4),
     st.booleans(),
+    st.booleans(),
 )
-def test_pairs_stay_together(pairs, max_tokens, accumulation, packing):
-    items = [Item(list(range(1, n + 1)), [False] + [True] * (n - 1)) for pair in pairs for n in pair]
-    batches = make_batches(items, accumulation=accumulation, max_tokens=max_tokens, packing=packing, together=2)
+def test_pairs_stay_together(pairs, max_tokens, accumulation, packing, share_prompt):
+    items = [Item(list(range(1, n + 1)), [False] + [True] * (n - 1), min(pair)) for pair in pairs for n in pair]
+    how = dict(accumulation=accumulation, packing=packing, share_prompt=share_prompt, together=2)
+    batches = make_batches(items, max_tokens=max_tokens, **how)
     for batch in batches:
         assert all(
             first % 2 == 0 and second == first + 1

@@ -1,5 +1,6 @@
 """What methods on preference pairs share: both responses of a pair are in the same micro-batch, chosen first.
 
+Packed, the prompt of a pair is computed once, and both responses attend to it (data/packing.py).
 Shapes: N trained tokens of a micro-batch, P its pairs; sums over responses are (P, 2), chosen first.
 """
 
@@ -68,7 +69,9 @@ def pack_pairs(
 
 def pack_pair_items(run: RunConfig, policy: Policy, items: Sequence[Item], *, accumulation: int) -> list[PairBatch]:
     """Micro-batches of complete pairs, equally many on every rank. `items`: two for each pair, chosen first."""
-    batches = make_host_batches(run, policy, items, accumulation=accumulation, together=2)
+    batches = make_host_batches(
+        run, policy, items, accumulation=accumulation, together=2, share_prompt=policy.shares_prompts
+    )
     of_pairs = [pair_batch(batch, items).to(policy.device) for batch in batches]
     of_pairs = pad_to_equal_count(policy, of_pairs, pair_batch(empty_batch(policy.row_multiple), items))
     tell_router(policy, [mb.batch for mb in of_pairs])

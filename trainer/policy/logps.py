@@ -40,6 +40,7 @@ class Policy:
     is_sharded: bool = False  # by FSDP: ranks must run the same number of forward passes
     reshard_after_forward: bool = True  # of sharded blocks
     reduce_once: bool = False  # reduce gradients of sharded weights only after the last micro-batch
+    shares_prompts: bool = True  # the prompt of a pair is computed once; False where each copy counts
     router: Any = None  # trainer/policy/router.py, of a model with experts whose load is balanced
     beside: list[Policy] = field(default_factory=list)  # other models of each step: --compile auto compiles them too
     files: TensorFiles | None = None  # of a model without weights yet: parallelize() reads each rank's shards

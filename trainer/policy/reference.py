@@ -180,8 +180,9 @@ def score(run: RunConfig, source: Policy, items: Sequence[Item]) -> Tensor:  # (
     source.model.eval()
     parts: dict[int, Tensor] = {}
     batches = make_batches(
-        items, max_tokens=run.max_tokens_per_micro_batch, packing=run.packing, multiple=source.row_multiple
-    )
+        items, max_tokens=run.max_tokens_per_micro_batch, packing=run.packing, share_prompt=True,
+        multiple=source.row_multiple,
+    )  # fmt: skip
     for batch in to_device_and_pad(source, batches):
         logp = token_logps(source, batch).logp.cpu()  # in the order of batch.rows
         parts |= zip(batch.rows, logp.split([sum(items[row].mask) for row in batch.rows]), strict=True)

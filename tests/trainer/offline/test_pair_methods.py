@@ -68,7 +68,12 @@ def make_llama(seed: int) -> Any:
         num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.2, tie_word_embeddings=True,
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    # Llama's own norm rounds to float32: the gradient of a shared prompt would not be the sum of those of two prompts.
+    for module in (model.model, *model.model.layers):
+        for name in [name for name, _ in module.named_children() if "norm" in name]:
+            setattr(module, name, torch.nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
+    return model
 
 
 @functools.cache
@@ -188,7 +193,7 @@ def by_hand() -> Hand:
     policy = make_policy(torch.float64)
     columns: list[list[Tensor]] = [[] for _ in Hand._fields]
     for pair in make_pairs():
-        # One forward for both: transformers' norms round gradients to fp32, so the sum of two is another number.
+        # One forward for the chosen response, alone and with its prompt.
         whole, collision = own_logps(policy.model, pair.prompt_ids[:1], [*pair.prompt_ids[1:], *pair.chosen_ids])
         w, collision_w = (x[len(pair.prompt_ids) - 1 :] for x in (whole, collision))
         r, collision_r = own_logps(policy.model, pair.prompt_ids, pair.rejected_ids)

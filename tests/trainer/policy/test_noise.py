@@ -11,6 +11,7 @@ from data.packing import Item, make_batches
 from tests.entry import metrics, repeatable
 from trainer.__main__ import main
 from trainer.config.blocks import LoraConfig, ModelConfig
+from trainer.offline import loop
 from trainer.policy.load import load_policy
 from trainer.policy.logps import causal_lm, token_logps
 from trainer.policy.noise import add_noise, sequence_lengths
@@ -73,3 +74,27 @@ def test_a_resumed_run_goes_on_as_if_unbroken(extra, tmp_path, capfd):
 def test_methods_that_sample_refuse_noise(argv, tmp_path, capsys):
     assert main(["--method", *argv, "--neftune-noise-alpha", "5", "--output-dir", str(tmp_path / "run")]) == 2
     assert "neftune_noise_alpha=5.0: has no effect on methods that sample" in capsys.readouterr().err
+
+
+def test_pairs_share_no_prompt_under_noise(tmp_path, monkeypatch):
+    """Its scale depends on the length of each sequence, which a shared prompt would hide."""
+    shared: list[bool] = []
+
+    def noted(items, *, share_prompt=False, **how):
+        shared.append(share_prompt)
+        return make_batches(items, share_prompt=share_prompt, **how)
+
+    monkeypatch.setattr(loop, "make_batches", noted)
+    argv = [
+        "--method",
+        "dpo",
+        "--model",
+        "builtin:tiny",
+        "--data",
+        "task:addition:split=train,size=8",
+        "--max-steps",
+        "1",
+    ]
+    for name, more in (("plain", []), ("noise", ["--neftune-noise-alpha", "5"])):
+        assert main([*argv, *more, "--output-dir", str(tmp_path / name)]) == 0
+    assert shared == [True, False]

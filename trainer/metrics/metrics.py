@@ -132,7 +132,7 @@ GLOSSARY: dict[str, str] = {
     "mem/peak_gib": "Peak memory of a process so far in GiB (of the GPU, else resident); largest over processes.",
     "data/epoch": "Passes over the training rows so far.",
     "data/tokens_total": "Tokens trained on since the run began, prompts and completions.",
-    "data/shared_frac": "Fraction of the trained tokens saved by computing a group's shared prompt once.",
+    "data/shared_frac": "Fraction of the step's tokens saved by computing the prompt of a group or pair once.",
     "data/prompts_total": "Rows drawn from the training data since the run began.",
     "eval/reward/mean": "Total reward, the weighted sum over reward functions; mean over the held-out completions.",
     "eval/reward/best_of_*": "Highest total reward of the completions of a held-out row; mean over rows.",
@@ -471,8 +471,11 @@ class Counters:
             "data/prompts_total": self.prompts,
             "data/tokens_total": self.tokens,
             "time/wall_s": self.wall_s,
-            **({"optim/skipped_steps": self.skipped_steps} if self.skipped_steps else {}),
+            **self.skipped(),
         }
+
+    def skipped(self) -> dict[str, float]:
+        return {"optim/skipped_steps": self.skipped_steps} if self.skipped_steps else {}
 
     def state_dict(self) -> dict[str, float]:
         return {"wall_s": self.wall_s, **{name: getattr(self, name) for name in self.KEPT}}

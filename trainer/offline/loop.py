@@ -20,11 +20,11 @@ from data.loader import Loader
 from data.packing import Batch, Item, make_batches
 from trainer.config.blocks import RunConfig, steps_per_epoch
 from trainer.metrics.metrics import Counters, MetricSums, Timer
-from trainer.parallel.comm import all_count, rank, share
+from trainer.parallel.comm import all_count, rank, share, world_size
 from trainer.policy.compile_choice import resolve_compile
 from trainer.policy.logps import Policy, causal_lm
 from trainer.policy.noise import add_noise
-from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step
+from trainer.policy.optim import BadSteps, BegunStep, begin_step, build_optimizer
 from trainer.policy.router import RouterLoss
 from trainer.policy.sharding import to_device_and_pad
 from trainer.run.run import Run
@@ -84,7 +84,13 @@ def tell_router(policy: Policy, batches: Sequence[Batch]) -> None:
 
 
 def make_host_batches(
-    run: RunConfig, policy: Policy, items: Sequence[Item], *, accumulation: int, together: int = 1
+    run: RunConfig,
+    policy: Policy,
+    items: Sequence[Item],
+    *,
+    accumulation: int,
+    together: int = 1,
+    share_prompt: bool = False,
 ) -> list[Batch]:
     """Micro-batches of this rank, in main memory."""
     return make_batches(
@@ -93,6 +99,7 @@ def make_host_batches(
         max_tokens=run.max_tokens_per_micro_batch,
         packing=run.packing,
         together=together,
+        share_prompt=share_prompt,
         multiple=policy.row_multiple,
     )
 
@@ -115,6 +122,8 @@ class Offline:
             add_noise(causal_lm(policy.model), cfg.model.neftune_noise_alpha)
         if cfg.model.router_aux_loss_coef is not None:
             policy.router = RouterLoss(policy, cfg.model.router_aux_loss_coef)
+        # Noise is scaled by the length of each sequence, and the router's loss is a mean over all their tokens.
+        policy.shares_prompts = cfg.model.neftune_noise_alpha is None and policy.router is None
         self.loader: Loader[Any] = Loader(rows, batch_size=cfg.run.sequences_per_step, seed=cfg.run.seed)
         num_rows, per_step = self.loader.rows_per_epoch, cfg.run.sequences_per_step
         self.total_steps = cfg.run.total_steps(num_rows, per_step)
@@ -125,6 +134,7 @@ class Offline:
         self.bad_steps = BadSteps(cfg.optim, self.counters, run.note)
         self.state = {"loader": self.loader, "counters": self.counters, **(extra or {})}
         self.step = 0
+        self.begun: BegunStep | None = None  # the last optimizer step
 
     def begin(self, evaluate: Evaluate) -> None:
         """Make the run folder or restore the checkpoint; evaluate the model before training as step 0."""
@@ -152,15 +162,26 @@ class Offline:
             self.places = indices_of_this_rank(rows, self.size)  # of this rank's rows in the step
             self.batch = [rows[i] for i in self.places]
             yield self.batch
+        self._settle()
+
+    def _settle(self) -> None:
+        """Of the last step: was it finite? All that depends on that comes after this call."""
+        if self.begun is not None:
+            self.begun.settle()
 
     def take_step(self, sums: MetricSums | None = None) -> None:
-        """Clip, check and apply the accumulated gradients."""
+        """Clip, check and apply the accumulated gradients.
+
+        Whether they were finite is read with the metrics, on a GPU during the next step: the host prepares that one
+        meanwhile.
+        """
+        self._settle()
         self.learning_rate = float(self.schedule.get_last_lr()[0])
         where = f"step {self.step}, rank {rank()}, rows {', '.join(row.source for row in self.batch)}"
         limit = self.cfg.optim.max_grad_norm
-        self.grad_norm = clip_and_step(
-            self.policy.model, self.optimizer, self.schedule, limit, where, sums, self.bad_steps
-        )
+        self.begun = begin_step(self.policy.model, self.optimizer, self.schedule, limit, where, sums, self.bad_steps)
+        if world_size() > 1:  # only rank 0 reads metrics
+            self._settle()
 
     def log_and_save(
         self, sums: MetricSums, num_tokens: int, evaluate: Evaluate, more: Mapping[str, float] | None = None
@@ -173,8 +194,8 @@ class Offline:
         means = sums.later()
         if self.policy.router is not None:
             more = {**(more or {}), **self.policy.router.end()}
+        begun, counters = self.begun, self.counters
         known = {
-            "optim/grad_norm": self.grad_norm,
             "optim/lr": self.learning_rate,
             "data/epoch": self.loader.epoch,
             **self.counters.metrics(),
@@ -182,7 +203,8 @@ class Offline:
         times = self.timer.later(num_tokens)
 
         def metrics() -> dict[str, float]:
-            return {**(more or {}), **means(), **known, **times()}
+            checked = {"optim/grad_norm": begun.settle(), **counters.skipped()}
+            return {**(more or {}), **means(), **known, **checked, **times()}
 
         if self.run.eval_due(self.step):
             self.run.write_pending()

@@ -2,11 +2,13 @@
 
     optimizer, schedule = build_optimizer(policy.model, cfg.optim, total_steps)
     total_loss(out, denominators).backward()                                   # per micro-batch
-    grad_norm = clip_and_step(policy.model, optimizer, schedule, max_grad_norm, where, sums, bad_steps)
+    begun = begin_step(policy.model, optimizer, schedule, max_grad_norm, where, sums, bad_steps)
+    grad_norm = begun.settle()
 
 A step whose loss or gradient is not finite stops the run with an error that names it, or is skipped (--nan-policy). A
 skipped step changes neither weights nor moments; the schedule advances, and its metrics are logged. Where the optimizer
-allows it, the device itself clips and calls off the step: the host launches it first, and then reads norm and loss.
+allows it, the device itself clips and calls off the step: the host launches it first, and reads norm and loss when it
+calls settle().
 
 With --trained-dtype bfloat16 weights and moments are bfloat16 (kernels/adamw.py); with --optim adamw_8bit moments are
 8 bit (torchao). Checkpoints hold 8-bit moments as float32, so that any number of ranks can read them, and, if they are
@@ -117,7 +119,7 @@ def term_metrics(out: LossOut) -> dict[str, tuple[Tensor, Tensor]]:
     return {f"loss/{name}": (term.sum.detach(), term.count) for name, term in out.terms.items()}
 
 
-def clip_and_step(
+def begin_step(
     model: nn.Module,
     optimizer: Optimizer,
     schedule: LambdaLR,
@@ -125,11 +127,12 @@ def clip_and_step(
     where: str,
     sums: MetricSums | None = None,
     bad_steps: BadSteps | None = None,
-) -> float:
+) -> BegunStep:
     """Sum gradients over ranks, clip, check, step. A step that is not finite is never applied (`bad_steps`).
 
-    `sums` are the metrics of the step, whose loss is checked too. The host waits once, for the gradient norm and the
-    loss; an optimizer that takes a gate works on meanwhile.
+    `sums` are the metrics of the step, whose loss is checked too. With an optimizer that takes a gate, the device
+    checks and steps, and the host learns of it when it calls settle(), which it must before the next step begins.
+    Other optimizers wait here.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     limit = max_grad_norm if max_grad_norm > 0 else math.inf
@@ -137,22 +140,45 @@ def clip_and_step(
     checked = values_to_check(trained, sums)
     read = read_later(checked)
     is_gated, known = takes_gate(optimizer), set(optimizer.state)
+    stepped = [p for p in trained if p.grad is not None]
+    bad_steps = bad_steps or BadSteps()
+
+    def settle() -> None:
+        grad_norm, *loss = read()
+        begun.grad_norm = grad_norm
+        if problem := not_finite(grad_norm, *loss):
+            if is_gated:
+                take_back(optimizer, known, stepped)
+            bad_steps.skip(problem, where)
+        else:
+            if not is_gated:
+                scale_gradients(trained, grad_norm, limit)
+                optimizer.step()
+            bad_steps.end()
+
+    begun = BegunStep(settle)
     if is_gated:
         gated_step(optimizer, checked, limit)
-    grad_norm, *loss = read()
-    bad_steps = bad_steps or BadSteps()
-    if problem := not_finite(grad_norm, *loss):
-        if is_gated:
-            take_back(optimizer, known)
-        bad_steps.skip(problem, where)
     else:
-        if not is_gated:
-            scale_gradients(trained, grad_norm, limit)
-            optimizer.step()
-        bad_steps.end()
+        begun.settle()
     optimizer.zero_grad(set_to_none=True)
     advance(schedule)
-    return grad_norm
+    return begun
+
+
+class BegunStep:
+    """An optimizer step that the host may know the outcome of later."""
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        self._settle: Callable[[], None] | None = settle
+        self.grad_norm = math.nan
+
+    def settle(self) -> float:
+        """Wait for the gradient norm; the first call skips the step, or stops the run, if it is not finite."""
+        if self._settle is not None:
+            settle, self._settle = self._settle, None
+            settle()
+        return self.grad_norm
 
 
 def read_later(values: Tensor) -> Callable[[], list[float]]:
@@ -200,10 +226,11 @@ def gated_step(
 def take_back(
     optimizer: Optimizer,
     known: set[Tensor],  # parameters that had moments before, each (...)
+    stepped: list[nn.Parameter],  # those that had a gradient
 ) -> None:
     """The device has called off the last step, so that weights and moments are as before: let the rest be so too."""
     if isinstance(optimizer, RoundedAdamW):  # torch's counts on the device
-        optimizer.take_back()
+        optimizer.take_back(stepped)
     for parameter in optimizer.state.keys() - known:
         del optimizer.state[parameter]
 
@@ -352,11 +379,10 @@ class RoundedAdamW(Optimizer):
         is_gated = hasattr(self, "grad_scale")
         step_all_(updates, Gate(self.grad_scale, self.found_inf) if is_gated else None)
 
-    def take_back(self) -> None:
-        """Count the last step no more; the gradients must still be there."""
-        for parameter, state in self.state.items():
-            if parameter.grad is not None:
-                count_step(state["step"], -1)
+    def take_back(self, stepped: list[nn.Parameter]) -> None:
+        """Count the last step, in which these had a gradient, no more."""
+        for parameter in stepped:
+            count_step(self.state[parameter]["step"], -1)
 
 
 def count_step(
@@ -459,7 +485,7 @@ class TrainedModule:
             return
         where = f"{where}, {self.name}"
         limit = self.cfg.max_grad_norm
-        clip_and_step(self.module, self.optimizer, self.schedule, limit, where, bad_steps=self.bad_steps)
+        begin_step(self.module, self.optimizer, self.schedule, limit, where, bad_steps=self.bad_steps).settle()
 
     def state_dict(self) -> dict[str, Any]:
         return {"updates": self.schedule.last_epoch, "counters": self.counters.state_dict()}

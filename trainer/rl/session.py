@@ -66,7 +66,7 @@ from trainer.metrics.metrics import Counters, MetricSums, Timer
 from trainer.parallel.comm import all_count, is_main, mean_over_ranks, pick_device, rank
 from trainer.policy.compile_choice import resolve_compile
 from trainer.policy.load import load_policy
-from trainer.policy.optim import BadSteps, TrainedModule, build_optimizer, clip_and_step
+from trainer.policy.optim import BadSteps, TrainedModule, begin_step, build_optimizer
 from trainer.policy.reference import MovingReference
 from trainer.policy.sharding import parallelize
 from trainer.rl import setup
@@ -361,9 +361,8 @@ class Session:
         sources = ", ".join(dict.fromkeys(prompt.source for prompt in self.batch.prompts))
         where, limit = f"step {self.step}, rank {rank()}, prompts {sources}", self.cfg.optim.max_grad_norm
         self.learning_rate = float(self.schedule.get_last_lr()[0])
-        self.grad_norm = clip_and_step(
-            self.policy.model, self.optimizer, self.schedule, limit, where, sums, self.bad_steps
-        )
+        begun = begin_step(self.policy.model, self.optimizer, self.schedule, limit, where, sums, self.bad_steps)
+        self.grad_norm = begun.settle()
         skipped = self.counters.skipped_in_a_row > 0  # by --nan-policy skip: nothing learns from this step
         for module in self.trained_modules:
             module.step(where, skip=skipped)

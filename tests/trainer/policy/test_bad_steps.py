@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import trainer.offline.loop
-from tests.entry import metrics
+from tests.entry import metrics, repeatable
 from trainer.__main__ import main
 from trainer.config.blocks import OptimConfig
 from trainer.metrics.metrics import Counters, MetricSums, describe
-from trainer.policy.optim import BadSteps, build_optimizer, clip_and_step, not_finite, takes_gate
+from trainer.policy.optim import BadSteps, begin_step, build_optimizer, not_finite, takes_gate
 from trainer.rl import session
 from trainer.run.run import Run
 
@@ -69,6 +70,45 @@ def test_skipped_step_leaves_weights_and_moments_and_the_run_goes_on(method, tmp
     assert describe("optim/skipped_steps")
     (said,) = [line for line in capfd.readouterr().out.splitlines() if "skipped step" in line]
     assert said.startswith("skipped step 2, rank 0, ") and "gradient norm nan is not finite (1 in a row" in said
+
+
+GATED = ["--trained-dtype", "bfloat16", "--dtype", "bfloat16"]  # its optimizer checks a step by itself
+
+
+@pytest.fixture
+def read_later(monkeypatch):
+    """As on a GPU: whether a step was finite, and its metrics, are read after the next one has begun."""
+    monkeypatch.setattr(Run, "_defers", property(lambda run: True, lambda run, value: None), raising=False)
+
+
+@pytest.mark.parametrize("saves", ["1", "3", "0"])
+def test_a_check_that_is_read_later_changes_nothing(saves, tmp_path, request, monkeypatch):
+    Poison(monkeypatch, {2, 4})
+    argv = ["--method", "sft", "--data", DATA["sft"], *SMALL, *GATED, "--nan-policy", "skip", "--save-steps", saves]
+    for name in ("at once", "later"):
+        if name == "later":
+            request.getfixturevalue("read_later")
+        assert main([*argv, "--output-dir", str(tmp_path / name)]) == 0
+    rows, weights = ([read(tmp_path / name) for name in ("at once", "later")] for read in (metrics, final_weights))
+    assert repeatable(rows[1]) == repeatable(rows[0]) and weights[1] == weights[0]
+    assert [row.get("optim/skipped_steps") for row in rows[1]] == [None, None, 1, 1, 2]
+    assert [row.get("optim/grad_norm", 0) is None for row in rows[1]] == [False, False, True, False, True]
+
+
+def final_weights(run: Path) -> bytes:
+    return (run / "final" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("bad", [2, 4])  # in the middle, and the last
+def test_a_run_that_stops_later_names_the_bad_step_and_saves_nothing_of_it(
+    bad, read_later, tmp_path, monkeypatch, capfd
+):
+    Poison(monkeypatch, {bad})
+    argv = ["--method", "sft", "--data", DATA["sft"], *SMALL, *GATED, "--save-steps", "1"]
+    assert main([*argv, "--output-dir", str(tmp_path / "run")]) == 2
+    assert f"error: step {bad}, rank 0, rows " in capfd.readouterr().err
+    saved = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")]
+    assert max(saved) == f"step-{bad - 1:08d}" and not (tmp_path / "run" / "final").exists()
 
 
 def test_run_stops_after_the_limit(tmp_path, monkeypatch, capfd):
@@ -142,14 +182,14 @@ def test_bad_step_changes_nothing_whichever_optimizer_checks_it(kind, gradient, 
         sums = MetricSums()
         sums.add({"loss/total": (loss, 1.0)})
         gradients(model, gradient)
-        norm = clip_and_step(model, optimizer, schedule, max_grad_norm, "step 1", sums, bad_steps)
+        norm = begin_step(model, optimizer, schedule, max_grad_norm, "step 1", sums, bad_steps).settle()
         assert same(everything(model, optimizer), before) and len(optimizer.state) == 4 * good_before
         assert math.isfinite(norm) == (gradient == 1.0) and bad_steps.counters.skipped_steps == good_before + 1
         assert all(p.grad is None for p in model.parameters()) and schedule.last_epoch == 2 * good_before + 1
         sums = MetricSums()
         sums.add({"loss/total": (1.0, 1.0)})
         gradients(model, 1.0)
-        clip_and_step(model, optimizer, schedule, max_grad_norm, "step 2", sums, bad_steps)
+        begin_step(model, optimizer, schedule, max_grad_norm, "step 2", sums, bad_steps).settle()
         assert not same(everything(model, optimizer), before) and bad_steps.counters.skipped_in_a_row == 0
         assert {float(slots["step"]) for slots in optimizer.state.values()} == {good_before + 1.0}
         assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
@@ -162,7 +202,7 @@ def test_bad_step_stops_the_run_and_leaves_no_moments(kind, device):
     before = everything(model, optimizer)
     gradients(model, math.inf)
     with pytest.raises(ValueError, match="^step 1: gradient norm inf is not finite; lower --learning-rate"):
-        clip_and_step(model, optimizer, schedule, 1.0, "step 1")
+        begin_step(model, optimizer, schedule, 1.0, "step 1").settle()
     assert same(everything(model, optimizer), before) and not optimizer.state
 
 
@@ -174,7 +214,7 @@ def test_gradients_are_clipped_whichever_optimizer_does_it(kind, max_grad_norm, 
     model, optimizer, schedule = trained_module(kind, device)
     gradients(model, 2.0)
     norm = 2.0 * math.sqrt(sum(p.numel() for p in model.parameters()))
-    assert clip_and_step(model, optimizer, schedule, max_grad_norm, "step 1") == pytest.approx(norm, rel=1e-6)
+    assert begin_step(model, optimizer, schedule, max_grad_norm, "step 1").settle() == pytest.approx(norm, rel=1e-6)
     moments = torch.cat([slots["exp_avg"].flatten().double() for slots in optimizer.state.values()])
     expected = 0.1 * (0.5 if max_grad_norm == 0.5 else norm)
     assert moments.norm().item() == pytest.approx(expected, rel=1e-5 if kind != "bfloat16" else 3e-3)
@@ -186,7 +226,7 @@ def test_first_step_skipped_warns_of_nothing():
     model.weight.grad = torch.full_like(model.weight, math.nan)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        clip_and_step(model, optimizer, schedule, 1.0, "step 1", None, BadSteps(OptimConfig(nan_policy="skip")))
+        begin_step(model, optimizer, schedule, 1.0, "step 1", None, BadSteps(OptimConfig(nan_policy="skip"))).settle()
     assert model.weight.grad is None and not optimizer.state and schedule.last_epoch == 1
 
 

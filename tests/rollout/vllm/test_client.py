@@ -12,6 +12,7 @@ from rollout.engine import Request, Sampling
 from rollout.engines.stop import StopCheck
 from rollout.servers.client import GENERATE, LEAN, RefusedError, ServerError, VllmServer
 from rollout.servers.pool import Pool
+from tests.rollout.vllm.conftest import slowed
 from tests.rollout.vllm.scripted import proxies, rewrite
 
 VOCAB = 275
@@ -161,10 +162,13 @@ async def counted(server, name):
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"vllm:{name}{{"))
 
 
-async def some_tokens(server, task):
-    """Wait until the server has sampled tokens for a task that is not done."""
-    before = await counted(server, "generation_tokens_total")
-    while await counted(server, "generation_tokens_total") <= before + 8:
+async def tokens_made(server):
+    return await counted(server, "generation_tokens_total")
+
+
+async def some_tokens(server, task, before):
+    """Wait until the server has sampled tokens for a task; `before`: tokens_made when it began."""
+    while await tokens_made(server) <= before + 8:
         assert not task.done(), "it should take longer than a look"
         await asyncio.sleep(0.02)
 
@@ -181,10 +185,11 @@ def test_a_completion_whose_client_leaves_is_ended(untied_server):
             async with asyncio.timeout(30):
                 while await counted(server, "num_requests_running"):
                     pass
-            made = await counted(server, "generation_tokens_total")
-            assert made == await counted(server, "generation_tokens_total")
+            made = await tokens_made(server)
+            assert made == await tokens_made(server)
 
-    with_server(untied_server, work)
+    with slowed(untied_server):
+        with_server(untied_server, work)
 
 
 def test_scores_are_those_of_transformers_at_temperature_one(untied_server):
@@ -316,13 +321,16 @@ def test_an_interrupted_greedy_run_equals_an_unbroken_one(untied_server):
     async def work(server):
         pool = await ready_pool([server])
         unbroken = await pool.generate_all(requests, sampling)
-        task = asyncio.ensure_future(pool.generate_all(requests, sampling))
         (member,) = pool.members
-        for version in (2, 3):
-            await some_tokens(server, task)
-            await pool.empty(member)
-            assert (member.state, member.in_flight, member.tasks) == ("updating", 0, set())
-            await pool.refill(member, version)
+        with slowed(untied_server):
+            before = await tokens_made(server)
+            task = asyncio.ensure_future(pool.generate_all(requests, sampling))
+            for version in (2, 3):
+                await some_tokens(server, task, before)
+                await pool.empty(member)
+                assert (member.state, member.in_flight, member.tasks) == ("updating", 0, set())
+                before = await tokens_made(server)
+                await pool.refill(member, version)
         broken = await task
         server.tag = None
         return pool, unbroken, broken
@@ -343,9 +351,11 @@ def test_an_interrupted_greedy_run_equals_an_unbroken_one(untied_server):
 def test_tokens_leave_the_engine_in_groups_and_garbage_is_collected_at_a_pause(untied_server):
     async def work(server):
         sampling = Sampling(temperature=0.0, max_tokens=240)
-        task = asyncio.ensure_future(server.generate([5, 6, 7], sampling, seed=1, max_tokens=240))
-        await some_tokens(server, task)
-        await server.pause()
+        with slowed(untied_server):
+            before = await tokens_made(server)
+            task = asyncio.ensure_future(server.generate([5, 6, 7], sampling, seed=1, max_tokens=240))
+            await some_tokens(server, task, before)
+            await server.pause()
         segment = await task
         (info,) = await server.rpc("strop_info", timeout=30)
         (marked,) = await server.rpc("strop_mark", timeout=30, tag=info["tag"])
@@ -368,10 +378,12 @@ def test_samples_after_an_interruption_use_another_part_of_their_seed(untied_ser
             await through.connect()
             proxy.seen.clear()
             pool = await ready_pool([through])
-            task = asyncio.ensure_future(pool.generate(request, sampling))
-            await some_tokens(server, task)
-            await pool.empty(pool.members[0])
-            await pool.refill(pool.members[0], 2)
+            with slowed(untied_server):
+                before = await tokens_made(server)
+                task = asyncio.ensure_future(pool.generate(request, sampling))
+                await some_tokens(server, task, before)
+                await pool.empty(pool.members[0])
+                await pool.refill(pool.members[0], 2)
             return await task, [body for path, body in proxy.seen if path == LEAN and body]
 
     sampled, (first, second) = with_server(untied_server, work)

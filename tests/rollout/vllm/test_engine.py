@@ -22,7 +22,7 @@ from rollout.servers.lease import LeaseError, Owner
 from rollout.servers.loop import Loop
 from rollout.servers.options import SyncConfig, VllmConfig
 from rollout.sync.base import SyncReport
-from tests.rollout.vllm.conftest import wait_for
+from tests.rollout.vllm.conftest import slowed, wait_for
 from tests.rollout.vllm.scripted import Proxy
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.policy.load import load_policy
@@ -173,18 +173,26 @@ def test_completions_that_straddle_a_sync_carry_spans_and_each_span_is_of_its_we
     engine = make_engine(untied_server, policy, "process_group", monkeypatch)
     requests = [Request(prompt_ids=[5, 17, 30 + i], seed=i) for i in range(16)]
     sampling = Sampling(max_tokens=200, stop_ids=NEVER_STOPS, for_training=True)
-    weights, made = {}, []
+    weights, made, counted = {}, [], 0.0
     worker = threading.Thread(target=lambda: made.extend(engine.generate(requests, sampling)))
+    refill = engine.pool.refill
+
+    async def count_and_refill(*args: Any, **options: Any) -> bool:  # the server is paused
+        nonlocal counted
+        counted = tokens_made(untied_server)
+        return await refill(*args, **options)
+
+    monkeypatch.setattr(engine.pool, "refill", count_and_refill)
     try:
-        for version in range(3):
-            change(policy, seed=version)
-            weights[version] = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
-            engine.load(version)
-            if version == 0:
-                worker.start()
-            if version < 2:  # the next load finds every completion begun and none finished
-                before = tokens_made(untied_server)
-                wait_for(lambda before=before: tokens_made(untied_server) >= before + 3 * len(requests))
+        with slowed(untied_server):
+            for version in range(3):
+                change(policy, seed=version)
+                weights[version] = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+                engine.load(version)
+                if version == 0:
+                    worker.start()
+                if version < 2:  # the next load finds every completion begun and none finished
+                    wait_for(lambda: tokens_made(untied_server) >= counted + 3 * len(requests))
         worker.join()
         spans = [c.versions for c in made]
         assert sum(len(row) > 1 for row in spans) >= 8, spans

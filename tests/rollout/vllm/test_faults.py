@@ -13,7 +13,7 @@ import pytest
 from rollout.engine import Request, Sampling
 from rollout.servers.client import LEAN, ServerError, VllmServer
 from rollout.servers.pool import Pool
-from tests.rollout.vllm.conftest import command_of, processes_of
+from tests.rollout.vllm.conftest import engine_pids
 from tests.rollout.vllm.scripted import Proxy, proxies, rewrite
 
 REQUESTS = [Request(prompt_ids=[5, 6, 7 + i % 5], seed=i) for i in range(8)]
@@ -62,14 +62,6 @@ def expected(untied_server):
         return [sampled.ids for sampled in await pool.generate_all(REQUESTS, GREEDY)]
 
     return asyncio.run(work())
-
-
-def engine_pids(fixture):
-    """The processes that compute; /health is answered by another one."""
-    names = {pid: b" ".join(command_of(pid)) for pid in processes_of(fixture)}
-    found = [pid for pid, name in names.items() if b"EngineCore" in name]
-    assert found, names
-    return found
 
 
 def test_a_server_killed_in_the_middle_loses_no_request(untied_server, expected):

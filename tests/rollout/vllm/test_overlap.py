@@ -22,6 +22,7 @@ from rollout.schedule.producer import Producer, sync_due
 from rollout.servers.command import TOKEN
 from rollout.servers.options import SyncConfig, VllmConfig
 from tests.rollout.schedule.test_producer import take
+from tests.rollout.vllm.conftest import slowed
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy
@@ -95,22 +96,23 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_groups_run_while_weights_change_within_the_bound_and_each_token_is_of_the_version_it_names(pair):
+def test_groups_run_while_weights_change_within_the_bound_and_each_token_is_of_the_version_it_names(pair, tied_server):
     engine, policy = pair
     interval = 1 if engine.weights.sync.needs_pause else 2
     producer = make_producer(engine, LONG, depth=2, max_staleness=2, last_step=STEPS)
     batches: list[list[Group]] = []
     weights: dict[int, dict[str, torch.Tensor]] = {}
     stale, loaded, in_use, num_tokens = [], [], [], 0
-    for step in range(STEPS):
-        if step == 0 or sync_due(step, engine.version, interval):
-            engine.load(step)
-            loaded.append(step)
-        batches.append(take(producer, step, engine.version))
-        stale.append(producer.metrics()["rollout/staleness_max"])
-        in_use.append(set(engine.in_use()))
-        weights[step] = train(policy, step)
-        producer.done()
+    with slowed(tied_server):
+        for step in range(STEPS):
+            if step == 0 or sync_due(step, engine.version, interval):
+                engine.load(step)
+                loaded.append(step)
+            batches.append(take(producer, step, engine.version))
+            stale.append(producer.metrics()["rollout/staleness_max"])
+            in_use.append(set(engine.in_use()))
+            weights[step] = train(policy, step)
+            producer.done()
     producer.close()
 
     assert loaded == list(range(0, STEPS, interval))
@@ -191,17 +193,18 @@ def test_a_coroutine_in_the_loop_completes_turn_by_turn(pair):
 
 
 @pytest.mark.parametrize("pair", ["lora"], indirect=True)
-def test_weights_are_compared_while_groups_run_and_those_go_on_afterwards(pair):
+def test_weights_are_compared_while_groups_run_and_those_go_on_afterwards(pair, tied_server):
     engine, policy = pair
     engine.load(0)
     sampling = Sampling(max_tokens=240, for_training=True)  # what the context holds
     requests = [Request(prompt_ids=[5, 17, 30 + i], seed=i) for i in range(6)]
     # How fast a server is nobody knows: sooner or later in a group's life, until it was in the middle of its tokens.
     for delay in (0.2, 0.1, 0.3, 0.05, 0.5, 0.15, 0.4, 0.8):
-        future = engine.submit(requests, sampling)
-        time.sleep(delay)
-        for _ in range(2):
-            assert engine.probe(engine.pool.members)  # vLLM with adapters dies of it while others are in the batch
+        with slowed(tied_server):
+            future = engine.submit(requests, sampling)
+            time.sleep(delay)
+            for _ in range(2):
+                assert engine.probe(engine.pool.members)  # vLLM with adapters dies of it while others are in the batch
         completions = future.result(60)
         assert [c.versions for c in completions] == [[(0, 240)]] * 6
         assert engine.metrics()["rollout/server_out"] == 0

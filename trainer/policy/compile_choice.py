@@ -41,6 +41,7 @@ def resolve_compile(cfg: Any, policy: Policy, total_steps: int) -> Any:
             for model in (one.model, one.reference):
                 if model is not None:
                     compile_blocks(causal_lm(model), one.source)
+            one.is_compiled = True
     return replace(cfg, model=replace(cfg.model, compile=choice.compile))
 
 

@@ -109,6 +109,7 @@ def load_policy(
     for model in (policy.model, policy.reference):
         if model is not None:
             speed_up(causal_lm(model), cfg, base, device)
+    policy.is_compiled = cfg.compile is True
     return policy
 
 

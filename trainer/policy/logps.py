@@ -23,6 +23,7 @@ from kernels.linear_logprob import LossFn, TokenLogps, linear_log_collision, lin
 from trainer.config.errors import first_line
 from trainer.files.tensor_files import TensorFiles
 from trainer.parallel.dtensor import Gatherer
+from trainer.policy.adapters import ADAPTER
 from trainer.policy.attention import attention_masks, is_sliced, part_of, row_multiple, uses_flex
 
 
@@ -37,6 +38,7 @@ class Policy:
     compute_dtype: torch.dtype
     reference: nn.Module | None = None  # a frozen copy (full fine-tuning with a KL term)
     reference_adapter: str | None = None  # a frozen adapter beside the trained one (continuing a LoRA run)
+    is_compiled: bool = False  # its blocks, and those of the reference
     is_sharded: bool = False  # by FSDP: ranks must run the same number of forward passes
     reshard_after_forward: bool = True  # of sharded blocks
     reduce_once: bool = False  # reduce gradients of sharded weights only after the last micro-batch
@@ -135,12 +137,37 @@ def as_reference(policy: Policy) -> Iterator[nn.Module]:
         try:
             yield policy.model
         finally:
-            policy.model.set_adapter("default")
+            policy.model.set_adapter(ADAPTER)
             policy.model.train(was_training)
     else:
         assert policy.is_lora, "no reference was loaded: pass Session(..., with_reference=True)"
-        with policy.model.disable_adapter():
+        with without_adapter(policy):
             yield policy.model
+
+
+@contextlib.contextmanager
+def without_adapter(policy: Policy) -> Iterator[None]:
+    """The base model for a while.
+
+    Compiled blocks add the adapter's output times zero instead of leaving it out. The compiler tiles a kernel by what
+    it reads, so a block without the addition would sum its norms in another order, and the log-probs of a policy that
+    still equals its reference would differ in all bits that bfloat16 leaves uncertain.
+    """
+    config = policy.model.peft_config[ADAPTER]
+    only_adds = not (config.use_dora or config.modules_to_save or config.lora_dropout)
+    if not (policy.is_compiled and only_adds):
+        with policy.model.disable_adapter():
+            yield
+        return
+    scales = [module.scaling for module in policy.model.modules() if hasattr(module, "lora_A")]
+    before = [scale[ADAPTER] for scale in scales]
+    try:
+        for scale in scales:
+            scale[ADAPTER] = 0.0
+        yield
+    finally:
+        for scale, value in zip(scales, before, strict=True):
+            scale[ADAPTER] = value
 
 
 def _token_logps(policy: Policy, model: nn.Module, batch: Batch, temperature: float) -> TokenLogps:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from safetensors.torch import load_file
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 from data.packing import Item, make_batches
 from tests.entry import metrics, repeatable
@@ -18,7 +21,7 @@ from tests.test_resume import copy_as_if_killed
 from trainer.__main__ import main
 from trainer.config.blocks import LoraConfig, ModelConfig, ReferenceConfig, RunConfig
 from trainer.policy.load import load_policy
-from trainer.policy.logps import Policy
+from trainer.policy.logps import Policy, as_reference, reference_logps, token_logps
 from trainer.policy.reference import MovingReference, Reference, build_reference, wants_copy
 
 CPU = torch.device("cpu")
@@ -226,6 +229,43 @@ def test_reference_of_a_continued_adapter_is_where_it_goes_on_from(tmp_path, tin
     shake(policy.model)
     assert_same(per_item(reference), begun)
     assert_other(plain(policy.model), begun)
+
+
+@pytest.mark.parametrize("lora", [RANK4, LoraConfig(r=4, dora=True), LoraConfig(r=4, modules_to_save=("norm",))])
+def test_compiled_blocks_leave_the_adapter_out_to_the_bit(lora):
+    """Adapters that only add are multiplied by zero there, others are switched off as everywhere."""
+    policy, reference, _ = load(lora)
+    shake(policy.model)
+    trained, without = plain(policy.model), per_item(reference)
+    assert_other(trained, without)
+    policy.is_compiled = True
+    assert all(map(torch.equal, per_item(reference), without))
+    with pytest.raises(KeyError), as_reference(policy):
+        raise KeyError
+    assert all(map(torch.equal, plain(policy.model), trained))
+
+
+def test_compiled_policy_and_reference_run_the_same_operations(monkeypatch):
+    """Or the compiler would fuse, tile and round them differently."""
+    arithmetic = {"mm", "mul", "add", "mean", "rsqrt", "silu"}
+    operations: list[Counter[str]] = []
+
+    def note(graph, inputs):
+        names = [str(node.target).split(".") for node in graph.graph.nodes if node.op == "call_function"]
+        operations.append(Counter(name[1] for name in names if name[1:] and name[1] in arithmetic))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=note, partition_fn=min_cut_rematerialization_partition)
+    plain_compile = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **o: plain_compile(self, backend=backend, **o))
+    policy, _, _ = load(RANK4, dataclasses.replace(TINY, compile=True, gradient_checkpointing=True))
+    (batch,) = make_batches(make_items(), max_tokens=1000)
+    token_logps(policy, batch)
+    policy_block = operations[0]
+    operations.clear()
+    reference_logps(policy, batch)
+    torch._dynamo.reset()
+    assert policy_block["mm"] == 7 * 3 and operations[0] == policy_block
 
 
 REFUSED = [

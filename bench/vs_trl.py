@@ -4,6 +4,7 @@
     python -m bench.vs_trl dpo --shape llama-3.1-8b --lora 16
     python -m bench.vs_trl sft [--shape qwen3-1.7b] [--lora 0]
     python -m bench.vs_trl kto [--shape qwen3-1.7b] [--lora 0]
+    python -m bench.vs_trl offline                         # these three, and dpo at 8B: the table of the docs
     python -m bench.vs_trl grpo [--shape qwen3-0.6b]       # TRL has vLLM in its own process
     python -m bench.vs_trl grpo --prompts 64 --completion 256 --trl-accumulation 8
     python -m bench.vs_trl grpo --lora 16 --ways TRL "ours, compile, local"
@@ -40,6 +41,7 @@ what trainer/plan.py says of the largest step. Parts of a step (rollout_s, rewar
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -89,6 +91,7 @@ SHOW_S = 10  # seconds between the lines of a run that are shown
 RESULT = "measured: "  # begins a line of the process that measures
 TRL = {"TRL": True, "TRL, no checkpointing": False}
 ERRORS = {"dpo": "first_loss", "sft": "first_loss", "kto": "first_loss", "grpo": "logp_gap"}
+EXACT = {"dpo": math.log(2), "kto": 0.5}  # first loss, where policy and reference are one
 Rows = list[dict[str, Any]]
 
 
@@ -103,6 +106,18 @@ class Measured:
     parts: dict[str, float]  # seconds of the parts of the last step, where they are known
     planned_gib: float | None = None
     kernels: dict[str, float] = field(default_factory=dict)  # of bench/runs/kernel_times.py
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method on fixed rows."""
+
+    method: str
+    shape: str
+    lora: int
+    ways: tuple[str, ...]
+    per_step: int  # pairs or rows
+    steps: int
 
 
 def dpo(
@@ -123,12 +138,7 @@ def dpo(
         pairs: Pairs of a step.
         steps: Steps of each run, the first few untimed.
     """
-    require_commit()
-    rows = [
-        {"prompt": prompt, "chosen": first, "rejected": second}
-        for prompt, first, second in prompts_and_responses(pairs * (steps + EXTRA_STEPS), 2)
-    ]
-    offline("dpo", out, shape, lora, ways, rows, pairs, steps, exact=math.log(2))
+    measure_cases([Case("dpo", shape, lora, ways, pairs, steps)], out)
 
 
 def sft(
@@ -149,10 +159,7 @@ def sft(
         rows: Rows of a step.
         steps: Steps of each run, the first few untimed.
     """
-    require_commit()
-    texts = prompts_and_responses(rows * (steps + EXTRA_STEPS), 1)
-    made = [{"prompt": prompt, "completion": response} for prompt, response in texts]
-    offline("sft", out, shape, lora, ways, made, rows, steps, exact=None)
+    measure_cases([Case("sft", shape, lora, ways, rows, steps)], out)
 
 
 def kto(
@@ -173,31 +180,61 @@ def kto(
         rows: Rows of a step.
         steps: Steps of each run, the first few untimed.
     """
-    require_commit()
-    texts = prompts_and_responses(rows * (steps + EXTRA_STEPS), 1)
-    made = [
-        {"prompt": prompt, "completion": response, "label": i % 2 == 0} for i, (prompt, response) in enumerate(texts)
-    ]
-    offline("kto", out, shape, lora, ways, made, rows, steps, exact=0.5)
+    measure_cases([Case("kto", shape, lora, ways, rows, steps)], out)
 
 
 def offline(
-    method: str, out: Path | None, shape: str, lora: int, ways: tuple[str, ...], rows: Rows, per_step: int, steps: int,
-    *, exact: float | None,  # loss of the first step; None: by transformers
-) -> None:  # fmt: skip
-    with scratch() as folder:
-        config = make_model(shape, folder / "model")
-        ordered = in_our_order(rows)
-        write_rows(folder / "rows.jsonl", rows)
-        write_rows(folder / "ordered.jsonl", ordered)
-        exact = exact_nll(folder / "model", ordered[:per_step]) if exact is None else exact
-        flags = ["--method", method, "--data", str(folder / "rows.jsonl"), "--max-length", str(LONGEST)]
-        flags += ["--per-device-train-batch-size", str(per_step), "--max-tokens-per-micro-batch", "16384"]
-        job = {"method": method, "rows": per_step, "lora": lora, "steps": steps, "extra": EXTRA_STEPS, "exact": exact}
-        job |= {"sequences": per_step * (2 if method == "dpo" else 1)}
-        name = "pairs" if method == "dpo" else "rows"
-        size = {name: per_step, "P": PROMPT, "layers": config.num_hidden_layers, "D": config.hidden_size, "lora": lora}
-        measure(method, folder, ways, flags, job, size, out)
+    out: Path | None = None,
+    only: tuple[str, ...] = (),
+    small: str = "qwen3-1.7b",
+    large: str = "llama-3.1-8b",
+) -> None:
+    """The rows of "Whole steps beside TRL" that need no sampling, with one process for each side.
+
+    Args:
+        out: File to append the rows to.
+        only: dpo, sft, kto, large; empty: all of them.
+        small: Shape of dpo, sft and kto, which train all weights.
+        large: Shape of dpo with adapters of rank 16.
+    """
+    cases = {
+        "dpo": Case("dpo", small, 0, ("TRL", "ours, bf16, compile", "ours, bf16"), 8, 14),
+        "sft": Case("sft", small, 0, ("TRL", "ours, bf16, compile"), 16, 14),
+        "kto": Case("kto", small, 0, ("TRL", "ours, bf16, compile"), 16, 14),
+        "large": Case("dpo", large, 16, ("TRL", "ours, compile", "ours, 4bit, compile"), 8, 14),
+    }
+    for name in only:
+        if name not in cases:
+            raise ValueError(f"only={name}: unknown; there is {', '.join(cases)}")
+    measure_cases([case for name, case in cases.items() if not only or name in only], out)
+
+
+def measure_cases(cases: list[Case], out: Path | None) -> None:
+    require_commit()
+    with scratch() as folder, contextlib.closing(Side()) as trl, contextlib.closing(Side()) as own:
+        config, made, missing = None, "", []
+        for case in cases:
+            if case.shape != made:
+                shutil.rmtree(folder / "model", ignore_errors=True)
+                config, made = make_model(case.shape, folder / "model"), case.shape
+            failed = measure_case(case, config, folder, trl, own, out)
+            missing += [f"{case.method} {case.shape} {way}" for way in failed]
+    refuse_missing(missing)
+
+
+def measure_case(case: Case, config: Any, folder: Path, trl: Side, own: Side, out: Path | None) -> list[str]:
+    method, per_step, name = case.method, case.per_step, "pairs" if case.method == "dpo" else "rows"
+    rows = make_rows(method, per_step * (case.steps + EXTRA_STEPS))
+    ordered = in_our_order(rows)
+    write_rows(folder / "rows.jsonl", rows)
+    write_rows(folder / "ordered.jsonl", ordered)
+    exact = EXACT[method] if method in EXACT else exact_nll(folder / "model", ordered[:per_step])
+    flags = ["--method", method, "--data", str(folder / "rows.jsonl"), "--max-length", str(LONGEST)]
+    flags += ["--per-device-train-batch-size", str(per_step), "--max-tokens-per-micro-batch", "16384"]
+    job = {"method": method, "rows": per_step, "sequences": per_step * (2 if method == "dpo" else 1)}
+    job |= {"lora": case.lora, "steps": case.steps, "extra": EXTRA_STEPS, "exact": exact}
+    size = {name: per_step, "P": PROMPT, "layers": config.num_hidden_layers, "D": config.hidden_size, "lora": case.lora}
+    return measure(method, folder, case.ways, flags, job, size, out, trl, own)
 
 
 def grpo(
@@ -234,7 +271,7 @@ def grpo(
     rows = prompts * group
     if rows % trl_accumulation:
         raise ValueError(f"trl_accumulation={trl_accumulation}: must divide the {rows} completions of a step")
-    with scratch() as folder:
+    with scratch() as folder, contextlib.closing(Side()) as trl, contextlib.closing(Side()) as own:
         config = make_model(shape, folder / "model")
         write_rows(folder / "rows.jsonl", [{"prompt": text} for (text,) in prompts_and_responses(prompts * steps, 0)])
         flags = ["--method", "grpo", "--data", str(folder / "rows.jsonl"), *shlex.split(more)]
@@ -247,14 +284,14 @@ def grpo(
         job |= {"share": share, "lora": lora, "pool_bytes": pool_bytes, "accumulation": trl_accumulation}
         size = {"prompts": prompts, "G": group, "P": PROMPT, "R": completion} | ({"lora": lora} if lora else {})
         size |= {"layers": config.num_hidden_layers, "D": config.hidden_size}
-        measure("grpo", folder, ways, flags, job, size, out)
+        refuse_missing(measure("grpo", folder, ways, flags, job, size, out, trl, own))
 
 
 def measure(
     method: str, folder: Path, ways: tuple[str, ...], flags: list[str], job: dict[str, Any], size: dict[str, int],
-    out: Path | None,
-) -> None:  # fmt: skip
-    """Every way in turn, and a row as soon as one has ended."""
+    out: Path | None, trl: Side, own: Side,
+) -> list[str]:  # fmt: skip
+    """Every way in turn, and a row as soon as one has ended. Returns the ways that failed."""
     chosen = list(ways or ways_of(method, job["lora"]))
     for way in chosen:
         if way not in TRL and base_of(way) not in OURS:
@@ -274,8 +311,8 @@ def measure(
     rows: dict[str, Row] = {}  # of TRL's ways
     missing = list(chosen)
 
-    def take(jobs: dict[str, dict[str, Any]]) -> None:
-        for way, made in run(jobs):
+    def take(side: Side, jobs: dict[str, dict[str, Any]]) -> None:
+        for way, made in side.run(jobs):
             missing.remove(way)
             row = row_of(method, way, made, rows, size)
             if way in TRL:
@@ -286,13 +323,20 @@ def measure(
         output = ["--output-dir", str(folder / "run"), OVERWRITE]
         return {way: job | {"way": "ours", "flags": [*flags, *flags_of(method, way, urls), *output]} for way in names}
 
-    # TRL has the GPU to itself: a server of ours beside it would count as its memory.
-    take({way: job | {"way": "trl", "checkpointing": TRL[way]} for way in theirs})
-    take(ours([way for way in mine if way not in served], []))
+    # In grpo each side has the GPU to itself: an engine or server of the other would count as its memory.
+    take(trl, {way: job | {"way": "trl", "checkpointing": TRL[way]} for way in theirs})
+    if method == "grpo":
+        trl.close()
+    take(own, ours([way for way in mine if way not in served], []))
     if served:
+        own.close()
         with serving(folder, job) as urls:
             wait_for(urls)
-            take(ours(served, urls))
+            take(own, ours(served, urls))
+    return missing
+
+
+def refuse_missing(missing: list[str]) -> None:
     if missing:
         raise SystemExit(f"not measured: {', '.join(missing)}")
 
@@ -350,27 +394,46 @@ def flags_of(method: str, way: str, urls: list[str]) -> list[str]:
     return flags
 
 
-def run(jobs: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Measured]]:
-    """One process for all, one after the other: what is imported and compiled once serves the next."""
-    if not jobs:
-        return
-    left = list(jobs)
-    lines: list[str] = []
-    started = shown = time.monotonic()
-    print(f"running: {', '.join(jobs)}", flush=True)
-    command = [sys.executable, "-m", "bench.runs.vs_trl_run", json.dumps(jobs)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
-        for line in child.stdout or ():
-            lines.append(line)
+class Side:
+    """A process that runs jobs one after the other: what is imported and compiled once serves the next."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[str] | None = None
+
+    def run(self, jobs: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Measured]]:
+        """What each way measured, as soon as it has; a way that fails is left out, with the end of its output shown."""
+        if not jobs:
+            return
+        if self._child is None:
+            command = [sys.executable, "-m", "bench.runs.vs_trl_run"]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            self._child = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
+        left = list(jobs)
+        lines: list[str] = []
+        started = shown = time.monotonic()
+        print(f"running: {', '.join(jobs)}", flush=True)
+        print(json.dumps(jobs), file=self._child.stdin, flush=True)
+        for line in self._child.stdout:
             if line.startswith(RESULT):
                 way, made = json.loads(line.removeprefix(RESULT))
+                if made is None:
+                    break
                 left.remove(way)
                 yield way, Measured(**made)
-            elif time.monotonic() - shown > SHOW_S and line.strip():
+                continue
+            lines.append(line)
+            if time.monotonic() - shown > SHOW_S and line.strip():
                 shown = time.monotonic()
                 print(f"{shown - started:.0f} s: {line.strip()[:110]}", flush=True)
-    if child.returncode:
-        print(f"ended with {child.returncode} before {', '.join(left)}:", "".join(lines[-40:]), sep="\n", flush=True)
+        else:  # it has died
+            self.close()
+        if left:
+            print(f"no result of {', '.join(left)}:", "".join(lines[-40:]), sep="\n", flush=True)
+
+    def close(self) -> None:
+        if self._child is not None:
+            self._child.communicate()
+            self._child = None
 
 
 @contextmanager
@@ -460,6 +523,14 @@ def prompts_and_responses(count: int, responses: int) -> list[tuple[str, ...]]:
     return [(words(rng, PROMPT), *(response() for _ in range(responses))) for _ in range(count)]
 
 
+def make_rows(method: str, count: int) -> Rows:
+    texts = prompts_and_responses(count, 2 if method == "dpo" else 1)
+    if method == "dpo":
+        return [{"prompt": prompt, "chosen": first, "rejected": second} for prompt, first, second in texts]
+    rows: Rows = [{"prompt": prompt, "completion": response} for prompt, response in texts]
+    return rows if method == "sft" else [row | {"label": i % 2 == 0} for i, row in enumerate(rows)]
+
+
 def write_rows(path: Path, rows: Rows) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -502,6 +573,6 @@ def reward(completions: list[Any], **_: Any) -> list[float]:
 
 if __name__ == "__main__":
     try:
-        tyro.extras.subcommand_cli_from_dict({"dpo": dpo, "sft": sft, "kto": kto, "grpo": grpo})
+        tyro.extras.subcommand_cli_from_dict({"dpo": dpo, "sft": sft, "kto": kto, "offline": offline, "grpo": grpo})
     except ValueError as error:
         sys.exit(f"error: {error}")

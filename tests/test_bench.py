@@ -118,7 +118,7 @@ def entries() -> list[tuple[str, str]]:
     return [
         (name, entry)
         for name in sorted(set(makers) - {"common"})
-        for entry in (("dpo", "sft", "kto", "grpo") if name == "vs_trl" else ("main",))
+        for entry in (("dpo", "sft", "kto", "offline", "grpo") if name == "vs_trl" else ("main",))
     ]
 
 
@@ -274,10 +274,10 @@ def test_rollout_names_what_it_cannot_read():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the benchmark itself is the test")
 def test_vs_trl_measures_every_offline_method_of_ours(tmp_path, monkeypatch):
-    def in_this_process(jobs):
+    def in_this_process(side, jobs):
         return ((way, vs_trl_run.run_ours(job)) for way, job in jobs.items())
 
-    monkeypatch.setattr(vs_trl, "run", in_this_process)
+    monkeypatch.setattr(vs_trl.Side, "run", in_this_process)
     for module in (vs_trl, vs_trl_run):
         monkeypatch.setattr(module, "PROMPT", 8)
         monkeypatch.setattr(module, "LONGEST", 40)

@@ -1,4 +1,4 @@
-"""The ways of one side of bench/vs_trl.py: jobs come as JSON, and a line for each says what was measured."""
+"""One side of bench/vs_trl.py: jobs come as lines of JSON, and a line for each says what was measured."""
 
 from __future__ import annotations
 
@@ -154,27 +154,31 @@ def run_trl(job: dict[str, Any]) -> Measured:
     return Measured(seconds[timed], tokens[timed], max(peaks), error, {}, kernels=watch.found)
 
 
-def main(jobs: dict[str, dict[str, Any]]) -> None:
-    failed = []
-    for way, job in jobs.items():
-        if torch.cuda.is_available():
-            gc.collect()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        torch._dynamo.reset()  # it gives up after some graphs of a function, those of other ways counted
-        try:
-            with watched() as used:
-                made = run_ours(job) if job["way"] == "ours" else run_trl(job)
-        except (Exception, SystemExit):  # out of memory, say: the next way may fit
-            traceback.print_exc(file=sys.stdout)
-            failed.append(way)
-            continue
-        if job["method"] == "grpo":  # engines and servers are not torch's alone
-            made = replace(made, peak_gib=max(used))
-        print(f"{RESULT}{json.dumps([way, asdict(made)])}", flush=True)
-    if failed:
-        sys.exit(1)
+def main() -> None:
+    """A line of stdin is several jobs by name; after their results comes one that is null."""
+    for line in sys.stdin:
+        for way, job in json.loads(line).items():
+            made = measured(job)
+            if torch.cuda.is_available():  # for the next way, and for the other side
+                gc.collect()
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            if made is not None:
+                print(f"{RESULT}{json.dumps([way, asdict(made)])}", flush=True)
+        print(f"{RESULT}{json.dumps([None, None])}", flush=True)
+
+
+def measured(job: dict[str, Any]) -> Measured | None:
+    torch._dynamo.reset()  # it gives up after some graphs of a function, those of other ways counted
+    try:
+        with watched() as used:
+            made = run_ours(job) if job["way"] == "ours" else run_trl(job)
+    except (Exception, SystemExit):  # out of memory, say: the next way may fit
+        traceback.print_exc(file=sys.stdout)
+        return None
+    # Engines and servers are not torch's alone.
+    return replace(made, peak_gib=max(used)) if job["method"] == "grpo" else made
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main()

@@ -397,6 +397,8 @@ def flags_of(method: str, way: str, urls: list[str]) -> list[str]:
 class Side:
     """A process that runs jobs one after the other: what is imported and compiled once serves the next."""
 
+    command = (sys.executable, "-m", "bench.runs.vs_trl_run")
+
     def __init__(self) -> None:
         self._child: subprocess.Popen[str] | None = None
 
@@ -405,9 +407,8 @@ class Side:
         if not jobs:
             return
         if self._child is None:
-            command = [sys.executable, "-m", "bench.runs.vs_trl_run"]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-            self._child = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
+            self._child = subprocess.Popen(self.command, cwd=ROOT, text=True, **pipes)
         left = list(jobs)
         lines: list[str] = []
         started = shown = time.monotonic()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
 from dataclasses import asdict, fields
 from importlib import import_module
 
@@ -288,6 +290,29 @@ def test_vs_trl_measures_every_offline_method_of_ours(tmp_path, monkeypatch):
     for r, name in zip(read_rows([out]), ("dpo", "sft", "kto"), strict=True):
         assert r.bench == f"vs_trl/{name}" and r.errors["first_loss"] < 1e-6, "the first loss is that of the exact rows"
         assert r.rate > 0 and 2 * (8 + 8) < r.extra["step_tokens"] <= 2 * 40
+
+
+def test_vs_trl_keeps_one_process_for_a_side_and_goes_on_after_a_way_that_fails(monkeypatch, capsys):
+    script = """if True:
+        import os, sys
+        from bench.runs import vs_trl_run
+        def measured(job):
+            if job == "dies":
+                os._exit(3)
+            print("output of", job, flush=True)
+            return None if job == "fails" else vs_trl_run.Measured([1.0], [2.0], 0.0, 0.0, {"pid": os.getpid()})
+        vs_trl_run.measured = measured
+        vs_trl_run.main()
+    """
+    monkeypatch.setattr(vs_trl.Side, "command", (sys.executable, "-c", script))
+    with contextlib.closing(vs_trl.Side()) as side:
+        found = dict(side.run({"a": "works", "b": "fails", "c": "works"}))
+        assert list(found) == ["a", "c"] and found["c"].tokens == [2.0]
+        assert "no result of b:\noutput of works\noutput of fails\n" in capsys.readouterr().out
+        found |= dict(side.run({"d": "works"}))
+        assert len({made.parts["pid"] for made in found.values()}) == 1
+        assert dict(side.run({"e": "dies"})) == {} and "no result of e" in capsys.readouterr().out
+        assert list(dict(side.run({"f": "works"}))) == ["f"]
 
 
 def test_vs_trl_gives_both_sides_the_rows_of_a_step(tmp_path):

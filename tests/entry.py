@@ -97,3 +97,19 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 def repeatable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if not key.startswith(NOT_REPRODUCIBLE)} for row in rows]
+
+
+def small_model(folder: Path) -> str:
+    """A model of one narrow block: processors without bfloat16 instructions need seconds for a pass of the tiny one."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    tiny = ROOT / "trainer" / "tiny"
+    config = AutoConfig.from_pretrained(tiny)
+    config.hidden_size, config.intermediate_size, config.num_hidden_layers = 16, 32, 1
+    config.num_attention_heads = config.num_key_value_heads = 2
+    config.head_dim = 8
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
+    return str(folder)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import trainer.offline.loop
-from tests.entry import metrics, repeatable
+from tests.entry import metrics, repeatable, small_model
 from trainer.__main__ import main
 from trainer.config.blocks import OptimConfig
 from trainer.metrics.metrics import Counters, MetricSums, describe
@@ -85,6 +85,7 @@ def read_later(monkeypatch):
 def test_a_check_that_is_read_later_changes_nothing(saves, tmp_path, request, monkeypatch):
     Poison(monkeypatch, {2, 4})
     argv = ["--method", "sft", "--data", DATA["sft"], *SMALL, *GATED, "--nan-policy", "skip", "--save-steps", saves]
+    argv += ["--model", small_model(tmp_path / "model")]
     for name in ("at once", "later"):
         if name == "later":
             request.getfixturevalue("read_later")
@@ -105,6 +106,7 @@ def test_a_run_that_stops_later_names_the_bad_step_and_saves_nothing_of_it(
 ):
     Poison(monkeypatch, {bad})
     argv = ["--method", "sft", "--data", DATA["sft"], *SMALL, *GATED, "--save-steps", "1"]
+    argv += ["--model", small_model(tmp_path / "model")]
     assert main([*argv, "--output-dir", str(tmp_path / "run")]) == 2
     assert f"error: step {bad}, rank 0, rows " in capfd.readouterr().err
     saved = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data.packing import Item, make_batches
-from tests.entry import metrics, repeatable
+from tests.entry import metrics, repeatable, small_model
 from trainer.__main__ import main
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.offline import loop
@@ -53,16 +53,17 @@ def test_noise_is_uniform_within_alpha_over_the_root_of_the_sequence(packing):
         policy.model.train()
 
 
-ARGV = ["--method", "sft", "--model", "builtin:tiny", "--data", "task:addition:split=sft,size=16", "--save-steps", "2",
+ARGV = ["--method", "sft", "--data", "task:addition:split=sft,size=16", "--save-steps", "2",
         "--per-device-train-batch-size", "4", "--learning-rate", "1e-3", "--lr-scheduler-type", "constant"]  # fmt: skip
 
 
 @pytest.mark.parametrize("extra", [["--neftune-noise-alpha", "5"], ["--optim", "muon", "--weight-decay", "0.1"]])
 def test_a_resumed_run_goes_on_as_if_unbroken(extra, tmp_path, capfd):
-    rows = {}
+    rows, model = {}, small_model(tmp_path / "model")
     for name, steps in (("plain", 4), ("whole", 4), ("half", 2)):
         more = extra if name != "plain" else []
-        assert main([*ARGV, *more, "--max-steps", str(steps), "--output-dir", str(tmp_path / name)]) == 0
+        argv = [*ARGV, "--model", model, "--max-steps", str(steps), *more]
+        assert main([*argv, "--output-dir", str(tmp_path / name)]) == 0
     assert main(["--resume", str(tmp_path / "half"), "--max-steps", "4"]) == 0
     for name in ("plain", "whole", "half"):
         rows[name] = repeatable(metrics(tmp_path / name))
@@ -85,16 +86,7 @@ def test_pairs_share_no_prompt_under_noise(tmp_path, monkeypatch):
         return make_batches(items, share_prompt=share_prompt, **how)
 
     monkeypatch.setattr(loop, "make_batches", noted)
-    argv = [
-        "--method",
-        "dpo",
-        "--model",
-        "builtin:tiny",
-        "--data",
-        "task:addition:split=train,size=8",
-        "--max-steps",
-        "1",
-    ]
+    argv = ["--method", "dpo", "--data", "task:addition:split=train,size=8", "--max-steps", "1"]
     for name, more in (("plain", []), ("noise", ["--neftune-noise-alpha", "5"])):
         assert main([*argv, *more, "--output-dir", str(tmp_path / name)]) == 0
     assert shared == [True, False]

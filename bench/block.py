@@ -31,7 +31,7 @@ class Problem(NamedTuple):
     shape: dict[str, int]
     inputs: list[Tensor]
     slopes: list[Tensor]  # gradients of the outputs
-    moved: int  # how often one number of `per_pass` is read or written in both passes
+    moved: int  # how many times each of the `per_pass` numbers is read or written, both passes together
     per_pass: int
     calls: dict[str, Callable[..., Any]]
     exact: Callable[..., Any]

@@ -10,7 +10,7 @@
     python -m bench.vs_trl grpo --lora 16 --ways TRL "ours, compile, local"
 
 In grpo, ways named `local` sample in the trainer's process, the others on a vLLM server of ours. TRL and the local ways
-have the GPU to themselves; the server starts after them, or beside TRL's engine if there is no local way.
+have the GPU to themselves; the server starts after them.
 
 Weights are random, prompts have 256 tokens, responses of rows are log-normal (median 200, at most 767), completions of
 grpo have 512. Each way runs the real loop, `python -m trainer` or TRL's trainer.train(), data loading and logging
@@ -406,30 +406,40 @@ class Side:
         """What each way measured, as soon as it has; a way that fails is left out, with the end of its output shown."""
         if not jobs:
             return
-        if self._child is None:
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-            self._child = subprocess.Popen(self.command, cwd=ROOT, text=True, **pipes)
+        child = self._start()
         left = list(jobs)
         lines: list[str] = []
         started = shown = time.monotonic()
         print(f"running: {', '.join(jobs)}", flush=True)
-        print(json.dumps(jobs), file=self._child.stdin, flush=True)
-        for line in self._child.stdout:
-            if line.startswith(RESULT):
-                way, made = json.loads(line.removeprefix(RESULT))
-                if made is None:
-                    break
-                left.remove(way)
-                yield way, Measured(**made)
-                continue
-            lines.append(line)
-            if time.monotonic() - shown > SHOW_S and line.strip():
-                shown = time.monotonic()
-                print(f"{shown - started:.0f} s: {line.strip()[:110]}", flush=True)
-        else:  # it has died
+        try:
+            print(json.dumps(jobs), file=child.stdin, flush=True)
+            for line in child.stdout:
+                if line.startswith(RESULT):
+                    way, made = json.loads(line.removeprefix(RESULT))
+                    if made is None:
+                        break
+                    left.remove(way)
+                    yield way, Measured(**made)
+                    continue
+                lines.append(line)
+                if time.monotonic() - shown > SHOW_S and line.strip():
+                    shown = time.monotonic()
+                    print(f"{shown - started:.0f} s: {line.strip()[:110]}", flush=True)
+        except BaseException:  # Ctrl-C, or a row could not be written: nobody waits for the other ways
+            child.kill()
             self.close()
+            raise
         if left:
             print(f"no result of {', '.join(left)}:", "".join(lines[-40:]), sep="\n", flush=True)
+            self.close()  # after an error of the device nothing works in that process
+
+    def _start(self) -> subprocess.Popen[str]:
+        if self._child is not None and self._child.poll() is not None:  # it has died since
+            self.close()
+        if self._child is None:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            self._child = subprocess.Popen(self.command, cwd=ROOT, text=True, **pipes)
+        return self._child
 
     def close(self) -> None:
         if self._child is not None:
@@ -439,7 +449,7 @@ class Side:
 
 @contextmanager
 def serving(folder: Path, job: dict[str, Any]) -> Iterator[list[str]]:
-    """A server of ours that can sleep, on its way up."""
+    """Start a server of ours that can sleep; it may not answer yet."""
     os.environ.setdefault("STROP_VLLM_TOKEN", secrets.token_hex(8))
     on_gpu = []
     if torch.cuda.is_available():

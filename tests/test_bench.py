@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import signal
 import sys
 from dataclasses import asdict, fields
 from importlib import import_module
@@ -299,7 +301,7 @@ def test_vs_trl_keeps_one_process_for_a_side_and_goes_on_after_a_way_that_fails(
         def measured(job):
             if job == "dies":
                 os._exit(3)
-            print("output of", job, flush=True)
+            print("output of", job, end="" if job == "works" else None, flush=True)
             return None if job == "fails" else vs_trl_run.Measured([1.0], [2.0], 0.0, 0.0, {"pid": os.getpid()})
         vs_trl_run.measured = measured
         vs_trl_run.main()
@@ -309,10 +311,18 @@ def test_vs_trl_keeps_one_process_for_a_side_and_goes_on_after_a_way_that_fails(
         found = dict(side.run({"a": "works", "b": "fails", "c": "works"}))
         assert list(found) == ["a", "c"] and found["c"].tokens == [2.0]
         assert "no result of b:\noutput of works\noutput of fails\n" in capsys.readouterr().out
-        found |= dict(side.run({"d": "works"}))
         assert len({made.parts["pid"] for made in found.values()}) == 1
-        assert dict(side.run({"e": "dies"})) == {} and "no result of e" in capsys.readouterr().out
-        assert list(dict(side.run({"f": "works"}))) == ["f"]
+        (first,) = [made.parts["pid"] for made in dict(side.run({"d": "works"})).values()]
+        (second,) = [made.parts["pid"] for made in dict(side.run({"e": "works"})).values()]
+        assert first == second not in {made.parts["pid"] for made in found.values()}
+        os.kill(second, signal.SIGKILL)
+        side._child.wait()  # it dies while the other side runs
+        assert dict(side.run({"f": "dies"})) == {} and "no result of f" in capsys.readouterr().out
+        with pytest.raises(OSError, match="disk full"):
+            for _ in side.run({"g": "works", "h": "works"}):
+                child = side._child
+                raise OSError("disk full")
+        assert side._child is None and child.returncode == -signal.SIGKILL
 
 
 def test_vs_trl_gives_both_sides_the_rows_of_a_step(tmp_path):

@@ -22,8 +22,8 @@ Checked in tests/trainer/test_plan.py: what autograd saves, tensor by tensor, on
 head's buffers and the peak of a checkpointed bfloat16 step, against rows measured on an H200; AdamW's moments, against
 what the optimizers hold. bench/vs_trl.py compares whole DPO steps on a GPU. Not measured, so only estimated: FSDP's
 buffers, the in-process engine on a GPU, RESERVE and ASLEEP. Not counted: what --compile saves (compiled blocks keep
-fewer activations) or else kernels/block.py on a GPU (norms keep neither float32 nor normalised inputs, MLPs no
-silu(gate)), dense masks and scores of sdpa (sequences are packed, with flex attention), reward models.
+fewer activations), what kernels/block.py saves on a GPU without it (norms keep neither float32 nor normalised inputs,
+MLPs no silu(gate)), dense masks and scores of sdpa (sequences are packed, with flex attention), reward models.
 """
 
 from __future__ import annotations

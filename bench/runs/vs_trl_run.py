@@ -1,4 +1,4 @@
-"""One side of bench/vs_trl.py: jobs come as lines of JSON, and a line for each says what was measured."""
+"""One side of bench/vs_trl.py: jobs come as lines of JSON; for each that worked, a line says what was measured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.metrics.metrics import read_jsonl
 
 def run_ours(job: dict[str, Any]) -> Measured:
     """`python -m trainer` as it is, but for the export at the end."""
-    from trainer.__main__ import main
+    from trainer.__main__ import INTERRUPTED, main
     from trainer.run.run import Run
 
     watch, save = Watch(job["steps"]), Run.maybe_save
@@ -36,6 +36,8 @@ def run_ours(job: dict[str, Any]) -> Measured:
 
     with patch.multiple(Run, finish=lambda run, policy: None, maybe_save=maybe_save):  # exporting is no step
         code = main(job["flags"])
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
     if code:
         raise SystemExit(code)
     folder = Path(job["flags"][job["flags"].index("--output-dir") + 1])
@@ -155,7 +157,7 @@ def run_trl(job: dict[str, Any]) -> Measured:
 
 
 def main() -> None:
-    """A line of stdin is several jobs by name; after their results comes one that is null."""
+    """Each line of stdin holds several jobs by name; after their results comes a line of nulls."""
     for line in sys.stdin:
         for way, job in json.loads(line).items():
             made = measured(job)
@@ -164,8 +166,13 @@ def main() -> None:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             if made is not None:
-                print(f"{RESULT}{json.dumps([way, asdict(made)])}", flush=True)
-        print(f"{RESULT}{json.dumps([None, None])}", flush=True)
+                tell(way, asdict(made))
+        tell(None, None)
+
+
+def tell(way: str | None, made: dict[str, Any] | None) -> None:
+    """In a line of its own, also after a progress bar."""
+    print(f"\n{RESULT}{json.dumps([way, made])}", flush=True)
 
 
 def measured(job: dict[str, Any]) -> Measured | None:

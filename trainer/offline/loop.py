@@ -165,7 +165,7 @@ class Offline:
         self._settle()
 
     def _settle(self) -> None:
-        """Of the last step: was it finite? All that depends on that comes after this call."""
+        """Wait until it is known whether the last step was finite. Whatever depends on that comes after this call."""
         if self.begun is not None:
             self.begun.settle()
 
@@ -194,7 +194,7 @@ class Offline:
         means = sums.later()
         if self.policy.router is not None:
             more = {**(more or {}), **self.policy.router.end()}
-        begun, counters = self.begun, self.counters
+        begun = self.begun
         known = {
             "optim/lr": self.learning_rate,
             "data/epoch": self.loader.epoch,
@@ -203,8 +203,8 @@ class Offline:
         times = self.timer.later(num_tokens)
 
         def metrics() -> dict[str, float]:
-            checked = {"optim/grad_norm": begun.settle(), **counters.skipped()}
-            return {**(more or {}), **means(), **known, **checked, **times()}
+            norm = {"optim/grad_norm": begun.settle()}
+            return {**(more or {}), **means(), **known, **norm, **begun.skipped, **times()}
 
         if self.run.eval_due(self.step):
             self.run.write_pending()

@@ -91,6 +91,7 @@ def load_scorer(
         for parameter in head_of(scorer.model).parameters():
             nn.init.zeros_(parameter)
     speed_up(causal_lm(scorer.model), cfg, base, device)
+    scorer.is_compiled = cfg.compile is True
     return scorer
 
 

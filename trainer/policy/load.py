@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -276,6 +277,7 @@ def speed_up(lm: Any, cfg: ModelConfig, source: str, device: torch.device) -> No
 def compile_blocks(lm: Any, source: str) -> None:
     """In place, so that names and hooks stay; one graph, attention included, for every block, length and mask."""
     compile_for_all_lengths()
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(is_worth_showing)
     unfuse(lm)
     for block in blocks_of(lm, source):
         if getattr(block, "gradient_checkpointing", False) and world_size() == 1 and not offloads(block):
@@ -300,6 +302,11 @@ def recompute_inside(block: nn.Module) -> None:
         return forward(*args, **kwargs)
 
     block.forward = call
+
+
+def is_worth_showing(record: logging.LogRecord) -> bool:
+    """Not torch's reminder that a kept output must not be changed in place: nothing changes that of attention."""
+    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
 def keeps_attention(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

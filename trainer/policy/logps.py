@@ -147,11 +147,11 @@ def as_reference(policy: Policy) -> Iterator[nn.Module]:
 
 @contextlib.contextmanager
 def without_adapter(policy: Policy) -> Iterator[None]:
-    """The base model for a while.
+    """Inside, the model computes what its base does.
 
     Compiled blocks add the adapter's output times zero instead of leaving it out. The compiler tiles a kernel by what
     it reads, so a block without the addition would sum its norms in another order, and the log-probs of a policy that
-    still equals its reference would differ in all bits that bfloat16 leaves uncertain.
+    still equals its reference would differ from the reference's by the rounding error of bfloat16.
     """
     config = policy.model.peft_config[ADAPTER]
     only_adds = not (config.use_dora or config.modules_to_save or config.lora_dropout)
@@ -159,7 +159,10 @@ def without_adapter(policy: Policy) -> Iterator[None]:
         with policy.model.disable_adapter():
             yield
         return
-    scales = [module.scaling for module in policy.model.modules() if hasattr(module, "lora_A")]
+    from peft.tuners.lora import LoraLayer
+
+    layers = [module for module in policy.model.modules() if isinstance(module, LoraLayer)]
+    scales = [layer.scaling for layer in layers if ADAPTER in layer.scaling]
     before = [scale[ADAPTER] for scale in scales]
     try:
         for scale in scales:

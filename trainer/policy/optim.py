@@ -155,6 +155,7 @@ def begin_step(
                 scale_gradients(trained, grad_norm, limit)
                 optimizer.step()
             bad_steps.end()
+        begun.skipped = bad_steps.counters.skipped()
 
     begun = BegunStep(settle)
     if is_gated:
@@ -172,6 +173,7 @@ class BegunStep:
     def __init__(self, settle: Callable[[], None]) -> None:
         self._settle: Callable[[], None] | None = settle
         self.grad_norm = math.nan
+        self.skipped: dict[str, float] = {}  # the metric: steps skipped so far, this one included
 
     def settle(self) -> float:
         """Wait for the gradient norm; the first call skips the step, or stops the run, if it is not finite."""

@@ -81,10 +81,10 @@ def read_later(monkeypatch):
     monkeypatch.setattr(Run, "_defers", property(lambda run: True, lambda run, value: None), raising=False)
 
 
-@pytest.mark.parametrize("saves", ["1", "3", "0"])
-def test_a_check_that_is_read_later_changes_nothing(saves, tmp_path, request, monkeypatch):
+@pytest.mark.parametrize(("saves", "held"), [("1", GATED), ("3", GATED), ("0", GATED), ("0", [])])
+def test_a_check_that_is_read_later_changes_nothing(saves, held, tmp_path, request, monkeypatch):
     Poison(monkeypatch, {2, 4})
-    argv = ["--method", "sft", "--data", DATA["sft"], *SMALL, *GATED, "--nan-policy", "skip", "--save-steps", saves]
+    argv = ["--method", "sft", "--data", DATA["sft"], *SMALL, *held, "--nan-policy", "skip", "--save-steps", saves]
     argv += ["--model", small_model(tmp_path / "model")]
     for name in ("at once", "later"):
         if name == "later":

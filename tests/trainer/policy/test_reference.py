@@ -246,7 +246,7 @@ def test_compiled_blocks_leave_the_adapter_out_to_the_bit(lora):
 
 
 def test_compiled_policy_and_reference_run_the_same_operations(monkeypatch):
-    """Or the compiler would fuse, tile and round them differently."""
+    """Or the compiler would fuse, tile and round them differently. They compute what the model does as it is."""
     arithmetic = {"mm", "mul", "add", "mean", "rsqrt", "silu"}
     operations: list[Counter[str]] = []
 
@@ -255,17 +255,24 @@ def test_compiled_policy_and_reference_run_the_same_operations(monkeypatch):
         operations.append(Counter(name[1] for name in names if name[1:] and name[1] in arithmetic))
         return make_boxed_func(graph.forward)
 
-    backend = aot_autograd(fw_compiler=note, partition_fn=min_cut_rematerialization_partition)
+    backend = aot_autograd(
+        fw_compiler=note, bw_compiler=lambda graph, inputs: make_boxed_func(graph.forward),
+        partition_fn=min_cut_rematerialization_partition,
+    )  # fmt: skip
     plain_compile = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **o: plain_compile(self, backend=backend, **o))
     policy, _, _ = load(RANK4, dataclasses.replace(TINY, compile=True, gradient_checkpointing=True))
+    as_it_is, _, _ = load(RANK4)
+    shake(policy.model)
+    as_it_is.model.load_state_dict(policy.model.state_dict())
     (batch,) = make_batches(make_items(), max_tokens=1000)
-    token_logps(policy, batch)
-    policy_block = operations[0]
-    operations.clear()
-    reference_logps(policy, batch)
+    for _ in range(2):
+        torch.testing.assert_close(token_logps(policy, batch).logp, token_logps(as_it_is, batch).logp)
+        torch.testing.assert_close(reference_logps(policy, batch), reference_logps(as_it_is, batch))
     torch._dynamo.reset()
-    assert policy_block["mm"] == 7 * 3 and operations[0] == policy_block
+    # For all blocks and both rounds; the input of the reference's first block is marked as one that needs a gradient.
+    policy_blocks, first_of_reference, later_of_reference = operations
+    assert policy_blocks["mm"] == 7 * 3 and policy_blocks == first_of_reference == later_of_reference
 
 
 REFUSED = [

@@ -65,12 +65,17 @@ class Batch:
     slot: torch.Tensor  # (N,) int64 index of that item in `rows`, for sums over sequences
     rows: list[int]  # the items in this batch, in order
     lengths: list[int]  # their lengths, in the same order
-    num_computed: int  # positions with a token: num_tokens minus the prompt copies saved by sharing
+    used: list[int]  # places with a token in each row; padding follows
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all sequences, without padding; a shared prompt counts in each."""
         return sum(self.lengths)
+
+    @property
+    def num_computed(self) -> int:
+        """Places with a token: num_tokens minus the prompt copies saved by sharing."""
+        return sum(self.used)
 
     def to(self, device: torch.device | str) -> Batch:
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
@@ -84,7 +89,7 @@ def empty_batch(multiple: int = 1) -> Batch:
     none = torch.zeros(0, dtype=torch.int64)
     return Batch(
         input_ids=zeros, position_ids=places - 1, prefix_start=zeros, prefix_stop=zeros, own_start=zeros,
-        own_stop=places, index=none, target=none, sequence=none, slot=none, rows=[], lengths=[], num_computed=0,
+        own_stop=places, index=none, target=none, sequence=none, slot=none, rows=[], lengths=[], used=[0],
     )  # fmt: skip
 
 
@@ -107,6 +112,7 @@ def make_batches(
     together: int = 1,
     share_prompt: bool = False,
     multiple: int = 1,
+    one_row: bool = True,
 ) -> list[Batch]:
     """Split items in order into `accumulation` chunks, and each chunk into micro-batches of at most max_tokens.
 
@@ -114,6 +120,10 @@ def make_batches(
     gets its own micro-batch. Empty chunks give no micro-batch. With packing, `share_prompt` lays out equal prompts of
     adjacent items once; a group over max_tokens is split into parts with one prompt each. With `together` above 1 only
     the items of a run share. Row lengths are padded to a multiple of `multiple`, which attention kernels require.
+
+    Packed sequences stand in one row, for attention that skips what no position attends to. With `one_row=False` a
+    micro-batch has rows as long as its longest sequence, or items that share a prompt: attention that computes all
+    pairs of positions in a row then takes a time that does not grow with the square of max_tokens.
     """
     assert min(accumulation, max_tokens, together, multiple) >= 1, (accumulation, max_tokens, together, multiple)
     assert len(items) % together == 0, (len(items), together)
@@ -132,9 +142,10 @@ def make_batches(
             units = [_unit(items, run, _common_prompt(items, run)) for run in runs]
         else:
             units = _shared_units(items, members, max_tokens)
-        if packing:
-            # One row each.
+        if packing and one_row:
             rectangles = [[group] for group in _first_fit(units, max_tokens)]
+        elif packing:
+            rectangles = _first_fit_rows(units, max_tokens, multiple)
         else:
             groups = _group_padded(units, max_tokens, multiple)
             rectangles = [[[_unit(items, [row])] for unit in group for row in unit.rows] for group in groups]
@@ -182,6 +193,18 @@ def _first_fit(units: list[_Unit], max_tokens: int) -> list[list[_Unit]]:
             groups[place].append(unit)
             room[place] -= unit.size
     return groups
+
+
+def _first_fit_rows(units: list[_Unit], max_tokens: int, multiple: int) -> list[list[list[_Unit]]]:
+    """The same with two levels: the first unit of a micro-batch sets the length of its rows."""
+    left, rectangles = sorted(units, key=lambda unit: -unit.size), []
+    while left:
+        length = _round_up(left[0].size, multiple)
+        rows = _first_fit(left, length)[: max(1, max_tokens // length)]
+        taken = {unit.rows for row in rows for unit in row}
+        rectangles.append(rows)
+        left = [unit for unit in left if unit.rows not in taken]
+    return rectangles
 
 
 def _group_padded(units: list[_Unit], max_tokens: int, multiple: int) -> list[list[_Unit]]:
@@ -238,5 +261,5 @@ def _build(items: Sequence[Item], rectangle: list[list[_Unit]], pad_id: int, mul
         input_ids=input_ids, position_ids=position_ids, prefix_start=prefix_start, prefix_stop=prefix_stop,
         own_start=own_start, own_stop=torch.arange(1, shape[1] + 1).expand(shape).contiguous(),
         index=torch.cat(index), target=torch.cat(target), sequence=torch.cat(sequence), slot=torch.cat(slot),
-        rows=members, lengths=[len(items[member].ids) for member in members], num_computed=sum(used),
+        rows=members, lengths=[len(items[member].ids) for member in members], used=used,
     )  # fmt: skip

@@ -192,6 +192,20 @@ def test_first_fit_fills_gaps():
     assert [batch.rows for batch in make_batches(items, max_tokens=10)] == [[0, 2], [1, 3]]
 
 
+def test_rows_as_long_as_the_longest_sequence():
+    """Where attention computes all pairs of positions of a row."""
+    items = [Item([n] * n, [False] + [True] * (n - 1)) for n in (2, 4, 1, 3, 2)]
+    (batch,) = make_batches(items, max_tokens=12, one_row=False)
+    assert batch.input_ids.tolist() == [[4, 4, 4, 4], [3, 3, 3, 1], [2, 2, 2, 2]] and batch.rows == [1, 3, 2, 0, 4]
+    assert batch.own_start.tolist() == [[0, 0, 0, 0], [0, 0, 0, 3], [0, 0, 2, 2]]
+    assert batch.index.tolist() == [0, 1, 2, 4, 5, 8, 10] and batch.target.tolist() == [4, 4, 4, 3, 3, 2, 2]
+    first, second = make_batches(items, max_tokens=11, one_row=False)  # two rows of 4 fit, not three
+    assert first.input_ids.tolist() == [[4, 4, 4, 4], [3, 3, 3, 1]] and second.input_ids.tolist() == [[2, 2], [2, 2]]
+    group = [Item([7, 7, n], [False, False, True], 2) for n in (1, 2, 3)]
+    (batch,) = make_batches([*group, items[3]], max_tokens=99, share_prompt=True, one_row=False, multiple=4)
+    assert batch.input_ids.tolist() == [[7, 7, 1, 2, 3, 3, 3, 3]], "both fit into the padded length"
+
+
 def test_first_token_cannot_be_trained():
     with pytest.raises(AssertionError, match="item 1"):
         make_batches([Item([1, 2], [False, True]), Item([1, 2], [True, True])], max_tokens=8)
@@ -218,11 +232,15 @@ def test_to_moves_every_tensor():
     accumulation=st.integers(1, 3),
     share_prompt=st.booleans(),
     packing=st.booleans(),
+    one_row=st.booleans(),
     multiple=st.sampled_from([1, 4, 16]),
 )
-def test_every_place_attends_to_its_sequence_up_to_itself(items, budget, accumulation, share_prompt, packing, multiple):
+def test_every_place_attends_to_its_sequence_up_to_itself(
+    items, budget, accumulation, share_prompt, packing, one_row, multiple
+):
     """The whole contract: a predicting place attends to its item from the first token to itself, in order."""
-    how = dict(accumulation=accumulation, packing=packing, share_prompt=share_prompt, multiple=multiple)
+    how = dict(accumulation=accumulation, packing=packing, one_row=one_row, share_prompt=share_prompt)
+    how["multiple"] = multiple
     batches = make_batches(items, max_tokens=budget, **how)
     assert sorted(row for batch in batches for row in batch.rows) == list(range(len(items)))
     if not (share_prompt and packing):  # every token once
@@ -230,10 +248,13 @@ def test_every_place_attends_to_its_sequence_up_to_itself(items, budget, accumul
         assert sorted(seen) == sorted(token for item in items for token in item.ids)
     for batch in batches:
         num_rows, width = batch.input_ids.shape
-        assert num_rows == (1 if packing else len(batch.rows))
+        if one_row or not packing:
+            assert num_rows == (1 if packing else len(batch.rows))
         assert width % multiple == 0
-        if len(batch.rows) > 1:
-            assert batch.num_computed <= budget and (packing or num_rows * width <= budget)
+        if len(batch.rows) > 1 and packing and one_row:
+            assert batch.num_computed <= budget
+        elif num_rows > 1:
+            assert num_rows * width <= budget
         assert batch.num_computed == int(is_token(batch).sum()) <= batch.num_tokens
         assert batch.num_tokens == sum(len(items[row].ids) for row in batch.rows)
         order = []
@@ -260,10 +281,11 @@ def test_every_place_attends_to_its_sequence_up_to_itself(items, budget, accumul
     st.integers(1, 4),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
 )
-def test_pairs_stay_together(pairs, max_tokens, accumulation, packing, share_prompt):
+def test_pairs_stay_together(pairs, max_tokens, accumulation, packing, share_prompt, one_row):
     items = [Item(list(range(1, n + 1)), [False] + [True] * (n - 1), min(pair)) for pair in pairs for n in pair]
-    how = dict(accumulation=accumulation, packing=packing, share_prompt=share_prompt, together=2)
+    how = dict(accumulation=accumulation, packing=packing, share_prompt=share_prompt, one_row=one_row, together=2)
     batches = make_batches(items, max_tokens=max_tokens, **how)
     for batch in batches:
         assert all(

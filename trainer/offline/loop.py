@@ -101,6 +101,7 @@ def make_host_batches(
         together=together,
         share_prompt=share_prompt,
         multiple=policy.row_multiple,
+        one_row=policy.packs_one_row,
     )
 
 

@@ -65,6 +65,11 @@ class Policy:
         return row_multiple(causal_lm(self.model).config)
 
     @property
+    def packs_one_row(self) -> bool:
+        """Whether packed sequences stand in one row: only flex attention skips what they do not attend to."""
+        return uses_flex(causal_lm(self.model).config)
+
+    @property
     def is_lora(self) -> bool:
         return hasattr(self.model, "peft_config")
 

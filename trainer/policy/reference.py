@@ -181,7 +181,7 @@ def score(run: RunConfig, source: Policy, items: Sequence[Item]) -> Tensor:  # (
     parts: dict[int, Tensor] = {}
     batches = make_batches(
         items, max_tokens=run.max_tokens_per_micro_batch, packing=run.packing, share_prompt=True,
-        multiple=source.row_multiple,
+        multiple=source.row_multiple, one_row=source.packs_one_row,
     )  # fmt: skip
     for batch in to_device_and_pad(source, batches):
         logp = token_logps(source, batch).logp.cpu()  # in the order of batch.rows

@@ -107,10 +107,8 @@ class RouterLoss:
 
 def is_token(batch: Batch) -> Tensor:  # (R * T,) bool
     """Whether a place holds a token, and no padding."""
-    rows, length = batch.input_ids.shape
-    used = [batch.num_computed] if rows == 1 else batch.lengths
-    at = torch.arange(length, device=batch.input_ids.device)
-    return (at < torch.tensor(used, device=at.device)[:, None]).flatten()
+    at = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
+    return (at < torch.tensor(batch.used, device=at.device)[:, None]).flatten()
 
 
 def choices(probability: Tensor, top_k: int) -> Tensor:  # (tokens, E) -> (E,)

@@ -145,6 +145,7 @@ def pack_completions(
         packing=run.packing,
         share_prompt=share_prompt,
         multiple=policy.row_multiple,
+        one_row=policy.packs_one_row,
     )
     return to_device_and_pad(policy, batches)
 

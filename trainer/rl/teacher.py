@@ -192,7 +192,7 @@ class Teacher(TeacherPrompts):
         run = self.cfg.run
         batches = make_batches(
             items, max_tokens=run.max_tokens_per_micro_batch, packing=run.packing,
-            share_prompt=self.cfg.share_prompt, multiple=self.policy.row_multiple,
+            share_prompt=self.cfg.share_prompt, multiple=self.policy.row_multiple, one_row=self.policy.packs_one_row,
         )  # fmt: skip
         found: dict[int, Tensor] = {}
         for batch in to_device_and_pad(self.policy, batches):

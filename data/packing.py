@@ -196,14 +196,21 @@ def _first_fit(units: list[_Unit], max_tokens: int) -> list[list[_Unit]]:
 
 
 def _first_fit_rows(units: list[_Unit], max_tokens: int, multiple: int) -> list[list[list[_Unit]]]:
-    """The same with two levels: the first unit of a micro-batch sets the length of its rows."""
-    left, rectangles = sorted(units, key=lambda unit: -unit.size), []
-    while left:
-        length = _round_up(left[0].size, multiple)
-        rows = _first_fit(left, length)[: max(1, max_tokens // length)]
-        taken = {unit.rows for row in rows for unit in row}
-        rectangles.append(rows)
-        left = [unit for unit in left if unit.rows not in taken]
+    """Micro-batches of rows of units: the first unit of a micro-batch, its largest, sets the length of its rows."""
+    rectangles: list[list[list[_Unit]]] = []
+    room: list[int] = []  # in the rows of the last one
+    length = 0
+    for unit in sorted(units, key=lambda unit: -unit.size):  # stable
+        place = next((i for i, free in enumerate(room) if free >= unit.size), None)
+        if place is None:
+            if not rectangles or (len(room) + 1) * length > max_tokens:
+                rectangles.append([])
+                room, length = [], _round_up(unit.size, multiple)
+            rectangles[-1].append([])
+            room.append(length)
+            place = len(room) - 1
+        rectangles[-1][place].append(unit)
+        room[place] -= unit.size
     return rectangles
 
 

@@ -200,7 +200,8 @@ def test_rows_as_long_as_the_longest_sequence():
     assert batch.own_start.tolist() == [[0, 0, 0, 0], [0, 0, 0, 3], [0, 0, 2, 2]]
     assert batch.index.tolist() == [0, 1, 2, 4, 5, 8, 10] and batch.target.tolist() == [4, 4, 4, 3, 3, 2, 2]
     first, second = make_batches(items, max_tokens=11, one_row=False)  # two rows of 4 fit, not three
-    assert first.input_ids.tolist() == [[4, 4, 4, 4], [3, 3, 3, 1]] and second.input_ids.tolist() == [[2, 2], [2, 2]]
+    assert first.input_ids.tolist() == [[4, 4, 4, 4], [3, 3, 3, 0]] and first.rows == [1, 3]
+    assert second.input_ids.tolist() == [[2, 2], [2, 2], [1, 0]] and second.rows == [0, 4, 2]
     group = [Item([7, 7, n], [False, False, True], 2) for n in (1, 2, 3)]
     (batch,) = make_batches([*group, items[3]], max_tokens=99, share_prompt=True, one_row=False, multiple=4)
     assert batch.input_ids.tolist() == [[7, 7, 1, 2, 3, 3, 3, 3]], "both fit into the padded length"

@@ -154,9 +154,9 @@ def as_reference(policy: Policy) -> Iterator[nn.Module]:
 def without_adapter(policy: Policy) -> Iterator[None]:
     """Inside, the model computes what its base does.
 
-    Compiled blocks add the adapter's output times zero instead of leaving it out. The compiler tiles a kernel by what
-    it reads, so a block without the addition would sum its norms in another order, and the log-probs of a policy that
-    still equals its reference would differ from the reference's by the rounding error of bfloat16.
+    Compiled blocks add the adapter's output times zero instead of leaving it out. For a block without the addition the
+    compiler makes other kernels, which may sum norms in another order. The log-probs of a policy that still equals its
+    reference then differ from the reference's by the rounding error of bfloat16.
     """
     config = policy.model.peft_config[ADAPTER]
     only_adds = not (config.use_dora or config.modules_to_save or config.lora_dropout)

@@ -121,9 +121,9 @@ def make_batches(
     adjacent items once; a group over max_tokens is split into parts with one prompt each. With `together` above 1 only
     the items of a run share. Row lengths are padded to a multiple of `multiple`, which attention kernels require.
 
-    Packed sequences stand in one row, for attention that skips what no position attends to. With `one_row=False` a
-    micro-batch has rows as long as its longest sequence, or items that share a prompt: attention that computes all
-    pairs of positions in a row then takes a time that does not grow with the square of max_tokens.
+    Packed sequences stand in one row, for attention that skips what no position attends to. With `one_row=False` the
+    rows of a micro-batch are as long as its longest sequence (or prompt with all completions that share it): for
+    attention that computes all pairs of positions of a row, whose time would grow with the square of max_tokens.
     """
     assert min(accumulation, max_tokens, together, multiple) >= 1, (accumulation, max_tokens, together, multiple)
     assert len(items) % together == 0, (len(items), together)

@@ -25,16 +25,11 @@ from tests.kernels.test_block import (
     silu_inputs,
 )
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.usefixtures("nan_in_unwritten_memory"),
+]
 in_dtypes = pytest.mark.parametrize(("dtype", "other"), DTYPES, ids=str)
-
-
-@pytest.fixture(autouse=True)
-def nan_in_unwritten_memory():
-    was = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(was)
 
 
 @pytest.fixture(autouse=True)

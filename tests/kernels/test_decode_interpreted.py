@@ -24,15 +24,10 @@ from tests.kernels.test_decode_state import CASES as STATE_CASES
 from tests.kernels.test_decode_state import check_advance, check_locate, make_drawn, make_state
 from tests.kernels.test_draw import SEEDS, check, check_company, check_special_rows, inputs
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-
-
-@pytest.fixture(autouse=True)
-def nan_in_unwritten_memory():
-    was = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(was)
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.usefixtures("nan_in_unwritten_memory"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -27,16 +27,11 @@ from tests.kernels.heads import ENTRIES, OPTIONS, TRITON_16, TRITON_32, Case, ma
 from tests.kernels.interpreter import IS_ON, interpreted
 from tests.kernels.test_adamw import RATES, Held, check_against_exact, problem
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.usefixtures("nan_in_unwritten_memory"),
+]
 PATHS = {"float32": TRITON_32, "bfloat16": TRITON_16}
-
-
-@pytest.fixture(autouse=True)
-def nan_in_unwritten_memory():
-    was = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(was)
 
 
 @pytest.fixture(autouse=True)

@@ -18,18 +18,11 @@ from tests.kernels.kl_cases import BETAS, NAMES, TRITON_16, TRITON_32, check, ma
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.usefixtures("nan_in_unwritten_memory"),
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),  # -inf - -inf, replaced afterwards
 ]
 KINDS = (0, 0.3, 1)  # the kernel's three forms
 PATHS = {"float32": TRITON_32, "bfloat16": TRITON_16}
-
-
-@pytest.fixture(autouse=True)
-def nan_in_unwritten_memory():
-    was = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(was)
 
 
 @interpreted

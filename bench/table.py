@@ -107,8 +107,13 @@ def quantities(rows: list[Row]) -> Iterable[tuple[str, dict[str, str]]]:
 
 def step_table(rows: list[Row]) -> str:
     lines = ["| what | shape | layout | ms | rate | GiB | error | time over |", "|---" * 8 + "|"]
+    dtypes: dict[tuple[str, str], set[str]] = {}
+    for row in rows:
+        dtypes.setdefault((row.bench, shape_of(row)), set()).add(row.dtype)
     for row in rows:
         shape = " ".join(f"{key}={value}" for key, value in row.shape.items())
+        if len(dtypes[row.bench, shape_of(row)]) > 1:
+            shape += f" {row.dtype}"
         peak = "" if row.peak_gib is None else f"{row.peak_gib:.1f}"
         errors = "; ".join(f"{key} {value:.1e}" for key, value in row.errors.items())
         ratios = "; ".join(f"{name} {value:.2f}" for name, value in row.ratio_to.items())

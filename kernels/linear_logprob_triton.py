@@ -47,6 +47,8 @@ EXCLUDED = tl.constexpr(-1000.0)  # exp2 of it is 0 and 0 times it is 0; -inf wo
 OVERFLOW_LIMIT = 2.0**99  # a sum of exponentials beyond this may have overflowed, or be about to
 CHUNK = 4096  # tokens whose E is held at a time
 PART = 512  # rows of the fp32 product E @ weight held at a time, per 1024 of width: fast, and small beside E
+ROWS = 128  # that product has a multiple of so many rows, the last of which nobody reads. For other numbers of rows
+# cuBLAS chooses other kernels, and the first use of a kernel makes the host wait for all that it has launched.
 SCORED = 1 << 16  # tokens scored at a time; each has a partial sum for every 256 vocabulary entries
 SLICE = 1 << 28  # elements of E held at a time when the work is split by columns
 
@@ -568,7 +570,7 @@ class TritonHead:
         if rewritten:
             self._rewrite(e, self.vocab, stats, plan)
         # Sums over tokens: pad their number to 32, with zeros in the other factor; E has been written that far.
-        left = e[: -(-count // 32) * 32, : self.vocab].T
+        left = e[: _whole(count, 32), : self.vocab].T
         if self.grad_bias is not None:
             coef = torch.ones_like(plan.other_coef) if rewritten else plan.other_coef
             coef = coef[:count] if source is None else coef[source]
@@ -585,9 +587,10 @@ class TritonHead:
         step = PART * max(1, self.width // 1024)
         for i in range(0, count, step):
             part = slice(i, min(i + step, count))
+            rows = slice(i, i + _whole(part.stop - i, ROWS))
             # In one expression: a name would keep this product in memory beside the next one.
             self._finish_hidden(
-                _product(e[part, : self.vocab], self.weight), start, plan, part, apply_coef=not rewritten
+                _product(e[rows, : self.vocab], self.weight), start, plan, part, apply_coef=not rewritten
             )
 
     def finish(self) -> None:
@@ -614,7 +617,7 @@ class TritonHead:
         plan, _, _ = self._plan(0, stats, grad_logp, grad_entropy)
         columns = max(256, SLICE // self.num_tokens // 256 * 256)
         e = self._buffer(self.num_tokens, min(columns, self.vocab))
-        padded = -(-self.num_tokens // 32) * 32
+        padded = _whole(self.num_tokens, 32)
         rewritten = plan.grad_entropy is not None or self.softcap is not None
         if plan.scaled is not None:
             plan.scaled[self.num_tokens :] = 0
@@ -634,7 +637,7 @@ class TritonHead:
             if plan.scaled is not None:
                 self._finish_weight(_product(e[:padded, :width].T, plan.scaled), self.grad_weight[part], low)
             if self.grad_hidden is not None:
-                product = _add_product(product, e[: self.num_tokens, :width], self.weight[part])
+                product = _add_product(product, e[: _whole(self.num_tokens, ROWS), :width], self.weight[part])
         if self.grad_hidden is not None:
             self._finish_hidden(product, 0, plan, slice(0, self.num_tokens), apply_coef=not rewritten)
         if self.grad_bias is not None:
@@ -736,7 +739,7 @@ class TritonHead:
         )  # fmt: skip
         scaled = None
         if self.needs_weight:
-            padded = -(-num_tokens // 32) * 32
+            padded = _whole(num_tokens, 32)
             scaled = self.scratch[start : start + padded] if self.grad_hidden is not None else None
             if scaled is None:
                 scaled = torch.empty(padded, self.width, dtype=self.hidden.dtype, device=other_coef.device)
@@ -784,8 +787,8 @@ class TritonHead:
         return torch.empty(num_blocks, num_tokens, device=self.hidden.device)
 
     def _buffer(self, num_tokens: int, columns: int) -> Tensor:
-        # Rows in whole blocks of 128, so that a product may read up to the next multiple; rows 16-byte aligned for TMA.
-        shape = (-(-num_tokens // 128) * 128, -(-columns // 8) * 8)
+        # In whole blocks of rows, which products read to the end; rows 16-byte aligned for TMA.
+        shape = (_whole(num_tokens, ROWS), _whole(columns, 8))
         return torch.empty(shape, dtype=self.hidden.dtype, device=self.hidden.device)
 
 
@@ -818,6 +821,11 @@ def obstacle(
     if hidden.shape[1] * hidden.element_size() % 16:
         return f"width {hidden.shape[1]}: rows must be a multiple of 16 bytes"
     return None
+
+
+def _whole(count: int, multiple: int) -> int:
+    """The next multiple, or count itself."""
+    return -(-count // multiple) * multiple
 
 
 def _even_chunk(num_tokens: int, limit: int) -> int:

@@ -146,6 +146,24 @@ def test_chunks_do_not_change_the_result(path, loss):
 
 
 @interpreted
+@pytest.mark.parametrize("n", [1, 127, 128, 130])
+def test_products_of_any_number_of_tokens_have_few_sizes(n, monkeypatch):
+    """Or cuBLAS would load another kernel for every number of tokens."""
+    from kernels import linear_logprob_triton as module
+
+    rows: list[int] = []
+    product, add_product = module._product, module._add_product
+    monkeypatch.setattr(module, "_product", lambda a, b: rows.append(len(a)) or product(a, b))
+    monkeypatch.setattr(module, "_add_product", lambda t, a, b: rows.append(len(a)) or add_product(t, a, b))
+    case = make(n, 16, 11, path=TRITON_32)
+    want = heads.truth(case, loss="logp")
+    for name, entry in ENTRIES.items():
+        rows.clear()
+        heads.assert_same(entry(case, TRITON_32, loss="logp"), want, TRITON_32, what=name)
+        assert set(rows) == {11, 128 if n <= 128 else 256}, name  # d weight, d hidden
+
+
+@interpreted
 def test_a_nan_token_without_a_gradient_does_not_spread():
     """In a chunk that is assumed full."""
     case = make(37, 16, 11, path=TRITON_32)

@@ -170,6 +170,18 @@ def _backward(ctx, grad):
 _linear.register_autograd(_backward, setup_context=_keep)
 
 
+def make_known_to_inductor() -> None:
+    """Before the first graph with a Linear4bit is compiled: such graphs then have the same kernels in any order.
+
+    Inductor stores an operator's input before the operator only if it has compiled the operator before in this process.
+    In the first graph the kernel in front of it writes the same tensor twice instead, and other sizes of its blocks may
+    be chosen. Policy and reference are two graphs, and norms of theirs would sum in another order.
+    """
+    from torch._inductor.lowering import add_needs_realized_inputs
+
+    add_needs_realized_inputs([torch.ops.strop.nf4_linear.default, torch.ops.strop.nf4_linear_grad.default])
+
+
 class Linear4bit(nn.Linear):
     """A frozen linear layer whose weight is packed; computes and returns `dtype`, whatever autocast says.
 

@@ -99,16 +99,16 @@ def repeatable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if not key.startswith(NOT_REPRODUCIBLE)} for row in rows]
 
 
-def small_model(folder: Path) -> str:
-    """A model of one narrow block: processors without bfloat16 instructions need seconds for a pass of the tiny one."""
+def small_model(folder: Path, *, width: int = 16, heads: int = 2, head_dim: int = 8) -> str:
+    """A model of one block, narrow: processors without bfloat16 instructions need seconds for a pass of the tiny one."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     tiny = ROOT / "trainer" / "tiny"
     config = AutoConfig.from_pretrained(tiny)
-    config.hidden_size, config.intermediate_size, config.num_hidden_layers = 16, 32, 1
-    config.num_attention_heads = config.num_key_value_heads = 2
-    config.head_dim = 8
+    config.hidden_size, config.intermediate_size, config.num_hidden_layers = width, 2 * width, 1
+    config.num_attention_heads = config.num_key_value_heads = heads
+    config.head_dim = head_dim
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)

@@ -37,7 +37,7 @@ from data.chat import set_chat_template, set_special_tokens
 from data.formats.template_settings import check_kwargs
 from data.hub import check_hub
 from kernels.attention import compile_for_all_lengths
-from kernels.nf4 import Linear4bit
+from kernels.nf4 import Linear4bit, is_4bit, make_known_to_inductor
 from rollout.servers.model_folder import BUILTIN, check_base, read_adapter, resolve_model
 from trainer.config.blocks import LoraConfig, ModelConfig, check_4bit
 from trainer.config.errors import load_error
@@ -277,6 +277,8 @@ def speed_up(lm: Any, cfg: ModelConfig, source: str, device: torch.device) -> No
 def compile_blocks(lm: Any, source: str) -> None:
     """In place, so that names and hooks stay; one graph, attention included, for every block, length and mask."""
     compile_for_all_lengths()
+    if is_4bit(lm):
+        make_known_to_inductor()
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(is_worth_showing)
     unfuse(lm)
     for block in blocks_of(lm, source):

@@ -18,7 +18,7 @@ from rollout.engine import Request, Sampling
 from rollout.engines.forward import BlockForward, Forward, TransformersForward, block_obstacle
 from rollout.engines.local import LocalEngine
 from rollout.engines.probe import Probe
-from tests.entry import metrics, repeatable
+from tests.entry import metrics, repeatable, small_model
 from tests.entry import run as run_trainer
 from trainer.__main__ import main
 from trainer.config.blocks import LoraConfig, ModelConfig, ParallelConfig, check_4bit
@@ -152,6 +152,23 @@ def test_compiled_blocks_give_the_same(policy, monkeypatch):
     torch.testing.assert_close(ours, eager)
     for name, grad in grads.items():
         torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("four", [False, True], ids=["bfloat16", "4 bits"])
+def test_on_a_gpu_a_compiled_policy_begins_as_its_reference_to_the_bit(four, tmp_path):
+    """Wide enough that a norm is summed in several parts, in an order that depends on the rest of its kernel."""
+    device = torch.device("cuda")
+    torch._dynamo.reset()
+    cfg = ModelConfig(
+        model=small_model(tmp_path, width=4096, heads=32, head_dim=128), compile=True, gradient_checkpointing=True,
+        load_in_4bit=four,
+    )  # fmt: skip
+    policy = load_policy(cfg, LORA, device, with_reference=True)
+    items = [Item(list(range(1, n)), [False] + [True] * (n - 2)) for n in (90, 77, 55)]
+    (batch,) = make_batches(items, max_tokens=512, multiple=policy.row_multiple)
+    batch = batch.to(device)
+    assert torch.equal(token_logps(policy, batch).logp.detach(), reference_logps(policy, batch))
 
 
 # ---- engines and servers ----

@@ -71,7 +71,10 @@ from trainer.plan import KNOWN, known_config
 
 TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512}  # fmt: skip
-WARMUP = {"dpo": 4, "sft": 4, "kto": 4, "grpo": 2}  # steps that compile and allocate
+# Steps that compile and allocate, and in which cuBLAS meets most lengths: the first use of one of its kernels makes the
+# host wait for the GPU.
+WARMUP = {"dpo": 14, "sft": 14, "kto": 14, "grpo": 2}
+STEPS = 24  # of dpo, sft and kto
 EXTRA_STEPS = 4  # after the timed ones, for bench/runs/kernel_times.py
 PROMPT, LONGEST = 256, 1024
 PORT = 8123  # of our server
@@ -126,7 +129,7 @@ def dpo(
     lora: int = 0,
     ways: tuple[str, ...] = (),
     pairs: int = 8,
-    steps: int = 14,
+    steps: int = STEPS,
 ) -> None:
     """Preference pairs: forward of policy and reference, backward, AdamW.
 
@@ -147,7 +150,7 @@ def sft(
     lora: int = 0,
     ways: tuple[str, ...] = (),
     rows: int = 16,
-    steps: int = 14,
+    steps: int = STEPS,
 ) -> None:
     """Responses to prompts: forward, backward, AdamW.
 
@@ -168,7 +171,7 @@ def kto(
     lora: int = 0,
     ways: tuple[str, ...] = (),
     rows: int = 16,
-    steps: int = 14,
+    steps: int = STEPS,
 ) -> None:
     """Labelled responses: forward of policy and reference, also of mismatched rows, backward, AdamW.
 
@@ -198,10 +201,10 @@ def offline(
         large: Shape of dpo with adapters of rank 16.
     """
     cases = {
-        "dpo": Case("dpo", small, 0, ("TRL", "ours, bf16, compile", "ours, bf16"), 8, 14),
-        "sft": Case("sft", small, 0, ("TRL", "ours, bf16, compile"), 16, 14),
-        "kto": Case("kto", small, 0, ("TRL", "ours, bf16, compile"), 16, 14),
-        "large": Case("dpo", large, 16, ("TRL", "ours, compile", "ours, 4bit, compile"), 8, 14),
+        "dpo": Case("dpo", small, 0, ("TRL", "ours, bf16, compile", "ours, bf16"), 8, STEPS),
+        "sft": Case("sft", small, 0, ("TRL", "ours, bf16, compile"), 16, STEPS),
+        "kto": Case("kto", small, 0, ("TRL", "ours, bf16, compile"), 16, STEPS),
+        "large": Case("dpo", large, 16, ("TRL", "ours, compile", "ours, 4bit, compile"), 8, STEPS),
     }
     for name in only:
         if name not in cases:
@@ -308,6 +311,8 @@ def measure(
     flags += ["--max-steps", str(job["steps"] + job["extra"])]
     flags += ["--lora.r", str(job["lora"]), "--lora.alpha", str(2 * job["lora"])] if job["lora"] else []
     job |= {"folder": str(folder), "warmup": WARMUP[method]}
+    if job["steps"] <= job["warmup"] + 1:
+        raise ValueError(f"steps={job['steps']}: the first {job['warmup']} are not timed; take {job['warmup'] + 2} or more")
     rows: dict[str, Row] = {}  # of TRL's ways
     missing = list(chosen)
 

@@ -286,6 +286,9 @@ def test_vs_trl_measures_every_offline_method_of_ours(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "PROMPT", 8)
         monkeypatch.setattr(module, "LONGEST", 40)
     out = tmp_path / "rows.jsonl"
+    with pytest.raises(ValueError, match=r"^steps=6: the first 14 are not timed; take 16 or more"):
+        vs_trl.dpo(out, shape="tiny", ways=("ours",), pairs=1, steps=6)
+    monkeypatch.setattr(vs_trl, "WARMUP", {"dpo": 4, "sft": 4, "kto": 4})
     vs_trl.dpo(out, shape="tiny", ways=("ours",), pairs=1, steps=6)
     vs_trl.sft(out, shape="tiny", ways=("ours",), rows=2, steps=6)
     vs_trl.kto(out, shape="tiny", ways=("ours",), rows=2, steps=6)

@@ -310,9 +310,10 @@ def measure(
     flags = [*flags, "--model", str(folder / "model"), "--save-steps", "0"]
     flags += ["--max-steps", str(job["steps"] + job["extra"])]
     flags += ["--lora.r", str(job["lora"]), "--lora.alpha", str(2 * job["lora"])] if job["lora"] else []
-    job |= {"folder": str(folder), "warmup": WARMUP[method]}
-    if job["steps"] <= job["warmup"] + 1:
-        raise ValueError(f"steps={job['steps']}: the first {job['warmup']} are not timed; take {job['warmup'] + 2} or more")
+    steps, warmup = job["steps"], WARMUP[method]
+    if steps < warmup + 2:
+        raise ValueError(f"steps={steps}: the first {warmup} are not timed; take {warmup + 2} or more")
+    job |= {"folder": str(folder), "warmup": warmup}
     rows: dict[str, Row] = {}  # of TRL's ways
     missing = list(chosen)
 

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 
@@ -234,8 +235,9 @@ def _build(items: Sequence[Item], rectangle: list[list[_Unit]], pad_id: int, mul
     """The batch of these rows of units."""
     used = [sum(unit.size for unit in units) for units in rectangle]
     shape = (len(rectangle), _round_up(max(used), multiple))
-    input_ids = torch.full(shape, pad_id, dtype=torch.int64)
-    position_ids, prefix_start, prefix_stop, own_start = (torch.zeros(shape, dtype=torch.int64) for _ in range(4))
+    # NumPy: several times as fast as torch for lists and small slices.
+    input_ids = np.full(shape, pad_id, dtype=np.int64)
+    position_ids, prefix_start, prefix_stop, own_start = (np.zeros(shape, dtype=np.int64) for _ in range(4))
     members, index, target, sequence, slot = [], [], [], [], []
     for row, units in enumerate(rectangle):
         own_start[row, used[row] :] = used[row]
@@ -243,30 +245,33 @@ def _build(items: Sequence[Item], rectangle: list[list[_Unit]], pad_id: int, mul
         for unit in units:
             prompt = slice(stop, stop + unit.prompt)
             stop = prompt.stop
-            input_ids[row, prompt] = torch.tensor(items[unit.rows[0]].ids[: unit.prompt], dtype=torch.int64)
-            position_ids[row, prompt] = torch.arange(unit.prompt)
+            input_ids[row, prompt] = items[unit.rows[0]].ids[: unit.prompt]
+            position_ids[row, prompt] = np.arange(unit.prompt)
             own_start[row, prompt] = prompt.start
             for member in unit.rows:
-                item = items[member]
-                ids = torch.tensor(item.ids, dtype=torch.int64)
+                ids = np.array(items[member].ids, dtype=np.int64)
                 own = slice(stop, stop + len(ids) - unit.prompt)
                 stop = own.stop
                 input_ids[row, own] = ids[unit.prompt :]
-                position_ids[row, own] = torch.arange(unit.prompt, len(ids))
+                position_ids[row, own] = np.arange(unit.prompt, len(ids))
                 own_start[row, own] = own.start
                 if unit.prompt:
                     prefix_start[row, own], prefix_stop[row, own] = prompt.start, prompt.stop
-                trained = torch.tensor(item.mask, dtype=torch.bool).nonzero().flatten()
+                trained = np.flatnonzero(items[member].mask)
                 before = trained - 1
-                place = before + torch.where(before < unit.prompt, prompt.start, own.start - unit.prompt)
+                place = before + np.where(before < unit.prompt, prompt.start, own.start - unit.prompt)
                 index.append(row * shape[1] + place)
                 target.append(ids[trained])
-                sequence.append(torch.full_like(trained, member))
-                slot.append(torch.full_like(trained, len(members)))
+                sequence.append(np.full_like(trained, member))
+                slot.append(np.full_like(trained, len(members)))
                 members.append(member)
+    own_stop = np.broadcast_to(np.arange(1, shape[1] + 1), shape).copy()
+    tensors = {
+        "input_ids": input_ids, "position_ids": position_ids, "prefix_start": prefix_start, "prefix_stop": prefix_stop,
+        "own_start": own_start, "own_stop": own_stop, "index": np.concatenate(index), "target": np.concatenate(target),
+        "sequence": np.concatenate(sequence), "slot": np.concatenate(slot),
+    }  # fmt: skip
     return Batch(
-        input_ids=input_ids, position_ids=position_ids, prefix_start=prefix_start, prefix_stop=prefix_stop,
-        own_start=own_start, own_stop=torch.arange(1, shape[1] + 1).expand(shape).contiguous(),
-        index=torch.cat(index), target=torch.cat(target), sequence=torch.cat(sequence), slot=torch.cat(slot),
+        **{name: torch.from_numpy(x) for name, x in tensors.items()},
         rows=members, lengths=[len(items[member].ids) for member in members], used=used,
     )  # fmt: skip

@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -158,11 +159,14 @@ def completion_item(c: Completion) -> Item:
 
 def per_token(policy: Policy, kept: list[Completion], mb: Batch, values: Sequence[Sequence[float]]) -> Tensor:  # (N,)
     """A number for each id of each completion, as a tensor over the trained tokens of a micro-batch."""
-    flat = [
-        x for i in mb.rows for x, own in zip(values[i], kept[i].mask or [True] * len(kept[i].ids), strict=True) if own
-    ]
+    parts = [np.zeros(0)]  # for a micro-batch without rows
+    for i in mb.rows:
+        own = np.array(values[i], dtype=np.float64)
+        assert len(own) == len(kept[i].ids), (len(own), len(kept[i].ids))
+        parts.append(own[np.array(kept[i].mask, dtype=bool)] if kept[i].mask else own)
+    flat = torch.from_numpy(np.concatenate(parts))
     assert len(flat) == len(mb.target), (len(flat), len(mb.target))
-    return to_device(torch.tensor(flat, dtype=_wide(policy)), policy.device)
+    return to_device(flat.to(_wide(policy)), policy.device)
 
 
 def token_advantages(

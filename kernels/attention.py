@@ -19,8 +19,6 @@ Shapes: R = packed rows, Q = queries, K = keys; in `flex_attend` H = heads and K
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -94,42 +92,57 @@ def block_mask(spans: Spans, num_keys: int) -> BlockMask:  # of shape (R, 1, Q, 
     meet = spans.prefix_stop == spans.own_start
     first_stop = torch.where(meet, spans.own_stop, spans.prefix_stop)
     second_start = torch.where(meet, spans.own_stop, spans.own_start)
-    runs = ((spans.prefix_start, first_stop), (second_start, spans.own_stop))
+    start = torch.stack([spans.prefix_start, second_start])  # (2, R, Q)
+    stop = torch.stack([first_stop, spans.own_stop])
 
-    rows, num_queries = spans.own_start.shape
-    tiles = (rows, -(-num_queries // TILE), -(-num_keys // TILE))
-    seen = torch.zeros(tiles, dtype=torch.int32, device=spans.own_start.device)  # queries of the tile that see some key
-    covered = torch.zeros_like(seen)  # queries of the tile that see all of its 128 keys
-    for start, stop in runs:
-        # A run sees the tiles from its first key to its last, and covers those that lie within it entirely.
-        seen += _count(start // TILE, torch.where(start < stop, (stop + TILE - 1) // TILE, 0), tiles)
-        covered += _count((start + TILE - 1) // TILE, stop // TILE, tiles)
+    num_queries = spans.own_start.shape[1]
+    tiles = (-(-num_queries // TILE), -(-num_keys // TILE))
+    # A run sees the tiles from its first key to its last, and covers those that lie within it entirely.
+    seen_from, seen_to = start // TILE, torch.where(start < stop, (stop + TILE - 1) // TILE, 0)
+    covered_from, covered_to = (start + TILE - 1) // TILE, stop // TILE
+    # How many queries of a tile see some key of it, and how many see all of its 128 keys.
+    counts = _count(torch.stack([seen_from, covered_from]), torch.stack([seen_to, covered_to]), tiles)
+    seen, covered = counts.sum(dim=1)  # of both runs
     full = covered == TILE
     partial = (seen > 0) & ~full
-    return BlockMask.from_kv_blocks(
-        *_tile_list(partial), *_tile_list(full),
-        BLOCK_SIZE=TILE, mask_mod=SpanMask(spans), seq_lengths=(num_queries, num_keys),
+    chosen = torch.stack([partial, full]).unsqueeze(2)  # (2, R, 1, Q/128, K/128)
+    lists = [*_tile_lists(chosen), *_tile_lists(chosen.transpose(-1, -2).contiguous())]
+    return BlockMask(
+        seq_lengths=(num_queries, num_keys), **dict(zip(_LISTS, lists, strict=True)), BLOCK_SIZE=(TILE, TILE),
+        mask_mod=SpanMask(spans),
     )  # fmt: skip
 
 
-def _count(first: Tensor, stop: Tensor, tiles: tuple[int, int, int]) -> Tensor:  # (R, Q/128, K/128) int32
+def _count(
+    first: Tensor,  # (..., R, Q)
+    stop: Tensor,  # (..., R, Q)
+    tiles: tuple[int, int],  # Q/128, K/128
+) -> Tensor:  # (..., R, Q/128, K/128) int32
     """For each tile, how many of its queries have this key tile in their run [first, stop) of key tiles."""
-    rows, tall, wide = tiles
+    tall, wide = tiles
     device = first.device
-    row = torch.arange(rows, device=device).unsqueeze(1) * tall
-    tile_row = (row + torch.arange(first.shape[1], device=device) // TILE) * (wide + 1)  # (R, Q) its start, flat
+    row = torch.arange(first.shape[:-1].numel(), device=device).view(*first.shape[:-1], 1) * tall
+    tile_row = (row + torch.arange(first.shape[-1], device=device) // TILE) * (wide + 1)  # its start, flat
     some = (first < stop).to(torch.int32).flatten()
-    steps = torch.zeros(rows * tall * (wide + 1), dtype=torch.int32, device=device)
-    steps.scatter_add_(0, (tile_row + first.clamp(max=wide)).flatten(), some)
-    steps.scatter_add_(0, (tile_row + stop.clamp(max=wide)).flatten(), -some)
-    return steps.view(rows, tall, wide + 1).cumsum(dim=-1, dtype=torch.int32)[..., :wide]
+    steps = torch.zeros(*first.shape[:-1], tall, wide + 1, dtype=torch.int32, device=device)
+    steps.view(-1).scatter_add_(0, (tile_row + first.clamp(max=wide)).flatten(), some)
+    steps.view(-1).scatter_add_(0, (tile_row + stop.clamp(max=wide)).flatten(), -some)
+    return steps.cumsum(dim=-1, dtype=torch.int32)[..., :wide]
 
 
-def _tile_list(chosen: Tensor) -> tuple[Tensor, Tensor]:  # (R, 1, Q/128), (R, 1, Q/128, K/128) int32
-    """Per row of tiles: how many are chosen, and the tile indices with the chosen ones first, in order."""
-    chosen = chosen.unsqueeze(1).to(torch.int32)
+def _tile_lists(
+    chosen: Tensor,  # (2, R, 1, A, B) bool, contiguous
+) -> list[Tensor]:  # (R, 1, A), (R, 1, A, B), (R, 1, A), (R, 1, A, B) int32
+    """For both, per row of tiles: how many are chosen, and the tile indices with the chosen ones first, in order.
+
+    Each has memory of its own: the compiler copies an input that does not begin at a multiple of 16 bytes.
+    """
+    chosen = chosen.to(torch.int32)
     order = chosen.argsort(dim=-1, descending=True, stable=True)
-    return chosen.sum(dim=-1, dtype=torch.int32), order.to(torch.int32)
+    lists = []
+    for number in range(2):
+        lists += [chosen[number].sum(dim=-1, dtype=torch.int32), order[number].to(torch.int32)]
+    return lists
 
 
 _LISTS = (
@@ -167,14 +180,19 @@ def flex_attend(
     # that a reference pass gives the same bits as the training pass of the same weights.
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     inputs = (x if x.requires_grad else x.detach().requires_grad_() for x in (query, key, value))
-    with _one_graph_for_all_lengths(), torch.enable_grad():
+    with torch.enable_grad():
         out = _compiled()(*inputs, block_mask.mask_mod.spans, lists, scale)
     return out if differentiable else out.detach()
 
 
-@contextmanager
-def _one_graph_for_all_lengths() -> Iterator[None]:
-    """Dynamo settings for a call that may compile.
+@functools.cache
+def _compiled() -> Any:
+    share_graphs()
+    return torch.compile(_attend, dynamic=True, fullgraph=True)
+
+
+def share_graphs() -> None:
+    """Dynamo settings, for the rest of the process: to set and reset them in each call takes as long as the call.
 
     Without duck shapes, sizes that are equal by chance (8 heads, 8 tiles) are not tied together, so a new length needs
     no new graph. The scale is a constant. The remaining variants (head size, dtype, grad mode, one row or several,
@@ -183,29 +201,18 @@ def _one_graph_for_all_lengths() -> Iterator[None]:
     import torch._dynamo as dynamo  # imported here: it takes two seconds, which runs without flex attention save
     import torch.fx.experimental._config as symbolic_shapes
 
-    with (
-        dynamo.config.patch(recompile_limit=GRAPHS, specialize_float=True),
-        symbolic_shapes.patch(use_duck_shape=False),
-    ):
-        yield
+    dynamo.config.recompile_limit, dynamo.config.specialize_float = GRAPHS, True
+    symbolic_shapes.use_duck_shape = False
 
 
 def compile_for_all_lengths() -> None:
-    """The same for the rest of the process: a compiled block with flex_attend in it is compiled when first called."""
-    import torch._dynamo as dynamo
+    """Settings for blocks with flex_attend in them, which are compiled when first called."""
     import torch._inductor.config as inductor
-    import torch.fx.experimental._config as symbolic_shapes
 
-    dynamo.config.recompile_limit, dynamo.config.specialize_float = GRAPHS, True
-    symbolic_shapes.use_duck_shape = False
+    share_graphs()
     # Round between fused operations as separate kernels would: a pass with gradients and one without are fused
     # differently, and log-probs of policy and reference would differ by more than bfloat16 does.
     inductor.emulate_precision_casts = True
-
-
-@functools.cache
-def _compiled() -> Any:
-    return torch.compile(_attend, dynamic=True, fullgraph=True)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, lists: list[Tensor], scale: float) -> Tensor:

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+import torch.fx.experimental._config as symbolic_shapes
 from torch import Tensor
 
 from data.strided import Document as Text
 from data.strided import StridedBatch, StridedPlan, make_strided
-from kernels.attention import Spans
+from kernels.attention import Spans, share_graphs
 
 Document = tuple[int, list[int]]  # length of the prompt, lengths of its continuations
+
+
+@contextmanager
+def shared_graphs() -> Iterator[None]:
+    """The settings of flex_attend's first call, which other tests do not see."""
+    settings = torch._dynamo.config
+    before = {"recompile_limit": settings.recompile_limit, "specialize_float": settings.specialize_float}
+    with settings.patch(**before), symbolic_shapes.patch(use_duck_shape=symbolic_shapes.use_duck_shape):
+        share_graphs()
+        yield
 
 
 class Layout(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels import attention, reference
 from kernels.attention import TILE, Spans, block_mask, dense_mask, flex_attend, with_window
-from tests.kernels.layouts import Layout, lay_out, spans_of, stack, strided, strided_batch
+from tests.kernels.layouts import Layout, lay_out, shared_graphs, spans_of, stack, strided, strided_batch
 
 STRIDED = [  # prompt, stride, context, generated, samples: even, ragged end, overlapping anchors, one anchor, one token
     {"prompt_length": 24, "stride": 4, "context": 4, "generated": 4, "samples": 2},
@@ -122,6 +122,8 @@ def check_tiles(spans: Spans, num_keys: int) -> Tensor:  # (R, 1, Q/128, K/128) 
     assert listed(got.q_num_blocks, got.q_indices) == chosen(partial.transpose(2, 3))  # for the backward
     assert listed(got.full_q_num_blocks, got.full_q_indices) == chosen(full.transpose(2, 3))
     assert torch.equal(got.to_dense().bool(), partial | full)
+    lists = [getattr(got, name) for name in attention._LISTS]
+    assert all(x.is_contiguous() and x.storage_offset() == 0 and x.dtype == torch.int32 for x in lists)
     row, query, key = (torch.arange(size) for size in (len(dense), dense.shape[2], num_keys))
     seen = got.mask_mod(row.view(-1, 1, 1, 1), torch.tensor(0), query.view(-1, 1), key)
     assert torch.equal(seen, dense)
@@ -215,7 +217,7 @@ def test_one_graph_serves_every_length_and_mask():
         query, key, value = tensors_of(layout, seed)
         mask = block_mask(layout.spans, length)
         lists = [getattr(mask, name) for name in attention._LISTS]
-        with attention._one_graph_for_all_lengths(), torch.no_grad():
+        with shared_graphs(), torch.no_grad():
             got = run(query, key, value, mask.mask_mod.spans, lists, 0.25)
         want = reference.attention(query, key, value, dense_mask(layout.spans, length), scale=0.25)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

@@ -20,10 +20,10 @@ of a pair once, as by default; TRL pads the rows to the longest, as by default: 
 need FlashAttention to keep rows apart, and packing puts other rows into a step. In kto both sides score each prompt
 also with another prompt's response, for the reference point; these tokens are not counted.
 
-A step is the time from one step's end to the next one's, the first few are left out, and the last one where its rows
-were sampled during the step before. The rate is that of all these steps together and counts real tokens, prompt and
-response, once for each sequence; ratios are of seconds per token. `speedup over TRL` is by the median step: TRL's time
-over the way's own, per token of an average step.
+A step is the time from one step's end to the next one's. The first 14 of 24 are left out (grpo: 2 of 12), and the last
+one where its rows were sampled during the step before. The rate is that of all these steps together and counts real
+tokens, prompt and response, once for each sequence; ratios are of seconds per token. `speedup over TRL` is by the
+median step: TRL's time over the way's own, per token of an average step.
 
 dpo, sft and kto go on for some steps that are not timed, in which kernels are recorded (bench/runs/kernel_times.py):
 `gpu_busy` is the part of two steps in which at least one kernel runs, and products_ms, attention_ms, ... are
@@ -100,7 +100,7 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Measured:
-    """Of each step after the first few: seconds and tokens; GiB at the peak; how far from right."""
+    """Of each timed step: seconds and tokens; GiB at the peak; how far from right."""
 
     seconds: list[float]
     tokens: list[float]
@@ -139,7 +139,7 @@ def dpo(
         lora: Rank of adapters; 0 trains all weights.
         ways: Which to run, by name; empty: all that make sense.
         pairs: Pairs of a step.
-        steps: Steps of each run, the first few untimed.
+        steps: Steps of each run, the first 14 untimed.
     """
     measure_cases([Case("dpo", shape, lora, ways, pairs, steps)], out)
 
@@ -160,7 +160,7 @@ def sft(
         lora: Rank of adapters; 0 trains all weights.
         ways: Which to run, by name; empty: all that make sense.
         rows: Rows of a step.
-        steps: Steps of each run, the first few untimed.
+        steps: Steps of each run, the first 14 untimed.
     """
     measure_cases([Case("sft", shape, lora, ways, rows, steps)], out)
 
@@ -181,7 +181,7 @@ def kto(
         lora: Rank of adapters; 0 trains all weights.
         ways: Which to run, by name; empty: all that make sense.
         rows: Rows of a step.
-        steps: Steps of each run, the first few untimed.
+        steps: Steps of each run, the first 14 untimed.
     """
     measure_cases([Case("kto", shape, lora, ways, rows, steps)], out)
 
@@ -214,6 +214,8 @@ def offline(
 
 def measure_cases(cases: list[Case], out: Path | None) -> None:
     require_commit()
+    for case in cases:
+        check_steps(case.method, case.steps)
     with scratch() as folder, contextlib.closing(Side()) as trl, contextlib.closing(Side()) as own:
         config, made, missing = None, "", []
         for case in cases:
@@ -263,7 +265,7 @@ def grpo(
         prompts: Prompts of a step.
         group: Completions of a prompt.
         completion: Tokens of a completion.
-        steps: Steps of each run, the first few untimed.
+        steps: Steps of each run, the first 2 untimed.
         share: Of the GPU's memory that TRL's engine takes; 0.3 is its default. Ours has room for the keys and values
             of all completions of a step.
         trl_accumulation: Parts that TRL trains a step's completions in, where all at once do not fit; it samples them
@@ -271,6 +273,7 @@ def grpo(
         more: Further flags of ours, as one string.
     """
     require_commit()
+    check_steps("grpo", steps)
     rows = prompts * group
     if rows % trl_accumulation:
         raise ValueError(f"trl_accumulation={trl_accumulation}: must divide the {rows} completions of a step")
@@ -310,10 +313,7 @@ def measure(
     flags = [*flags, "--model", str(folder / "model"), "--save-steps", "0"]
     flags += ["--max-steps", str(job["steps"] + job["extra"])]
     flags += ["--lora.r", str(job["lora"]), "--lora.alpha", str(2 * job["lora"])] if job["lora"] else []
-    steps, warmup = job["steps"], WARMUP[method]
-    if steps < warmup + 2:
-        raise ValueError(f"steps={steps}: the first {warmup} are not timed; take {warmup + 2} or more")
-    job |= {"folder": str(folder), "warmup": warmup}
+    job |= {"folder": str(folder), "warmup": WARMUP[method]}
     rows: dict[str, Row] = {}  # of TRL's ways
     missing = list(chosen)
 
@@ -340,6 +340,11 @@ def measure(
             wait_for(urls)
             take(own, ours(served, urls))
     return missing
+
+
+def check_steps(method: str, steps: int) -> None:
+    if steps < WARMUP[method] + 2:
+        raise ValueError(f"steps={steps}: the first {WARMUP[method]} are not timed; take {WARMUP[method] + 2} or more")
 
 
 def refuse_missing(missing: list[str]) -> None:

@@ -19,6 +19,7 @@ Shapes: R = packed rows, Q = queries, K = keys; in `flex_attend` H = heads and K
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -180,6 +181,7 @@ def flex_attend(
     # that a reference pass gives the same bits as the training pass of the same weights.
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     inputs = (x if x.requires_grad else x.detach().requires_grad_() for x in (query, key, value))
+    share_graphs()
     with torch.enable_grad():
         out = _compiled()(*inputs, block_mask.mask_mod.spans, lists, scale)
     return out if differentiable else out.detach()
@@ -187,22 +189,29 @@ def flex_attend(
 
 @functools.cache
 def _compiled() -> Any:
-    share_graphs()
     return torch.compile(_attend, dynamic=True, fullgraph=True)
 
 
+_settings = threading.local()
+
+
 def share_graphs() -> None:
-    """Dynamo settings, for the rest of the process: to set and reset them in each call takes as long as the call.
+    """Dynamo settings, which stay: to set and reset them in each call takes half as long as the call.
+
+    From torch 2.12 on each thread has settings of its own, and autograd recomputes checkpointed blocks in another one.
 
     Without duck shapes, sizes that are equal by chance (8 heads, 8 tiles) are not tied together, so a new length needs
     no new graph. The scale is a constant. The remaining variants (head size, dtype, grad mode, one row or several,
     which inputs need gradients) may exceed Dynamo's default limit of 8 graphs.
     """
+    if getattr(_settings, "made", False):
+        return
     import torch._dynamo as dynamo  # imported here: it takes two seconds, which runs without flex attention save
     import torch.fx.experimental._config as symbolic_shapes
 
     dynamo.config.recompile_limit, dynamo.config.specialize_float = GRAPHS, True
     symbolic_shapes.use_duck_shape = False
+    _settings.made = True
 
 
 def compile_for_all_lengths() -> None:

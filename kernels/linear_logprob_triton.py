@@ -47,7 +47,7 @@ EXCLUDED = tl.constexpr(-1000.0)  # exp2 of it is 0 and 0 times it is 0; -inf wo
 OVERFLOW_LIMIT = 2.0**99  # a sum of exponentials beyond this may have overflowed, or be about to
 CHUNK = 4096  # tokens whose E is held at a time
 PART = 512  # rows of the fp32 product E @ weight held at a time, per 1024 of width: fast, and small beside E
-ROWS = 128  # that product has a multiple of so many rows, the last of which nobody reads. For other numbers of rows
+ROWS = 128  # E @ weight is computed in multiples of so many rows; nobody reads the surplus. For other numbers of rows
 # cuBLAS chooses other kernels, and the first use of a kernel makes the host wait for all that it has launched.
 SCORED = 1 << 16  # tokens scored at a time; each has a partial sum for every 256 vocabulary entries
 SLICE = 1 << 28  # elements of E held at a time when the work is split by columns

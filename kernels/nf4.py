@@ -175,7 +175,8 @@ def make_known_to_inductor() -> None:
 
     Inductor stores an operator's input before the operator only if it has compiled the operator before in this process.
     In the first graph the kernel in front of it writes the same tensor twice instead, and other sizes of its blocks may
-    be chosen. Policy and reference are two graphs, and norms of theirs would sum in another order.
+    be chosen. Policy and reference are two graphs, and norms of theirs would sum in another order. Graphs that the
+    compiler finds in its cache on disk stay as they are.
     """
     from torch._inductor.lowering import add_needs_realized_inputs
 

@@ -100,7 +100,7 @@ def repeatable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def small_model(folder: Path, *, width: int = 16, heads: int = 2, head_dim: int = 8) -> str:
-    """A model of one block, narrow: processors without bfloat16 instructions need seconds for the tiny one."""
+    """A model of one block, narrow by default: without bfloat16 instructions the tiny one takes seconds for a pass."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

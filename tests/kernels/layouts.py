@@ -12,6 +12,7 @@ from torch import Tensor
 
 from data.strided import Document as Text
 from data.strided import StridedBatch, StridedPlan, make_strided
+from kernels import attention
 from kernels.attention import Spans, share_graphs
 
 Document = tuple[int, list[int]]  # length of the prompt, lengths of its continuations
@@ -19,12 +20,16 @@ Document = tuple[int, list[int]]  # length of the prompt, lengths of its continu
 
 @contextmanager
 def shared_graphs() -> Iterator[None]:
-    """The settings of flex_attend's first call, which other tests do not see."""
+    """The settings of flex_attend, undone at the end."""
     settings = torch._dynamo.config
     before = {"recompile_limit": settings.recompile_limit, "specialize_float": settings.specialize_float}
     with settings.patch(**before), symbolic_shapes.patch(use_duck_shape=symbolic_shapes.use_duck_shape):
+        attention._settings.made = False
         share_graphs()
-        yield
+        try:
+            yield
+        finally:
+            attention._settings.made = False
 
 
 class Layout(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -222,6 +224,17 @@ def test_one_graph_serves_every_length_and_mask():
         want = reference.attention(query, key, value, dense_mask(layout.spans, length), scale=0.25)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert len(graphs) == 1
+
+
+def test_every_thread_has_the_settings():
+    """As autograd's, which recomputes checkpointed blocks: from torch 2.12 on a setting is one of a thread."""
+
+    def limit() -> int:
+        attention.share_graphs()
+        return torch._dynamo.config.recompile_limit
+
+    with shared_graphs(), ThreadPoolExecutor(1) as other:
+        assert limit() == other.submit(limit).result() == attention.GRAPHS
 
 
 def test_flex_attention_that_is_not_compiled_raises_instead_of_running_dense():

@@ -147,7 +147,7 @@ def test_chunks_do_not_change_the_result(path, loss):
 
 @interpreted
 @pytest.mark.parametrize("n", [1, 127, 128, 130])
-def test_products_of_any_number_of_tokens_have_few_sizes(n, monkeypatch):
+def test_gradient_of_hidden_states_is_computed_in_multiples_of_128_tokens(n, monkeypatch):
     """Or cuBLAS would load another kernel for every number of tokens."""
     from kernels import linear_logprob_triton as module
 

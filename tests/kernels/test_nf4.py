@@ -166,16 +166,6 @@ def test_layer_compiles_without_a_graph_break_and_keeps_only_packed_weights():
     torch.testing.assert_close(x.grad, layer.weight.sum(0).expand_as(x))
 
 
-def test_the_compiler_stores_inputs_of_the_layer_from_the_first_graph_on():
-    from torch._inductor.lowering import needs_realized_inputs
-
-    operators = {torch.ops.strop.nf4_linear.default, torch.ops.strop.nf4_linear_grad.default}
-    for operator in operators:
-        needs_realized_inputs.discard(operator)  # as if nothing had been compiled yet
-    nf4.make_known_to_inductor()
-    assert operators <= set(needs_realized_inputs)
-
-
 def test_layer_computes_in_its_own_dtype_under_autocast():
     layer = Linear4bit.of(nn.Linear(64, 8).bfloat16().requires_grad_(False))
     with torch.autocast("cpu", torch.bfloat16):

@@ -161,7 +161,7 @@ def per_token(policy: Policy, kept: list[Completion], mb: Batch, values: Sequenc
     """A number for each id of each completion, as a tensor over the trained tokens of a micro-batch."""
     parts = [np.zeros(0)]  # for a micro-batch without rows
     for i in mb.rows:
-        own = np.array(values[i], dtype=np.float64)
+        own = np.fromiter(values[i], dtype=np.float64)
         assert len(own) == len(kept[i].ids), (len(own), len(kept[i].ids))
         parts.append(own[np.array(kept[i].mask, dtype=bool)] if kept[i].mask else own)
     flat = torch.from_numpy(np.concatenate(parts))

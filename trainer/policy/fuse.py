@@ -1,4 +1,5 @@
-"""Fused operations (kernels/block.py) in the norms, gated MLPs and rotations of a transformers model.
+"""Fused operations (kernels/block.py) in the norms, gated MLPs and rotations of a transformers model, and no needless
+casts in its adapters.
 
     fuse(lm)          # every module that computes what one of them does
     unfuse(lm)        # before its blocks are compiled: the compiler fuses by itself
@@ -42,6 +43,8 @@ def fuse(lm: nn.Module) -> None:
             module.__class__ = mlp_class(type(module))
         elif rotates(type(module)):
             module.__class__ = attention_class(type(module))
+        elif is_adapter(module):
+            module.__class__ = adapter_class(type(module))
 
 
 def unfuse(lm: nn.Module) -> None:
@@ -62,7 +65,7 @@ def norm_class(cls: type, eps: float) -> type:
     def forward(self: Any, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, eps)
 
-    return subclass(cls, forward)
+    return subclass(cls, forward=forward)
 
 
 @functools.cache
@@ -70,7 +73,7 @@ def mlp_class(cls: type) -> type:
     def forward(self: Any, x: Tensor) -> Tensor:
         return self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x)))
 
-    return subclass(cls, forward)
+    return subclass(cls, forward=forward)
 
 
 @functools.cache
@@ -80,7 +83,23 @@ def attention_class(cls: type) -> type:
     names = own.__globals__ | {ROTATION: rotation(own.__globals__[ROTATION])}
     forward = types.FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
     forward.__kwdefaults__ = own.__kwdefaults__
-    return subclass(cls, forward)
+    return subclass(cls, forward=forward)
+
+
+@functools.cache
+def adapter_class(cls: type) -> type:
+    """A LoRA layer that leaves its input to autocast.
+
+    peft casts it to the float32 of the adapter, and autocast back to what it was before both products: two passes over
+    the activations that change nothing, and two more over their gradients.
+    """
+
+    def cast(self: Any, x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        if x is not None and torch.is_autocast_enabled(x.device.type):
+            return x
+        return cls._cast_input_dtype(self, x, dtype)
+
+    return subclass(cls, _cast_input_dtype=cast)
 
 
 def rotation(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,8 +111,8 @@ def rotation(own: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-def subclass(cls: type, forward: Callable[..., Any]) -> type:
-    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, "_unfused": cls})
+def subclass(cls: type, **methods: Callable[..., Any]) -> type:
+    return type(cls.__name__, (cls,), {**methods, "__module__": cls.__module__, "_unfused": cls})
 
 
 # what a module computes ------------------------------------------------------------------------------------------
@@ -149,6 +168,13 @@ def rotates(cls: type) -> bool:
         return all(map(same, given, rotate_reference(query, key, cos, sin)))
 
     return agree(agrees)
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Whether it is a LoRA layer of peft around a linear one. DoRA and other variants use the input for more."""
+    if not hasattr(module, "lora_A") or not hasattr(module, "_cast_input_dtype") or is_fused(module):
+        return False
+    return isinstance(module.get_base_layer(), nn.Linear) and not module.lora_variant
 
 
 def plain(module: nn.Module, *, parameters: set[str] = frozenset(), children: set[str] = frozenset()) -> bool:

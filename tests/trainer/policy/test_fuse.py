@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from data.packing import Item, make_batches
@@ -116,13 +117,26 @@ def test_with_gradient_checkpointing():
     assert_same(step(lm), want)
 
 
-@pytest.mark.parametrize("in_4bit", [False, True])
-def test_with_adapters(in_4bit):
-    """In the MLP, whose layers are then peft's around plain or 4-bit ones; the base is frozen."""
+@contextmanager
+def casts() -> Iterator[list[torch.dtype]]:
+    """The dtypes that tensors were cast to."""
+    found: list[torch.dtype] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if operator is torch.ops.aten._to_copy.default:
+                found.append((kwargs or {}).get("dtype"))
+            return operator(*args, **(kwargs or {}))
+
+    with Watch():
+        yield found
+
+
+def with_adapters(lm: Any, *, in_4bit: bool) -> Any:
+    """In both parts of a block: layers of peft around plain or 4-bit ones, with float32 adapters and a frozen base."""
     from peft import LoraConfig as PeftLora
     from peft import get_peft_model
 
-    lm = make("qwen3")
     if in_4bit:
         with torch.no_grad():
             quantize_layers(lm, CPU)
@@ -131,14 +145,36 @@ def test_with_adapters(in_4bit):
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_()
+    return model
+
+
+@pytest.mark.parametrize("in_4bit", [False, True])
+def test_with_adapters(in_4bit):
+    model = with_adapters(make("qwen3"), in_4bit=in_4bit)
     names, want = list(model.state_dict()), step(model)
     fuse(causal_lm(model))
-    assert len(fused(model)) == 2 * 6 + 1 and list(model.state_dict()) == names
+    assert len(fused(model)) == 2 * (6 + 3) + 1 and list(model.state_dict()) == names
     assert_same(step(model), want)
     with model.disable_adapter():  # the reference of a LoRA run
         bare = model(input_ids=torch.tensor([[1, 2, 3]])).logits
         unfuse(model)
         assert torch.equal(model(input_ids=torch.tensor([[1, 2, 3]])).logits, bare)
+
+
+@pytest.mark.parametrize("in_4bit", [False, True])
+def test_adapters_of_a_bfloat16_base_leave_their_input_to_autocast(in_4bit):
+    model = with_adapters(make("qwen3").bfloat16(), in_4bit=in_4bit)
+    with casts() as before:
+        want = step(model, torch.bfloat16)
+    fuse(causal_lm(model))
+    with casts() as after:
+        assert_same(step(model, torch.bfloat16), want)
+    # Inputs of six adapters to float32 and back, and their gradients; the first one's input needs none.
+    assert len(before) - len(after) >= 6 * 2 + 5 * 2
+    ids = torch.tensor([[1, 2, 3]])
+    fused_logits = model(input_ids=ids).logits  # without autocast the input is cast as before
+    unfuse(model)
+    assert torch.equal(model(input_ids=ids).logits, fused_logits)
 
 
 def test_weights_need_not_be_there_yet():

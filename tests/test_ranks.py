@@ -337,7 +337,7 @@ def test_a_rank_that_does_not_come_is_named_with_what_is_waited_for(tmp_path):
 
 
 ASLEEP = """
-import time, torch
+import os, time, torch
 from data.packing import Item, make_batches
 from tests.ranks.worker import make_policy
 from trainer.parallel.comm import process_group, rank
@@ -350,7 +350,7 @@ with process_group(4.0):
     for number, mb in enumerate(batches):
         time.sleep(7 if number == 0 else 0)  # all of them compute, for longer than the limit
         token_logps(policy, mb).logp.sum().backward()
-        print("done", number, flush=True)
+        os.write(1, f"done {number}\\n".encode())  # at once: print would mix the lines of both ranks
         if number == 1 and rank() == 1:
             time.sleep(300)
 """

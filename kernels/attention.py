@@ -86,7 +86,7 @@ def _visible(spans: Spans, b: Tensor, q: Tensor, k: Tensor) -> Tensor:
 def block_mask(spans: Spans, num_keys: int) -> BlockMask:  # of shape (R, 1, Q, K)
     """The mask for `flex_attend`, with exact lists of full and partial 128 x 128 tiles; no host sync.
 
-    Build it once per micro-batch, outside inference mode, and share it between layers and passes.
+    Build it outside inference mode, and share it between layers.
     """
     assert not torch.is_inference_mode_enabled(), "a mask built in inference mode cannot be saved for backward"
     # Merge runs that touch: a tile across the boundary is full although neither run covers it.

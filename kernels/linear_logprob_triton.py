@@ -570,7 +570,7 @@ class TritonHead:
         if rewritten:
             self._rewrite(e, self.vocab, stats, plan)
         # Sums over tokens: pad their number to 32, with zeros in the other factor; E has been written that far.
-        left = e[: _whole(count, 32), : self.vocab].T
+        left = e[: _round_up(count, 32), : self.vocab].T
         if self.grad_bias is not None:
             coef = torch.ones_like(plan.other_coef) if rewritten else plan.other_coef
             coef = coef[:count] if source is None else coef[source]
@@ -587,7 +587,7 @@ class TritonHead:
         step = PART * max(1, self.width // 1024)
         for i in range(0, count, step):
             part = slice(i, min(i + step, count))
-            rows = slice(i, i + _whole(part.stop - i, ROWS))
+            rows = slice(i, i + _round_up(part.stop - i, ROWS))
             # In one expression: a name would keep this product in memory beside the next one.
             self._finish_hidden(
                 _product(e[rows, : self.vocab], self.weight), start, plan, part, apply_coef=not rewritten
@@ -617,7 +617,7 @@ class TritonHead:
         plan, _, _ = self._plan(0, stats, grad_logp, grad_entropy)
         columns = max(256, SLICE // self.num_tokens // 256 * 256)
         e = self._buffer(self.num_tokens, min(columns, self.vocab))
-        padded = _whole(self.num_tokens, 32)
+        padded = _round_up(self.num_tokens, 32)
         rewritten = plan.grad_entropy is not None or self.softcap is not None
         if plan.scaled is not None:
             plan.scaled[self.num_tokens :] = 0
@@ -637,7 +637,7 @@ class TritonHead:
             if plan.scaled is not None:
                 self._finish_weight(_product(e[:padded, :width].T, plan.scaled), self.grad_weight[part], low)
             if self.grad_hidden is not None:
-                product = _add_product(product, e[: _whole(self.num_tokens, ROWS), :width], self.weight[part])
+                product = _add_product(product, e[: _round_up(self.num_tokens, ROWS), :width], self.weight[part])
         if self.grad_hidden is not None:
             self._finish_hidden(product, 0, plan, slice(0, self.num_tokens), apply_coef=not rewritten)
         if self.grad_bias is not None:
@@ -739,7 +739,7 @@ class TritonHead:
         )  # fmt: skip
         scaled = None
         if self.needs_weight:
-            padded = _whole(num_tokens, 32)
+            padded = _round_up(num_tokens, 32)
             scaled = self.scratch[start : start + padded] if self.grad_hidden is not None else None
             if scaled is None:
                 scaled = torch.empty(padded, self.width, dtype=self.hidden.dtype, device=other_coef.device)
@@ -788,7 +788,7 @@ class TritonHead:
 
     def _buffer(self, num_tokens: int, columns: int) -> Tensor:
         # In whole blocks of rows, which products read to the end; rows 16-byte aligned for TMA.
-        shape = (_whole(num_tokens, ROWS), _whole(columns, 8))
+        shape = (_round_up(num_tokens, ROWS), _round_up(columns, 8))
         return torch.empty(shape, dtype=self.hidden.dtype, device=self.hidden.device)
 
 
@@ -823,8 +823,8 @@ def obstacle(
     return None
 
 
-def _whole(count: int, multiple: int) -> int:
-    """The next multiple, or count itself."""
+def _round_up(count: int, multiple: int) -> int:
+    """The least multiple that is not below count."""
     return -(-count // multiple) * multiple
 
 

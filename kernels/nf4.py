@@ -171,12 +171,12 @@ _linear.register_autograd(_backward, setup_context=_keep)
 
 
 def make_known_to_inductor() -> None:
-    """Before the first graph with a Linear4bit is compiled: such graphs then have the same kernels in any order.
+    """Call this before the first graph with a Linear4bit is compiled, so that all such graphs get the same kernels.
 
-    Inductor stores an operator's input before the operator only if it has compiled the operator before in this process.
-    In the first graph the kernel in front of it writes the same tensor twice instead, and other sizes of its blocks may
-    be chosen. Policy and reference are two graphs, and norms of theirs would sum in another order. Graphs that the
-    compiler finds in its cache on disk stay as they are.
+    Inductor treats an operator's input as one to be stored only once it has compiled that operator in this process. In
+    the first graph, the kernel that computes the input therefore writes it twice, and may get other block sizes. Policy
+    and reference are two graphs: their norms would sum in different orders. Graphs that the compiler finds in its cache
+    on disk stay as they are.
     """
     from torch._inductor.lowering import add_needs_realized_inputs
 

@@ -19,7 +19,7 @@ Document = tuple[int, list[int]]  # length of the prompt, lengths of its continu
 
 
 @contextmanager
-def shared_graphs() -> Iterator[None]:
+def flex_settings() -> Iterator[None]:
     """The settings of flex_attend, undone at the end."""
     settings = torch._dynamo.config
     before = {"recompile_limit": settings.recompile_limit, "specialize_float": settings.specialize_float}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels import attention, reference
 from kernels.attention import TILE, Spans, block_mask, dense_mask, flex_attend, with_window
-from tests.kernels.layouts import Layout, lay_out, shared_graphs, spans_of, stack, strided, strided_batch
+from tests.kernels.layouts import Layout, flex_settings, lay_out, spans_of, stack, strided, strided_batch
 
 STRIDED = [  # prompt, stride, context, generated, samples: even, ragged end, overlapping anchors, one anchor, one token
     {"prompt_length": 24, "stride": 4, "context": 4, "generated": 4, "samples": 2},
@@ -219,7 +219,7 @@ def test_one_graph_serves_every_length_and_mask():
         query, key, value = tensors_of(layout, seed)
         mask = block_mask(layout.spans, length)
         lists = [getattr(mask, name) for name in attention._LISTS]
-        with shared_graphs(), torch.no_grad():
+        with flex_settings(), torch.no_grad():
             got = run(query, key, value, mask.mask_mod.spans, lists, 0.25)
         want = reference.attention(query, key, value, dense_mask(layout.spans, length), scale=0.25)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
@@ -233,7 +233,7 @@ def test_every_thread_has_the_settings():
         attention.share_graphs()
         return torch._dynamo.config.recompile_limit
 
-    with shared_graphs(), ThreadPoolExecutor(1) as other:
+    with flex_settings(), ThreadPoolExecutor(1) as other:
         assert limit() == other.submit(limit).result() == attention.GRAPHS
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data.packing import Batch
+from data.packing import Batch, to_device
 from trainer.parallel.comm import all_count, all_sum, context_size, world_size
 from trainer.policy.logps import Policy, causal_lm, hidden_states
 
@@ -108,7 +108,7 @@ class RouterLoss:
 def is_token(batch: Batch) -> Tensor:  # (R * T,) bool
     """Whether a place holds a token, and no padding."""
     at = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
-    return (at < torch.tensor(batch.used, device=at.device)[:, None]).flatten()
+    return (at < to_device(torch.tensor(batch.used), at.device)[:, None]).flatten()
 
 
 def choices(probability: Tensor, top_k: int) -> Tensor:  # (tokens, E) -> (E,)

@@ -15,7 +15,7 @@ from data.packing import Batch, Item, make_batches
 from kernels.attention import Spans, block_mask, dense_mask
 from rollout.engine import Request, Sampling
 from rollout.engines.local import LocalEngine
-from tests.kernels.layouts import shared_graphs
+from tests.kernels.layouts import flex_settings
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.policy import attention
 from trainer.policy.attention import attend, attention_masks, choose_attention, flex_obstacle, load_name, use_flex
@@ -192,7 +192,7 @@ def test_a_compiled_block_is_one_graph_with_its_attention_for_all_masks(kind, mo
     use_flex(flex.model)
     for block in flex.model.base_model.layers:
         block.compile(backend=count, dynamic=True, fullgraph=True)
-    with shared_graphs(), torch.no_grad():
+    with flex_settings(), torch.no_grad():
         for length in (150, 300, 200, 500, 260):
             items = [Item([i % VOCAB for i in range(n)], [False] + [True] * (n - 1)) for n in (length, 31, 70)]
             (batch,) = make_batches(items, max_tokens=4096, multiple=128)

@@ -26,7 +26,7 @@ tokens, prompt and response, once for each sequence; ratios are of seconds per t
 median step: TRL's time over the way's own, per token of an average step.
 
 dpo, sft and kto go on for some steps that are not timed, in which kernels are recorded (bench/runs/kernel_times.py):
-`gpu_busy` is the part of two steps in which at least one kernel runs, and products_ms, attention_ms, ... are
+`gpu_busy` is the part of eight steps in which at least one kernel runs, and products_ms, attention_ms, ... are
 milliseconds a step of groups of kernels.
 
 The error is that of the first step's loss, relative to its exact value: log 2 in dpo and 1/2 in kto, where policy and
@@ -75,7 +75,7 @@ TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "n
 # host wait for the GPU.
 WARMUP = {"dpo": 14, "sft": 14, "kto": 14, "grpo": 2}
 STEPS = 24  # of dpo, sft and kto
-EXTRA_STEPS = 4  # after the timed ones, for bench/runs/kernel_times.py
+EXTRA_STEPS = 10  # after the timed ones, for bench/runs/kernel_times.py
 PROMPT, LONGEST = 256, 1024
 PORT = 8123  # of our server
 OURS = {

@@ -344,7 +344,8 @@ def test_vs_trl_compares_by_the_median_step_too():
     assert ours.extra["gpu_busy"] == 0.9
 
 
-def test_kernel_times_counts_what_overlaps_once_and_the_last_two_steps_only():
+def test_kernel_times_counts_what_overlaps_once_and_the_last_steps_only(monkeypatch):
+    monkeypatch.setattr(kernel_times, "COUNTED", 2)
     marks = [Kernel("at::cuda::spin_kernel(long)", start, start + 1) for start in (0, 1000, 2000, 3000)]
     steps = [
         Kernel("nvjet_tst_128", 100, 900),  # of the first step

@@ -1,4 +1,4 @@
-"""What the GPU does in two training steps: how much of the time it is busy, and with what.
+"""What the GPU does in eight training steps: how much of the time it is busy, and with what.
 
 The kernels and copies of this process are read from torch's profiler, on the GPU's own clock. A kernel that spins for
 one cycle marks the end of each step, so nothing waits for the device while it is watched. The step in which watching

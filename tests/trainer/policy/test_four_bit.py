@@ -167,7 +167,8 @@ def test_compiled_blocks_give_the_same(policy, monkeypatch):
 def test_on_a_gpu_a_compiled_policy_begins_as_its_reference_to_the_bit(four, tmp_path):
     """In a process and with a cache of the compiler's own: kernels may depend on what was compiled before.
 
-    Wide enough that a norm is summed in several parts, in an order that depends on the rest of its kernel.
+    Wide enough that a norm is summed in several parts, with so many tokens that the compiler considers smaller parts,
+    and with random numbers where it would choose by time.
     """
     model = small_model(tmp_path / "model", width=4096, heads=32, head_dim=128)
     code = f"""
@@ -179,12 +180,13 @@ def test_on_a_gpu_a_compiled_policy_begins_as_its_reference_to_the_bit(four, tmp
 
         cfg = ModelConfig(model={model!r}, compile=True, gradient_checkpointing=True, load_in_4bit={four})
         policy = load_policy(cfg, LoraConfig(r=4), torch.device("cuda"), with_reference=True)
-        items = [Item(list(range(1, n)), [False] + [True] * (n - 2)) for n in (90, 77, 55)]
-        (batch,) = make_batches(items, max_tokens=512, multiple=policy.row_multiple)
+        items = [Item(list(range(1, n)), [False] + [True] * (n - 2)) for n in (90, 77, 55) for _ in range(20)]
+        (batch,) = make_batches(items, max_tokens=8192, multiple=policy.row_multiple)
         batch = batch.to("cuda")
         assert torch.equal(token_logps(policy, batch).logp.detach(), reference_logps(policy, batch))
     """
     env = environment() | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    env |= {"TORCHINDUCTOR_DISTORT_BENCHMARKING_RESULT": "random"}
     done = subprocess.run([sys.executable, "-c", dedent(code)], cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 

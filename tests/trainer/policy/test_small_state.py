@@ -22,9 +22,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU 
 @pytest.fixture
 def torchao():
     """Its code as it is written: compiling it takes a minute on a CPU."""
-    torch.compiler.set_stance("force_eager")
-    yield pytest.importorskip("torchao", reason="torchao is not installed; it is an extra, pip install torchao")
-    torch.compiler.set_stance("default")
+    found = pytest.importorskip("torchao", reason="torchao is not installed; it is an extra, pip install torchao")
+    with torch.compiler.set_stance("force_eager"):
+        yield found
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Module:

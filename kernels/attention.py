@@ -214,19 +214,6 @@ def share_graphs() -> None:
     _settings.made = True
 
 
-def compile_for_all_lengths() -> None:
-    """Settings for blocks with flex_attend in them, which are compiled when first called."""
-    import torch._inductor.config as inductor
-
-    share_graphs()
-    # Round between fused operations as separate kernels would: a pass with gradients and one without are fused
-    # differently, and log-probs of policy and reference would differ by more than bfloat16 does.
-    inductor.emulate_precision_casts = True
-    # Block sizes of norms by rule instead of by timing: two kernels that do the same would sum in different orders, one
-    # in the policy's graph and one in the reference's, if one of them was timed a little differently.
-    inductor.deterministic = True
-
-
 def _attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, lists: list[Tensor], scale: float) -> Tensor:
     """Takes the mask as plain tensors: Dynamo would guard on a BlockMask and recompile for every mask."""
     if not torch.compiler.is_dynamo_compiling():

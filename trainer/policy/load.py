@@ -36,7 +36,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from data.chat import set_chat_template, set_special_tokens
 from data.formats.template_settings import check_kwargs
 from data.hub import check_hub
-from kernels.attention import compile_for_all_lengths
+from kernels.attention import share_graphs
 from kernels.nf4 import Linear4bit, is_4bit, make_known_to_inductor
 from rollout.servers.model_folder import BUILTIN, check_base, read_adapter, resolve_model
 from trainer.config.blocks import LoraConfig, ModelConfig, check_4bit
@@ -53,6 +53,13 @@ from trainer.policy.offload import offload_inputs, offloads
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# Policy and reference are different graphs. A policy that equals its reference shall give the same bits.
+COMPILER_OPTIONS = {
+    "emulate_precision_casts": True,  # round between fused operations as separate kernels would
+    # Choose block sizes of norms by rule. By timing, two kernels that do the same may sum in different orders. As a
+    # setting of the process Dynamo would reset it after each graph, to what torch.use_deterministic_algorithms says.
+    "deterministic": True,
+}
 
 
 # the policy ------------------------------------------------------------------------------------------------------
@@ -276,7 +283,7 @@ def speed_up(lm: Any, cfg: ModelConfig, source: str, device: torch.device) -> No
 
 def compile_blocks(lm: Any, source: str) -> None:
     """In place, so that names and hooks stay; one graph, attention included, for every block, length and mask."""
-    compile_for_all_lengths()
+    share_graphs()
     if is_4bit(lm):
         make_known_to_inductor()
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(is_worth_showing)
@@ -284,7 +291,7 @@ def compile_blocks(lm: Any, source: str) -> None:
     for block in blocks_of(lm, source):
         if getattr(block, "gradient_checkpointing", False) and world_size() == 1 and not offloads(block):
             recompute_inside(block)
-        block.compile(dynamic=True)
+        block.compile(dynamic=True, options=dict(COMPILER_OPTIONS))
 
 
 def recompute_inside(block: nn.Module) -> None:

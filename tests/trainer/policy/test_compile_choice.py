@@ -19,8 +19,8 @@ from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.config.defaults import default_tree
 from trainer.policy import compile_choice
 from trainer.policy.compile_choice import ENOUGH_STEPS, Choice, choose, obstacle, resolve_compile
-from trainer.policy.load import load_policy
-from trainer.policy.logps import causal_lm, token_logps
+from trainer.policy.load import blocks_of, load_policy
+from trainer.policy.logps import causal_lm, reference_logps, token_logps
 
 CPU = torch.device("cpu")
 RUNS = {
@@ -183,7 +183,8 @@ def test_recomputation_inside_the_graph_leaves_out_the_last_product(monkeypatch)
 
     backend = aot_autograd(fw_compiler=counted, partition_fn=min_cut_rematerialization_partition)
     plain = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **o: plain(self, backend=backend, fullgraph=True, **o))
+    given = {"backend": backend, "fullgraph": True}
+    monkeypatch.setattr(nn.Module, "compile", lambda self, options, **o: plain(self, **given, **o))
     want = gradients()
     torch._dynamo.reset()
     got = gradients(compile=True)
@@ -191,6 +192,28 @@ def test_recomputation_inside_the_graph_leaves_out_the_last_product(monkeypatch)
     assert products == [7, 6 + 14]
     for name, gradient in want.items():
         torch.testing.assert_close(got[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_all_graphs_have_the_same_compiler_options_and_serve_all_blocks(monkeypatch):
+    """Those of policy and reference, and of the first and the later lengths."""
+    import torch._inductor.compile_fx as inductor
+
+    given = []
+
+    def compile_fx(graph, inputs, *, config_patches, **_):
+        given.append(config_patches)
+        return graph.forward
+
+    monkeypatch.setattr(inductor, "compile_fx", compile_fx)
+    cfg = ModelConfig(model="builtin:tiny", dtype="float32", compile=True)
+    policy = load_policy(cfg, LoraConfig(r=4), CPU, with_reference=True)
+    for length in (20, 31):
+        item = Item([i % 200 for i in range(length)], [False] + [True] * (length - 1))
+        (batch,) = make_batches([item], max_tokens=64)
+        assert torch.equal(token_logps(policy, batch).logp, reference_logps(policy, batch))
+    torch._dynamo.reset()
+    assert len(blocks_of(causal_lm(policy.model), "tiny")) > 1
+    assert given == [{"emulate_precision_casts": True, "deterministic": True}] * 3  # the reference has two graphs
 
 
 @pytest.mark.gpu
@@ -209,7 +232,7 @@ def test_on_a_gpu_attention_is_not_computed_again(monkeypatch):
         fw_compiler=noted("forward"), bw_compiler=noted("backward"), partition_fn=min_cut_rematerialization_partition
     )
     plain = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **o: plain(self, backend=backend, **o))
+    monkeypatch.setattr(nn.Module, "compile", lambda self, options, **o: plain(self, backend=backend, **o))
     cfg = ModelConfig(model="builtin:tiny", gradient_checkpointing=True, compile=True)
     policy = load_policy(cfg, LoraConfig(), torch.device("cuda"), with_reference=False)
     item = Item(list(range(1, 40)), [False] + [True] * 38)

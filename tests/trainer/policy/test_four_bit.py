@@ -149,7 +149,7 @@ def test_another_reference_is_loaded_in_full(policy):
 
 def test_compiled_blocks_give_the_same(policy, monkeypatch):
     plain = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: plain(self, backend="aot_eager", **options))
+    monkeypatch.setattr(nn.Module, "compile", lambda self, options, **o: plain(self, backend="aot_eager", **o))
     operators = {torch.ops.strop.nf4_linear.default, torch.ops.strop.nf4_linear_grad.default}
     for operator in operators:
         needs_realized_inputs.discard(operator)  # as if nothing had been compiled yet

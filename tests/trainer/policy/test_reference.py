@@ -260,7 +260,9 @@ def test_compiled_policy_and_reference_run_the_same_operations(monkeypatch):
         partition_fn=min_cut_rematerialization_partition,
     )  # fmt: skip
     plain_compile = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **o: plain_compile(self, backend=backend, **o))
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, options, **o: plain_compile(self, backend=backend, **o)
+    )
     policy, _, _ = load(RANK4, dataclasses.replace(TINY, compile=True, gradient_checkpointing=True))
     as_it_is, _, _ = load(RANK4)
     shake(policy.model)

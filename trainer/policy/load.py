@@ -53,11 +53,11 @@ from trainer.policy.offload import offload_inputs, offloads
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# Policy and reference are different graphs. A policy that equals its reference shall give the same bits.
+# Policy and reference are different graphs, and shall give the same bits as long as their weights are the same.
 COMPILER_OPTIONS = {
     "emulate_precision_casts": True,  # round between fused operations as separate kernels would
-    # Choose block sizes of norms by rule. By timing, two kernels that do the same may sum in different orders. As a
-    # setting of the process Dynamo would reset it after each graph, to what torch.use_deterministic_algorithms says.
+    # Choose the block sizes of norms by rule. Chosen by timing, two kernels that do the same may sum in different
+    # orders. An option of each block, because Dynamo resets this setting of the process after every graph.
     "deterministic": True,
 }
 
@@ -291,7 +291,7 @@ def compile_blocks(lm: Any, source: str) -> None:
     for block in blocks_of(lm, source):
         if getattr(block, "gradient_checkpointing", False) and world_size() == 1 and not offloads(block):
             recompute_inside(block)
-        block.compile(dynamic=True, options=dict(COMPILER_OPTIONS))
+        block.compile(dynamic=True, options=COMPILER_OPTIONS)
 
 
 def recompute_inside(block: nn.Module) -> None:

@@ -167,8 +167,8 @@ def test_compiled_blocks_give_the_same(policy, monkeypatch):
 def test_on_a_gpu_a_compiled_policy_begins_as_its_reference_to_the_bit(four, tmp_path):
     """In a process and with a cache of the compiler's own: kernels may depend on what was compiled before.
 
-    Wide enough that a norm is summed in several parts, with so many tokens that the compiler considers smaller parts,
-    and with random numbers where it would choose by time.
+    Wide enough that a norm is summed in parts whose size the compiler may choose by timing, with random numbers in
+    place of its timings, and with as many tokens as a step has.
     """
     model = small_model(tmp_path / "model", width=4096, heads=32, head_dim=128)
     code = f"""

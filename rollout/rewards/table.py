@@ -295,14 +295,17 @@ class Rewards:
             for place, function in enumerate(self.functions)
             if place not in scoring.remote and _is_async(function.call)
         }
+        scored = {  # those of this thread first: async functions and workers go on meanwhile
+            place: [self._score_here(self.functions[place], scoring, pending.get(place), first_logs[place])]
+            for place in sorted(range(len(self.functions)), key=pending.__contains__)
+            if place not in scoring.remote
+        }
+        scored |= {place: [future.result() for future in futures] for place, futures in scoring.remote.items()}
         columns: list[list[float | None]] = []
         gaps: list[Gap] = []
         bad: set[int] = set()
         for place, function in enumerate(self.functions):
-            if place in scoring.remote:
-                parts = [future.result() for future in scoring.remote[place]]
-            else:
-                parts = [self._score_here(function, scoring, pending.get(place), first_logs[place])]
+            parts = scored[place]
             logged.add(parts)
             column, last = self._without_faults(function, parts, prompts, bad)
             failed = sum(isinstance(score, Fault) for part in parts for score in part.scores)

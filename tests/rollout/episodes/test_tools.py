@@ -147,7 +147,7 @@ def test_the_calculator_does_nothing_else():
         began = time.monotonic()
         with pytest.raises(ValueError):
             calculator(expression)
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 10
 
 
 def run(toolset: Toolset, call: Call, turns: Turns | None = None) -> tuple[str, bool]:
@@ -208,12 +208,14 @@ def test_a_tool_that_hangs_costs_its_time_limit_and_in_the_end_the_run(monkeypat
         """Has a time limit of its own."""
         raise TimeoutError("timed out")
 
-    toolset = of(hang, sleep, slow_socket, timeout=0.05)
+    toolset = of(hang, sleep, timeout=0.05)
     assert run(toolset, Call(name="hang")) == ("error: hang took more than 0.05 s", True)
     for _ in range(3):
         assert run(toolset, Call(name="sleep")) == ("error: sleep took more than 0.05 s", True)
-    assert run(toolset, Call(name="slow_socket")) == ("error: TimeoutError: timed out", True)
-    assert {name: tool.num_hung for name, tool in toolset.tools.items()} == {"hang": 1, "sleep": 0, "slow_socket": 0}
+    own_limit = of(slow_socket)
+    assert run(own_limit, Call(name="slow_socket")) == ("error: TimeoutError: timed out", True)
+    tools = toolset.tools | own_limit.tools
+    assert {name: tool.num_hung for name, tool in tools.items()} == {"hang": 1, "sleep": 0, "slow_socket": 0}
     monkeypatch.setattr("rollout.episodes.tools.MAX_HUNG", 2)
     with pytest.raises(ValueError, match="tools=my.hang: 2 calls of it hang, and their threads cannot be ended"):
         run(toolset, Call(name="hang"))
@@ -476,10 +478,10 @@ def test_waiting_for_a_thread_is_not_the_tools_time(monkeypatch):
 
     def slow() -> str:
         """Takes its time."""
-        time.sleep(0.1)
+        time.sleep(0.3)
         return "ok"
 
-    toolset = of(slow, timeout=0.4)
+    toolset = of(slow, timeout=1.5)
     turns = toolset.begin(user_prompt("?"))
 
     async def many() -> list:
@@ -489,9 +491,11 @@ def test_waiting_for_a_thread_is_not_the_tools_time(monkeypatch):
 
 
 def test_a_late_call_that_ends_after_all_no_longer_counts_as_hanging():
+    released = threading.Event()
+
     def late() -> str:
         """Takes too long."""
-        time.sleep(0.2)
+        released.wait(20)
         return "ok"
 
     toolset = of(late, timeout=0.05)
@@ -499,7 +503,10 @@ def test_a_late_call_that_ends_after_all_no_longer_counts_as_hanging():
     async def one() -> int:
         await toolset.run(Call(name="late"), toolset.begin(user_prompt("?")))
         hanging = toolset.tools["late"].num_hung
-        await asyncio.sleep(0.4)
+        released.set()
+        deadline = time.monotonic() + 20
+        while toolset.tools["late"].num_hung and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
         return hanging
 
     assert asyncio.run(one()) == 1

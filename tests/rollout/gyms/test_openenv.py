@@ -72,7 +72,7 @@ class HigherLower:
         if action.message == "raise":
             raise RuntimeError("the board is broken")
         if action.message == "sleep":
-            time.sleep(0.6)
+            time.sleep(3)
         guess = int(action.message) if action.message.isdigit() else -1
         if guess == self.number:
             return Answer(text="yes", done=True, reward=1.0)
@@ -252,14 +252,15 @@ def test_a_refused_action_is_told_to_the_model(tiny):
     assert "A NUMBER FROM 0 TO 9" in tokenizer.decode(completion.prompt_ids)
 
 
-@pytest.mark.parametrize(("turn", "reason"), [("raise", "RuntimeError: the board is broken"), ("sleep", "timeout=0.2")])
+@pytest.mark.parametrize(("turn", "reason"), [("raise", "RuntimeError: the board is broken"), ("sleep", "timeout=1 s")])
 def test_an_environment_that_fails_stops_the_run_or_costs_its_episode(tiny, turn, reason):
+    timeout = 1 if turn == "sleep" else 60
     with pytest.raises(ValueError, match=rf"HigherLower: step\(\) .*{reason}.*, at rows.jsonl:3; fix it"):
-        play(tiny, [turn], timeout=0.2)
-    completion, _ = play(tiny, [turn], timeout=0.2, on_error="none")
+        play(tiny, [turn], timeout=timeout)
+    completion, _ = play(tiny, [turn], timeout=timeout, on_error="none")
     assert completion.columns["env_reward"] is None and completion.columns["env_failed"] == 1.0
     assert completion.trained == 0 and len(completion.ids) == len(completion.mask) == len(completion.logps) == 1
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while loaded().open and time.monotonic() < deadline:
         time.sleep(0.05)  # one that hangs is closed when it is done
     assert loaded().open == 0

@@ -123,14 +123,23 @@ def test_groups_are_never_cut():
 
 
 def test_submitted_rows_are_scored_while_the_caller_does_something_else(open_rewards):
-    source = "import time\ndef nap(completions):\n    time.sleep(0.5)\n    return [len(c) for c in completions]\n"
+    source = """
+        import os, time
+        def nap(completions):
+            open(f"{completions[0]}.begun", "w").close()
+            while not os.path.exists("go_on"):
+                time.sleep(0.01)
+            return [len(c) for c in completions]
+    """
     rewards = open_rewards(source, "my_rewards.nap", num_workers=2)
-    rewards.score(*rows(["a", "b"]))  # both have started
-    started = time.perf_counter()
     scorings = [rewards.submit(*rows([text])) for text in ("a", "bb", "ccc", "dddd")]
-    assert time.perf_counter() - started < 0.2 and not scorings[0].done()
+    deadline = time.monotonic() + 60
+    while len(begun := sorted(path.stem for path in Path().glob("*.begun"))) < 2:
+        assert time.monotonic() < deadline, "two workers, but they do not work at the same time"
+        time.sleep(0.05)
+    assert begun == ["a", "bb"] and not any(scoring.done() for scoring in scorings)
+    Path("go_on").touch()
     assert [scoring.result().totals for scoring in scorings] == [[1.0], [2.0], [3.0], [4.0]]
-    assert 0.9 < time.perf_counter() - started < 1.8, "two at a time"
     assert scorings[3].done() and scorings[3].result() is scorings[3].result()
 
 
@@ -343,7 +352,7 @@ def test_closing_ends_the_workers_also_in_the_middle_of_a_call(open_rewards):
         time.sleep(0.05)
     started = time.perf_counter()
     rewards.close()
-    assert time.perf_counter() - started < 5
+    assert time.perf_counter() - started < 30
     for one in (scoring, second, waiting):
         with pytest.raises(BaseException, match="closed|^$"):
             one.result()

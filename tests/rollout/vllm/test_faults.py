@@ -249,7 +249,7 @@ def test_a_request_that_reached_a_paused_server_is_taken_back(untied_server):
             await until(lambda: any(path == LEAN and body for path, body in proxy.seen))
             begin = time.monotonic()
             await pool.empty(member)
-            assert time.monotonic() - begin < 2 and member.in_flight == 0
+            assert time.monotonic() - begin < 20 and member.in_flight == 0
             proxy.hang.clear()
             await pool.refill(member, 2)
             sampled = await task

@@ -105,7 +105,7 @@ def test_ctrl_c_while_the_server_starts_leaves_nothing_behind(vllm_python, tmp_p
         process.send_signal(signal.SIGINT)
         asked = time.monotonic()
         assert process.wait(timeout=60) == 130, log_of(run)[-2000:]
-        assert time.monotonic() - asked < 6  # two seconds on a machine that does nothing else
+        assert time.monotonic() - asked < 12  # two seconds on a machine that does nothing else; TERM would take 15
         assert not processes_with(f"STROP_TEST_RUN={run}")
     finally:
         process.kill()

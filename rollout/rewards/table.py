@@ -297,7 +297,7 @@ class Rewards:
         }
         scored = {  # those of this thread first: async functions and workers go on meanwhile
             place: [self._score_here(self.functions[place], scoring, pending.get(place), first_logs[place])]
-            for place in sorted(range(len(self.functions)), key=pending.__contains__)
+            for place in sorted(range(len(self.functions)), key=lambda place: place in pending)
             if place not in scoring.remote
         }
         scored |= {place: [future.result() for future in futures] for place, futures in scoring.remote.items()}

@@ -21,6 +21,7 @@ import yaml
 
 ROUTES = {"seed_session": "/seed_session", "verify": "/verify", "run": "/run"}
 CLOSE = object()  # a fault: the connection ends without a reply
+LATE = 60.0  # a fault: seconds before the reply, more than any test waits
 
 
 class Replay:

@@ -26,7 +26,7 @@ from rollout.gyms.nemo_gym import (
 )
 from rollout.gyms.options import NemoGymConfig, check_nemo_gym
 from rollout.rewards.table import Rewards, load_rewards
-from tests.rollout.gyms.nemo_replay import CLOSE, Replay
+from tests.rollout.gyms.nemo_replay import CLOSE, LATE, Replay
 
 SAMPLING = Sampling(max_tokens=64, stop_ids=(2,), for_training=True)
 
@@ -169,14 +169,14 @@ def test_a_server_that_fails_once_is_asked_again_with_a_new_session(replay, faul
         (b"<html>", "reasoning_gym/verify answered b'<html>', which is not an object"),
         (b'{"reward": NaN}', "reward=nan: is not a finite number"),
         (b'{"reward": "1"}', "reward='1': is not a finite number"),
-        (60.0, "reasoning_gym/verify has not answered for 2 s"),
+        (LATE, "reasoning_gym/verify has not answered for 2 s"),
     ],
     ids=["500", "garbage", "nan", "text", "late"],
 )
 def test_what_a_server_does_wrong_is_said_once_and_gives_no_reward(replay, fault, says):
     replay.add("/verify", "q", {"reward": 1.0}, said="a")
     prompt = prompt_of(math_row("q"), "reasoning_gym")
-    gym = client(replay, retries=0, verify_timeout=2.0 if fault == 60.0 else 60.0)
+    gym = client(replay, retries=0, verify_timeout=2.0 if fault == LATE else 60.0)
     gym.connect([prompt], multi_turn=False)
     replay.faults.extend([None, fault])
     table = rewards_of(gym, "none").score([prompt], [said("a")])
@@ -437,8 +437,8 @@ def test_a_row_may_ask_for_shorter_turns_and_for_more_of_the_model_server(replay
 def test_an_episode_that_fails_costs_its_own_row_and_is_said_once(replay):
     replay.add("/run", "q", reply_of(item([1, 2], [3])))
     prompt = prompt_of(math_row("q"), "reasoning_gym")
-    for fault, why in ((500, "answered 500 (inner failure)"), (60.0, "has not answered for 0.5 s"), (CLOSE, "failed")):
-        gym = client(replay, retries=0, run_timeout=0.5 if fault == 60.0 else 60.0)
+    for fault, why in ((500, "answered 500 (inner failure)"), (LATE, "has not answered for 0.5 s"), (CLOSE, "failed")):
+        gym = client(replay, retries=0, run_timeout=0.5 if fault == LATE else 60.0)
         source = source_of(gym, [prompt])
         for _ in range(2):
             replay.faults.append(fault)
@@ -448,7 +448,7 @@ def test_an_episode_that_fails_costs_its_own_row_and_is_said_once(replay):
             assert completion.columns["env_failed"] == 1.0
             assert completion.prompt_ids == [1, 7, 9]
         assert sum(why in line for line in gym.said) == 1
-        if fault != 60.0:
+        if fault != LATE:
             ((good,),) = run_groups(source, [[Request.of(prompt, 1)]])
             assert good.columns["env_reward"] == 1.0
         gym.close()
@@ -501,7 +501,7 @@ def test_closing_the_source_ends_what_runs_at_once(replay):
     prompt = prompt_of(math_row("q"), "reasoning_gym")
     gym = client(replay)
     source = source_of(gym, [prompt])
-    replay.faults.extend([60.0] * 4)
+    replay.faults.extend([LATE] * 4)
     futures = source.start([[Request.of(prompt, i) for i in range(4)]])
     time.sleep(0.2)
     started = time.monotonic()

@@ -447,9 +447,12 @@ def test_adamw_of_a_tensor_does_not_depend_on_what_else_is_in_the_launch():
 
 
 @interpreted
-def test_adamw_of_nothing_launches_nothing():
+def test_adamw_of_nothing_launches_nothing(monkeypatch):
     from kernels.adamw import kernel_step_all
 
+    monkeypatch.setattr("kernels.adamw._step", {})  # a launch would be a KeyError
+    with pytest.raises(KeyError):
+        kernel_step_all(adamw_updates([1]))
     kernel_step_all([])
     kernel_step_all(adamw_updates([0, 0]))
 

@@ -87,8 +87,8 @@ class SharedRow:
             temperature=self.work.cfg.temperature, autocast_dtype=policy.autocast_dtype,
         ).ids  # fmt: skip
 
-    def judge(self, ids: Tensor) -> Tensor:  # (A, n)
-        (advantage,) = strided.judge(self.work.network, self._step(ids)).advantage
+    def add_rewards(self, ids: Tensor) -> Tensor:  # (A, n)
+        (advantage,) = strided.add_rewards(self.work.network, self._step(ids)).advantage
         return advantage
 
     def train(self, ids: Tensor, advantage: Tensor) -> None:
@@ -136,7 +136,7 @@ class StepMajor:
         return torch.stack(drawn, dim=-1).transpose(0, 1).contiguous()
 
     @torch.no_grad()
-    def judge(self, ids: Tensor) -> Tensor:  # (A, n)
+    def add_rewards(self, ids: Tensor) -> Tensor:  # (A, n)
         network, frozen = self.work.network, self.work.policy.reference
         blocks, rows = blocks_of(frozen, "random"), self._rows(ids)
         last = torch.cat([self.place[:, -1], self.target_place[:, -1]])  # features are taken at the last token
@@ -224,7 +224,7 @@ class Timed:
 
     def __call__(self) -> None:
         ids = self._time("generate", self.way.generate)
-        advantage = self._time("features", partial(self.way.judge, ids))
+        advantage = self._time("features", partial(self.way.add_rewards, ids))
         self._time("train", partial(self._train, ids, advantage))
 
     def _train(self, ids: Tensor, advantage: Tensor) -> None:
@@ -293,7 +293,7 @@ def measure(shape: dict[str, Any], num_tokens: int, plan: dict[str, int], second
     timings = alternate(calls, seconds=seconds, rounds=3)
     drawn = {name: ways[name].generate() for name in timings}
     ids = drawn[SHARED]
-    advantage = ways[SHARED].judge(ids)
+    advantage = ways[SHARED].add_rewards(ids)
     exact = StepMajor(widened(work))
     exact_logp, exact_gradient = exact.score(ids), gradient(exact, ids, advantage)
     logps = {name: ways[name].score(ids) for name in timings}

@@ -234,7 +234,7 @@ def run_local(bench: Bench, works: Sequence[Work], **options: Any) -> None:
         for work in works:
             sampling = Sampling(max_tokens=max(work.limits), for_training=True)
             call = {"local": lambda work=work, sampling=sampling: engine.generate(work.requests, sampling)}
-            bench.measure(work, call, engine.score, started)
+            bench.measure(work, call, engine.logps, started)
             started = None
         said = {name: value for name, value in engine.metrics().items() if isinstance(value, int | float)}
         if said:
@@ -272,7 +272,7 @@ def run_vllm(bench: Bench, works: Sequence[Work], folder: Path, vllm: VllmConfig
                 f"vllm, {name}": lambda work=work, seeded=name == "seeded": generate(work, seeded=seeded)
                 for name in ("seeded", *(["unseeded"] if unseeded else []))
             }
-            bench.measure(work, calls, engine.local.score, started)
+            bench.measure(work, calls, engine.local.logps, started)
             started = None
 
 

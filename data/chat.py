@@ -28,6 +28,7 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from data.errors import UserError
 from data.types import Messages
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -68,23 +69,23 @@ def set_chat_template(tokenizer: Any, name: str) -> None:
     _names[template] = name
     try:  # report a broken template now, by name
         _render_text(tokenizer, [{"role": "user", "content": _PROBE}], generation_prompt=True)
-    except Endless:
+    except TemplateTimeout:
         raise
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+        raise UserError(f"{name}: {error}") from None
 
 
 def _read_template(name: str) -> str:
     path = Path(name).expanduser()
     choices = "tokenizer_default, " + ", ".join(DELIMITERS)
     if not path.is_file():
-        raise ValueError(f"chat_template={name}: neither a file nor a built-in template ({choices})")
+        raise UserError(f"chat_template={name}: neither a file nor a built-in template ({choices})")
     try:
         template = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"chat_template={name}: cannot be read ({error}); give a UTF-8 text file") from None
+        raise UserError(f"chat_template={name}: cannot be read ({error}); give a UTF-8 text file") from None
     if not template.strip():
-        raise ValueError(f"chat_template={name}: the file is empty; give a Jinja template or one of {choices}")
+        raise UserError(f"chat_template={name}: the file is empty; give a Jinja template or one of {choices}")
     return template
 
 
@@ -93,7 +94,7 @@ def check_delimiters(tokenizer: Any, family: str, what: str, instead: str) -> No
     for token in DELIMITERS[family]:
         ids = _encode(tokenizer, token)
         if len(ids) != 1:
-            raise ValueError(
+            raise UserError(
                 f"{what}: its delimiter {token!r} is {len(ids)} tokens in this tokenizer, not one; use {instead}, or a "
                 "tokenizer that has it"
             )
@@ -104,20 +105,20 @@ def set_special_tokens(tokenizer: Any, special: Mapping[str, Any], eot_tokens: S
     vocabulary = tokenizer.get_vocab() if special or eot_tokens else {}
     for name, token in special.items():
         if name not in SPECIAL_TOKENS:
-            raise ValueError(f"special_tokens={name}: is not a special token; use {', '.join(SPECIAL_TOKENS)}")
+            raise UserError(f"special_tokens={name}: is not a special token; use {', '.join(SPECIAL_TOKENS)}")
         _check_known(vocabulary, token, f"special_tokens={name}")
         setattr(tokenizer, name, token)
     for token in eot_tokens:
         _check_known(vocabulary, token, "eot_tokens")
         if len(_encode(tokenizer, token)) != 1:
-            raise ValueError(f"eot_tokens={token}: text is not split off at it, so no turn could end with it; drop it")
+            raise UserError(f"eot_tokens={token}: text is not split off at it, so no turn could end with it; drop it")
     if eot_tokens:
         tokenizer.strop_eot_ids = tuple(vocabulary[token] for token in eot_tokens)
 
 
 def _check_known(vocabulary: Mapping[str, int], token: Any, what: str) -> None:
     if not isinstance(token, str) or token not in vocabulary:
-        raise ValueError(
+        raise UserError(
             f"{what}: the tokenizer has no token {token!r}, and a new one would need new rows in the embeddings; name "
             "one that it has"
         )
@@ -172,7 +173,7 @@ def render_text(tokenizer: Any, text: str) -> list[int]:
     """Ids of a text on its own, without special tokens; SentencePiece still opens it with a space."""
     ids = _encode(tokenizer, text)
     if text and not ids:
-        raise ValueError(_no_ids(text))
+        raise UserError(_no_ids(text))
     return ids
 
 
@@ -185,7 +186,7 @@ def render_completion(tokenizer: Any, prompt: str, completion: str) -> tuple[lis
     ids = render_prompt(tokenizer, prompt + completion)
     start = common_prefix(render_prompt(tokenizer, prompt), ids)
     if completion and start == len(ids):
-        raise ValueError(_no_ids(completion))
+        raise UserError(_no_ids(completion))
     return ids, start
 
 
@@ -255,7 +256,7 @@ class _Conversation:
         stops = end_ids(self.tokenizer)
         if self.messages[number]["role"] == "assistant":
             if number == 0:
-                raise ValueError("messages: the conversation opens with an assistant turn; put a user turn before it")
+                raise UserError("messages: the conversation opens with an assistant turn; put a user turn before it")
             start = self.start_of_turn(number)
             end = self.end_of_turn(number, start)
             return start, end, end - 1 if self.ids[end - 1] in stops else None
@@ -275,7 +276,7 @@ class _Conversation:
             texts.append(self.render(others))
         head, tail = commonprefix(texts), commonprefix([text[::-1] for text in texts])[::-1]
         if not self.text.startswith(head) or not self.text.endswith(tail):
-            raise ValueError(
+            raise UserError(
                 f"messages[{number}]: the chat template writes other messages differently, depending on this one, so "
                 "its loss mask cannot be placed; do not train this role, or use another template"
             )
@@ -284,7 +285,7 @@ class _Conversation:
         before, until = self.text[: len(head)], self.text[: len(self.text) - len(tail)]
         prefix = _encode(self.tokenizer, before)
         if self.ids[: len(prefix)] != prefix:
-            raise ValueError(
+            raise UserError(
                 f"messages[{number}]: the ids before this text are not a prefix of the conversation's ids, so its loss "
                 "mask cannot be placed; strip white space at its start"
             )
@@ -303,13 +304,13 @@ class _Conversation:
         if self.text.startswith(opening):
             prefix = _ids_of(self.tokenizer, opening)
             if self.ids[: len(prefix)] != prefix:
-                raise ValueError(
+                raise UserError(
                     f"messages[{number}]: the ids before this assistant turn are not a prefix of the conversation's "
                     "ids, so its loss mask cannot be placed; strip white space at its start"
                 )
             return len(prefix)
         if not self.text.startswith(self.render(before)):
-            raise ValueError(_rewritten(number))
+            raise UserError(_rewritten(number))
         # Found with a probe answer: the real one may begin with characters of the opened text, such as "<".
         answer = {key: value for key, value in self.messages[number].items() if key not in THOUGHT_KEYS}
         probe = self.render([*before, {**answer, "content": _PROBE}, *self.messages[number + 1 :]])
@@ -331,7 +332,7 @@ class _Conversation:
         alone = self.ids if is_last else _ids_of(self.tokenizer, self.render(self.messages[: number + 1]))
         is_prefix = self.ids[: len(alone)] == alone  # else the template rewrites this turn once others follow
         if not stops and not is_prefix:
-            raise ValueError(_rewritten(number))
+            raise UserError(_rewritten(number))
         if not stops:
             return len(alone)
         limit = len(alone) if is_prefix else self.start_of_next(number)
@@ -339,7 +340,7 @@ class _Conversation:
             return _first_of(stops, self.ids, start) + 1
         end = common_prefix(alone, self.ids)
         if is_last or end <= start:
-            raise ValueError(
+            raise UserError(
                 f"messages[{number}]: the chat template does not close this assistant turn; use another one"
             )
         if not is_prefix:
@@ -384,7 +385,7 @@ def render_responses(
     """
     prompt = clean_messages(prompt)
     if prompt[-1]["role"] == "assistant":
-        raise ValueError("the prompt ends with an assistant turn; it must end where the response begins")
+        raise UserError("the prompt ends with an assistant turn; it must end where the response begins")
     _check_ids(tokenizer, prompt)
     context = with_system(prompt, system_prompt)
     before, opening = (
@@ -397,7 +398,7 @@ def render_responses(
         _check_calls(tokenizer, prompt + response, settings)
         text = _render_text(tokenizer, context + response, generation_prompt=False, settings=settings)
         if not text.startswith(before):
-            raise ValueError(
+            raise UserError(
                 "chat_template: writes the prompt differently once a response follows it, so the start of the response "
                 "cannot be found; use a template that only appends turns"
             )
@@ -416,7 +417,7 @@ def render_responses(
     for number, (response, ids) in enumerate(zip(responses, wholes, strict=True)):
         _check_content(tokenizer, response[-1], stops, "the response")
         if set(stops).isdisjoint(ids[common_prefix(head, ids) :]):
-            raise ValueError("the chat template does not close the response's turn; use another one")
+            raise UserError("the chat template does not close the response's turn; use another one")
         wholes[number] = ids[: len(ids) - _first_of(stops, ids[::-1])]
     return head, wholes
 
@@ -456,15 +457,15 @@ def clean_messages(messages: Any) -> Messages:
     are removed, since templates test whether a key is present. All other keys stay.
     """
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"messages={messages!r}: must be a list of at least one message")
+        raise UserError(f"messages={messages!r}: must be a list of at least one message")
     cleaned = []
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
         calls = message.get("tool_calls") if isinstance(message, dict) else None
         if not isinstance(message, dict) or "role" not in message or ("content" not in message and not calls):
-            raise ValueError(f"{where}={message!r}: a message has the keys 'role' and 'content'")
+            raise UserError(f"{where}={message!r}: a message has the keys 'role' and 'content'")
         if message["role"] not in ROLES:  # most templates would write it unchecked
-            raise ValueError(
+            raise UserError(
                 f"{where}: role={message['role']!r} is unknown; use system, user or assistant (all: {', '.join(ROLES)})"
             )
         kept = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
@@ -479,12 +480,12 @@ def _text_of(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ValueError(f"{where}: its content is {content!r}, not text; fix the row")
+        raise UserError(f"{where}: its content is {content!r}, not text; fix the row")
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"{where}: its content has a part of type {kind!r}; only text is supported, fix the row")
+            raise UserError(f"{where}: its content has a part of type {kind!r}; only text is supported, fix the row")
         texts.append(part["text"])
     return "".join(texts)
 
@@ -494,9 +495,9 @@ def _calls_of(calls: Any, where: str) -> list[dict[str, Any]]:
         try:
             calls = json.loads(calls)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: its tool_calls are not valid JSON ({error.msg}); fix the row") from None
+            raise UserError(f"{where}: its tool_calls are not valid JSON ({error.msg}); fix the row") from None
     if not isinstance(calls, list) or not all(isinstance(_function(call).get("name"), str) for call in calls):
-        raise ValueError(f"{where}: its tool_calls are not a list of calls with the name of a function; fix the row")
+        raise UserError(f"{where}: its tool_calls are not a list of calls with the name of a function; fix the row")
     return calls
 
 
@@ -525,7 +526,7 @@ def _check_calls(tokenizer: Any, messages: Messages, settings: Mapping[str, Any]
     text = _render_text(tokenizer, changed, generation_prompt=False, settings=settings) if marks else ""
     for mark, number in marks.items():
         if mark not in text:
-            raise ValueError(
+            raise UserError(
                 f"messages[{number}]: has tool_calls that the chat template does not write; use a template that "
                 "writes them (--chat-template), or put them into the content"
             )
@@ -578,13 +579,13 @@ def _check_ids(tokenizer: Any, messages: Messages) -> None:
     """Refuse text for which the tokenizer gives no ids; the template's own tokens would hide that."""
     last = messages[-1]["content"]
     if last.strip() and not _encode(tokenizer, last):
-        raise ValueError(_no_ids(last))
+        raise UserError(_no_ids(last))
 
 
 def _check_content(tokenizer: Any, message: dict[str, Any], stops: Sequence[int], where: str) -> None:
     ids = _encode(tokenizer, message["content"])
     if found := [stop for stop in stops if stop in ids]:
-        raise ValueError(
+        raise UserError(
             f"{where}: the assistant's text holds the template's own end-of-turn token "
             f"{tokenizer.convert_ids_to_tokens(found[0])!r}; remove it from the data"
         )
@@ -596,7 +597,7 @@ def _check_content(tokenizer: Any, message: dict[str, Any], stops: Sequence[int]
 def _ids_of(tokenizer: Any, text: str) -> list[int]:
     ids = _encode(tokenizer, text)  # the template writes BOS itself, so the tokenizer must not add another
     if not ids:
-        raise ValueError(_no_ids(text) if text else "chat_template: renders this conversation to nothing; use another")
+        raise UserError(_no_ids(text) if text else "chat_template: renders this conversation to nothing; use another")
     return ids
 
 
@@ -605,7 +606,7 @@ def _render_text(
 ) -> str:
     """Rendered text of messages that went through clean_messages."""
     if not tokenizer.chat_template:
-        raise ValueError(
+        raise UserError(
             "chat_template=tokenizer_default: the rows are conversations but this tokenizer has no chat template; "
             f"choose one of {', '.join(DELIMITERS)}, or give a FILE.jinja"
         )
@@ -613,11 +614,11 @@ def _render_text(
     def render(messages: Messages) -> str:
         try:
             return apply_template(tokenizer, messages, add_generation_prompt=generation_prompt, **(settings or {}))
-        except Endless:
+        except TemplateTimeout:
             raise
         except Exception as error:  # templates are programs: Jinja errors, TypeErrors, their own raise_exception()
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError(
+            raise UserError(
                 f"chat_template: cannot render this conversation ({reason}); change the rows or it"
             ) from None
 
@@ -636,7 +637,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     except TypeError:
         if any("\ud800" <= character <= "\udfff" for character in text):
-            raise ValueError("the text holds half a character (a lone surrogate such as \\ud83d); fix it") from None
+            raise UserError("the text holds half a character (a lone surrogate such as \\ud83d); fix it") from None
         raise
 
 
@@ -664,11 +665,11 @@ _watchdog: threading.Thread | None = None
 _names: dict[str, str] = {}  # template -> how the user named it
 
 
-class Overdue(BaseException):
+class RenderTimeout(BaseException):
     """Raised inside a template that takes too long; not an Exception, so no handler in between catches it."""
 
 
-class Endless(ValueError):
+class TemplateTimeout(UserError):
     """A chat template did not finish in time."""
 
 
@@ -679,7 +680,7 @@ def apply_template(tokenizer: Any, messages: Any, **settings: Any) -> str:
     except TimeoutError:
         own = f"tokenizer_default (of {tokenizer.name_or_path})"
         name = _names.get(str(tokenizer.chat_template), own)
-        raise Endless(f"chat_template={name}: did not end within {SECONDS:g} s; use another template") from None
+        raise TemplateTimeout(f"chat_template={name}: did not end within {SECONDS:g} s; use another template") from None
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
@@ -690,7 +691,7 @@ def within(seconds: float, call: Callable[[], T]) -> T:
         _running[key] = (time.monotonic() + seconds, threading.get_ident())
         try:
             return call()
-        except Overdue:
+        except RenderTimeout:
             arrived = True
             raise
         finally:
@@ -698,7 +699,7 @@ def within(seconds: float, call: Callable[[], T]) -> T:
             if _running.pop(key, None) is None:
                 while not arrived:
                     time.sleep(0.01)
-    except Overdue:
+    except RenderTimeout:
         raise TimeoutError(f"did not end within {seconds:g} s") from None
 
 
@@ -715,4 +716,4 @@ def _look() -> None:
         now = time.monotonic()
         for key, (deadline, thread) in list(_running.items()):
             if now > deadline and _running.pop(key, None) is not None:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Overdue))
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(RenderTimeout))

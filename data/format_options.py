@@ -9,6 +9,7 @@ import string
 from dataclasses import dataclass
 
 from data.chat import ROLES
+from data.errors import UserError
 from data.hints import suggest
 
 
@@ -51,26 +52,26 @@ class FormatOptions:
         for name in ("prompt", "chosen", "rejected", "completion"):
             self._check_format(name, {"prompt", "system"} if name == "prompt" else {name})
         if self.field_system != "system" and "{system}" not in self.prompt_format:
-            raise ValueError(
+            raise UserError(
                 f"format.field_system={self.field_system}: has no effect, format.prompt_format holds no {{system}}"
             )
         unknown = sorted(set(self.role_names.values()) - set(ROLES))
         if unknown:
-            raise ValueError(f"format.roles={self.roles}: role {unknown[0]!r} is unknown; {suggest(unknown[0], ROLES)}")
+            raise UserError(f"format.roles={self.roles}: role {unknown[0]!r} is unknown; {suggest(unknown[0], ROLES)}")
 
     def _check_format(self, name: str, known: set[str]) -> None:
         value = getattr(self, f"{name}_format")
         try:
             found = {field for _, field, _, _ in string.Formatter().parse(value) if field is not None}
         except ValueError as error:
-            raise ValueError(f"format.{name}_format={value!r}: {error}; double braces that are text") from None
+            raise UserError(f"format.{name}_format={value!r}: {error}; double braces that are text") from None
         if found - known:
             wrong = min(found - known)
-            raise ValueError(
+            raise UserError(
                 f"format.{name}_format={value!r}: {{{wrong}}} is not known; use {{{'}, {'.join(sorted(known))}}}"
             )
         if name not in found:
-            raise ValueError(f"format.{name}_format={value!r}: leaves out {{{name}}}; put it in")
+            raise UserError(f"format.{name}_format={value!r}: leaves out {{{name}}}; put it in")
 
     @property
     def role_names(self) -> dict[str, str]:
@@ -79,6 +80,6 @@ class FormatOptions:
         for part in filter(None, (piece.strip() for piece in self.roles.split(","))):
             role, equals, sources = (piece.strip() for piece in part.partition("="))
             if not equals or not sources:
-                raise ValueError(f"format.roles={self.roles}: {part!r} is not of the form role=name, as in user=human")
+                raise UserError(f"format.roles={self.roles}: {part!r} is not of the form role=name, as in user=human")
             names |= {source.strip(): role for source in sources.split("|")}
         return names

@@ -9,6 +9,8 @@ import threading
 from functools import cache
 from pathlib import Path
 
+from data.errors import UserError
+
 WAIT_S = 5.0  # for the hub's first answer
 KINDS = {  # setting -> kind of repository, what it may be here, what to pass
     "model": ("model", "folder", "pass a hub id, a model folder or a finished run folder"),
@@ -26,14 +28,14 @@ def check_hub(setting: str, name: str) -> None:
 
     kind, what, else_ = KINDS[setting]
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists():
-        raise ValueError(f"{setting}={name}: no such {what}; {else_}")
+        raise UserError(f"{setting}={name}: no such {what}; {else_}")
     reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else unreachable(constants.ENDPOINT)
     if not reason:
         return
     if (Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind)).is_dir():
         constants.HF_HUB_OFFLINE = True
         return
-    raise ValueError(
+    raise UserError(
         f"{setting}={name}: is no {what} here, nor in the cache of the hub, which cannot be reached ({reason}); check "
         "the path, or download it where there is a network"
     )

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, Generic, TypeVar
 
+from data.errors import UserError
+
 T = TypeVar("T")
 # Fields that had another name when older checkpoints were saved; fingerprints keep that name.
 HASHED_AS = {"target_ids": "truth_ids", "target_mask": "truth_mask"}
@@ -27,7 +29,7 @@ class Loader(Generic[T]):
 
     def __init__(self, rows: Sequence[T], *, batch_size: int, seed: int, shuffle: bool = True) -> None:
         if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: must be 1 or more")
+            raise UserError(f"batch_size={batch_size}: must be 1 or more")
         self.rows = rows
         self.batch_size = batch_size
         self.seed = seed
@@ -35,9 +37,9 @@ class Loader(Generic[T]):
         self._weights = [float(getattr(row, "weight", 1.0)) for row in rows]
         for row, weight in zip(rows, self._weights, strict=True):
             if not (math.isfinite(weight) and weight >= 0):
-                raise ValueError(f"weight={weight}: the weight of {getattr(row, 'source', row)} must be 0 or more")
+                raise UserError(f"weight={weight}: the weight of {getattr(row, 'source', row)} must be 0 or more")
         if sum(self._weights) < 1:
-            raise ValueError(
+            raise UserError(
                 f"weight: {len(rows)} rows weigh {sum(self._weights):g} together, less than one row an epoch; "
                 "give more rows or a higher weight"
             )
@@ -78,13 +80,13 @@ class Loader(Generic[T]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a saved position; refuses one of other rows or another order."""
         if (state["num_rows"], state["fingerprint"]) != (len(self.rows), self._fingerprint):
-            raise ValueError(
+            raise UserError(
                 f"data: the checkpoint was made with other data ({state['num_rows']} rows, now {len(self.rows)}, or "
                 "other token ids); resume with the same data, template and length limits"
             )
         for name in ("seed", "shuffle"):
             if state[name] != getattr(self, name):
-                raise ValueError(
+                raise UserError(
                     f"{name}={getattr(self, name)}: the checkpoint was made with {name}={state[name]}, which decides "
                     "the order of the rows; resume with the same value"
                 )

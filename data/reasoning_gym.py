@@ -25,6 +25,7 @@ from typing import Any
 
 import yaml
 
+from data.errors import UserError
 from data.hints import suggest
 from data.tasks import bucket
 
@@ -44,7 +45,7 @@ To look at rows: python -m data.show --data reasoning_gym:chain_sum"""
 
 def check_installed(what: str) -> None:
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise ValueError(f"{what}: the package reasoning-gym is not installed; pip install -e '.[rewards]'")
+        raise UserError(f"{what}: the package reasoning-gym is not installed; pip install -e '.[rewards]'")
 
 
 def make_rows(
@@ -54,9 +55,9 @@ def make_rows(
     label = f"data={PREFIX}{task}"
     check_installed(label)
     if split not in SPLITS:
-        raise ValueError(f"{label}: split={split} does not exist; {suggest(split, SPLITS)}")
+        raise UserError(f"{label}: split={split} does not exist; {suggest(split, SPLITS)}")
     if size is not None and size < 1:
-        raise ValueError(f"{label}: size={size} must be 1 or more")
+        raise UserError(f"{label}: size={size} must be 1 or more")
     request = {"task": task, "split": split, "size": size, "seed": seed, "options": options or {}}
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch) / "rows.json"
@@ -67,10 +68,10 @@ def make_rows(
         )  # fmt: skip
         if not place.exists():
             last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-            raise ValueError(f"{label}: its rows could not be made ({last}); try other settings or another task")
+            raise UserError(f"{label}: its rows could not be made ({last}); try other settings or another task")
         made = json.loads(place.read_text(encoding="utf-8"))
     if "refused" in made:
-        raise ValueError(f"{label}: {made['refused']}")
+        raise UserError(f"{label}: {made['refused']}")
     for note in made["notes"]:
         print(f"{label}: {note}", file=sys.stderr)
     return made["rows"]

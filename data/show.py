@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from data.chat import ASSISTANT, Trained, set_chat_template, set_special_tokens
 from data.command.flags import parse_command, run_command
+from data.errors import UserError
 from data.format_options import FormatOptions
 from data.formats.ebft import EBFT_FORMATS, EBFT_STRIDED_FORMATS
 from data.formats.fields import with_nested
@@ -92,7 +93,7 @@ class ShowConfig:
 
     def __post_init__(self) -> None:
         if self.rows < 0:
-            raise ValueError(f"rows={self.rows}: must be 0 or more")
+            raise UserError(f"rows={self.rows}: must be 0 or more")
 
 
 class Part(NamedTuple):
@@ -132,7 +133,7 @@ def with_training(cfg: ShowConfig) -> tuple[ShowConfig, Any]:
     passed = {name: given[name] for name in names if name in given}
     if cfg.config is None:
         if not cfg.data:
-            raise ValueError("data: required; give --data, or --config with the YAML file of a run")
+            raise UserError("data: required; give --data, or --config with the YAML file of a run")
         if not uses_transform(cfg.data, cfg.data_format):
             return cfg, None
         kind = kind_of(cfg) if cfg.kind == "auto" else cfg.kind
@@ -167,7 +168,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
         reason = str(error).strip().split("\n")[0]
         needs_code = "trust_remote_code" in str(error)
         remedy = "if you trust its code, pass --trust-remote-code" if needs_code else "check the path or hub id"
-        raise ValueError(f"model={name}: its tokenizer cannot be loaded ({reason}); {remedy}") from None
+        raise UserError(f"model={name}: its tokenizer cannot be loaded ({reason}); {remedy}") from None
 
 
 def trained_of(training: Any) -> Trained:
@@ -182,7 +183,7 @@ def read(cfg: ShowConfig, tokenizer: Any, training: Any = None) -> list[Shown]:
     kind = kind_of(cfg) if cfg.kind == "auto" else cfg.kind
     for name, kinds in USED_BY.items():
         if kind not in kinds and getattr(cfg, name) != getattr(ShowConfig(), name):
-            raise ValueError(f"{name}: has no effect on rows of kind={kind}; it is for {', '.join(kinds)}")
+            raise UserError(f"{name}: has no effect on rows of kind={kind}; it is for {', '.join(kinds)}")
     common = {"data_format": cfg.data_format, "system_prompt": cfg.system_prompt,
               "chat_template_kwargs": cfg.chat_template_kwargs, "cfg": training}  # fmt: skip
     if kind == "prompts":
@@ -245,8 +246,8 @@ def kind_of(cfg: ShowConfig) -> Kind:
     if any(known.startswith(name.partition(".")[0] + ".") for known in PAIR_FORMATS):
         return "pairs"  # a misspelt name, for which the loader suggests the right one
     if name == "auto":
-        raise ValueError(f"columns {', '.join(first)}: {_format_hint(first, options)}")
-    raise ValueError(f"kind=auto: cannot be inferred from data_format={name} and the columns of the data; give --kind")
+        raise UserError(f"columns {', '.join(first)}: {_format_hint(first, options)}")
+    raise UserError(f"kind=auto: cannot be inferred from data_format={name} and the columns of the data; give --kind")
 
 
 def _format_hint(row: dict[str, Any], options: FormatOptions) -> str:

@@ -25,6 +25,7 @@ from typing import Any
 
 from data import reasoning_gym, tasks
 from data.chat import ROLES
+from data.errors import UserError
 from data.format_options import FormatOptions
 from data.hints import suggest
 from data.hub import check_hub
@@ -72,7 +73,7 @@ def parse_spec(text: str) -> DataSpec:
     """Read PATH[:key=value,...]; the path ends at the first `:key=`. A comma within a value is written \\,"""
     path, *rest = _FIRST_OPTION.split(text.strip(), maxsplit=1)
     if not path:
-        raise ValueError(f"data={text!r}: has no path; give FILE, a hub id or task:NAME")
+        raise UserError(f"data={text!r}: has no path; give FILE, a hub id or task:NAME")
     values: dict[str, Any] = {}
     options: dict[str, Any] = {}
     of_format: dict[str, str] = {}
@@ -81,9 +82,9 @@ def parse_spec(text: str) -> DataSpec:
         key, equals, value = part.partition("=")
         key, value = key.strip(), value if key.strip().endswith("_format") else value.strip()
         if not equals or not value:
-            raise ValueError(f"data={text}: {part!r} is not of the form key=value")
+            raise UserError(f"data={text}: {part!r} is not of the form key=value")
         if key in values or key in options or key in of_format:
-            raise ValueError(f"data={text}: {key} is given twice")
+            raise UserError(f"data={text}: {key} is given twice")
         if key in FORMAT_KEYS:
             of_format[key] = value
         elif key in ROLES and next(reversed(of_format), None) == "roles":  # roles=user=human,assistant=gpt
@@ -95,16 +96,16 @@ def parse_spec(text: str) -> DataSpec:
         elif key in TASK_OPTIONS:
             options[key] = _number(text, key, value, TASK_OPTIONS[key])
         else:
-            raise ValueError(f"data={text}: unknown key {key!r}; {suggest(key, (*KEYS, *TASK_OPTIONS, *FORMAT_KEYS))}")
+            raise UserError(f"data={text}: unknown key {key!r}; {suggest(key, (*KEYS, *TASK_OPTIONS, *FORMAT_KEYS))}")
     weight = values.get("weight", 1.0)
     if not (math.isfinite(weight) and weight > 0):
-        raise ValueError(f"data={text}: weight={weight} must be above 0")
+        raise UserError(f"data={text}: weight={weight} must be above 0")
     if options and not path.startswith(TASKS):
-        raise ValueError(
+        raise UserError(
             f"data={text}: {next(iter(options))} is only for built-in tasks (task:NAME); use split=train[:N]"
         )
     if "name" in values and not _is_hub(path):
-        raise ValueError(f"data={text}: name={values['name']} is only for hub datasets; remove it")
+        raise UserError(f"data={text}: name={values['name']} is only for hub datasets; remove it")
     return DataSpec(path=path, options=options, format_options=of_format, **values)
 
 
@@ -126,7 +127,7 @@ def load_rows(spec: DataSpec) -> list[Row]:
         rows = _take(spec, _file_rows(spec.path), base="train")
     if not rows:
         part = f"split={spec.split} of it" if spec.split else "it"
-        raise ValueError(f"data={spec.path}: {part} holds no rows; give other data")
+        raise UserError(f"data={spec.path}: {part} holds no rows; give other data")
     return rows
 
 
@@ -140,11 +141,11 @@ def slice_rows(split: str, num_rows: int) -> tuple[set[str], list[int]]:
     for part in re.split(r"\s*\+\s*", split.strip()):
         match = _SLICE.fullmatch(part)
         if match is None:
-            raise ValueError(f"split={split}: not understood; write train, train[:500], train[10:20] or train[:1%]")
+            raise UserError(f"split={split}: not understood; write train, train[:500], train[10:20] or train[:1%]")
         start, stop = (None if match[end] is None else int(match[end]) for end in ("start", "stop"))
         if match["pct1"] or match["pct2"]:
             if any(bound is not None and abs(bound) > 100 for bound in (start, stop)):
-                raise ValueError(f"split={split}: a percentage must be between -100 and 100")
+                raise UserError(f"split={split}: a percentage must be between -100 and 100")
             start, stop = (None if bound is None else round(bound * num_rows / 100) for bound in (start, stop))
         names.add(match["split"])
         chosen += range(num_rows)[start:stop]
@@ -156,7 +157,7 @@ def _number(text: str, key: str, value: str, kind: Callable[[str], Any]) -> Any:
         return kind(value)
     except ValueError:
         what = "a whole number" if kind is int else "a number"
-        raise ValueError(f"data={text}: {key}={value} is not {what}") from None
+        raise UserError(f"data={text}: {key}={value} is not {what}") from None
 
 
 def _is_hub(path: str) -> bool:
@@ -174,9 +175,7 @@ def _take(spec: DataSpec, rows: list[Row], base: str) -> list[Row]:
     names, chosen = slice_rows(spec.split, len(rows))
     if names != {base}:
         other = next(iter(names - {base}))
-        raise ValueError(
-            f"data={spec.path}: split={other} does not exist, a file has only {base}; use split={base}[:N]"
-        )
+        raise UserError(f"data={spec.path}: split={other} does not exist, a file has only {base}; use split={base}[:N]")
     return [rows[number] for number in chosen]
 
 
@@ -184,7 +183,7 @@ def _task_rows(spec: DataSpec) -> list[Row]:
     split = spec.split or "train"
     names, _ = slice_rows(split, 0)
     if len(names) > 1:
-        raise ValueError(f"data={spec.path}: split={split} joins splits; give --data once for each")
+        raise UserError(f"data={spec.path}: split={split} joins splits; give --data once for each")
     base = names.pop()
     if spec.path.startswith("task:"):
         made = tasks.make_rows(spec.path.removeprefix("task:"), split=base, **spec.options)
@@ -233,7 +232,7 @@ def _hub_rows(spec: DataSpec) -> list[Row]:
         return _numbered(spec.path, map(without_fillers, table))
     except Exception as error:  # network, hub, unknown split or configuration, broken file: all for the user to fix
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(
+        raise UserError(
             f"data={spec.path}: is not a local file and could not be loaded as a hub dataset ({reason}); check the "
             "path, name=, split= and the network"
         ) from None
@@ -244,13 +243,13 @@ def _file_rows(path: str) -> list[Row]:
     place = Path(path).expanduser()
     kind = next((suffix.split(".")[1] for suffix in SUFFIXES if path.lower().endswith(suffix)), None)
     if not place.is_file():
-        raise ValueError(f"data={path}: no such file; check the path")
+        raise UserError(f"data={path}: no such file; check the path")
     if kind is None:
         if path.lower().endswith((".txt", ".txt.gz", ".md")):
-            raise ValueError(
+            raise UserError(
                 f'data={path}: plain text has no rows; write it as .jsonl, a line {{"text": ...}} for each document'
             )
-        raise ValueError(
+        raise UserError(
             f"data={path}: the file type is not known from its name; rename it to one of {', '.join(SUFFIXES)}"
         )
     try:
@@ -259,9 +258,9 @@ def _file_rows(path: str) -> list[Row]:
         content = gzip.decompress(place.read_bytes()) if path.lower().endswith(".gz") else place.read_bytes()
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"data={path}: is not UTF-8 text (byte {error.start}); convert it") from None
+        raise UserError(f"data={path}: is not UTF-8 text (byte {error.start}); convert it") from None
     except (OSError, EOFError, zlib.error) as error:  # unreadable, or a damaged gzip
-        raise ValueError(f"data={path}: cannot be read ({error})") from None
+        raise UserError(f"data={path}: cannot be read ({error})") from None
     if kind in ("csv", "tsv"):
         return _read_csv(path, text, delimiter="," if kind == "csv" else "\t")
     return _read_json(path, text) if kind == "json" else _read_jsonl(path, text)
@@ -293,7 +292,7 @@ def _read_json(path: str, text: str) -> list[Row]:
     if isinstance(value, dict):
         value = value["data"] if isinstance(value.get("data"), list) else [value]
     if not isinstance(value, list):
-        raise ValueError(f"data={path}: holds a {type(value).__name__}; give a list of objects")
+        raise UserError(f"data={path}: holds a {type(value).__name__}; give a list of objects")
     return [_object_row(path, number, columns) for number, columns in enumerate(value, 1)]
 
 
@@ -306,7 +305,7 @@ def _not_json(where: str, error: Exception) -> ValueError:
 
 def _object_row(path: str, number: int, columns: Any) -> Row:
     if not isinstance(columns, dict):
-        raise ValueError(f"{path}:{number}: is a JSON {type(columns).__name__}; a row must be an object")
+        raise UserError(f"{path}:{number}: is a JSON {type(columns).__name__}; a row must be an object")
     return Row(source=f"{path}:{number}", columns=columns)
 
 
@@ -317,11 +316,11 @@ def _read_csv(path: str, text: str, delimiter: str) -> list[Row]:
         table = csv.DictReader(io.StringIO(text, newline=""), strict=True, delimiter=delimiter)
         for number, columns in enumerate(table, 1):
             if None in columns or None in columns.values():
-                raise ValueError(f"{path}:{number}: does not have as many fields as the header; fix the row")
+                raise UserError(f"{path}:{number}: does not have as many fields as the header; fix the row")
             rows.append(Row(source=f"{path}:{number}", columns=columns))
     except csv.Error as error:
         kind = "CSV" if delimiter == "," else "TSV"
-        raise ValueError(f"{path}:{len(rows) + 1}: is not valid {kind} ({error}); fix the row") from None
+        raise UserError(f"{path}:{len(rows) + 1}: is not valid {kind} ({error}); fix the row") from None
     return rows
 
 
@@ -333,5 +332,5 @@ def _read_parquet(path: str, place: Path) -> list[Row]:
         table = pyarrow.parquet.read_table(place).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"data={path}: cannot be read as parquet ({reason})") from None
+        raise UserError(f"data={path}: cannot be read as parquet ({reason})") from None
     return _numbered(path, map(without_fillers, table))

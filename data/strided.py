@@ -29,6 +29,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from data.errors import UserError
 from data.packing import to_device
 
 
@@ -67,7 +68,7 @@ class StridedPlan:
         for field in fields(self):
             least = 0 if field.name == "min_completion_prefix" else 1
             if getattr(self, field.name) < least:
-                raise ValueError(f"{field.name}={getattr(self, field.name)}: too small; use {least} or more")
+                raise UserError(f"{field.name}={getattr(self, field.name)}: too small; use {least} or more")
 
     def anchors(self, document: Document) -> list[int]:
         """Anchors, as the number of document tokens before each. Empty if the document is too short."""
@@ -89,14 +90,14 @@ def require_anchors(documents: Sequence[Document], plan: StridedPlan) -> None:
     if any(plan.anchors(document) for document in documents):
         return
     if any(plan.places(document) for document in documents):
-        raise ValueError(
+        raise UserError(
             f"generate_max_len={plan.generate_max_len}: none of the {len(documents)} documents has that many trained "
             f"tokens in a row after one of its anchors, which are every stride={plan.stride} tokens; lower either"
         )
     longest = max((len(document.ids) for document in documents), default=0)
     prefix = plan.min_completion_prefix
     needed = f"min_completion_prefix + generate_max_len = {prefix + plan.generate_max_len}" if prefix else ""
-    raise ValueError(
+    raise UserError(
         f"documents={len(documents)}: none has room for context_length + generate_max_len = "
         f"{plan.context_length + plan.generate_max_len} tokens, or for {needed or 'generate_max_len'} after its "
         f"prompt (longest: {longest}); use longer documents or lower the {'three' if prefix else 'two'}"
@@ -135,7 +136,7 @@ class StridedBatch:
         """
         length = self.place.shape[2]
         if not 0 <= number < length:
-            raise ValueError(f"step={number}: outside the {length} tokens of a continuation; count from 0")
+            raise UserError(f"step={number}: outside the {length} tokens of a continuation; count from 0")
         return self.place[:, :, number].flatten(), self.predictor[:, :, number].flatten()
 
     def with_generated(

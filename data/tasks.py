@@ -22,6 +22,7 @@ from functools import partial
 from operator import add, mul, sub
 from typing import Any
 
+from data.errors import UserError
 from data.hints import suggest
 
 SPLITS = {"sft": range(0, 50), "train": range(50, 90), "eval": range(90, 100)}  # percent of the keys
@@ -166,21 +167,21 @@ def make_rows(
     (addition only) is the probability that the answer is in brackets ([95]).
     """
     if name not in TASKS:
-        raise ValueError(f"task:{name}: no such built-in task; {suggest(name, TASKS)}")
+        raise UserError(f"task:{name}: no such built-in task; {suggest(name, TASKS)}")
     if split not in SPLITS:
-        raise ValueError(f"task:{name}: split={split} does not exist; {suggest(split, SPLITS)}")
+        raise UserError(f"task:{name}: split={split} does not exist; {suggest(split, SPLITS)}")
     if size is not None and size < 1:
-        raise ValueError(f"task:{name}: size={size} must be 1 or more")
+        raise UserError(f"task:{name}: size={size} must be 1 or more")
     for option, chance, tasks in (("sloppy", sloppy, ("addition", "lookup")), ("boxed", boxed, ("addition",))):
         if not 0.0 <= chance <= 1.0:
-            raise ValueError(f"task:{name}: {option}={chance} is a probability, between 0 and 1")
+            raise UserError(f"task:{name}: {option}={chance} is a probability, between 0 and 1")
         if chance > 0 and (name not in tasks or split != "sft"):
             places = " and ".join(f"task:{task}:split=sft" for task in tasks)
-            raise ValueError(f"task:{name}: {option}={chance} has no effect here; it is for {places}")
+            raise UserError(f"task:{name}: {option}={chance} has no effect here; it is for {places}")
     task = TASKS[name]
     difficulty = task.difficulty if difficulty is None else difficulty
     if not 1 <= difficulty <= 100:
-        raise ValueError(f"task:{name}: difficulty={difficulty} must be between 1 and 100")
+        raise UserError(f"task:{name}: difficulty={difficulty} must be between 1 and 100")
     rng = random.Random(f"{name}/{split}/{difficulty}/{seed}")
     problems = _choose(name, task, split, size, difficulty, rng)
     rows = [_row(task, content, answer) for content, answer, _ in problems]
@@ -252,10 +253,10 @@ def _choose(name: str, task: Task, split: str, size: int | None, difficulty: int
         return _sample(name, task, split, wanted, difficulty, rng)
     pool = [problem for n in range(space) if bucket(name, (problem := task.problem(n, difficulty))[2]) in SPLITS[split]]
     if not pool:
-        raise ValueError(f"task:{name}: split={split} is empty at difficulty={difficulty}; raise the difficulty")
+        raise UserError(f"task:{name}: split={split} is empty at difficulty={difficulty}; raise the difficulty")
     if split == "eval" and wanted > len(pool):
         if size is not None:
-            raise ValueError(
+            raise UserError(
                 f"task:{name}: size={size} exceeds the {len(pool)} problems of split=eval at difficulty={difficulty}; "
                 "lower the size or raise the difficulty"
             )

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from data.errors import UserError
 from data.hints import suggest
 from strop_names import NAMES, ROOT, is_ours, module_file
 
@@ -40,11 +41,11 @@ def find_callable(spec: str, label: str) -> tuple[str, Any]:
     else:
         name, dot, attribute = spec.rpartition(".")
         if not dot or colon:
-            raise ValueError(f"{label}: names no function; give my_module.function or path/to/file.py:function")
+            raise UserError(f"{label}: names no function; give my_module.function or path/to/file.py:function")
         module = load_module(name, label)
     found = attribute_of(module, attribute, label)
     if not callable(found):
-        raise ValueError(f"{label}: is a {type(found).__name__}, not a function; name something callable")
+        raise UserError(f"{label}: is a {type(found).__name__}, not a function; name something callable")
     return attribute, found
 
 
@@ -54,21 +55,21 @@ def load_module(name: str, label: str) -> ModuleType:
         return import_beside(name)
     except (Exception, SystemExit) as error:  # importing runs the user's code, a script's sys.exit() included
         if is_missing(name, error):
-            raise ValueError(
+            raise UserError(
                 f"{label}: there is no module {name!r}, neither in {Path.cwd()} nor installed; check the name"
             ) from None
-        raise ValueError(f"{label}: cannot be imported ({describe_error(error)}{where_raised(error)})") from None
+        raise UserError(f"{label}: cannot be imported ({describe_error(error)}{where_raised(error)})") from None
 
 
 def load_file(path: Path, label: str) -> ModuleType:
     """The file as a module; raises ValueError with the cause."""
     if not path.is_file():
-        raise ValueError(f"{label}: the file {path} does not exist; check the path")
+        raise UserError(f"{label}: the file {path} does not exist; check the path")
     _search(Path.cwd())
     try:
         return _run_file(path)
     except (Exception, SystemExit) as error:  # as above
-        raise ValueError(f"{label}: cannot be imported ({describe_error(error)}{where_raised(error)})") from None
+        raise UserError(f"{label}: cannot be imported ({describe_error(error)}{where_raised(error)})") from None
 
 
 def attribute_of(module: ModuleType, attribute: str, label: str) -> Any:
@@ -76,7 +77,7 @@ def attribute_of(module: ModuleType, attribute: str, label: str) -> Any:
         public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         hint = f"; {suggest(attribute, public)}" if public else ""
         home = getattr(module, "__file__", None) or module.__name__
-        raise ValueError(f"{label}: {home} has no {attribute!r}{hint}")
+        raise UserError(f"{label}: {home} has no {attribute!r}{hint}")
     return getattr(module, attribute)
 
 
@@ -105,7 +106,7 @@ def find_record(flag: str, spec: str | Callable[..., Any], known: Mapping[str, R
         refuse_python_object(spec, flag)
         if "." not in spec:
             hint = f"{suggest(spec, known)}; one of yours is my_module.my_{what}"
-            raise ValueError(f"{flag}={spec}: no such {what}, {hint}")
+            raise UserError(f"{flag}={spec}: no such {what}, {hint}")
         _, spec = find_callable(spec, f"{flag}={spec}")
     if isinstance(spec, str):
         return known[spec]
@@ -115,7 +116,7 @@ def find_record(flag: str, spec: str | Callable[..., Any], known: Mapping[str, R
 def refuse_python_object(spec: str, flag: str) -> None:
     """A name that import_name wrote for an object that no import finds again."""
     if spec.startswith(f"{PYTHON}:"):
-        raise ValueError(
+        raise UserError(
             f"{flag}={spec}: was a Python object that no import finds again; resume the run from the program that "
             f"started it, with RunConfig(resume=FOLDER), or name another by --{flag.replace('_', '-')}"
         )

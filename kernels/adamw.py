@@ -40,7 +40,7 @@ CHUNK = 32 * BLOCK  # weights per program
 WIDTH = 10  # int64 columns of the table: four addresses, size, seed, and eight float32
 
 
-class Held(NamedTuple):
+class ParamTensors(NamedTuple):
     """Tensors of one parameter, all of the same shape and on the same device."""
 
     weight: Tensor
@@ -73,7 +73,7 @@ class Rates(NamedTuple):
         )  # fmt: skip
 
 
-class Gate(NamedTuple):
+class StepGuard(NamedTuple):
     """What only the device knows of a step, as torch's fused AdamW takes it; one float32 number each."""
 
     grad_scale: Tensor  # () or (1,); gradients are divided by it
@@ -83,23 +83,23 @@ class Gate(NamedTuple):
 class Update(NamedTuple):
     """The step of one parameter."""
 
-    held: Held
+    held: ParamTensors
     rates: Rates
     seed: int
 
 
 @lru_cache(maxsize=8)
-def open_gate(device: torch.device) -> Gate:
+def pass_through(device: torch.device) -> StepGuard:
     """A step as it is: gradients unscaled, nothing called off."""
-    return Gate(torch.ones(1, device=device), torch.zeros(1, device=device))
+    return StepGuard(torch.ones(1, device=device), torch.zeros(1, device=device))
 
 
-def step_(held: Held, rates: Rates, seed: int, gate: Gate | None = None) -> None:
+def step_(held: ParamTensors, rates: Rates, seed: int, gate: StepGuard | None = None) -> None:
     """Update weight and moments in place. bfloat16 is rounded stochastically, float32 not at all."""
     step_all_([Update(held, rates, seed)], gate)
 
 
-def step_all_(updates: Sequence[Update], gate: Gate | None = None) -> None:
+def step_all_(updates: Sequence[Update], gate: StepGuard | None = None) -> None:
     """The same for many parameters, all on one device."""
     fitting, others = [], []
     for update in updates:
@@ -109,7 +109,7 @@ def step_all_(updates: Sequence[Update], gate: Gate | None = None) -> None:
         reference_step(*update, gate)
 
 
-def fits(held: Held) -> bool:
+def fits(held: ParamTensors) -> bool:
     """Whether the kernel can take them. Written out, as is `_table`: it runs for each parameter in each step."""
     w, g, m, v = held
     bfloat16 = torch.bfloat16
@@ -121,12 +121,12 @@ def fits(held: Held) -> bool:
 # the kernel ------------------------------------------------------------------------------------------------------
 
 
-def kernel_step(held: Held, rates: Rates, seed: int, gate: Gate | None = None) -> None:
+def kernel_step(held: ParamTensors, rates: Rates, seed: int, gate: StepGuard | None = None) -> None:
     """The Triton kernel; bfloat16 and contiguous tensors only."""
     kernel_step_all([Update(held, rates, seed)], gate)
 
 
-def kernel_step_all(updates: Sequence[Update], gate: Gate | None = None) -> None:
+def kernel_step_all(updates: Sequence[Update], gate: StepGuard | None = None) -> None:
     """One launch for all of them."""
     updates = [update for update in updates if update.held.weight.numel()]  # this rank may hold no shard of some
     if not updates:
@@ -134,7 +134,7 @@ def kernel_step_all(updates: Sequence[Update], gate: Gate | None = None) -> None
     device = updates[0].held.weight.device
     chunks = _chunks_on(device, tuple([update.held.weight.numel() for update in updates]))
     _step[len(chunks),](
-        _table(updates, device), chunks, *(gate or open_gate(device)),
+        _table(updates, device), chunks, *(gate or pass_through(device)),
         WIDTH=WIDTH, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=4, maxnreg=96,  # 20 warps at a time; fewer registers spill
     )  # fmt: skip
 
@@ -164,7 +164,7 @@ def _chunks_on(device: torch.device, sizes: tuple[int, ...]) -> Tensor:  # (num_
 
 
 @torch.no_grad()
-def reference_step(held: Held, rates: Rates, seed: int, gate: Gate | None = None) -> None:
+def reference_step(held: ParamTensors, rates: Rates, seed: int, gate: StepGuard | None = None) -> None:
     """The same in plain torch, with other random bits."""
     generator = torch.Generator(held.weight.device).manual_seed(seed)
     if gate is not None:
@@ -175,7 +175,7 @@ def reference_step(held: Held, rates: Rates, seed: int, gate: Gate | None = None
         target.copy_(made if gate is None else torch.where(gate.found_inf.to(target.device) == 0, made, target))
 
 
-def exact_step(held: Held, rates: Rates) -> tuple[Tensor, Tensor, Tensor]:
+def exact_step(held: ParamTensors, rates: Rates) -> tuple[Tensor, Tensor, Tensor]:
     """Weight and moments after the step in float32 or wider, before rounding."""
     weight, grad, exp_avg, exp_avg_sq = (x.to(_wide(held)) for x in held)
     correction1, correction2 = rates.corrections
@@ -186,7 +186,7 @@ def exact_step(held: Held, rates: Rates) -> tuple[Tensor, Tensor, Tensor]:
     return weight, exp_avg, exp_avg_sq
 
 
-def _wide(held: Held) -> torch.dtype:
+def _wide(held: ParamTensors) -> torch.dtype:
     return torch.promote_types(held.weight.dtype, torch.float32)
 
 

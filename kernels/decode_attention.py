@@ -57,7 +57,7 @@ def decode_attention(
     page: int,
     scale: float,
     window: int | None = None,
-    seen: Seen | None = None,  # from `seen_by`, where the reference runs for several layers
+    seen: Visible | None = None,  # from `seen_by`, where the reference runs for several layers
 ) -> Tensor:  # (B, H, K)
     """softmax(scale * query @ keys.T) @ values over the tokens that each row sees.
 
@@ -71,14 +71,14 @@ def decode_attention(
     return decode_attention_reference(query, keys, values, rows, page=page, scale=scale, window=window, seen=seen)
 
 
-class Seen(NamedTuple):
+class Visible(NamedTuple):
     """The tokens that each row attends to, padded to the longest."""
 
     place: Tensor  # (B, T) int64
     visible: Tensor  # (B, T) bool
 
 
-def seen_by(rows: Rows, *, page: int, window: int | None = None) -> Seen:
+def visible_tokens(rows: Rows, *, page: int, window: int | None = None) -> Visible:
     """For the reference: the same for all layers of a step with this window."""
     prefix_len, own_len = rows.prefix_len.long()[:, None], rows.own_len.long()[:, None]  # (B, 1)
     prefix_pages = -(-prefix_len // page)
@@ -94,7 +94,7 @@ def seen_by(rows: Rows, *, page: int, window: int | None = None) -> Seen:
     place = table.long().repeat_interleave(page, dim=1) * page + slot % page
     # A place that is not visible may hold NaN, which a weight of 0 does not remove: read the row's last token instead.
     last = place.gather(1, (prefix_pages * page + own_len - 1).clamp(min=0)).clamp(min=0)
-    return Seen(torch.where(visible, place, last), visible)
+    return Visible(torch.where(visible, place, last), visible)
 
 
 def decode_attention_reference(
@@ -106,14 +106,14 @@ def decode_attention_reference(
     page: int,
     scale: float,
     window: int | None = None,
-    seen: Seen | None = None,
+    seen: Visible | None = None,
 ) -> Tensor:  # (B, H, K)
     """The same in plain torch: gathers the keys and values of every row. In float32 or wider."""
     num_rows, num_heads, head_dim = query.shape
     if num_rows == 0:
         return torch.empty_like(query)
     wide = torch.promote_types(query.dtype, torch.float32)
-    place, visible = seen or seen_by(rows, page=page, window=window)
+    place, visible = seen or visible_tokens(rows, page=page, window=window)
     key, value = (x.index_select(1, place.flatten()).to(wide) for x in (keys, values))
     shape = (keys.shape[0], num_rows, place.shape[1], head_dim)
     grouped = query.to(wide).reshape(num_rows, keys.shape[0], -1, head_dim).transpose(0, 1)  # (H_kv, B, H / H_kv, K)

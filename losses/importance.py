@@ -72,9 +72,10 @@ def sequence_mean(
 def log_difference(
     logp: Tensor,  # (N,)
     other_logp: Tensor,  # (N,)
-    mask: Tensor,  # (N,) bool, True = trained
+    mask: Tensor | None = None,  # (N,) bool, True = trained; None: all
 ) -> Tensor:  # (N,) logp - other_logp within +-20; 0 where masked or NaN
-    d = torch.where(mask, wide(logp) - wide(other_logp), 0.0)
+    d = wide(logp) - wide(other_logp)
+    d = d if mask is None else torch.where(mask, d, 0.0)
     return d.nan_to_num(nan=0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -120,6 +121,20 @@ def mismatch_metrics(
 
 
 # Corrections
+
+
+def bounded_ratio(
+    log_ratio: Tensor,  # (N,) of trainer to engine: of the token, or of its completion
+    low: float | None,
+    high: float | None,
+    *,
+    drop: bool,
+) -> Tensor:  # (N,)
+    """exp(log_ratio), within the bounds (truncate), or 0 beyond them (mask)."""
+    _check_bounds(low, high)
+    ratio = log_ratio.exp()
+    bounded = ratio.clamp(low, high)
+    return torch.where(bounded == ratio, ratio, 0.0) if drop else bounded
 
 
 def _truncate(log_weight: Tensor, low: float | None, high: float | None) -> Tensor:

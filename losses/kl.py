@@ -80,6 +80,19 @@ def _weighted(estimate: Tensor, logp: Tensor, old_logp: Tensor, ref_logp: Tensor
     return ratio * (estimate.detach() + (slope - slope.detach()))
 
 
+def token_kl(
+    logp: Tensor,  # (N,) policy, with gradient
+    old_logp: Tensor,  # (N,) sampling policy
+    ref_logp: Tensor,  # (N,) reference
+    *,
+    estimator: Estimator = k3,
+    ratio_weighted: bool = True,
+) -> Tensor:  # (N,)
+    """The estimate of each token, times the ratio to the sampling policy so that its gradient is unbiased."""
+    estimate = estimator(logp, ref_logp)
+    return _weighted(estimate, logp, old_logp, ref_logp, estimator) if ratio_weighted else estimate
+
+
 def kl_penalty(
     logp: Tensor,  # (N,) policy, with gradient
     old_logp: Tensor,  # (N,) sampling policy

@@ -87,6 +87,11 @@ class PolicyLoss:
     so it is right for the first step on a batch only."""
 
     @property
+    def is_clipped(self) -> bool:
+        """Whether it is PPO's surrogate, which trainer/methods/grpo.py writes out."""
+        return self.loss is clipped
+
+    @property
     def options(self) -> dict[str, inspect.Parameter]:
         """Keyword-only parameters of the function: each is a flag, or a key of --loss-kwargs."""
         return options_of(self.loss)
@@ -105,11 +110,7 @@ class PolicyLoss:
         if self.ratio == "completion":
             assert t.sequence_log_ratio is not None, "the ratio of a completion needs sequence_log_ratio"
             t = t._replace(log_ratio=product_log_ratio(t.logp, t.sequence_log_ratio, t.length, t.mask))
-        found = self.loss(t, **options)
-        loss, metrics = found if isinstance(found, tuple) else (found, {})
-        if loss.shape != t.logp.shape:
-            shapes = f"{tuple(loss.shape)} for {tuple(t.logp.shape)} tokens"
-            raise ValueError(f"loss_type={getattr(self.loss, '__name__', self.loss)}: returned shape {shapes}")
+        loss, metrics = self.of_tokens(t, **options)
         if t.weight is not None:
             weight = torch.where(t.mask, wide(t.weight.detach()), 0.0)
             loss = torch.where(weight == 0, 0.0, loss) * weight  # left out, not multiplied: it might not be finite
@@ -117,6 +118,15 @@ class PolicyLoss:
         total = torch.where(t.mask, loss * share.weight, 0.0).sum()
         ratio = torch.where(t.mask, t.log_ratio.detach().exp(), 0.0).sum()
         return LossOut({"policy": Term(1.0, total, share.count)}, {"policy/ratio": (ratio, t.mask.sum()), **metrics})
+
+    def of_tokens(self, t: Tokens, **options: float | None) -> tuple[Tensor, Metrics]:  # (N,)
+        """The loss of each token, without weight or average, and metrics if it has any."""
+        found = self.loss(t, **options)
+        loss, metrics = found if isinstance(found, tuple) else (found, {})
+        if loss.shape != t.logp.shape:
+            shapes = f"{tuple(loss.shape)} for {tuple(t.logp.shape)} tokens"
+            raise ValueError(f"loss_type={getattr(self.loss, '__name__', self.loss)}: returned shape {shapes}")
+        return loss, dict(metrics)
 
     def share(
         self,
@@ -319,6 +329,25 @@ def clip_loss(
     if dual_clip is not None:
         loss = torch.where(advantage < 0, torch.minimum(loss, -dual_clip * advantage), loss)
     return loss
+
+
+@torch.no_grad()
+def clip_metrics(
+    ratio: Tensor,  # (N,)
+    advantage: Tensor,  # (N,)
+    *,
+    low: float,
+    high: float,
+    cap: float | None,
+) -> Metrics:
+    """Fractions of tokens without gradient: beyond the edge in the direction their advantage pushes."""
+    bad = advantage < 0
+    sides = {"low": (ratio < low) & bad, "high": (ratio > high) & (advantage > 0)}
+    sides["capped"] = (ratio > (math.inf if cap is None else cap)) & bad
+    sides["any"] = torch.stack(list(sides.values())).any(0)
+    count = torch.full((), len(ratio), device=ratio.device)
+    names = {side: "policy/clip_frac" if side == "any" else f"policy/clip_{side}_frac" for side in sides}
+    return {names[side]: (x.to(ratio.dtype).sum(), count) for side, x in sides.items()}
 
 
 class ClippedTokens(NamedTuple):

@@ -22,6 +22,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from data.errors import UserError
 from data.types import Prompt
 
 LOOK_S = 0.5  # how often a thread that waits for completions calls tend()
@@ -90,18 +91,18 @@ class Group:
 def check_sampling(sampling: Sampling) -> None:
     """Refuse settings that no engine supports, and those that would bias a training sample."""
     if not sampling.temperature >= 0:
-        raise ValueError(f"temperature={sampling.temperature}: must be above 0, or 0 for greedy")
+        raise UserError(f"temperature={sampling.temperature}: must be above 0, or 0 for greedy")
     if sampling.max_tokens < 1:
-        raise ValueError(f"max_tokens={sampling.max_tokens}: must be 1 or more")
+        raise UserError(f"max_tokens={sampling.max_tokens}: must be 1 or more")
     if not 0 < sampling.top_p <= 1:
-        raise ValueError(f"top_p={sampling.top_p}: must be in (0, 1]; 1 keeps every token")
+        raise UserError(f"top_p={sampling.top_p}: must be in (0, 1]; 1 keeps every token")
     if sampling.top_k < 0:
-        raise ValueError(f"top_k={sampling.top_k}: must be 0 (all) or more")
+        raise UserError(f"top_k={sampling.top_k}: must be 0 (all) or more")
     if any(not text for text in sampling.stop):
-        raise ValueError("stop='': an empty stop string would end every completion; remove it")
+        raise UserError("stop='': an empty stop string would end every completion; remove it")
     for name, neutral in (("top_p", 1.0), ("top_k", 0)) if sampling.for_training else ():
         if getattr(sampling, name) != neutral:
-            raise ValueError(
+            raise UserError(
                 f"{name}={getattr(sampling, name)}: a training sample must come from the whole distribution, or its "
                 f"log-probs are not the trainer's; set {neutral:g}"
             )
@@ -125,7 +126,7 @@ class Engine(Protocol):
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> Future[list[Completion]]:
         """generate without waiting; an in-process engine has finished when this returns."""
 
-    def tend(self, version: int | None = None) -> None:
+    def poll(self, version: int | None = None) -> None:
         """Called about twice a second by the thread that owns the weights, while it waits for completions.
 
         Servers that came back get weights here. `version` is that of the trainer's current weights, if they may be
@@ -220,7 +221,7 @@ def finished(completions: list[Completion]) -> Future[list[Completion]]:
 
 
 def run_groups(
-    source: Source, groups: Sequence[Sequence[Request]], tend: Callable[[], None] = lambda: None
+    source: Source, groups: Sequence[Sequence[Request]], poll: Callable[[], None] = lambda: None
 ) -> list[list[Completion]]:
     """Start and wait, calling tend() about twice a second. The first group that fails cancels the others."""
     futures = source.start(groups)
@@ -232,7 +233,7 @@ def run_groups(
             done = [future.result() for future in futures if future.done()]  # raises what a group has raised
             if len(done) == len(futures):
                 return done
-            tend()
+            poll()
     finally:
         for future in futures:
             future.cancel()

@@ -27,7 +27,7 @@ from data.command.flags import (
     CONFIG,
     HELP,
     Flag,
-    Given,
+    FlagValue,
     Values,
     build,
     flag_table,
@@ -36,6 +36,7 @@ from data.command.flags import (
     read_tree,
     run_command,
 )
+from data.errors import UserError
 from data.hub import check_hub
 from rollout.servers.command import TOKEN, device_of, find_python
 from rollout.servers.launch import Launched, launch, stop_all, wait_ready
@@ -119,7 +120,7 @@ def serve(cfg: ServeConfig, log: Callable[[str], None]) -> NoReturn:
         while True:
             ended = next((server for server in servers if server.poll() is not None), None)
             if ended is not None:
-                raise ValueError(
+                raise UserError(
                     f"vLLM server {ended.replica}: ended with status {ended.poll()}; its last lines are above"
                 )
             time.sleep(0.5)
@@ -184,9 +185,9 @@ def parse(argv: Sequence[str]) -> ServeConfig:
     file = given.pop("config", None)
     values = (_from_file(Path(file.words[0]), table) if file else {}) | given
     if "vllm.url" in values:
-        raise ValueError("vllm.url: is for the trainer; name the port of a server here with --vllm.port")
+        raise UserError("vllm.url: is for the trainer; name the port of a server here with --vllm.port")
     if "model" not in values:
-        raise ValueError("model: missing; pass --model or --config FILE.yaml with a model in it")
+        raise UserError("model: missing; pass --model or --config FILE.yaml with a model in it")
     return build(ServeConfig, values, table, prog)
 
 
@@ -205,7 +206,7 @@ def _from_file(path: Path, table: dict[str, Flag]) -> Values:
     url = values.pop("vllm.url", None)
     port = urlsplit(url.words[0]).port if url and url.words else None
     if port and "vllm.port" not in values:  # where the trainer of this file will connect
-        values["vllm.port"] = Given((str(port),), str(path))
+        values["vllm.port"] = FlagValue((str(port),), str(path))
     return values
 
 

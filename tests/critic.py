@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from rollout.engine import Completion
 from trainer.config.blocks import OptimConfig
 from trainer.config.sampling import SamplingConfig
+from trainer.methods.grpo import backward, score_at_start
 from trainer.parallel.comm import all_count
+from trainer.rl.minibatch import pack
 from trainer.rl.session import Session
-from trainer.rl.step import backward, prepare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +43,11 @@ def train(cfg: Config) -> None:
     optim = OptimConfig(learning_rate=cfg.critic_learning_rate, lr_scheduler_type="constant")
     with Session(cfg, trained=lambda s: {"critic": (Critic(), optim)}) as s:
         critic = s.trained["critic"]
-        while s.step < s.total_steps:
-            s.sync_weights()
-            batch = s.sample()
+        for batch in s.rollouts():
             reward = batch.reward.flatten().to(s.policy.device)  # (B,)
             advantage = reward - critic(batch.completions).detach()
-            rollout = prepare(cfg, s.policy, batch.completions, advantage)
+            rollout = pack(cfg, s.policy, batch.completions, advantage)
+            score_at_start(cfg, s.policy, [rollout], s.steps_per_rollout)
             s.keep_samples(batch, advantage)
             count = all_count(len(reward))
             critic.num_seen += count
@@ -56,7 +56,5 @@ def train(cfg: Config) -> None:
                 error = (critic(batch.completions) - reward).square().sum()
                 (error / count).backward()
                 sums.add({"loss/value": (error, torch.tensor(float(len(reward))))})
-                s.optimizer_step(sums, part)
+                s.clip_and_step(sums, part)
                 s.log(sums, part)
-            s.finish_rollout()
-        s.finish()

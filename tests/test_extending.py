@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from trainer.rl.step import backward, prepare
 
 from data.command.flags import config_to_tree
 from data.show import main as show
@@ -45,7 +46,6 @@ from trainer.cli import parse
 from trainer.config.groups import AdvantageConfig
 from trainer.config.policy import PolicyLossConfig
 from trainer.rl import session
-from trainer.rl.step import backward, prepare
 
 EXAMPLES = ROOT / "docs" / "examples"
 SHORT = ("--max-steps", "2", "--max-eval-rows", "10", "--per-device-train-batch-size", "16", "--eval-steps", "0")

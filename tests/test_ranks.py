@@ -27,7 +27,7 @@ from tests.ranks import sampled, slices, worker
 from tests.ranks.sharded import everything, optimizer_of, same, take_step
 from trainer.__main__ import main
 from trainer.config.blocks import ParallelConfig
-from trainer.parallel.comm import shares
+from trainer.parallel.comm import balanced_shards
 from trainer.parallel.watch import HUNG, Watch, record_flight
 from trainer.run.checkpoint import find_problem, list_checkpoints, load_checkpoint
 
@@ -488,10 +488,14 @@ def test_flight_recorder_is_set_up_unless_somebody_has(monkeypatch):
 
 def test_shares_are_whole_and_even():
     sizes = [5, 1, 9, 3, 3, 7, 2, 2]
-    dealt = shares(sizes, 3)
+    dealt = balanced_shards(sizes, 3)
     assert sorted(i for part in dealt for i in part) == list(range(8))
     assert sorted(sum(sizes[i] for i in part) for part in dealt) == [10, 11, 11]
-    assert shares([4], 2) == [[0], []] and shares([], 2) == [[], []] and shares(sizes, 1) == [list(range(8))]
+    assert (
+        balanced_shards([4], 2) == [[0], []]
+        and balanced_shards([], 2) == [[], []]
+        and balanced_shards(sizes, 1) == [list(range(8))]
+    )
 
 
 def test_settings_that_cannot_take_effect_are_refused(monkeypatch):

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
 
+from data.errors import UserError
 from trainer.cli import parse
-from trainer.config.errors import one_line, raised_on_purpose
+from trainer.config.errors import one_line
 from trainer.parallel.comm import log_once, process_group
 from trainer.parallel.ranks import TIMEOUT_S
 from trainer.plan import is_out_of_memory, out_of_memory
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
             if is_out_of_memory(error):
                 print("error:", out_of_memory(error, cfg), file=sys.stderr)
                 return 2
-            if not isinstance(error, ValueError) or not raised_on_purpose(error):
+            if not isinstance(error, UserError):
                 raise
             if os.environ.get("LOCAL_RANK", "0") == "0":  # all processes have the same flags
                 print("error:", one_line(error), file=sys.stderr)
@@ -79,8 +80,8 @@ def train(module: ModuleType, cfg: Any, *, tell: Callable[[], bool]) -> int:
     with process_group(timeout_s, context):
         try:
             module.train(cfg)
-        except ValueError as error:
-            if not tell() or not raised_on_purpose(error):
+        except UserError as error:
+            if not tell():
                 raise
             log_once(f"error: {one_line(error)}")
             return 2

@@ -37,6 +37,7 @@ from data.command.flags import (
     read_argv,
     read_tree,
 )
+from data.errors import UserError
 from data.hints import method_hint
 from data.sources import spec_entry
 from data.user_code import import_beside, is_missing
@@ -89,18 +90,18 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, Any, str]:
         name = file_tree.get("rl")  # axolotl's: read_tree refuses it, together with the file's other unknown keys
     if name is None:
         if "model_name_or_path" in file_tree:
-            raise ValueError(
+            raise UserError(
                 f"{config_file}: is a config of TRL; python -m trainer.from_trl {config_file} prints it in our terms"
             )
         if any(word not in HELP for word in argv):
-            raise ValueError(f"--method: missing; pass one of {', '.join(method_names())} or a dotted module of yours")
+            raise UserError(f"--method: missing; pass one of {', '.join(method_names())} or a dotted module of yours")
         print(method_listing())
         raise SystemExit(0)
 
     module = load_method(str(name))
     table = flag_table(module.Config)
     if "method" not in table or "resume" not in table:
-        raise ValueError(f"--method={name}: its Config has no run block; add the field run: Flat[RunConfig]")
+        raise UserError(f"--method={name}: its Config has no run block; add the field run: Flat[RunConfig]")
     prog = f"python -m trainer --method {name}"
     if wants_help:
         show_help(module.Config, table, prog, show_all="--help-all" in argv)
@@ -118,7 +119,7 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, Any, str]:
         values = _without_adapters(values)
     if resume is not None:
         if values["overwrite_output_dir"].words == ("True",):
-            raise ValueError("--overwrite-output-dir: would delete the run to resume; leave out one of the two")
+            raise UserError("--overwrite-output-dir: would delete the run to resume; leave out one of the two")
         values |= read_tree({"output_dir": str(resume.run_dir), "resume": resume.checkpoint}, table, "--resume")
     cfg = build(module.Config, values, table, prog)
     if is_dry_run:
@@ -165,28 +166,28 @@ def load_method(name: str) -> ModuleType:
     if name in method_names():
         return importlib.import_module(f"trainer.methods.{name}")
     if name == "__main__":
-        raise ValueError(
+        raise UserError(
             "--method=__main__: the run's method is in the script that started it; resume it from there, with "
             "RunConfig(resume=FOLDER)"
         )
     if name.endswith(".py"):
-        raise ValueError(f"--method={name}: name the module, without .py: --method {Path(name).stem}")
+        raise UserError(f"--method={name}: name the module, without .py: --method {Path(name).stem}")
     if "." not in name and module_file(Path.cwd(), name) is None:
         hint = method_hint(name, method_names())
-        raise ValueError(f"--method={name}: unknown method; {hint} (your own: a file here, or a dotted module path)")
+        raise UserError(f"--method={name}: unknown method; {hint} (your own: a file here, or a dotted module path)")
     try:
         module = import_beside(name)
     except ModuleNotFoundError as error:
         if not is_missing(name, error):
             raise  # the module exists, but something it imports does not
-        raise ValueError(f"--method={name}: no module {error.name} here or installed; {_own_hint(name)}") from None
+        raise UserError(f"--method={name}: no module {error.name} here or installed; {_own_hint(name)}") from None
     except TypeError as error:
         if "frozen" not in str(error):
             raise
-        raise ValueError(f"--method={name}: its Config must be a @dataclass(frozen=True, kw_only=True)") from None
+        raise UserError(f"--method={name}: its Config must be a @dataclass(frozen=True, kw_only=True)") from None
     for part in ("Config", "train"):
         if not hasattr(module, part):
-            raise ValueError(f"--method={name}: has no {part}; a method is a module with Config and train(cfg)")
+            raise UserError(f"--method={name}: has no {part}; a method is a module with Config and train(cfg)")
     return module
 
 
@@ -219,7 +220,7 @@ def _file_tree(argv: Sequence[str], *, tell: bool = False) -> dict[str, Any]:
         names = {"method": "method", "engine": "rollout.engine", "max_steps": "max_steps"}
         made = translate(tree, **{name: _peek(argv, key) for name, key in names.items()})
     except ValueError as error:
-        raise ValueError(f"{config_file}: {error}") from None
+        raise UserError(f"{config_file}: {error}") from None
     for variable, value in made.environment.items():
         os.environ.setdefault(variable, value)
     if tell and os.environ.get("RANK", "0") == "0":
@@ -332,7 +333,7 @@ def _resume_point(argv: Sequence[str], file_tree: dict[str, Any], method: str | 
     if given != "latest":
         run_dir = _run_of(Path(str(given)))
         if output_dir is not None and "{" not in output_dir and Path(output_dir).resolve() != run_dir.resolve():
-            raise ValueError(
+            raise UserError(
                 f"--output-dir={output_dir}: the run to resume is in {run_dir} and stays there; leave it out"
             )
         checkpoint = "latest" if run_dir.samefile(str(given)) else str(given)
@@ -340,9 +341,9 @@ def _resume_point(argv: Sequence[str], file_tree: dict[str, Any], method: str | 
         run_dir, checkpoint = _latest_run(str(output_dir or RunConfig.output_dir), method), "latest"
     saved = _as_now(load_config(run_dir / "config.yaml"))
     if method is not None and saved.get("method") != method:
-        raise ValueError(f"--method={method}: the run in {run_dir} used {saved.get('method')}; leave it out to resume")
+        raise UserError(f"--method={method}: the run in {run_dir} used {saved.get('method')}; leave it out to resume")
     if "method" not in saved:
-        raise ValueError(f"{run_dir}/config.yaml: names no method, so it is not the config of a run; name another run")
+        raise UserError(f"{run_dir}/config.yaml: names no method, so it is not the config of a run; name another run")
     return ResumePoint(run_dir, checkpoint, {**_as_launched(saved), "resume": None, "overwrite_output_dir": False})
 
 
@@ -376,11 +377,11 @@ def _as_launched(saved: dict[str, Any]) -> dict[str, Any]:
 def _run_of(path: Path) -> Path:
     """The run folder that `path` is, or that holds it as RUN/checkpoints/step-N."""
     if not path.exists():
-        raise ValueError(f"--resume={path}: no such folder; name a run folder or a checkpoint in it")
+        raise UserError(f"--resume={path}: no such folder; name a run folder or a checkpoint in it")
     for folder in (path.resolve(), *path.resolve().parents[:2]):
         if (folder / "config.yaml").is_file():
             return Path(_shown(folder))
-    raise ValueError(f"--resume={path}: not a run folder (no config.yaml) nor a checkpoint in one")
+    raise UserError(f"--resume={path}: not a run folder (no config.yaml) nor a checkpoint in one")
 
 
 def _latest_run(template: str, method: str | None) -> Path:
@@ -389,9 +390,7 @@ def _latest_run(template: str, method: str | None) -> Path:
     if "{time}" not in template:
         run_dir = Path(template.replace("{method}", name or "{method}"))
         if not (run_dir / "config.yaml").is_file():
-            raise ValueError(
-                f"--resume: {run_dir} holds no run (no config.yaml); check --output-dir or start a new run"
-            )
+            raise UserError(f"--resume: {run_dir} holds no run (no config.yaml); check --output-dir or start a new run")
         return run_dir
     parent = Path(template).parent
     found = []
@@ -400,7 +399,7 @@ def _latest_run(template: str, method: str | None) -> Path:
             written = [path.stat().st_mtime_ns for path in (config, config.with_name("metrics.jsonl")) if path.exists()]
             found.append((max(written), config.parent))
     if not found:
-        raise ValueError(f"--resume: no earlier {f'{method} ' if method else ''}run in {parent}; name its folder")
+        raise UserError(f"--resume: no earlier {f'{method} ' if method else ''}run in {parent}; name its folder")
     return max(found)[1]
 
 
@@ -411,9 +410,9 @@ def _check_first_word(argv: Sequence[str]) -> None:
     """Refuse `trl dpo` and `axolotl train run.yaml` forms with the flag to write."""
     word = argv[0] if argv and not looks_like_flag(argv[0]) else ""
     if word.endswith((".yaml", ".yml")):
-        raise ValueError(f"{word}: write --config {word}")
+        raise UserError(f"{word}: write --config {word}")
     if word in method_names():
-        raise ValueError(f"{word}: write --method {word}")
+        raise UserError(f"{word}: write --method {word}")
 
 
 def _spell_out_resume(argv: Sequence[str]) -> list[str]:
@@ -434,5 +433,5 @@ def _peek(argv: Sequence[str], key: str) -> str | None:
             continue
         value = inline if attached else next((w for w in argv[i + 1 : i + 2] if not looks_like_flag(w)), "")
         if not value:
-            raise ValueError(f"{name}: needs a value")
+            raise UserError(f"{name}: needs a value")
     return value

@@ -26,6 +26,7 @@ import tyro
 
 from data.chat import set_chat_template, stop_ids
 from data.command.flags import parse_command, run_command
+from data.errors import UserError
 from data.formats.template_settings import JsonObject, check_kwargs
 from data.rows.held_out import train_and_held_out
 from data.rows.prompts import load_prompts
@@ -89,9 +90,9 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         for name in ("max_rows", "num_generations", "max_completion_length", "limit", "batch_size"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
+                raise UserError(f"{name}={getattr(self, name)}: must be 1 or more")
         if self.num_generations > 1 and self.temperature == 0:
-            raise ValueError(
+            raise UserError(
                 f"num_generations={self.num_generations}: greedy completions of a row are all equal; set --temperature"
             )
         of_rows = ("data", "data_format", "reward_funcs", "reward_weights", "max_rows", "out", "max_completion_length")
@@ -99,7 +100,7 @@ class EvaluateConfig:
         for name in of_rows if self.tasks else of_tasks:
             if getattr(self, name):
                 why = f"with tasks={self.tasks}" if self.tasks else "without --tasks"
-                raise ValueError(f"{name}={getattr(self, name)}: has no effect {why}; leave it out")
+                raise UserError(f"{name}={getattr(self, name)}: has no effect {why}; leave it out")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -168,13 +169,13 @@ def score_rows(cfg: EvaluateConfig) -> tuple[dict[str, float], dict[str, Any]]:
 def held_out_specs(run: dict[str, Any]) -> tuple[str, ...]:
     """Where the run's held-out rows are: its --eval-data, or the --data that --val-set-size took them from."""
     if run.get("val_set_size") and KINDS.get(str(run.get("method"))) != "prompts":
-        raise ValueError(
+        raise UserError(
             f"--data: required, since val_set_size={run['val_set_size']:g} of {run.get('method')} holds out rows that "
             "are not prompts"
         )
     data = run.get("data") if run.get("val_set_size") else run.get("eval_data")
     if not data:
-        raise ValueError("--data: required, since the source names no held-out rows of its own")
+        raise UserError("--data: required, since the source names no held-out rows of its own")
     return tuple(data)
 
 
@@ -189,7 +190,7 @@ def check_single_turn(run: dict[str, Any]) -> None:
         ("verifiers.env", (run.get("verifiers") or {}).get("env")),
     ):
         if value:
-            raise ValueError(
+            raise UserError(
                 f"{name}={value}: the run was trained with it, and evaluate samples plain completions; evaluate such a "
                 "run with --eval-data in training, or its final/ as a model"
             )

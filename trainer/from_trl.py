@@ -17,6 +17,7 @@ import tyro
 
 from data.command.config_file import load_config, to_yaml
 from data.command.flags import build, flag_table, parse_command, read_tree, run_command
+from data.errors import UserError
 from trainer.cli import load_method
 from trainer.translate.trl import find_kind, translate
 
@@ -43,7 +44,7 @@ def _convert(cfg: FromTrlConfig) -> None:
     try:
         made, without = translate(theirs, find_kind(theirs) if cfg.kind == "auto" else cfg.kind)
     except ValueError as error:
-        raise ValueError(f"{cfg.file}: {error}") from None
+        raise UserError(f"{cfg.file}: {error}") from None
     for line in [*made.remarks(), *(f"no equivalent: {line}" for line in without)]:
         print(f"{cfg.file}: {line}", file=sys.stderr)
     words = _words(made.tree, cfg.file)

@@ -21,6 +21,7 @@ import tyro
 from data.chat import render_prompt, stop_ids
 from data.command.config_file import load_config
 from data.command.flags import parse_command, run_command
+from data.errors import UserError
 from data.types import Messages
 from rollout.engine import Request, Sampling
 from trainer.metrics.metrics import read_jsonl
@@ -53,9 +54,9 @@ class GenerateConfig:
 
     def __post_init__(self) -> None:
         if self.plain and self.system_prompt is not None:
-            raise ValueError("system_prompt: has no effect with plain, which has no messages; leave one of them out")
+            raise UserError("system_prompt: has no effect with plain, which has no messages; leave one of them out")
         if self.top_p != 1 and self.temperature == 0:
-            raise ValueError(f"top_p={self.top_p}: has no effect on greedy answers; set --temperature")
+            raise UserError(f"top_p={self.top_p}: has no effect on greedy answers; set --temperature")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,7 +92,7 @@ class Answerer:
         model, self.tokenizer = load_model(cfg.source, trust_remote_code=cfg.trust_remote_code)
         self.is_chat = bool(self.tokenizer.chat_template) and not cfg.plain and not trained_on_text(cfg.source)
         if cfg.system_prompt is not None and not self.is_chat:
-            raise ValueError("system_prompt: has no effect on a model that continues plain text; leave it out")
+            raise UserError("system_prompt: has no effect on a model that continues plain text; leave it out")
         self.system_prompt = run.get("system_prompt") if cfg.system_prompt is None else cfg.system_prompt
         self.settings = run.get("chat_template_kwargs") or None
         self.context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -112,7 +113,7 @@ class Answerer:
             ids = render_prompt(self.tokenizer, line)
         room = self.sampling.max_tokens if self.context is None else self.context - len(ids)
         if room < 1:
-            raise ValueError(
+            raise UserError(
                 f"the prompt has {len(ids)} tokens, and the model's context {self.context}; shorten it, or type {NEW}"
             )
         request = Request(prompt_ids=ids, seed=seed, max_tokens=min(room, self.sampling.max_tokens))

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from data.chat import stop_ids
+from data.errors import UserError
 from rollout.engine import Request, Sampling
 from rollout.engines.load import load_model
 from trainer.generate import run_settings
@@ -23,11 +24,11 @@ def run_tasks(cfg: Any) -> dict[str, float]:
         import lm_eval
         from lm_eval.tasks import TaskManager
     except ImportError:
-        raise ValueError("tasks: needs lm-evaluation-harness; pip install -e '.[eval]'") from None
+        raise UserError("tasks: needs lm-evaluation-harness; pip install -e '.[eval]'") from None
     tasks = [name.strip() for name in cfg.tasks.split(",") if name.strip()]
     manager = TaskManager(include_path=cfg.task_folder)
     if unknown := [name for name in tasks if name not in manager.all_tasks]:
-        raise ValueError(f"tasks={unknown[0]}: no such task; `lm-eval ls tasks` lists them, --task-folder adds yours")
+        raise UserError(f"tasks={unknown[0]}: no such task; `lm-eval ls tasks` lists them, --task-folder adds yours")
     run = run_settings(cfg.source)
     model, tokenizer = load_model(cfg.source, trust_remote_code=cfg.trust_remote_code)
     system_prompt = run.get("system_prompt") if cfg.system_prompt is None else cfg.system_prompt
@@ -80,7 +81,7 @@ def language_model(model: Any, tokenizer: Any, batch_size: int) -> Any:
             until = handle_stop_sequences(list(own["until"]), eos=eos)
             room = self.max_length - own["max_gen_toks"]
             if room < 1:
-                raise ValueError(
+                raise UserError(
                     f"tasks: asks for {own['max_gen_toks']} tokens, and the model's context is {self.max_length}"
                 )
             temperature = own.get("temperature", 1.0) if own.get("do_sample") else 0.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
+from data.errors import UserError
 from trainer.metrics.report import SMALL, curve_svg, load_run
 
 # A notebook page has no style sheet of ours; the colours are those of report.css in light mode.
@@ -38,7 +39,7 @@ def curves(run_dir: str | Path, *names: str) -> Curves:
     for place, name in enumerate(names):
         steps, values = run.series(name)
         if not steps:
-            raise ValueError(f"{name}: the run logged no such metric; it has {', '.join(run.logged)}")
+            raise UserError(f"{name}: the run logged no such metric; it has {', '.join(run.logged)}")
         chart = curve_svg(steps, values, label=name, step_range=(0, run.last_step))
         left = place * (width + GAP)
         parts.append(f'<text class="name" x="{left + 14}" y="14">{escape(name)}: {values[-1]:.3g}</text>')

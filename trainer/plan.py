@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from data.command.flags import parse_command, run_command
+from data.errors import UserError
 from data.hub import check_hub
 from rollout.servers.model_folder import read_adapter, resolve_model
 from trainer.config.checks import check_numbers
@@ -177,7 +178,7 @@ class Asked(NamedTuple):
         return self.prompts * pages(self.prompt_length) + self.rows * pages(self.completion_length + 1)
 
 
-class Held(NamedTuple):
+class EngineMemory(NamedTuple):
     """Bytes that the in-process engine holds while it samples."""
 
     copy: float  # of the weights in the dtype of matrix products; on a CPU it uses those that are trained
@@ -420,13 +421,13 @@ def kept_without_gradients(s: Sizes, work: Work) -> float:
     return sum(size for name, size in kept(s, work).items() if name != "gradients")
 
 
-def held_by_engine(s: Sizes, work: Work, asked: Asked, device: str, most: float = math.inf) -> Held:
+def held_by_engine(s: Sizes, work: Work, asked: Asked, device: str, most: float = math.inf) -> EngineMemory:
     """What the in-process engine holds on cuda or cpu; `most` bounds the bytes of its cache."""
     copy = work.compute * s.params if device == "cuda" else 0
-    return Held(copy, min(most, cache_bytes(s, work.compute, asked.tokens)), 4 * asked.rows * s.vocab)
+    return EngineMemory(copy, min(most, cache_bytes(s, work.compute, asked.tokens)), 4 * asked.rows * s.vocab)
 
 
-def sampling(s: Sizes, work: Work, held: Held) -> float:
+def sampling(s: Sizes, work: Work, held: EngineMemory) -> float:
     """Bytes while this process samples completions: no gradients or activations, and no casts beside a copy."""
     passing = in_flight(s, work)[0] + (0 if held.copy else casts(s, work))
     return kept_without_gradients(s, work) + sum(held) + passing
@@ -465,7 +466,7 @@ def fits_in_process(s: Sizes, work: Work, group: Asked, room: float) -> bool:
     return sum(kept(s, work).values()) + casts(s, work) + held.copy + held.cache <= room
 
 
-def beside_engine(s: Sizes, work: Work, held: Held | None, room: float) -> float:
+def beside_engine(s: Sizes, work: Work, held: EngineMemory | None, room: float) -> float:
     """Peak bytes of training: what the engine holds stays where it fits beside training, else it is freed."""
     top = peak(s, work)
     if held is None or not held.copy:
@@ -497,12 +498,12 @@ def meta_model(model: str, *, trust_remote_code: bool = False) -> Any:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
     except Exception as error:  # damaged files make transformers raise anything
-        raise ValueError(f"model={model}: its config.json cannot be read: {load_error(error, path)}") from None
+        raise UserError(f"model={model}: its config.json cannot be read: {load_error(error, path)}") from None
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-        raise ValueError(f"model={model}: a mixture of experts, which is not planned for")
+        raise UserError(f"model={model}: a mixture of experts, which is not planned for")
     for name in ("num_attention_heads", "intermediate_size", "num_hidden_layers"):
         if not hasattr(config, name):
-            raise ValueError(f"model={model}: its config has no {name}; only decoder models are planned for")
+            raise UserError(f"model={model}: its config has no {name}; only decoder models are planned for")
     return build(config, trust_remote_code=trust_remote_code)
 
 
@@ -616,7 +617,7 @@ def longest(cfg: Any) -> int | None:
     return cfg.response.max_length if hasattr(cfg, "response") else getattr(cfg, "max_length", None)
 
 
-def engine_of(cfg: Any, s: Sizes, work: Work, device: str | None = None) -> Held | None:
+def engine_of(cfg: Any, s: Sizes, work: Work, device: str | None = None) -> EngineMemory | None:
     """What the in-process engine of this run holds; None if it does not sample."""
     from trainer.config.groups import servers_asked
 
@@ -897,11 +898,11 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         if (self.model is None) == (self.shape is None):
-            raise ValueError(f"model={self.model}, shape={self.shape}: give one of --model and --shape")
+            raise UserError(f"model={self.model}, shape={self.shape}: give one of --model and --shape")
         if self.shape is not None and self.shape not in KNOWN:
-            raise ValueError(f"shape={self.shape}: not a known size; there is {', '.join(KNOWN)}, or use --model")
+            raise UserError(f"shape={self.shape}: not a known size; there is {', '.join(KNOWN)}, or use --model")
         if self.method not in METHODS:
-            raise ValueError(f"method={self.method}: not a method of ours; there is {', '.join(METHODS)}")
+            raise UserError(f"method={self.method}: not a method of ours; there is {', '.join(METHODS)}")
         rules = {
             "1 or more": "gpus max_tokens_per_micro_batch num_generations max_completion_length",
             "above 0": "gpu_memory",
@@ -912,38 +913,38 @@ class PlanConfig:
         check_numbers(self.rollout, {"1 or more": "max_batch_size max_length", "above 0": "cache_gib"}, "rollout.")
         check_numbers(self.vllm, {"above 0 and at most 1": "gpu_memory_utilization"}, "vllm.")
         if self.trained_dtype == "bfloat16" and (self.lora.r or self.dtype == "float32"):
-            raise ValueError(
+            raise UserError(
                 f"trained_dtype=bfloat16: has no effect on adapters, and is less precise than dtype=float32 "
                 f"(lora.r={self.lora.r}, dtype={self.dtype}); leave it out"
             )
         if self.activation_offloading and not self.gradient_checkpointing:
-            raise ValueError(
+            raise UserError(
                 "activation_offloading=True: moves what gradient checkpointing saves; add --gradient-checkpointing, or "
                 "leave it out"
             )
         if self.load_in_4bit:
             if not self.lora.r:
-                raise ValueError("load_in_4bit=True: 4-bit weights cannot be trained; train adapters with --lora.r 16")
+                raise UserError("load_in_4bit=True: 4-bit weights cannot be trained; train adapters with --lora.r 16")
             if METHODS[self.method].head == "none":
-                raise ValueError(f"load_in_4bit=True: not for reward models (method={self.method}); leave it out")
+                raise UserError(f"load_in_4bit=True: not for reward models (method={self.method}); leave it out")
             is_sharded = self.parallel.mode == "fsdp" or self.parallel.shard is not None
             if is_sharded or self.parallel.context > 1:
                 name = "fsdp" if is_sharded else f"parallel.context={self.parallel.context}"
-                raise ValueError(f"load_in_4bit=True: not supported with {name}; leave one of them out")
+                raise UserError(f"load_in_4bit=True: not supported with {name}; leave one of them out")
         for name, value in (("shard", self.parallel.shard), ("context", self.parallel.context)):
             if value is not None and (value < 1 or self.gpus % value):
-                raise ValueError(f"parallel.{name}={value}: must divide the {self.gpus} GPUs")
+                raise UserError(f"parallel.{name}={value}: must divide the {self.gpus} GPUs")
         if self.parallel.mode == "fsdp" and self.gpus == 1:
-            raise ValueError("parallel.mode=fsdp: has no effect with one GPU; set --gpus")
+            raise UserError("parallel.mode=fsdp: has no effect with one GPU; set --gpus")
         if self.parallel.mode == "replicate" and self.parallel.shard is not None:
-            raise ValueError(f"parallel.shard={self.parallel.shard}: has no effect with parallel.mode=replicate")
+            raise UserError(f"parallel.shard={self.parallel.shard}: has no effect with parallel.mode=replicate")
         if self.beta and METHODS[self.method].reference != "with beta":
-            raise ValueError(f"beta={self.beta}: has no effect on the memory of {self.method}; leave it out")
+            raise UserError(f"beta={self.beta}: has no effect on the memory of {self.method}; leave it out")
 
         if self.teacher is not None and self.method != "opd":
-            raise ValueError(f"teacher={self.teacher}: has no effect with method={self.method}; it is for opd")
+            raise UserError(f"teacher={self.teacher}: has no effect with method={self.method}; it is for opd")
         if self.value_model and not METHODS[self.method].critic:
-            raise ValueError(f"value_model={self.value_model}: {self.method} has no critic; leave it out")
+            raise UserError(f"value_model={self.value_model}: {self.method} has no critic; leave it out")
 
     @property
     def has_reference(self) -> bool:
@@ -997,7 +998,7 @@ def pick_card(cfg: PlanConfig) -> tuple[str, Card]:
     import torch
 
     if cfg.gpu == "here" and not torch.cuda.is_available():
-        raise ValueError(f"gpu=here: this machine has no CUDA device; name a card: {', '.join(CARDS)}")
+        raise UserError(f"gpu=here: this machine has no CUDA device; name a card: {', '.join(CARDS)}")
     if cfg.gpu in (None, "here") and torch.cuda.is_available():
         found = torch.cuda.get_device_properties(0)
         like = next((x for name, x in CARDS.items() if name.partition("-")[0].upper() in found.name), CARDS["h200"])
@@ -1037,7 +1038,7 @@ class Sampler(NamedTuple):
     room: float  # for tensors of the trainer while it trains
     sampling: float = 0.0  # all that is held while completions are made
     can_sample: bool = True
-    held: Held | None = None  # by the local engine
+    held: EngineMemory | None = None  # by the local engine
 
 
 def sampler_of(cfg: PlanConfig, s: Sizes, work: Work, card: Card) -> Sampler:

@@ -21,6 +21,7 @@ from typing import Annotated
 import tyro
 
 from data.command.flags import parse_command, run_command
+from data.errors import UserError
 from rollout.servers.model_folder import BUILTIN
 from trainer.files.atomic_folder import atomic_folder
 from trainer.report import defaults_of
@@ -55,11 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def push(cfg: PushConfig) -> None:
     if cfg.repo.count("/") != 1 or not all(cfg.repo.split("/")):
-        raise ValueError(f"repo={cfg.repo}: is not OWNER/NAME")
+        raise UserError(f"repo={cfg.repo}: is not OWNER/NAME")
     if cfg.out is not None:
         out = Path(cfg.out).expanduser()
         if out.exists():
-            raise ValueError(f"out={cfg.out}: exists already; name a new folder")
+            raise UserError(f"out={cfg.out}: exists already; name a new folder")
         with atomic_folder(out, "out") as folder:
             fill(cfg, folder)
         print(f"{out}: ready; upload it with `hf upload {cfg.repo} {out}`")
@@ -73,9 +74,9 @@ def fill(cfg: PushConfig, folder: Path) -> None:
     """Everything that is uploaded."""
     run = Path(cfg.run).expanduser()
     if not (run / "config.yaml").is_file():
-        raise ValueError(f"run={cfg.run}: has no config.yaml, so it is not a run folder; pass what --output-dir named")
+        raise UserError(f"run={cfg.run}: has no config.yaml, so it is not a run folder; pass what --output-dir named")
     if not (run / "final").is_dir():
-        raise ValueError(
+        raise UserError(
             f"run={cfg.run}: has no final/, it has not finished; resume it, or export a checkpoint with "
             "python -m trainer.export"
         )
@@ -86,12 +87,12 @@ def fill(cfg: PushConfig, folder: Path) -> None:
         named = str(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])
         builtin = [name for name, path in BUILTIN.items() if named in (name, str(path))]
         if base is None and builtin:
-            raise ValueError(
+            raise UserError(
                 f"run={cfg.run}: its adapter is for {builtin[0]}, which is part of strop and not on the hub; write the "
                 "whole model to a folder with python -m trainer.export --merge-lora, and upload that"
             )
         if base is None and not is_hub_id(named, run):
-            raise ValueError(
+            raise UserError(
                 f"run={cfg.run}: its adapter needs a base model that is a folder of this machine; name the hub id with "
                 "--base-model, or merge it with python -m trainer.export --merge-lora"
             )
@@ -102,7 +103,7 @@ def fill(cfg: PushConfig, folder: Path) -> None:
         shutil.copy(run / "metrics.jsonl", folder / "metrics.jsonl")
     if cfg.with_report:
         if not (run / "report.html").is_file():
-            raise ValueError(f"with_report: {cfg.run} has no report.html; write it with python -m trainer.report")
+            raise UserError(f"with_report: {cfg.run} has no report.html; write it with python -m trainer.report")
         shutil.copy(run / "report.html", folder / "report.html")
 
 
@@ -117,12 +118,12 @@ def upload(cfg: PushConfig, folder: Path) -> str:
         api.create_repo(cfg.repo, private=cfg.private, exist_ok=True)
         api.upload_folder(repo_id=cfg.repo, folder_path=folder, commit_message=f"Upload {Path(cfg.run).name}")
     except LocalTokenNotFoundError:
-        raise ValueError(f"repo={cfg.repo}: not logged in to the hub; run `hf auth login`, or {instead}") from None
+        raise UserError(f"repo={cfg.repo}: not logged in to the hub; run `hf auth login`, or {instead}") from None
     except Exception as error:
         if not isinstance(error, (OfflineModeIsEnabled, HfHubHTTPError, ConnectionError)) and not of_network(error):
             raise
         why = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(f"repo={cfg.repo}: not uploaded ({why}); {instead}") from None
+        raise UserError(f"repo={cfg.repo}: not uploaded ({why}); {instead}") from None
     return f"https://huggingface.co/{cfg.repo}"
 
 

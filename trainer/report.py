@@ -13,6 +13,7 @@ from typing import Any
 
 from data.command.config_file import load_config
 from data.command.flags import HELP, run_command
+from data.errors import UserError
 from trainer.cli import load_method
 from trainer.config.defaults import default_tree
 from trainer.metrics.compare import write_comparison
@@ -37,13 +38,13 @@ def report(argv: Sequence[str]) -> None:
     if "--out" in runs:
         place = runs.index("--out")
         if place + 1 == len(runs):
-            raise ValueError("--out: names no file; write --out PAGE.html")
+            raise UserError("--out: names no file; write --out PAGE.html")
         out = Path(runs[place + 1])
         del runs[place : place + 2]
     if not runs or (strange := [word for word in runs if word.startswith("-")]):
-        raise ValueError(f"{strange[0] if runs else 'RUN'}: name run folders; python -m trainer.report RUN [RUN ...]")
+        raise UserError(f"{strange[0] if runs else 'RUN'}: name run folders; python -m trainer.report RUN [RUN ...]")
     if len(runs) == 1 and out is not None:
-        raise ValueError(f"--out={out}: is for several runs; the page of one is written to its folder")
+        raise UserError(f"--out={out}: is for several runs; the page of one is written to its folder")
     if len(runs) == 1:
         print(write_report(Path(runs[0]), defaults_of(Path(runs[0]))))
     else:

@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+from data.errors import UserError
+
 PER_CALL = ("resume", "overwrite_output_dir")  # flags of one call, not settings of the run
 
 
@@ -27,19 +29,19 @@ def load_config(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read as a config file; {error.strerror}") from None
+        raise UserError(f"{path}: cannot be read as a config file; {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{path}: not UTF-8 text; a config is a YAML file") from None
+        raise UserError(f"{path}: not UTF-8 text; a config is a YAML file") from None
     except RecursionError:
-        raise ValueError(f"{path}: is nested too deeply to be read; a config has two levels") from None
+        raise UserError(f"{path}: is nested too deeply to be read; a config has two levels") from None
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         line = f" in line {mark.line + 1}" if mark else ""
-        raise ValueError(f"{path}: not valid YAML{line}: {problem or error}") from None
+        raise UserError(f"{path}: not valid YAML{line}: {problem or error}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ValueError(f"{path}: not a mapping of settings; write lines such as learning_rate: 1e-6")
+        raise UserError(f"{path}: not a mapping of settings; write lines such as learning_rate: 1e-6")
     return tree
 
 

@@ -28,6 +28,7 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 
 import tyro
 
+from data.errors import UserError
 from data.hints import NOTES, nearest, value_hint
 from data.user_code import import_name, printable
 
@@ -68,7 +69,7 @@ class Flag:
 
 
 @dataclass(frozen=True)
-class Given:
+class FlagValue:
     """The words given for one flag; `source` is the file they were read from, None for the command line."""
 
     words: tuple[str, ...]
@@ -78,7 +79,7 @@ class Given:
         return flag.name if self.source is None else f"{self.source}: {flag.key}"
 
 
-Values = dict[str, Given]
+Values = dict[str, FlagValue]
 CONFIG = {"config": Flag("config", (str,), required=False, module=__name__, is_positional=False)}  # --config FILE.yaml
 
 
@@ -92,7 +93,7 @@ def flag_table(config: type) -> dict[str, Flag]:
         for inner in fields:
             key, hint = prefix + inner.name, hints[inner.name]
             if key in table:
-                raise ValueError(f"{config.__module__}.Config: flag {key} is defined twice; rename one field")
+                raise UserError(f"{config.__module__}.Config: flag {key} is defined twice; rename one field")
             defining = next(base for base in owner.__mro__ if inner.name in base.__dict__.get("__annotations__", ()))
             table[key] = Flag(
                 key=key,
@@ -176,21 +177,21 @@ def read_argv(argv: Sequence[str], table: dict[str, Flag]) -> Values:
             loose, words = loose + words[count:], words[:count]
         if is_negated:
             if words:
-                raise ValueError(f"{name}: takes no value; remove {words[0]}")
-            values[positive] = Given(("False",))
+                raise UserError(f"{name}: takes no value; remove {words[0]}")
+            values[positive] = FlagValue(("False",))
             continue
         if key not in table or not name.startswith("--"):
             hints[name] = _unknown_hint(key, table, as_flag=True)
             continue
-        given = Given(_checked_words(words, table[key], table[key].name))
+        given = FlagValue(_checked_words(words, table[key], table[key].name))
         if key in REPEATABLE and key in values:
-            given = Given(values[key].words + given.words)
+            given = FlagValue(values[key].words + given.words)
         values[key] = given
     if hints:
         raise _all_unknown("flag", hints)
     if len(loose) > len(positional):
-        raise ValueError(f"{loose[len(positional)]}: a value without a flag before it; write --flag VALUE")
-    return values | {flag.key: Given((word,)) for flag, word in zip(positional, loose, strict=False)}
+        raise UserError(f"{loose[len(positional)]}: a value without a flag before it; write --flag VALUE")
+    return values | {flag.key: FlagValue((word,)) for flag, word in zip(positional, loose, strict=False)}
 
 
 def _num_words(flag: Flag, words: Sequence[str]) -> int:
@@ -226,14 +227,14 @@ def _checked_words(words: Sequence[str], flag: Flag, label: str) -> tuple[str, .
     if flag.is_bool:
         word = words[0].lower() if words else "true"
         if len(words) > 1 or word not in ("true", "false"):
-            raise ValueError(f"{label}={' '.join(words)}: must be true or false")
+            raise UserError(f"{label}={' '.join(words)}: must be true or false")
         return (word.capitalize(),)
     if not words and flag.may_be_bool:  # a union with bool
         return ("True",)
     if not words:
-        raise ValueError(f"{label}: needs a value; one that starts with - is attached with =")
+        raise UserError(f"{label}: needs a value; one that starts with - is attached with =")
     if len(words) > 1:
-        raise ValueError(f"{label}={' '.join(words)}: takes one value, got {len(words)}; quote it if it holds spaces")
+        raise UserError(f"{label}={' '.join(words)}: takes one value, got {len(words)}; quote it if it holds spaces")
     if flag.may_be_bool and words[0].lower() in ("true", "false"):
         return (words[0].capitalize(),)
     return (words[0],)
@@ -247,7 +248,7 @@ def read_tree(tree: dict[str, Any], table: dict[str, Flag], source: str) -> Valu
     hints: dict[str, str] = {}  # of unknown keys
     values = _read_block(tree, table, source, "", hints)
     if hints:
-        raise ValueError(f"{source}: {_all_unknown('key', hints)}")
+        raise UserError(f"{source}: {_all_unknown('key', hints)}")
     return values
 
 
@@ -268,14 +269,14 @@ def _read_block(
             else:
                 hints[key] = _unknown_hint(key, table, as_flag=False)
         else:
-            values[key] = Given(_words_of(value, table[key], f"{source}: {key}"), source)
+            values[key] = FlagValue(_words_of(value, table[key], f"{source}: {key}"), source)
     return values
 
 
 def _words_of(value: Any, flag: Flag, label: str) -> tuple[str, ...]:
     if value is None:
         if NoneType not in flag.members:
-            raise ValueError(f"{label}: has no value; give one, or leave the key out for the default")
+            raise UserError(f"{label}: has no value; give one, or leave the key out for the default")
         return ("None",)
     if flag.is_list:
         items = value if isinstance(value, list) else [value]
@@ -285,13 +286,13 @@ def _words_of(value: Any, flag: Flag, label: str) -> tuple[str, ...]:
     if isinstance(value, dict) and any(get_origin(member) is dict for member in flag.members):
         return (_json(value, label),)
     if isinstance(value, bool) and not flag.may_be_bool:
-        raise ValueError(f"{label}={value}: YAML reads this as true or false; put it in quotes")
+        raise UserError(f"{label}={value}: YAML reads this as true or false; put it in quotes")
     return _checked_words((_word(value, label),), flag, label)
 
 
 def _word(value: Any, label: str) -> str:
     if isinstance(value, (dict, list)) or value is None:
-        raise ValueError(f"{label}={value}: expected a plain value, not a mapping or list")
+        raise UserError(f"{label}={value}: expected a plain value, not a mapping or list")
     return str(value)
 
 
@@ -299,7 +300,7 @@ def _json(value: dict[Any, Any], label: str) -> str:
     try:
         return json.dumps(value)
     except (TypeError, ValueError) as error:  # a date, or a mapping that contains itself
-        raise ValueError(f"{label}={value}: cannot be written as JSON ({error}); put such values in quotes") from None
+        raise UserError(f"{label}={value}: cannot be written as JSON ({error}); put such values in quotes") from None
 
 
 def _data_spec(item: dict[str, Any], label: str) -> str:
@@ -308,9 +309,9 @@ def _data_spec(item: dict[str, Any], label: str) -> str:
     roles may be a mapping, as {user: [human, person]}; a comma within a value is escaped for parse_spec.
     """
     if not item.get("path"):
-        raise ValueError(f"{label}={item}: a data entry needs a path")
+        raise UserError(f"{label}={item}: a data entry needs a path")
     if "type" in item and ":" not in str(item["path"]):  # axolotl's; a task may have an option of that name
-        raise ValueError(f"{label}={item}: an entry's type is format here; write format: {item['type']}")
+        raise UserError(f"{label}={item}: an entry's type is format here; write format: {item['type']}")
     if isinstance(item.get("roles"), dict):
         roles = {role: [names] if isinstance(names, str) else names for role, names in item["roles"].items()}
         item = item | {"roles": ",".join(f"{role}={'|'.join(map(str, names))}" for role, names in roles.items())}
@@ -351,7 +352,7 @@ def build(config: type, values: Values, table: dict[str, Flag], prog: str) -> An
     missing = [flag for flag in table.values() if flag.required and flag.key not in values]
     if missing:
         names = " and ".join(flag.key.upper() if flag.is_positional else flag.name for flag in missing)
-        raise ValueError(f"{names}: required; {prog} --help says what to give")
+        raise UserError(f"{names}: required; {prog} --help says what to give")
     typed = {key: _typed(given, table[key]) for key, given in values.items()}
     try:
         blocks: dict[str, Any] = {}
@@ -366,10 +367,10 @@ def build(config: type, values: Values, table: dict[str, Flag], prog: str) -> An
                 blocks[field.name] = dataclasses.replace(default, **found) if is_given else block(**found)
         return config(**blocks)
     except ValueError as error:  # a check in __post_init__, also of the user's own Config: a sentence
-        raise ValueError(str(error)) from None
+        raise UserError(str(error)) from None
 
 
-def _typed(given: Given, flag: Flag) -> Any:
+def _typed(given: FlagValue, flag: Flag) -> Any:
     try:
         return _value(flag.members, given.words)
     except (ValueError, TypeError, RecursionError):
@@ -380,8 +381,8 @@ def _typed(given: Given, flag: Flag) -> Any:
         choices = [str(choice) for choice in get_args(item)]
         wrong = next((word for word in given.words if word not in choices), None)
         if wrong is not None:
-            raise ValueError(f"{label}={wrong}: must be one of {', '.join(choices)}{value_hint(flag.key, wrong)}")
-    raise ValueError(f"{label}={' '.join(given.words)}: expected {' or '.join(map(_described, flag.members))}")
+            raise UserError(f"{label}={wrong}: must be one of {', '.join(choices)}{value_hint(flag.key, wrong)}")
+    raise UserError(f"{label}={' '.join(given.words)}: expected {' or '.join(map(_described, flag.members))}")
 
 
 def _value(members: tuple[Any, ...], words: tuple[str, ...]) -> Any:
@@ -389,7 +390,7 @@ def _value(members: tuple[Any, ...], words: tuple[str, ...]) -> Any:
     for member in sorted(members, key=lambda member: (member is str, member is not NoneType)):
         with contextlib.suppress(*([ValueError, TypeError] if len(members) > 1 else [])):
             return _value_of(member, words)
-    raise ValueError("fits no type")
+    raise UserError("fits no type")
 
 
 def _value_of(member: Any, words: tuple[str, ...]) -> Any:
@@ -402,17 +403,17 @@ def _value_of(member: Any, words: tuple[str, ...]) -> Any:
     (word,) = words
     if origin is dict:
         if not isinstance(found := json.loads(word), dict):
-            raise ValueError("not a JSON object")
+            raise UserError("not a JSON object")
         return found
     if isinstance(member, type) and issubclass(member, enum.Enum):
         if word not in member.__members__:
-            raise ValueError("not a member")
+            raise UserError("not a member")
         return member[word]
     choices = {NoneType: (None,), bool: (True, False)}.get(member, get_args(member) if origin is Literal else None)
     if choices is None:
         return member(word)  # str, int, float, Path
     if word not in map(str, choices):
-        raise ValueError("not a choice")
+        raise UserError("not a choice")
     return next(choice for choice in choices if str(choice) == word)
 
 

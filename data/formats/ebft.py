@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from data.chat import clean_messages
+from data.errors import UserError
 from data.formats.fields import CONVERSATION, Columns, conversation_of, for_template, text_of, user_turn
 from data.formats.registry import Format, parse_specs
 from data.types import Messages
@@ -91,7 +92,7 @@ def _answer_only(columns: Columns) -> Columns:
         last["content"] = re.sub(rf"{opening}.*?{closing}\s*", "", last["content"], flags=re.DOTALL)
     last["content"] = last["content"].strip()
     if not last["content"] and not last.get("tool_calls"):
-        raise ValueError("the last assistant turn is empty without its thoughts; remove the row")
+        raise UserError("the last assistant turn is empty without its thoughts; remove the row")
     return {**made, "ground_truth": [last]}
 
 
@@ -99,13 +100,13 @@ def _assistant_turns(messages: Messages) -> list[int]:
     """Indices of the assistant's messages."""
     found = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not found:
-        raise ValueError("has no assistant turn, so there is no true completion; remove the row")
+        raise UserError("has no assistant turn, so there is no true completion; remove the row")
     return found
 
 
 def _target(columns: Columns, messages: Messages, number: int) -> Columns:
     if number == 0:
-        raise ValueError("the conversation opens with an assistant turn; put a user turn before it")
+        raise UserError("the conversation opens with an assistant turn; put a user turn before it")
     rest = {name: value for name, value in columns.items() if name not in CONVERSATION}
     return {**rest, "prompt": messages[:number], "ground_truth": [messages[number]]}
 
@@ -155,4 +156,4 @@ def refuse_formats(specs: Sequence[str], data_format: str, others: Mapping[str, 
     for spec in parse_specs(specs):
         name = spec.format or data_format
         if name in others:
-            raise ValueError(f"data_format={name}: gives rows for --mode {mode}; set that, or choose another format")
+            raise UserError(f"data_format={name}: gives rows for --mode {mode}; set that, or choose another format")

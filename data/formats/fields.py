@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 from data.chat import ROLES
+from data.errors import UserError
 from data.format_options import FormatOptions
 from data.types import Messages
 
@@ -25,9 +26,9 @@ NOT_FOR_TEMPLATE = "fix the row, or rename the column if it is not for the chat 
 def need(columns: Columns, *names: str) -> None:
     for name in names:
         if name in columns and columns[name] is None:
-            raise ValueError(f"{name!r} is null; fill it in, remove the row or choose another format")
+            raise UserError(f"{name!r} is null; fill it in, remove the row or choose another format")
         if name not in columns:
-            raise ValueError(f"has no {name!r} (its columns: {listed(columns)}); rename one or choose another format")
+            raise UserError(f"has no {name!r} (its columns: {listed(columns)}); rename one or choose another format")
 
 
 def listed(columns: Columns) -> str:
@@ -45,12 +46,12 @@ def text_of(columns: Columns, *names: str) -> str:
     if name is None and len(names) == 1:
         need(columns, *names)
     if name is None:
-        raise ValueError(f"has none of {', '.join(map(repr, names))} (its columns: {listed(columns)})")
+        raise UserError(f"has none of {', '.join(map(repr, names))} (its columns: {listed(columns)})")
     value = columns[name]
     if not isinstance(value, str):
-        raise ValueError(f"{name!r} is a {type(value).__name__}, not text; fix the row or choose another format")
+        raise UserError(f"{name!r} is a {type(value).__name__}, not text; fix the row or choose another format")
     if not value.strip():
-        raise ValueError(f"{name!r} is empty; fill it in or remove the row")
+        raise UserError(f"{name!r} is empty; fill it in or remove the row")
     return value
 
 
@@ -58,7 +59,7 @@ def system_turn(columns: Columns, name: str = "system") -> Messages:
     """The system message of a row, or nothing if the column is absent or empty."""
     value = columns.get(name)
     if value is not None and not isinstance(value, str):
-        raise ValueError(f"{name!r} is a {type(value).__name__}, not text; fix the row")
+        raise UserError(f"{name!r} is a {type(value).__name__}, not text; fix the row")
     return [{"role": "system", "content": value}] if value else []
 
 
@@ -94,7 +95,7 @@ def conversation_of(columns: Columns, options: FormatOptions = DEFAULT) -> Messa
     if name == DEFAULT.field_messages:
         name = next((name for name in CONVERSATION if columns.get(name) is not None), None)
     if name is None:
-        raise ValueError(
+        raise UserError(
             f"has neither 'messages' nor 'conversations' (its columns: {listed(columns)}); rename one or choose "
             "another format"
         )
@@ -116,13 +117,13 @@ def messages_of(value: Any, name: str, options: FormatOptions = DEFAULT) -> Mess
     """The messages with keys and roles of the data mapped to ours; other keys such as tool_calls are kept."""
     if not isinstance(value, list) or not value:
         found = "empty" if value == [] else f"a {type(value).__name__}"
-        raise ValueError(f"{name!r} is {found}, not a list of messages; fix the row or choose another format")
+        raise UserError(f"{name!r} is {found}, not a list of messages; fix the row or choose another format")
     return [_message(message, f"{name}[{number}]", options) for number, message in enumerate(value)]
 
 
 def _message(value: Any, where: str, options: FormatOptions) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{where} is a {type(value).__name__}, not a message with a role and content; fix the row")
+        raise UserError(f"{where} is a {type(value).__name__}, not a message with a role and content; fix the row")
     if is_sharegpt(value) and "from" not in (options.role_key, options.content_key):
         return _sharegpt_message(value, where, options)
     calls = value.get("tool_calls")
@@ -130,15 +131,15 @@ def _message(value: Any, where: str, options: FormatOptions) -> dict[str, Any]:
         key = getattr(options, setting)
         if key not in value and not (setting == "content_key" and calls):
             keys = ", ".join(map(str, value))
-            raise ValueError(f"{where} has no {key!r} (its keys: {keys}); fix the row, or see format.{setting}")
+            raise UserError(f"{where} has no {key!r} (its keys: {keys}); fix the row, or see format.{setting}")
     role, content = value[options.role_key], value.get(options.content_key)
     role = options.role_names.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
-        raise ValueError(
+        raise UserError(
             f"{where}: role {role!r} is unknown; chat_template.* can map it with format.roles, as in user=human"
         )
     if not isinstance(content, (str, list)) and not (content is None and calls):
-        raise ValueError(f"{where}: its content is {content!r}, not text; fix the row")
+        raise UserError(f"{where}: its content is {content!r}, not text; fix the row")
     mapped = (options.role_key, options.content_key)
     extra = {key: item for key, item in value.items() if key not in mapped and item is not None}
     return {"role": role, "content": content, **extra}
@@ -149,11 +150,11 @@ def _sharegpt_message(value: dict[str, Any], where: str, options: FormatOptions)
     names = {**SHAREGPT_ROLES, **options.role_names}
     role = names.get(sender) if isinstance(sender, str) else None
     if role is None:
-        raise ValueError(f"{where}: from={sender!r} is unknown; use one of {', '.join(SHAREGPT_ROLES)}")
+        raise UserError(f"{where}: from={sender!r} is unknown; use one of {', '.join(SHAREGPT_ROLES)}")
     if sender == "function_call":
         return {"role": role, "content": "", "tool_calls": _tool_calls(text, where)}
     if not isinstance(text, str):
-        raise ValueError(f"{where}: its value is {text!r}, not text; fix the row")
+        raise UserError(f"{where}: its value is {text!r}, not text; fix the row")
     extra = {key: item for key, item in value.items() if key not in ("from", "value") and item is not None}
     return {"role": role, "content": text, **extra}
 
@@ -171,7 +172,7 @@ def _tool_calls(text: Any, where: str) -> list[dict[str, Any]]:
     except (ValueError, TypeError, KeyError):
         made = []
     if not made:
-        raise ValueError(f'{where}: its function_call is not JSON of the form {{"name", "arguments"}}; fix the row')
+        raise UserError(f'{where}: its function_call is not JSON of the form {{"name", "arguments"}}; fix the row')
     return made
 
 
@@ -185,15 +186,15 @@ def response_after(prompt: Messages, value: Any, name: str, options: FormatOptio
         messages = messages_of(value, name, options)
     *before, last = messages
     if before and before != prompt[-len(before) :]:
-        raise ValueError(
+        raise UserError(
             f"{name!r} has {len(messages)} messages that are not the prompt with one answer; a response is one "
             "assistant message, and the turns before it must be those of the prompt"
         )
     if last["role"] != "assistant":
-        raise ValueError(f"{name!r} ends with a {last['role']} message; the last must be the assistant's")
+        raise UserError(f"{name!r} ends with a {last['role']} message; the last must be the assistant's")
     content = last["content"]
     if isinstance(content, str) and not content.strip() and not last.get("tool_calls"):
-        raise ValueError(f"{name!r} is empty; fill it in or remove the row")
+        raise UserError(f"{name!r} is empty; fill it in or remove the row")
     return [last]
 
 
@@ -205,10 +206,10 @@ def for_template(columns: Columns) -> Columns:
             try:
                 found[name] = json.loads(found[name])
             except json.JSONDecodeError as error:
-                raise ValueError(f"{name!r} is not valid JSON ({error.msg}); {NOT_FOR_TEMPLATE}") from None
+                raise UserError(f"{name!r} is not valid JSON ({error.msg}); {NOT_FOR_TEMPLATE}") from None
         if name in found and not isinstance(found[name], kind):
-            raise ValueError(f"{name!r} is a {type(found[name]).__name__}, not a {kind.__name__}; {NOT_FOR_TEMPLATE}")
+            raise UserError(f"{name!r} is a {type(found[name]).__name__}, not a {kind.__name__}; {NOT_FOR_TEMPLATE}")
     for number, tool in enumerate(found.get("tools", ())):
         if not isinstance(tool, dict):
-            raise ValueError(f"tools[{number}] is {tool!r}, not the JSON schema of a tool; {NOT_FOR_TEMPLATE}")
+            raise UserError(f"tools[{number}] is {tool!r}, not the JSON schema of a tool; {NOT_FOR_TEMPLATE}")
     return found

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 
+from data.errors import UserError
 from data.format_options import FormatOptions
 from data.formats.fields import (
     CONVERSATION,
@@ -74,7 +75,7 @@ def two_message_chat(columns: Columns, name: str) -> str:
     messages = messages_of(columns.get(name), name)
     roles = [message["role"] for message in messages]
     if roles != ["user", "assistant"]:
-        raise ValueError(
+        raise UserError(
             f"{name!r} has the messages {', '.join(roles)}; this format takes user, assistant; use "
             "chat_template.argilla_chat for longer conversations"
         )
@@ -111,14 +112,14 @@ def _nectar(columns: Columns, options: FormatOptions) -> Columns:
     need(columns, "answers")
     answers = columns["answers"]
     if not isinstance(answers, list) or len(answers) < 2:
-        raise ValueError("'answers' is not a list of two or more; a pair needs a better and a worse one")
+        raise UserError("'answers' is not a list of two or more; a pair needs a better and a worse one")
     for number, answer in enumerate(answers):
         rank = answer.get("rank") if isinstance(answer, dict) else None
         if isinstance(rank, bool) or not isinstance(rank, (int, float)):
-            raise ValueError(f"answers[{number}] has the rank {rank!r}, not a number; fix the row")
+            raise UserError(f"answers[{number}] has the rank {rank!r}, not a number; fix the row")
     best, worst = (pick(answers, key=lambda answer: answer["rank"]) for pick in (min, max))  # rank 1 is the best
     if best["rank"] == worst["rank"]:
-        raise ValueError(f"'answers' all have the rank {best['rank']}; none is better than another")
+        raise UserError(f"'answers' all have the rank {best['rank']}; none is better than another")
     chosen, rejected = text_of(best, "answer"), text_of(worst, "answer")
     return {"prompt": ZEPHYR_PROMPT.format(prompt=prompt), "chosen": chosen, "rejected": rejected}
 
@@ -153,7 +154,7 @@ def _template_argilla_chat(columns: Columns, options: FormatOptions) -> Columns:
     chosen = messages_of(columns[options.field_chosen], options.field_chosen, options)
     messages_of(columns[options.field_rejected], options.field_rejected, options)
     if len(chosen) < 2:
-        raise ValueError(f"{options.field_chosen!r} has one message; it needs the turns before the answer too")
+        raise UserError(f"{options.field_chosen!r} has one message; it needs the turns before the answer too")
     return _responses(columns, chosen[:-1], options)
 
 
@@ -164,7 +165,7 @@ def _template_argilla(columns: Columns, options: FormatOptions) -> Columns:
     opening = [turns.pop(0)] if turns[0]["role"] == "system" else system_turn(columns)
     roles = [turn["role"] for turn in turns]
     if len(turns) % 2 == 0 or roles != ["user", "assistant"] * (len(turns) // 2) + ["user"]:
-        raise ValueError(f"'chosen' has the messages {', '.join([*roles, 'assistant'])}; they must alternate from user")
+        raise UserError(f"'chosen' has the messages {', '.join([*roles, 'assistant'])}; they must alternate from user")
     if len(turns) == 1 and columns.get("prompt") is not None:
         turns = user_turn(text_of(columns, "prompt"))
     return {**pair, "prompt": [*opening, *turns]}
@@ -216,7 +217,7 @@ def _auto(columns: Columns, options: FormatOptions) -> Columns:
     if prompt is None and all(texts):
         asked = [name for name in QUESTIONS if isinstance(columns.get(name), str) and columns[name].strip()]
         if asked:  # using the common prefix as the prompt would silently drop the question
-            raise ValueError(
+            raise UserError(
                 f"has no 'prompt', but {' and '.join(map(repr, asked))}; name its format (chatml.intel takes question, "
                 "chatml.icr input, chatml.argilla instruction), or rename the column to 'prompt'"
             )
@@ -227,13 +228,13 @@ def _auto(columns: Columns, options: FormatOptions) -> Columns:
     if not shared and len(chosen) == len(rejected) == 1 and isinstance(prompt, str):
         shared = user_turn(text_of(columns, "prompt"))
     if not shared:
-        raise ValueError("'chosen' and 'rejected' share no message to take as the prompt; add a 'prompt'")
+        raise UserError("'chosen' and 'rejected' share no message to take as the prompt; add a 'prompt'")
     return _responses(columns, shared, DEFAULT)
 
 
 def _shared_text(chosen: str, rejected: str) -> Columns:
     if chosen == rejected:
-        raise ValueError("'chosen' and 'rejected' are the same text, which leaves no response; add a 'prompt'")
+        raise UserError("'chosen' and 'rejected' are the same text, which leaves no response; add a 'prompt'")
     length = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False)))
     if length == min(len(chosen), len(rejected)):  # one continues the other: its last word is the response
         end = len(chosen[:length].rstrip())
@@ -242,7 +243,7 @@ def _shared_text(chosen: str, rejected: str) -> Columns:
         length -= 1
     prompt = chosen[: max(length, 0)]
     if not prompt.strip():
-        raise ValueError("'chosen' and 'rejected' share no beginning to take as the prompt; add a 'prompt'")
+        raise UserError("'chosen' and 'rejected' share no beginning to take as the prompt; add a 'prompt'")
     return {"prompt": prompt, "chosen": chosen[length:], "rejected": rejected[length:]}
 
 

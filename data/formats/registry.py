@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from data.errors import UserError
 from data.format_options import FormatOptions
 from data.formats.fields import (
     CONVERSATION,
@@ -103,9 +104,9 @@ def rows_and_formats(
 
 def parse_specs(specs: Sequence[str]) -> list[DataSpec]:
     if not specs:
-        raise ValueError("data=(): nothing to read; give at least one file, hub id or task:NAME")
+        raise UserError("data=(): nothing to read; give at least one file, hub id or task:NAME")
     if isinstance(specs, str):
-        raise ValueError(f"data={specs}: must be a list of paths; write [{specs}]")
+        raise UserError(f"data={specs}: must be a list of paths; write [{specs}]")
     return [parse_spec(spec) for spec in specs]
 
 
@@ -114,7 +115,7 @@ def apply(function: Callable[..., Any], row: Row, *args: Any) -> Any:
     try:
         return function(row.columns, *args)
     except ValueError as error:
-        raise ValueError(f"{row.source}: {error}{other_methods(row.columns, str(error))}") from None
+        raise UserError(f"{row.source}: {error}{other_methods(row.columns, str(error))}") from None
 
 
 def _auto_prompt(columns: Columns) -> Columns:
@@ -124,18 +125,18 @@ def _auto_prompt(columns: Columns) -> Columns:
     if is_sharegpt(messages) or (messages is None and columns.get("conversations") is not None):
         return _chat_prompt(columns, FormatOptions())
     if messages is None:
-        raise ValueError(
+        raise UserError(
             f"has neither 'prompt' nor 'messages' (its columns: {listed(columns)}); rename a column or set data_format"
         )
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError("'messages' must be a list of {'role', 'content'} objects")
+        raise UserError("'messages' must be a list of {'role', 'content'} objects")
     return {**columns, "prompt": _up_to_user(messages, "messages")}
 
 
 def _up_to_user(messages: Messages, name: str) -> Messages:
     last_user = max((n for n, message in enumerate(messages) if message.get("role") == "user"), default=-1)
     if last_user < 0:
-        raise ValueError(f"{name!r} has no user turn to answer")
+        raise UserError(f"{name!r} has no user turn to answer")
     return messages[: last_user + 1]
 
 
@@ -157,7 +158,7 @@ def _gsm8k(columns: Columns) -> Columns:
     need(columns, "question", "answer")
     _, marker, number = str(columns["answer"]).rpartition("####")
     if not marker:
-        raise ValueError("'answer' has no '####' before its result; use data_format=question_answer")
+        raise UserError("'answer' has no '####' before its result; use data_format=question_answer")
     return {**_question_answer(columns), "answer": number.strip().replace(",", "")}
 
 
@@ -179,7 +180,7 @@ def _auto_sft(columns: Columns) -> Columns:
         return _chat_sft(columns, FormatOptions())
     if {"instruction", "output"} <= present:
         return _alpaca_sft(columns)
-    raise ValueError(
+    raise UserError(
         "has none of 'messages', 'conversations', 'prompt' with 'completion', 'text', 'instruction' with 'output' (its "
         f"columns: {listed(columns)}); rename a column or set data_format"
     )
@@ -218,7 +219,7 @@ def _user_defined_sft(columns: Columns, options: FormatOptions) -> Columns:
 def _instruction(columns: Columns) -> Messages:
     parts = [columns["instruction"], columns.get("input")]
     if not all(part is None or isinstance(part, str) for part in parts):
-        raise ValueError("its 'instruction' or 'input' is not text; fix the row")
+        raise UserError("its 'instruction' or 'input' is not text; fix the row")
     return user_turn("\n\n".join(part for part in parts if part))
 
 
@@ -256,7 +257,7 @@ def _find(
     family = name.partition(".")[0]
     ours = any(known.startswith(f"{family}.") for known in formats) and not Path(f"{family}.py").is_file()
     if "." not in name or ours:
-        raise ValueError(f"data_format={name}: no such format; {suggest(name, formats)} or give my_module.my_transform")
+        raise UserError(f"data_format={name}: no such format; {suggest(name, formats)} or give my_module.my_transform")
     if spec.format_options:
         _with_own(spec, name, formats)
     transform = load_transform(name, formats["auto"], tokenizer, cfg, dataset_idx)
@@ -269,14 +270,14 @@ def _with_own(spec: DataSpec, name: str, formats: Mapping[str, Format]) -> Forma
     for option, value in spec.format_options.items():
         if not isinstance(found, WithOptions) or option not in found.reads:
             readers = [known for known, other in formats.items() if option in getattr(other, "reads", ())]
-            raise ValueError(
+            raise UserError(
                 f"data={spec.path}: {option}={value} has no effect on format={name}; "
                 + (f"it is for {', '.join(sorted(readers))}" if readers else "no format of this method reads it")
             )
     try:
         return replace(found, options=replace(found.options, **spec.format_options))
     except ValueError as error:  # an invalid format string or role
-        raise ValueError(f"data={spec.path}: {error}") from None
+        raise UserError(f"data={spec.path}: {error}") from None
 
 
 def load_transform(name: str, then: Format, tokenizer: Any, cfg: Any, dataset_idx: int = 0) -> Format | Batched:
@@ -287,20 +288,20 @@ def load_transform(name: str, then: Format, tokenizer: Any, cfg: Any, dataset_id
     module, _, attribute = name.rpartition(".")
     factory = attribute_of(load_module(module, f"data_format={name}"), attribute, f"data_format={name}")
     if not callable(factory):
-        raise ValueError(f"data_format={name}: is a {type(factory).__name__}, not a function; name a function of cfg")
+        raise UserError(f"data_format={name}: is a {type(factory).__name__}, not a function; name a function of cfg")
     try:
         made = factory(cfg, dataset_idx=dataset_idx) if _takes(factory, "dataset_idx") else factory(cfg)
     except Exception as error:  # the user's code, whatever it raises
-        raise ValueError(f"data_format={name}: failed when called with the config ({describe_error(error)})") from None
+        raise UserError(f"data_format={name}: failed when called with the config ({describe_error(error)})") from None
     function, settings = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
     if not callable(function) or not isinstance(settings, dict):
-        raise ValueError(
+        raise UserError(
             f"data_format={name}: returned {type(made).__name__}; it is called with the config and must return a "
             'function of an example, or (function, {"remove_columns": [...]})'
         )
     unknown = sorted(settings.keys() - MAP_SETTINGS - NO_EFFECT)
     if unknown:
-        raise ValueError(
+        raise UserError(
             f"data_format={name}: the setting {unknown[0]!r} is unknown; only "
             f"{', '.join(sorted(MAP_SETTINGS))} are supported"
         )
@@ -309,7 +310,7 @@ def load_transform(name: str, then: Format, tokenizer: Any, cfg: Any, dataset_id
         return _row_transform(name, function, removed, tokenizer)
     size = settings.get("batch_size", 1000)
     if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
-        raise ValueError(f"data_format={name}: batch_size={size!r} is not a whole number; give one, or leave it out")
+        raise UserError(f"data_format={name}: batch_size={size!r} is not a whole number; give one, or leave it out")
     extra = _tokenizers(function, tokenizer)
     size = size if size is not None and size > 0 else sys.maxsize  # as in datasets: all rows at once
     return Batched(name, lambda batch: function(batch, **extra), size, removed, then)
@@ -340,9 +341,9 @@ def _row_transform(name: str, function: Callable[..., Any], removed: Any, tokeni
         try:
             result = function(dict(columns), **extra)
         except Exception as error:  # the user's code, whatever it raises
-            raise ValueError(f"data_format={name} failed on this row ({describe_error(error)})") from None
+            raise UserError(f"data_format={name} failed on this row ({describe_error(error)})") from None
         if not isinstance(result, dict):
-            raise ValueError(f"data_format={name} returned {type(result).__name__} for this row; it must return a dict")
+            raise UserError(f"data_format={name} returned {type(result).__name__} for this row; it must return a dict")
         return {**_kept(columns, removed), **result}
 
     return transform
@@ -359,16 +360,16 @@ def _in_batches(transform: Batched, rows: Sequence[Row]) -> list[Row]:
         try:
             returned = transform.function({name: list(values) for name, values in batch.items()})
         except Exception as error:  # the user's code, whatever it raises
-            raise ValueError(
+            raise UserError(
                 f"{where}: data_format={transform.name} failed on these rows ({describe_error(error)})"
             ) from None
         if not isinstance(returned, Mapping) or not all(isinstance(values, list) for values in returned.values()):
-            raise ValueError(f"{where}: data_format={transform.name} is batched; it must return a dict of lists")
+            raise UserError(f"{where}: data_format={transform.name} is batched; it must return a dict of lists")
         columns = {**_kept(batch, transform.removed), **returned}
         lengths = {len(values) for values in columns.values()}
         if len(lengths) > 1:
             counts = ", ".join(f"{name}: {len(values)}" for name, values in columns.items())
-            raise ValueError(
+            raise UserError(
                 f"{where}: data_format={transform.name} leaves columns of different lengths ({counts}); return all of "
                 "one length, and name in remove_columns those that are not"
             )
@@ -379,5 +380,5 @@ def _in_batches(transform: Batched, rows: Sequence[Row]) -> list[Row]:
             for n, source in enumerate(sources)
         ]
     if not made:
-        raise ValueError(f"data_format={transform.name}: left none of the {len(rows)} rows; give other data")
+        raise UserError(f"data_format={transform.name}: left none of the {len(rows)} rows; give other data")
     return made

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from data.errors import UserError
 from data.formats.fields import for_template
 from data.formats.registry import Columns
 
@@ -21,7 +22,7 @@ from data.formats.registry import Columns
 def _parse(words: Sequence[str]) -> dict[str, Any]:
     value = json.loads(words[0])  # tyro reports what was expected
     if not isinstance(value, dict):
-        raise ValueError("not a JSON object")
+        raise UserError("not a JSON object")
     return value
 
 
@@ -52,9 +53,9 @@ def check_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
     given = f"chat_template_kwargs={json.dumps(kwargs)}"
     for name in kwargs:
         if name in taken:
-            raise ValueError(f"{given}: {name!r} is not a setting of the template; remove it")
+            raise UserError(f"{given}: {name!r} is not a setting of the template; remove it")
         if not re.search(rf"\b{re.escape(name)}\b", template):
-            raise ValueError(
+            raise UserError(
                 f"{given}: the chat template does not read {name!r}, so it has no effect; check the name, or remove it"
             )
 
@@ -62,4 +63,4 @@ def check_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
 def check_effect(kwargs: Mapping[str, Any] | None, is_rendered: bool) -> None:
     """Refuse the flag if no row is rendered by a chat template."""
     if kwargs and not is_rendered:
-        raise ValueError("chat_template_kwargs: has no effect, all rows are plain text; give messages, or leave it out")
+        raise UserError("chat_template_kwargs: has no effect, all rows are plain text; give messages, or leave it out")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from data.errors import UserError
 from data.format_options import FormatOptions
 from data.formats.fields import (
     Columns,
@@ -31,7 +32,7 @@ def label_of(columns: Columns, name: str = "label") -> bool:
     need(columns, name)
     label = parse_bool(columns[name])
     if label is None:
-        raise ValueError(f"{name!r} is {columns[name]!r}; it must be true or false (or 1 or 0)")
+        raise UserError(f"{name!r} is {columns[name]!r}; it must be true or false (or 1 or 0)")
     return label
 
 
@@ -86,7 +87,7 @@ def _auto(columns: Columns, options: FormatOptions) -> Columns:
 
 def _conversation(columns: Columns, prompt: Messages, completion: Any, name: str) -> Columns:
     if not prompt:
-        raise ValueError(f"{name!r} has one message; it needs the turns before the answer too")
+        raise UserError(f"{name!r} has one message; it needs the turns before the answer too")
     answer = response_after(prompt, completion, name)
     return {"prompt": prompt, "completion": answer, "label": label_of(columns), **for_template(columns)}
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from data.errors import UserError
 from data.formats.registry import Columns, Format, apply, rows_and_formats
 from data.sources import DataSpec, Row
 
@@ -37,7 +38,7 @@ class Tally:
 def check_system(system_prompt: str | None, takes_system: bool) -> None:
     """Refuse a system prompt that applies to no row."""
     if system_prompt is not None and not takes_system:
-        raise ValueError("system_prompt: has no effect, all rows are plain text; give messages, or put it in the text")
+        raise UserError("system_prompt: has no effect, all rows are plain text; give messages, or put it in the text")
 
 
 def read_rows(
@@ -46,7 +47,7 @@ def read_rows(
 ) -> Iterator[tuple[DataSpec, Row, T]]:  # fmt: skip
     """Every row with make(its formatted columns); a bad row raises, or is counted and skipped."""
     if bad_rows not in ("error", "skip"):
-        raise ValueError(f"bad_rows={bad_rows}: must be error or skip")
+        raise UserError(f"bad_rows={bad_rows}: must be error or skip")
     rows = rows_and_formats(specs, formats, data_format=data_format, tokenizer=tokenizer, cfg=cfg)
     for spec, row, function in rows:
         tally.num_rows += 1
@@ -59,4 +60,4 @@ def read_rows(
             continue
         yield spec, row, made
     if len(tally.bad) == tally.num_rows:
-        raise ValueError(f"bad_rows=skip: none of the {tally.num_rows} rows can be used; the first: {tally.bad[0]}")
+        raise UserError(f"bad_rows=skip: none of the {tally.num_rows} rows can be used; the first: {tally.bad[0]}")

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
+from data.errors import UserError
+
 T = TypeVar("T")
 NOT_CONTENT = ("source", "weight")  # where a row comes from and how often it is taken
 
@@ -52,7 +54,7 @@ def held_out_numbers(num_rows: int, size: float, seed: int) -> set[int]:
     """Which of num_rows rows are held out: a fraction of them (size below 1), rounded up, or that many."""
     count = math.ceil(size * num_rows) if size < 1 else int(size)
     if count >= num_rows:
-        raise ValueError(
+        raise UserError(
             f"val_set_size={size:g}: takes {count} of {num_rows} rows, so none is left to train on; lower it"
         )
     return set(random.Random(f"{seed}/held out").sample(range(num_rows), count))
@@ -76,5 +78,5 @@ def _distinct(rows: list[T], name: str, known: set[bytes] | None = None) -> list
         also = " or the training rows" if known is not None else ""
         print(f"{name}: removed {len(rows) - len(kept)} of {len(rows)} rows that repeat others{also}", file=sys.stderr)
     if not kept:
-        raise ValueError(f"dedup=True: all {len(rows)} rows of eval_data are among the training rows; give other rows")
+        raise UserError(f"dedup=True: all {len(rows)} rows of eval_data are among the training rows; give other rows")
     return kept

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from data.errors import UserError
 from data.formats.registry import apply
 from data.rows.prompts import fits, log_left_out, tokenise_prompt
 from data.sources import Row, load_rows, parse_spec
@@ -73,7 +74,7 @@ def split_dataset(text: str, folder: str | None) -> tuple[str, str | None]:
     path, at, server = text.rpartition("@")
     path, name = (path, server.strip()) if at else (text, None)
     if not path.strip() or name == "":
-        raise ValueError(f"nemo_gym.datasets={text}: is not of the form PATH@SERVER; give a path, and a name after @")
+        raise UserError(f"nemo_gym.datasets={text}: is not of the form PATH@SERVER; give a path, and a name after @")
     place = Path(path.strip()).expanduser()  # before joining: ~/rows.jsonl is not relative to the folder
     return str(place if place.is_absolute() or folder is None else Path(folder).expanduser() / place), name
 
@@ -82,13 +83,13 @@ def nemo_gym_columns(columns: Columns, server: str | None, index: int) -> Column
     """The row's own fields, `prompt`, and OWN."""
     params = columns.get("responses_create_params")
     if not isinstance(params, dict):
-        raise ValueError("has no 'responses_create_params' object; it is not a row of NeMo Gym")
+        raise UserError("has no 'responses_create_params' object; it is not a row of NeMo Gym")
     name = _agent_name(columns)
     taken = next((field for field in OWN if field in columns), None)
     if taken:
-        raise ValueError(f"has a field {taken!r}, which is ours; rename it")
+        raise UserError(f"has a field {taken!r}, which is ours; rename it")
     if server is None and name is None:
-        raise ValueError("has no agent_ref, and its dataset no server; write PATH@SERVER in nemo_gym.datasets")
+        raise UserError("has no agent_ref, and its dataset no server; write PATH@SERVER in nemo_gym.datasets")
     fields = {key: value for key, value in columns.items() if key != "responses_create_params" and value is not None}
     return {
         **fields,
@@ -104,7 +105,7 @@ def input_messages(items: Any) -> Messages:
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not isinstance(items, list) or not items:
-        raise ValueError("responses_create_params.input: must be text, or a list of at least one message")
+        raise UserError("responses_create_params.input: must be text, or a list of at least one message")
     return item_messages(items, "responses_create_params.input")
 
 
@@ -113,7 +114,7 @@ def item_messages(items: Sequence[Any], where: str) -> Messages:
     messages: Messages = []
     for number, item in enumerate(items):
         if not isinstance(item, dict):
-            raise ValueError(f"{where}[{number}]: is a {type(item).__name__}, not an object")
+            raise UserError(f"{where}[{number}]: is a {type(item).__name__}, not an object")
         kind = item.get("type") or "message"
         if kind == "message":
             messages.append({"role": item.get("role"), "content": _text(item.get("content"), f"{where}[{number}]")})
@@ -128,7 +129,7 @@ def item_messages(items: Sequence[Any], where: str) -> Messages:
             text = output if isinstance(output, str) else json.dumps(output)
             messages.append({"role": "tool", "content": text, "tool_call_id": item.get("call_id")})
         elif kind != "reasoning":  # reasoning is not a message; the token ids of an episode include it
-            raise ValueError(f"{where}[{number}]: type={kind} is not known; give messages, calls and their outputs")
+            raise UserError(f"{where}[{number}]: type={kind} is not known; give messages, calls and their outputs")
     return messages
 
 
@@ -139,7 +140,7 @@ def _text(content: Any, where: str) -> str:
         isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
     ):
         return "".join(part["text"] for part in content)
-    raise ValueError(f"{where}: its content is not text; only text is supported")
+    raise UserError(f"{where}: its content is not text; only text is supported")
 
 
 def _agent_name(columns: Columns) -> str | None:
@@ -148,5 +149,5 @@ def _agent_name(columns: Columns) -> str | None:
     if ref is None:
         return None
     if not isinstance(ref, dict) or not isinstance(ref.get("name"), str) or not ref["name"]:
-        raise ValueError(f"agent_ref={ref!r}: must be an object with a name")
+        raise UserError(f"agent_ref={ref!r}: must be an object with a name")
     return ref["name"]

@@ -20,6 +20,7 @@ from data.chat import (
     render_responses,
     unwritten,
 )
+from data.errors import UserError
 from data.format_options import FormatOptions
 from data.formats.pairs import FAMILIES, PAIR_FORMATS, PAIR_OPTIONS, PairFormat
 from data.formats.registry import Columns, Format, WithOptions, parse_specs
@@ -98,7 +99,7 @@ def read_responses(
     if not found:
         name = "max_prompt_length" if any("max_prompt_length" in what for what in tally.notes) else "max_length"
         left_out = "; ".join(f"{count} {what}" for what, count in tally.notes.items())
-        raise ValueError(
+        raise UserError(
             f"{name}={getattr(limits, name)}: none of the {tally.num_rows} rows fits ({left_out}); raise it"
         )
     check_system(system_prompt, takes_system)
@@ -123,7 +124,7 @@ def bind(
     for name in changed:
         if name not in read:
             readers = ", ".join(sorted(known for known, names in options_read.items() if name in names))
-            raise ValueError(
+            raise UserError(
                 f"format.{name}={getattr(options, name)}: has no effect on data_format={', '.join(sorted(used))}; it "
                 f"is for {readers or 'unpaired rows'}"
             )
@@ -156,11 +157,11 @@ def limits_of(
     max_length: int | None, max_prompt_length: int | None, context_length: int | None, too_long: TooLong
 ) -> Limits:
     if max_length is not None and max_length < 2:
-        raise ValueError(f"max_length={max_length}: must be 2 or more, a prompt and a response")
+        raise UserError(f"max_length={max_length}: must be 2 or more, a prompt and a response")
     if max_prompt_length is not None and max_prompt_length < 1:
-        raise ValueError(f"max_prompt_length={max_prompt_length}: must be 1 or more")
+        raise UserError(f"max_prompt_length={max_prompt_length}: must be 1 or more")
     if too_long not in ("cut", "drop"):
-        raise ValueError(f"too_long={too_long}: must be cut or drop")
+        raise UserError(f"too_long={too_long}: must be cut or drop")
     lengths = [length for length in (max_length, context_length) if length is not None]
     return Limits(min(lengths, default=None), max_prompt_length, too_long)
 
@@ -212,7 +213,7 @@ def render_row(
         notes = list(dict.fromkeys(notes))
     length = min(common_prefix(head, whole) for whole in wholes)
     if length == 0:
-        raise ValueError(
+        raise UserError(
             "the prompt has no token of its own, all its text merges into the response's tokens; lengthen it"
         )
     if length < len(head):
@@ -227,7 +228,7 @@ def _closed(ids: list[int], tokenizer: Any) -> list[int]:
     if ids and ids[-1] in {eos, *_closing_ids(tokenizer)}:
         return ids
     if eos is None:
-        raise ValueError("tokenizer: has no eos token, so text could not teach where to stop; set one, or use messages")
+        raise UserError("tokenizer: has no eos token, so text could not teach where to stop; set one, or use messages")
     return [*ids, eos]
 
 
@@ -246,5 +247,5 @@ def _margin(value: Any) -> float | None:
     except (TypeError, ValueError):
         margin = math.nan
     if not math.isfinite(margin) or isinstance(value, bool):
-        raise ValueError(f"'margin' is {value!r}, not a number; fix the row")
+        raise UserError(f"'margin' is {value!r}, not a number; fix the row")
     return margin

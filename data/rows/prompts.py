@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from data.chat import clean_messages, render_prompt, unwritten, with_system
+from data.errors import UserError
 from data.formats.registry import PROMPT_FORMATS, Columns, apply, formatted_rows
 from data.formats.template_settings import check_effect, template_settings
 from data.rows.bad_rows import Tally, check_system
@@ -56,7 +57,7 @@ def load_prompts(
 
 def check_room(max_completion_length: int, context_length: int | None) -> None:
     if context_length is not None and max_completion_length >= context_length:
-        raise ValueError(
+        raise UserError(
             f"max_completion_length={max_completion_length}: leaves no room for a prompt in the model's context of "
             f"{context_length}; lower it"
         )
@@ -70,7 +71,7 @@ def fits(
     if max_prompt_length is not None and len(ids) > max_prompt_length:
         return False
     if context_length is not None and len(ids) + max_completion_length > context_length:
-        raise ValueError(
+        raise UserError(
             f"{source}: its prompt of {len(ids)} tokens and max_completion_length={max_completion_length} do "
             f"not fit the model's context of {context_length}; shorten either, or leave such rows out with "
             f"max_prompt_length={max(context_length - max_completion_length, 0)}"
@@ -81,7 +82,7 @@ def fits(
 def log_left_out(num_kept: int, num_rows: int, max_prompt_length: int | None) -> None:
     """Log how many prompts were too long; it is an error if all are."""
     if not num_kept:
-        raise ValueError(f"max_prompt_length={max_prompt_length}: all {num_rows} prompts are longer; raise it")
+        raise UserError(f"max_prompt_length={max_prompt_length}: all {num_rows} prompts are longer; raise it")
     if num_kept < num_rows:
         left_out = num_rows - num_kept
         print(f"data: left out {left_out} of {num_rows} prompts over {max_prompt_length=} tokens", file=sys.stderr)
@@ -103,15 +104,15 @@ def tokenise_prompt(
     """The prompt of a row; kwargs are --chat-template-kwargs, which the row's own settings override."""
     prompt = columns["prompt"]
     if prompt == [] or (isinstance(prompt, str) and not prompt.strip()):
-        raise ValueError("the prompt is empty; remove the row or fill it in")
+        raise UserError("the prompt is empty; remove the row or fill it in")
     if isinstance(prompt, str):
         return Rendered(prompt, render_prompt(tokenizer, prompt), {}, [])
     prompt = clean_messages(prompt)
     last = prompt[-1]
     if last["role"] == "assistant":
-        raise ValueError("the prompt ends with an assistant turn; it must end where the assistant is to answer")
+        raise UserError("the prompt ends with an assistant turn; it must end where the assistant is to answer")
     if not last["content"].strip():
-        raise ValueError("the prompt is empty (its last message has no text); remove the row or fill it in")
+        raise UserError("the prompt is empty (its last message has no text); remove the row or fill it in")
     settings = template_settings(columns, kwargs)
     ids = render_prompt(tokenizer, prompt, system_prompt, settings)
     notes = unwritten(tokenizer, prompt, settings, first_trained=len(prompt))

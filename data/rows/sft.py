@@ -15,6 +15,7 @@ from data.chat import (
     render_prompt,
     unwritten,
 )
+from data.errors import UserError
 from data.formats.registry import SFT_FORMATS, Columns, Format, apply, formatted_rows
 from data.formats.template_settings import check_effect, template_settings
 from data.rows.bad_rows import Tally, check_system
@@ -32,7 +33,7 @@ def load_examples(
     `chat_template_kwargs` go to the chat template. `trained` says which turns and end tokens are.
     """
     if max_length < 2:
-        raise ValueError(f"max_length={max_length}: must be 2 or more, a token and the one it predicts")
+        raise UserError(f"max_length={max_length}: must be 2 or more, a token and the one it predicts")
     limit = max_length if context_length is None else min(max_length, context_length)
     examples, num_cut, conversational, only_text, tally = [], 0, False, True, Tally()
     for spec, row in formatted_rows(specs, formats, data_format=data_format, tokenizer=tokenizer, cfg=cfg):
@@ -48,9 +49,9 @@ def load_examples(
     num_rows, num_dropped = tally.num_rows, tally.num_rows - len(examples)
     if not examples and not num_cut:
         roles = "an assistant turn" if trained.roles == ASSISTANT.roles else f"a turn of {', '.join(trained.roles)}"
-        raise ValueError(f"data: none of the {num_rows} rows has {roles} to train; check the roles")
+        raise UserError(f"data: none of the {num_rows} rows has {roles} to train; check the roles")
     if not examples:
-        raise ValueError(f"data: none of the {num_rows} rows has a token to train within max_length={limit}; raise it")
+        raise UserError(f"data: none of the {num_rows} rows has a token to train within max_length={limit}; raise it")
     if num_cut:
         print(f"data: cut {num_cut} of {num_rows} examples to {limit} tokens", file=sys.stderr)
     if num_dropped:
@@ -58,9 +59,9 @@ def load_examples(
     check_system(system_prompt, conversational)
     check_effect(chat_template_kwargs, conversational)
     if trained.roles != ASSISTANT.roles and not conversational:
-        raise ValueError("roles_to_train: has no effect, all rows are plain text; give messages, or leave it out")
+        raise UserError("roles_to_train: has no effect, all rows are plain text; give messages, or leave it out")
     if trained.inputs and only_text:
-        raise ValueError("train_on_inputs=True: has no effect on plain text, all of which is trained; leave it out")
+        raise UserError("train_on_inputs=True: has no effect on plain text, all of which is trained; leave it out")
     tally.log()
     return examples
 
@@ -82,10 +83,10 @@ def _tokenise(
         return *_tokenise_text(columns["text"], tokenizer, with_end), []
     prompt, completion = columns["prompt"], columns["completion"]
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
-        raise ValueError("the prompt is empty; remove the row or fill it in")
+        raise UserError("the prompt is empty; remove the row or fill it in")
     if isinstance(prompt, str):
         if not isinstance(completion, str):
-            raise ValueError(
+            raise UserError(
                 "the prompt is text but the completion is not; give both as text, or the prompt as messages"
             )
         ids, start = render_completion(tokenizer, prompt, completion)
@@ -94,9 +95,9 @@ def _tokenise(
         return ids[:start] + answer, [*mask[:-1], with_end], []
     prompt = clean_messages(prompt)
     if prompt[-1]["role"] == "assistant":
-        raise ValueError("the prompt ends with an assistant turn; it must end where the completion begins")
+        raise UserError("the prompt ends with an assistant turn; it must end where the completion begins")
     if not isinstance(completion, (str, list)):
-        raise ValueError(f"the completion is a {type(completion).__name__}; give text or messages")
+        raise UserError(f"the completion is a {type(completion).__name__}; give text or messages")
     answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     # Assistant turns within the prompt are context and not trained.
     first = 0 if trained.inputs else len(prompt)
@@ -118,9 +119,9 @@ def _conversation(
 
 def _tokenise_text(text: Any, tokenizer: Any, with_end: bool) -> tuple[list[int], list[bool]]:
     if not isinstance(text, str):
-        raise ValueError(f"the text is a {type(text).__name__}; put it in quotes")
+        raise UserError(f"the text is a {type(text).__name__}; put it in quotes")
     if not text.strip():
-        raise ValueError("the text is empty; remove the row or fill it in")
+        raise UserError("the text is empty; remove the row or fill it in")
     ids = _with_eos(render_prompt(tokenizer, text), tokenizer)
     return ids, [False] + [True] * (len(ids) - 2) + [with_end] if len(ids) > 1 else [False]
 
@@ -128,7 +129,7 @@ def _tokenise_text(text: Any, tokenizer: Any, with_end: bool) -> tuple[list[int]
 def _with_eos(ids: list[int], tokenizer: Any) -> list[int]:
     eos = tokenizer.eos_token_id
     if eos is None:
-        raise ValueError(
+        raise UserError(
             "tokenizer: has no eos token, so plain text could not teach where to stop; set one, or use messages"
         )
     return ids if ids and ids[-1] == eos else [*ids, eos]

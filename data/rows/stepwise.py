@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from data.chat import render_prompt, render_text
+from data.errors import UserError
 from data.formats.fields import Columns, for_template, messages_of, need, parse_bool, text_of
 from data.formats.registry import Format
 from data.formats.template_settings import check_effect, template_settings
@@ -44,7 +45,7 @@ def load_steps(
         ("context_length", context_length, 2),
     ):
         if value is not None and value < least:
-            raise ValueError(f"{name}={value}: must be {least} or more")
+            raise UserError(f"{name}={value}: must be {least} or more")
     limit = min((length for length in (max_length, context_length) if length is not None), default=None)
     separator = separator_ids(tokenizer, step_separator)
     tally = Tally()
@@ -68,7 +69,7 @@ def load_steps(
             tally.note(f"cut to max_length={limit}" if len(ids) == limit else f"cut to {max_completion_length=}")
         rows.append(Steps(source=row.source, ids=ids, labels=labels, weight=spec.weight))
     if not rows:
-        raise ValueError(
+        raise UserError(
             f"max_length={limit}: none of the {tally.num_rows} rows has a label within it"
             + (f" and {max_completion_length=}" if max_completion_length else "") + "; raise it"
         )  # fmt: skip
@@ -81,7 +82,7 @@ def load_steps(
 def separator_ids(tokenizer: Any, step_separator: str) -> list[int]:
     """Ids of the separator, which must not be empty: the label of a step is on its last token."""
     if not step_separator:
-        raise ValueError("step_separator='': must not be empty, the label of a step is on its last token")
+        raise UserError("step_separator='': must not be empty, the label of a step is on its last token")
     return render_text(tokenizer, step_separator)
 
 
@@ -111,15 +112,15 @@ def _stepwise_supervised(columns: Columns) -> Columns:
     steps, labels = columns["completions"], columns["labels"]
     for name, value in (("completions", steps), ("labels", labels)):
         if not isinstance(value, list) or not value:
-            raise ValueError(f"{name!r} is {value!r}; it must be a list with an entry for each step")
+            raise UserError(f"{name!r} is {value!r}; it must be a list with an entry for each step")
     if len(steps) != len(labels):
-        raise ValueError(f"has {len(steps)} completions and {len(labels)} labels; each step needs one label")
+        raise UserError(f"has {len(steps)} completions and {len(labels)} labels; each step needs one label")
     for number, step in enumerate(steps):
         if not isinstance(step, str):  # an empty step has its label on the separator
-            raise ValueError(f"completions[{number}] is a {type(step).__name__}, not text; fix the row")
+            raise UserError(f"completions[{number}] is a {type(step).__name__}, not text; fix the row")
     for number, label in enumerate(labels):
         if parse_bool(label) is None:
-            raise ValueError(f"labels[{number}] is {label!r}; it must be true or false (or 1 or 0)")
+            raise UserError(f"labels[{number}] is {label!r}; it must be true or false (or 1 or 0)")
     made = {"prompt": prompt, "completions": steps, "labels": [int(bool(parse_bool(label))) for label in labels]}
     return {**made, **for_template(columns)}
 

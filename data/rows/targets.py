@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from data.chat import clean_messages, render_conversation, unwritten
+from data.errors import UserError
 from data.format_options import FormatOptions
 from data.formats.ebft import EBFT_FORMATS, EBFT_STRIDED_FORMATS, TargetFormat, last_turn, refuse_formats
 from data.formats.fields import DEFAULT, Columns, listed
@@ -56,7 +57,7 @@ def load_targets(
     """
     refuse_formats(specs, data_format, EBFT_STRIDED_FORMATS, "strided")
     if max_completion_length < 1:
-        raise ValueError(f"max_completion_length={max_completion_length}: must be 1 or more")
+        raise UserError(f"max_completion_length={max_completion_length}: must be 1 or more")
     check_room(max_completion_length, context_length)
     pairs = bind(PAIR_FORMATS, PAIR_OPTIONS, specs, tokenizer, data_format, system_prompt, options)
     pairs.pop("auto")
@@ -127,7 +128,7 @@ def render_target(
         mask = [True] * len(target_ids)
     if not isinstance(prompt, str) and len(head) > len(prompt_ids) + (not later):
         lost = tokenizer.decode(head[len(prompt_ids) :])
-        raise ValueError(
+        raise UserError(
             f"the chat template opens an answer with {lost!r}, which the true completion does not begin with; "
             "add it there, or use another chat_template"
         )
@@ -141,17 +142,17 @@ def _true_turns(columns: Columns) -> str | Messages:
     """The target: text after a text prompt, else messages that begin and end with the assistant's."""
     prompt, target, later = (columns.get(name) for name in ("prompt", "ground_truth", "remaining_turns"))
     if isinstance(target, str) and not target.strip():
-        raise ValueError("the true completion is empty; fill it in or remove the row")
+        raise UserError("the true completion is empty; fill it in or remove the row")
     if isinstance(prompt, str):
         if later:
-            raise ValueError("'remaining_turns' follow a prompt that is text; give the prompt as messages")
+            raise UserError("'remaining_turns' follow a prompt that is text; give the prompt as messages")
         if not isinstance(target, str):
-            raise ValueError(
+            raise UserError(
                 "the prompt is text but the true completion is not; give both as text, or the prompt as messages"
             )
         return target
     if not isinstance(target, (str, list)):
-        raise ValueError(f"the true completion is a {type(target).__name__}; give text or messages")
+        raise UserError(f"the true completion is a {type(target).__name__}; give text or messages")
     turns = [{"role": "assistant", "content": target}] if isinstance(target, str) else target
     turns = clean_messages(turns)
     return _checked([*turns, *clean_messages(later)] if later else turns)
@@ -161,19 +162,19 @@ def _checked(turns: Messages) -> Messages:
     """The turns up to the last assistant turn; they begin with one, and never have two in a row."""
     roles = [turn["role"] for turn in turns]
     if roles[0] != "assistant":
-        raise ValueError(f"the true completion begins with a {roles[0]} message; it must be the assistant's")
+        raise UserError(f"the true completion begins with a {roles[0]} message; it must be the assistant's")
     turns = turns[: len(roles) - roles[::-1].index("assistant")]
     for number, turn in enumerate(turns):
         role, content = turn["role"], turn["content"]
         if role == "assistant" and number and turns[number - 1]["role"] == "assistant":
-            raise ValueError("the true completion has two assistant turns in a row; join them")
+            raise UserError("the true completion has two assistant turns in a row; join them")
         if role not in ("assistant", "user"):
-            raise ValueError(
+            raise UserError(
                 f"the true completion holds a {role} message, which cannot be given to a model that wrote something "
                 "else before it; use ebft_chat_multiturn.transform_last_turn"
             )
         if not content.strip() and not turn.get("tool_calls"):
-            raise ValueError(f"the true completion has an empty {role} turn; fill it in or remove the row")
+            raise UserError(f"the true completion has an empty {role} turn; fill it in or remove the row")
     return turns
 
 
@@ -185,7 +186,7 @@ def _auto(columns: Columns) -> Columns:
         return last_turn(columns)
     if {"prompt", "completion"} <= present:
         if columns.get("label") is False:
-            raise ValueError("its completion is labelled false, so it is not a target; leave such rows out")
+            raise UserError("its completion is labelled false, so it is not a target; leave such rows out")
         return {**columns, "ground_truth": columns["completion"]}
     if {"instruction", "output"} <= present:
         return _named("alpaca", columns)
@@ -194,8 +195,8 @@ def _auto(columns: Columns) -> Columns:
         made = PAIR_FORMATS["auto"](pair, DEFAULT)
         return {**columns, "prompt": made["prompt"], "ground_truth": made["chosen"]}
     if "text" in present:
-        raise ValueError("has a 'text' but no prompt with a true completion; whole texts are for --mode strided")
-    raise ValueError(
+        raise UserError("has a 'text' but no prompt with a true completion; whole texts are for --mode strided")
+    raise UserError(
         "has no true completion: none of 'messages', 'prompt' with 'completion', 'ground_truth' or 'chosen', "
         f"'instruction' with 'output' (its columns: {listed(columns)}); rename a column or set data_format"
     )

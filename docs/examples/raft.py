@@ -19,10 +19,11 @@ from torch import Tensor
 
 from losses.advantage import GroupRewards
 from trainer.config.blocks import Flat
+from trainer.config.checks import reject_unused
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.config.sampling import SamplingConfig
+from trainer.methods.grpo import backward, score_at_start
 from trainer.rl.session import Session
-from trainer.rl.step import backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,8 @@ class Config(SamplingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        why = "here, the method has an advantage of its own; leave it out"
+        reject_unused(self.advantage, why, ("advantage_estimator", "advantage_kwargs", "scale_rewards"))
         if not 1 <= self.keep_best <= self.num_generations:
             raise ValueError(f"keep_best={self.keep_best}: must be 1 to num_generations={self.num_generations}")
 
@@ -55,18 +58,14 @@ def best_of_group(r: GroupRewards, *, keep: int, above: float) -> Tensor:  # (P,
 def train(cfg: Config) -> None:
     # As the session's estimator it also tells dynamic sampling and replay which groups have nothing to keep.
     with Session(cfg, advantage=partial(best_of_group, keep=cfg.keep_best, above=cfg.reward_above)) as s:
-        while s.step < s.total_steps:
-            s.sync_weights()
-            batch = s.sample()
-            kept = s.advantage(batch)  # (B,)
+        for rollout in s.rollouts():
+            kept = s.advantage(rollout)  # (B,)
+            s.keep_samples(rollout, kept)
             # Counts are those of the kept completions of all ranks. A rank may have none.
-            rollout = s.prepare(batch, kept, rows=kept.nonzero().flatten().tolist())
-            s.keep_samples(batch, kept)
-            for part in s.updates(*rollout):
-                sums = backward(cfg, s.policy, part)
+            batches = s.pack(rollout, kept, rows=kept.nonzero().flatten().tolist())
+            score_at_start(cfg, s.policy, batches, s.steps_per_rollout)
+            for batch in s.updates(*batches):
+                sums = backward(cfg, s.policy, batch)
                 sums.add({"rollout/kept_frac": (kept.sum(), torch.tensor(float(len(kept))))})
-                s.optimizer_step(sums, part)
-                s.log(sums, part)
-                s.refresh_ahead()
-            s.finish_rollout()
-        s.finish()
+                s.clip_and_step(sums, batch)
+                s.log(sums, batch)

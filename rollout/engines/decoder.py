@@ -42,7 +42,7 @@ class RowState(NamedTuple):
     tiles: np.ndarray  # (B, TILE_ROWS) int32 rows that share a prefix
 
 
-class Fill(NamedTuple):
+class PrefillJob(NamedTuple):
     """Tokens of one row that go into the cache."""
 
     ids: list[int]
@@ -50,7 +50,7 @@ class Fill(NamedTuple):
     places: np.ndarray  # (start + len(ids),) int64 of all tokens of the row up to the last of them
 
 
-class Top(NamedTuple):
+class TopFilter(NamedTuple):
     """Restrictions of evaluation; a captured step has them built in."""
 
     top_k: int = 0
@@ -78,7 +78,7 @@ class Decoder:
         self.forward, self.page, self.max_rows, self.captures = forward, page, max_rows, captures
         self.device = forward.shape.device
         self.cache = Cache(forward.shape, num_pages, page)
-        self.graphs: dict[tuple[int, Top], torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[tuple[int, TopFilter], torch.cuda.CUDAGraph] = {}
         self._make_state(max_pages=max_pages, num_stop=STOP_IDS, steps=32)
 
     def _make_state(self, *, max_pages: int, num_stop: int, steps: int) -> None:
@@ -99,7 +99,7 @@ class Decoder:
     # Prompts.
 
     @torch.no_grad()
-    def prefill(self, fills: Sequence[Fill]) -> None:
+    def prefill(self, fills: Sequence[PrefillJob]) -> None:
         """Write keys and values, several rows in a pass: those of like length together."""
         fresh = [fill for fill in fills if fill.start == 0 and fill.ids]
         later = [fill for fill in fills if fill.start > 0 and fill.ids]
@@ -115,7 +115,7 @@ class Decoder:
                 self._prefill(ordered[:count], fresh=kind is fresh)
                 ordered = ordered[count:]
 
-    def _prefill(self, fills: Sequence[Fill], *, fresh: bool) -> None:
+    def _prefill(self, fills: Sequence[PrefillJob], *, fresh: bool) -> None:
         width, length = max(len(fill.ids) for fill in fills), max(len(fill.places) for fill in fills)
         ids, position, place = (np.zeros((len(fills), width), np.int64) for _ in range(3))
         index = np.zeros((len(fills), length), np.int64)
@@ -132,7 +132,7 @@ class Decoder:
 
     @torch.no_grad()
     def run(
-        self, rows: RowState, stop_ids: Sequence[int], top: Top, steps: int
+        self, rows: RowState, stop_ids: Sequence[int], top: TopFilter, steps: int
     ) -> tuple[np.ndarray, np.ndarray]:  # (steps, B) int64 ids, -1 after a row's end; (steps, B) float32 log-probs
         """Sample up to `steps` tokens of each row; `rows` are written to the front of the state."""
         num_rows = len(rows.token)
@@ -175,7 +175,7 @@ class Decoder:
             tensor[first:stop] = {"own_len": 1, "tiles": -1, "temperature": 1.0}.get(name, 0)
         self.state.tiles[first:stop, 0] = torch.arange(first, stop, dtype=torch.int32, device=self.device)
 
-    def _graph(self, count: int, top: Top) -> torch.cuda.CUDAGraph:
+    def _graph(self, count: int, top: TopFilter) -> torch.cuda.CUDAGraph:
         if (count, top) not in self.graphs:
             self._idle(0, count)
             self.tick.zero_()
@@ -187,7 +187,7 @@ class Decoder:
             self.graphs[count, top] = graph
         return self.graphs[count, top]
 
-    def _step(self, count: int, top: Top) -> None:
+    def _step(self, count: int, top: TopFilter) -> None:
         """One token for each of the first `count` rows."""
         state = RowState(*(tensor[:count] for tensor in self.state))
         position, place = locate(state.table, state.prefix_len, state.own_len, page=self.page)

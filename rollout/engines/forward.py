@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.decode_attention import Rows, decode_attention, seen_by, supports
+from kernels.decode_attention import Rows, decode_attention, supports, visible_tokens
 from kernels.decode_block import add_rms_norm, rotate_append, silu_mul
 from kernels.nf4 import Linear4bit
 
@@ -192,7 +192,7 @@ class TransformersForward:
     ) -> Tensor:  # (B, V)
         seen = {}
         if not token.is_cuda:
-            seen = {window: seen_by(rows, page=cache.page, window=window) for window in set(self.windows)}
+            seen = {window: visible_tokens(rows, page=cache.page, window=window) for window in set(self.windows)}
 
         def attend(layer: int, query: Tensor, scale: float) -> Tensor:  # (B, 1, H, K)
             window = self.windows[layer]

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from data.errors import UserError
 from data.hub import check_hub
 from rollout.servers.model_folder import check_adapter_weights, check_base, read_adapter, resolve_model, trust_hint
 
@@ -48,5 +49,5 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> tuple[Any, Any]
     except (OSError, ValueError) as error:  # what transformers raises for a missing or unreadable model
         reason = str(error).strip().split("\n")[0]
         remedy = trust_hint(error) or "; check the path or hub id"
-        raise ValueError(f"model={name}: cannot be loaded ({reason}){remedy}") from None
+        raise UserError(f"model={name}: cannot be loaded ({reason}){remedy}") from None
     return model.to(device).eval(), tokenizer

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from data.errors import UserError
 from kernels.draw import signed_64
 from kernels.nf4 import num_weights
 from rollout.engine import Completion, Request, Sampling, check_sampling, finished
@@ -37,7 +38,7 @@ from rollout.engines.forward import (
     uncompiled,
 )
 from rollout.engines.growing import sample_growing
-from rollout.engines.memory import FULL, GIB, Residence, available
+from rollout.engines.memory import FULL, GIB, MemoryPolicy, available
 from rollout.engines.scheduler import Job, Scheduler
 from rollout.engines.stop import StopCheck
 
@@ -45,7 +46,7 @@ SCORE_LOGITS = 2**26  # logits per scoring forward: 256 MB in fp32
 PAD_ID = 0  # any valid id: padding is masked out
 ROWS = {"cuda": 512, "cpu": 256}  # decoded at once, unless max_batch_size says otherwise
 PAGE = {"cuda": 64, "cpu": 16}  # tokens of a page of the cache
-LOOK = {"cuda": 32, "cpu": 1}  # decode steps after which the host reads what was sampled
+STEPS_PER_SYNC = {"cuda": 32, "cpu": 1}  # decode steps after which the host reads what was sampled
 PARITY_FLOAT32, PARITY_BFLOAT16 = 1e-3, 0.1  # largest mean gap to the trainer's log-probs
 
 
@@ -70,14 +71,14 @@ class LocalEngine:
         log: Callable[[str], None] = log_line,
     ) -> None:
         if max_batch_size is not None and max_batch_size < 1:
-            raise ValueError(f"max_batch_size={max_batch_size}: must be 1 or more")
+            raise UserError(f"max_batch_size={max_batch_size}: must be 1 or more")
         self.model, self.tokenizer, self.log = model, tokenizer, log
         self.device = next(model.parameters()).device
         self.kind = "cuda" if self.device.type == "cuda" else "cpu"
         self.max_batch_size = max_batch_size or ROWS[self.kind]
         self.autocast_dtype, self.cache_gib = autocast_dtype, cache_gib
         self.version = 0
-        self.residence = Residence(self.device, log) if self.kind == "cuda" else None
+        self.memory_policy = MemoryPolicy(self.device, log) if self.kind == "cuda" else None
         self._make_forward: Callable[[], Forward] | None = None  # None: not chosen yet, or sampled by growing.py
         self._grows = False  # sampled by growing.py
         self._forward: Forward | None = None  # None: not made yet, or freed while training
@@ -98,7 +99,7 @@ class LocalEngine:
         check_sampling(sampling)
         limits = [sampling.max_tokens if request.max_tokens is None else request.max_tokens for request in requests]
         if min(limits, default=1) < 1:
-            raise ValueError(f"max_tokens={min(limits)} (request {limits.index(min(limits))}): must be 1 or more")
+            raise UserError(f"max_tokens={min(limits)} (request {limits.index(min(limits))}): must be 1 or more")
         self._check_requests([request.prompt_ids for request in requests], limits)
         if not requests:
             return
@@ -136,7 +137,7 @@ class LocalEngine:
 
     def _completions(self, jobs: Sequence[Job], stop: StopCheck) -> list[tuple[int, Completion]]:
         if not all(math.isfinite(logp) for job in jobs for logp in job.logps):
-            raise ValueError(
+            raise UserError(
                 f"version={self.version}: the model's logits are not finite; its weights have diverged, "
                 "lower the learning rate or go back to an earlier checkpoint"
             )
@@ -153,7 +154,7 @@ class LocalEngine:
         """Samples now: the future has its result already."""
         return finished(self.generate(requests, sampling))
 
-    def tend(self, version: int | None = None) -> None:
+    def poll(self, version: int | None = None) -> None:
         """Nothing to do: nothing runs in the background."""
 
     def _check_requests(self, prompts: Sequence[list[int]], limits: Sequence[int]) -> None:
@@ -162,27 +163,27 @@ class LocalEngine:
         context = getattr(config, "max_position_embeddings", None)
         for i, (prompt, max_tokens) in enumerate(zip(prompts, limits, strict=True)):
             if not prompt:
-                raise ValueError(f"prompt_ids=[] (request {i}): an empty prompt; give at least one token")
+                raise UserError(f"prompt_ids=[] (request {i}): an empty prompt; give at least one token")
             if context is not None and len(prompt) + max_tokens > context:
-                raise ValueError(
+                raise UserError(
                     f"max_tokens={max_tokens} (request {i}): the prompt of {len(prompt)} tokens and its completion do "
                     f"not fit the model's context of {context}; shorten the prompt or lower max_completion_length"
                 )
             if max(prompt) >= config.vocab_size or min(prompt) < 0:
-                raise ValueError(
+                raise UserError(
                     f"prompt_ids (request {i}): an id outside the model's vocabulary of {config.vocab_size}; "
                     "the tokenizer does not belong to this model"
                 )
 
     # Log-probs of given completions.
 
-    def score(self, sequences: Sequence[tuple[list[int], list[int]]], temperature: float) -> list[list[float]]:
+    def logps(self, sequences: Sequence[tuple[list[int], list[int]]], temperature: float) -> list[list[float]]:
         """Log-probs of given completions by a forward pass; temperature 0 counts as 1, as in generate."""
         if temperature < 0:
-            raise ValueError(f"temperature={temperature}: must be 0 or above")
+            raise UserError(f"temperature={temperature}: must be 0 or above")
         self._check_requests([prompt + completion for prompt, completion in sequences], [0] * len(sequences))
         if any(not prompt for prompt, _ in sequences):
-            raise ValueError("prompt_ids=[]: an empty prompt has nothing to predict from; give at least one token")
+            raise UserError("prompt_ids=[]: an empty prompt has nothing to predict from; give at least one token")
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i][0]) + len(sequences[i][1]))
         logps: dict[int, list[float]] = {}
         with evaluating(self.model, self.autocast_dtype):
@@ -234,8 +235,8 @@ class LocalEngine:
     def load(self, version: int) -> None:
         """The copy of the weights, if there is one, is refreshed before the next token."""
         self.version, self._loaded = version, None
-        if self.residence is not None:
-            self.residence.training_ended()
+        if self.memory_policy is not None:
+            self.memory_policy.training_ended()
 
     def forget(self) -> None:
         """No conversation continues: their pages are free."""
@@ -244,11 +245,11 @@ class LocalEngine:
 
     def sleep(self) -> None:
         """On a GPU: cache, graphs and the copy of the weights make room for training, unless there is room for both."""
-        if self.residence is None or self._scheduler is None:
+        if self.memory_policy is None or self._scheduler is None:
             return
-        if not self.residence.keeps:
+        if not self.memory_policy.resident:
             self._held_bytes = self._release()
-        self.residence.training_begins(self._held_bytes)
+        self.memory_policy.training_begins(self._held_bytes)
 
     def metrics(self) -> dict[str, float]:
         if self._scheduler is None or not self._scheduler.num_evicted:
@@ -318,7 +319,7 @@ class LocalEngine:
             for _ in self._ready(jobs).run(jobs, sampling, StopCheck(self.tokenizer, sampling)):
                 pass
         ours = torch.tensor([job.logps for job in jobs])
-        theirs = torch.tensor(self.score([(job.prompt_ids, job.ids) for job in jobs], 1.0))
+        theirs = torch.tensor(self.logps([(job.prompt_ids, job.ids) for job in jobs], 1.0))
         gap = float((ours - theirs).abs().mean())
         limit = PARITY_FLOAT32 if self.dtype == torch.float32 else PARITY_BFLOAT16
         if bool(theirs.isfinite().all()) and not gap <= limit:
@@ -353,7 +354,7 @@ class LocalEngine:
                 self._forward, num_pages=num_pages, page=PAGE[self.kind], max_rows=self.max_batch_size,
                 max_pages=least, captures=self.kind == "cuda",
             )  # fmt: skip
-            self._scheduler = Scheduler(decoder, look=LOOK[self.kind])
+            self._scheduler = Scheduler(decoder, steps_per_sync=STEPS_PER_SYNC[self.kind])
         return self._scheduler
 
     def _page_budget(self) -> int:
@@ -371,7 +372,7 @@ class LocalEngine:
     def _refuse(self, least: int, num_pages: int) -> None:
         assert self._forward is not None
         page_gib = self._forward.shape.bytes_per_token * PAGE[self.kind] / GIB
-        raise ValueError(
+        raise UserError(
             f"rollout.engine=local: the longest prompt with its completion needs {least * page_gib:.2f} GiB of cache, "
             f"and there are {num_pages * page_gib:.2f}; lower max_completion_length, raise --rollout.cache-gib if it "
             "is set, or use --rollout.engine vllm"

@@ -42,12 +42,12 @@ def available(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device)
 
 
-class Residence:
+class MemoryPolicy:
     """Whether the engine keeps its memory while the model trains."""
 
     def __init__(self, device: torch.device, log: Callable[[str], None]) -> None:
         self.device, self.log = device, log
-        self.keeps = False
+        self.resident = False
         self._held = -1  # bytes of the engine when training began; -1: training has not begun
         self._trained = 0  # times that training has ended
 
@@ -62,14 +62,14 @@ class Residence:
         peak, self._trained = restart_peak(), self._trained + 1
         if self._trained < 2:
             return
-        self.judge(peak=peak, held=held, total=available(self.device))
+        self.update(peak=peak, held=held, total=available(self.device))
 
-    def judge(self, *, peak: int, held: int, total: int) -> None:
+    def update(self, *, peak: int, held: int, total: int) -> None:
         """`peak` of training, with what the engine kept; `held`: what it has when it samples."""
-        alone = peak - held if self.keeps else peak
-        keeps = alone + held <= FULL * total
-        if keeps != self.keeps:
+        alone = peak - held if self.resident else peak
+        resident = alone + held <= FULL * total
+        if resident != self.resident:
             numbers = f"training takes {alone / GIB:.1f} GiB at its peak, of {total / GIB:.1f} GiB"
-            what = "stay while training" if keeps else "are freed while training"
+            what = "stay while training" if resident else "are freed while training"
             self.log(f"rollout: the engine's {held / GIB:.1f} GiB (cache, graphs, weights) {what}; {numbers}")
-        self.keeps = keeps
+        self.resident = resident

@@ -33,9 +33,9 @@ class Probe:
         length = max(2, min(TOKENS, longest))
         return [[(seed * i * i + 7 * i + seed) % vocab for i in range(length)] for seed in range(1, 1 + SEQUENCES)]
 
-    def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+    def logps(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         """The trainer's log-probs of all ids but the first."""
-        return self.local.score([(ids[:1], ids[1:]) for ids in sequences], 1.0)
+        return self.local.logps([(ids[:1], ids[1:]) for ids in sequences], 1.0)
 
     def gap(self, ours: list[list[float]], theirs: list[list[float]], dtype: str) -> tuple[float, float, str]:
         """(gap, limit, kind of gap) for a server of that dtype.
@@ -53,7 +53,7 @@ class Probe:
         return statistics.fmean(gaps), self.tolerance or 0.05, "on average"
 
 
-async def score_rows(pool: Pool, member: Member, rows: Sequence[list[int]]) -> list[list[float]]:
+async def server_logps(pool: Pool, member: Member, rows: Sequence[list[int]]) -> list[list[float]]:
     """Log-probs of ids[1:] for each row, by the version that the server serves.
 
     A server with adapters is drained first: vLLM 0.32 crashes on prompt log-probs when other requests are in the batch
@@ -63,11 +63,11 @@ async def score_rows(pool: Pool, member: Member, rows: Sequence[list[int]]) -> l
     server, version, model = member.server, member.version, member.model
     assert server.info is not None and version is not None, "a server must have weights before it scores"
     if not server.info.lora:
-        return [await server.score(ids, model=model, version=version) for ids in rows]
+        return [await server.logps(ids, model=model, version=version) for ids in rows]
     await pool.empty(member)
     try:
         await server.resume()  # other requests stay away: the pool has it as updating
-        return [await server.score(ids, model=model, version=version) for ids in rows]
+        return [await server.logps(ids, model=model, version=version) for ids in rows]
     except ServerError as error:
         await pool.fail(member, str(error))
         raise

@@ -23,7 +23,7 @@ import numpy as np
 
 from kernels.decode_attention import TILE_ROWS
 from rollout.engine import Sampling
-from rollout.engines.decoder import PREFILL_TOKENS, Decoder, Fill, RowState, Top
+from rollout.engines.decoder import PREFILL_TOKENS, Decoder, PrefillJob, RowState, TopFilter
 from rollout.engines.stop import StopCheck
 
 
@@ -67,7 +67,7 @@ class Job:
 
 
 @dataclass(eq=False)
-class Held:
+class CachedConversation:
     """A conversation that may continue: its tokens are still in the cache."""
 
     prefix: Prefix
@@ -80,24 +80,24 @@ class Scheduler:
         self,
         decoder: Decoder,
         *,
-        look: int,  # decode steps after which the host reads what was sampled
+        steps_per_sync: int,  # decode steps after which the host reads what was sampled
     ) -> None:
-        self.decoder, self.look = decoder, look
+        self.decoder, self.steps_per_sync = decoder, steps_per_sync
         self.free = list(range(decoder.cache.num_pages - 1, 0, -1))  # page 0 is scratch
         self.prefixes: dict[tuple[int, ...], Prefix] = {}
-        self.held: dict[Hashable, Held] = {}  # the one that has waited longest comes first
+        self.held: dict[Hashable, CachedConversation] = {}  # the one that has waited longest comes first
         self.num_evicted = 0
 
     def run(self, jobs: Sequence[Job], sampling: Sampling, stop: StopCheck) -> Iterator[list[Job]]:
         """Sample all jobs to their end; yields those that have ended, as soon as they have."""
         waiting, active = deque(jobs), []
-        stop_ids, top = sorted(stop.stop_ids), Top(sampling.top_k, sampling.top_p)
+        stop_ids, top = sorted(stop.stop_ids), TopFilter(sampling.top_k, sampling.top_p)
         if sampling.temperature == 0:
-            top = Top()
+            top = TopFilter()
         try:
             while waiting or active:
                 self._admit(waiting, active)
-                steps = min(self.look, max(job.left for job in active))
+                steps = min(self.steps_per_sync, max(job.left for job in active))
                 self._grow(waiting, active, steps)
                 ids, logps = self.decoder.run(self._state(active, sampling.temperature), stop_ids, top, steps)
                 ended = self._collect(active, ids, logps, stop)
@@ -166,7 +166,7 @@ class Scheduler:
 
     def _admit(self, waiting: deque[Job], active: list[Job]) -> None:
         """Move waiting jobs into free rows; prefill their tokens that are not in the cache, many rows in one pass."""
-        fills: list[Fill] = []
+        fills: list[PrefillJob] = []
         while waiting and len(active) < self.decoder.max_rows:
             job = waiting[0]
             self._continue_conversation(job)
@@ -187,7 +187,7 @@ class Scheduler:
             job.pages += self._take(self.pages_for(job.num_own) - len(job.pages))
             todo = job.own[job.num_cached : -1]  # the first decode step runs the last one
             if todo:
-                fills.append(Fill(todo, len(prefix.ids) + job.num_cached, self._places(job)[:-1]))
+                fills.append(PrefillJob(todo, len(prefix.ids) + job.num_cached, self._places(job)[:-1]))
                 job.num_cached += len(todo)
             active.append(job)
         if fills:
@@ -198,13 +198,13 @@ class Scheduler:
         job.prefix, job.own_first = prefix, job.prompt_ids[len(prefix.ids) :]
         prefix.num_users += 1
 
-    def _new_prefix(self, ids: Sequence[int], fills: list[Fill]) -> Prefix:
+    def _new_prefix(self, ids: Sequence[int], fills: list[PrefillJob]) -> Prefix:
         prefix = Prefix(tuple(ids), self._take(self.pages_for(len(ids))))
         self.prefixes[prefix.ids] = prefix
-        fills.append(Fill(list(ids), 0, self._page_places(prefix.pages, len(ids))))
+        fills.append(PrefillJob(list(ids), 0, self._page_places(prefix.pages, len(ids))))
         return prefix
 
-    def _prefill_ahead(self, waiting: deque[Job], fills: list[Fill]) -> None:
+    def _prefill_ahead(self, waiting: deque[Job], fills: list[PrefillJob]) -> None:
         """Add the prompts of waiting jobs: a pass with few tokens takes as long as one with many."""
         room = PREFILL_TOKENS // 2 - sum(len(fill.ids) for fill in fills)
         spare = len(self.free) // 2
@@ -248,7 +248,7 @@ class Scheduler:
         assert job.prefix is not None
         keep = self.pages_for(job.num_cached)
         self.free += job.pages[keep:]
-        self.held[job.conversation] = Held(job.prefix, job.own[: job.num_cached], job.pages[:keep])
+        self.held[job.conversation] = CachedConversation(job.prefix, job.own[: job.num_cached], job.pages[:keep])
 
     def _page_places(self, pages: Sequence[int], count: int) -> np.ndarray:  # (count,) int64
         page = self.decoder.page

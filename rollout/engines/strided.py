@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from data.errors import UserError
 from data.strided import StridedBatch
 from kernels.attention import TILE, Spans
 from kernels.draw import draw
@@ -76,7 +77,7 @@ def continue_documents(
             _, predictor = batch.step(number)  # places of the tokens just drawn
             token = next_token(row.run(predictor, token), number)
     if not bool(torch.isfinite(logps).all()):
-        raise ValueError(
+        raise UserError(
             "logits: not finite; the model's weights have diverged, lower the learning rate or go back to an earlier "
             "checkpoint"
         )

@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 
+from data.errors import UserError
 from kernels.nf4 import is_4bit
 from rollout.engine import LOOK_S, Completion, Request, Sampling
 from rollout.engines.local import LocalEngine
-from rollout.engines.probe import Probe, score_rows
+from rollout.engines.probe import Probe, server_logps
 from rollout.engines.stop import StopCheck
 from rollout.engines.weights import Room, Weights
 from rollout.servers.client import RefusedError, ServerError, VllmServer
@@ -124,7 +125,7 @@ class VllmEngine:
         except BaseException as error:
             self.close()
             if isinstance(error, ServerError):
-                raise ValueError(str(error)) from error
+                raise UserError(str(error)) from error
             raise
 
     @property
@@ -136,7 +137,7 @@ class VllmEngine:
         future = self.submit(requests, sampling)
         try:
             while not wait([future], LOOK_S).done:
-                self.tend()
+                self.poll()
             return future.result()
         finally:
             future.cancel()
@@ -162,7 +163,7 @@ class VllmEngine:
         try:
             sampled = await self.pool.generate_all(requests, sampling, training=sampling.for_training, decode=decode)
         except (ServerError, RefusedError) as error:
-            raise ValueError(str(error)) from error
+            raise UserError(str(error)) from error
         finally:
             del self._begun[key]
         stop = StopCheck(tokenizer, sampling)
@@ -199,10 +200,10 @@ class VllmEngine:
         """Compare log-probs of fixed ids; a server that disagrees stops the run. Returns whether any answered."""
         self._gap, compared = 0.0, False
         ids = self._probe.sequences(min(member.server.info.model_len for member in self.pool.members) - 1)
-        ours = self._probe.score(ids) if members else []
+        ours = self._probe.logps(ids) if members else []
         for member in members:
             try:
-                theirs = self._run(score_rows(self.pool, member, ids))
+                theirs = self._run(server_logps(self.pool, member, ids))
             except ServerError as error:
                 self._run(self.pool.fail(member, str(error)))
                 continue
@@ -210,7 +211,7 @@ class VllmEngine:
             gap, limit, kind = self._probe.gap(ours, theirs, member.server.info.dtype)
             self._gap = max(self._gap, gap)
             if not gap <= limit:
-                raise ValueError(
+                raise UserError(
                     f"sync: {member.server.url} should hold version {self.version}, but its log-probs differ from the "
                     f"trainer's by {gap:.3g} {kind} (limit {limit:g}){self._claims(member)}"
                 )
@@ -263,7 +264,7 @@ class VllmEngine:
             with contextlib.suppress(Exception):
                 weights.sync.close()
 
-    def tend(self, version: int | None = None) -> None:
+    def poll(self, version: int | None = None) -> None:
         """Send weights to servers that came back, in the thread that owns the weights, and compare log-probs.
 
         `version` is that of the trainer's current weights. If it is newer than that of the other servers, all of them
@@ -302,12 +303,12 @@ class VllmEngine:
         for number, server in enumerate(servers):
             info = server.info
             if longest is not None and info.model_len < longest:
-                raise ValueError(
+                raise UserError(
                     f"vllm.url={server.url}: takes {info.model_len} tokens, and a prompt with its completion may have "
                     f"{longest}; start it with --vllm.max-model-len {longest}, or lower max_completion_length"
                 )
             if info.dtype != dtype:
-                raise ValueError(
+                raise UserError(
                     f"vllm.url={server.url}: serves {info.dtype}, and the weights will come in {dtype}; start it with "
                     f"--vllm.dtype {dtype}, or pass --vllm.dtype {info.dtype} here"
                 )
@@ -319,7 +320,7 @@ class VllmEngine:
                     "nothing keeps a second trainer away; this run stops when it finds another's weights there"
                 )
             if self.colocate and not info.sleep_mode:
-                raise ValueError(
+                raise UserError(
                     f"vllm.colocate=True: {server.url} cannot sleep; start it with python -m rollout.serve "
                     "--vllm.colocate True"
                 )
@@ -328,7 +329,7 @@ class VllmEngine:
                 and info.extension
                 and any(w["dirty"] for w in self._run(server.rpc("strop_info", timeout=30.0)))
             ):
-                raise ValueError(
+                raise UserError(
                     f"vllm.url={server.url}: a transfer to it broke off, half its weights are old; restart it"
                 )
         lengths = [server.info.model_len for server in servers]
@@ -368,6 +369,6 @@ def check_start(cfg: VllmConfig, device: torch.device, run: str = "") -> None:
             loop.run(server.refuse_other(run))
             loop.run(server.close())
     except ServerError as error:
-        raise ValueError(str(error)) from error
+        raise UserError(str(error)) from error
     finally:
         loop.close()

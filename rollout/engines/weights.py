@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from data.errors import UserError
 from rollout.servers.client import RefusedError, ServerError
 from rollout.servers.loop import Loop
 from rollout.servers.pool import Member, Pool
@@ -51,7 +52,7 @@ class Weights:
             pushes += 1
             seconds = time.monotonic() - begun
             if pushes >= MAX_PUSHES and (not may_pass or seconds > RETRY_S):
-                raise ValueError(
+                raise UserError(
                     f"sync: version {version} could not be sent to any server in {pushes} attempts within "
                     f"{seconds:.0f} s (last: {trouble}); the servers' logs may say more"
                 )
@@ -104,7 +105,7 @@ class Weights:
                 return members
             if time.monotonic() > deadline or all(member.lost for member in self.pool.members):
                 reasons = "; ".join(f"{m.server.url}: {m.reason}" for m in self.pool.members)
-                raise ValueError(f"vllm: no server is left ({reasons}); their logs may say more")
+                raise UserError(f"vllm: no server is left ({reasons}); their logs may say more")
             time.sleep(LOOK_S)
 
     def sleep(self, members: list[Member]) -> None:

@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
+from data.errors import UserError
 from data.types import Prompt
 from rollout.engine import Completion, Request, Sampling
 from rollout.servers.loop import together
@@ -104,7 +105,7 @@ class LocalClient:
     async def generate(self, prompt_ids: Sequence[int], seed: int, max_tokens: int | None = None) -> Completion:
         limit = self.sampling.max_tokens if max_tokens is None else max_tokens
         if limit < 1:
-            raise ValueError(f"max_tokens={limit}: must be 1 or more")
+            raise UserError(f"max_tokens={limit}: must be 1 or more")
         return await self._lockstep.ask(self, Request(prompt_ids=list(prompt_ids), seed=seed), limit)
 
 

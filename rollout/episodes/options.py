@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from data.errors import UserError
+
 ToolFormat = Literal["auto", "hermes", "llama3_json", "pythonic"]
 
 
@@ -28,21 +30,21 @@ class ToolConfig:
 
     def __post_init__(self) -> None:
         if self.tools and self.rollout_func:
-            raise ValueError(
+            raise UserError(
                 f"rollout_func={self.rollout_func}: makes the completions itself, so tools={' '.join(self.tools)} "
                 "would never be called; give one of the two"
             )
         for field in fields(self):
             value = getattr(self, field.name)
             if not self.tools and field.name not in ("tools", "rollout_func") and value != field.default:
-                raise ValueError(f"{field.name}={value}: has no effect without tools; name some with --tools")
+                raise UserError(f"{field.name}={value}: has no effect without tools; name some with --tools")
         if "" in self.tools:
-            raise ValueError("tools='': is not a name; give calculator, lookup, my_module.fn or FILE.py:fn")
+            raise UserError("tools='': is not a name; give calculator, lookup, my_module.fn or FILE.py:fn")
         if self.rollout_func == "":
-            raise ValueError("rollout_func='': is not a name; give my_module.fn or FILE.py:fn, or leave it out")
+            raise UserError("rollout_func='': is not a name; give my_module.fn or FILE.py:fn, or leave it out")
         if self.max_turns < 2 and self.tools:
-            raise ValueError(f"max_turns={self.max_turns}: must be 2 or more, a call and what the model makes of it")
+            raise UserError(f"max_turns={self.max_turns}: must be 2 or more, a call and what the model makes of it")
         if self.max_tool_tokens is not None and self.max_tool_tokens < 1:
-            raise ValueError(f"max_tool_tokens={self.max_tool_tokens}: must be 1 or more, or None for no limit")
+            raise UserError(f"max_tool_tokens={self.max_tool_tokens}: must be 1 or more, or None for no limit")
         if not 0 < self.tool_timeout < math.inf:
-            raise ValueError(f"tool_timeout={self.tool_timeout}: must be a number of seconds above 0")
+            raise UserError(f"tool_timeout={self.tool_timeout}: must be a number of seconds above 0")

@@ -29,6 +29,7 @@ from typing import Any, Literal
 import torch
 
 from data.chat import common_prefix, end_of_turn_id, render_completion, render_responses
+from data.errors import UserError
 from data.formats.fields import user_turn
 from data.types import Prompt
 from data.user_code import describe_error, find_callable, where_raised
@@ -67,19 +68,19 @@ class RolloutFunction:
             try:
                 returned = await self.call(client, prompt, seed)
             except (Exception, SystemExit) as error:  # the user's code may raise anything
-                raise ValueError(
+                raise UserError(
                     f"{self.label}: {describe_error(error)} on {prompt.source}{where_raised(error, self.call)}"
                 ) from None
             check = Check(f"{self.label}, {prompt.source}", client.sampling, client.tokenizer)
             if isinstance(returned, Completion):
                 return check.completion(returned)
             if not isinstance(returned, dict):
-                raise ValueError(
+                raise UserError(
                     f"{check.label}: returned {type(returned).__name__}; return a Completion, or a dict with "
                     "completion_ids and logprobs"
                 )
             if returned.get("logprobs") is None:
-                raise ValueError(
+                raise UserError(
                     f"{check.label}: has no logprobs, and the weights may have changed by the time they could be "
                     "computed; return those that client.generate gave"
                 )
@@ -103,7 +104,7 @@ def kind_of(call: Callable[..., Any], label: str) -> Kind:
         return "texts"
     elif names[:1] == ["prompts"] and len(names) >= 2 >= len(required):
         return "batch"
-    raise ValueError(f"{label}: takes ({', '.join(names)}); it must be one of {SIGNATURES}")
+    raise UserError(f"{label}: takes ({', '.join(names)}); it must be one of {SIGNATURES}")
 
 
 class Trainer:
@@ -146,13 +147,13 @@ class FunctionSource:
         trainer = Trainer(self.engine, self.sampling, self.settings, requests[0].seed)
         returned = self._call(requests, [request.prompt.prompt for request in requests], trainer)
         if not isinstance(returned, dict):
-            raise ValueError(
+            raise UserError(
                 f"{self.label}: returned {type(returned).__name__}; return a dict of lists with prompt_ids, "
                 "completion_ids and logprobs"
             )
         for name in ("prompt_ids", "completion_ids"):
             if name not in returned:
-                raise ValueError(f"{self.label}: returned no {name!r} (but {', '.join(map(str, returned))})")
+                raise UserError(f"{self.label}: returned no {name!r} (but {', '.join(map(str, returned))})")
         columns = {name: _listed(self.label, name, value, len(requests)) for name, value in returned.items()}
         rows = [{name: values[i] for name, values in columns.items()} for i in range(len(requests))]
         made = [self._check(request).row(row, self.engine.version) for request, row in zip(requests, rows, strict=True)]
@@ -172,14 +173,14 @@ class FunctionSource:
         made = []
         for request, text in zip(requests, texts, strict=True):
             if not isinstance(text, str):
-                raise ValueError(f"{self.label}: returned {text!r:.60} for {request.prompt.source}, not a string")
+                raise UserError(f"{self.label}: returned {text!r:.60} for {request.prompt.source}, not a string")
             made.append(self._check(request).text(request.prompt, text, self.engine.version))
         return self._scored(made, [True] * len(made))
 
     def _scored(self, made: list[Completion], unknown: Sequence[bool]) -> list[Completion]:
         """Fill in missing log-probs, with the trainer's model at the run's temperature."""
         sequences = [(c.prompt_ids, c.ids) for c, missing in zip(made, unknown, strict=True) if missing]
-        scored = iter(self.local.score(sequences, self.sampling.temperature) if sequences else ())
+        scored = iter(self.local.logps(sequences, self.sampling.temperature) if sequences else ())
         return [_masked(c, next(scored)) if missing else c for c, missing in zip(made, unknown, strict=True)]
 
     def _call(self, requests: Sequence[Request], *args: Any, **kwargs: Any) -> Any:
@@ -189,7 +190,7 @@ class FunctionSource:
                 return call(*args, **kwargs)
         except (Exception, SystemExit) as error:  # the user's code may raise anything
             rows = f"{requests[0].prompt.source} to {requests[-1].prompt.source}"
-            raise ValueError(
+            raise UserError(
                 f"{self.label}: {describe_error(error)} on rows {rows}{where_raised(error, call)}"
             ) from None
 
@@ -221,7 +222,7 @@ class Check:
         logps = None if row.get("logprobs") is None else _plain(row["logprobs"])
         mask = None if row.get("env_mask") is None else _plain(row["env_mask"])
         if mask is not None and (not isinstance(mask, list) or any(flag not in (0, 1) for flag in mask)):
-            raise ValueError(f"{self.label}: its env_mask is not a list of 0 and 1; give 1 where the model wrote")
+            raise UserError(f"{self.label}: its env_mask is not a list of 0 and 1; give 1 where the model wrote")
         mask = None if mask is None else [bool(flag) for flag in mask]
         sampled = ids if mask is None else [token for token, flag in zip(ids, mask, strict=False) if flag]
         columns = {name: value for name, value in row.items() if name not in TOKENS}
@@ -249,7 +250,7 @@ class Check:
                 head, (ids,) = render_responses(self.tokenizer, prompt.prompt, [turn], settings=prompt.settings)
                 start = common_prefix(head, ids)
         except ValueError as error:
-            raise ValueError(f"{self.label}: {error}") from None
+            raise UserError(f"{self.label}: {error}") from None
         made = ids[start : start + self.sampling.max_tokens]
         whole = len(ids) - start <= self.sampling.max_tokens
         return self.completion(
@@ -268,32 +269,32 @@ class Check:
         """Refuse values that would fail later, where the row is no longer known."""
         ids, logps, mask = completion.ids, completion.logps, completion.mask
         if not ids:
-            raise ValueError(f"{self.label}: a completion without tokens; return at least the end token")
+            raise UserError(f"{self.label}: a completion without tokens; return at least the end token")
         if len(ids) > self.sampling.max_tokens:
-            raise ValueError(
+            raise UserError(
                 f"{self.label}: {len(ids)} completion_ids are more than max_completion_length="
                 f"{self.sampling.max_tokens}; cut them, or raise it"
             )
         if not isinstance(logps, list) or not all(isinstance(x, float | int) and math.isfinite(x) for x in logps):
-            raise ValueError(f"{self.label}: its logprobs are not a list of finite numbers; give one per token")
+            raise UserError(f"{self.label}: its logprobs are not a list of finite numbers; give one per token")
         for name, values in (("logprobs", logps), ("env_mask", ids if mask is None else mask)):
             if len(values) != len(ids):
-                raise ValueError(f"{self.label}: {len(values)} entries in {name} for {len(ids)} completion_ids")
+                raise UserError(f"{self.label}: {len(values)} entries in {name} for {len(ids)} completion_ids")
         if completion.finish_reason not in ("stop", "length"):
-            raise ValueError(f"{self.label}: finish_reason={completion.finish_reason!r}: must be 'stop' or 'length'")
+            raise UserError(f"{self.label}: finish_reason={completion.finish_reason!r}: must be 'stop' or 'length'")
         bad = [name for name in completion.columns if not isinstance(name, str) or name in RESERVED]
         if bad:
-            raise ValueError(f"{self.label}: the column {bad[0]!r} has a name that rewards already use; rename it")
+            raise UserError(f"{self.label}: the column {bad[0]!r} has a name that rewards already use; rename it")
         return _masked(completion, logps)
 
     def _ids(self, row: dict[str, Any], name: str) -> list[int]:
         ids = _plain(row[name]) if name in row else None
         if not isinstance(ids, list) or not all(isinstance(x, int) and not isinstance(x, bool) for x in ids):
-            raise ValueError(f"{self.label}: its {name} are {_shown(row.get(name))}, not a list of token ids")
+            raise UserError(f"{self.label}: its {name} are {_shown(row.get(name))}, not a list of token ids")
         outside = [x for x in ids if not 0 <= x < len(self.tokenizer)]
         if outside:
             size = len(self.tokenizer)
-            raise ValueError(f"{self.label}: id {outside[0]} in {name} is outside the tokenizer's vocabulary of {size}")
+            raise UserError(f"{self.label}: id {outside[0]} in {name} is outside the tokenizer's vocabulary of {size}")
         return ids
 
     def _finish_reason(self, ids: list[int], mask: list[bool] | None) -> Literal["stop", "length"]:
@@ -334,7 +335,7 @@ def _listed(label: str, name: str, value: Any, count: int) -> list[Any]:
     if value is None and name in ("logprobs", "env_mask"):
         return [None] * count
     if not isinstance(value, list) or len(value) != count:
-        raise ValueError(f"{label}: its {name} is {_shown(value)}; return a list with one entry per prompt ({count})")
+        raise UserError(f"{label}: its {name} is {_shown(value)}; return a list with one entry per prompt ({count})")
     return value
 
 

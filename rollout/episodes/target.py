@@ -20,6 +20,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
+from data.errors import UserError
 from data.types import Messages, Prompt, TargetPrompt
 from rollout.engine import Completion
 from rollout.episodes.episode import Client
@@ -34,7 +35,7 @@ class TargetEpisode:
     def __init__(self, tokenizer: Any, *, gt_length_multiplier: float | None = None) -> None:
         """gt_length_multiplier None: turns have no limit of their own."""
         if gt_length_multiplier is not None and not gt_length_multiplier > 0:
-            raise ValueError(f"gt_length_multiplier={gt_length_multiplier}: must be above 0")
+            raise UserError(f"gt_length_multiplier={gt_length_multiplier}: must be above 0")
         self.gt_length_multiplier, self.tokenizer = gt_length_multiplier, tokenizer
 
     @cached_property

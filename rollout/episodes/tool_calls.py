@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from data.errors import UserError
+
 CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's names, which models also write in Python calls
 
 
@@ -100,7 +102,7 @@ def find_format(name: str, tokenizer: Any) -> Parse:
         return llama3_json
     if "func_name1(params_name1=params_value1" in template.replace(" ", ""):
         return pythonic
-    raise ValueError(
+    raise UserError(
         f"tool_format=auto: the chat template does not say how to write a call; set one of {', '.join(FORMATS)}, and "
         "show it to the model in the system prompt or by SFT"
     )
@@ -155,4 +157,4 @@ def _plain(value: Any) -> Any:
         return [_plain(entry) for entry in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise ValueError(f"{type(value).__name__} is not JSON")
+    raise UserError(f"{type(value).__name__} is not JSON")

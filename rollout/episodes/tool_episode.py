@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from data.chat import render_prompt
+from data.errors import UserError
 from data.types import Messages, Prompt
 from rollout.engine import Completion
 from rollout.episodes.episode import Client
@@ -143,10 +144,10 @@ def show_tools(
     shown = []
     for prompt in prompts:
         if not prompt.conversational:
-            raise ValueError(f"{prompt.source}: is plain text, and tools need turns; give messages")
+            raise UserError(f"{prompt.source}: is plain text, and tools need turns; give messages")
         ids = render_prompt(tokenizer, prompt.prompt, settings={**prompt.settings, "tools": list(schemas)})
         if longest is not None and len(ids) > longest and (max_prompt_length is None or len(ids) <= max_prompt_length):
-            raise ValueError(
+            raise UserError(
                 f"{prompt.source}: with the tools in it the prompt has {len(ids)} tokens, and the context leaves "
                 f"{longest}; lower max_completion_length, or leave such rows out with max_prompt_length={longest}"
             )
@@ -155,7 +156,7 @@ def show_tools(
         log("tools: the chat template does not show them to the model; describe them in the prompts, or teach by SFT")
     kept = [prompt for prompt in shown if max_prompt_length is None or len(prompt.ids) <= max_prompt_length]
     if shown and not kept:
-        raise ValueError(f"max_prompt_length={max_prompt_length}: with the tools all prompts are longer; raise it")
+        raise UserError(f"max_prompt_length={max_prompt_length}: with the tools all prompts are longer; raise it")
     if len(kept) < len(shown):
         log(f"data: left out {len(shown) - len(kept)} of {len(shown)} prompts over {max_prompt_length=} with the tools")
     return kept

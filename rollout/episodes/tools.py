@@ -29,6 +29,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from weakref import WeakKeyDictionary
 
+from data.errors import UserError
 from data.hints import suggest
 from data.types import Prompt
 from data.user_code import describe_error, find_callable
@@ -75,21 +76,21 @@ class Tool:
     def arguments(self, call: Call) -> dict[str, Any]:
         """The arguments of the function, or a ValueError whose text is for the model."""
         if len(call.positional) > len(self.parameters):
-            raise ValueError(f"takes {len(self.parameters)} arguments, not {len(call.positional)}")
+            raise UserError(f"takes {len(self.parameters)} arguments, not {len(call.positional)}")
         arguments = dict(zip(self.parameters, call.positional, strict=False))
         twice = arguments.keys() & call.arguments.keys()
         if twice:
-            raise ValueError(f"got {min(twice)!r} twice")
+            raise UserError(f"got {min(twice)!r} twice")
         arguments |= call.arguments
         for name, value in arguments.items():
             if name not in self.parameters:
-                raise ValueError(f"has no argument {name!r}; it takes {', '.join(self.parameters) or 'none'}")
+                raise UserError(f"has no argument {name!r}; it takes {', '.join(self.parameters) or 'none'}")
             wrong = problem(value, self.parameters[name])
             if wrong:
-                raise ValueError(f"{name!r} {wrong}")
+                raise UserError(f"{name!r} {wrong}")
         missing = [name for name in self.required if name not in arguments]
         if missing:
-            raise ValueError(f"needs {missing[0]!r}")
+            raise UserError(f"needs {missing[0]!r}")
         return arguments
 
 
@@ -98,7 +99,7 @@ def _blaming(spec: str, what: str, prompt: Prompt) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the user's code may raise anything
-        raise ValueError(f"tools={spec}: {what} on {prompt.source} ({describe_error(error)})") from None
+        raise UserError(f"tools={spec}: {what} on {prompt.source} ({describe_error(error)})") from None
 
 
 class Toolset:
@@ -114,7 +115,7 @@ class Toolset:
         self.owners = {tool.owner: tool.spec for tool in tools if tool.owner is not None}
         for tool in tools:
             if self.tools[tool.name] is not tool:
-                raise ValueError(f"tools={tool.spec}: there is another tool called {tool.name!r}; rename one")
+                raise UserError(f"tools={tool.spec}: there is another tool called {tool.name!r}; rename one")
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -126,7 +127,7 @@ class Toolset:
             for name in tool.needs:
                 without = next((prompt.source for prompt in prompts if prompt.columns.get(name) is None), None)
                 if without:
-                    raise ValueError(
+                    raise UserError(
                         f"tools={tool.spec}: reads the column {name!r}, which {without} of {what} does not have"
                     )
 
@@ -189,7 +190,7 @@ class Toolset:
         except (Exception, SystemExit) as error:  # a tool may raise anything: the episode continues
             text = describe_error(error)
         if tool.num_hung >= MAX_HUNG:
-            raise ValueError(
+            raise UserError(
                 f"tools={tool.spec}: {tool.num_hung} calls of it hang, and their threads cannot be ended; give it a "
                 "limit of its own, make it asynchronous, or raise --tool-timeout"
             )
@@ -233,7 +234,7 @@ def load_tools(specs: Sequence[str], *, timeout: float = 10.0) -> Toolset:
             tools.append(Tool(spec, spec, BUILTIN[spec]))
             continue
         if "." not in spec and ":" not in spec:
-            raise ValueError(
+            raise UserError(
                 f"{label}: no such built-in tool; {suggest(spec, BUILTIN)} or give my_module.function or "
                 "path/to/file.py:function"
             )
@@ -244,7 +245,7 @@ def load_tools(specs: Sequence[str], *, timeout: float = 10.0) -> Toolset:
         methods = {name: call for name, call in vars(found).items() if inspect.isfunction(call)}
         public = {name: call for name, call in methods.items() if name[0] != "_" and name not in NOT_TOOLS}
         if not public:
-            raise ValueError(f"{label}: the class has no public method for the model to call; write one")
+            raise UserError(f"{label}: the class has no public method for the model to call; write one")
         tools += [Tool(spec, name, call, owner=found) for name, call in public.items()]
     return Toolset(tools, timeout)
 
@@ -284,20 +285,20 @@ def schema_of(
     name = name or function.__name__
     doc = inspect.getdoc(function)
     if not doc:
-        raise ValueError(f"{label}: {name} has no docstring; describe the tool in one, the model reads it")
+        raise UserError(f"{label}: {name} has no docstring; describe the tool in one, the model reads it")
     try:
         hints = get_type_hints(function if inspect.isroutine(function) else type(function).__call__)
     except Exception as error:  # evaluating hints may raise anything
-        raise ValueError(f"{label}: the type hints of {name} cannot be read ({error})") from None
+        raise UserError(f"{label}: the type hints of {name} cannot be read ({error})") from None
     about, described = _read_doc(doc)
     properties, required = {}, []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.name in (EPISODE, *skip):
             continue
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ValueError(f"{label}: {name} takes {parameter}; give its parameters names, the model calls by name")
+            raise UserError(f"{label}: {name} takes {parameter}; give its parameters names, the model calls by name")
         if parameter.name not in hints:
-            raise ValueError(
+            raise UserError(
                 f"{label}: {name} has no type hint for {parameter.name!r}; add one, the schema is built from type hints"
             )
         properties[parameter.name] = _type_schema(hints[parameter.name], f"{label}: {parameter.name!r} of {name}")
@@ -353,7 +354,7 @@ def _type_schema(hint: Any, label: str) -> dict[str, Any]:
         return {"type": "array", **({"items": _type_schema(args[0], label)} if args else {})}
     if hint is dict or (origin is dict and args[0] is str):
         return {"type": "object", **({"additionalProperties": _type_schema(args[1], label)} if args else {})}
-    raise ValueError(
+    raise UserError(
         f"{label} is a {getattr(hint, '__name__', hint)}, which JSON cannot express; use str, int, float, bool, list, "
         "dict[str, ...], Literal or a union of them"
     )
@@ -401,11 +402,11 @@ def calculator(expression: str) -> str:
         expression: Numbers, + - * / // % ** and parentheses, for example (3+4)*2.
     """
     if len(expression) > MAX_LENGTH:
-        raise ValueError(f"the expression has more than {MAX_LENGTH} characters")
+        raise UserError(f"the expression has more than {MAX_LENGTH} characters")
     try:
         tree = ast.parse(expression.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ValueError(f"{expression!r} is not an expression") from None
+        raise UserError(f"{expression!r} is not an expression") from None
     value = _evaluate(tree)
     if isinstance(value, float) and not (value.is_integer() and abs(value) < 1e15):
         return f"{value:.12g}"
@@ -421,12 +422,12 @@ def _evaluate(node: ast.AST) -> int | float:
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         left, right = _evaluate(node.left), _evaluate(node.right)
         if isinstance(node.op, ast.Pow) and _bits(left) * max(abs(right), 1) > MAX_BITS:
-            raise ValueError("a power is too large")
+            raise UserError("a power is too large")
         value = OPERATORS[type(node.op)](left, right)
         if isinstance(value, complex) or _bits(value) > MAX_BITS:
-            raise ValueError("a number is too large, or not a real one")
+            raise UserError("a number is too large, or not a real one")
         return value
-    raise ValueError("only numbers, + - * / // % ** and parentheses are allowed")
+    raise UserError("only numbers, + - * / // % ** and parentheses are allowed")
 
 
 def _bits(value: Any) -> int:

@@ -16,7 +16,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from data.chat import Endless, apply_template, clean_messages, end_ids, end_of_turn_id
+from data.chat import TemplateTimeout, apply_template, clean_messages, end_ids, end_of_turn_id
+from data.errors import UserError
 from data.types import Messages
 from rollout.engine import Completion
 
@@ -105,7 +106,7 @@ class Continuation:
         self.tokenizer, self.role = tokenizer, role
         self.end_id = end_of_turn_id(tokenizer)
         if self.end_id is None:
-            raise ValueError(
+            raise UserError(
                 "chat_template: closes an assistant turn with no special token, so nothing can follow it exactly; use "
                 "a template that does (chatml, llama3, gemma)"
             )
@@ -138,7 +139,7 @@ class Continuation:
                 return opening
             except ValueError as error:
                 reasons.append(str(error))
-        raise ValueError(
+        raise UserError(
             f"chat_template: {reasons[-1]}; use a template that adds {self.role} turns one by one (chatml does)"
         )
 
@@ -148,11 +149,11 @@ class Continuation:
         shown = [opening[:1], [*opening, results[0]], [*opening, results[0], opening[1], results[1]]]
         start, once, twice = (self._render(messages, generation_prompt=False) for messages in shown)
         if "first result" not in once or "second result" not in twice:
-            raise ValueError(f"does not show a message of the role {self.role!r}")
+            raise UserError(f"does not show a message of the role {self.role!r}")
         if not once.startswith(start) or not twice.startswith(once):
-            raise ValueError("writes earlier turns differently once others follow them")
+            raise UserError("writes earlier turns differently once others follow them")
         if once[len(start) :] != twice[len(once) :].replace("second result", "first result"):
-            raise ValueError("writes the same messages differently later on")
+            raise UserError("writes the same messages differently later on")
         self._after(opening, results[:1])
 
     def _after(self, opening: Messages, messages: Messages, settings: Mapping[str, Any] | None = None) -> str:
@@ -160,7 +161,7 @@ class Continuation:
         text = self._render([*opening, *messages], generation_prompt=True, settings=settings)
         begin = text.find(self.end_text, text.find(MARK))
         if MARK not in text or begin < 0:
-            raise ValueError("does not show, or does not close, the assistant turn before these messages")
+            raise UserError("does not show, or does not close, the assistant turn before these messages")
         return text[begin + len(self.end_text) :]
 
     def _message(self, content: str) -> dict[str, Any]:
@@ -171,11 +172,11 @@ class Continuation:
     def _render(self, messages: Messages, *, generation_prompt: bool, settings: Mapping[str, Any] | None = None) -> str:
         try:
             return apply_template(self.tokenizer, messages, add_generation_prompt=generation_prompt, **(settings or {}))
-        except Endless:
+        except TemplateTimeout:
             raise
         except Exception as error:  # templates are programs: Jinja errors, TypeErrors, raise_exception()
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError(f"cannot render a turn of the role {self.role!r} ({reason})") from None
+            raise UserError(f"cannot render a turn of the role {self.role!r} ({reason})") from None
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

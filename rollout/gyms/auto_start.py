@@ -30,6 +30,7 @@ from typing import Any
 import httpx
 import yaml
 
+from data.errors import UserError
 from rollout.gyms.options import NemoGymConfig
 from rollout.servers.command import BASE, DROPPED, TOKEN, WORKER
 from rollout.servers.launch import STOP_WAIT, cause_of, read_tail, reserve
@@ -112,11 +113,11 @@ class GymServers:
             waiting = list(self.running)
             while waiting:
                 if ended := self.ended():
-                    raise ValueError(f"nemo_gym.auto_start=True: {ended}")
+                    raise UserError(f"nemo_gym.auto_start=True: {ended}")
                 waiting = [server for server in waiting if not server.is_up(client)]
                 if waiting and time.monotonic() - begun > self.cfg.startup_s:
                     late = waiting[0]
-                    raise ValueError(
+                    raise UserError(
                         f"nemo_gym.server_timeout={self.cfg.startup_s:g}: the gym's server {late.name} does not answer "
                         f"at {late.url}, and its log ends with {late.last_line()!r}; raise it, or see {late.log_path}"
                     )
@@ -129,7 +130,7 @@ class GymServers:
         for root in (folder_of(self.cfg), self.root):
             if (root / kind / kept_in / fields["entrypoint"]).is_file():
                 return root / kind / kept_in, fields["entrypoint"]
-        raise ValueError(
+        raise UserError(
             f"nemo_gym.dir={folder_of(self.cfg)}: has no {kind}/{kept_in}/{fields['entrypoint']}, which is the server "
             f"{name}; name the folder that has it"
         )
@@ -142,18 +143,18 @@ class GymServers:
         try:
             done = subprocess.run(argv, cwd=folder_of(self.cfg), env=clean_env(), timeout=PARSE_S, **options)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise ValueError(f"nemo_gym.python={self.python}: could not be run ({error}); name another") from None
+            raise UserError(f"nemo_gym.python={self.python}: could not be run ({error}); name another") from None
         lines = done.stdout.strip().splitlines()
         if done.returncode == 0 and lines and lines[-1].startswith("{"):
             said = json.loads(lines[-1])
             return Path(said["root"]), said["config"]
         cause = cause_of(done.stderr)
         if "ModuleNotFoundError" in cause and "nemo_gym" in cause:
-            raise ValueError(
+            raise UserError(
                 f"nemo_gym.python={self.python}: has no nemo_gym; name the interpreter that has it (Python 3.12, "
                 "pip install nemo-gym)"
             )
-        raise ValueError(f"nemo_gym.config_paths={' '.join(self.cfg.config_paths)}: the gym refuses them ({cause})")
+        raise UserError(f"nemo_gym.config_paths={' '.join(self.cfg.config_paths)}: the gym refuses them ({cause})")
 
 
 class GymServer:
@@ -209,10 +210,10 @@ def config_files(cfg: NemoGymConfig) -> list[Path]:
 def check_files(cfg: NemoGymConfig) -> None:
     """Refuse a folder or a file that is not there."""
     if not folder_of(cfg).is_dir():
-        raise ValueError(f"nemo_gym.dir={cfg.dir}: is not a folder; name the folder of the gym")
+        raise UserError(f"nemo_gym.dir={cfg.dir}: is not a folder; name the folder of the gym")
     for given, path in zip(cfg.config_paths, config_files(cfg), strict=True):
         if not path.is_file():
-            raise ValueError(f"nemo_gym.config_paths={given}: {path} is not a file; name a YAML file of the gym")
+            raise UserError(f"nemo_gym.config_paths={given}: {path} is not a file; name a YAML file of the gym")
 
 
 def find_python(cfg: NemoGymConfig) -> str:
@@ -271,12 +272,12 @@ def with_model(tree: dict[str, Any], names: Sequence[str], model: Sequence[tuple
     asked = {name for fields in agents for kind, name in references(fields) if kind == MODELS and name in servers}
     waiting = [name for name in names if name in asked or STAND_IN in json.dumps(servers[name])]
     if waiting and not model:
-        raise ValueError(
+        raise UserError(
             f"rollout.engine=local: the gym's server {waiting[0]} asks the model that is trained, on a vLLM server; "
             "use --rollout.engine vllm"
         )
     if len(tokens := {token for _, token in model}) > 1:
-        raise ValueError(
+        raise UserError(
             f"vllm.url={' '.join(url for url, _ in model)}: their tokens differ, and the gym's model server has one "
             f"for all; start them with the same {TOKEN}"
         )
@@ -308,7 +309,7 @@ def known_servers(cfg: VllmConfig) -> VllmConfig:
     if cfg.url:
         return cfg
     if cfg.replicas > 1 and not os.environ.get(TOKEN):
-        raise ValueError(
+        raise UserError(
             f"vllm.replicas={cfg.replicas}: the gym's model server has one token for all servers; give them one with "
             f"export {TOKEN}=$(python -c 'import secrets; print(secrets.token_urlsafe(32))')"
         )

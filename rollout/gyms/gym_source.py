@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from data.errors import UserError
 from data.types import Messages, Prompt
 from rollout.engine import Completion, Request
 from rollout.servers.loop import Loop, together
@@ -36,7 +37,7 @@ class EpisodeError(Exception):
         self.kind = kind
 
 
-class UnusableError(ValueError):
+class UnusableError(UserError):
     """No episode of this environment can be trained on: the run stops."""
 
 
@@ -190,7 +191,7 @@ class GymSource:
         """A turn's prompt does not continue the turns before it: only the turns after the last mismatch are kept."""
         what = "the prompt of a turn is not the turns before it, token by token"
         if self.prefix_mismatch == "stop":
-            raise ValueError(
+            raise UserError(
                 f"{self.flag}.prefix_mismatch=stop: {prompt.source}: {what}; use a chat template that keeps earlier "
                 "turns as they were, or set it to last or drop"
             )
@@ -203,7 +204,7 @@ class GymSource:
     def _failed(self, prompt: Prompt, kind: str, reason: str) -> Completion:
         self._in_a_row += 1
         if self._in_a_row >= GIVE_UP:
-            raise ValueError(
+            raise UserError(
                 f"{self.flag}: {self._in_a_row} episodes in a row have failed, the last one {prompt.source} ({reason})"
                 f"; {self.hint}"
             )

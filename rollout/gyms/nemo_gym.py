@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from data.errors import UserError
 from data.hints import suggest
 from data.rows.nemo_gym import item_messages
 from data.types import Messages, Prompt
@@ -72,7 +73,7 @@ class VerifyReward:
         A row that fails stops the run, or with on_error "none" is NaN: it gets no reward at all, and is counted.
         """
         if self.gym is None:
-            raise ValueError("works only in a training run, which knows the servers; see --nemo-gym.datasets")
+            raise UserError("works only in a training run, which knows the servers; see --nemo-gym.datasets")
         rows = zip(prompts, completions, verify_extra, nemo_gym_ref, strict=True)
         return await asyncio.wrap_future(self.gym.loop.start(together([self._one(*row) for row in rows])))
 
@@ -87,7 +88,7 @@ class VerifyReward:
             return read_reward(reply)
         except (GymError, ValueError) as error:
             if self.on_error == "stop":
-                raise ValueError(f"NeMo Gym: {ref['source']}: {error}") from None
+                raise UserError(f"NeMo Gym: {ref['source']}: {error}") from None
             kind = error.kind if isinstance(error, GymError) else "reward"
             self.gym.log_once(kind, f"NeMo Gym: {ref['source']}: {error}; such completions get no reward")
             return math.nan
@@ -218,7 +219,7 @@ class GymClient:
             try:
                 name, url = self.agent_of(ref) if multi_turn else self.server_of(ref)
             except ValueError as error:
-                raise ValueError(f"{prompt.source}: {error}") from None
+                raise UserError(f"{prompt.source}: {error}") from None
             needed[name] = url
         self._needed = set(needed)
         if self.cfg.auto_start:
@@ -241,8 +242,8 @@ class GymClient:
             if found in servers:
                 return found, servers[found]
             if name is not None:
-                raise ValueError(self._unknown("resource server", name, [*servers, *agents]))
-        raise ValueError("names no server of the gym; write PATH@SERVER in nemo_gym.datasets")
+                raise UserError(self._unknown("resource server", name, [*servers, *agents]))
+        raise UserError("names no server of the gym; write PATH@SERVER in nemo_gym.datasets")
 
     def agent_of(self, ref: dict[str, Any]) -> tuple[str, str]:
         """(name, address) of the agent for a row: the dataset's, the row's, or the one with that resource server."""
@@ -257,10 +258,10 @@ class GymClient:
         if len(fits) == 1:
             return fits[0], agents[fits[0]][0]
         if fits:
-            raise ValueError(
+            raise UserError(
                 f"nemo_gym.datasets: agents {', '.join(fits)} all have the server {wanted}; write PATH@AGENT"
             )
-        raise ValueError(self._unknown("agent", str(wanted), list(agents)))
+        raise UserError(self._unknown("agent", str(wanted), list(agents)))
 
     async def verify(self, row: dict[str, Any], ref: dict[str, Any]) -> dict[str, Any]:
         """The resource server's reply for a row with a response: new session, /verify, retries."""
@@ -352,7 +353,7 @@ class GymClient:
             except (httpx.HTTPError, OSError) as error:
                 reason = str(error) or type(error).__name__
             if time.monotonic() + POLL_S > deadline:
-                raise ValueError(
+                raise UserError(
                     f"nemo_gym.head_port={self.cfg.head_port}: {what} at {url} is not ready ({reason}); start the "
                     "gym's servers first, or raise --nemo-gym.server-timeout"
                 )
@@ -389,7 +390,7 @@ def read_places(text: str, head: str, host: str) -> Places:
     except (yaml.YAMLError, RecursionError):
         tree = None
     if not isinstance(tree, dict):
-        raise ValueError(f"{head}: is not the head server of NeMo Gym (configuration is not a mapping); check the port")
+        raise UserError(f"{head}: is not the head server of NeMo Gym (configuration is not a mapping); check the port")
     return places_of(tree, host)
 
 
@@ -452,7 +453,7 @@ def error_text(body: bytes) -> str:
 def read_reward(reply: dict[str, Any]) -> float:
     reward = reply.get("reward")
     if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
-        raise ValueError(f"reward={reward!r}: is not a finite number")
+        raise UserError(f"reward={reward!r}: is not a finite number")
     return float(reward)
 
 
@@ -461,7 +462,7 @@ def read_turns(items: Sequence[Any], vocab_size: int | None, version: int) -> li
     turns, has_text = [], False
     for number, item in enumerate(items):
         if not isinstance(item, dict):
-            raise ValueError(f"output[{number}]: is a {type(item).__name__}, not an object")
+            raise UserError(f"output[{number}]: is a {type(item).__name__}, not an object")
         if item.get("generation_token_ids") is None:
             has_text = has_text or item.get("type") == "function_call" or _has_text(item)
             continue
@@ -481,7 +482,7 @@ def read_episode(
     """An agent's reply as a Completion."""
     response = reply.get("response")
     if not isinstance(response, dict) or not isinstance(response.get("output"), list):
-        raise ValueError("response: has no output")
+        raise UserError("response: has no output")
     items = response["output"]
     reward = read_reward(reply)
     turns = read_turns(items, vocab_size, version)
@@ -522,11 +523,11 @@ def _turn(item: dict[str, Any], number: int, vocab_size: int | None, version: in
         ids, prompt_ids = [], []
     logps = item.get("generation_log_probs")
     if not prompt_ids or not isinstance(logps, list) or len(logps) != len(ids):
-        raise ValueError(f"output[{number}]: its token ids and log-probs do not match")
+        raise UserError(f"output[{number}]: its token ids and log-probs do not match")
     if not all(isinstance(logp, (int, float)) and -math.inf < logp <= LOGP_SLACK for logp in logps):
-        raise ValueError(f"output[{number}]: has an invalid log-prob")
+        raise UserError(f"output[{number}]: has an invalid log-prob")
     if min(prompt_ids + ids) < 0 or (vocab_size is not None and max(prompt_ids + ids) >= vocab_size):
-        raise ValueError(f"output[{number}]: an id outside the vocabulary of {vocab_size}; is it another model's?")
+        raise UserError(f"output[{number}]: an id outside the vocabulary of {vocab_size}; is it another model's?")
     logps = [min(float(logp), 0.0) for logp in logps]
     return Turns(prompt_ids, ids, logps, [True] * len(ids), versions=((version, len(ids)),))
 

@@ -38,6 +38,7 @@ from weakref import WeakKeyDictionary
 import httpx
 
 from data.chat import render_prompt
+from data.errors import UserError
 from data.types import Messages, Prompt
 from data.user_code import attribute_of, describe_error, load_file, load_module, where_raised
 from rollout.engine import Completion, Request, Sampling, finished
@@ -53,7 +54,7 @@ def load_episode(cfg: OpenEnvConfig, tokenizer: Any) -> OpenEnvEpisode:
     assert cfg.env is not None, cfg
     opener = find_environment(cfg.env, cfg.timeout)
     if cfg.max_concurrent_envs > 1 and opener.concurrent is False:
-        raise ValueError(
+        raise UserError(
             f"openenv.max_concurrent_envs={cfg.max_concurrent_envs}: {cfg.env} does not declare concurrent "
             "episodes; set SUPPORTS_CONCURRENT_SESSIONS = True in the class if it supports them, or leave it at 1"
         )
@@ -81,7 +82,7 @@ class OpenEnvEpisode:
             except Failed as error:
                 if self.cfg.on_error == "stop":
                     remedy = "fix it, or set --openenv.on-error none"
-                    raise ValueError(f"openenv.env={self.cfg.env}: {error}, at {prompt.source}; {remedy}") from None
+                    raise UserError(f"openenv.env={self.cfg.env}: {error}, at {prompt.source}; {remedy}") from None
                 transcript = Transcript(prompt.ids)
                 transcript.insert([self.continuation.end_id])  # masked: a completion cannot be empty
                 columns = {"env_reward": None, "num_turns": 0, "env_failed": 1.0}
@@ -170,7 +171,7 @@ def environment_seed(prompt: Prompt) -> int:
 def opening(prompt: Prompt, observation: str) -> Messages:
     """The prompt's messages, with the first observation appended to the last one."""
     if isinstance(prompt.prompt, str):
-        raise ValueError(
+        raise UserError(
             f"{prompt.source}: its prompt is plain text; an episode of several turns needs messages, give "
             '[{"role": "user", "content": ...}]'
         )
@@ -240,7 +241,7 @@ def _adapter(cfg: OpenEnvConfig, opener: Opener) -> Any:
         adapter = adapter() if isinstance(adapter, type) else adapter
         for name in ("action", "observation"):
             if not callable(getattr(adapter, name, None)):
-                raise ValueError(f"openenv.adapter={cfg.adapter}: has no method {name}; give it action and observation")
+                raise UserError(f"openenv.adapter={cfg.adapter}: has no method {name}; give it action and observation")
         return adapter
     return TextAdapter(_text_field(cfg, opener.action_schema), cfg.observation_field)
 
@@ -250,7 +251,7 @@ def _text_field(cfg: OpenEnvConfig, schema: dict[str, Any]) -> str:
     known = {name: facts for name, facts in schema.get("properties", {}).items() if name != "metadata"}
     if cfg.action_field is not None:
         if cfg.action_field not in known:
-            raise ValueError(
+            raise UserError(
                 f"openenv.action_field={cfg.action_field}: an action of {cfg.env} has no such field; it has "
                 f"{', '.join(known) or 'none'}"
             )
@@ -260,7 +261,7 @@ def _text_field(cfg: OpenEnvConfig, schema: dict[str, Any]) -> str:
     for names in ([name for name in texts if name in required], texts):
         if len(names) == 1 and set(required) <= set(names):
             return names[0]
-    raise ValueError(
+    raise UserError(
         f"openenv.env={cfg.env}: an action has the fields {', '.join(known) or 'none'}, and no single one takes "
         "text; name it with --openenv.action-field, or write an --openenv.adapter"
     )
@@ -298,7 +299,7 @@ def load_class(spec: str, label: str) -> Any:
         return attribute_of(load_file(Path(path).expanduser().resolve(), label), attribute, label)
     name, dot, attribute = spec.rpartition(".")
     if not dot or colon:
-        raise ValueError(f"{label}: is not a class name; give module.Class or FILE.py:Class")
+        raise UserError(f"{label}: is not a class name; give module.Class or FILE.py:Class")
     return attribute_of(load_module(name, label), attribute, label)
 
 
@@ -308,12 +309,12 @@ class InProcess:
     def __init__(self, spec: str, cls: Any, timeout: float) -> None:
         label = f"openenv.env={spec}"
         if not inspect.isclass(cls) or not (hasattr(cls, "reset") and hasattr(cls, "step")):
-            raise ValueError(f"{label}: is not a class with reset and step; name an OpenEnv Environment")
+            raise UserError(f"{label}: is not a class with reset and step; name an OpenEnv Environment")
         self.label, self.cls, self.timeout = label, cls, timeout
         self.concurrent = bool(getattr(cls, "SUPPORTS_CONCURRENT_SESSIONS", False))
         self.action_class = _action_class(cls)
         if self.action_class is None:
-            raise ValueError(f"{label}: its step() has no annotation for the Action; annotate the parameter")
+            raise UserError(f"{label}: its step() has no annotation for the Action; annotate the parameter")
         self.action_schema = self.action_class.model_json_schema()
 
     def open(self) -> Any:
@@ -332,7 +333,7 @@ class InProcess:
         known = [p.name for p in parameters if p.name != "self"]
         for name in names:
             if name not in known:
-                raise ValueError(
+                raise UserError(
                     f"openenv.reset_columns={name}: reset() of {self.label.partition('=')[2]} does not take it, only "
                     f"{', '.join(known) or 'nothing'}; leave it out"
                 )
@@ -455,7 +456,7 @@ class Server:
         try:
             from openenv.core import GenericEnvClient
         except ImportError:
-            raise ValueError(
+            raise UserError(
                 f"openenv.env={url}: the package openenv-core is not installed; pip install -e '.[openenv]'"
             ) from None
         self._client = GenericEnvClient
@@ -477,7 +478,7 @@ class Server:
             reply.raise_for_status()
             return reply.json()["action"]
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(
+            raise UserError(
                 f"openenv.env={self.url}: no OpenEnv server answers there ({describe_error(error)}); start it, or "
                 "check the URL"
             ) from None

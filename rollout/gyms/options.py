@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from data.errors import UserError
+
 VERIFY = "nemo_gym:verify"  # the reward from a resource server, for each completion
 ENV = "env"  # the reward from the episode itself
 REMOTE = ("http://", "https://", "ws://", "wss://")
@@ -52,33 +54,33 @@ class NemoGymConfig:
 
     def __post_init__(self) -> None:
         if not 0 < self.head_port < 65536:
-            raise ValueError(f"nemo_gym.head_port={self.head_port}: must be between 1 and 65535")
+            raise UserError(f"nemo_gym.head_port={self.head_port}: must be between 1 and 65535")
         for name in ("server_timeout", "verify_timeout", "run_timeout"):
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"nemo_gym.{name}={getattr(self, name)}: must be above 0 and finite")
+                raise UserError(f"nemo_gym.{name}={getattr(self, name)}: must be above 0 and finite")
         if self.retries < 0:
-            raise ValueError(f"nemo_gym.retries={self.retries}: must be 0 or more")
+            raise UserError(f"nemo_gym.retries={self.retries}: must be 0 or more")
         if self.max_connections < 1:
-            raise ValueError(f"nemo_gym.max_connections={self.max_connections}: must be 1 or more")
+            raise UserError(f"nemo_gym.max_connections={self.max_connections}: must be 1 or more")
         if not self.datasets:
             for field in fields(self):
                 if getattr(self, field.name) != field.default:
-                    raise ValueError(
+                    raise UserError(
                         f"nemo_gym.{field.name}={getattr(self, field.name)}: has no effect without rows of the gym; "
                         "give --nemo-gym.datasets"
                     )
         if self.auto_start and not self.config_paths:
-            raise ValueError(
+            raise UserError(
                 "nemo_gym.auto_start=True: needs to know which servers; name the gym's YAML files with "
                 "--nemo-gym.config-paths"
             )
         if self.auto_start and (self.head_host, self.head_port) != ("127.0.0.1", 11000):
-            raise ValueError(
+            raise UserError(
                 f"nemo_gym.auto_start=True: there is no head server then; leave it out, or head_host={self.head_host} "
                 f"and head_port={self.head_port}"
             )
         if not self.auto_start and (self.config_paths or self.python):
-            raise ValueError(
+            raise UserError(
                 "nemo_gym.config_paths, nemo_gym.python: have no effect on servers that run already; leave them out, "
                 "or give --nemo-gym.auto-start"
             )
@@ -102,35 +104,35 @@ def check_nemo_gym(
 ) -> None:
     """Refuse combinations that cannot work; for the Config of a method that samples."""
     if VERIFY in reward_funcs and not cfg.datasets:
-        raise ValueError(f"reward_funcs={VERIFY}: needs rows of the gym; give --nemo-gym.datasets")
+        raise UserError(f"reward_funcs={VERIFY}: needs rows of the gym; give --nemo-gym.datasets")
     if not cfg.multi_turn:
         return
     if VERIFY in reward_funcs:
-        raise ValueError(
+        raise UserError(
             f"reward_funcs={VERIFY}: an episode of nemo_gym.multi_turn is verified by its agent, and would be counted "
             f"twice; use --reward-funcs {ENV}"
         )
     if engine == "local":  # auto becomes vllm
-        raise ValueError(
+        raise UserError(
             f"rollout.engine={engine}: the agents of nemo_gym.multi_turn ask a vLLM server; use --rollout.engine vllm"
         )
     if not vllm_url and not vllm_port and not cfg.auto_start:
-        raise ValueError(
+        raise UserError(
             "vllm.port=0: the gym's model server must know our vLLM server beforehand; give --vllm.port, or --vllm.url "
             "of a server that runs already, or --nemo-gym.auto-start"
         )
     if lora_sync:
-        raise ValueError(
+        raise UserError(
             "sync.backend=lora: every version of an adapter has another name, and the gym's model server asks for one "
             "name only; use --sync.backend process_group or filesystem"
         )
     if in_flight:
-        raise ValueError(
+        raise UserError(
             "async_prefetch=True: new weights end the requests of the gym's agents, which cannot continue; "
             "leave it out with nemo_gym.multi_turn"
         )
     if stop:
-        raise ValueError(
+        raise UserError(
             f"stop={' '.join(stop)}: does not reach the gym's agents; leave it out with nemo_gym.multi_turn"
         )
 
@@ -164,21 +166,21 @@ class OpenEnvConfig:
         if self.env is None:
             for field in fields(self):
                 if getattr(self, field.name) != field.default:
-                    raise ValueError(
+                    raise UserError(
                         f"openenv.{field.name}={getattr(self, field.name)}: has no effect without an environment; name "
                         "one with --openenv.env"
                     )
         if "" in (self.env, self.adapter):
-            raise ValueError("openenv.env, openenv.adapter: one is empty; give module.Class or FILE.py:Class")
+            raise UserError("openenv.env, openenv.adapter: one is empty; give module.Class or FILE.py:Class")
         if self.adapter is not None and (self.action_field or self.observation_field):
-            raise ValueError(
+            raise UserError(
                 f"openenv.adapter={self.adapter}: converts actions and observations itself, so action_field and "
                 "observation_field have no effect; leave them out"
             )
         for name in ("max_turns", "max_concurrent_envs"):
             if getattr(self, name) < 1:
-                raise ValueError(f"openenv.{name}={getattr(self, name)}: must be 1 or more")
+                raise UserError(f"openenv.{name}={getattr(self, name)}: must be 1 or more")
         if not 0 < self.timeout < math.inf:
-            raise ValueError(f"openenv.timeout={self.timeout}: must be a number of seconds above 0")
+            raise UserError(f"openenv.timeout={self.timeout}: must be a number of seconds above 0")
         if "seed" in self.reset_columns:
-            raise ValueError("openenv.reset_columns=seed: a column seed is always given to reset; leave it out")
+            raise UserError("openenv.reset_columns=seed: a column seed is always given to reset; leave it out")

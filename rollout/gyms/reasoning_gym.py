@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from data.errors import UserError
 from data.reasoning_gym import check_installed, known_tasks, score_answer
 from rollout.rewards.functions import Scores, text_of
 
@@ -41,7 +42,7 @@ def score(
         # Rows from a file do not contain the settings of their task: its defaults are used.
         task, options = (origin["task"], origin["options"]) if origin else (facts["source_dataset"], {})
         if task not in known_tasks():
-            raise ValueError(f"metadata.source_dataset={task}: no such task of reasoning-gym; leave the row out")
+            raise UserError(f"metadata.source_dataset={task}: no such task of reasoning-gym; leave the row out")
         entry = {"answer": gold, "metadata": facts}
         scores.append(score_answer(task, options, final_answer(text_of(completion)), entry))
     return scores

@@ -26,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from data.errors import UserError
 from data.formats.registry import apply
 from data.rows.prompts import fits, log_left_out, tokenise_prompt
 from data.sources import Row
@@ -70,7 +71,7 @@ class VerifiersEnv:
                 api_key_var="STROP_NO_KEY", renderer=cfg.renderer or None, renderer_model_name=model
             )
         except ValueError as error:
-            raise ValueError(f"verifiers.renderer={cfg.renderer}: {describe_error(error)}") from None
+            raise UserError(f"verifiers.renderer={cfg.renderer}: {describe_error(error)}") from None
         self.loop: Loop | None = None
         self._server: TokenServer | None = None
         self._slots: asyncio.Semaphore | None = None
@@ -91,7 +92,7 @@ class VerifiersEnv:
             try:
                 row.columns["prompt"] = opening(task.data)
             except ValueError as error:
-                raise ValueError(f"{row.source}: {error}") from None
+                raise UserError(f"{row.source}: {error}") from None
             made = apply(tokenise_prompt, row, tokenizer, system_prompt, chat_template_kwargs)
             if not fits(row.source, made.ids, max_prompt_length, context_length, max_completion_length):
                 continue
@@ -110,7 +111,7 @@ class VerifiersEnv:
             self.loop.run(self._open())
         except Exception as error:  # the environment's code may raise anything
             self.close()
-            raise ValueError(f"verifiers.env={self.cfg.env}: did not start ({describe_error(error)})") from None
+            raise UserError(f"verifiers.env={self.cfg.env}: did not start ({describe_error(error)})") from None
 
     def source(self, engine: Any, sampling: Sampling) -> GymSource:
         """Source of episodes sampled by this engine, which has vLLM servers."""
@@ -150,7 +151,7 @@ class VerifiersEnv:
         try:
             made = create_renderer(tokenizer, self._client.renderer, chat_template_kwargs=self.template_kwargs or None)
         except Exception as error:
-            raise ValueError(f"verifiers.renderer={self.cfg.renderer}: {describe_error(error)}") from None
+            raise UserError(f"verifiers.renderer={self.cfg.renderer}: {describe_error(error)}") from None
         if not getattr(made, "supports_tools", True):
             self.log_once(
                 "renderer",
@@ -226,16 +227,16 @@ def import_verifiers(env: str) -> Any:
     try:
         version = importlib.metadata.version("verifiers")
     except importlib.metadata.PackageNotFoundError:
-        raise ValueError(f"{label}: the package verifiers is not installed; {INSTALL}") from None
+        raise UserError(f"{label}: the package verifiers is not installed; {INSTALL}") from None
     try:
         import verifiers.v1 as vf
     except ModuleNotFoundError as error:
         if error.name != "verifiers.v1":
-            raise ValueError(f"{label}: verifiers cannot be imported ({describe_error(error)}); {INSTALL}") from None
-        raise ValueError(f"{label}: verifiers {version} has no verifiers.v1; {INSTALL}") from None
+            raise UserError(f"{label}: verifiers cannot be imported ({describe_error(error)}); {INSTALL}") from None
+        raise UserError(f"{label}: verifiers {version} has no verifiers.v1; {INSTALL}") from None
     lacks = [name for name in NEEDED if not _has(vf, name)]
     if lacks:
-        raise ValueError(f"{label}: verifiers {version} has no {', '.join(lacks)}; install verifiers 0.4")
+        raise UserError(f"{label}: verifiers {version} has no {', '.join(lacks)}; install verifiers 0.4")
     return vf
 
 
@@ -248,22 +249,22 @@ def load_tasks(vf: Any, cfg: VerifiersConfig) -> tuple[Any, list[Any]]:
         env = vf.load_environment(vf.resolve_env_config(place_agents(vf, settings, label)))
         rows = env.taskset if cfg.rows is None else env.taskset.take(cfg.rows)
         if not rows.bounded:
-            raise ValueError(f"{label}: its rows never end; say how many to use with --verifiers.rows")
+            raise UserError(f"{label}: its rows never end; say how many to use with --verifiers.rows")
         tasks = list(rows)
     except ValueError as error:
         if str(error).startswith("verifiers."):
             raise
-        raise ValueError(refusal(error, label)) from None
+        raise UserError(refusal(error, label)) from None
     except ModuleNotFoundError as error:
         if error.name is not None and error.name != name.replace("-", "_").lower():  # one that its code imports
-            raise ValueError(refusal(error, label)) from None
-        raise ValueError(
+            raise UserError(refusal(error, label)) from None
+        raise UserError(
             f"{label}: there is no such environment, neither installed nor as a module in {Path.cwd()}; check the name"
         ) from None
     except Exception as error:  # importing and loading run the environment's code
-        raise ValueError(refusal(error, label)) from None
+        raise UserError(refusal(error, label)) from None
     if not tasks:
-        raise ValueError(f"{label}: has no rows; check verifiers.args")
+        raise UserError(f"{label}: has no rows; check verifiers.args")
     return env, tasks
 
 
@@ -278,7 +279,7 @@ def plugin_name(spec: str, label: str) -> str:
         return spec
     name = name.replace("-", "_").lower()
     if sys.modules.setdefault(name, module) is not module:
-        raise ValueError(f"{label}: another module has the name {name!r}; rename the file")
+        raise UserError(f"{label}: another module has the name {name!r}; rename the file")
     return name
 
 
@@ -293,7 +294,7 @@ def place_agents(vf: Any, settings: dict[str, Any], label: str) -> dict[str, Any
         if "runtime" in given or getattr(config, role).runtime != vf.PrimeConfig():
             continue
         if vf.load_harness(harness).EXECUTES_CODE:
-            raise ValueError(
+            raise UserError(
                 f"{label}: its {role} runs code (harness {harness.id}); say where with --verifiers.args "
                 f'\'{{"{role}": {{"runtime": {{"type": "docker"}}}}}}\', or let it only talk with '
                 f'\'{{"{role}": {{"harness": {{"id": "null"}}}}}}\''
@@ -326,7 +327,7 @@ def message_of(message: Any) -> dict[str, Any]:
     """A message of verifiers as chat templates and rewards take it."""
     parts = message.content if isinstance(message.content, list) else []
     if any(part.type != "text" for part in parts):
-        raise ValueError("a message holds an image; only text is supported")
+        raise UserError("a message holds an image; only text is supported")
     text = "".join(part.text for part in parts) if parts else message.content or ""
     made = {"role": message.role, "content": text}
     calls = getattr(message, "tool_calls", None) or ()

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from data.errors import UserError
 from data.formats.template_settings import JsonObject
 
 
@@ -44,16 +45,16 @@ class VerifiersConfig:
             default = _defaults()
             for name, value in default.items():
                 if (given := getattr(self, name)) != value:
-                    raise ValueError(
+                    raise UserError(
                         f"verifiers.{name}={given}: has no effect without an environment; name one with --verifiers.env"
                     )
         elif not self.env.strip():
-            raise ValueError("verifiers.env='': is empty; name an environment, a module or FILE.py")
+            raise UserError("verifiers.env='': is empty; name an environment, a module or FILE.py")
         for name in ("rows", "max_concurrent"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"verifiers.{name}={getattr(self, name)}: must be 1 or more")
+                raise UserError(f"verifiers.{name}={getattr(self, name)}: must be 1 or more")
         if not 0 < self.timeout < math.inf:
-            raise ValueError(f"verifiers.timeout={self.timeout}: must be a number of seconds above 0")
+            raise UserError(f"verifiers.timeout={self.timeout}: must be a number of seconds above 0")
 
 
 def _defaults() -> dict[str, Any]:
@@ -66,16 +67,16 @@ def check_verifiers(cfg: Any) -> None:
         return
     name = f"verifiers.env={cfg.verifiers.env}"
     if cfg.data.data or cfg.data.eval_data or cfg.nemo_gym.datasets:
-        raise ValueError(
+        raise UserError(
             f"{name}: brings its own rows; leave out data, eval_data and nemo_gym.datasets, and hold rows out with "
             "--val-set-size"
         )
     if cfg.rollout.engine == "local":  # auto becomes vllm
-        raise ValueError(f"rollout.engine=local: {name} asks vLLM servers; use --rollout.engine vllm")
+        raise UserError(f"rollout.engine=local: {name} asks vLLM servers; use --rollout.engine vllm")
     if cfg.model.system_prompt is not None:
-        raise ValueError(f"system_prompt={cfg.model.system_prompt}: {name} has its own prompts; leave it out")
+        raise UserError(f"system_prompt={cfg.model.system_prompt}: {name} has its own prompts; leave it out")
     if cfg.model.chat_template != "tokenizer_default":
-        raise ValueError(
+        raise UserError(
             f"chat_template={cfg.model.chat_template}: {name} renders prompts with the template in the model's folder; "
             "put it there, and leave the flag out"
         )

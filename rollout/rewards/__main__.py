@@ -10,6 +10,7 @@ from typing import Any
 
 from data.chat import set_chat_template, stop_ids
 from data.command.flags import parse_command, run_command
+from data.errors import UserError
 from data.formats.registry import PROMPT_FORMATS, formatted_rows
 from data.formats.template_settings import JsonObject, check_kwargs
 from data.rows.prompts import load_prompts
@@ -62,7 +63,7 @@ class CheckConfig:
     def __post_init__(self) -> None:
         for name in ("num_rows", "num_generations", "max_completion_length"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
+                raise UserError(f"{name}={getattr(self, name)}: must be 1 or more")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,7 +94,7 @@ def _read_completions(cfg: CheckConfig) -> tuple[list[Prompt], list[Completion]]
             break
         completion = row.columns.get("completion")
         if completion is None:
-            raise ValueError(
+            raise UserError(
                 f"{row.source}: has no 'completion' (its columns: {', '.join(row.columns)}); add that column, or give "
                 "--model to sample completions first"
             )
@@ -112,7 +113,7 @@ def _text(source: str, completion: Any) -> str:
         isinstance(message, dict) and isinstance(message.get("content"), str) for message in completion
     )
     if not isinstance(completion, str) and not messages:
-        raise ValueError(f"{source}: 'completion' is neither text nor a list of messages with text; fix the row")
+        raise UserError(f"{source}: 'completion' is neither text nor a list of messages with text; fix the row")
     return text_of(completion)
 
 

@@ -43,6 +43,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from data.errors import UserError
 from rollout.rewards.code_child import ALIASES, PURE
 from rollout.rewards.functions import text_of
 from rollout.rewards.workers import kill_group
@@ -65,7 +66,7 @@ def code(argument: str | None) -> Callable[..., list[float | None]]:
         except ValueError:
             seconds = -1.0
         if not 0 < seconds <= 3600:
-            raise ValueError(f"reward_funcs=code:{argument}: write code:SECONDS, the time one program may take")
+            raise UserError(f"reward_funcs=code:{argument}: write code:SECONDS, the time one program may take")
 
     def score(
         completions: Sequence[Any],
@@ -75,7 +76,7 @@ def code(argument: str | None) -> Callable[..., list[float | None]]:
         entry_point: Sequence[Any] | None = None,
     ) -> list[float | None]:
         if tests is None and test is None:
-            raise ValueError("the data has neither a column 'tests' nor 'test'")
+            raise UserError("the data has neither a column 'tests' nor 'test'")
         nothing = [None] * len(completions)
         rows = zip(completions, prompts, tests or nothing, test or nothing, entry_point or nothing, strict=True)
         jobs = [_job(text_of(done), prompt, first or second, entry) for done, prompt, first, second, entry in rows]

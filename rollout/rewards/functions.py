@@ -23,6 +23,8 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any
 
+from data.errors import UserError
+
 Scores = list[float | None]
 RewardFunction = Callable[..., Any]
 
@@ -92,7 +94,7 @@ def tagged_format_partial(argument: str | None) -> RewardFunction:
 def _tags(name: str, argument: str | None) -> list[str]:
     tags = (argument or "think,answer").split(",")
     if len(tags) != 2 or tags[0] == tags[1] or not all(re.fullmatch(r"[\w-]+", tag) for tag in tags):
-        raise ValueError(f"reward_funcs={name}:{argument}: give two different tag names, as in {name}:think,answer")
+        raise UserError(f"reward_funcs={name}:{argument}: give two different tag names, as in {name}:think,answer")
     return [f"<{slash}{tag}>" for tag in tags for slash in ("", "/")]
 
 
@@ -113,11 +115,11 @@ def _tag_parts(text: str, tags: list[str]) -> int:
 
 def regex(argument: str | None) -> RewardFunction:
     if not argument:
-        raise ValueError("reward_funcs=regex: has no pattern; write regex:PATTERN, for example regex:^[0-9]+$")
+        raise UserError("reward_funcs=regex: has no pattern; write regex:PATTERN, for example regex:^[0-9]+$")
     try:
         pattern = re.compile(argument, re.DOTALL)
     except re.error as error:
-        raise ValueError(f"reward_funcs=regex:{argument}: is not a valid pattern ({error})") from None
+        raise UserError(f"reward_funcs=regex:{argument}: is not a valid pattern ({error})") from None
 
     def score(completions: Sequence[Any]) -> Scores:
         return [float(pattern.search(text_of(completion)) is not None) for completion in completions]
@@ -142,7 +144,7 @@ def soft_overlong(argument: str | None) -> RewardFunction:
     """DAPO's soft penalty: grows over the last MARGIN tokens before MAX, so that truncation is not the first signal."""
     limit, margin = _whole_numbers("soft_overlong", argument or "", "MAX,MARGIN", 2)
     if not 0 < margin <= limit:
-        raise ValueError(f"reward_funcs=soft_overlong:{argument}: MARGIN must be above 0 and at most MAX")
+        raise UserError(f"reward_funcs=soft_overlong:{argument}: MARGIN must be above 0 and at most MAX")
 
     def score(completion_ids: Sequence[Sequence[int]]) -> Scores:
         return [max(-1.0, min(0.0, (limit - margin - len(ids)) / margin)) for ids in completion_ids]
@@ -153,17 +155,17 @@ def soft_overlong(argument: str | None) -> RewardFunction:
 def _whole_numbers(name: str, argument: str, names: str, count: int) -> list[int]:
     parts = argument.split(",")
     if len(parts) != count or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"reward_funcs={name}:{argument}: write {name}:{names} with whole numbers above 0")
+        raise UserError(f"reward_funcs={name}:{argument}: write {name}:{names} with whole numbers above 0")
     return [int(part) for part in parts]
 
 
 def math_verify(argument: str | None) -> RewardFunction:
     if argument is not None:
-        raise ValueError(f"reward_funcs=math_verify:{argument}: math_verify takes no argument; remove it")
+        raise UserError(f"reward_funcs=math_verify:{argument}: math_verify takes no argument; remove it")
     try:
         from math_verify import parse, verify
     except ImportError:
-        raise ValueError(
+        raise UserError(
             "reward_funcs=math_verify: the package math-verify is not installed; pip install 'strop[rewards]'"
         ) from None
 

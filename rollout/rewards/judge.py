@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from data.errors import UserError
 from data.types import Prompt
 from data.user_code import find_callable
 from rollout.engine import Completion
@@ -85,7 +86,7 @@ class Judge(Rewards):
                 given = self._by_prompt(function, scoring.prompts[part], scoring.completions[part])
                 return verdicts(self.awaited(function.call(**given)), high - low, self.size)
             except Refused as error:
-                raise ValueError(str(error)) from None
+                raise UserError(str(error)) from None
             except (Exception, SystemExit) as error:  # the user's code may raise anything
                 return raised(error, function.call)
 

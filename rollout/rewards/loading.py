@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from data.errors import UserError
 from data.hints import suggest
 from data.user_code import describe_error, find_callable, import_name, load_module, refuse_python_object
 from rollout.rewards import functions
@@ -45,10 +46,10 @@ def find_reward(spec: str | Callable[..., Any], *, trust_remote_code: bool = Fal
         return head, _lazy(spec, head, argument if colon else None)
     module = spec.removesuffix(".py")
     if "." not in module and not colon and module_file(Path.cwd(), module) is not None:
-        raise ValueError(f"reward_funcs={spec}: {_module_hint(module)}")
+        raise UserError(f"reward_funcs={spec}: {_module_hint(module)}")
     if "." not in spec or (colon and ".py:" not in spec):
         builtin = (*functions.FUNCTIONS, *functions.FACTORIES, *MODELS, *LAZY)
-        raise ValueError(
+        raise UserError(
             f"reward_funcs={spec}: no such built-in reward; {suggest(head, builtin)} or give module.function or "
             "path/to/file.py:function"
         )
@@ -76,7 +77,7 @@ def _lazy(spec: str, head: str, argument: str | None) -> Callable[..., Any]:
     wanted = {"nemo_gym": "verify", "reasoning_gym": None}.get(head, argument)
     if argument != wanted:
         right = head if wanted is None else f"{head}:{wanted}"
-        raise ValueError(f"reward_funcs={spec}: no such reward; write {right}")
+        raise UserError(f"reward_funcs={spec}: no such reward; write {right}")
     found = getattr(importlib.import_module(module), attribute)
     if head == "code":
         return found(argument)
@@ -88,15 +89,15 @@ def _user_function(spec: str, found: Any) -> Callable[..., Any]:
         try:
             found = found()
         except Exception as error:  # the constructor is the user's code
-            raise ValueError(
+            raise UserError(
                 f"reward_funcs={spec}: the class cannot be created without arguments ({describe_error(error)})"
             ) from None
     if not callable(found):
-        raise ValueError(f"reward_funcs={spec}: is a {type(found).__name__}, not a function; name something callable")
+        raise UserError(f"reward_funcs={spec}: is a {type(found).__name__}, not a function; name something callable")
     try:
         inspect.signature(found)
     except (TypeError, ValueError):  # some functions written in C
-        raise ValueError(f"reward_funcs={spec}: has no readable signature; wrap it in a Python function") from None
+        raise UserError(f"reward_funcs={spec}: has no readable signature; wrap it in a Python function") from None
     if hasattr(found, "state_dict") != hasattr(found, "load_state_dict"):
-        raise ValueError(f"reward_funcs={spec}: has only one of state_dict and load_state_dict; give it both or none")
+        raise UserError(f"reward_funcs={spec}: has only one of state_dict and load_state_dict; give it both or none")
     return found

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from data.chat import apply_template, end_of_turn_id, render_prompt, render_text, stop_ids, with_system
+from data.errors import UserError
 from data.types import Messages
 from rollout.rewards.functions import text_of
 from rollout.servers.model_folder import trust_hint
@@ -62,7 +63,7 @@ class ProcessReward:
     def __init__(self, argument: str, trust_remote_code: bool = False) -> None:
         path, comma, how = argument.rpartition(",")
         if comma and how not in COMBINE:
-            raise ValueError(
+            raise UserError(
                 f"reward_funcs=prm:{argument}: {how!r} is not a way to combine steps; use min, mean or last"
             )
         self.combine = COMBINE[how if comma else "min"]
@@ -100,7 +101,7 @@ class ProcessReward:
 def _with_path(kind: str, reward: type, example: str) -> Callable[[str | None, bool], Any]:
     def make(argument: str | None, trust_remote_code: bool = False) -> Any:
         if not argument:
-            raise ValueError(f"reward_funcs={kind}: has no path; write {example}")
+            raise UserError(f"reward_funcs={kind}: has no path; write {example}")
         return reward(argument, trust_remote_code)
 
     return make
@@ -128,9 +129,9 @@ def load_model(spec: str, path: str, task: str, *, num_labels: int, trust_remote
         if kinds and not any(kind.endswith(task) for kind in kinds):
             other = {"SequenceClassification": "prm", "TokenClassification": "model"}[task]
             hint = f"; did you mean {other}:{path}?" if "Classification" in kinds[0] else ""
-            raise ValueError(f"it is a {kinds[0]}, without the head this needs{hint}")
+            raise UserError(f"it is a {kinds[0]}, without the head this needs{hint}")
         if config.num_labels != num_labels:
-            raise ValueError(f"its head has {config.num_labels} outputs, not {num_labels}")
+            raise UserError(f"its head has {config.num_labels} outputs, not {num_labels}")
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
         auto = getattr(transformers, f"AutoModelFor{task}")
         model, found = auto.from_pretrained(
@@ -142,12 +143,10 @@ def load_model(spec: str, path: str, task: str, *, num_labels: int, trust_remote
         )
     except Exception as error:  # transformers may raise anything for damaged files
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ValueError(f"{label}: cannot be used as a reward model ({reason}){trust_hint(error)}") from None
+        raise UserError(f"{label}: cannot be used as a reward model ({reason}){trust_hint(error)}") from None
     if found["missing_keys"]:
         missing = min(found["missing_keys"])
-        raise ValueError(
-            f"{label}: its weights lack {missing}, which would be random; train it with --method rm or prm"
-        )
+        raise UserError(f"{label}: its weights lack {missing}, which would be random; train it with --method rm or prm")
     return model.to(device).eval(), tokenizer
 
 
@@ -157,13 +156,13 @@ def _resolve(label: str, path: str) -> str:
     if (place / "final").is_dir():
         place = place / "final"
     if (place / "adapter_config.json").is_file():
-        raise ValueError(
+        raise UserError(
             f"{label}: holds an adapter of a language model, not a reward model; train one with --method rm"
         )
     if place.is_dir() and not (place / "config.json").is_file():
-        raise ValueError(f"{label}: holds no model (no config.json) and no finished run (no final/); check the path")
+        raise UserError(f"{label}: holds no model (no config.json) and no finished run (no final/); check the path")
     if not place.is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-        raise ValueError(f"{label}: no such folder; name a finished run of --method rm or prm, or a model folder")
+        raise UserError(f"{label}: no such folder; name a finished run of --method rm or prm, or a model folder")
     return str(place) if place.is_dir() else path
 
 
@@ -174,7 +173,7 @@ def forward(model: Any, rows: Sequence[list[int]]) -> list[Any]:
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and max(map(len, rows), default=0) > limit:
-        raise ValueError(f"a row of {max(map(len, rows))} tokens does not fit the reward model's context of {limit}")
+        raise UserError(f"a row of {max(map(len, rows))} tokens does not fit the reward model's context of {limit}")
     logits: list[Any] = [None] * len(rows)
     for members in _batches([len(ids) for ids in rows], alone=config.pad_token_id is None):
         width = max(len(rows[i]) for i in members)

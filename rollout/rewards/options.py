@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from data.errors import UserError
 from rollout.rewards.weights import parse_weights
 
 OnError = Literal["stop", "none"]
@@ -37,19 +38,19 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.reward_funcs, (tuple, list)):  # from Python: a single function instead of a tuple
-            raise ValueError(f"reward_funcs={self.reward_funcs}: must be a tuple; write (my_function,)")
+            raise UserError(f"reward_funcs={self.reward_funcs}: must be a tuple; write (my_function,)")
         parse_weights(self.reward_weights, len(self.reward_funcs) or 1)
         if self.reward_num_workers < 0:
-            raise ValueError(f"reward_num_workers={self.reward_num_workers}: must be 0 (in this process) or more")
+            raise UserError(f"reward_num_workers={self.reward_num_workers}: must be 0 (in this process) or more")
         if self.reward_none_limit < 0:
-            raise ValueError(f"reward_none_limit={self.reward_none_limit}: must be 0 (never stop) or more")
+            raise UserError(f"reward_none_limit={self.reward_none_limit}: must be 0 (never stop) or more")
         if not 0 < self.reward_timeout < math.inf:
-            raise ValueError(f"reward_timeout={self.reward_timeout}: must be above 0 and finite")
+            raise UserError(f"reward_timeout={self.reward_timeout}: must be above 0 and finite")
         if self.reward_memory_gb is not None and not 0 < self.reward_memory_gb < math.inf:
-            raise ValueError(f"reward_memory_gb={self.reward_memory_gb}: must be above 0 and finite, or None")
+            raise UserError(f"reward_memory_gb={self.reward_memory_gb}: must be above 0 and finite, or None")
         if not self.reward_num_workers:
             for name, default in (("reward_timeout", TIMEOUT), ("reward_memory_gb", None)):
                 if getattr(self, name) != default:
-                    raise ValueError(
+                    raise UserError(
                         f"{name}={getattr(self, name)}: limits workers, and there are none; set reward_num_workers"
                     )

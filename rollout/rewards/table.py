@@ -33,6 +33,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from data.errors import UserError
 from data.types import Prompt
 from data.user_code import PYTHON, import_name
 from rollout.engine import Completion
@@ -101,14 +102,14 @@ def load_rewards(
     Python, the function itself may be passed.
     """
     if not names:
-        raise ValueError("reward_funcs=(): no reward function; name at least one, for example exact_match")
+        raise UserError("reward_funcs=(): no reward function; name at least one, for example exact_match")
     parsed = parse_weights(weights, len(names))
     functions: list[RewardFunction] = []
     for given in names:
         name, call = find_reward(given, trust_remote_code=trust_remote_code)
         spec = import_name(given) if callable(given) else given
         if num_workers and spec.startswith(f"{PYTHON}:"):
-            raise ValueError(
+            raise UserError(
                 f"reward_funcs={spec}: a worker cannot import it; define it at the top of a module, or set "
                 "reward_num_workers to 0"
             )
@@ -206,7 +207,7 @@ class Rewards:
                     self._columns.append(name)
                     continue
                 if name not in columns:
-                    raise ValueError(
+                    raise UserError(
                         f"{function.setting}={function.spec}: asks for {name!r}, which no row of {what} has (not "
                         f"{prompts[0].source}, the first); it can ask for {', '.join((*OFFERED, *columns, *added))}"
                     )
@@ -257,7 +258,7 @@ class Rewards:
                 try:
                     states[function.name] = json.loads(json.dumps(state))
                 except (TypeError, ValueError) as error:
-                    raise ValueError(
+                    raise UserError(
                         f"reward_funcs={function.spec}: its state_dict() cannot be saved as JSON ({error}); "
                         "return numbers, strings, lists and dicts"
                     ) from None
@@ -266,7 +267,7 @@ class Rewards:
     def load_state_dict(self, states: dict[str, Any]) -> None:
         stateful = {function.name: function for function in self.functions if hasattr(function.call, "state_dict")}
         if states.keys() != stateful.keys():
-            raise ValueError(
+            raise UserError(
                 f"reward_funcs={self.names}: the checkpoint holds the state of {sorted(states)}, these functions keep "
                 f"that of {sorted(stateful)}; resume with the same reward functions"
             )
@@ -279,7 +280,7 @@ class Rewards:
         try:
             whole = arguments(function, prompts, completions, self._columns)
         except Refused as error:
-            raise ValueError(str(error)) from None
+            raise UserError(str(error)) from None
         return [
             pool.submit(place, {name: values[low:high] for name, values in whole.items()}, high - low, state)
             for low, high in shards(prompts, pool.num_workers)
@@ -316,7 +317,7 @@ class Rewards:
         totals = [_total(row, weights) for row in values]
         largest = max((abs(total) for total in totals if total is not None), default=0.0)
         if largest > LARGEST:
-            raise ValueError(
+            raise UserError(
                 f"reward_weights={' '.join(f'{weight:g}' for weight in weights)}: give a total of {largest:.3g}; "
                 f"rewards are float32, keep them within +-{LARGEST:g}"
             )
@@ -340,7 +341,7 @@ class Rewards:
             if isinstance(fault, Fault):
                 blamed = rows if row is None else [rows[row]]
                 if self._on_error == "stop":
-                    raise ValueError(fault.sentence(function, blamed))
+                    raise UserError(fault.sentence(function, blamed))
                 self._report(function, fault, blamed, len(faulty), len(rows))
             if faulty:
                 last = part.scores[faulty[-1]].sentence(function, [rows[faulty[-1]]])
@@ -367,7 +368,7 @@ class Rewards:
                 returned = pending.result() if pending else self._run(function, scoring, log, low, high)
                 outcome = log.checked(checked(returned, high - low), high - low)
             except Refused as error:
-                raise ValueError(str(error)) from None
+                raise UserError(str(error)) from None
             except (Exception, SystemExit) as error:  # the user's code may raise anything
                 return raised(error, function.call)
             if not isinstance(outcome, Fault):

@@ -14,6 +14,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from data.errors import UserError
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -50,14 +52,14 @@ def parse_weight(given: float | str) -> Weight:
     for part in given.split(","):
         step, colon, weight = part.partition(":")
         if not colon or not step.strip().isdecimal():
-            raise ValueError(
+            raise UserError(
                 f"reward_weights={given}: {part.strip()!r} is not step:weight; write a number, or points such as "
                 "0:1.0,100:0.2"
             )
         points.append((int(step), _number(weight, given)))
     steps = [step for step, _ in points]
     if len(points) < 2 or steps != sorted(set(steps)):
-        raise ValueError(f"reward_weights={given}: needs two points or more, their steps rising, as in 0:1.0,100:0.2")
+        raise UserError(f"reward_weights={given}: needs two points or more, their steps rising, as in 0:1.0,100:0.2")
     return _checked(Weight(tuple(points)), given)
 
 
@@ -67,7 +69,7 @@ def parse_weights(given: Sequence[float | str] | None, num_functions: int) -> li
         return [Weight(((0, 1.0),))] * num_functions
     weights = [parse_weight(weight) for weight in given]
     if len(weights) != num_functions:
-        raise ValueError(
+        raise UserError(
             f"reward_weights={weights}: {len(weights)} weights for {num_functions} reward functions; give one each"
         )
     return weights
@@ -77,12 +79,12 @@ def _number(text: str, given: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ValueError(
+        raise UserError(
             f"reward_weights={given}: {text.strip()!r} is not a number; write a number, or points such as 0:1.0,100:0.2"
         ) from None
 
 
 def _checked(weight: Weight, given: float | str) -> Weight:
     if not all(math.isfinite(value) for _, value in weight.points):
-        raise ValueError(f"reward_weights={given}: every weight must be a finite number")
+        raise UserError(f"reward_weights={given}: every weight must be a finite number")
     return weight

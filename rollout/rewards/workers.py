@@ -34,6 +34,7 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+from data.errors import UserError
 from data.types import Prompt
 from rollout.rewards.calls import CallLog, Fault, Outcome, Scored, TrainerState, score_rows
 from strop_names import ROOT
@@ -202,13 +203,13 @@ class Worker:
         reply = self._ask(self._setup, START_SECONDS)
         if isinstance(reply, Fault):
             self.kill()
-            raise ValueError(
+            raise UserError(
                 f"reward_funcs={self._setup['specs']}: a worker {reply.what} while it loaded the functions; try "
                 "reward_num_workers 0 to see why"
             )
         if "error" in reply:
             self.kill()
-            raise ValueError(f"{reply['error']} (in a worker)")
+            raise UserError(f"{reply['error']} (in a worker)")
         self._ready = True
 
     def _ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any] | Fault:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from data.errors import UserError
 from data.loader import Loader
 from data.types import Prompt
 from rollout.engine import Group, Request
@@ -153,7 +154,7 @@ class Planner:
         """Resume from a checkpoint, before anything has been planned."""
         assert not self._number, f"{self._number} groups have been planned already"
         if state["num_generations"] != self.num_generations:
-            raise ValueError(
+            raise UserError(
                 f"num_generations={self.num_generations}: the checkpoint was made with {state['num_generations']}, "
                 "which decides the seeds of all completions; resume with the same value"
             )
@@ -183,7 +184,7 @@ class Planner:
             return [self._rows[id(prompt)] for prompt in self.loader.next(count)]
         pool = list(self.order(batch, self.loader.rows, dict(self._rewards)))
         if not pool or not all(isinstance(row, int) and 0 <= row < len(self.loader.rows) for row in pool):
-            raise ValueError(
+            raise UserError(
                 f"curriculum={getattr(self.order, '__name__', self.order)}: gave {str(pool)[:60]} for batch {batch}; "
                 f"return numbers of rows, from 0 to {len(self.loader.rows) - 1}, at least one"
             )

@@ -47,14 +47,14 @@ class Producer:
         max_staleness: int | None = None,  # optimizer steps; None: limited by depth alone
         steps_per_batch: int = 1,  # optimizer steps on each batch
         last_step: int | None = None,  # of the run: no batch is started that would not be trained on
-        tend: Callable[[int], None] = lambda step: None,  # called about twice a second while waiting
+        poll: Callable[[int], None] = lambda step: None,  # called about twice a second while waiting
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[..., object] = wait,  # of concurrent.futures; tests replace it with the clock
     ) -> None:
         assert depth >= 0 and steps_per_batch >= 1, (depth, steps_per_batch)
         self.source, self.planner, self.depth = source, planner, depth
         self.max_staleness, self.steps_per_batch, self.last_step = max_staleness, steps_per_batch, last_step
-        self._tend, self._clock, self._wait = tend, clock, wait
+        self._tend, self._clock, self._wait = poll, clock, wait
         self._ahead: deque[PendingBatch] = deque()
         self._current: PendingBatch | None = None
         self._extra: list[PendingBatch] = []  # groups added to the current batch

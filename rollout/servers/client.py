@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 from urllib.parse import quote, urlencode, urlsplit
 
+from data.errors import UserError
 from rollout import engine
 from rollout.engine import Sampling
 from rollout.servers.command import BASE, OLDEST, TOKEN
@@ -40,8 +41,8 @@ ADAPTER_S = 120.0
 SLEEP_S = 300.0  # level 1 copies the weights to main memory
 SLOW = 10.0  # tokens per second: a slower completion times out. --vllm.timeout is added
 GENERATE = "/inference/v1/generate"
-LEAN = "/strop/generate"  # rollout/servers/worker/strop_generate.py
-MARK = "/update_weight_version"  # not in 0.24
+GENERATE_ROUTE = "/strop/generate"  # rollout/servers/worker/strop_generate.py
+VERSION_ROUTE = "/update_weight_version"  # not in 0.24
 ROUTES = ("/pause", "/resume", "/is_paused", "/collective_rpc", "/get_world_size")  # without them it cannot be trained
 EXTENSION = "strop_worker.Worker"
 SERVE = "start it with python -m rollout.serve"
@@ -67,7 +68,7 @@ class LateError(ServerError):
     """No answer in time."""
 
 
-class RefusedError(ValueError):
+class RefusedError(UserError):
     """The server refuses the request (4xx): repeating it, here or elsewhere, would not help."""
 
     def __init__(self, message: str, status: int = 400) -> None:
@@ -91,7 +92,7 @@ class ServerInfo:
 
 
 @dataclass(frozen=True)
-class Pulse:
+class ServerStatus:
     """State of a server that answers."""
 
     instance: str
@@ -115,7 +116,7 @@ class VllmServer:
         self.timeout = timeout
         self.vocab_size = vocab_size
         self.info: ServerInfo | None = None
-        self.lean = False  # it has our own route, which is faster
+        self.has_generate_route = False  # it has our own route, which is faster
         self.tag: str | None = None  # version that 0.32 marks tokens with, from set_version
         self.mark: str | None = None  # tag of the weights that its workers held when last seen
         self.leased = False  # it supports leases, and we hold its lease
@@ -141,9 +142,9 @@ class VllmServer:
                 )
         if GENERATE not in routes:
             raise RefusedError(f"vllm.url={self.url}: does not take token ids; start it with --enable-scale-out")
-        status, reply = await self._send("GET", LEAN, b"", timeout=CONTROL_S)
-        self.lean = status == 200
-        if self.lean and self._http.host in LOOPBACK:  # between machines, something may drop idle connections silently
+        status, reply = await self._send("GET", GENERATE_ROUTE, b"", timeout=CONTROL_S)
+        self.has_generate_route = status == 200
+        if self.has_generate_route and self._http.host in LOOPBACK:
             self._http.keep_s = max(KEEP_S, read_keep_alive(reply) / 2)
         extension = str(parallel.get("worker_extension_cls") or "") == EXTENSION
         workers = (await self._json("GET", "/get_world_size", timeout=CONTROL_S)).get("world_size", 1)
@@ -160,7 +161,7 @@ class VllmServer:
             device_uuids=tuple(str(worker["device_uuid"]) for worker in workers_info if worker.get("device_uuid")),
             model=str(model["model"]),
             sleep_mode=model.get("enable_sleep_mode") is True,
-            marks_tokens=MARK in routes,
+            marks_tokens=VERSION_ROUTE in routes,
         )
         if self.owner is not None:
             self.leased = await self._lease("take", CONTROL_S)
@@ -207,14 +208,14 @@ class VllmServer:
         if version is not None:
             request["cache_salt"] = f"v{version}"
         tag = self.tag
-        route = LEAN if self.lean else GENERATE
+        route = GENERATE_ROUTE if self.has_generate_route else GENERATE
         reply = await self._make(route, request, (timeout or self.timeout) + max_tokens / SLOW, max_tokens)
         try:
             return read_segment(reply, sampling, max_tokens=max_tokens, vocab_size=self.vocab_size, tag=tag)
         except ValueError as error:
             raise ServerError(f"{self.url}: {error}") from error
 
-    async def score(
+    async def logps(
         self, ids: list[int], *, model: str = BASE, version: int | None = None, timeout: float | None = None
     ) -> list[float]:
         """Log-probs of ids[1:] at temperature 1."""
@@ -294,10 +295,10 @@ class VllmServer:
             self.mark = tag
         if not self.info.marks_tokens:
             return
-        await self._json("POST", MARK, {"new_version": tag}, timeout=CONTROL_S)
+        await self._json("POST", VERSION_ROUTE, {"new_version": tag}, timeout=CONTROL_S)
         self.tag = tag
 
-    async def check(self, timeout: float) -> Pulse:
+    async def check(self, timeout: float) -> ServerStatus:
         """ServerError unless the API, the engine and the workers all answer in time."""
         info = self.info
         try:
@@ -317,7 +318,7 @@ class VllmServer:
         workers = [worker for worker in replies if isinstance(worker, dict)]
         dirty = any(worker.get("dirty") for worker in workers)
         foreign = next((str(worker["tag"]) for worker in workers if self._is_foreign(worker.get("tag"))), None)
-        return Pulse(instance=instance, paused=paused, dirty=dirty, foreign=foreign)
+        return ServerStatus(instance=instance, paused=paused, dirty=dirty, foreign=foreign)
 
     def _is_foreign(self, tag: str | None) -> bool:
         """Whether another trainer has loaded its weights since we last looked, which a server without leases does not
@@ -459,7 +460,7 @@ class Segment:
 def check_sampling(sampling: Sampling, *, training: bool) -> None:
     """Refuse settings that the server would not follow exactly, and those that would bias a training sample."""
     if not (sampling.temperature == 0 or LOWEST_TEMPERATURE <= sampling.temperature < math.inf):
-        raise ValueError(
+        raise UserError(
             f"temperature={sampling.temperature}: vLLM samples at {LOWEST_TEMPERATURE} or above; give 0 for greedy"
         )
     engine.check_sampling(replace(sampling, for_training=training))
@@ -498,20 +499,20 @@ def read_segment(
         spans = choice.get("weight_versions") or []
         versions = {span["version"] for span in spans}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"a reply of another shape ({type(error).__name__}: {error})") from error
+        raise UserError(f"a reply of another shape ({type(error).__name__}: {error})") from error
     if not all(type(i) is int for i in ids):
-        raise ValueError("token ids that are not integers")
+        raise UserError("token ids that are not integers")
     if finish not in FINISHES:
-        raise ValueError(f"finish_reason={finish!r}: is none of {', '.join(FINISHES)}")
+        raise UserError(f"finish_reason={finish!r}: is none of {', '.join(FINISHES)}")
     if len(ids) > max_tokens or (finish == "length" and len(ids) != max_tokens):
-        raise ValueError(f"{len(ids)} tokens (finish_reason={finish}) where {max_tokens} were asked for")
+        raise UserError(f"{len(ids)} tokens (finish_reason={finish}) where {max_tokens} were asked for")
     if ids and (min(ids) < 0 or (vocab_size is not None and max(ids) >= vocab_size)):
-        raise ValueError(f"a token id outside the vocabulary of {vocab_size}")
+        raise UserError(f"a token id outside the vocabulary of {vocab_size}")
     if finish == "stop" and not sampling.stop and (not ids or ids[-1] not in sampling.stop_ids):
-        raise ValueError(f"stopped at token {ids[-1:]}, which is not in stop_ids")
+        raise UserError(f"stopped at token {ids[-1:]}, which is not in stop_ids")
     _check_logps(logps, len(ids))
     if tag is not None and versions - {tag}:
-        raise ValueError(f"tokens of weight version {', '.join(sorted(map(str, versions)))}, and it should hold {tag}")
+        raise UserError(f"tokens of weight version {', '.join(sorted(map(str, versions)))}, and it should hold {tag}")
     return Segment(ids, logps, finish)
 
 
@@ -526,7 +527,7 @@ def read_scores(reply: dict[str, Any], ids: list[int]) -> list[float]:
         entries = reply["prompt_logprobs"]
         logps = [entry[str(i)]["logprob"] for entry, i in zip(entries[1:], ids[1:], strict=True)]
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"scores of another shape ({type(error).__name__}: {error})") from error
+        raise UserError(f"scores of another shape ({type(error).__name__}: {error})") from error
     _check_logps(logps, len(ids) - 1)
     return logps
 
@@ -541,7 +542,7 @@ def read_keep_alive(reply: bytes) -> float:
 
 def known_routes(version: str) -> tuple[str, ...]:
     """Routes to expect of a server that does not list them."""
-    return (GENERATE, *ROUTES) + (() if version.startswith("0.24.") else (MARK,))
+    return (GENERATE, *ROUTES) + (() if version.startswith("0.24.") else (VERSION_ROUTE,))
 
 
 def is_awake(metrics: str) -> bool:
@@ -566,16 +567,16 @@ def error_text(body: bytes) -> str:
 
 def _check_logps(logps: list[Any], num_ids: int) -> None:
     if len(logps) != num_ids:
-        raise ValueError(f"{len(logps)} log-probs for {num_ids} tokens")
+        raise UserError(f"{len(logps)} log-probs for {num_ids} tokens")
     if not logps:
         return
     if not all(type(logp) in (float, int) for logp in logps):
-        raise ValueError("log-probs that are not numbers")
+        raise UserError("log-probs that are not numbers")
     # The sum first: it shows every NaN, which min and max may miss.
     if not math.isfinite(sum(logps)) or min(logps) <= NO_LOGP:
-        raise ValueError("log-probs that are not finite; if every server says so, the weights have diverged")
+        raise UserError("log-probs that are not finite; if every server says so, the weights have diverged")
     if max(logps) > LOGP_SLACK:
-        raise ValueError(f"a log-prob of {max(logps):g}, above 0")
+        raise UserError(f"a log-prob of {max(logps):g}, above 0")
 
 
 # HTTP ------------------------------------------------------------------------------------------------------------
@@ -598,9 +599,9 @@ class HttpClient:
     def __init__(self, url: str, token: str | None = None, headers: Mapping[str, str] | None = None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"vllm.url={url}: is not an address; give one such as http://127.0.0.1:8000")
+            raise UserError(f"vllm.url={url}: is not an address; give one such as http://127.0.0.1:8000")
         if token is not None and not (token.isascii() and token.isprintable()):
-            raise ValueError("STROP_VLLM_TOKEN: has characters that a header cannot hold; use letters and digits")
+            raise UserError("STROP_VLLM_TOKEN: has characters that a header cannot hold; use letters and digits")
         self.host = parts.hostname
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self.base = parts.path.rstrip("/")
@@ -677,7 +678,7 @@ async def _read(reader: asyncio.StreamReader) -> tuple[int, bytes, bool]:
         lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         words = lines[0].split(" ", 2)
         if not words[0].startswith("HTTP/1.") or len(words) < 2 or not words[1].isdigit():
-            raise ValueError(f"the reply begins with {lines[0][:60]!r}, which is not HTTP")
+            raise UserError(f"the reply begins with {lines[0][:60]!r}, which is not HTTP")
         status = int(words[1])
     headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
     stays_open = words[0] == "HTTP/1.1" and headers.get("connection", "").lower() != "close"
@@ -703,7 +704,7 @@ async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
 def _length(text: str, base: int) -> int:
     size = int(text, base)
     if not 0 <= size <= BODY_LIMIT:
-        raise ValueError(f"a reply of {text} bytes is not one of vLLM's")
+        raise UserError(f"a reply of {text} bytes is not one of vLLM's")
     return size
 
 

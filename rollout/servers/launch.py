@@ -35,6 +35,7 @@ from typing import Any
 
 import httpx
 
+from data.errors import UserError
 from rollout.servers.command import TOKEN, WORKER, serve_command
 from rollout.servers.options import LOOPBACK, VllmConfig
 from rollout.servers.token import TokenFile
@@ -169,7 +170,7 @@ class Launched:
 
     def _start(self) -> None:
         if self._closed:
-            raise ValueError(f"vLLM server {self.replica}: was stopped and does not start again")
+            raise UserError(f"vLLM server {self.replica}: was stopped and does not start again")
         self._port = reserve(self.cfg.host, self.cfg.port + self.replica if self.cfg.port else 0)
         port = self._port.getsockname()[1]
         try:
@@ -271,7 +272,7 @@ def launch(
 def check_host(cfg: VllmConfig) -> None:
     """A server that other machines can reach needs a token that its trainer can know, not a random one."""
     if cfg.host not in LOOPBACK and not os.environ.get(TOKEN):
-        raise ValueError(
+        raise UserError(
             f"vllm.host={cfg.host}: anybody who reaches it could replace the weights; give server and trainer a token: "
             f"export {TOKEN}=$(python -c 'import secrets; print(secrets.token_urlsafe(32))')"
         )
@@ -287,7 +288,7 @@ def gpus_of(cfg: VllmConfig, replica: int, first_gpu: int) -> list[str]:
         return [str(number) for number in numbers]
     names = [name.strip() for name in visible.split(",") if name.strip()]
     if max(numbers) >= len(names):
-        raise ValueError(
+        raise UserError(
             f"vllm.devices={' '.join(map(str, numbers))}: CUDA_VISIBLE_DEVICES={visible} shows {len(names)} GPUs, "
             f"counted from 0; show more, or lower --vllm.replicas or --vllm.tensor-parallel-size"
         )
@@ -304,16 +305,16 @@ def wait_ready(launched: Sequence[Launched], timeout: float, log: Log = print) -
                 name = f"vLLM server {server.replica}"
                 seconds = time.monotonic() - begun
                 if server.is_stopped:
-                    raise ValueError(f"{name}: was stopped before it was ready")
+                    raise UserError(f"{name}: was stopped before it was ready")
                 if server.poll() is not None:
                     where = f" (log: {server.log_path})" if server.log_path else ""
-                    raise ValueError(f"{name}: did not start: {server.cause()}{where}")
+                    raise UserError(f"{name}: did not start: {server.cause()}{where}")
                 if is_up(client, server):
                     server.was_ready = True
                     log(f"{name}: ready after {seconds:.0f} s")
                     del waiting[server]
                 elif seconds > timeout:
-                    raise ValueError(
+                    raise UserError(
                         f"vllm.startup_timeout={timeout:g}: {name.replace('vLLM ', '')} is still {server.phase()}; "
                         f"raise it, or see {server.log_path or 'above'}"
                     )
@@ -335,7 +336,7 @@ def is_up(client: httpx.Client, server: Launched) -> bool:
     except httpx.HTTPError:
         return False
     if status == 401:
-        raise ValueError(f"vllm.port={server.url.rpartition(':')[2]}: another server answers there; take another port")
+        raise UserError(f"vllm.port={server.url.rpartition(':')[2]}: another server answers there; take another port")
     return status == 200
 
 
@@ -366,14 +367,14 @@ def reserve(host: str, port: int) -> socket.socket:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind((host, port))
     except socket.gaierror:
-        raise ValueError(f"vllm.host={host}: is not an address of this machine; use 127.0.0.1") from None
+        raise UserError(f"vllm.host={host}: is not an address of this machine; use 127.0.0.1") from None
     except PermissionError:
-        raise ValueError(f"vllm.port={port}: is not allowed for this user; take one above 1023, or 0") from None
+        raise UserError(f"vllm.port={port}: is not allowed for this user; take one above 1023, or 0") from None
     except OSError as error:
         what = "is in use; stop what uses it, or pass 0 for a free one"
         if "assign" in str(error):
-            raise ValueError(f"vllm.host={host}: is not an address of this machine; use 127.0.0.1") from None
-        raise ValueError(f"vllm.port={port}: {what}") from None
+            raise UserError(f"vllm.host={host}: is not an address of this machine; use 127.0.0.1") from None
+        raise UserError(f"vllm.port={port}: {what}") from None
     return held
 
 

@@ -17,13 +17,15 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from data.errors import UserError
+
 LEASE = "/strop/lease"
 SESSION = "Strop-Session"  # header with the session of a request
 RENEW_S = 15.0  # the lease lasts 60 s: three renewals may be lost
 RENEW_LIMIT_S = 10.0  # for one answer
 
 
-class LeaseError(ValueError):
+class LeaseError(UserError):
     """Another trainer has the server: this one must stop."""
 
 

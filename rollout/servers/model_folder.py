@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from data.errors import UserError
+
 TINY = Path(__file__).resolve().parents[2] / "trainer" / "tiny"
 BUILTIN = {"builtin:tiny": TINY, "builtin:tiny_teacher": TINY / "teacher"}
 
@@ -15,21 +17,21 @@ def resolve_model(name: str) -> str:
     if name in BUILTIN:
         return str(BUILTIN[name])
     if name.startswith("builtin:"):
-        raise ValueError(f"model={name}: unknown built-in model; there is {', '.join(BUILTIN)}")
+        raise UserError(f"model={name}: unknown built-in model; there is {', '.join(BUILTIN)}")
     folder = Path(name).expanduser()
     if not folder.is_dir():
         if name.startswith((".", "/", "~")) or name.count("/") > 1 or folder.exists():
-            raise ValueError(f"model={name}: no such folder; pass a hub id, a model folder or a finished run folder")
+            raise UserError(f"model={name}: no such folder; pass a hub id, a model folder or a finished run folder")
         return name
     if (folder / "shards.json").exists():
-        raise ValueError(f"model={name}: a sharded checkpoint; convert it with python -m trainer.export {name} OUT")
+        raise UserError(f"model={name}: a sharded checkpoint; convert it with python -m trainer.export {name} OUT")
     if (folder / "config.json").exists() or (folder / "adapter_config.json").exists():
         return str(folder)
     if (folder / "final").is_dir():
         return str(folder / "final")
     if (folder / "metrics.jsonl").exists() or (folder / "config.yaml").exists():
-        raise ValueError(f"model={name}: this run has not finished, it has no final/; finish it with --resume {name}")
-    raise ValueError(f"model={name}: holds neither config.json nor adapter_config.json nor a finished run")
+        raise UserError(f"model={name}: this run has not finished, it has no final/; finish it with --resume {name}")
+    raise UserError(f"model={name}: holds neither config.json nor adapter_config.json nor a finished run")
 
 
 def read_adapter(folder: str) -> dict[str, Any]:
@@ -38,18 +40,18 @@ def read_adapter(folder: str) -> dict[str, Any]:
         saved = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"model={folder}: its adapter_config.json cannot be read ({reason})") from None
+        raise UserError(f"model={folder}: its adapter_config.json cannot be read ({reason})") from None
     if not isinstance(saved, dict) or saved.get("peft_type") != "LORA":
-        raise ValueError(f"model={folder}: adapter_config.json is not that of a LoRA adapter; only those are supported")
+        raise UserError(f"model={folder}: adapter_config.json is not that of a LoRA adapter; only those are supported")
     if not saved.get("base_model_name_or_path"):
-        raise ValueError(f"model={folder}: adapter_config.json names no base_model_name_or_path; write it in")
+        raise UserError(f"model={folder}: adapter_config.json names no base_model_name_or_path; write it in")
     return saved
 
 
 def check_adapter_weights(folder: str) -> None:
     """Refuse an adapter without safetensors: peft would fall back to adapter_model.bin, which is a pickle."""
     if not (Path(folder) / "adapter_model.safetensors").is_file():
-        raise ValueError(
+        raise UserError(
             f"model={folder}: has no adapter_model.safetensors, and a .bin file is a pickle, which is never loaded; "
             "save the adapter again with peft's save_pretrained"
         )
@@ -58,7 +60,7 @@ def check_adapter_weights(folder: str) -> None:
 def check_base(folder: str) -> None:
     """Refuse an adapter in place of a base model: transformers would apply it silently, even from a .bin file."""
     if (Path(folder) / "adapter_config.json").is_file():
-        raise ValueError(f"model={folder}: holds an adapter, not the base model of one; merge it into its base first")
+        raise UserError(f"model={folder}: holds an adapter, not the base model of one; merge it into its base first")
 
 
 def trust_hint(error: Exception) -> str:

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from data.errors import UserError
+
 Backend = Literal["auto", "lora", "filesystem", "process_group", "ipc"]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -54,22 +56,22 @@ class VllmConfig:
     def __post_init__(self) -> None:
         for name in ("replicas", "tensor_parallel_size", "max_in_flight"):
             if getattr(self, name) < 1:
-                raise ValueError(f"vllm.{name}={getattr(self, name)}: must be 1 or more")
+                raise UserError(f"vllm.{name}={getattr(self, name)}: must be 1 or more")
         for name in ("timeout", "startup_timeout"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"vllm.{name}={getattr(self, name)}: must be above 0 and finite")
+                raise UserError(f"vllm.{name}={getattr(self, name)}: must be above 0 and finite")
         if not 0 <= self.port < 65536:
-            raise ValueError(f"vllm.port={self.port}: must be between 0 and 65535; 0 takes a free one")
+            raise UserError(f"vllm.port={self.port}: must be between 0 and 65535; 0 takes a free one")
         if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"vllm.gpu_memory_utilization={self.gpu_memory_utilization}: a share, above 0 and up to 1")
+            raise UserError(f"vllm.gpu_memory_utilization={self.gpu_memory_utilization}: a share, above 0 and up to 1")
         if self.devices and len(self.devices) != self.replicas * self.tensor_parallel_size:
-            raise ValueError(
+            raise UserError(
                 f"vllm.devices={' '.join(map(str, self.devices))}: {self.replicas} servers of "
                 f"{self.tensor_parallel_size} need {self.replicas * self.tensor_parallel_size} of them"
             )
         for url in self.url:
             if not url.startswith(("http://", "https://")):
-                raise ValueError(f"vllm.url={url}: must begin with http:// or https://")
+                raise UserError(f"vllm.url={url}: must begin with http:// or https://")
         if self.url:
             ours = (
                 "host", "port", "replicas", "tensor_parallel_size", "devices", "extra_args", "python",
@@ -78,7 +80,7 @@ class VllmConfig:
             for name in ours:
                 if getattr(self, name) != getattr(VllmConfig, name):  # the class holds the default
                     value = getattr(self, name)
-                    raise ValueError(f"vllm.{name}={value}: has no effect on servers given by vllm.url; set it there")
+                    raise UserError(f"vllm.{name}={value}: has no effect on servers given by vllm.url; set it there")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +106,6 @@ class SyncConfig:
     def __post_init__(self) -> None:
         for name in ("bucket_mb", "probe_every"):
             if getattr(self, name) < 1:
-                raise ValueError(f"sync.{name}={getattr(self, name)}: must be 1 or more")
+                raise UserError(f"sync.{name}={getattr(self, name)}: must be 1 or more")
         if self.probe_tolerance is not None and not 0 < self.probe_tolerance < math.inf:
-            raise ValueError(f"sync.probe_tolerance={self.probe_tolerance}: must be above 0 and finite")
+            raise UserError(f"sync.probe_tolerance={self.probe_tolerance}: must be above 0 and finite")

@@ -30,10 +30,10 @@ from typing import Any, Literal
 
 from rollout.engine import Request, Sampling
 from rollout.servers.client import (
-    Pulse,
     RefusedError,
     Segment,
     ServerError,
+    ServerStatus,
     VllmServer,
     allow_connections,
     check_sampling,
@@ -477,7 +477,7 @@ async def _look(pool: Pool, member: Member, check_s: float) -> None:
                 return
 
 
-async def _is_alive(pool: Pool, member: Member, pulse: Pulse) -> None:
+async def _is_alive(pool: Pool, member: Member, pulse: ServerStatus) -> None:
     assert member.server.info is not None, "servers are connected before they are watched"
     if pulse.instance != member.server.info.instance:
         await _is_another(pool, member)

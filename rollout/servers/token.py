@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from data.errors import UserError
 from rollout.servers.command import TOKEN
 from rollout.servers.options import LOOPBACK
 
@@ -33,7 +34,7 @@ class TokenFile:
             with contextlib.suppress(OSError):
                 folder.mkdir(mode=0o700)
             if not is_private(folder):
-                raise ValueError(
+                raise UserError(
                     f"{folder}: is not a folder that only this user can read, so no server's token can be kept in it; "
                     "delete it, or set XDG_RUNTIME_DIR to such a folder"
                 )
@@ -43,7 +44,7 @@ class TokenFile:
                 handle, new = tempfile.mkstemp(prefix="new-", dir=folder)  # mode 0600
                 break
         else:
-            raise ValueError(f"{folder}: cannot be written to; set XDG_RUNTIME_DIR to a folder that can")
+            raise UserError(f"{folder}: cannot be written to; set XDG_RUNTIME_DIR to a folder that can")
         self._file = os.fdopen(handle, "w")
         # The lock shows that its owner is alive; a killed one loses it, and the next start deletes the file.
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from data.errors import UserError
 from rollout.servers.options import SyncConfig
 from rollout.sync.base import MIB, WeightSource, WeightSync
 
@@ -50,7 +51,7 @@ def pick_backend(name: str, servers: Sequence[Any], *, is_lora: bool, device_uui
         return name
     for server in servers:
         if not server.info.extension:
-            raise ValueError(
+            raise UserError(
                 f"sync.backend={name}: {server.url} runs without our worker extension, so it cannot take weights; "
                 "start it with python -m rollout.serve"
             )
@@ -58,7 +59,7 @@ def pick_backend(name: str, servers: Sequence[Any], *, is_lora: bool, device_uui
         shares = "shares the trainer's GPU, where nccl cannot join two processes"
         reason = shares if any(shared) else "runs on another kind of device"
         instead = _full_backend(shared, mixed)
-        raise ValueError(f"sync.backend=process_group: a server {reason}; use --sync.backend {instead}")
+        raise UserError(f"sync.backend=process_group: a server {reason}; use --sync.backend {instead}")
     return name
 
 
@@ -70,12 +71,12 @@ def _full_backend(shared: list[bool], mixed: bool) -> str:
 
 def _check_lora(servers: Sequence[Any], is_lora: bool) -> None:
     if not is_lora:
-        raise ValueError(
+        raise UserError(
             "sync.backend=lora: all weights are trained, there is no adapter; leave it out, or set --lora.r"
         )
     for server in servers:
         if not server.info.lora:
-            raise ValueError(
+            raise UserError(
                 f"sync.backend=lora: {server.url} was started without LoRA; start it with python -m rollout.serve "
                 "--lora.r, or leave sync.backend out to send merged weights"
             )
@@ -93,7 +94,7 @@ def make_sync(
     for name, users in USED_BY.items():
         value = getattr(cfg, name)
         if backend not in users and value != getattr(SyncConfig, name):  # the class holds the default
-            raise ValueError(
+            raise UserError(
                 f"sync.{name}={value}: has no effect with sync.backend={backend}, only with {' and '.join(users)}"
             )
     bucket_bytes = cfg.bucket_mb * MIB

@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
+from data.errors import UserError
 from rollout.servers.command import BASE
 from rollout.servers.options import LOOPBACK
 from rollout.sync.base import (
@@ -126,7 +127,7 @@ class FilesystemSync:
         for server in servers:
             host = urlsplit(server.url).hostname
             if not self.is_shared and host not in LOOPBACK:
-                raise ValueError(
+                raise UserError(
                     f"sync.backend=filesystem: {server.url} is on another machine, which cannot read {self.folder.path}"
                     "; name a folder that both can read by --sync.folder"
                 )
@@ -193,7 +194,7 @@ class WeightFolder:
             try:
                 root.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise ValueError(
+                raise UserError(
                     f"sync.folder={parent}: cannot be created ({error.strerror}); name another folder"
                 ) from None
         else:
@@ -203,7 +204,7 @@ class WeightFolder:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root)).resolve()
             self._lock = (self.path / LOCK).open("w")
         except OSError as error:
-            raise ValueError(
+            raise UserError(
                 f"sync.folder={root}: cannot be written to ({error.strerror}); name another folder"
             ) from None
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -217,7 +218,7 @@ class WeightFolder:
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
             if is_full(error):
-                raise ValueError(
+                raise UserError(
                     f"sync.folder={self.path}: not enough space for the weights; free some, or name another "
                     "folder with --sync.folder"
                 ) from None

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
+from data.errors import UserError
 from rollout.servers.command import BASE
 from rollout.servers.options import LOOPBACK
 from rollout.servers.worker import strop_wire
@@ -145,7 +146,7 @@ def refuse_expandable_segments() -> None:
     for name in ALLOCATOR:
         value = os.environ.get(name, "").replace(" ", "").lower()
         if "expandable_segments:true" in value or "expandable_segments:1" in value:
-            raise ValueError(
+            raise UserError(
                 f"{name}={os.environ[name]}: memory of expandable segments cannot be shared with another process; "
                 "take expandable_segments out, or use --sync.backend filesystem"
             )
@@ -155,10 +156,10 @@ def refuse_other_devices(servers: Sequence[Any], device: torch.device) -> None:
     ours = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
     for server in servers:
         if ours is None and urlsplit(server.url).hostname not in LOOPBACK:
-            raise ValueError(f"sync.backend=ipc: {server.url} is on another machine; use --sync.backend process_group")
+            raise UserError(f"sync.backend=ipc: {server.url} is on another machine; use --sync.backend process_group")
         theirs = set(server.info.device_uuids or ()) - {None}
         if theirs != ({ours} if ours else set()):
-            raise ValueError(
+            raise UserError(
                 f"sync.backend=ipc: {server.url} runs on {', '.join(sorted(theirs)) or 'a CPU'}, the trainer on "
                 f"{ours or 'a CPU'}; shared memory needs one and the same device, use --sync.backend process_group"
             )

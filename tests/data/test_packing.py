@@ -29,7 +29,7 @@ def spans(batch):
     return [getattr(batch, name).tolist() for name in ("prefix_start", "prefix_stop", "own_start", "own_stop")]
 
 
-def seen_by(batch, row, place):
+def visible_tokens(batch, row, place):
     """Ids that a place attends to, in the order of their places."""
     a, b, c, d = (
         int(getattr(batch, name)[row, place]) for name in ("prefix_start", "prefix_stop", "own_start", "own_stop")
@@ -261,14 +261,14 @@ def test_every_place_attends_to_its_sequence_up_to_itself(
         order = []
         for flat, target, number, slot in zip(batch.index, batch.target, batch.sequence, batch.slot, strict=True):
             item = items[number]
-            seen = seen_by(batch, int(flat) // width, int(flat) % width)
+            seen = visible_tokens(batch, int(flat) // width, int(flat) % width)
             assert seen == item.ids[: len(seen)] and item.ids[len(seen)] == target and item.mask[len(seen)]
             assert batch.rows[slot] == number and batch.position_ids.flatten()[flat] == len(seen) - 1
             order.append((int(slot), len(seen)))
         assert order == sorted(order)
         for row in range(num_rows):
             for place in range(width):
-                seen = seen_by(batch, row, place)
+                seen = visible_tokens(batch, row, place)
                 assert seen and seen[-1] == batch.input_ids[row, place]  # itself last: nothing from later places
                 assert all(seen) == (seen[-1] > 0) and (all(seen) or not any(seen))  # tokens attend only to tokens
     expected = [(n, t) for n, item in enumerate(items) for t, m in zip(item.ids, item.mask, strict=True) if m]

@@ -42,7 +42,7 @@ def spans_of(batch: StridedBatch) -> Spans:
     return Spans(batch.prefix_start, batch.prefix_stop, batch.own_start, batch.own_stop)
 
 
-def seen_by(batch: StridedBatch, place: int) -> list[int]:
+def visible_tokens(batch: StridedBatch, place: int) -> list[int]:
     """Ids that a place attends to, in the order of the row."""
     a, b, c, d = (int(bound[0, place]) for bound in spans_of(batch))
     return batch.input_ids[0, a:b].tolist() + batch.input_ids[0, c:d].tolist()
@@ -127,11 +127,11 @@ def test_every_generated_token_is_laid_out_as_in_a_separate_sample():
                 places = batch.place[number, sample].tolist()
                 alone = ids[:anchor] + batch.input_ids[0, places].tolist()
                 for step, place in enumerate(places):
-                    assert seen_by(batch, place) == alone[: anchor + step + 1]
+                    assert visible_tokens(batch, place) == alone[: anchor + step + 1]
                     assert batch.position_ids[0, place] == anchor + step
                     # The predictor attends to everything before the token, but not to the token.
                     predictor = int(batch.predictor[number, sample, step])
-                    assert seen_by(batch, predictor) == alone[: anchor + step]
+                    assert visible_tokens(batch, predictor) == alone[: anchor + step]
 
 
 def test_documents_attend_only_to_themselves_and_padding_is_empty():
@@ -142,7 +142,7 @@ def test_documents_attend_only_to_themselves_and_padding_is_empty():
         text = batch.text.tolist()
         assert batch.input_ids[0, text].tolist() == [token for document in documents for token in document.ids]
         expected = [document.ids[: n + 1] for document in documents for n in range(len(document.ids))]
-        assert [seen_by(batch, place) for place in text] == expected
+        assert [visible_tokens(batch, place) for place in text] == expected
         assert batch.position_ids[0, text].tolist() == [n for document in documents for n in range(len(document.ids))]
 
         # Every place below num_computed is a document token or a generated one; nothing points past it.

@@ -13,9 +13,9 @@ import torch
 from kernels.adamw import (
     BLOCK,
     CHUNK,
-    Gate,
-    Held,
+    ParamTensors,
     Rates,
+    StepGuard,
     Update,
     exact_step,
     reference_step,
@@ -27,12 +27,12 @@ from kernels.adamw import (
 RATES = Rates(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, decay=0.1, t=3)
 
 
-def problem(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> Held:
+def problem(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> ParamTensors:
     """Weight, gradient, moments: values of many magnitudes, including zeros."""
     torch.manual_seed(len(shape))
     weight, grad, exp_avg = (torch.randn(shape) * 10.0 ** torch.randint(-4, 1, shape) for _ in range(3))
     grad.view(-1)[::7] = 0.0
-    return Held(*(x.to(device, dtype) for x in (weight, grad, exp_avg, grad.square() * 0.5)))
+    return ParamTensors(*(x.to(device, dtype) for x in (weight, grad, exp_avg, grad.square() * 0.5)))
 
 
 def step_at(exact: torch.Tensor) -> torch.Tensor:
@@ -42,7 +42,7 @@ def step_at(exact: torch.Tensor) -> torch.Tensor:
 
 def check_against_exact(run, *shape: int, device: str = "cpu") -> None:
     tensors = problem(*shape, device=device)
-    before = Held(*(x.double() for x in tensors))
+    before = ParamTensors(*(x.double() for x in tensors))
     exact = exact_step(before, RATES)
     run(tensors, RATES, 5)
     sizes = (before.weight.abs() + exact[0].abs(), before.exp_avg.abs() + before.grad.abs(), exact[2])
@@ -69,7 +69,7 @@ def test_float32_is_adamw_itself():
     state = {"step": torch.tensor(2.0), "exp_avg": exp_avg.clone(), "exp_avg_sq": exp_avg_sq.clone()}
     optimizer.state[parameter] = state
     optimizer.step()
-    step_(Held(weight, grad, exp_avg, exp_avg_sq), RATES, 0)
+    step_(ParamTensors(weight, grad, exp_avg, exp_avg_sq), RATES, 0)
     for got, expected in ((weight, parameter), (exp_avg, state["exp_avg"]), (exp_avg_sq, state["exp_avg_sq"])):
         torch.testing.assert_close(got, expected.detach(), rtol=2e-6, atol=0)
 
@@ -85,7 +85,7 @@ def test_rounding_is_exact_on_average_at_every_distance():
 
 def test_second_moment_moves_though_every_change_is_under_half_a_step():
     """Rounded to nearest it would stay at 1: a change of 1e-3 is a quarter of a step."""
-    tensors = Held(*(torch.ones(4096, dtype=torch.bfloat16) for _ in range(4)))
+    tensors = ParamTensors(*(torch.ones(4096, dtype=torch.bfloat16) for _ in range(4)))
     tensors.grad.zero_()
     for t in range(1, 101):
         reference_step(tensors, RATES._replace(t=t, lr=0.0), t)
@@ -96,9 +96,9 @@ def test_second_moment_moves_though_every_change_is_under_half_a_step():
 def test_gate_scales_gradients_or_calls_the_step_off(dtype):
     quarter, scaled, left, was = (problem(9, 11, dtype=dtype) for _ in range(4))
     quarter.grad.mul_(0.25)
-    step_(quarter, RATES, 1, Gate(torch.tensor(1.0), torch.tensor(0.0)))
-    step_(scaled, RATES, 1, Gate(torch.tensor([4.0]), torch.tensor([0.0])))
-    step_(left, RATES, 1, Gate(torch.tensor(math.nan), torch.tensor(1.0)))
+    step_(quarter, RATES, 1, StepGuard(torch.tensor(1.0), torch.tensor(0.0)))
+    step_(scaled, RATES, 1, StepGuard(torch.tensor([4.0]), torch.tensor([0.0])))
+    step_(left, RATES, 1, StepGuard(torch.tensor(math.nan), torch.tensor(1.0)))
     assert all(torch.equal(getattr(quarter, x), getattr(scaled, x)) for x in ("weight", "exp_avg", "exp_avg_sq"))
     assert all(map(torch.equal, left, was)) and not torch.equal(scaled.weight, was.weight)
 
@@ -126,7 +126,7 @@ def many(sizes: list[int]) -> list[Update]:
     made = []
     for number, size in enumerate(sizes):
         generator = torch.Generator("cuda").manual_seed(number)
-        held = Held(*(torch.randn(size, device="cuda", generator=generator).bfloat16() for _ in range(4)))
+        held = ParamTensors(*(torch.randn(size, device="cuda", generator=generator).bfloat16() for _ in range(4)))
         held.exp_avg_sq.abs_()
         made.append(Update(held, RATES._replace(t=number + 1, decay=0.1 * (number % 2)), seed=number))
     return made
@@ -149,8 +149,8 @@ def test_gate_on_a_gpu():
     for update in quarter:
         update.held.grad.mul_(0.25)
     step_all_(quarter)
-    step_all_(scaled, Gate(torch.tensor(4.0, device="cuda"), torch.tensor(0.0, device="cuda")))
-    step_all_(left, Gate(torch.tensor(math.nan, device="cuda"), torch.tensor(1.0, device="cuda")))
+    step_all_(scaled, StepGuard(torch.tensor(4.0, device="cuda"), torch.tensor(0.0, device="cuda")))
+    step_all_(left, StepGuard(torch.tensor(math.nan, device="cuda"), torch.tensor(1.0, device="cuda")))
     for one, two, three, four in zip(quarter, scaled, left, was, strict=True):
         assert all(torch.equal(getattr(one.held, x), getattr(two.held, x)) for x in ("weight", "exp_avg", "exp_avg_sq"))
         assert all(map(torch.equal, three.held, four.held))
@@ -163,7 +163,7 @@ def test_views_that_start_anywhere_on_a_gpu(shift):
     plain, shifted = many([5 * BLOCK + 3, CHUNK])
     for update in (plain, shifted):
         room = [torch.full((x.numel() + 2 * shift,), 3.0, device="cuda").bfloat16() for x in update.held]
-        views = Held(*(whole[shift:-shift] for whole in room))
+        views = ParamTensors(*(whole[shift:-shift] for whole in room))
         for view, x in zip(views, update.held, strict=True):
             view.copy_(x)
         step_all_([update._replace(held=views)])

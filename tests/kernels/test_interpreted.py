@@ -25,7 +25,7 @@ from tests.kernels.head_checks import CHECKS
 from tests.kernels.head_numerics import NUMERICS
 from tests.kernels.heads import ENTRIES, OPTIONS, TRITON_16, TRITON_32, Case, make
 from tests.kernels.interpreter import IS_ON, interpreted
-from tests.kernels.test_adamw import RATES, Held, check_against_exact, problem
+from tests.kernels.test_adamw import RATES, ParamTensors, check_against_exact, problem
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -409,7 +409,7 @@ def test_adamw_is_decided_by_the_seed_and_does_not_write_past_the_tensor():
         made.append(tensors.weight)
     assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])
     held = torch.full((4, 200), 3.0, dtype=torch.bfloat16)
-    kernel_step(Held(*(row[:130] for row in held)), RATES, 1)
+    kernel_step(ParamTensors(*(row[:130] for row in held)), RATES, 1)
     assert (held[:, 130:] == 3.0).all() and (held[0, :130] != 3.0).any()
 
 
@@ -422,7 +422,7 @@ def adamw_updates(sizes: list[int], shift: int = 0) -> list:
         torch.manual_seed(number)
         held = torch.randn(4, size + shift).bfloat16()[:, shift:]
         rates = RATES._replace(t=number % 3 + 1, decay=0.1 * (number % 2))
-        made.append(Update(Held(*(row.clone() if shift == 0 else row for row in held)), rates, seed=7 + number))
+        made.append(Update(ParamTensors(*(row.clone() if shift == 0 else row for row in held)), rates, seed=7 + number))
         made[-1].held.exp_avg_sq.abs_()
     return made
 
@@ -473,15 +473,15 @@ def test_adamw_of_tensors_that_start_anywhere():
 
 @interpreted
 def test_adamw_divides_gradients_by_the_scale_and_takes_no_step_that_is_called_off():
-    from kernels.adamw import Gate, kernel_step_all
+    from kernels.adamw import StepGuard, kernel_step_all
 
     sizes = [5, 4096, 5000]
     quarter, scaled, left = (adamw_updates(sizes) for _ in range(3))
     for update in quarter:
         update.held.grad.mul_(0.25)  # exact in bfloat16
     kernel_step_all(quarter)
-    kernel_step_all(scaled, Gate(torch.tensor([4.0]), torch.tensor([0.0])))
-    kernel_step_all(left, Gate(torch.tensor(math.nan), torch.tensor(1.0)))
+    kernel_step_all(scaled, StepGuard(torch.tensor([4.0]), torch.tensor([0.0])))
+    kernel_step_all(left, StepGuard(torch.tensor(math.nan), torch.tensor(1.0)))
     for one, other, same, was in zip(quarter, scaled, left, adamw_updates(sizes), strict=True):
         for name in ("weight", "exp_avg", "exp_avg_sq"):
             assert torch.equal(getattr(one.held, name), getattr(other.held, name))
@@ -496,7 +496,7 @@ def test_adamw_rounds_the_three_numbers_of_a_weight_independently():
     num = 32 * BLOCK
     ones = torch.ones(num, dtype=torch.bfloat16)
     rates = RATES._replace(lr=0.002, decay=0.0, t=10**6, beta1=0.999)  # every change is between two neighbours
-    held = Held(ones.clone(), ones * 0.5, ones.clone(), ones.clone())
+    held = ParamTensors(ones.clone(), ones * 0.5, ones.clone(), ones.clone())
     kernel_step(held, rates, 3)
     errors = torch.stack([x.double() for x in (held.weight, held.exp_avg, held.exp_avg_sq)])
     assert all(len(row.unique()) == 2 for row in errors)

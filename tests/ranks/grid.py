@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 -m tests.ranks.grid replicate|fsdp [METHOD ...]
 
 Each step has other rows, in places a single one, so that a rank has nothing to do. Steps are those of the trainer:
-begin_step, on gradients the method's own functions made. Prints one JSON line per method, full and lora.
+launch_step, on gradients the method's own functions made. Prints one JSON line per method, full and lora.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainer.config.policy import PolicyLossConfig
 from trainer.parallel.comm import is_main, process_group
 from trainer.parallel.dtensor import gather
 from trainer.policy.logps import Policy
-from trainer.policy.optim import begin_step
+from trainer.policy.optim import launch_step
 from trainer.policy.sharding import parallelize, sum_gradients
 
 STEPS = 20
@@ -72,7 +72,7 @@ def train(case: Case, policy: Policy) -> tuple[Tensor, list[dict[str, float]]]:
         count = case.least if step in ALONE else rng.randrange(case.least, len(case.rows) + 1)
         rows = [case.rows[place] for place in sorted(rng.sample(range(len(case.rows)), count))]
         metrics = case.step(policy, case.deal(rows))
-        metrics["norm"] = begin_step(policy.model, optimizer, schedule, 1.0, f"step {step}").settle()
+        metrics["norm"] = launch_step(policy.model, optimizer, schedule, 1.0, f"step {step}").wait()
         logged.append(metrics)
     return weights(policy), logged
 

@@ -21,6 +21,7 @@ from losses.policy import POLICY_LOSSES
 from rollout.engine import Completion, Group
 from rollout.rewards.options import RewardConfig
 from tests.ranks.worker import VOCAB, Case, all_of_them, ids, make_policy
+from tests.trainer.rl.group_cases import prepare
 from trainer.config.blocks import DataConfig, ModelConfig, PromptConfig, RunConfig
 from trainer.config.distill import DistillConfig
 from trainer.config.ebft import FeatureConfig, StridedConfig
@@ -28,6 +29,7 @@ from trainer.config.groups import AdvantageConfig
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.ebft import strided, structured
 from trainer.ebft.features import FeatureNetwork
+from trainer.methods.grpo import backward, score_at_start
 from trainer.offline.loop import indices_of_this_rank
 from trainer.parallel.comm import all_sum, of_all, rank
 from trainer.policy.logps import Policy
@@ -36,7 +38,6 @@ from trainer.rl.critic import ValueHead, ValueModel
 from trainer.rl.groups import GroupBatch, sequence_kl
 from trainer.rl.rank0_rollout import Rank0Rollout
 from trainer.rl.session import Session
-from trainer.rl.step import backward, prepare
 from trainer.rl.teacher import Teacher
 
 SIZE = 4  # completions of a group
@@ -83,8 +84,9 @@ def group_case(method: str, *, lora: bool = False, uneven: bool = False, **optio
             batch.for_advantage(kl, beta=cfg.policy_loss.beta, all_sum=all_sum)
         ).flatten()
         s = SimpleNamespace(cfg=cfg, policy=policy, steps_per_rollout=1, old_logps=lambda batch: None)
-        rollout = Session.prepare(s, batch, advantage)
-        counts = of_all(sum(bool(mb.rows) for mb in rollout[0].micro_batches), "micro-batches that hold something")
+        rollout = Session.pack(s, batch, advantage)
+        score_at_start(cfg, policy, rollout, 1)
+        counts = of_all(sum(bool(mb.rows) for mb in rollout[0].batches), "micro-batches that hold something")
         assert not uneven or len(counts) == 1 or len(set(counts)) > 1, counts
         # gradients of mini-batches add up here
         found = [backward(cfg, policy, part, is_last=part is rollout[-1]).means() for part in rollout]
@@ -169,13 +171,15 @@ def ppo_case(*, lora: bool = False, own_model: bool = False) -> Case:
         rank0, critic = Rank0Rollout(policy, None, prompts), policy.model.critic
         whole = rank0.run(lambda: GroupBatch(rows, ["right", "form"], [1.0, 0.5], {}))
         batch = rank0.scatter(whole, cfg.minibatches_per_rollout)
-        judged = module.judge(cfg, policy, critic, batch)
+        judged = module.add_rewards(cfg, policy, critic, batch)
         s = SimpleNamespace(cfg=cfg, policy=policy, steps_per_rollout=1, old_logps=lambda batch: None)
-        rollout = Session.prepare(s, batch, judged.advantage, rows=judged.rows)
+        own = {"old_value": judged.value, "target": judged.target}
+        rollout = Session.pack(s, batch, judged.advantage, rows=judged.rows, own=own)
+        score_at_start(cfg, policy, rollout, 1)
         found = []
         for part in rollout:
             is_last = part is rollout[-1] and not own_model  # which is a part of the model only here
-            found.append(module.backward_both(cfg, policy, critic, part, judged, is_last=is_last).means())
+            found.append(module.backward_both(cfg, policy, critic, part, is_last=is_last).means())
         return judged.metrics | {
             f"{name} of {number}": x for number, means in enumerate(found) for name, x in means.items()
         }
@@ -208,7 +212,7 @@ def bnpo_case(*, masked: bool = False) -> Case:
     def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
         advantage = torch.tensor([1.0 - 0.4 * len(completion.ids) for completion in rows], dtype=torch.float64)
         batch = prepare(cfg, policy, rows, advantage)
-        return {**backward(cfg, policy, batch, is_last=True).means(), "micro": float(batch.total["num_micro_batches"])}
+        return {**backward(cfg, policy, batch, is_last=True).means(), "micro": float(batch.total.micro_batches)}
 
     return Case(completions, lambda: make_policy(reference=True), step, six_and_one)
 
@@ -239,7 +243,7 @@ def structured_case(*, lora: bool = False, loss_type: str = "dapo", run: RunConf
         logged = structured.feature_metrics(cfg, rewards, whole)
         batch = rank0.scatter(whole)
         advantage = structured.estimate(cfg, batch.for_advantage(all_sum=all_sum)).flatten()
-        sums = backward(cfg, policy, prepare(cfg, policy, batch.completions, advantage))
+        sums = backward(cfg, policy, prepare(cfg, policy, batch.completions, advantage), is_last=False)
         structured.add_target(cfg, policy, [group.prompt for group in batch.groups], sums)
         return {**logged, **sums.means()}
 
@@ -264,7 +268,7 @@ def strided_case(*, lora: bool = False) -> Case:
         held_out = strided.evaluate(cfg, policy, network, documents[:3], batch_size=2)  # as after a step
         own = [rows[place] for place in indices_of_this_rank(rows, cfg.strided.plan.size)]
         made = strided.continue_all(cfg, policy, own, seed=3, numbers=[numbers[id(row)] for row in own])
-        made = strided.judge(network, made)
+        made = strided.add_rewards(network, made)
         sums = strided.backward(cfg, policy, made)
         return {**sums.means(), **strided.step_metrics(network, made), **held_out}
 

@@ -13,12 +13,12 @@ import torch
 from data.types import Example
 from tests.ranks import worker
 from tests.ranks.worker import Case, config, ids, make_policy
-from tests.trainer.rl.group_cases import ADVANTAGE, TOTAL, make_completions, make_config
+from tests.trainer.rl.group_cases import ADVANTAGE, TOTAL, make_completions, make_config, prepare
+from trainer.methods.grpo import backward
 from trainer.parallel.comm import context_size
 from trainer.parallel.dtensor import reshard
 from trainer.policy.attention import use_slices
 from trainer.policy.logps import Policy, causal_lm
-from trainer.rl.step import backward, prepare
 
 
 def sft_rows_case(lengths: list[int], *, policy: Callable[[], Policy] = make_policy, packing: bool = True) -> Case:

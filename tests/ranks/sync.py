@@ -106,7 +106,7 @@ class Case:
         assert made.versions == [(engine.version, len(made.ids))], made.versions
         assert engine.probe(engine._ready())
         self.gaps.append(engine.metrics()["policy/sync_gap"])
-        self.scores.append(engine._probe.score(engine._probe.sequences(32))[0])
+        self.scores.append(engine._probe.logps(engine._probe.sequences(32))[0])
 
     def give_back(self, version: int) -> None:
         """The server's own weights: adapters of later cases need the base they were made for."""

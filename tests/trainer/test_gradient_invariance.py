@@ -16,11 +16,12 @@ from torch import Tensor
 
 from data.types import Example
 from rollout.engine import Completion
+from tests.trainer.rl.group_cases import prepare
 from trainer.config.blocks import DataConfig, ModelConfig, RunConfig
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.methods import grpo, sft
+from trainer.methods.grpo import backward
 from trainer.policy.logps import Policy
-from trainer.rl.step import backward, prepare
 
 VOCAB = 37
 BATCH = 8
@@ -183,7 +184,7 @@ def test_the_cases_are_worth_testing(by_hand):
     policy, completions, made = make_policy(torch.float32), make_completions(), {}
     for (name, budget), accumulation, layout in itertools.product(BUDGETS.items(), ACCUMULATIONS, LAYOUTS):
         rollout = prepare(make_config(budget, accumulation, layout, 1, 0.0), policy, completions, ADVANTAGE)
-        made[f"{name}, {accumulation}, {layout}"] = rollout.micro_batches
+        made[f"{name}, {accumulation}, {layout}"] = rollout.batches
     numbers = {name: len(batches) for name, batches in made.items()}
     assert numbers["all, 1, shared"] == numbers["all, 1, packed"] == numbers["all, 1, padded"] == 1
     assert numbers["one sequence, 1, packed"] == numbers["one sequence, 4, padded"] == BATCH

@@ -16,9 +16,10 @@ from typing import Annotated, Literal, TypeVar
 
 import tyro
 
+from data.errors import UserError
 from data.formats.template_settings import JsonObject
 from rollout.servers.options import SyncConfig, VllmConfig
-from trainer.config.checks import check_numbers, refuse_idle
+from trainer.config.checks import check_numbers, reject_unused
 from trainer.parallel.ranks import TIMEOUT_S, world_size
 
 T = TypeVar("T")
@@ -50,14 +51,14 @@ class ParallelConfig:
         check_numbers(self, {"above 0": "timeout_s"}, "parallel.")
         world = world_size()
         if world == 1:
-            refuse_idle(self, "with one process; start several with torchrun", prefix="parallel.")
+            reject_unused(self, "with one process; start several with torchrun", prefix="parallel.")
         if self.mode == "replicate":
             of_fsdp = ("shard", "reshard_after_forward", "reduce_once", "cpu_offload")
-            refuse_idle(self, "with parallel.mode=replicate", of_fsdp, "parallel.")
+            reject_unused(self, "with parallel.mode=replicate", of_fsdp, "parallel.")
         for name in ("shard", "context"):
             value = getattr(self, name)
             if value is not None and (value < 1 or world % value):
-                raise ValueError(f"parallel.{name}={value}: must divide the {world} processes")
+                raise UserError(f"parallel.{name}={value}: must divide the {world} processes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,17 +85,17 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         if self.r < 0:
-            raise ValueError(f"lora.r={self.r}: a rank cannot be negative; use 0 to train all weights")
+            raise UserError(f"lora.r={self.r}: a rank cannot be negative; use 0 to train all weights")
         if self.alpha < 1:
-            raise ValueError(f"lora.alpha={self.alpha}: must be 1 or more, 0 would switch the adapters off")
+            raise UserError(f"lora.alpha={self.alpha}: must be 1 or more, 0 would switch the adapters off")
         check_numbers(self, {"in [0, 1)": "dropout"}, "lora.")
         if not self.target_modules or not all(self.target_modules):
-            raise ValueError("lora.target_modules: empty; name modules such as q_proj v_proj, or leave it out")
+            raise UserError("lora.target_modules: empty; name modules such as q_proj v_proj, or leave it out")
         if self.pattern is not None:
             self._check_pattern()
         if self.r == 0:
             others = ("alpha", "dropout", "target_modules", "modules_to_save", "rslora", "dora")
-            refuse_idle(self, "with lora.r=0, which trains all weights; set --lora.r", others, "lora.")
+            reject_unused(self, "with lora.r=0, which trains all weights; set --lora.r", others, "lora.")
 
     @property
     def pattern(self) -> str | None:
@@ -108,16 +109,14 @@ class LoraConfig:
 
     def _check_pattern(self) -> None:
         if len(self.target_modules) > 1:
-            raise ValueError(
+            raise UserError(
                 f"lora.target_modules={' '.join(self.target_modules)}: {self.pattern} is a regular expression, which "
                 "stands alone; join all names in it by |"
             )
         try:
             re.compile(str(self.pattern))
         except re.error as error:
-            raise ValueError(
-                f"lora.target_modules={self.pattern}: not a regular expression ({error}); fix it"
-            ) from None
+            raise UserError(f"lora.target_modules={self.pattern}: not a regular expression ({error}); fix it") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,14 +196,14 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_numbers(self, {"above 0 and finite": "neftune_noise_alpha router_aux_loss_coef"})
         if self.trained_dtype == "bfloat16" and self.dtype == "float32":
-            raise ValueError("trained_dtype=bfloat16: is less precise than dtype=float32; leave one of them out")
+            raise UserError("trained_dtype=bfloat16: is less precise than dtype=float32; leave one of them out")
         if self.activation_offloading and not self.gradient_checkpointing:
-            raise ValueError(
+            raise UserError(
                 "activation_offloading=True: moves what gradient checkpointing saves; add --gradient-checkpointing, or "
                 "leave it out"
             )
         if self.load_in_4bit and self.merge_lora:
-            raise ValueError(
+            raise UserError(
                 "load_in_4bit=True: merge_lora would export a rounded base; leave it out, and merge into the full base "
                 "later with python -m trainer.export RUN OUT --merge-lora"
             )
@@ -213,7 +212,7 @@ class ModelConfig:
 def refuse_offline_only(model: ModelConfig) -> None:
     """Every Config of a method that samples calls this."""
     why, names = "on methods that sample; it is for methods on fixed rows", ("neftune_noise_alpha",)
-    refuse_idle(model, why, (*names, "router_aux_loss_coef"))
+    reject_unused(model, why, (*names, "router_aux_loss_coef"))
 
 
 def check_4bit(model: ModelConfig, lora: LoraConfig, parallel: ParallelConfig | None = None) -> None:
@@ -221,20 +220,20 @@ def check_4bit(model: ModelConfig, lora: LoraConfig, parallel: ParallelConfig | 
     if not model.load_in_4bit:
         return
     if lora.r == 0:
-        raise ValueError("load_in_4bit=True: 4-bit weights cannot be trained; train adapters with --lora.r 16")
+        raise UserError("load_in_4bit=True: 4-bit weights cannot be trained; train adapters with --lora.r 16")
     if lora.dora:
-        raise ValueError("load_in_4bit=True: not supported with lora.dora, which needs the full weights; leave one out")
+        raise UserError("load_in_4bit=True: not supported with lora.dora, which needs the full weights; leave one out")
     if parallel is None:
         return
     if parallel.context > 1:
-        raise ValueError(
+        raise UserError(
             f"load_in_4bit=True: not supported with parallel.context={parallel.context}; leave one of them out"
         )
     of_fsdp = {"mode": "fsdp", "reduce_once": True, "cpu_offload": True}
     asked = [f"{name}={value}" for name, value in of_fsdp.items() if getattr(parallel, name) == value]
     asked += [] if parallel.shard is None else [f"shard={parallel.shard}"]
     if asked:
-        raise ValueError(
+        raise UserError(
             f"load_in_4bit=True: FSDP cannot shard 4-bit weights (parallel.{asked[0]}); use --parallel.mode replicate"
         )
 
@@ -268,19 +267,19 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if not self.data:
-            raise ValueError("data: empty; name at least one FILE, hub id or task:NAME")
+            raise UserError("data: empty; name at least one FILE, hub id or task:NAME")
         check_numbers(self, {"0 (none) or above": "val_set_size"})
         if self.val_set_size > 1 and self.val_set_size != int(self.val_set_size):
-            raise ValueError(
+            raise UserError(
                 f"val_set_size={self.val_set_size}: is neither a fraction below 1 nor a whole number of rows"
             )
         if self.val_set_size and self.eval_data:
-            raise ValueError(
+            raise UserError(
                 f"val_set_size={self.val_set_size:g}: holds out rows of --data, but eval_data names others; leave one "
                 "of them out"
             )
         if self.max_eval_rows < 1:
-            raise ValueError(f"max_eval_rows={self.max_eval_rows}: must be 1 or more; leave out eval_data for none")
+            raise UserError(f"max_eval_rows={self.max_eval_rows}: must be 1 or more; leave out eval_data for none")
 
     @property
     def holds_out(self) -> bool:
@@ -372,20 +371,20 @@ class OptimConfig:
         )
         self._check_schedule()
         if self.nan_policy == "stop":
-            refuse_idle(self, "with nan_policy=stop; set --nan-policy skip", ("nan_skip_limit",))
+            reject_unused(self, "with nan_policy=stop; set --nan-policy skip", ("nan_skip_limit",))
 
     def _check_schedule(self) -> None:
         kind = self.lr_scheduler_type
         if self.warmup_steps is not None and self.warmup_ratio:
-            raise ValueError(
+            raise UserError(
                 f"warmup_steps={self.warmup_steps}: warmup_ratio={self.warmup_ratio:g} sets the same; leave one out"
             )
         if kind not in ("cosine_with_min_lr", "warmup_stable_decay"):
-            refuse_idle(self, f"with lr_scheduler_type={kind}; use cosine_with_min_lr", ("min_lr_ratio",))
+            reject_unused(self, f"with lr_scheduler_type={kind}; use cosine_with_min_lr", ("min_lr_ratio",))
         if kind != "warmup_stable_decay":
-            refuse_idle(self, f"with lr_scheduler_type={kind}; use warmup_stable_decay", ("decay_ratio",))
+            reject_unused(self, f"with lr_scheduler_type={kind}; use warmup_stable_decay", ("decay_ratio",))
         if kind == "cosine_with_min_lr" and self.min_lr_ratio == 0:
-            raise ValueError("lr_scheduler_type=cosine_with_min_lr: needs a minimum; set --min-lr-ratio 0.1, say")
+            raise UserError("lr_scheduler_type=cosine_with_min_lr: needs a minimum; set --min-lr-ratio 0.1, say")
 
     def num_warmup(self, total_steps: int) -> int:
         """Steps of the warm-up."""
@@ -458,20 +457,20 @@ class RunConfig:
             },
         )
         if "none" in self.report_to and len(self.report_to) > 1:
-            raise ValueError(
+            raise UserError(
                 f"report_to={' '.join(self.report_to)}: none together with a service; name one or the other"
             )
         if not self.output_dir.strip():
-            raise ValueError("output_dir: empty; name a folder")
+            raise UserError("output_dir: empty; name a folder")
         for name, other in (("saves_per_epoch", "save_steps"), ("evals_per_epoch", "eval_steps")):
             value = getattr(self, name)
             if value is not None:
-                refuse_idle(self, f"beside {name}={value}, which sets the same; leave one out", (other,))
+                reject_unused(self, f"beside {name}={value}, which sets the same; leave one out", (other,))
         if self.loss_watchdog_threshold is None:
             why = "without a threshold; set --loss-watchdog-threshold"
-            refuse_idle(self, why, ("loss_watchdog_patience",))
+            reject_unused(self, why, ("loss_watchdog_patience",))
         elif math.isnan(self.loss_watchdog_threshold):
-            raise ValueError("loss_watchdog_threshold=nan: must be a number, which the loss is compared with")
+            raise UserError("loss_watchdog_threshold=nan: must be a number, which the loss is compared with")
 
     @property
     def sequences_per_step(self) -> int:
@@ -491,9 +490,9 @@ def steps_per_epoch(rows_per_epoch: int, rows_per_step: int, steps_per_batch: in
 def check_evaluation(data: DataConfig, run: RunConfig) -> None:
     """Checks across blocks, which cannot see each other; every Config with both calls this."""
     if not data.holds_out:
-        refuse_idle(run, NO_HELD_OUT, ("eval_steps",))
+        reject_unused(run, NO_HELD_OUT, ("eval_steps",))
         if run.evals_per_epoch:
-            refuse_idle(run, NO_HELD_OUT, ("evals_per_epoch",))
+            reject_unused(run, NO_HELD_OUT, ("evals_per_epoch",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -524,7 +523,7 @@ class RolloutConfig:
         check_numbers(self, {"1 or more": "max_batch_size", "above 0": "cache_gib"}, "rollout.")
         if self.eval_temperature == 0:
             why = "on greedy evaluation; set --rollout.eval-temperature"
-            refuse_idle(self, why, ("eval_top_p", "eval_top_k"), "rollout.")
+            reject_unused(self, why, ("eval_top_p", "eval_top_k"), "rollout.")
 
 
 def check_engine(rollout: RolloutConfig, vllm: VllmConfig, sync: SyncConfig, asked: str | None = None) -> None:
@@ -534,11 +533,11 @@ def check_engine(rollout: RolloutConfig, vllm: VllmConfig, sync: SyncConfig, ask
     """
     if rollout.engine == "local":
         for prefix, block in (("vllm.", vllm), ("sync.", sync)):
-            refuse_idle(block, "with rollout.engine=local; set --rollout.engine vllm", prefix=prefix)
+            reject_unused(block, "with rollout.engine=local; set --rollout.engine vllm", prefix=prefix)
     elif rollout.engine == "vllm" or asked is not None:
         servers = "rollout.engine=vllm" if rollout.engine == "vllm" else f"vLLM servers, which {asked} needs"
-        refuse_idle(rollout, f"with {servers}; use --vllm.max-in-flight", ("max_batch_size",), "rollout.")
-        refuse_idle(rollout, f"with {servers}; use --vllm.gpu-memory-utilization", ("cache_gib",), "rollout.")
+        reject_unused(rollout, f"with {servers}; use --vllm.max-in-flight", ("max_batch_size",), "rollout.")
+        reject_unused(rollout, f"with {servers}; use --vllm.gpu-memory-utilization", ("cache_gib",), "rollout.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -554,7 +553,7 @@ class ResponseConfig:
 
     def __post_init__(self) -> None:
         if self.max_length < 2:
-            raise ValueError(f"max_length={self.max_length}: must be 2 or more, nothing predicts the first token")
+            raise UserError(f"max_length={self.max_length}: must be 2 or more, nothing predicts the first token")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -586,4 +585,4 @@ class MovingReferenceConfig:
     def __post_init__(self) -> None:
         check_numbers(self, {"above 0": "ref_model_sync_steps", "above 0 and at most 1": "ref_model_mixup_alpha"})
         if not self.sync_ref_model:
-            refuse_idle(self, "without sync_ref_model", ("ref_model_mixup_alpha", "ref_model_sync_steps"))
+            reject_unused(self, "without sync_ref_model", ("ref_model_mixup_alpha", "ref_model_sync_steps"))

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from data.command.flags import default_of
+from data.errors import UserError
 
 RULES = {  # as the sentence puts it -> whether a number follows it; nan follows none
     "1 or more": lambda x: x >= 1,
@@ -31,14 +32,14 @@ def check_numbers(block: Any, rules: Mapping[str, str], prefix: str = "") -> Non
         for name in names.split():
             value = getattr(block, name)
             if value is not None and not RULES[rule](value):
-                raise ValueError(f"{prefix}{name}={value}: must be {rule}")
+                raise UserError(f"{prefix}{name}={value}: must be {rule}")
 
 
-def refuse_idle(block: Any, why: str, names: Iterable[str] | None = None, prefix: str = "") -> None:
+def reject_unused(block: Any, why: str, names: Iterable[str] | None = None, prefix: str = "") -> None:
     """Refuse settings that were changed and have no effect; names: all fields. `why` ends the sentence."""
     fields = {field.name: field for field in dataclasses.fields(block)}
     for name in fields if names is None else names:
         value = getattr(block, name)
         if value != default_of(fields[name]):
             shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            raise ValueError(f"{prefix}{name}={shown}: has no effect {why}")
+            raise UserError(f"{prefix}{name}={shown}: has no effect {why}")

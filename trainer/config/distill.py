@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
+from data.errors import UserError
 from trainer.config.blocks import Flat
-from trainer.config.checks import check_numbers, refuse_idle
+from trainer.config.checks import check_numbers, reject_unused
 from trainer.config.policy import PolicyLossConfig
 from trainer.config.sampling import SamplingConfig
 
@@ -44,18 +45,18 @@ class DistillConfig:
     def __post_init__(self) -> None:
         check_numbers(self, {"between 0 and 1": "jsd_beta student_data_fraction", "0 or above": "reward_coef"})
         if self.teacher is None and self.teacher_url is None:
-            raise ValueError("--teacher: required; name a model, a finished run or self, or a server by --teacher-url")
+            raise UserError("--teacher: required; name a model, a finished run or self, or a server by --teacher-url")
         if self.teacher is not None and self.teacher_url is not None:
-            raise ValueError(f"teacher_url={self.teacher_url}: there is a teacher={self.teacher} already; give one")
+            raise UserError(f"teacher_url={self.teacher_url}: there is a teacher={self.teacher} already; give one")
         if self.teacher_url is not None and not self.teacher_url.startswith(("http://", "https://")):
-            raise ValueError(f"teacher_url={self.teacher_url}: must begin with http:// or https://")
+            raise UserError(f"teacher_url={self.teacher_url}: must begin with http:// or https://")
         if self.teacher_url is not None and self.jsd_beta is not None:
-            raise ValueError(
+            raise UserError(
                 f"jsd_beta={self.jsd_beta}: needs the teacher's whole distribution, and a server at teacher_url gives "
                 "only the log-probs of the tokens it is sent; load the teacher with --teacher, or leave jsd_beta out"
             )
         if self.student_data_fraction < 1 and self.jsd_beta is None:
-            raise ValueError(
+            raise UserError(
                 f"student_data_fraction={self.student_data_fraction}: the sampled-token objective is right on the "
                 "student's own samples only; set --jsd-beta, too"
             )
@@ -89,7 +90,7 @@ class OpdConfig(SamplingConfig):
 
     def __post_init__(self) -> None:
         if self.num_generations == 1 and self.has_reward_advantage:
-            raise ValueError(
+            raise UserError(
                 "num_generations=1: an advantage from rewards compares at least 2 completions of a prompt; raise it, "
                 "or set --reward-coef 0 to only measure the rewards"
             )
@@ -97,7 +98,7 @@ class OpdConfig(SamplingConfig):
         self._check_teacher()
         self._check_rewards()
         why = "here, every completion has something to learn from the teacher; leave it out"
-        refuse_idle(self.overlap, why, ("dynamic_sampling", "replay_buffer_size", "reroll_start_fraction"))
+        reject_unused(self.overlap, why, ("dynamic_sampling", "replay_buffer_size", "reroll_start_fraction"))
         if self.distill.jsd_beta is None:
             self._check_sampled_token()
         else:
@@ -108,16 +109,16 @@ class OpdConfig(SamplingConfig):
     def _check_teacher(self) -> None:
         cfg = self.distill
         if cfg.teacher == "self" and cfg.teacher_prompt is None and not self.has_reward_advantage:
-            raise ValueError(
+            raise UserError(
                 "teacher=self: with the student's own prompt it is the student, and there is nothing to learn; give it "
                 "another by --teacher-prompt"
             )
         if cfg.teacher == "self" and self.moving.sync_ref_model:
-            raise ValueError(
+            raise UserError(
                 "sync_ref_model=True: the reference is also teacher=self, which keeps the initial weights; leave it out"
             )
         if cfg.teacher_url is not None and self.temperature != 1:
-            raise ValueError(
+            raise UserError(
                 f"temperature={self.temperature}: a server at teacher_url scores tokens at temperature 1; leave it "
                 "out, or load the teacher with --teacher"
             )
@@ -125,49 +126,49 @@ class OpdConfig(SamplingConfig):
                   "nemo_gym.multi_turn": self.nemo_gym.multi_turn, "verifiers.env": self.verifiers.env}  # fmt: skip
         if cfg.teacher_prompt is not None and any(others.values()):
             name, value = next((name, value) for name, value in others.items() if value)
-            raise ValueError(f"teacher_prompt={cfg.teacher_prompt}: {name}={value} writes prompts itself; give one")
+            raise UserError(f"teacher_prompt={cfg.teacher_prompt}: {name}={value} writes prompts itself; give one")
 
     def _check_rewards(self) -> None:
         if not self.reward.reward_funcs:
             why = "without reward functions; name them with --reward-funcs"
-            refuse_idle(self.reward, why)
-            refuse_idle(self.distill, why, ("reward_coef",))
+            reject_unused(self.reward, why)
+            reject_unused(self.distill, why, ("reward_coef",))
             if self.data.holds_out:
-                raise ValueError(
+                raise UserError(
                     f"{self.data.held_out_by}: only rewards are measured on held-out rows; name them with "
                     "--reward-funcs, and --reward-coef 0 to train without them"
                 )
             if self.nemo_gym.datasets:
-                raise ValueError("nemo_gym.datasets: rows of the gym need its reward; name it with --reward-funcs")
+                raise UserError("nemo_gym.datasets: rows of the gym need its reward; name it with --reward-funcs")
         if not self.has_reward_advantage:
-            refuse_idle(self.advantage, "without an advantage from rewards (reward_coef above 0); leave it out")
+            reject_unused(self.advantage, "without an advantage from rewards (reward_coef above 0); leave it out")
 
     def _check_sampled_token(self) -> None:
         loss = self.policy_loss
         if loss.loss_type != LOSS:
-            raise ValueError(f"loss_type={loss.loss_type}: the objective here is {LOSS}, or --jsd-beta; leave it out")
+            raise UserError(f"loss_type={loss.loss_type}: the objective here is {LOSS}, or --jsd-beta; leave it out")
         if loss.skip_zero_advantage_batches:
-            raise ValueError(
+            raise UserError(
                 "skip_zero_advantage_batches=True: here the advantage of a token is known only in its own pass; leave "
                 "it out"
             )
         why = "here, the advantage of a token is known only in its own pass; leave it out"
-        refuse_idle(self.correction, why, ("off_policy_mask_threshold",))
+        reject_unused(self.correction, why, ("off_policy_mask_threshold",))
 
     def _check_whole_distribution(self) -> None:
         why = "with jsd_beta, whose loss has neither samples to weigh nor ratios; leave it out"
         default, kept = _policy_loss(), ("mask_truncated_completions",)
         for name in (one.name for one in fields(default) if one.name not in kept):
             if (value := getattr(self.policy_loss, name)) != getattr(default, name):
-                raise ValueError(f"{name}={value}: has no effect {why}")
-        refuse_idle(self.correction, why)
+                raise UserError(f"{name}={value}: has no effect {why}")
+        reject_unused(self.correction, why)
         if self.has_reward_advantage:
-            raise ValueError(
+            raise UserError(
                 f"jsd_beta={self.distill.jsd_beta}: has no advantage that those of rewards could be added to; set "
                 "--reward-coef 0 to only measure them, or leave jsd_beta out"
             )
         if self.parallel.context > 1:
-            raise ValueError(
+            raise UserError(
                 f"parallel.context={self.parallel.context}: jsd_beta compares whole rows of student and teacher and "
                 "cannot split them over processes; leave one of them out"
             )
@@ -175,10 +176,10 @@ class OpdConfig(SamplingConfig):
     def _check_given(self) -> None:
         fraction = f"student_data_fraction={self.distill.student_data_fraction}"
         if self.num_generations > 1:
-            raise ValueError(
+            raise UserError(
                 f"num_generations={self.num_generations}: {fraction} puts one given completion in place of the "
                 "sampled ones; use 1"
             )
         environments = (self.openenv.env, self.nemo_gym.datasets, self.verifiers.env)
         if self.tools.tools or self.tools.rollout_func or any(environments):
-            raise ValueError(f"{fraction}: given completions have no tools and no environment; leave one of them out")
+            raise UserError(f"{fraction}: given completions have no tools and no environment; leave one of them out")

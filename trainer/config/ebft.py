@@ -7,11 +7,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from data.errors import UserError
 from data.format_options import FormatOptions
 from data.strided import StridedPlan
 from losses.ebft import layer_indices
 from trainer.config.blocks import DataConfig, Flat, check_evaluation, refuse_offline_only
-from trainer.config.checks import check_numbers, refuse_idle
+from trainer.config.checks import check_numbers, reject_unused
 from trainer.config.groups import PolicyGradientConfig
 
 
@@ -56,30 +57,30 @@ class FeatureConfig:
         layer_indices(self.feature_layers, 1)  # validates the fractions
         check_numbers(self, {"0 or above": "alignment_coef diversity_coef rl_coef ce_coef"})
         if self.rl_coef == 0 and self.ce_coef == 0:
-            raise ValueError("rl_coef=0, ce_coef=0: there is nothing to learn from; set one of them")
+            raise UserError("rl_coef=0, ce_coef=0: there is nothing to learn from; set one of them")
         if self.alignment_coef == 0 and self.diversity_coef == 0 and self.rl_coef > 0:
-            raise ValueError("alignment_coef=0, diversity_coef=0: every reward is 0; set one of them, or rl_coef=0")
+            raise UserError("alignment_coef=0, diversity_coef=0: every reward is 0; set one of them, or rl_coef=0")
         if not self.use_whitening:
-            refuse_idle(self, "without whitening; set --use-whitening", ("whiten_gt",))
+            reject_unused(self, "without whitening; set --use-whitening", ("whiten_gt",))
 
     def check_rollouts(self, name: str, count: int) -> None:
         """Refuse settings that need more than this many rollouts per prompt."""
         if count < 1:
-            raise ValueError(f"{name}={count}: must be 1 or more")
+            raise UserError(f"{name}={count}: must be 1 or more")
         if count > 1:
             return
         if self.advantage_estimator != "reinforce":
-            raise ValueError(
+            raise UserError(
                 f"{name}=1: advantage_estimator={self.advantage_estimator} compares the rollouts of a prompt; draw 2 "
                 "or more, or use --advantage-estimator reinforce"
             )
         if self.diversity_coef not in (0.0, FeatureConfig.diversity_coef):
-            raise ValueError(
+            raise UserError(
                 f"diversity_coef={self.diversity_coef}: has no effect with {name}=1, a rollout has no others to differ "
                 "from; leave it out"
             )
         if self.use_whitening:
-            raise ValueError(
+            raise UserError(
                 f"{name}=1: use_whitening scales by how the rollouts of a prompt differ; draw 2 or more, or leave it "
                 "off"
             )
@@ -105,7 +106,7 @@ class StridedConfig:
     def __post_init__(self) -> None:
         _ = self.plan  # validates the numbers
         if self.max_length < self.context_length + self.generate_max_len:
-            raise ValueError(
+            raise UserError(
                 f"max_length={self.max_length}: has no room for context_length + generate_max_len = "
                 f"{self.context_length + self.generate_max_len} tokens; raise it"
             )
@@ -145,7 +146,7 @@ class EbftConfig(PolicyGradientConfig):
     def __post_init__(self) -> None:
         check_evaluation(self.data, self.run)
         if self.parallel.context > 1:
-            raise ValueError(
+            raise UserError(
                 f"parallel.context={self.parallel.context}: EBFT takes features from whole rows and cannot split "
                 "them over processes; leave it out"
             )
@@ -153,13 +154,13 @@ class EbftConfig(PolicyGradientConfig):
         if self.mode == "strided":
             why = "in mode=strided; leave it out"
             for name, prefix in STRUCTURED_BLOCKS.items():
-                refuse_idle(getattr(self, name), why, prefix=prefix)
-            refuse_idle(self, why, STRUCTURED_FIELDS)
-            refuse_idle(self.run, why, ("packing",))
+                reject_unused(getattr(self, name), why, prefix=prefix)
+            reject_unused(self, why, STRUCTURED_FIELDS)
+            reject_unused(self.run, why, ("packing",))
             refuse_offline_only(self.model)
             self.features.check_rollouts("n_samples_per_prompt", self.strided.n_samples_per_prompt)
         else:
-            refuse_idle(self.strided, "in mode=structured; leave it out")
+            reject_unused(self.strided, "in mode=structured; leave it out")
             self.features.check_rollouts("num_generations", self.num_generations)
             self.check_groups()
             self._check_structured()
@@ -170,18 +171,18 @@ class EbftConfig(PolicyGradientConfig):
 
     def _check_structured(self) -> None:
         if self.moving.sync_ref_model and self.policy_loss.beta == 0:
-            raise ValueError("sync_ref_model=True: there is no KL to a reference with beta=0; set --beta too")
+            raise UserError("sync_ref_model=True: there is no KL to a reference with beta=0; set --beta too")
         if self.moving.sync_ref_model and self.features.feature_model is None:
-            raise ValueError(
+            raise UserError(
                 "sync_ref_model=True: the reference is also the feature network, which must not move; name another "
                 "with --feature-model"
             )
         if not 0.1 <= self.gt_length_multiplier < math.inf:
-            raise ValueError(f"gt_length_multiplier={self.gt_length_multiplier}: must be 0.1 or more")
+            raise UserError(f"gt_length_multiplier={self.gt_length_multiplier}: must be 0.1 or more")
         if not self.adaptive_max_tokens:
-            refuse_idle(self, "without adaptive_max_tokens", ("gt_length_multiplier",))
+            reject_unused(self, "without adaptive_max_tokens", ("gt_length_multiplier",))
         why = "here, held-out groups are sampled as those of training are"
-        refuse_idle(self, why, ("num_generations_eval",))
-        refuse_idle(self.rollout, why, ("eval_temperature", "eval_top_p", "eval_top_k"), "rollout.")
+        reject_unused(self, why, ("num_generations_eval",))
+        reject_unused(self.rollout, why, ("eval_temperature", "eval_top_p", "eval_top_k"), "rollout.")
         why = "here, every completion gets a reward from its features; leave it out"
-        refuse_idle(self.overlap, why, ("reroll_start_fraction",))
+        reject_unused(self.overlap, why, ("reroll_start_fraction",))

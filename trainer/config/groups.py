@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from data.command.flags import default_of
+from data.errors import UserError
 from data.formats.template_settings import JsonObject
 from data.hints import suggest
 from data.user_code import find_record
@@ -31,7 +32,7 @@ from trainer.config.blocks import (
     check_engine,
     refuse_offline_only,
 )
-from trainer.config.checks import check_numbers, refuse_idle
+from trainer.config.checks import check_numbers, reject_unused
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig, check_policy_options
 
 ESTIMATOR_NAMES = f"{{{','.join(ADVANTAGE_ESTIMATORS)}}}|MODULE.FUNCTION"
@@ -68,7 +69,7 @@ class AdvantageConfig:
         name = self.advantage_estimator
         if self.multi_objective_aggregation == "normalize_then_sum":
             if name != "group":
-                raise ValueError(
+                raise UserError(
                     f"advantage_estimator={name}: normalize_then_sum normalises by groups; leave it at group"
                 )
             name = "normalize_then_sum"
@@ -78,14 +79,14 @@ class AdvantageConfig:
             (AdvantageConfig.scale_rewards, "none") if name == "leave_one_out" else (AdvantageConfig.scale_rewards,)
         )
         if unread and name != "normalize_then_sum" and self.scale_rewards not in allowed:
-            raise ValueError(f"scale_rewards={self.scale_rewards}: has no effect with {name}; leave it out")
+            raise UserError(f"scale_rewards={self.scale_rewards}: has no effect with {name}; leave it out")
         if name == "normalize_then_sum" and self.scale_rewards != AdvantageConfig.scale_rewards:
-            raise ValueError(
+            raise UserError(
                 f"scale_rewards={self.scale_rewards}: has no effect with normalize_then_sum, which scales each reward "
                 "by its group and their sum by the batch; leave it out"
             )
         if self.kl_in_reward and not record.reads_total:
-            raise ValueError(f"kl_in_reward=True: {name} has no sum of rewards to subtract it from; leave it out")
+            raise UserError(f"kl_in_reward=True: {name} has no sum of rewards to subtract it from; leave it out")
         flags = {} if unread else {"scale_rewards": self.scale_rewards}
         own = record.options.get("scale_rewards")
         if own is not None and own.default is not own.empty and self.scale_rewards == AdvantageConfig.scale_rewards:
@@ -93,16 +94,21 @@ class AdvantageConfig:
         for key in self.advantage_kwargs:
             if key == "scale_rewards" or key not in record.options:
                 advice = "use --scale-rewards" if key in record.options else suggest(key, record.options)
-                raise ValueError(f"advantage_kwargs.{key}: not an option of advantage_estimator={name}; {advice}")
+                raise UserError(f"advantage_kwargs.{key}: not an option of advantage_estimator={name}; {advice}")
         given = flags | self.advantage_kwargs
         missing = [key for key, p in record.options.items() if p.default is p.empty and key not in given]
         if missing:
-            raise ValueError(f"advantage_estimator={name}: needs {missing[0]}; set it in --advantage-kwargs")
+            raise UserError(f"advantage_estimator={name}: needs {missing[0]}; set it in --advantage-kwargs")
         object.__setattr__(self, "_estimate", partial(record.estimate, **given))
 
     @property
     def estimate(self) -> Callable[[GroupRewards], Advantage]:
         return self._estimate
+
+    @property
+    def is_default(self) -> bool:
+        """(r - mean of the group) / its standard deviation, which trainer/methods/grpo.py writes out."""
+        return self._estimate.func is ADVANTAGE_ESTIMATORS["group"].estimate and self.scale_rewards == "group"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +150,7 @@ class AsyncConfig:
 
     def __post_init__(self) -> None:
         if self.use_data_producer:
-            raise ValueError(
+            raise UserError(
                 "use_data_producer=True: not supported; --async-prefetch overlaps sampling and training, and replay, "
                 "re-rolls and streaming need no switch"
             )
@@ -166,7 +172,7 @@ class AsyncConfig:
             ("reroll_start_fraction", self.reroll_start_fraction < 1, ("reroll_max_groups",)),
         ):
             if not is_on:
-                refuse_idle(self, f"without {switch}; set it, too", names)
+                reject_unused(self, f"without {switch}; set it, too", names)
 
     def reroll_from(self, num_batches: int) -> int | None:
         """Number of the first batch that may hold prompts that come again."""
@@ -182,18 +188,18 @@ def check_overlap(overlap: AsyncConfig, rollout: RolloutConfig, sync: SyncConfig
             ("vllm_lora_sync", overlap.vllm_lora_sync),
         ):
             if value:
-                raise ValueError(
+                raise UserError(
                     f"{name}={getattr(overlap, name)}: needs servers, the local engine shares the trainer's process "
                     "and weights; set --rollout.engine vllm"
                 )
     if overlap.vllm_lora_sync and not is_lora:
-        raise ValueError(
+        raise UserError(
             "vllm_lora_sync=True: there is no adapter, all weights are trained; set --lora.r, or leave it out"
         )
     if overlap.vllm_lora_sync and sync.backend not in ("auto", "lora"):
-        raise ValueError(f"vllm_lora_sync=True: contradicts sync.backend={sync.backend}; name one of the two")
+        raise UserError(f"vllm_lora_sync=True: contradicts sync.backend={sync.backend}; name one of the two")
     if overlap.max_staleness is not None and overlap.max_staleness < overlap.vllm_sync_interval - 1:
-        raise ValueError(
+        raise UserError(
             f"max_staleness={overlap.max_staleness}: servers keep their weights for vllm_sync_interval="
             f"{overlap.vllm_sync_interval} steps, so samples are up to {overlap.vllm_sync_interval - 1} steps old"
         )
@@ -278,7 +284,7 @@ class GroupConfig:
 
     def check_temperature(self) -> None:
         if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature}: must be above 0, a greedy group has nothing to compare")
+            raise UserError(f"temperature={self.temperature}: must be above 0, a greedy group has nothing to compare")
 
     def check_groups(self) -> None:
         """What the blocks cannot see alone, for a Config that samples with the engine."""
@@ -290,11 +296,11 @@ class GroupConfig:
         check_engine(self.rollout, self.vllm, self.sync, servers_asked(self))
         check_overlap(self.overlap, self.rollout, self.sync, is_lora=self.lora.r > 0)
         if "" in self.stop:
-            raise ValueError("stop='': an empty stop string would end every completion; remove it")
+            raise UserError("stop='': an empty stop string would end every completion; remove it")
         if self.run.sequences_per_step % self.num_generations:
             per_device = self.run.per_device_train_batch_size
             fitting = math.lcm(self.num_generations, per_device) // per_device
-            raise ValueError(
+            raise UserError(
                 f"num_generations={self.num_generations}: per_device_train_batch_size x gradient_accumulation_steps = "
                 f"{self.run.sequences_per_step} completions a step do not hold whole groups; use a multiple, for "
                 f"example gradient_accumulation_steps={fitting}"
@@ -321,8 +327,8 @@ class PolicyGradientConfig(GroupConfig):
             kl_in_reward=self.advantage.kl_in_reward,
         )
         if self.moving.sync_ref_model and not self.has_reference:
-            raise ValueError("sync_ref_model=True: there is no reference to move with beta=0; set --beta too")
+            raise UserError("sync_ref_model=True: there is no reference to move with beta=0; set --beta too")
         if self.moving.sync_ref_model and self.lora.r > 0:
-            raise ValueError(
+            raise UserError(
                 "sync_ref_model=True: with LoRA the reference is the base itself, which cannot move; leave it out"
             )

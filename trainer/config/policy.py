@@ -13,11 +13,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
+from data.errors import UserError
 from data.formats.template_settings import JsonObject
 from data.hints import suggest
 from data.user_code import find_record
+from losses.importance import SEQUENCE_CORRECTIONS
 from losses.policy import OPTIONS, POLICY_LOSSES, PolicyLoss
-from trainer.config.checks import check_numbers, refuse_idle
+from trainer.config.checks import check_numbers, reject_unused
 
 NO_SEQUENCE_LEVEL = {
     "completion": "its ratio is that of the whole completion",
@@ -101,26 +103,36 @@ class PolicyLossConfig(_Options):
             check_numbers(self, {rule: name} if option.at_least is not None or option.above is not None else {})
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         if self.epsilon > 1:
-            raise ValueError(f"epsilon={self.epsilon}: must be at most 1, a ratio has nothing below 0; try 0.2")
+            raise UserError(f"epsilon={self.epsilon}: must be at most 1, a ratio has nothing below 0; try 0.2")
         if self.delta is not None and not 1 + high < self.delta < math.inf:
-            raise ValueError(f"delta={self.delta}: must be above 1 + epsilon_high = {1 + high:g}; try 4")
+            raise UserError(f"delta={self.delta}: must be above 1 + epsilon_high = {1 + high:g}; try 4")
         if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
-            raise ValueError(f"dual_clip={self.dual_clip}: must be above 1, else nothing on policy is learned; try 3")
+            raise UserError(f"dual_clip={self.dual_clip}: must be above 1, else nothing on policy is learned; try 3")
         if self.delta is not None and self.dual_clip is not None:
-            raise ValueError(
+            raise UserError(
                 f"dual_clip={self.dual_clip}: bounds the same tokens as delta={self.delta}; set one of them"
             )
         self._resolve_loss()
         if self.beta == 0:
             why = "with beta=0; set --beta, or leave it out"
-            refuse_idle(self, why, ("kl_estimator", "use_bias_correction_kl"))
+            reject_unused(self, why, ("kl_estimator", "use_bias_correction_kl"))
 
         if self.entropy_target is None:
-            refuse_idle(self, "without entropy_target; set it, too", ("entropy_coef_step", "entropy_coef_max"))
+            reject_unused(self, "without entropy_target; set it, too", ("entropy_coef_step", "entropy_coef_max"))
         if self.entropy_coef_max is not None and self.entropy_coef > self.entropy_coef_max:
-            raise ValueError(
+            raise UserError(
                 f"entropy_coef={self.entropy_coef}: is above entropy_coef_max={self.entropy_coef_max}; lower it"
             )
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """Of the ratio."""
+        return 1 - self.epsilon, 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+
+    @property
+    def cap(self) -> float | None:
+        """Bound of the loss in units of the advantage, where that is negative: delta and dual_clip are the same."""
+        return self.delta if self.dual_clip is None else self.dual_clip
 
     def _resolve_loss(self) -> None:
         """Find `loss`, the record, and `loss_options`, its keyword arguments; refuse what the loss does not read."""
@@ -136,20 +148,20 @@ class PolicyLossConfig(_Options):
             if name not in loss.options and getattr(self, name) != getattr(PolicyLossConfig, name):
                 readers = [kind for kind, other in POLICY_LOSSES.items() if name in other.options]
                 advice = "its bound is cispo_cap" if self.loss_type == "cispo" else f"it is for {', '.join(readers)}"
-                raise ValueError(
+                raise UserError(
                     f"{name}={getattr(self, name)}: has no effect with loss_type={self.loss_type}; {advice}"
                 )
         for name in self.loss_kwargs:
             if name in OPTIONS or name not in loss.options:
                 advice = f"use --{name.replace('_', '-')}" if name in OPTIONS else suggest(name, loss.options)
-                raise ValueError(
+                raise UserError(
                     f"loss_kwargs.{name}: not an option of loss_type={self.loss_type} to set here; {advice}"
                 )
         missing = [name for name, p in loss.options.items() if p.default is p.empty and name not in self.loss_options]
         if missing:
-            raise ValueError(f"loss_type={self.loss_type}: needs {missing[0]}; set it in --loss-kwargs")
+            raise UserError(f"loss_type={self.loss_type}: needs {missing[0]}; set it in --loss-kwargs")
         if self.importance_sampling_level == "sequence" and loss.ratio != "token":
-            raise ValueError(
+            raise UserError(
                 f"importance_sampling_level=sequence: has no effect with loss_type={self.loss_type}, "
                 f"{NO_SEQUENCE_LEVEL[loss.ratio]}; leave it out"
             )
@@ -167,6 +179,16 @@ class CorrectionConfig:
     is_on: ClassVar[bool]  # whether there is a weight for the gap; these three follow from the flags
     bounds: ClassVar[tuple[float | None, float | None]]  # of that weight
     has_geometric_filter: ClassVar[bool]
+
+    @property
+    def by_completion(self) -> bool:
+        """The ratio to the engine is that of the whole completion, not of each token."""
+        return self.vllm_importance_sampling_mode in SEQUENCE_CORRECTIONS
+
+    @property
+    def drops(self) -> bool:
+        """Tokens beyond the bounds are left out, not weighted by the bound."""
+        return not self.vllm_importance_sampling_mode.endswith("_truncate")
 
     vllm_importance_sampling_correction: bool = True
     """Weight tokens by the ratio of their probability in the trainer to that in the engine that sampled."""
@@ -196,7 +218,7 @@ class CorrectionConfig:
         reason = "" if self.vllm_importance_sampling_correction else "vllm_importance_sampling_correction=False"
         reason = "proximal_policy=behaviour, which has no weights" if self.proximal_policy == "behaviour" else reason
         if reason:
-            refuse_idle(self, f"with {reason}; leave one of them out", ("vllm_importance_sampling_mode", *bounds))
+            reject_unused(self, f"with {reason}; leave one of them out", ("vllm_importance_sampling_mode", *bounds))
         low, high = self.vllm_importance_sampling_min, self.vllm_importance_sampling_cap
         if low is None and self.vllm_importance_sampling_mode == "icepop":
             low = 0.5
@@ -205,12 +227,12 @@ class CorrectionConfig:
         filters = self.geometric_min is not None or self.geometric_max is not None
         object.__setattr__(self, "has_geometric_filter", filters)
         if low is None and high is None:
-            raise ValueError(
+            raise UserError(
                 f"vllm_importance_sampling_cap=None: {self.vllm_importance_sampling_mode} needs a bound; set the cap, "
                 "or vllm_importance_sampling_min"
             )
         if self.vllm_importance_sampling_mode == "icepop" and high is None:
-            raise ValueError("vllm_importance_sampling_cap=None: icepop masks on both sides; set it, or use token_mask")
+            raise UserError("vllm_importance_sampling_cap=None: icepop masks on both sides; set it, or use token_mask")
         _check_order("vllm_importance_sampling_min", low, "vllm_importance_sampling_cap", high)
         _check_order("geometric_min", self.geometric_min, "geometric_max", self.geometric_max)
 
@@ -225,18 +247,18 @@ def check_policy_options(
 ) -> None:
     """What neither block can see alone. Every Config with both calls this."""
     if kl_in_reward and loss.beta == 0:
-        raise ValueError("kl_in_reward=True: has no effect with beta=0; set --beta too")
+        raise UserError("kl_in_reward=True: has no effect with beta=0; set --beta too")
     if kl_in_reward:
         why = "with kl_in_reward=True, the loss has no KL term then; leave it out"
-        refuse_idle(loss, why, ("kl_estimator", "use_bias_correction_kl"))
+        reject_unused(loss, why, ("kl_estimator", "use_bias_correction_kl"))
     for name, value in (("num_iterations", num_iterations), ("minibatches_per_rollout", minibatches)):
         if loss.loss.ratio == "none" and value > 1:
-            raise ValueError(
+            raise UserError(
                 f"{name}={value}: loss_type={loss.loss_type} has no ratio, so only the first step on a batch is "
                 "right; use 1, or loss_type=dapo"
             )
     if loss.loss.ratio == "none" and correction.proximal_policy == "behaviour":
-        raise ValueError(f"proximal_policy=behaviour: loss_type={loss.loss_type} has no ratio to take; leave it out")
+        raise UserError(f"proximal_policy=behaviour: loss_type={loss.loss_type} has no ratio to take; leave it out")
 
 
 def _keeps_default(parameter: Parameter, value: Any, name: str) -> bool:
@@ -246,4 +268,4 @@ def _keeps_default(parameter: Parameter, value: Any, name: str) -> bool:
 
 def _check_order(low_name: str, low: float | None, high_name: str, high: float | None) -> None:
     if low is not None and high is not None and low >= high:
-        raise ValueError(f"{low_name}={low}: must be below {high_name}={high}")
+        raise UserError(f"{low_name}={low}: must be below {high_name}={high}")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from data.errors import UserError
 from losses.preference import DIVERGENCE_LOSSES, PAIR_LOSSES
 from losses.types import options_of
 from trainer.config.blocks import Flat, MovingReferenceConfig, ReferenceConfig
-from trainer.config.checks import check_numbers, refuse_idle
+from trainer.config.checks import check_numbers, reject_unused
 
 PairLossType = Literal[
     "sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
@@ -58,26 +59,26 @@ def check_pair_options(cfg: Any) -> None:
     names = cfg.loss_type
     used = frozenset().union(*(options_of(PAIR_LOSSES[name]) for name in names if name != "sft"))
     if not names or len(set(names)) < len(names):
-        raise ValueError(f"loss_type={' '.join(names)}: name at least one loss, each once")
+        raise UserError(f"loss_type={' '.join(names)}: name at least one loss, each once")
     if cfg.loss_weights and len(cfg.loss_weights) != len(names):
-        raise ValueError(f"loss_weights: {len(cfg.loss_weights)} weights for {len(names)} losses; give one each")
+        raise UserError(f"loss_weights: {len(cfg.loss_weights)} weights for {len(names)} losses; give one each")
     if not 0.0 <= cfg.label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing={cfg.label_smoothing}: must be in [0, 0.5), 0.5 or more inverts the label")
+        raise UserError(f"label_smoothing={cfg.label_smoothing}: must be in [0, 0.5), 0.5 or more inverts the label")
     if cfg.label_smoothing > 0 and "label_smoothing" not in used:
-        raise ValueError(f"label_smoothing={cfg.label_smoothing}: has no effect on {' '.join(names)}")
+        raise UserError(f"label_smoothing={cfg.label_smoothing}: has no effect on {' '.join(names)}")
     if "exo_pair" in names and cfg.label_smoothing == 0:
-        raise ValueError("label_smoothing=0.0: exo_pair needs it above 0; use 1e-3")
+        raise UserError("label_smoothing=0.0: exo_pair needs it above 0; use 1e-3")
     if cfg.f_divergence_type != "reverse_kl" and not set(names) <= DIVERGENCE_LOSSES:
-        raise ValueError(f"f_divergence_type={cfg.f_divergence_type}: not defined for loss_type={' '.join(names)}")
+        raise UserError(f"f_divergence_type={cfg.f_divergence_type}: not defined for loss_type={' '.join(names)}")
     if cfg.use_weighting and {"aot", "aot_unpaired"} & set(names):
-        raise ValueError("use_weighting: aot sorts responses apart from their pairs; there is no pair to weigh")
+        raise UserError("use_weighting: aot sorts responses apart from their pairs; there is no pair to weigh")
     if cfg.rpo_alpha is not None and "sft" in names:
-        raise ValueError(f"rpo_alpha={cfg.rpo_alpha}: loss_type holds sft already; weigh it with loss_weights")
+        raise UserError(f"rpo_alpha={cfg.rpo_alpha}: loss_type holds sft already; weigh it with loss_weights")
     if cfg.reference_free and cfg.reference != ReferenceConfig():
-        raise ValueError("reference_free: ref, ref_model and ref_cache have no effect with it; leave them out")
+        raise UserError("reference_free: ref, ref_model and ref_cache have no effect with it; leave them out")
     fixed = cfg.reference_free or cfg.reference.ref == "precomputed" or cfg.reference.ref_model
     if cfg.moving.sync_ref_model and (cfg.lora.r > 0 or fixed):
-        raise ValueError(
+        raise UserError(
             "sync_ref_model=True: no copy to move with LoRA, ref_model, ref=precomputed or reference_free; leave it "
             "out, or train all weights with --ref copy"
         )
@@ -94,9 +95,9 @@ def check_pair_options(cfg: Any) -> None:
         ("loss_type=discopop", "discopop" in names, ("discopop_tau",)),
     ):
         if not is_given:
-            refuse_idle(cfg, f"without {needs}", names_of)
+            reject_unused(cfg, f"without {needs}", names_of)
     # Methods that sample make one pair of a prompt.
     num_pairs = getattr(cfg, "prompts_per_step", cfg.run.sequences_per_step)
     if {"aot", "aot_unpaired"} & set(names) and num_pairs < 2:
         per_device = cfg.run.per_device_train_batch_size
-        raise ValueError(f"per_device_train_batch_size={per_device}: aot sorts over a step; use at least 2 pairs")
+        raise UserError(f"per_device_train_batch_size={per_device}: aot sorts over a step; use at least 2 pairs")

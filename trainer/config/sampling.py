@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from data.errors import UserError
 from rollout.episodes.options import ToolConfig
 from rollout.gyms.options import NemoGymConfig, OpenEnvConfig, check_nemo_gym
 from rollout.gyms.verifiers_options import VerifiersConfig, check_verifiers
 from rollout.rewards.options import RewardConfig
 from trainer.config.blocks import NO_HELD_OUT, Flat, PromptConfig, check_evaluation
-from trainer.config.checks import refuse_idle
+from trainer.config.checks import reject_unused
 from trainer.config.groups import AdvantageConfig, GroupConfig, PolicyGradientConfig
 
 
@@ -38,12 +39,12 @@ class RewardedConfig(GroupConfig):
         check_rollout_setup(self)
         if self.num_generations < (least := self.fewest_generations):
             what = "must be 1 or more" if least == 1 else f"a group needs at least {least} completions to compare"
-            raise ValueError(f"num_generations={self.num_generations}: {what}")
+            raise UserError(f"num_generations={self.num_generations}: {what}")
         self.check_groups()
         if not self.data.holds_out:
-            refuse_idle(self, NO_HELD_OUT, ("num_generations_eval",))
+            reject_unused(self, NO_HELD_OUT, ("num_generations_eval",))
         if self.num_generations_eval > 1 and self.rollout.eval_temperature == 0:
-            raise ValueError(
+            raise UserError(
                 f"num_generations_eval={self.num_generations_eval}: greedy completions of a prompt are all the same; "
                 "set --rollout.eval-temperature too"
             )
@@ -59,11 +60,11 @@ class SamplingConfig(RewardedConfig, PolicyGradientConfig):
         super().__post_init__()
         if self.advantage.overlong_margin > self.max_completion_length:
             margin = self.advantage.overlong_margin
-            raise ValueError(
+            raise UserError(
                 f"overlong_margin={margin}: is more than max_completion_length={self.max_completion_length}; lower it"
             )
         if not self.overlap.replay_recompute_logps and self.correction.proximal_policy == "behaviour":
-            raise ValueError(
+            raise UserError(
                 "replay_recompute_logps=False: proximal_policy=behaviour takes every ratio against the engine anyway; "
                 "leave one of them out"
             )
@@ -83,17 +84,17 @@ def check_rollout_setup(cfg: Any) -> None:
     }
     names = [name for name, is_given in given.items() if is_given]
     if len(names) > 1:
-        raise ValueError(f"{names[0]}, {names[1]}: each of them makes the whole completion; give one")
+        raise UserError(f"{names[0]}, {names[1]}: each of them makes the whole completion; give one")
     check_verifiers(cfg)
     if not cfg.data.data and not gym.datasets and cfg.verifiers.env is None:
-        raise ValueError("--data: required; name rows, or rows of a gym by --nemo-gym.datasets or --verifiers.env")
+        raise UserError("--data: required; name rows, or rows of a gym by --nemo-gym.datasets or --verifiers.env")
     if gym.multi_turn and (cfg.data.data or cfg.data.eval_data):
-        raise ValueError(
+        raise UserError(
             f"data={' '.join((*cfg.data.data, *cfg.data.eval_data))}: nemo_gym.multi_turn uses only rows of the "
             "gym; leave it out"
         )
     if gym.datasets and cfg.data.val_set_size:
-        raise ValueError(
+        raise UserError(
             f"val_set_size={cfg.data.val_set_size:g}: rows of a gym are not held out; leave it out, or use --eval-data"
         )
     by_adapter = cfg.overlap.vllm_lora_sync or cfg.sync.backend == "lora"

@@ -60,7 +60,7 @@ def feature_policy(cfg: FeatureConfig, model: ModelConfig, policy: Policy, paral
     if cfg.feature_model is None:
         return policy
     source = load_frozen("feature_model", cfg.feature_model, model, policy, parallel)
-    policy.beside.append(source)
+    policy.companions.append(source)
     return dataclasses.replace(source, reference=source.model)
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.errors import UserError
 from data.packing import Item, make_batches, to_device
 from data.strided import Document, StridedBatch, empty_strided, make_strided
 from kernels.draw import signed_64
@@ -87,7 +88,7 @@ def continue_all(
     return StridedStep(rows, behaviour)
 
 
-def judge(network: FeatureNetwork, step: StridedStep) -> StridedStep:
+def add_rewards(network: FeatureNetwork, step: StridedStep) -> StridedStep:
     """Rewards of all continuations, and advantages within the group of each anchor."""
     measured = [network.measure(network.of_blocks(row)) for row in step.rows]
     estimator = network.cfg.advantage_estimator
@@ -169,7 +170,7 @@ def check_gap(cfg: Any, policy: Policy, sums: MetricSums, step: int) -> None:
     gap = sums.means().get("policy/behaviour_gap", 0.0)
     limit = 1e-3 if policy.compute_dtype == torch.float32 else 0.25
     if cfg.lora.dropout == 0 and not gap < limit:  # dropout is active in training only
-        raise ValueError(
+        raise UserError(
             f"step {step}: log-probs of sampled tokens differ from those in training by {gap:.3g} (limit {limit}); "
             f"with model={policy.source}, decoding from a cache gives other results than a full pass; use structured "
             "mode"
@@ -244,7 +245,7 @@ def evaluate(
             cfg, policy, [part[i] for i in places], seed=EVAL_SEED,
             numbers=[first + i for i in places], multiple=multiple,
         )  # fmt: skip
-        measured += judge(network, step).measured
+        measured += add_rewards(network, step).measured
     items = [Item(document.ids, trained_mask(document)) for document in rows_of_this_rank(documents)]
     batches = make_batches(
         items, max_tokens=cfg.run.max_tokens_per_micro_batch, multiple=policy.row_multiple,

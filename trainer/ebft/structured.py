@@ -80,7 +80,7 @@ class FeatureRewards:
     def _measure_part(self, sent: list[list[list[Any]]] | None) -> MeasuredFeatures:
         """Measure this rank's part of rank 0's groups; returns all of them, in their order."""
         groups = [[Item(*item) for item in group] for group in comm.from_main(sent, "groups to measure")]
-        dealt = comm.shares([sum(len(item.ids) for item in group) for group in groups], comm.world_size())
+        dealt = comm.balanced_shards([sum(len(item.ids) for item in group) for group in groups], comm.world_size())
         own = [groups[number] for number in dealt[comm.rank()]]
         found = of_all_ranks([self.network.measure(self.network.of_items(own, self.num_generations))])
         order = torch.tensor([number for part in dealt for number in part]).argsort().to(found.cfm.device)
@@ -166,7 +166,7 @@ def evaluate(
     def of_groups() -> dict[str, float]:
         engine.load(version)
         requests = [[Request.of(prompt, row * size + i) for i in range(size)] for row, prompt in enumerate(prompts)]
-        groups = run_groups(source, requests, engine.tend)
+        groups = run_groups(source, requests, engine.poll)
         engine.sleep()
         completions = [completion for group in groups for completion in group]
         measured = rewards.measure([prompt for prompt in prompts for _ in range(size)], completions)

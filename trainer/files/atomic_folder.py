@@ -10,6 +10,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from data.errors import UserError
+
 TMP = ".tmp-"  # prefix of what a crash may leave behind
 
 
@@ -35,7 +37,7 @@ def atomic_folder(target: Path, what: str) -> Iterator[Path]:
     except BaseException as error:
         shutil.rmtree(tmp, ignore_errors=True)
         if isinstance(error, OSError | SafetensorError):
-            raise ValueError(could_not_write(what, target, reason_of(error))) from None
+            raise UserError(could_not_write(what, target, reason_of(error))) from None
         raise
 
 

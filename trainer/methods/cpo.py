@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from data.errors import UserError
 from data.rows.held_out import train_and_held_out
 from data.types import Pair
 from losses.reference_free import CPO_LOSSES, FreeScores, cpo_loss
@@ -50,14 +51,14 @@ class Config(PreferenceConfig):
         super().__post_init__()
         used = options_of(CPO_LOSSES[self.loss_type])
         if not self.beta > 0:
-            raise ValueError(f"beta={self.beta}: must be above 0")
+            raise UserError(f"beta={self.beta}: must be above 0")
         if not self.cpo_alpha >= 0:
-            raise ValueError(f"cpo_alpha={self.cpo_alpha}: must be 0 or above")
+            raise UserError(f"cpo_alpha={self.cpo_alpha}: must be 0 or above")
         if not 0.0 <= self.label_smoothing < 0.5:
-            raise ValueError(f"label_smoothing={self.label_smoothing}: must be in [0, 0.5)")
+            raise UserError(f"label_smoothing={self.label_smoothing}: must be in [0, 0.5)")
         for name, option in (("label_smoothing", "label_smoothing"), ("simpo_gamma", "gamma"), ("alpha", "alpha")):
             if getattr(self, name) != 0 and option not in used:
-                raise ValueError(f"{name}={getattr(self, name)}: has no effect on loss_type={self.loss_type}")
+                raise UserError(f"{name}={getattr(self, name)}: has no effect on loss_type={self.loss_type}")
 
 
 def train(cfg: Config) -> None:

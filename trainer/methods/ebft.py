@@ -16,6 +16,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 
+from data.errors import UserError
 from data.rows.documents import load_documents
 from data.rows.held_out import train_and_held_out
 from data.rows.targets import load_targets
@@ -27,13 +28,13 @@ from rollout.episodes.target import TargetEpisode
 from trainer.config.ebft import EbftConfig
 from trainer.ebft import strided, structured
 from trainer.ebft.features import FeatureNetwork, feature_policy
+from trainer.methods.grpo import backward, score_at_start
 from trainer.offline.loop import Offline, read_rows
 from trainer.parallel.comm import pick_device
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy
 from trainer.policy.sharding import parallelize
 from trainer.rl.session import Session
-from trainer.rl.step import backward
 from trainer.run.run import open_run
 
 
@@ -56,24 +57,20 @@ def train(cfg: Config) -> None:
             cfg, s.policy, s.rank0, s.held_out_source, s.rewards, s.held_out, version=s.step
         ),
     ) as s:
-        while s.step < s.total_steps:
-            s.sync_weights()
-            batch = s.sample()  # rewards come from the feature networks of all ranks
+        for batch in s.rollouts():  # rewards come from the feature networks of all ranks
             feature_metrics = structured.feature_metrics(cfg, s.rewards, s.whole)
             advantage = s.advantage(batch)  # (B,)
             # Losses grow in step with their advantages, so the weight of the policy loss can be theirs.
             weighted = advantage * cfg.features.rl_coef
-            rollout = s.prepare(batch, weighted)
+            rollout = s.pack(batch, weighted)
+            score_at_start(cfg, s.policy, rollout, s.steps_per_rollout)
             s.keep_samples(batch, advantage)
             for part in s.updates(*rollout):
                 sums = backward(cfg, s.policy, part, is_last=not cfg.features.ce_coef)
                 prompts = [group.prompt for group in batch.parts[part.number].groups]
                 num_target = structured.add_target(cfg, s.policy, prompts, sums)
-                s.optimizer_step(sums, part, extra_tokens=num_target)
+                s.clip_and_step(sums, part, extra_tokens=num_target)
                 s.log(sums, part, feature_metrics)
-                s.refresh_ahead()
-            s.finish_rollout()
-        s.finish()
 
 
 def feature_network(cfg: Config, policy: Policy) -> FeatureNetwork:
@@ -144,7 +141,7 @@ def documents_of(
     )[:limit]
     require_anchors(documents, plan)
     if plan.min_completion_prefix and not any(document.prompt_length for document in documents):
-        raise ValueError(
+        raise UserError(
             f"min_completion_prefix={plan.min_completion_prefix}: has no effect because no document has a prompt; use "
             "context_length"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from data.errors import UserError
 from trainer.config.blocks import Flat
 from trainer.config.groups import AdvantageConfig
 from trainer.methods import grpo
@@ -29,7 +30,7 @@ class Config(grpo.Config):
         super().__post_init__()
         given = self.advantage.multi_objective_aggregation
         if given != SEPARATE:
-            raise ValueError(f"multi_objective_aggregation={given}: gdpo is {SEPARATE}; use --method grpo")
+            raise UserError(f"multi_objective_aggregation={given}: gdpo is {SEPARATE}; use --method grpo")
 
 
 train = grpo.train

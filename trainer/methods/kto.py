@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from data.errors import UserError
 from data.packing import Batch, Item, to_device
 from data.rows.held_out import train_and_held_out
 from data.types import Labelled
@@ -53,12 +54,12 @@ class Config(PreferenceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.beta > 0:
-            raise ValueError(f"beta={self.beta}: must be above 0")
+            raise UserError(f"beta={self.beta}: must be above 0")
         for name in ("desirable_weight", "undesirable_weight"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)}: must be 0 or above")
+                raise UserError(f"{name}={getattr(self, name)}: must be 0 or above")
         if self.run.sequences_per_step < 2:
-            raise ValueError("per_device_train_batch_size=1: KTO needs at least 2 rows a step for its reference point")
+            raise UserError("per_device_train_batch_size=1: KTO needs at least 2 rows a step for its reference point")
 
 
 def train(cfg: Config) -> None:

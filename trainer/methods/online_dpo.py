@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from data.errors import UserError
 from rollout.rewards.judge import open_judged
-from trainer.config.checks import check_numbers, refuse_idle
+from trainer.config.checks import check_numbers, reject_unused
 from trainer.config.preference import PairOptions, check_pair_options
 from trainer.config.sampling import RewardedConfig
 from trainer.methods.dpo import run_pairs
@@ -52,20 +53,20 @@ class Config(PairOptions, RewardedConfig):
         check_pair_options(self)
         check_numbers(self, {"0 or above": "missing_eos_penalty"})
         if self.reference.ref == "precomputed":
-            raise ValueError(
+            raise UserError(
                 "ref=precomputed: completions are new in every step, so nothing can be computed before; use copy, or "
                 "adapter_off with LoRA"
             )
-        refuse_idle(self.overlap, "here, a pair loss has no ratio to clip; leave it out", ("replay_recompute_logps",))
+        reject_unused(self.overlap, "here, a pair loss has no ratio to clip; leave it out", ("replay_recompute_logps",))
         if self.judge is not None:
-            refuse_idle(self, "with a judge, which ranks without rewards; leave it out", ("missing_eos_penalty",))
+            reject_unused(self, "with a judge, which ranks without rewards; leave it out", ("missing_eos_penalty",))
             why = "with a judge, whose best completion is never without reward; leave it out"
-            refuse_idle(self.overlap, why, ("reroll_start_fraction",))
+            reject_unused(self.overlap, why, ("reroll_start_fraction",))
         if self.judge is not None and not self.reward.reward_funcs:
             given = ("reward_weights", "reward_num_workers")
-            refuse_idle(self.reward, "with a judge alone; name --reward-funcs, or leave it out", given)
+            reject_unused(self.reward, "with a judge alone; name --reward-funcs, or leave it out", given)
             if self.data.holds_out:
-                raise ValueError(
+                raise UserError(
                     f"{self.data.held_out_by}: a judge compares completions and cannot score the one that an "
                     "evaluation samples; name --reward-funcs to measure, or leave it out"
                 )
@@ -78,20 +79,15 @@ def train(cfg: Config) -> None:
         advantage=partial(sides, judged=cfg.judge is not None, missing_eos_penalty=cfg.missing_eos_penalty),
         frozen=partial(load_reference, cfg),
     ) as s:
-        while s.step < s.total_steps:
-            s.sync_weights()
-            batch = s.sample()  # whole groups with rewards, and the judge's verdict if there is one
+        for batch in s.rollouts():  # whole groups with rewards, and the judge's verdict if there is one
             side = s.advantage(batch)  # (B,) 1: the best of its group, -1: the worst, 0: neither, or a tie
             rollout = pair_up(cfg, s.policy, batch, side)
             s.keep_samples(batch, side)
             for part in s.updates(*rollout):  # each mini-batch, num_iterations times
                 sums = run_pairs(cfg, s.policy, s.frozen["reference"], part.items, part.pairs, train=True)
                 sums.add(part.metrics)
-                s.optimizer_step(sums, part)
+                s.clip_and_step(sums, part)
                 s.log(sums, part)
-                s.refresh_ahead()
-            s.finish_rollout()
-        s.finish()
 
 
 def load_reference(cfg: Config, s: Session) -> Mapping[str, Reference]:

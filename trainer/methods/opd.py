@@ -26,13 +26,14 @@ from kernels.linear_kl import Head, linear_kl_loss
 from rollout.engine import Completion, EngineSource
 from rollout.rewards.table import RewardTable
 from trainer.config.distill import OpdConfig
+from trainer.methods.grpo import backward, score_at_start
 from trainer.metrics.metrics import MetricSums
 from trainer.policy.logps import Policy, causal_lm, head_of, predictor_states
 from trainer.policy.sharding import final_passes
-from trainer.rl.given import MixedSource, rows_of
 from trainer.rl.groups import GroupBatch
+from trainer.rl.minibatch import MiniBatch
+from trainer.rl.mixed_source import MixedSource, rows_of
 from trainer.rl.session import Session
-from trainer.rl.step import StepBatch, backward
 from trainer.rl.teacher import Teacher, open_teacher
 
 
@@ -54,26 +55,22 @@ def train(cfg: Config) -> None:
         **(given if fraction < 1 else {}),
     ) as s:
         teacher = s.frozen["teacher"]
-        while s.step < s.total_steps:
-            s.sync_weights()
-            batch = s.sample()
+        for batch in s.rollouts():
             if cfg.distill.jsd_beta is None:
                 advantage = token_advantage(cfg, teacher.logps(batch.groups), s, batch)
             else:
                 advantage = torch.zeros(len(batch.completions))  # the whole distribution needs none
                 items = teacher.items(batch.groups)
-            rollout = s.prepare(batch, advantage)
+            rollout = s.pack(batch, advantage)
+            score_at_start(cfg, s.policy, rollout, s.steps_per_rollout)
             s.keep_samples(batch, shown(advantage, batch))
             for part in s.updates(*rollout):
                 if cfg.distill.jsd_beta is None:
-                    sums = backward(cfg, s.policy, part, is_last=True)
+                    sums = backward(cfg, s.policy, part)
                 else:
                     sums = backward_jsd(cfg, s.policy, teacher, part, [items[row] for row in part.rows])
-                s.optimizer_step(sums, part)
+                s.clip_and_step(sums, part)
                 s.log(sums, part)
-                s.refresh_ahead()
-            s.finish_rollout()
-        s.finish()
 
 
 def token_advantage(
@@ -100,14 +97,14 @@ def shown(advantage: Tensor | list[list[float]], batch: GroupBatch) -> Tensor | 
     return [[x - logp for x, logp in zip(own, c.logps, strict=True)] for own, c in pairs]
 
 
-def backward_jsd(cfg: Config, policy: Policy, teacher: Teacher, batch: StepBatch, items: Sequence[Item]) -> MetricSums:
+def backward_jsd(cfg: Config, policy: Policy, teacher: Teacher, batch: MiniBatch, items: Sequence[Item]) -> MetricSums:
     """Gradients of the divergence between the whole distributions, averaged over all trained tokens of the step.
 
     `items` are what the teacher reads: for each completion of the batch, its own prompt and the same ids.
     """
-    sums, lm, count = MetricSums(), causal_lm(policy.model), batch.total["num_tokens"].clamp(min=1)
+    sums, lm, count = MetricSums(), causal_lm(policy.model), batch.total.tokens.clamp(min=1)
     nothing = torch.zeros_like(count)
-    for mb in final_passes(policy, batch.micro_batches or [empty_batch(policy.row_multiple).to(policy.device)]):
+    for mb in final_passes(policy, batch.batches or [empty_batch(policy.row_multiple).to(policy.device)]):
         theirs = teacher.hidden([items[row] for row in mb.rows])  # first: it may be a pass of the same sharded model
         head, their_head = Head(**head_of(lm)), teacher.head()
         vocab = min(len(head.weight), len(their_head.weight))  # rows beyond the tokenizer may differ in number
@@ -118,7 +115,7 @@ def backward_jsd(cfg: Config, policy: Policy, teacher: Teacher, batch: StepBatch
         total = out.loss / count
         total.backward()
         sums.add({"policy/jsd": (out.divergence.sum(), len(mb.target)), "loss/total": (total.detach(), nothing)})
-    share = torch.where(batch.total["num_tokens"] > 0, batch.local["num_tokens"] / count, 1.0)
+    share = torch.where(batch.total.tokens > 0, batch.counts.tokens / count, 1.0)
     sums.add({"loss/total": (nothing, share)})  # adds up to 1 over ranks
     return sums
 

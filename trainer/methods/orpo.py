@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from data.errors import UserError
 from data.packing import to_device
 from data.rows.held_out import train_and_held_out
 from data.types import Pair
@@ -44,7 +45,7 @@ class Config(PreferenceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.orpo_alpha >= 0:
-            raise ValueError(f"orpo_alpha={self.orpo_alpha}: must be 0 or above")
+            raise UserError(f"orpo_alpha={self.orpo_alpha}: must be 0 or above")
 
 
 def train(cfg: Config) -> None:

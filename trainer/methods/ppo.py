@@ -15,22 +15,24 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from data.errors import UserError
 from losses.advantage import mean_of, moments
 from losses.gae import clipped_value_loss, estimate_advantage, explained_variance, rewards_to_go, token_rewards, whiten
 from losses.kl import k1
 from losses.types import LossOut
 from trainer.config.blocks import Flat
-from trainer.config.checks import check_numbers, refuse_idle
+from trainer.config.checks import check_numbers, reject_unused
 from trainer.config.policy import PolicyLossConfig, without_skips
 from trainer.config.sampling import SamplingConfig
-from trainer.metrics.metrics import MetricSums
+from trainer.methods.grpo import backward, score_at_start
 from trainer.parallel.comm import all_sum
 from trainer.policy.logps import Policy, reference_logps
 from trainer.policy.optim import term_metrics
-from trainer.rl.critic import Critic, ValueHead, in_rows, load_critic, on_all_ids, values_of
+from trainer.rl.critic import Critic, ValueHead, load_critic, pad_completions, scatter_to_ids, values_of
 from trainer.rl.groups import GroupBatch
+from trainer.rl.minibatch import MicroBatch, MiniBatch, pack_completions, score
 from trainer.rl.session import Session
-from trainer.rl.step import StepBatch, backward, pack_completions, per_token, score
+from trainer.rl.step_metrics import StepSums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,37 +66,36 @@ class Config(SamplingConfig):
         check_numbers(self, {"between 0 and 1": "gae_lambda", "above 0 and at most 1": "gamma", "0 or above": "vf_coef",
                              "above 0": "cliprange_value critic_learning_rate"})  # fmt: skip
         why = "with ppo, whose critic is the baseline of every token; leave it out"
-        refuse_idle(self.advantage, why, self.refused)
-        refuse_idle(self.overlap, why, ("dynamic_sampling", "replay_buffer_size"))
+        reject_unused(self.advantage, why, self.refused)
+        reject_unused(self.overlap, why, ("dynamic_sampling", "replay_buffer_size"))
         if self.policy_loss.skip_zero_advantage_batches:
-            raise ValueError("skip_zero_advantage_batches=True: the critic learns from them, too; leave it out")
+            raise UserError("skip_zero_advantage_batches=True: the critic learns from them, too; leave it out")
         if self.value_model is not None:
-            refuse_idle(self, "with value_model, which shares nothing; set --critic-learning-rate", ("vf_coef",))
+            reject_unused(self, "with value_model, which shares nothing; set --critic-learning-rate", ("vf_coef",))
         if self.parallel.context > 1:
-            raise ValueError(f"parallel.context={self.parallel.context}: a critic needs whole rows; leave it out")
+            raise UserError(f"parallel.context={self.parallel.context}: a critic needs whole rows; leave it out")
 
 
 def train(cfg: Config) -> None:
     optim = replace(cfg.optim, learning_rate=cfg.critic_learning_rate, warmup_ratio=0.0, warmup_steps=None)
     with Session(cfg, trained=lambda s: {"critic": (load_critic(cfg, s.policy), optim)}) as s:
         critic = s.trained["critic"]
-        while s.step < s.total_steps:
-            s.sync_weights()
-            batch = s.sample()
-            judged = judge(cfg, s.policy, critic, batch)  # values and advantages, by the weights of the rollout's start
+        for rollout in s.rollouts():
+            judged = estimate(
+                cfg, s.policy, critic, rollout
+            )  # values, advantages, by the weights of the rollout's start
             s.kl = judged.kl  # logged
-            rollout = s.prepare(batch, judged.advantage, rows=judged.rows)
-            s.keep_samples(batch, judged.advantage)
-            for part in s.updates(*rollout):
-                sums = backward_both(cfg, s.policy, critic, part, judged)
-                s.optimizer_step(sums, part)  # of the critic, too
-                s.log(sums, part, judged.metrics)
-                s.refresh_ahead()
-            s.finish_rollout()
-        s.finish()
+            s.keep_samples(rollout, judged.advantage)
+            values = {"old_value": judged.value, "target": judged.target}
+            batches = s.pack(rollout, judged.advantage, rows=judged.rows, own=values)
+            score_at_start(cfg, s.policy, batches, s.steps_per_rollout)
+            for batch in s.updates(*batches):
+                sums = backward_both(cfg, s.policy, critic, batch)
+                s.clip_and_step(sums, batch)  # of the critic, too
+                s.log(sums, batch, judged.metrics)
 
 
-class Judged(NamedTuple):
+class Estimates(NamedTuple):
     """A rollout in the eyes of the critic, by the weights of its start. Lists are of completions, one number per id."""
 
     rows: list[int]  # completions that are trained on: those with a reward
@@ -106,18 +107,18 @@ class Judged(NamedTuple):
 
 
 @torch.no_grad()
-def judge(cfg: Config, policy: Policy, critic: Critic, batch: GroupBatch) -> Judged:
+def estimate(cfg: Config, policy: Policy, critic: Critic, batch: GroupBatch) -> Estimates:
     reward, options = batch.reward.flatten(), cfg.policy_loss
     rows = [row for row, c in enumerate(batch.completions) if c.trained and not reward[row].isnan()
             and not (options.mask_truncated_completions and c.finish_reason == "length")]  # fmt: skip
     kept = [batch.completions[row] for row in rows]
     micro_batches = pack_completions(cfg.run, policy, kept, share_prompt=cfg.share_prompt)
-    value, mask = in_rows(kept, micro_batches, values_of(critic, policy, micro_batches))  # (B, T) each
+    value, mask = pad_completions(kept, micro_batches, values_of(critic, policy, micro_batches))  # (B, T) each
     kl = None
     if cfg.advantage.kl_in_reward:
-        found = zip(score(cfg, policy, micro_batches), micro_batches, strict=True)
+        found = zip(score(policy, micro_batches, temperature=cfg.temperature), micro_batches, strict=True)
         costs = [k1(now.logp, reference_logps(policy, mb, temperature=cfg.temperature)) for now, mb in found]
-        kl = in_rows(kept, micro_batches, costs)[0]
+        kl = pad_completions(kept, micro_batches, costs)[0]
     of_tokens = token_rewards(reward[rows].to(value.dtype), mask, kl, beta=options.beta)
     advantage, target = estimate_advantage(of_tokens, value, mask, gamma=cfg.gamma, lam=cfg.gae_lambda)
     earned = rewards_to_go(of_tokens, mask, gamma=cfg.gamma)
@@ -125,26 +126,31 @@ def judge(cfg: Config, policy: Policy, critic: Critic, batch: GroupBatch) -> Jud
     metrics = {"value/mean": mean_of(sums[1]), "value/explained_variance": explained_variance(sums[3], sums[2])}
     if cfg.whiten_advantages:
         advantage = whiten(advantage, sums[0])
-    on_ids = [on_all_ids(batch.completions, rows, x) for x in (advantage, value, target)]
+    on_ids = [scatter_to_ids(batch.completions, rows, x) for x in (advantage, value, target)]
     metrics = {name: float(x) for name, x in metrics.items() if x.isfinite()}
-    return Judged(rows, *on_ids, None if kl is None else kl.sum(1), metrics)
+    return Estimates(rows, *on_ids, None if kl is None else kl.sum(1), metrics)
 
 
-def backward_both(
-    cfg: Config, policy: Policy, critic: Critic, part: StepBatch, judged: Judged, *, is_last: bool = True
-) -> MetricSums:
+def backward_both(cfg: Config, policy: Policy, critic: Critic, batch: MiniBatch, *, is_last: bool = True) -> StepSums:
     """Gradients of the policy loss and of the critic's, which shares the pass if it shares the trunk."""
+    num_tokens = batch.total.tokens.clamp(min=1)  # () of the step, all ranks
 
-    def loss_of(number: int, value: Tensor) -> LossOut:
-        own = [[x[row] for row in part.rows] for x in (judged.value, judged.target)]
-        old, target = (per_token(policy, part.completions, part.micro_batches[number], x) for x in own)
-        return clipped_value_loss(value, old, target, clip=cfg.cliprange_value, coef=cfg.vf_coef)
+    def loss_of(mb: MicroBatch, value: Tensor) -> tuple[Tensor, LossOut]:  # value: (N,) with gradient
+        out = clipped_value_loss(
+            value, mb.own["old_value"], mb.own["target"], clip=cfg.cliprange_value, coef=cfg.vf_coef
+        )
+        return out.terms["value"].sum, out
+
+    def of_states(sums: StepSums, mb: MicroBatch, states: Tensor) -> Tensor:  # states: (N, D) of the policy's trunk
+        total, out = loss_of(mb, critic(states))
+        sums.add(out.metrics | {"loss/value": (total, 0.0)})
+        return cfg.vf_coef * total / num_tokens
 
     if isinstance(critic, ValueHead):
-        return backward(cfg, policy, part, value_loss=lambda n, x: loss_of(n, critic(x)), is_last=is_last)
-    sums = backward(cfg, policy, part, is_last=is_last)
-    for number, mb in enumerate(part.micro_batches):
-        out = loss_of(number, critic(mb))
-        (out.terms["value"].sum / part.total["num_tokens"].clamp(min=1)).backward()
+        return backward(cfg, policy, batch, value_loss=of_states, is_last=is_last)
+    sums = backward(cfg, policy, batch, is_last=is_last)
+    for mb in batch.micro_batches:
+        total, out = loss_of(mb, critic(mb.batch))
+        (total / num_tokens).backward()
         sums.add(out.metrics | term_metrics(out))
     return sums

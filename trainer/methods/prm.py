@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from data.errors import UserError
 from data.packing import Batch, Item, to_device
 from data.rows.held_out import train_and_held_out
 from data.rows.stepwise import load_steps
@@ -48,11 +49,11 @@ class Config(OfflineConfig):
 
     def __post_init__(self) -> None:
         if self.max_length < 2:
-            raise ValueError(f"max_length={self.max_length}: must be 2 or more, a prompt and a step")
+            raise UserError(f"max_length={self.max_length}: must be 2 or more, a prompt and a step")
         if self.max_completion_length is not None and self.max_completion_length < 1:
-            raise ValueError(f"max_completion_length={self.max_completion_length}: must be 1 or more, or None")
+            raise UserError(f"max_completion_length={self.max_completion_length}: must be 1 or more, or None")
         if not self.step_separator:
-            raise ValueError("step_separator: empty, so no token would end a step; give some text")
+            raise UserError("step_separator: empty, so no token would end a step; give some text")
 
 
 def train(cfg: Config) -> None:

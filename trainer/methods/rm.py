@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from data.errors import UserError
 from data.format_options import FormatOptions
 from data.packing import Batch, to_device
 from data.rows.held_out import train_and_held_out
@@ -47,9 +48,9 @@ class Config(OfflineConfig):
 
     def __post_init__(self) -> None:
         if self.max_length < 2:
-            raise ValueError(f"max_length={self.max_length}: must be 2 or more, a prompt and a response")
+            raise UserError(f"max_length={self.max_length}: must be 2 or more, a prompt and a response")
         if self.center_rewards_coefficient is not None and not self.center_rewards_coefficient > 0:
-            raise ValueError(
+            raise UserError(
                 f"center_rewards_coefficient={self.center_rewards_coefficient}: must be above 0; leave it out for none"
             )
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from data.chat import ROLES, Trained
+from data.errors import UserError
 from data.packing import Batch, Item
 from data.rows.held_out import train_and_held_out
 from data.rows.sft import load_examples
@@ -22,7 +23,7 @@ from kernels.linear_logprob import TokenLogps
 from losses.sft import dft_loss, sft_loss
 from losses.types import LossOut
 from trainer.config.blocks import Flat, OptimConfig, check_evaluation
-from trainer.config.checks import refuse_idle
+from trainer.config.checks import reject_unused
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.config import OfflineConfig
 from trainer.offline.loop import Offline, pack_items, read_rows, rows_of_this_rank
@@ -60,13 +61,13 @@ class Config(OfflineConfig):
         check_evaluation(self.data, self.run)
         for role in self.roles_to_train:
             if role not in ROLES:
-                raise ValueError(f"roles_to_train={role}: is unknown; use {', '.join(ROLES)}")
+                raise UserError(f"roles_to_train={role}: is unknown; use {', '.join(ROLES)}")
         if not self.roles_to_train:
-            raise ValueError("roles_to_train: empty, so nothing would be trained; name a role, such as assistant")
+            raise UserError("roles_to_train: empty, so nothing would be trained; name a role, such as assistant")
         if self.train_on_inputs:
-            refuse_idle(self, "with train_on_inputs=True, which trains all roles; leave one out", ("roles_to_train",))
+            reject_unused(self, "with train_on_inputs=True, which trains all roles; leave one out", ("roles_to_train",))
         if self.max_length < 2:
-            raise ValueError(f"max_length={self.max_length}: must be 2 or more, nothing predicts the first token")
+            raise UserError(f"max_length={self.max_length}: must be 2 or more, nothing predicts the first token")
 
 
 def train(cfg: Config) -> None:

@@ -11,6 +11,7 @@ from datetime import datetime
 from html import escape
 from pathlib import Path
 
+from data.errors import UserError
 from trainer.metrics.console import EVAL_HEADLINES, duration, number
 from trainer.metrics.report import (
     AREAS,
@@ -45,7 +46,7 @@ X_LABELS = {"step": "steps", "time/wall_s": "seconds"}
 
 def write_comparison(run_dirs: Sequence[Path], out: Path) -> Path:
     if len(run_dirs) > MAX_RUNS:
-        raise ValueError(f"{len(run_dirs)} runs: at most {MAX_RUNS} fit on one page; name fewer")
+        raise UserError(f"{len(run_dirs)} runs: at most {MAX_RUNS} fit on one page; name fewer")
     return write_page(out, render([load_run(run_dir) for run_dir in run_dirs], names_of(run_dirs)))
 
 

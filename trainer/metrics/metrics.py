@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from data.errors import UserError
 from data.packing import to_device
 from rollout.engines.memory import highest_peak
 from trainer.parallel.comm import all_gather, all_max, all_sum, pick_device, world_size
@@ -280,7 +281,7 @@ def _parse_lines(path: Path) -> Iterable[tuple[bytes, dict[str, Any]]]:
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             yield line, record
         elif number < len(lines):
-            raise ValueError(f"{path}:{number}: not a JSON object with a step; remove that line, or restore the file")
+            raise UserError(f"{path}:{number}: not a JSON object with a step; remove that line, or restore the file")
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -365,10 +366,10 @@ def check_sinks(report_to: Iterable[str]) -> None:
     """Refuse an unknown name or a missing package before a run folder is made."""
     for name in set(report_to) - {"none"}:
         if name not in ("tensorboard", "wandb"):
-            raise ValueError(f"report_to={name}: not a place metrics can go; use tensorboard, wandb or none")
+            raise UserError(f"report_to={name}: not a place metrics can go; use tensorboard, wandb or none")
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # a folder wandb/ of earlier runs has no origin
-            raise ValueError(f"report_to={name}: is not installed; pip install {name}, or use --report-to none")
+            raise UserError(f"report_to={name}: is not installed; pip install {name}, or use --report-to none")
 
 
 def open_sinks(

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from data.command.config_file import load_config
+from data.errors import UserError
 from rollout.rewards.weights import parse_weight
 from trainer.metrics.console import EVAL_HEADLINES, duration, eval_decoding, figure, number, train_decoding
 from trainer.metrics.health import Episode, replay
@@ -92,15 +93,13 @@ def write_page(path: Path, page: str) -> Path:
         temporary.write_bytes(page.encode("utf-8", errors="replace"))
         os.replace(temporary, path)
     except OSError as error:
-        raise ValueError(
-            f"{path}: cannot be written ({error.strerror}); permit it, or copy the run elsewhere"
-        ) from None
+        raise UserError(f"{path}: cannot be written ({error.strerror}); permit it, or copy the run elsewhere") from None
     return path
 
 
 def load_run(run_dir: Path, defaults: Mapping[str, Any] | None = None) -> RunData:
     if not (run_dir / "config.yaml").is_file():
-        raise ValueError(f"{run_dir}: has no config.yaml, so it is not a run folder; pass what --output-dir named")
+        raise UserError(f"{run_dir}: has no config.yaml, so it is not a run folder; pass what --output-dir named")
     config = load_config(run_dir / "config.yaml")
     by_step: dict[int, dict[str, Any]] = {}
     for record in read_jsonl(run_dir / "metrics.jsonl"):

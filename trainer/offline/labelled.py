@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.errors import UserError
 from data.packing import Batch, Item, to_device
 from data.rows.unpaired import load_labelled
 from data.types import Labelled
@@ -51,7 +52,7 @@ def mismatched_items(cfg: Any, policy: Policy, rows: list[Labelled]) -> dict[int
         others = (order[(i + j) % len(order)] for j in range(1, len(order)))
         other = next((o for o in others if o.prompt_ids != row.prompt_ids), None)
         if other is None:
-            raise ValueError("data: all rows have the same prompt; KTO's reference point needs at least two prompts")
+            raise UserError("data: all rows have the same prompt; KTO's reference point needs at least two prompts")
         partner[id(row)] = item_of(row, other.completion_ids[: limit - len(row.prompt_ids)])
     return partner
 

@@ -20,11 +20,11 @@ from data.loader import Loader
 from data.packing import Batch, Item, make_batches
 from trainer.config.blocks import RunConfig, steps_per_epoch
 from trainer.metrics.metrics import Counters, MetricSums, Timer
-from trainer.parallel.comm import all_count, rank, share, world_size
+from trainer.parallel.comm import all_count, local_shard, rank, world_size
 from trainer.policy.compile_choice import resolve_compile
 from trainer.policy.logps import Policy, causal_lm
 from trainer.policy.noise import add_noise
-from trainer.policy.optim import BadSteps, BegunStep, begin_step, build_optimizer
+from trainer.policy.optim import BadSteps, PendingStep, build_optimizer, launch_step
 from trainer.policy.router import RouterLoss
 from trainer.policy.sharding import to_device_and_pad
 from trainer.run.run import Run
@@ -60,7 +60,7 @@ def row_tokens(row: Any) -> int:
 
 def indices_of_this_rank(rows: Sequence[Any], size: Callable[[Any], int] = row_tokens) -> list[int]:
     """Indices of this rank's rows, chosen so that all ranks have about the same number of tokens."""
-    return share(range(len(rows)), [size(row) for row in rows])
+    return local_shard(range(len(rows)), [size(row) for row in rows])
 
 
 def rows_of_this_rank(rows: Sequence[Any]) -> list[Any]:
@@ -135,7 +135,7 @@ class Offline:
         self.bad_steps = BadSteps(cfg.optim, self.counters, run.note)
         self.state = {"loader": self.loader, "counters": self.counters, **(extra or {})}
         self.step = 0
-        self.begun: BegunStep | None = None  # the last optimizer step
+        self.begun: PendingStep | None = None  # the last optimizer step
 
     def begin(self, evaluate: Evaluate) -> None:
         """Make the run folder or restore the checkpoint; evaluate the model before training as step 0."""
@@ -163,12 +163,12 @@ class Offline:
             self.places = indices_of_this_rank(rows, self.size)  # of this rank's rows in the step
             self.batch = [rows[i] for i in self.places]
             yield self.batch
-        self._settle()
+        self._wait()
 
-    def _settle(self) -> None:
+    def _wait(self) -> None:
         """Wait until it is known whether the last step was finite. Whatever depends on that comes after this call."""
         if self.begun is not None:
-            self.begun.settle()
+            self.begun.wait()
 
     def take_step(self, sums: MetricSums | None = None) -> None:
         """Clip, check and apply the accumulated gradients.
@@ -176,13 +176,13 @@ class Offline:
         Whether they were finite is read with the metrics, on a GPU during the next step: the host prepares that one
         meanwhile.
         """
-        self._settle()
+        self._wait()
         self.learning_rate = float(self.schedule.get_last_lr()[0])
         where = f"step {self.step}, rank {rank()}, rows {', '.join(row.source for row in self.batch)}"
         limit = self.cfg.optim.max_grad_norm
-        self.begun = begin_step(self.policy.model, self.optimizer, self.schedule, limit, where, sums, self.bad_steps)
+        self.begun = launch_step(self.policy.model, self.optimizer, self.schedule, limit, where, sums, self.bad_steps)
         if world_size() > 1:  # only rank 0 reads metrics
-            self._settle()
+            self._wait()
 
     def log_and_save(
         self, sums: MetricSums, num_tokens: int, evaluate: Evaluate, more: Mapping[str, float] | None = None
@@ -204,7 +204,7 @@ class Offline:
         times = self.timer.later(num_tokens)
 
         def metrics() -> dict[str, float]:
-            norm = {"optim/grad_norm": begun.settle()}
+            norm = {"optim/grad_norm": begun.wait()}
             return {**(more or {}), **means(), **known, **norm, **begun.skipped, **times()}
 
         if self.run.eval_due(self.step):

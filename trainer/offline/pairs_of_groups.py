@@ -23,10 +23,10 @@ from trainer.offline.pairs import PairBatch, pack_pair_items, pair_batch
 from trainer.parallel.comm import all_count
 from trainer.policy.logps import Policy
 from trainer.rl.groups import GroupBatch
-from trainer.rl.step import completion_item
+from trainer.rl.minibatch import completion_item
 
 
-@dataclass(frozen=True)
+@dataclass
 class PairStep:
     """The pairs of one step on this rank."""
 
@@ -36,7 +36,7 @@ class PairStep:
     first: bool = True
 
     @property
-    def micro_batches(self) -> list[Batch]:
+    def batches(self) -> list[Batch]:
         return [mb.batch for mb in self.pairs]
 
 

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from data.errors import UserError
 from trainer.parallel.ranks import is_main, rank, world_size
 from trainer.parallel.watch import Watch, log, record_flight
 
@@ -44,7 +45,7 @@ def pick_device() -> torch.device:
         return torch.device("cpu")
     number = int(os.environ.get("LOCAL_RANK") or "0")
     if number >= torch.cuda.device_count():
-        raise ValueError(
+        raise UserError(
             f"LOCAL_RANK={number}: this machine has {torch.cuda.device_count()} GPUs; start as many processes with "
             "torchrun --nproc-per-node"
         )
@@ -59,7 +60,7 @@ def process_group(timeout_s: float, context: int = 1) -> Iterator[None]:
         yield
         return
     if "MASTER_ADDR" not in os.environ:
-        raise ValueError(
+        raise UserError(
             f"WORLD_SIZE={world_size()}: nothing says where the other processes are; start them with torchrun "
             "--nproc-per-node N -m trainer ..., or unset it"
         )
@@ -359,12 +360,12 @@ def context_sum(x: Tensor, name: str) -> Tensor:
     return total
 
 
-def share(rows: Sequence[T], sizes: Sequence[int]) -> list[T]:
+def local_shard(rows: Sequence[T], sizes: Sequence[int]) -> list[T]:
     """This rank's rows of a step, in order; ranks get about equal sums of `sizes` (tokens)."""
-    return [rows[i] for i in shares(sizes, data_size())[data_rank()]]
+    return [rows[i] for i in balanced_shards(sizes, data_size())[data_rank()]]
 
 
-def shares(sizes: Sequence[int], parts: int) -> list[list[int]]:
+def balanced_shards(sizes: Sequence[int], parts: int) -> list[list[int]]:
     """Indices divided into `parts` with close sums of sizes: greedily, the largest first, to the smallest part."""
     if parts == 1:
         return [list(range(len(sizes)))]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 
+from data.errors import UserError
+
 TIMEOUT_S = 600.0  # default time a rank waits for the others
 
 
 def world_size() -> int:
     value = os.environ.get("WORLD_SIZE") or "1"
     if not value.isdecimal() or int(value) < 1:
-        raise ValueError(f"WORLD_SIZE={value}: must be a number of processes; torchrun sets it")
+        raise UserError(f"WORLD_SIZE={value}: must be a number of processes; torchrun sets it")
     return int(value)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from data.errors import UserError
 from rollout.servers.model_folder import check_adapter_weights, read_adapter
 from trainer.config.blocks import LoraConfig
 from trainer.config.errors import first_line, load_error
@@ -31,10 +32,10 @@ def attach_adapter(model: nn.Module, adapter: str, *, is_trainable: bool = False
         with safe_open(Path(adapter) / "adapter_model.safetensors", "pt") as file:
             saved = set(file.keys())
     except Exception as error:  # damaged files make peft raise anything
-        raise ValueError(f"model={adapter}: its adapter could not be loaded: {load_error(error, adapter)}") from None
+        raise UserError(f"model={adapter}: its adapter could not be loaded: {load_error(error, adapter)}") from None
     lacking = get_peft_model_state_dict(wrapped, save_embedding_layers=False).keys() - saved
     if lacking:  # peft would initialise them silently
-        raise ValueError(
+        raise UserError(
             f"model={adapter}: its adapter_config.json asks for {len(lacking)} tensors that adapter_model.safetensors "
             f"lacks, {min(lacking)} for one; get both files from one source"
         )
@@ -47,10 +48,10 @@ def add_adapter(model: nn.Module, lora: LoraConfig) -> Any:
     lm = wrapped.get_base_model()
     head = lm.get_output_embeddings()
     if not is_saved(head) and (not isinstance(head, nn.Linear) or hasattr(head, "lora_A")):
-        raise ValueError("lora.target_modules: the output head cannot be adapted; leave lm_head out")
+        raise UserError("lora.target_modules: the output head cannot be adapted; leave lm_head out")
     ends = (lm.get_input_embeddings(), head)
     if any(map(is_saved, ends)) and lm.config.get_text_config().tie_word_embeddings:
-        raise ValueError(
+        raise UserError(
             f"lora.modules_to_save={' '.join(lora.modules_to_save)}: this model's head shares its weights with the "
             "embeddings, and would not after training; leave them out, or train all weights with --lora.r 0"
         )
@@ -74,14 +75,14 @@ def wrap(model: nn.Module, lora: LoraConfig, task: str, **options: Any) -> Any:
     names = [name for name, _ in model.named_modules()]
     for name in lora.modules_to_save:
         if not any(f".{known}".endswith(f".{name}") for known in names):
-            raise ValueError(f"lora.modules_to_save={name}: the model has no such module; name one, as embed_tokens")
+            raise UserError(f"lora.modules_to_save={name}: the model has no such module; name one, as embed_tokens")
     try:
         config = PeftLora(
             **sizes, **kinds, target_modules=targets, task_type=task, modules_to_save=saved or None, **options
         )
         wrapped = get_peft_model(model, config)
     except ValueError as error:
-        raise ValueError(f"lora.target_modules={' '.join(lora.target_modules)}: {first_line(error)}") from None
+        raise UserError(f"lora.target_modules={' '.join(lora.target_modules)}: {first_line(error)}") from None
     if lora.modules_to_save:  # copies of the base's, which may be bfloat16
         for parameter in wrapped.parameters():
             if parameter.requires_grad:
@@ -93,7 +94,7 @@ def continue_adapter(model: nn.Module, adapter: str, lora: LoraConfig) -> Any:
     """The model with a saved adapter, to be trained further."""
     saved = read_adapter(adapter)
     if saved["r"] != lora.r:
-        raise ValueError(
+        raise UserError(
             f"lora.r={lora.r}: the adapter in {adapter} has rank {saved['r']}; continue it with --lora.r {saved['r']}, "
             "or use --lora.r 0 to merge it and train all weights"
         )
@@ -103,11 +104,11 @@ def continue_adapter(model: nn.Module, adapter: str, lora: LoraConfig) -> Any:
     for flag, was in kept.items():
         if getattr(lora, flag) != was:
             value, had = (" ".join(x) if isinstance(x, tuple) else x for x in (getattr(lora, flag), was))
-            raise ValueError(f"lora.{flag}={value}: the adapter in {adapter} has {had}; pass that value")
+            raise UserError(f"lora.{flag}={value}: the adapter in {adapter} has {had}; pass that value")
     adapted = saved["target_modules"]
     adapted = {adapted} if isinstance(adapted, str) else set(adapted)  # a pattern, or names
     if lora.target_modules != ("all-linear",) and set(lora.target_modules) != adapted:
-        raise ValueError(
+        raise UserError(
             f"lora.target_modules={' '.join(lora.target_modules)}: the adapter in {adapter} adapts "
             f"{' '.join(sorted(adapted))}; leave the flag out"
         )

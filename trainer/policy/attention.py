@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from data.errors import UserError
 from data.packing import Batch
 from kernels.attention import TILE, Spans, block_mask, dense_mask, flex_attend, with_window
 from trainer.parallel.comm import context_size
@@ -34,7 +35,7 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # arguments that some archi
 def load_name(choice: str, device: torch.device) -> str:
     """The implementation to load a model with, before choose_attention."""
     if choice == "flex" and device.type != "cuda":
-        raise ValueError(
+        raise UserError(
             f"attn_implementation=flex: needs a CUDA device, and this run is on {device.type}; leave it at auto"
         )
     return {"auto": "sdpa", "flex": "eager"}.get(choice, choice)
@@ -51,12 +52,12 @@ def use_slices(model: Any) -> None:
     """Let the model compute slices of rows (context parallelism)."""
     kind, name = model.config._attn_implementation, type(model).__name__
     if kind not in SLICED:
-        raise ValueError(
+        raise UserError(
             f"parallel.context={context_size()}: {name} runs with {kind} attention, and processes share rows with "
             "flex or sdpa only; leave it out"
         )
     if turns_by_length(model):
-        raise ValueError(
+        raise UserError(
             f"parallel.context={context_size()}: {name} turns positions by how long the row is, which a slice of it "
             "does not show; leave it out"
         )
@@ -86,14 +87,14 @@ def part_of(config: Any, batch: Batch) -> Part:
 def _choose_kernel(model: Any, choice: str, device: torch.device) -> None:
     if model.config._attn_implementation == "sdpa" and caps_scores(model):  # older transformers do not say so
         name = type(model).__name__
-        raise ValueError(
+        raise UserError(
             f"attn_implementation={choice}: {name} caps its attention scores, which sdpa leaves out; use eager"
         )
     if choice not in ("auto", "flex") or device.type != "cuda":
         return
     obstacle = flex_obstacle(model)
     if obstacle and choice == "flex":
-        raise ValueError(f"attn_implementation=flex: {obstacle}; use auto or eager")
+        raise UserError(f"attn_implementation=flex: {obstacle}; use auto or eager")
     if obstacle:
         _log_once(f"attention: sdpa with dense masks instead of flex, because {obstacle}")
     else:
@@ -192,7 +193,7 @@ def _flex(
 ) -> Tensor:  # (R, Q, H, K)
     refused = [what for what, value in asked.items() if value is not None] + ["dropout"] * (dropout > 0)
     if refused:
-        raise ValueError(f"{name}: flex attention here has no {refused[0]}")
+        raise UserError(f"{name}: flex attention here has no {refused[0]}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Under autocast norms and rotations may leave query and key in float32; sdpa would round them the same way.
     query, key = query.to(value.dtype), key.to(value.dtype)

@@ -31,7 +31,7 @@ def resolve_compile(cfg: Any, policy: Policy, total_steps: int) -> Any:
     """`cfg` with what auto stands for; compiles the blocks of the policy and of the models beside it if that is on."""
     if cfg.model.compile != "auto":
         return cfg
-    models = (policy, *policy.beside)
+    models = (policy, *policy.companions)
     found = [obstacle(one, "the model" if one is policy else one.source) for one in models]
     choice = choose(policy.device.type, total_steps, next(filter(None, found), ""))
     if choice.line and is_main():

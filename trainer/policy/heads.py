@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from data.chat import stop_ids
+from data.errors import UserError
 from data.packing import Batch, Item, make_batches
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.policy.adapters import attach_adapter, wrap
@@ -66,9 +67,7 @@ def load_scorer(
     check_adapters(cfg, lora)
     check_offloading(cfg, device)
     if cfg.load_in_4bit:
-        raise ValueError(
-            "load_in_4bit=True: a reward model is exported merged, which needs the full base; leave it out"
-        )
+        raise UserError("load_in_4bit=True: a reward model is exported merged, which needs the full base; leave it out")
     compute_dtype = pick_dtype(cfg.dtype, device)
     path, base, adapter = find_model(cfg.model)
     dtype = held_dtype(cfg, compute_dtype) if lora.r == 0 else compute_dtype
@@ -128,7 +127,7 @@ def _quiet() -> Iterator[None]:
 def head_name(model: Any, shown: str) -> str:
     heads = [name for name, child in model.named_children() if isinstance(child, nn.Linear)]
     if len(heads) != 1:
-        raise ValueError(f"model={shown}: {type(model).__name__} has no single linear head; this one is not supported")
+        raise UserError(f"model={shown}: {type(model).__name__} has no single linear head; this one is not supported")
     return heads[0]
 
 
@@ -173,7 +172,7 @@ def adapt_trunk(scorer: Policy, lora: LoraConfig, kind: Kind) -> None:
     """Adapters in the trunk; the head is fully trained."""
     name = head_name(scorer.model, scorer.source)
     if name in lora.target_modules:
-        raise ValueError(f"lora.target_modules={name}: the head is trained whole, not adapted; leave it out")
+        raise UserError(f"lora.target_modules={name}: the head is trained whole, not adapted; leave it out")
     scorer.model = wrap(scorer.model, lora, kind.task, exclude_modules=[name], modules_to_save=[name])
 
 
@@ -231,7 +230,7 @@ def check_scores(scorer: Policy) -> None:
     gap = (ours - want).abs().max().item()
     limit = 1e-3 if scorer.compute_dtype == torch.float32 else 0.25
     if not gap < limit:
-        raise ValueError(
+        raise UserError(
             f"model={scorer.source}: packed scores differ from its own forward by {gap:.3g} (limit {limit}); "
             f"{unsupported(scorer)}"
         )

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from data.chat import set_chat_template, set_special_tokens
+from data.errors import UserError
 from data.formats.template_settings import check_kwargs
 from data.hub import check_hub
 from kernels.attention import share_graphs
@@ -134,14 +135,14 @@ def check_adapters(cfg: ModelConfig, lora: LoraConfig) -> None:
     """Refuse settings that have no effect with adapters, or without them."""
     check_4bit(cfg, lora)
     if cfg.merge_lora and lora.r == 0:
-        raise ValueError("merge_lora=True: has no effect with lora.r=0, all weights; set --lora.r, or leave it out")
+        raise UserError("merge_lora=True: has no effect with lora.r=0, all weights; set --lora.r, or leave it out")
     if cfg.trained_dtype != "float32" and lora.r > 0:
-        raise ValueError(f"trained_dtype={cfg.trained_dtype}: adapters are always float32; leave it out with --lora.r")
+        raise UserError(f"trained_dtype={cfg.trained_dtype}: adapters are always float32; leave it out with --lora.r")
 
 
 def check_offloading(cfg: ModelConfig, device: torch.device) -> None:
     if cfg.activation_offloading and device.type == "cpu":
-        raise ValueError(
+        raise UserError(
             "activation_offloading=True: has no effect on a CPU, where activations are in main memory; leave it out"
         )
 
@@ -161,7 +162,7 @@ def quantize_layers(lm: Any, device: torch.device) -> None:
 def held_dtype(cfg: ModelConfig, compute_dtype: torch.dtype) -> torch.dtype:
     """Dtype of trained weights."""
     if cfg.trained_dtype == "bfloat16" and compute_dtype != torch.bfloat16:
-        raise ValueError("trained_dtype=bfloat16: products would be in float32 on this device; add --dtype bfloat16")
+        raise UserError("trained_dtype=bfloat16: products would be in float32 on this device; add --dtype bfloat16")
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[cfg.trained_dtype]
 
 
@@ -179,7 +180,7 @@ def load_tokenizer(path: str, cfg: ModelConfig) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=cfg.trust_remote_code)
     except Exception as error:  # the tokenizers library raises a bare Exception for a damaged file
-        raise ValueError(f"model={cfg.model}: no tokenizer could be loaded: {load_error(error, path)}") from None
+        raise UserError(f"model={cfg.model}: no tokenizer could be loaded: {load_error(error, path)}") from None
     set_special_tokens(tokenizer, cfg.special_tokens, cfg.eot_tokens)
     set_chat_template(tokenizer, cfg.chat_template)
     check_kwargs(tokenizer, cfg.chat_template_kwargs)
@@ -219,7 +220,7 @@ def load_model(
             **options,
         )
     except Exception as error:  # damaged files and remote code make transformers raise anything
-        raise ValueError(f"model={cfg.model}: could not be loaded: {load_error(error, path)}") from None
+        raise UserError(f"model={cfg.model}: could not be loaded: {load_error(error, path)}") from None
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -232,7 +233,7 @@ def load_model(
 def refuse_unfit(cfg: ModelConfig, names: list[str]) -> None:
     """transformers would initialise these tensors at random."""
     if names:
-        raise ValueError(
+        raise UserError(
             f"model={cfg.model}: its weights do not fit its config.json: {len(names)} tensors are missing or have "
             f"another shape, {names[0]} for one; get both files from one source"
         )
@@ -247,7 +248,7 @@ def refuse_quantised(path: str, cfg: ModelConfig) -> None:
         return
     if quantised:
         kind = quantised.get("quant_method", "an unnamed method") if isinstance(quantised, dict) else quantised
-        raise ValueError(
+        raise UserError(
             f"model={cfg.model}: its weights are quantised ({kind}), which is not supported; take the full model, "
             "with --lora.r 16 where memory is short"
         )
@@ -259,7 +260,7 @@ def blocks_of(lm: Any, source: str) -> nn.ModuleList:
     for child in lm.base_model.children():
         if isinstance(child, nn.ModuleList) and len(child) == num_layers:
             return child
-    raise ValueError(f"model={source}: its {num_layers} blocks were not found; this architecture is not supported here")
+    raise UserError(f"model={source}: its {num_layers} blocks were not found; this architecture is not supported here")
 
 
 def checkpoint_blocks(lm: Any, cfg: ModelConfig, source: str, device: torch.device) -> None:
@@ -267,7 +268,7 @@ def checkpoint_blocks(lm: Any, cfg: ModelConfig, source: str, device: torch.devi
     if cfg.activation_offloading:
         blocks = blocks_of(lm, source)
         if not all(hasattr(block, "_gradient_checkpointing_func") for block in blocks):
-            raise ValueError(
+            raise UserError(
                 f"activation_offloading=True: {source} does not checkpoint its blocks one by one; leave it out"
             )
         offload_inputs(blocks, device)
@@ -355,7 +356,7 @@ def model_tensors(path: str) -> TensorFiles:
     for name in names:
         file = find(name)
         if file is None:
-            raise ValueError(f"model={path}: has no {name}")
+            raise UserError(f"model={path}: has no {name}")
         folder = file.parent
         records |= records_of_file(folder, name)
     return TensorFiles(folder, records)

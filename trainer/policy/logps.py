@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from data.errors import UserError
 from data.packing import Batch, Item, make_batches
 from data.strided import StridedBatch
 from kernels.linear_logprob import LossFn, TokenLogps, linear_log_collision, linear_logprob, linear_logprob_loss
@@ -44,7 +45,7 @@ class Policy:
     reduce_once: bool = False  # reduce gradients of sharded weights only after the last micro-batch
     shares_prompts: bool = True  # the prompt of a pair is computed once; False where each copy counts
     router: Any = None  # trainer/policy/router.py, of a model with experts whose load is balanced
-    beside: list[Policy] = field(default_factory=list)  # other models of each step: --compile auto compiles them too
+    companions: list[Policy] = field(default_factory=list)  # other models run every step; compiled with the policy
     files: TensorFiles | None = None  # of a model without weights yet: parallelize() reads each rank's shards
 
     @property
@@ -247,7 +248,7 @@ def refuse_if_failing(policy: Policy) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise  # no fault of the model's code
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # whatever its own code raises
-        raise ValueError(
+        raise UserError(
             f"model={policy.source}: packed sequences fail in its own code ({type(error).__name__}: "
             f"{first_line(error)}); {unsupported(policy)}"
         ) from None
@@ -284,7 +285,7 @@ def check_logps(policy: Policy) -> None:
     if not gap.max() < limit:
         packed = gap[batch.sequence == 0].max() < limit
         what = "log-probs of completions behind one prompt" if packed else "packed log-probs"
-        raise ValueError(
+        raise UserError(
             f"model={policy.source}: {what} differ from its own forward by {gap.max():.3g} (limit {limit}); "
             f"{unsupported(policy)}"
         )

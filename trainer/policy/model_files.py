@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from data.errors import UserError
 from kernels.nf4 import Linear4bit
 from rollout.sync.tensor_header import Spec
 from trainer.files.tensor_files import write_tensors
@@ -143,12 +144,12 @@ def refuse_unmergeable(config: Any) -> None:
                       ("trainable_token_indices", None), ("target_parameters", None)):  # fmt: skip
         value = getattr(config, name, off)
         if value and value != off:
-            raise ValueError(
+            raise UserError(
                 f"{name}={value}: an adapter with it cannot be served by vLLM; train one without, or use "
                 "--rollout.engine local"
             )
     if getattr(config, "layer_replication", None):
-        raise ValueError("layer_replication: such an adapter cannot be served by vLLM; use --rollout.engine local")
+        raise UserError("layer_replication: such an adapter cannot be served by vLLM; use --rollout.engine local")
 
 
 def refuse_others(config: Any) -> None:
@@ -159,7 +160,7 @@ def refuse_others(config: Any) -> None:
         refuse_unmergeable(config)
     except ValueError as error:
         setting = str(error).partition(":")[0]
-        raise ValueError(f"{setting}: such an adapter is not merged here; export it as it is, merge by peft") from None
+        raise UserError(f"{setting}: such an adapter is not merged here; export it as it is, merge by peft") from None
 
 
 def write_model(folder: Path, exported: ExportedModel, limit: int = LIMIT) -> None:

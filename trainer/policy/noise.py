@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from data.errors import UserError
 from trainer.parallel.comm import context_size
 
 
 def add_noise(lm: Any, alpha: float) -> None:
     """Hooks on the model's body, which gets the positions, and on its embedding."""
     if context_size() > 1:
-        raise ValueError(f"neftune_noise_alpha={alpha:g}: not with parallel.context={context_size()}; leave one out")
+        raise UserError(f"neftune_noise_alpha={alpha:g}: not with parallel.context={context_size()}; leave one out")
     found: dict[str, Tensor] = {}
 
     def note_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -76,10 +76,10 @@ class Slabs:
         return torch.empty(SLAB, dtype=torch.uint8)
 
 
-class Kept:
+class OffloadedInput:
     """The input of a block, which autograd holds until the block's backward pass is over."""
 
-    def __init__(self, owner: Offloader, like: Tensor, before: Callable[[], Kept | None]) -> None:
+    def __init__(self, owner: Offloader, like: Tensor, before: Callable[[], OffloadedInput | None]) -> None:
         self.owner, self.before = owner, before  # the input that the backward pass needs next
         self.shape, self.dtype = like.shape, like.dtype
         self.tensor: Tensor | None = None  # on the device
@@ -97,7 +97,7 @@ class Offloader:
         self.device, self.slabs = device, Slabs(device)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.leaving: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
-        self.newest: Callable[[], Kept | None] = lambda: None  # of the inputs that were kept
+        self.newest: Callable[[], OffloadedInput | None] = lambda: None  # of the inputs that were kept
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, stays: bool) -> Any:
         """In place of torch's: the first argument is kept here; `stays` on the device."""
@@ -106,10 +106,10 @@ class Offloader:
         with saved_tensors_hooks(partial(self.pack, where, stays), self.unpack):
             return checkpoint(function, *args, use_reentrant=False)
 
-    def pack(self, where: int | None, stays: bool, tensor: Tensor) -> Tensor | Kept:
+    def pack(self, where: int | None, stays: bool, tensor: Tensor) -> Tensor | OffloadedInput:
         if tensor.data_ptr() != where or not tensor.numel() or not tensor.is_contiguous():
             return tensor
-        kept = Kept(self, tensor, self.newest)
+        kept = OffloadedInput(self, tensor, self.newest)
         self.newest = weakref.ref(kept)
         if stays:
             kept.tensor = tensor.detach()
@@ -121,7 +121,7 @@ class Offloader:
         self._let_go(2)
         return kept
 
-    def unpack(self, kept: Tensor | Kept) -> Tensor:
+    def unpack(self, kept: Tensor | OffloadedInput) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
         self._let_go(0)
@@ -134,7 +134,7 @@ class Offloader:
             self._bring_back(before)
         return tensor
 
-    def drop(self, kept: Kept) -> None:
+    def drop(self, kept: OffloadedInput) -> None:
         """At the end of a block's backward pass, or of one that never came."""
         self._wait(kept.event)
         self.slabs.give_back(kept.slabs)
@@ -146,7 +146,7 @@ class Offloader:
             self._wait(event)
             del tensor
 
-    def _bring_back(self, kept: Kept) -> None:
+    def _bring_back(self, kept: OffloadedInput) -> None:
         if kept.tensor is None:
             kept.tensor = torch.empty(kept.shape, dtype=kept.dtype, device=self.device)
             kept.event = self._copy(zip(bytes_of(kept.tensor).split(SLAB), kept.slabs, strict=True))

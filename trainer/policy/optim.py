@@ -2,7 +2,7 @@
 
     optimizer, schedule = build_optimizer(policy.model, cfg.optim, total_steps)
     total_loss(out, denominators).backward()                                   # per micro-batch
-    begun = begin_step(policy.model, optimizer, schedule, max_grad_norm, where, sums, bad_steps)
+    begun = launch_step(policy.model, optimizer, schedule, max_grad_norm, where, sums, bad_steps)
     grad_norm = begun.settle()
 
 A step whose loss or gradient is not finite stops the run with an error that names it, or is skipped (--nan-policy). A
@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from kernels.adamw import Gate, Held, Rates, Update, step_all_
+from data.errors import UserError
+from kernels.adamw import ParamTensors, Rates, StepGuard, Update, step_all_
 from losses.types import LossOut
 from trainer.config.blocks import OptimConfig
 from trainer.metrics.metrics import Counters, MetricSums
@@ -119,7 +120,7 @@ def term_metrics(out: LossOut) -> dict[str, tuple[Tensor, Tensor]]:
     return {f"loss/{name}": (term.sum.detach(), term.count) for name, term in out.terms.items()}
 
 
-def begin_step(
+def launch_step(
     model: nn.Module,
     optimizer: Optimizer,
     schedule: LambdaLR,
@@ -127,7 +128,7 @@ def begin_step(
     where: str,
     sums: MetricSums | None = None,
     bad_steps: BadSteps | None = None,
-) -> BegunStep:
+) -> PendingStep:
     """Sum gradients over ranks, clip, check, step. A step that is not finite is never applied (`bad_steps`).
 
     `sums` are the metrics of the step, whose loss is checked too. With an optimizer that takes a gate, the device
@@ -138,17 +139,17 @@ def begin_step(
     limit = max_grad_norm if max_grad_norm > 0 else math.inf
     sum_gradients(model)
     checked = values_to_check(trained, sums)
-    read = read_later(checked)
+    read = copy_to_host(checked)
     is_gated, known = takes_gate(optimizer), set(optimizer.state)
     stepped = [p for p in trained if p.grad is not None]
     bad_steps = bad_steps or BadSteps()
 
-    def settle() -> None:
+    def wait() -> None:
         grad_norm, *loss = read()
         begun.grad_norm = grad_norm
         if problem := not_finite(grad_norm, *loss):
             if is_gated:
-                take_back(optimizer, known, stepped)
+                undo_step(optimizer, known, stepped)
             bad_steps.skip(problem, where)
         else:
             if not is_gated:
@@ -157,33 +158,33 @@ def begin_step(
             bad_steps.end()
         begun.skipped = bad_steps.counters.skipped()
 
-    begun = BegunStep(settle)
+    begun = PendingStep(wait)
     if is_gated:
         gated_step(optimizer, checked, limit)
     else:
-        begun.settle()
+        begun.wait()
     optimizer.zero_grad(set_to_none=True)
     advance(schedule)
     return begun
 
 
-class BegunStep:
+class PendingStep:
     """An optimizer step that the host may know the outcome of later."""
 
-    def __init__(self, settle: Callable[[], None]) -> None:
-        self._settle: Callable[[], None] | None = settle
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait: Callable[[], None] | None = wait
         self.grad_norm = math.nan
         self.skipped: dict[str, float] = {}  # the metric: steps skipped so far, this one included
 
-    def settle(self) -> float:
+    def wait(self) -> float:
         """Wait for the gradient norm; the first call skips the step, or stops the run, if it is not finite."""
-        if self._settle is not None:
-            settle, self._settle = self._settle, None
-            settle()
+        if self._wait is not None:
+            wait, self._wait = self._wait, None
+            wait()
         return self.grad_norm
 
 
-def read_later(values: Tensor) -> Callable[[], list[float]]:
+def copy_to_host(values: Tensor) -> Callable[[], list[float]]:
     """Start a copy to the host; the call waits for it, but not for work that was launched in between."""
     if not values.is_cuda:
         return values.tolist
@@ -225,14 +226,14 @@ def gated_step(
         del optimizer.grad_scale, optimizer.found_inf
 
 
-def take_back(
+def undo_step(
     optimizer: Optimizer,
     known: set[Tensor],  # parameters that had moments before, each (...)
     stepped: list[nn.Parameter],  # those that had a gradient
 ) -> None:
     """The device has called off the last step, so that weights and moments are as before: let the rest be so too."""
     if isinstance(optimizer, RoundedAdamW):  # torch's counts on the device
-        optimizer.take_back(stepped)
+        optimizer.undo_step(stepped)
     for parameter in optimizer.state.keys() - known:
         del optimizer.state[parameter]
 
@@ -274,7 +275,7 @@ class BadSteps:
         counters, limit = self.counters, self.cfg.nan_skip_limit
         if self.cfg.nan_policy == "stop" or counters.skipped_in_a_row >= limit:
             before = f", after {limit} skipped steps in a row" if self.cfg.nan_policy == "skip" else ""
-            raise ValueError(f"{where}: {problem} is not finite{before}; lower --learning-rate or mend these rows")
+            raise UserError(f"{where}: {problem} is not finite{before}; lower --learning-rate or mend these rows")
         counters.skipped_steps += 1
         counters.skipped_in_a_row += 1
         self.note(f"skipped {where}: {problem} is not finite ({counters.skipped_in_a_row} in a row, at most {limit})")
@@ -291,11 +292,11 @@ def muon_and_adamw(model: nn.Module, groups: list[dict[str, Any]], cfg: OptimCon
     """torch's Muon for the matrices of the blocks, AdamW for embeddings, heads, norms, biases and stacked experts."""
     trained = [p for group in groups for p in group["params"]]
     if hasattr(model, "peft_config"):
-        raise ValueError("optim=muon: is for full matrices, not for the factors of LoRA; use adamw, or --lora.r 0")
+        raise UserError("optim=muon: is for full matrices, not for the factors of LoRA; use adamw, or --lora.r 0")
     if any(is_dtensor(p) for p in trained):
-        raise ValueError("optim=muon: does not work on shards; use --parallel.mode replicate, or --optim adamw")
+        raise UserError("optim=muon: does not work on shards; use --parallel.mode replicate, or --optim adamw")
     if any(p.dtype == torch.bfloat16 for p in trained):
-        raise ValueError("optim=muon: needs float32 weights; leave --trained-dtype bfloat16 out, or use --optim adamw")
+        raise UserError("optim=muon: needs float32 weights; leave --trained-dtype bfloat16 out, or use --optim adamw")
     ends = [child for child in model.children() if isinstance(child, nn.Linear)]  # heads
     ends += [module for module in model.modules() if isinstance(module, nn.Embedding)]
     apart = {id(p) for module in ends for p in module.parameters()}
@@ -343,7 +344,7 @@ def small_adamw(groups: list[dict[str, Any]], cfg: OptimConfig) -> Optimizer:
 def check_installed(cfg: OptimConfig) -> None:
     """Whether the optimizer's package is there; open_run asks before a model is loaded."""
     if cfg.optim == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
-        raise ValueError(
+        raise UserError(
             f"optim={cfg.optim}: 8-bit moments need torchao, which is not installed; pip install -e '.[small]', or use "
             "--optim adamw"
         )
@@ -374,14 +375,14 @@ class RoundedAdamW(Optimizer):
                 t = count_step(state["step"], 1)
                 if t not in rates:
                     rates[t] = Rates(*fixed, t)
-                held = Held(parameter, grad, state["exp_avg"], state["exp_avg_sq"])
+                held = ParamTensors(parameter, grad, state["exp_avg"], state["exp_avg_sq"])
                 if is_dtensor(parameter):
-                    held = Held(*map(local, held))
+                    held = ParamTensors(*map(local, held))
                 updates.append(Update(held, rates[t], (t << 16 ^ number) % 2**31))
         is_gated = hasattr(self, "grad_scale")
-        step_all_(updates, Gate(self.grad_scale, self.found_inf) if is_gated else None)
+        step_all_(updates, StepGuard(self.grad_scale, self.found_inf) if is_gated else None)
 
-    def take_back(self, stepped: list[nn.Parameter]) -> None:
+    def undo_step(self, stepped: list[nn.Parameter]) -> None:
         """Count the last step, in which these had a gradient, no more."""
         for parameter in stepped:
             count_step(self.state[parameter]["step"], -1)
@@ -487,7 +488,7 @@ class TrainedModule:
             return
         where = f"{where}, {self.name}"
         limit = self.cfg.max_grad_norm
-        begin_step(self.module, self.optimizer, self.schedule, limit, where, bad_steps=self.bad_steps).settle()
+        launch_step(self.module, self.optimizer, self.schedule, limit, where, bad_steps=self.bad_steps).wait()
 
     def state_dict(self) -> dict[str, Any]:
         return {"updates": self.schedule.last_epoch, "counters": self.counters.state_dict()}

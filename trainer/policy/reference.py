@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from data.errors import UserError
 from data.packing import Batch, Item, make_batches, to_device
 from rollout.servers.model_folder import resolve_model
 from trainer.config.blocks import LoraConfig, ModelConfig, ParallelConfig, ReferenceConfig, RunConfig
 from trainer.files.atomic_folder import sync
-from trainer.parallel.comm import all_count, all_gather, data_rank, data_size, is_main, shares, world_size
+from trainer.parallel.comm import all_count, all_gather, balanced_shards, data_rank, data_size, is_main, world_size
 from trainer.parallel.dtensor import copy_into_shard, gather, reshard
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy, causal_lm, reference_logps, token_logps
@@ -78,13 +79,13 @@ class MovingReference:
 def wants_copy(cfg: ReferenceConfig, lora: LoraConfig) -> bool:
     """Whether load_policy must load a reference; refuses settings that contradict each other."""
     if cfg.ref == "adapter_off" and lora.r == 0:
-        raise ValueError("ref=adapter_off: there is no adapter to switch off; set --lora.r, or use --ref copy")
+        raise UserError("ref=adapter_off: there is no adapter to switch off; set --lora.r, or use --ref copy")
     if cfg.ref == "adapter_off" and cfg.ref_model:
-        raise ValueError(f"ref_model={cfg.ref_model}: has no effect with ref=adapter_off; use copy or precomputed")
+        raise UserError(f"ref_model={cfg.ref_model}: has no effect with ref=adapter_off; use copy or precomputed")
     if cfg.ref == "copy" and lora.r > 0 and not cfg.ref_model:
-        raise ValueError("ref=copy: with LoRA the base itself is the reference; use --ref adapter_off")
+        raise UserError("ref=copy: with LoRA the base itself is the reference; use --ref adapter_off")
     if cfg.ref != "precomputed" and cfg.ref_cache != ReferenceConfig.ref_cache:  # the class holds the default
-        raise ValueError(f"ref_cache={cfg.ref_cache}: has no effect with ref={cfg.ref}; use --ref precomputed")
+        raise UserError(f"ref_cache={cfg.ref_cache}: has no effect with ref={cfg.ref}; use --ref precomputed")
     return cfg.ref != "precomputed" and not cfg.ref_model
 
 
@@ -104,7 +105,7 @@ def build_reference(
     if cfg.ref_model:
         source = load_frozen("ref_model", cfg.ref_model, model, policy, parallel)
         if cfg.ref != "precomputed":
-            policy.beside.append(source)
+            policy.companions.append(source)
             return Reference(dataclasses.replace(source, reference=source.model))
     if cfg.ref == "precomputed":
         return Reference(None, precompute(Path(cfg.ref_cache).expanduser(), run, source, items))
@@ -118,7 +119,7 @@ def named_as(setting: str) -> Iterator[None]:
         yield
     except ValueError as error:
         text = str(error)
-        raise ValueError(f"{setting}={text[6:]}" if text.startswith("model=") else text) from None
+        raise UserError(f"{setting}={text[6:]}" if text.startswith("model=") else text) from None
 
 
 def load_frozen(setting: str, name: str, model: ModelConfig, policy: Policy, parallel: ParallelConfig | None) -> Policy:
@@ -142,7 +143,7 @@ def check_same_tokens(policy: Policy, other: Policy, setting: str, model: str) -
     """Both models must give the same ids to the same tokens."""
     theirs = other.tokenizer.get_vocab()
     if any(theirs.get(token) != number for token, number in policy.tokenizer.get_vocab().items()):
-        raise ValueError(f"{setting}: its tokenizer gives tokens other ids than model={model}")
+        raise UserError(f"{setting}: its tokenizer gives tokens other ids than model={model}")
 
 
 def precompute(folder: Path, run: RunConfig, source: Policy, items: Sequence[Item]) -> dict[bytes, Tensor]:
@@ -165,7 +166,7 @@ def precompute(folder: Path, run: RunConfig, source: Policy, items: Sequence[Ite
 
 def score_all(run: RunConfig, source: Policy, items: Sequence[Item]) -> Tensor:  # (all trained tokens,)
     """Each rank scores its share, then all gather the result."""
-    dealt = shares([len(item.ids) for item in items], data_size())
+    dealt = balanced_shards([len(item.ids) for item in items], data_size())
     own = score(run, source, [items[i] for i in dealt[data_rank()]])
     everyone = all_gather(own.to(source.device), "reference log-probs")
     found: dict[int, Tensor] = {}

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from data.errors import UserError
 from data.packing import Batch, to_device
 from trainer.parallel.comm import all_count, all_sum, context_size, world_size
 from trainer.policy.logps import Policy, causal_lm, hidden_states
@@ -33,12 +34,12 @@ class RouterLoss:
         self.policy, self.coef, self.lm = policy, coef, causal_lm(policy.model)
         config = self.lm.config.get_text_config()
         if not hasattr(config, "router_aux_loss_coef"):
-            raise ValueError(
+            raise UserError(
                 f"router_aux_loss_coef={coef:g}: {type(self.lm).__name__} has no experts with a load-balancing loss; "
                 "leave it out"
             )
         if context_size() > 1:
-            raise ValueError(f"router_aux_loss_coef={coef:g}: not with parallel.context={context_size()}; leave it out")
+            raise UserError(f"router_aux_loss_coef={coef:g}: not with parallel.context={context_size()}; leave it out")
         self.top_k = config.num_experts_per_tok
         self.counting = False
         self._reset()

@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from data.errors import UserError
 from data.packing import Batch, empty_batch
 from kernels.nf4 import is_4bit
 from trainer.config.blocks import ParallelConfig
@@ -87,7 +88,7 @@ def refuse_sharded(policy: Policy) -> None:
     for flag, value in (("dora", config.use_dora), ("modules_to_save", config.modules_to_save)):
         if value:
             shown = value if isinstance(value, bool) else " ".join(value)
-            raise ValueError(f"lora.{flag}={shown}: not with parallel.mode=fsdp; use --parallel.mode replicate")
+            raise UserError(f"lora.{flag}={shown}: not with parallel.mode=fsdp; use --parallel.mode replicate")
 
 
 def pick_mode(cfg: ParallelConfig, policy: Policy) -> str:
@@ -123,7 +124,7 @@ def check_same_weights(model: nn.Module) -> None:
     device = next(model.parameters()).device
     total = all_sum(own.to(device), "check of weights", everyone=True).cpu() / world_size()
     if not torch.isclose(own, total, rtol=1e-12, atol=0):
-        raise ValueError("model: ranks have loaded different weights; give all of them the same files")
+        raise UserError("model: ranks have loaded different weights; give all of them the same files")
 
 
 def check_same_files(files: TensorFiles) -> None:
@@ -132,7 +133,7 @@ def check_same_files(files: TensorFiles) -> None:
     sizes = {part.file: (files.folder / part.file).stat().st_size for r in files.records.values() for part in r.parts}
     digest = hashlib.sha256(json.dumps([own, sizes], sort_keys=True).encode()).hexdigest()
     if len(set(of_all(digest, "check of files"))) > 1:
-        raise ValueError("model: ranks have found different files; give all of them the same ones")
+        raise UserError("model: ranks have found different files; give all of them the same ones")
 
 
 @contextlib.contextmanager

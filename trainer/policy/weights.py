@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.errors import UserError
 from rollout.sync.base import TensorSpec
 from rollout.sync.tensor_header import Spec, file_header
 from trainer.parallel.comm import inside
@@ -115,4 +116,4 @@ def refuse_unservable(config: Any) -> None:
     for name in ("rank_pattern", "alpha_pattern"):
         value = getattr(config, name, None)
         if value:
-            raise ValueError(f"{name}={value}: vLLM would ignore it; use --sync.backend filesystem or process_group")
+            raise UserError(f"{name}={value}: vLLM would ignore it; use --sync.backend filesystem or process_group")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from data.errors import UserError
 from data.packing import Batch
 from rollout.engine import Completion
 from trainer.policy.heads import head_of, load_scorer
@@ -82,11 +83,11 @@ def load_critic(cfg: Any, policy: Policy) -> Critic:
         scorer = load_scorer(own, cfg.lora, policy.device, kind="sequence", zero_head=True)
     check_same_tokens(policy, scorer, f"value_model={cfg.value_model}", cfg.model.model)
     if policy.row_multiple % scorer.row_multiple:
-        raise ValueError(
+        raise UserError(
             f"value_model={cfg.value_model}: runs with flex attention, and model={cfg.model.model} cannot; set "
             "--attn-implementation sdpa"
         )
-    policy.beside.append(scorer)
+    policy.companions.append(scorer)
     return ValueModel(scorer)
 
 
@@ -108,7 +109,7 @@ def values_of(critic: Critic, policy: Policy, micro_batches: Sequence[Batch]) ->
 # Numbers of trained tokens: packed in micro-batches, one row per completion, or a list with one number per id.
 
 
-def in_rows(
+def pad_completions(
     completions: Sequence[Completion],
     micro_batches: Sequence[Batch],  # of these completions
     packed: Sequence[Tensor],  # (N,) of each
@@ -123,7 +124,7 @@ def in_rows(
     return rows, torch.arange(rows.shape[1]) < torch.tensor(lengths).unsqueeze(1)
 
 
-def on_all_ids(
+def scatter_to_ids(
     completions: Sequence[Completion],
     rows: Sequence[int],  # those of them that `values` has
     values: Tensor,  # (B, T) from in_rows

@@ -15,11 +15,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from data.errors import UserError
 from data.types import Prompt
 from kernels.nf4 import num_weights
 from rollout.engines.local import PAGE
 from rollout.servers.command import check_build, find_python
-from trainer.config.checks import refuse_idle
+from trainer.config.checks import reject_unused
 from trainer.config.groups import servers_asked
 from trainer.parallel.comm import from_main, is_main, on_main
 from trainer.parallel.dtensor import local
@@ -56,7 +57,7 @@ class Choice(NamedTuple):
 
 
 def resolve_engine(
-    cfg: Any, policy: Policy, prompts: Sequence[Prompt], modules: Iterable[nn.Module] = (), *, unseen: int = 0
+    cfg: Any, policy: Policy, prompts: Sequence[Prompt], modules: Iterable[nn.Module] = (), *, extra_tokens: int = 0
 ) -> Any:
     """`cfg` with the engine that auto stands for. `modules`: those trained besides the policy; `unseen`: tokens that a
     sequence may get besides its prompt and completion."""
@@ -66,7 +67,7 @@ def resolve_engine(
     def decide() -> list[str]:
         memory = None
         if policy.device.type == "cuda":
-            longest = max((len(prompt.ids) for prompt in prompts), default=0) + unseen
+            longest = max((len(prompt.ids) for prompt in prompts), default=0) + extra_tokens
             memory = measure(cfg, policy, [policy.model, *modules], longest)
         return list(choose(cfg, memory, lambda: check_build(find_python(cfg.vllm), "cuda")))
 
@@ -86,11 +87,11 @@ def choose(cfg: Any, memory: Memory | None, check_vllm: Callable[[], Any]) -> Ch
         return Choice("local", f"rollout.engine=auto: local, it takes at least {memory}")
     short = f"sampling in this process takes at least {memory}"
     why = f"with vLLM servers, which auto chooses because {short}; leave it out, or set --rollout.engine local"
-    refuse_idle(cfg.rollout, why, ("max_batch_size", "cache_gib"), "rollout.")
+    reject_unused(cfg.rollout, why, ("max_batch_size", "cache_gib"), "rollout.")
     try:
         check_vllm()
     except ValueError as error:
-        raise ValueError(
+        raise UserError(
             f"rollout.engine=auto: {short}, and servers cannot start: {error}; --rollout.engine local tries anyway"
         ) from None
     return Choice("vllm", f"rollout.engine=auto: vllm, {short}")
@@ -102,11 +103,11 @@ def measure(cfg: Any, policy: Policy, trained: Iterable[nn.Module], prompt_lengt
     held = torch.cuda.memory_allocated(policy.device)
     copy, cache = engine_bytes(cfg, policy, prompt_length)
     cast = 0 if policy.is_sharded else policy.compute_dtype.itemsize
-    added = sum(to_come(module, cfg.optim.optim, cast) for module in trained)
+    added = sum(training_bytes(module, cfg.optim.optim, cast) for module in trained)
     return Memory(training=held + added, copy=copy, cache=cache, room=free + reserved - SPARE)
 
 
-def to_come(module: nn.Module, optim: str, cast: int) -> int:
+def training_bytes(module: nn.Module, optim: str, cast: int) -> int:
     """Bytes of gradients, AdamW's moments and autocast's casts of matrices on the GPU, of which there are none yet.
 
     `cast` is bytes of a number in matrix products; 0: FSDP casts a block at a time.

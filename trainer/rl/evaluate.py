@@ -91,7 +91,7 @@ def evaluate_rewards(
     engine.load(version)
     seeds = [range(row, num_generations * len(prompts), len(prompts)) for row in range(len(prompts))]
     requests = [[Request.of(prompt, seed) for seed in own] for prompt, own in zip(prompts, seeds, strict=True)]
-    groups = run_groups(source, requests, engine.tend)
+    groups = run_groups(source, requests, engine.poll)
     engine.sleep()
     completions = [completion for group in groups for completion in group]
     of_each = [prompt for prompt in prompts for _ in range(num_generations)]

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.errors import UserError
 from data.types import Prompt
 from losses.advantage import NOTHING, Advantage, GroupRewards, nan_std, overlong_penalty, weighted_sum
 from losses.kl import k1, reward_minus_kl
@@ -27,11 +28,12 @@ from rollout.engine import Completion, Group
 from rollout.rewards.table import Rewards, RewardTable
 from rollout.schedule.producer import Producer
 from rollout.schedule.replay import Replay
+from trainer.config.groups import PolicyGradientConfig
 from trainer.metrics.metrics import Counters
 from trainer.parallel.comm import all_sum
 from trainer.policy.logps import Policy, reference_logps
 from trainer.rl.evaluate import logged_metrics
-from trainer.rl.step import pack_completions, score
+from trainer.rl.minibatch import pack_completions, score
 
 
 @dataclass(frozen=True)
@@ -111,10 +113,10 @@ class Groups:
         rewards: Rewards,
         replay: Replay,
         estimate: Callable[[GroupRewards], Advantage] | None = None,  # of a method that has its own
-        unrewarded: Unrewarded | None = None,  # where rewards may be missing
+        missing_rewards: MissingRewards | None = None,  # where rewards may be missing
     ) -> None:
         self.cfg, self.producer, self.rewards, self.replay = cfg, producer, rewards, replay
-        self.unrewarded = unrewarded
+        self.missing_rewards = missing_rewards
         self._tables: list[RewardTable] = []  # of the current batch
         self.estimate = estimate or cfg.advantage.estimate
         self.has_penalty = cfg.advantage.overlong_margin > 0
@@ -138,11 +140,11 @@ class Groups:
             sampled += fresh
             for place, group in zip(places, [g for g in fresh if self._teaches(g)], strict=False):
                 groups[place] = group
-        if self.unrewarded is not None:
+        if self.missing_rewards is not None:
             scores = [x for group in sampled for row in group.values for x in row[: len(self.rewards.names)]]
             failed = sum(bool(c.columns.get("env_failed")) for group in sampled for c in group.completions)
             rewarded = any(x is not None for x in scores)  # the overlong penalty is no reward
-            self.unrewarded.sampled(step + 1, self._tables, rewarded=rewarded, env_failed=failed)
+            self.missing_rewards.sampled(step + 1, self._tables, rewarded=rewarded, env_failed=failed)
         for group in sampled:
             self._tell_planner(group)
         metrics = self._replay(groups, step) | logged_metrics(self._logged, "reward")
@@ -252,14 +254,14 @@ def checked_advantage(advantage: Advantage, batch: GroupBatch) -> Tensor | list[
     shape = (len(batch.groups), len(batch.groups[0].completions)) if batch.groups else (0, 0)
     if isinstance(advantage, Tensor):
         if tuple(advantage.shape) != shape and batch.groups:
-            raise ValueError(
+            raise UserError(
                 f"advantage_estimator: returned shape {tuple(advantage.shape)}; (groups, completions) is {shape}"
             )
         return torch.where(advantage.isnan(), 0.0, advantage).flatten()
     rows = [[0.0 if x != x else x for x in torch.as_tensor(own).tolist()] for own in advantage]
     wanted = [len(completion.ids) for completion in batch.completions]
     if [len(row) for row in rows] != wanted:
-        raise ValueError(
+        raise UserError(
             f"advantage_estimator: returned {len(rows)} lists of lengths {[len(row) for row in rows][:4]}..; a number "
             f"per token of each completion would be {len(wanted)} lists of lengths {wanted[:4]}.."
         )
@@ -274,11 +276,11 @@ def per_completion(advantage: Tensor | Sequence[Sequence[float]]) -> list[float]
 
 
 @torch.no_grad()
-def sequence_kl(cfg: Any, policy: Policy, completions: Sequence[Completion]) -> Tensor:  # (B,)
+def sequence_kl(cfg: PolicyGradientConfig, policy: Policy, completions: Sequence[Completion]) -> Tensor:  # (B,)
     """k1 of each completion, summed over its tokens: log-prob of the current policy minus that of the reference."""
     total = torch.zeros(len(completions), device=policy.device)
     micro_batches = pack_completions(cfg.run, policy, completions, share_prompt=cfg.share_prompt)
-    for mb, now in zip(micro_batches, score(cfg, policy, micro_batches), strict=True):
+    for mb, now in zip(micro_batches, score(policy, micro_batches, temperature=cfg.temperature), strict=True):
         ref_logp = reference_logps(policy, mb, temperature=cfg.temperature)
         total = total.index_add(0, mb.sequence, k1(now.logp, ref_logp).float())
     return total.cpu()
@@ -287,7 +289,7 @@ def sequence_kl(cfg: Any, policy: Policy, completions: Sequence[Completion]) -> 
 # Batches without any reward.
 
 
-class Unrewarded:
+class MissingRewards:
     """Warns of batches in which no completion got a reward, and stops the run after too many in a row. On rank 0.
 
     Checkpoints keep the count, so a resumed run stops at the same step.
@@ -329,7 +331,7 @@ class Unrewarded:
 
     def _judge(self, what: str, where: str, why: str, count: int, most: int) -> None:
         if self.limit and count >= most:
-            raise ValueError(
+            raise UserError(
                 f"reward_funcs={' '.join(self.specs)}: {where}, number {count} of such {what} in a row ({why}); check "
                 "them with python -m rollout.rewards --check, or set --reward-none-limit 0 to go on without rewards"
             )

@@ -118,7 +118,7 @@ def deal(sizes: Sequence[int], num_parts: int, num_ranks: int) -> list[list[list
     dealt: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     for part in range(num_parts):
         places = range(part, len(sizes), num_parts)
-        for own, chosen in zip(dealt, comm.shares([sizes[place] for place in places], num_ranks), strict=True):
+        for own, chosen in zip(dealt, comm.balanced_shards([sizes[place] for place in places], num_ranks), strict=True):
             own.append([places[i] for i in chosen])
     return dealt
 
@@ -199,10 +199,10 @@ class AllRanksScores(LocalEngine):
         )
         self.policy, self.local = policy, local
 
-    def score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
-        comm.send_command("score")
-        comm.from_main([sequences, temperature], "sequences to score")
-        return score_together(self.policy, self.local, sequences, temperature)
+    def logps(self, sequences: Sequences, temperature: float) -> list[list[float]]:
+        comm.send_command("logps")
+        comm.from_main([sequences, temperature], "sequences")
+        return logps_on_all_ranks(self.policy, self.local, sequences, temperature)
 
 
 class AllRanksEngine(AllRanksScores):
@@ -281,7 +281,7 @@ class CommandHandlers:
     def __init__(self, policy: Policy, local: LocalEngine) -> None:
         self.policy, self.local = policy, local
         self._weights: PolicyWeights | None = None
-        self.handlers = {"score": self.score, "weights": self.weights, "adapter": self.adapter}
+        self.handlers = {"logps": self.logps, "weights": self.weights, "adapter": self.adapter}
 
     def weights(self, dtype: str) -> None:
         for _ in self._source(dtype).tensors():
@@ -290,9 +290,9 @@ class CommandHandlers:
     def adapter(self, dtype: str) -> None:
         self._source(dtype).adapter.read()
 
-    def score(self) -> None:
-        sequences, temperature = comm.from_main(None, "sequences to score")
-        score_together(self.policy, self.local, sequences, temperature)
+    def logps(self) -> None:
+        sequences, temperature = comm.from_main(None, "sequences")
+        logps_on_all_ranks(self.policy, self.local, sequences, temperature)
 
     def _source(self, dtype: str) -> PolicyWeights:
         if self._weights is None:
@@ -301,10 +301,12 @@ class CommandHandlers:
         return self._weights
 
 
-def score_together(policy: Policy, local: LocalEngine, sequences: Sequences, temperature: float) -> list[list[float]]:
+def logps_on_all_ranks(
+    policy: Policy, local: LocalEngine, sequences: Sequences, temperature: float
+) -> list[list[float]]:
     """Log-probs by all ranks at once; the model stays sharded, but for the current block and the head."""
     with comm.inside("log-probs to compare"), gathered_head(policy):
-        return local.score(sequences, temperature)
+        return local.logps(sequences, temperature)
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -1,19 +1,14 @@
 """Session: what every sampling method builds and keeps, so that a method file is its loop.
 
-    with Session(cfg) as s:                       # reads all input, makes the run folder, starts the engine, restores
-        while s.step < s.total_steps:
-            s.sync_weights()                      # if due, or the engine sleeps
-            batch = s.sample()                    # rank 0 generates, rewards, replaces; whole groups to each rank
-            advantage = s.advantage(batch)        # by the estimator that sample() judged groups with
-            rollout = s.prepare(batch, advantage) # packs each mini-batch; passes without gradient, where needed
-            s.keep_samples(batch, advantage)      # some rows for samples.jsonl
-            for part in s.updates(*rollout):      # s.step counts optimizer steps
-                sums = backward(cfg, s.policy, part)
-                s.optimizer_step(sums, part)      # clip, check for non-finite numbers, step, schedule
-                s.log(sums, part)                 # one line per optimizer step; evaluates when due
-                s.refresh_ahead()                 # async only: new weights and prompts between updates
-            s.finish_rollout()                    # the batch counts as consumed; then a checkpoint, if due
-        s.finish()                                # exports the model, writes the report
+    with Session(cfg) as s:                         # reads all input, makes the run folder, starts the engine, restores
+        for rollout in s.rollouts():                # new weights to the engine if due; whole groups to each rank
+            advantage = s.advantage(rollout)        # by the estimator that sampling judged groups with
+            s.keep_samples(rollout, advantage)      # some rows for samples.jsonl
+            batches = s.pack(rollout, advantage)    # one for each mini-batch, on the device
+            for batch in s.updates(*batches):       # s.step counts optimizer steps
+                sums = backward(cfg, s.policy, batch)   # the method's own: trainer/methods/grpo.py
+                s.clip_and_step(sums, batch)        # clip, check for non-finite numbers, step, schedule
+                s.log(sums, batch)                  # one line per optimizer step; evaluates when due
 
 What a method does differently it passes in, as functions of the session, called once s.policy is loaded:
 
@@ -33,9 +28,7 @@ What a method does differently it passes in, as functions of the session, called
     extra_state                anything with state_dict and load_state_dict that a checkpoint keeps, by name
     with_reference             whether to load a reference model; by default cfg.has_reference: if beta is above 0
     steps_per_rollout          optimizer steps on one batch, if not minibatches_per_rollout x num_iterations: the
-                               schedule, staleness and the number of rollouts follow from it. For mini-batches of its
-                               own a method prepares each part of the completions with num_steps=s.steps_per_rollout,
-                               and passes all parts to s.updates
+                               schedule, staleness and the number of rollouts follow from it
 """
 
 from __future__ import annotations
@@ -43,12 +36,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
+from data.errors import UserError
 from data.loader import Loader
 from data.rows.held_out import train_and_held_out
 from data.types import Prompt
@@ -60,21 +53,22 @@ from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Producer, sync_due
 from rollout.schedule.replay import Replay
 from trainer.config.blocks import OptimConfig, steps_per_epoch
-from trainer.config.checks import refuse_idle
+from trainer.config.checks import reject_unused
 from trainer.config.policy import check_policy_options
 from trainer.metrics.metrics import Counters, MetricSums, Timer
 from trainer.parallel.comm import all_count, is_main, mean_over_ranks, pick_device, rank
 from trainer.policy.compile_choice import resolve_compile
 from trainer.policy.load import load_policy
-from trainer.policy.optim import BadSteps, TrainedModule, begin_step, build_optimizer
+from trainer.policy.optim import BadSteps, TrainedModule, build_optimizer, launch_step
 from trainer.policy.reference import MovingReference
 from trainer.policy.sharding import parallelize
 from trainer.rl import setup
 from trainer.rl.engine_choice import resolve_engine
+from trainer.rl.entropy_target import EntropyTarget
 from trainer.rl.evaluate import completion_metrics, evaluate_rewards, packing_metrics, reward_metrics, sample_rows
-from trainer.rl.groups import GroupBatch, Groups, Unrewarded, per_completion, sequence_kl
+from trainer.rl.groups import GroupBatch, Groups, MissingRewards, per_completion, sequence_kl
+from trainer.rl.minibatch import MiniBatch, pack
 from trainer.rl.rank0_rollout import Rank0Rollout
-from trainer.rl.step import EntropyTarget, StepBatch, prepare
 from trainer.run.run import open_run
 
 
@@ -98,7 +92,7 @@ class Session:
         self.timer: Timer | None = None
         self.steps_per_rollout = steps_per_rollout or cfg.steps_per_rollout
         if self.steps_per_rollout % cfg.minibatches_per_rollout:
-            raise ValueError(
+            raise UserError(
                 f"minibatches_per_rollout={cfg.minibatches_per_rollout}: this method takes {self.steps_per_rollout} "
                 "optimizer steps on a rollout, which is no multiple; leave it out"
             )
@@ -109,13 +103,10 @@ class Session:
             minibatches=cfg.minibatches_per_rollout,
             kl_in_reward=cfg.advantage.kl_in_reward,
         )
-        if advantage is not None:
-            why = "here, the method has an advantage of its own; leave it out"
-            refuse_idle(cfg.advantage, why, ("advantage_estimator", "advantage_kwargs", "scale_rewards"))
         if evaluate is not None:
-            refuse_idle(cfg, "on the evaluation of this method; leave it out", ("num_generations_eval",))
+            reject_unused(cfg, "on the evaluation of this method; leave it out", ("num_generations_eval",))
         if prompts is not None and source is None:
-            raise ValueError("Session(prompts=...): needs source=, which says how such rows are completed")
+            raise UserError("Session(prompts=...): needs source=, which says how such rows are completed")
         self.overlap = cfg.overlap
         self._own_evaluate, self._own_source = evaluate, source
         self.run = open_run(cfg, cfg.run.method)
@@ -159,13 +150,17 @@ class Session:
             self.rewards.check_columns(self.prompts, "data", columns)
             self.rewards.check_columns(self.held_out, "eval_data", columns)
         if self.held_out and self._own_evaluate is None and not hasattr(self.rewards, "score"):
-            raise ValueError("Session(rewards=...): has no score(), so --eval-data needs evaluate=")
+            raise UserError("Session(rewards=...): has no score(), so --eval-data needs evaluate=")
         modules = trained(self) if trained else {}
         self._trained = {name: x if isinstance(x, tuple) else (x, cfg.optim) for name, x in modules.items()}
         self.trained = {name: module.to(self.policy.device) for name, (module, _) in self._trained.items()}
-        self.unseen = 0 if self.setup is None else self.setup.unseen  # tokens beside a prompt and its completion
+        self.extra_tokens = (
+            0 if self.setup is None else self.setup.extra_tokens
+        )  # tokens in addition to prompt and completion
         rows = self.prompts + self.held_out
-        self.cfg = run.cfg = resolve_engine(cfg, self.policy, rows, self.trained.values(), unseen=self.unseen)
+        self.cfg = run.cfg = resolve_engine(
+            cfg, self.policy, rows, self.trained.values(), extra_tokens=self.extra_tokens
+        )
 
     def _make_plan(self, extra_state: Mapping[str, Any]) -> None:
         """How many steps there are, the optimizer, and which prompts come when."""
@@ -214,7 +209,7 @@ class Session:
         """Make the run folder, start the engine, restore a checkpoint, evaluate before the first step."""
         cfg, run, overlap = self.cfg, self.run, self.overlap
         run.begin(self.total_steps, f"{run.method} {cfg.model.model}", self.steps_per_epoch)
-        engine = setup.start_engine(cfg, self.policy, run, self.prompts + self.held_out, unseen=self.unseen)
+        engine = setup.start_engine(cfg, self.policy, run, self.prompts + self.held_out, extra_tokens=self.extra_tokens)
         if is_main() and self.setup is not None:
             self.setup.start(engine, run.dir / "logs")
         self.rank0 = Rank0Rollout(self.policy, engine, self.prompts)
@@ -232,19 +227,21 @@ class Session:
                 max_staleness=overlap.max_staleness,
                 steps_per_batch=self.steps_per_rollout,
                 last_step=self.total_steps,
-                tend=self.engine.tend,
+                poll=self.engine.poll,
             )
         )
-        self.unrewarded = None
+        self.missing_rewards = None
         if hasattr(self.rewards, "functions"):  # which may return None
-            self.unrewarded = Unrewarded(
+            self.missing_rewards = MissingRewards(
                 [function.spec for function in self.rewards.functions],
                 self.counters,
                 run.note,
                 limit=cfg.reward.reward_none_limit,
                 num_batches=math.ceil(self.total_steps / self.steps_per_rollout),
             )
-        self.groups = Groups(cfg, self.producer, self.rewards, self.replay, advantage, unrewarded=self.unrewarded)
+        self.groups = Groups(
+            cfg, self.producer, self.rewards, self.replay, advantage, missing_rewards=self.missing_rewards
+        )
         if self.step == 0 and self.held_out:
             run.log(0, self.evaluate())
 
@@ -255,6 +252,15 @@ class Session:
         return self.setup.source(self.engine, sampling)
 
     # One rollout.
+
+    def rollouts(self) -> Iterator[GroupBatch]:
+        """Each rollout of the run, sampled by weights that are new enough. After the body of the loop it counts as
+        consumed, and a checkpoint is taken if due; after the last one the model is exported."""
+        while self.step < self.total_steps:
+            self.sync_weights()
+            yield self.sample()
+            self.finish_rollout()
+        self.finish()
 
     def sync_weights(self) -> None:
         """Send the current weights to the engine if its own are vllm_sync_interval steps old, or if it sleeps."""
@@ -298,62 +304,67 @@ class Session:
         """Log-probs that the ratios of replayed groups are taken against, if not those of the current weights."""
         return batch.old_logps(self.overlap.replay_recompute_logps)
 
-    def prepare(
+    def pack(
         self,
-        batch: GroupBatch,
+        rollout: GroupBatch,
         advantage: Tensor | Sequence[Sequence[float]],  # (B,), or for each completion one number per id
         *,
         rows: Iterable[int] | None = None,
-    ) -> list[StepBatch]:
-        """One StepBatch for each mini-batch, by trainer.rl.step.prepare; losses are divided by its own counts.
+        own: Mapping[str, Sequence[Sequence[float]]] | None = None,
+    ) -> list[MiniBatch]:
+        """One MiniBatch for each mini-batch of the rollout; losses are divided by its own counts.
 
-        `rows`: places of the completions to train on, in batch.completions; None: all. StepBatch.rows are such places.
+        `rows`: places of the completions to train on, in rollout.completions; None: all. MiniBatch.rows are such
+        places. `own`: further columns, for each completion one number per id.
         """
-        completions, old_logps = batch.completions, self.old_logps(batch)
+        completions, old_logps = rollout.completions, self.old_logps(rollout)
         wanted = set(range(len(completions)) if rows is None else rows)
-        prepared, stop = [], 0
-        for number, part in enumerate(batch.parts):
+        packed, stop = [], 0
+        for number, part in enumerate(rollout.parts):
             start, stop = stop, stop + len(part.completions)
-            own = [row for row in range(start, stop) if row in wanted]
-            step_batch = prepare(
+            kept = [row for row in range(start, stop) if row in wanted]
+            batch = pack(
                 self.cfg,
                 self.policy,
-                [completions[row] for row in own],
-                advantage[own] if isinstance(advantage, Tensor) else [advantage[row] for row in own],
-                old_logps=old_logps and [old_logps[row] for row in own],
-                num_steps=self.steps_per_rollout,
+                [completions[row] for row in kept],
+                advantage[kept] if isinstance(advantage, Tensor) else [advantage[row] for row in kept],
+                old_logps=old_logps and [old_logps[row] for row in kept],
+                own={name: [values[row] for row in kept] for name, values in (own or {}).items()},
             )
-            prepared.append(replace(step_batch, rows=[own[row] for row in step_batch.rows], number=number))
-        return prepared
+            batch.rows, batch.number = [kept[row] for row in batch.rows], number
+            packed.append(batch)
+        return packed
 
     def keep_samples(self, batch: GroupBatch, advantage: Tensor | Sequence[Sequence[float]]) -> None:
         self.run.sample(self.step + 1, sample_rows(batch, per_completion(advantage)))
 
     # Optimizer steps on that rollout.
 
-    def updates(self, *batches: StepBatch) -> Iterator[StepBatch]:
-        """Each of the prepared batches in turn, as often as there are steps on a rollout, within total_steps."""
+    def updates(self, *batches: MiniBatch) -> Iterator[MiniBatch]:
+        """Each of the batches in turn, as often as there are steps on a rollout, within total_steps."""
         num_parts = self.cfg.minibatches_per_rollout
         if num_parts > 1 and len(batches) != num_parts:
-            raise ValueError(
+            raise UserError(
                 f"minibatches_per_rollout={num_parts}: this method trains on a rollout as a whole; leave it out, or "
-                "let the method prepare its mini-batches with s.prepare(batch, advantage)"
+                "let the method pack its mini-batches with s.pack(rollout, advantage)"
             )
         needs_old = self.steps_per_rollout > 1 and self.cfg.correction.proximal_policy == "step"
         assert len(batches) <= self.steps_per_rollout, f"{len(batches)} batches for {self.steps_per_rollout} steps"
-        ours = [batch for batch in batches if isinstance(batch, StepBatch)]  # a method may have a kind of its own
-        assert not (needs_old and any(batch.old is None for batch in ours)), (
-            "several steps on a rollout: prepare(..., num_steps=s.steps_per_rollout) keeps the old log-probs"
+        ours = [batch for batch in batches if isinstance(batch, MiniBatch)]  # a method may have a kind of its own
+        assert not (needs_old and any(batch.at_start is None for batch in ours)), (
+            "several steps on a rollout: score_at_start(cfg, s.policy, batches, s.steps_per_rollout) keeps log-probs"
         )
         for number in range(min(self.steps_per_rollout, self.total_steps - self.step)):
             self.step += 1
             self._steps_left = self.steps_per_rollout - number - 1  # on this rollout
-            part = replace(batches[number % len(batches)], first=number == 0)
-            if self.entropy is not None and isinstance(part, StepBatch):
-                part = replace(part, entropy_coef=self.entropy.coef)
-            yield part
+            batch = batches[number % len(batches)]
+            batch.first = number == 0
+            if self.entropy is not None and isinstance(batch, MiniBatch):
+                batch.entropy_coef = self.entropy.coef
+            yield batch
+            self.refresh_ahead()
 
-    def optimizer_step(self, sums: MetricSums, part: StepBatch, *, extra_tokens: int = 0) -> None:
+    def clip_and_step(self, sums: MetricSums, part: MiniBatch, *, extra_tokens: int = 0) -> None:
         """Clip, check and apply the gradients of the policy, then those of `s.trained`.
 
         `extra_tokens`: what the method computed besides the batch, for the count of tokens.
@@ -361,19 +372,19 @@ class Session:
         sources = ", ".join(dict.fromkeys(prompt.source for prompt in self.batch.prompts))
         where, limit = f"step {self.step}, rank {rank()}, prompts {sources}", self.cfg.optim.max_grad_norm
         self.learning_rate = float(self.schedule.get_last_lr()[0])
-        begun = begin_step(self.policy.model, self.optimizer, self.schedule, limit, where, sums, self.bad_steps)
-        self.grad_norm = begun.settle()
+        begun = launch_step(self.policy.model, self.optimizer, self.schedule, limit, where, sums, self.bad_steps)
+        self.grad_norm = begun.wait()
         skipped = self.counters.skipped_in_a_row > 0  # by --nan-policy skip: nothing learns from this step
         for module in self.trained_modules:
             module.step(where, skip=skipped)
         if self.moving is not None:
             self.moving.after_step(self.step)
-        own = extra_tokens + sum(mb.num_tokens for mb in part.micro_batches)
+        own = extra_tokens + sum(mb.num_tokens for mb in part.batches)
         self.num_tokens = all_count(own, "tokens of the step")
         self.timer.lap("train_s")
         self.counters.tokens += self.num_tokens
 
-    def log(self, sums: MetricSums, part: StepBatch, more: Mapping[str, float] | None = None) -> None:
+    def log(self, sums: MetricSums, part: MiniBatch, more: Mapping[str, float] | None = None) -> None:
         """One line of metrics.jsonl; `more` are metrics of the method's own."""
         sampled = self.sampled
         if self.entropy is not None:
@@ -381,7 +392,7 @@ class Session:
         rollout = {
             **reward_metrics(sampled.names, sampled.rows, sampled.reward),
             **completion_metrics(sampled.completions),
-            **packing_metrics(part.micro_batches),
+            **packing_metrics(part.batches),
             **self.batch.metrics,
             **({} if self.kl is None else {"policy/ref_kl": mean_over_ranks(self.kl)}),
             **self.rewards.metrics(),
@@ -408,11 +419,11 @@ class Session:
             self.run.log_later(self.step, lambda: metrics() | engine)
         self.timer = Timer()
 
-    def _adapt_entropy(self, sums: MetricSums, part: StepBatch) -> dict[str, float]:
+    def _adapt_entropy(self, sums: MetricSums, part: MiniBatch) -> dict[str, float]:
         """Adapt the coefficient for the next step to the entropy of this one, which the host waits for."""
-        if not isinstance(part, StepBatch) or "policy/entropy" not in sums.pairs:
+        if not isinstance(part, MiniBatch) or "policy/entropy" not in sums.pairs:
             target = self.cfg.policy_loss.entropy_target
-            raise ValueError(f"entropy_target={target}: this method measures no entropy; leave it out")
+            raise UserError(f"entropy_target={target}: this method measures no entropy; leave it out")
         means = sums.means()
         if "policy/entropy" in means:  # not if no token was trained
             self.entropy.observe(means["policy/entropy"])
@@ -445,6 +456,6 @@ class Session:
         return self.rank0.run(self._evaluate) or {}
 
     def _evaluate(self) -> dict[str, float]:
-        check = None if self.unrewarded is None else self.unrewarded.evaluated
+        check = None if self.missing_rewards is None else self.missing_rewards.evaluated
         num = self.cfg.num_generations_eval
         return evaluate_rewards(self.engine, self.held_out_source, self.step, self.held_out, self.rewards, check, num)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from data.chat import stop_ids
+from data.errors import UserError
 from data.rows.prompts import load_prompts
 from data.types import Prompt
 from data.user_code import find_callable
@@ -33,7 +34,7 @@ from rollout.servers.lease import Owner
 from rollout.servers.options import VllmConfig
 from rollout.sync.base import time_limit
 from trainer.config.blocks import RolloutConfig
-from trainer.config.checks import refuse_idle
+from trainer.config.checks import reject_unused
 from trainer.parallel.comm import context_size, data_size, is_main, next_command, rank0_alone, send_command, world_size
 from trainer.parallel.ranks import local_world_size
 from trainer.policy.logps import Policy
@@ -41,7 +42,7 @@ from trainer.policy.weights import PolicyWeights
 from trainer.rl.rank0_rollout import AllRanksScores, SharedWeights
 from trainer.run.run import Run
 
-UNSEEN = 2048  # tokens that an environment or a function of the user may put into a prompt
+MAX_ENV_TOKENS = 2048  # tokens that an environment or a function of the user may put into a prompt
 
 
 class RolloutSetup:
@@ -88,12 +89,12 @@ class RolloutSetup:
         return ("num_turns", "env_reward") if self.episode is not None else ()
 
     @property
-    def unseen(self) -> int:
+    def extra_tokens(self) -> int:
         """Tokens that a sequence may have besides its prompt and completion."""
         if self.cfg.nemo_gym.multi_turn:
             return self.cfg.max_completion_length  # its agents ask for a whole answer in every turn, the last included
         given = (self.cfg.openenv.env, self.function, self.verifiers)
-        return UNSEEN if any(one is not None for one in given) else 0
+        return MAX_ENV_TOKENS if any(one is not None for one in given) else 0
 
     def prompts(self, specs: Sequence[str], *, held_out: bool = False) -> list[Prompt]:
         cfg, policy = self.cfg, self.policy
@@ -186,24 +187,24 @@ def check_servers(cfg: Any, policy: Policy, run: Run) -> None:
     """Refuse what has no effect here or would keep a server from starting or answering, before there is a folder."""
     if cfg.prompts_per_step < data_size():
         those = "processes" if context_size() == 1 else f"times {context_size()} processes that share one"
-        raise ValueError(
+        raise UserError(
             f"per_device_train_batch_size={cfg.run.per_device_train_batch_size}: a step has {cfg.prompts_per_step} "
             f"groups for {data_size()} {those}; raise it, or gradient_accumulation_steps, until each gets a group"
         )
     if cfg.rollout.engine == "local" and policy.device.type == "cpu":
-        refuse_idle(cfg.rollout, "on a CPU, whose cache grows as needed; leave it out", ("cache_gib",), "rollout.")
+        reject_unused(cfg.rollout, "on a CPU, whose cache grows as needed; leave it out", ("cache_gib",), "rollout.")
     if cfg.rollout.engine == "vllm":
         if world_size() > 1:
             check_places(cfg, policy)
         if is_main():
             check_start(cfg.vllm, policy.device, run.id)
         if cfg.overlap.vllm_sync_interval > 1 and shares_gpu(cfg.vllm, policy.device):
-            raise ValueError(
+            raise UserError(
                 f"vllm_sync_interval={cfg.overlap.vllm_sync_interval}: has no effect on a server that shares the "
                 "trainer's GPU, which gets its weights whenever it wakes; leave it out"
             )
         if cfg.overlap.async_prefetch and shares_gpu(cfg.vllm, policy.device):
-            raise ValueError(
+            raise UserError(
                 "async_prefetch=True: the server shares the trainer's GPU and sleeps while it trains; give it its own "
                 "with --vllm.devices or --vllm.url, or let both run at once with --vllm.colocate False "
                 "--vllm.devices 0 --vllm.gpu-memory-utilization 0.3"
@@ -214,12 +215,12 @@ def check_places(cfg: Any, policy: Policy) -> None:
     """Servers beside several processes need GPUs of their own, and syncs within the time limit of collectives."""
     if policy.device.type == "cuda":
         if shares_gpu(cfg.vllm, policy.device):
-            raise ValueError(
+            raise UserError(
                 f"vllm.colocate={cfg.vllm.colocate}: a server shares the GPU of one process, but {world_size()} train; "
                 "give servers their own GPUs with --vllm.devices or --vllm.url"
             )
         if cfg.sync.backend == "ipc":
-            raise ValueError(
+            raise UserError(
                 f"sync.backend=ipc: needs a server on the trainer's GPU, but {world_size()} processes train on one "
                 "each; use --sync.backend process_group"
             )
@@ -229,7 +230,7 @@ def check_places(cfg: Any, policy: Policy) -> None:
     if policy.is_sharded and (backend == "process_group" or (backend == "auto" and not policy.is_lora)):
         size = sum(p.numel() for p in policy.model.parameters()) * getattr(torch, serving_dtype(cfg, policy)).itemsize
         if cfg.parallel.timeout_s < (longest := time_limit(size)):
-            raise ValueError(
+            raise UserError(
                 f"parallel.timeout_s={cfg.parallel.timeout_s:g}: processes wait for each other while weights go to "
                 f"servers, which may take {longest:.0f} s when one hangs; raise it, or use --sync.backend filesystem"
             )
@@ -241,19 +242,19 @@ def check_gpus(vllm: VllmConfig, ours: int, there_are: int) -> None:
         return
     taken = [number for number in vllm.devices if number < ours]
     if taken:
-        raise ValueError(
+        raise UserError(
             f"vllm.devices={' '.join(map(str, vllm.devices))}: GPU {taken[0]} is used for training, as are all below "
             f"{ours}; name others"
         )
     needed = vllm.replicas * vllm.tensor_parallel_size
     if not vllm.devices and ours + needed > there_are:
-        raise ValueError(
+        raise UserError(
             f"vllm.replicas={vllm.replicas}: needs {needed} GPUs beside {ours} that train, but this machine has "
             f"{there_are}; start fewer processes, or run servers elsewhere and name them with --vllm.url"
         )
 
 
-def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], *, unseen: int = 0) -> Engine:
+def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], *, extra_tokens: int = 0) -> Engine:
     """The engine, closed with the run; `prompts` are all that it will complete.
 
     `unseen` is how many tokens besides a prompt and its completion a sequence may get.
@@ -270,7 +271,7 @@ def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], 
         if policy.device.type == "cuda" and not policy.is_sharded:
             local.prepare(
                 prompt_length=max(len(prompt.ids) for prompt in prompts),
-                max_tokens=cfg.max_completion_length + unseen,
+                max_tokens=cfg.max_completion_length + extra_tokens,
                 prompts=cfg.prompts_per_rollout,
                 group=cfg.num_generations,
             )
@@ -280,7 +281,7 @@ def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], 
         return local
     dtype = serving_dtype(cfg, policy)
     sync = replace(cfg.sync, backend="lora") if cfg.overlap.vllm_lora_sync else cfg.sync
-    longest = max(len(prompt.ids) for prompt in prompts) + cfg.max_completion_length + unseen
+    longest = max(len(prompt.ids) for prompt in prompts) + cfg.max_completion_length + extra_tokens
     engine = VllmEngine(
         servers_for(cfg),
         sync,

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from data.chat import clean_messages, render_prompt
+from data.errors import UserError
 from data.packing import Batch, Item, make_batches
 from data.types import Prompt
 from data.user_code import describe_error, find_callable, where_raised
@@ -58,7 +59,7 @@ def open_teacher(cfg: Any, policy: Policy) -> Teacher | TeacherServer:
     with named_as("teacher"):
         check_vocabulary(cfg, policy.tokenizer)
         source = load_frozen("teacher", cfg.distill.teacher, cfg.model, policy, cfg.parallel)
-    policy.beside.append(source)
+    policy.companions.append(source)
     return Teacher(cfg, policy, dataclasses.replace(source, reference=source.model))
 
 
@@ -70,7 +71,7 @@ def check_vocabulary(cfg: Any, tokenizer: Any) -> None:
     different = [token for token in {**ours, **theirs} if ours.get(token) != theirs.get(token)]
     if different:
         token = min(different, key=lambda token: (ours.get(token, len(ours)), token))
-        raise ValueError(
+        raise UserError(
             f"teacher={name}: its vocabulary of {len(theirs)} tokens is not that of model={cfg.model.model} with "
             f"{len(ours)}: {token!r} is {_id(theirs, token)} there and {_id(ours, token)} here; take a teacher with "
             "the same tokenizer"
@@ -100,7 +101,7 @@ class TeacherPrompts:
         for row, prompt in enumerate(prompts if context is not None else ()):
             size = len(prompt.ids if self.function is None else self._ids[row])
             if size + longest > context:
-                raise ValueError(
+                raise UserError(
                     f"{prompt.source}: the teacher's prompt of {size} tokens and max_completion_length={longest} do "
                     f"not fit its context of {context}; shorten either, or leave long prompts out with "
                     "--max-prompt-length"
@@ -129,14 +130,14 @@ class TeacherPrompts:
         except Exception as error:  # the user's code may raise anything
             where = where_raised(error, self.function)
             form = "text" if isinstance(prompt.prompt, str) else "a list of messages"
-            raise ValueError(
+            raise UserError(
                 f"{self.label}: failed on {prompt.source} ({describe_error(error)}{where}); fix it: row['prompt'] is "
                 f"{form}, and the other keys are {', '.join(sorted(prompt.columns)) or 'none'}"
             ) from None
         is_messages = isinstance(made, list) and bool(made) and all(isinstance(turn, Mapping) for turn in made)
         if not is_messages and not (isinstance(made, str) and made.strip()):
             shown = type(made).__name__ if made else f"empty {type(made).__name__}"
-            raise ValueError(
+            raise UserError(
                 f"{self.label}: returned {shown} for {prompt.source}; it must return a prompt, as text or as a list of "
                 "messages"
             )
@@ -145,7 +146,7 @@ class TeacherPrompts:
             settings = prompt.settings or self.cfg.model.chat_template_kwargs
             ids = render_prompt(self.tokenizer, made, self.cfg.model.system_prompt, settings)
         except ValueError as error:
-            raise ValueError(f"{self.label}: what it returned for {prompt.source} is no prompt: {error}") from None
+            raise UserError(f"{self.label}: what it returned for {prompt.source} is no prompt: {error}") from None
         return ids
 
 
@@ -231,7 +232,7 @@ class TeacherServer(TeacherPrompts):
         try:
             return read_scores(reply["choices"][0], ids)
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ValueError(
+            raise UserError(
                 f"teacher_url={self.url}: its reply has no log-probs of the tokens sent ({error})"
             ) from None
 
@@ -242,7 +243,7 @@ class TeacherServer(TeacherPrompts):
             first = reply["data"][0]
             return str(first["id"]), first.get("max_model_len")
         except (KeyError, IndexError, TypeError, AttributeError):
-            raise ValueError(f"teacher_url={self.url}: /v1/models names no model; it must be a vLLM server") from None
+            raise UserError(f"teacher_url={self.url}: /v1/models names no model; it must be a vLLM server") from None
 
     async def _check_tokens(self, student: str) -> None:
         """The server must know the student's last token, and give texts the same ids."""
@@ -254,7 +255,7 @@ class TeacherServer(TeacherPrompts):
             reply = await self._ask("POST", "/tokenize", request, may_lack=True)
             theirs = ours if reply is None else reply.get("tokens")
             if theirs != ours:
-                raise ValueError(
+                raise UserError(
                     f"teacher_url={self.url}: its tokenizer gives {text!r} other ids than that of model={student} "
                     f"({theirs} there, {ours} here); serve a teacher with the same tokenizer"
                 )
@@ -277,15 +278,13 @@ class TeacherServer(TeacherPrompts):
                 if status == 404 and may_lack:
                     return None
                 if status == 401:
-                    raise ValueError(
-                        f"teacher_url={self.url}: needs another token; set STROP_VLLM_TOKEN to its API key"
-                    )
+                    raise UserError(f"teacher_url={self.url}: needs another token; set STROP_VLLM_TOKEN to its API key")
                 if 400 <= status < 500:
-                    raise ValueError(f"teacher_url={self.url}: refuses {path} ({status}: {error_text(reply)})")
+                    raise UserError(f"teacher_url={self.url}: refuses {path} ({status}: {error_text(reply)})")
                 if status == 200:
                     return self._decoded(reply, path)
                 reason = f"status {status}: {error_text(reply)}"
-        raise ValueError(
+        raise UserError(
             f"teacher_url={self.url}: {path} failed {ATTEMPTS} times, the last with: {reason}; check that the server "
             "runs at this address; a run that has begun continues with --resume"
         )
@@ -294,7 +293,7 @@ class TeacherServer(TeacherPrompts):
         try:
             return json.loads(reply)
         except ValueError:
-            raise ValueError(f"teacher_url={self.url}: {path} answers with something that is not JSON") from None
+            raise UserError(f"teacher_url={self.url}: {path} answers with something that is not JSON") from None
 
     def close(self) -> None:
         self._http.close()

@@ -62,6 +62,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from data.errors import UserError
 from rollout.sync.tensor_header import aligned
 from trainer.files.atomic_folder import TMP, could_not_write, reason_of, remove_folder, sync
 from trainer.files.tensor_files import (
@@ -180,7 +181,7 @@ def check_state(state: dict[str, Any]) -> None:
     for name, value in state.items():
         problem = _json_problem(value)
         if problem:
-            raise ValueError(
+            raise UserError(
                 f"state_dict of {name}: holds {problem}, which a checkpoint cannot give back as it was; "
                 "return only dicts with text keys, lists, text, numbers, booleans and None"
             )
@@ -212,7 +213,7 @@ def latest_valid(checkpoints: Path, log: Callable[[str], None], *, at_most: int 
             return folder
         log(f"checkpoint {folder} is damaged ({problem}); trying the one before it")
     if found:
-        raise ValueError(
+        raise UserError(
             f"resume={checkpoints}: no undamaged checkpoint ({len(found)} tried); restore one from a backup, "
             "or start again with --overwrite-output-dir"
         )
@@ -302,7 +303,7 @@ def load_checkpoint(
     """
     problem = None if verified else find_problem(folder)
     if problem:
-        raise ValueError(f"checkpoint={folder}: damaged, {problem}; resume from another one")
+        raise UserError(f"checkpoint={folder}: damaged, {problem}; resume from another one")
     reshard(model)
     trained = dict(_trained(model))
     stored = stored_tensors(folder)
@@ -341,7 +342,7 @@ def _check_fit(folder: Path, trained: dict[str, nn.Parameter], weights: dict[str
         ours, saved = _describe(trained[name]), _describe(weights[name])
         differences += [f"{name} is {saved} there and {ours} here"] if ours != saved else []
     if differences:
-        raise ValueError(
+        raise UserError(
             f"resume={folder}: its weights do not fit this model ({min(differences)}; {len(differences)} differences "
             "in all); resume with the model, --lora and --dtype settings the run was started with"
         )
@@ -576,7 +577,7 @@ class Saver:
         if problems:
             stop.save_ends()
             save.free()
-            raise ValueError(failed(target, problems))
+            raise UserError(failed(target, problems))
         save.start([number for number, (_, writes) in enumerate(reports) if writes])
         self._save = save
         if not in_background:
@@ -599,7 +600,7 @@ class Saver:
                 shutil.rmtree(save.tmp, ignore_errors=True)
             if save.error is not None and not isinstance(save.error, OSError | SafetensorError):
                 raise save.error
-            raise ValueError(failed(save.target, problems))
+            raise UserError(failed(save.target, problems))
         if reports[0][0]:  # rank 0 finishes last, once it has all notes
             save.thread.join()
             self._save = None

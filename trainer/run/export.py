@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from data.chat import stop_ids
 from data.command.config_file import load_config
+from data.errors import UserError
 from rollout.servers.model_folder import resolve_model
 from rollout.sync.tensor_header import aligned
 from trainer.config.errors import load_error
@@ -229,7 +230,7 @@ def export_checkpoint(cfg: ExportConfig) -> Path:
     """Tensor by tensor: needs neither a GPU nor memory for the full model."""
     out = Path(cfg.out).expanduser()
     if out.exists():
-        raise ValueError(f"out={cfg.out}: exists already; name a new folder")
+        raise UserError(f"out={cfg.out}: exists already; name a new folder")
     run, checkpoint = find_checkpoint(cfg.source)
     settings = load_config(run / "config.yaml")
     _, base, _ = find_model(str(settings["model"]))
@@ -237,7 +238,7 @@ def export_checkpoint(cfg: ExportConfig) -> Path:
     adapter = checkpoint / "adapter_config.json"
     merge = cfg.merge_lora or bool(settings.get("merge_lora"))
     if adapter.exists() and json.loads(adapter.read_text())["task_type"] in SCORER_TASKS:
-        raise ValueError(f"source={cfg.source}: an adapter of a reward model; finish the run, its final/ is merged")
+        raise UserError(f"source={cfg.source}: an adapter of a reward model; finish the run, its final/ is merged")
     with atomic_folder(out, "out") as tmp:
         for path in checkpoint.iterdir():
             if path.is_file() and path.suffix != ".safetensors" and path.name not in OF_TRAINING:
@@ -262,12 +263,12 @@ def find_checkpoint(source: str) -> tuple[Path, Path]:
     folder = Path(source).expanduser().resolve()
     if (folder / MANIFEST).exists():
         if problem := find_problem(folder):
-            raise ValueError(f"source={source}: damaged, {problem}; name another checkpoint")
+            raise UserError(f"source={source}: damaged, {problem}; name another checkpoint")
         run, checkpoint = folder.parents[1], folder
     else:
         run, checkpoint = folder, latest_valid(folder / "checkpoints", log)
     if checkpoint is None or not (run / "config.yaml").is_file():
-        raise ValueError(f"source={source}: not a run folder with a checkpoint, nor a checkpoint in a run folder")
+        raise UserError(f"source={source}: not a run folder with a checkpoint, nor a checkpoint in a run folder")
     return run, checkpoint
 
 
@@ -286,7 +287,7 @@ def skeleton(checkpoint: Path, base: str, *, trust_remote_code: bool) -> Any:
             else:
                 lm = kind(config)
     except Exception as error:  # damaged files and remote code make transformers raise anything
-        raise ValueError(f"model={source}: cannot be built: {load_error(error, str(source))}") from None
+        raise UserError(f"model={source}: cannot be built: {load_error(error, str(source))}") from None
     with torch.device("meta"):
         if adapter.exists():
             from peft import PeftConfig, get_peft_model
@@ -307,7 +308,7 @@ def getter(weights: TensorFiles, base: str) -> Callable[[str], Tensor]:
         files[:] = files or [model_tensors(base)]
         plain = name.replace(".base_layer.", ".")
         if plain not in files[0].records:
-            raise ValueError(f"model={base}: its files hold no {plain}; export the adapter, and merge it by peft")
+            raise UserError(f"model={base}: its files hold no {plain}; export the adapter, and merge it by peft")
         return files[0].read(plain)
 
     return get

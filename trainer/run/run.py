@@ -44,10 +44,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from data.command.config_file import load_config, save_config
 from data.command.flags import config_to_tree
+from data.errors import UserError
 from data.user_code import describe_error, users_part
 from trainer.config.blocks import RunConfig, check_4bit
 from trainer.config.defaults import default_tree
-from trainer.config.errors import raised_on_purpose
 from trainer.config.learning_rates import SMALL_MODEL, far_off
 from trainer.files.atomic_folder import remove_folder, remove_leftovers
 from trainer.files.tensor_files import TensorFiles
@@ -123,7 +123,7 @@ def _open(cfg: Any, method: str) -> Run:
     remove_leftovers(folder / "checkpoints")
     checkpoint = latest_valid(folder / "checkpoints", log, at_most=newest)
     if checkpoint is None and (folder / "final").is_dir():
-        raise ValueError(
+        raise UserError(
             f"resume={folder}: this run has finished and kept no checkpoint to resume from; "
             f"start a new run from its result, --model {folder}"
         )
@@ -170,7 +170,7 @@ class Run:
                 self.close()
             except OSError as error:
                 if kind is None:
-                    raise ValueError(_could_not_write(self.dir, error)) from None
+                    raise UserError(_could_not_write(self.dir, error)) from None
                 log(_could_not_write(self.dir, error))  # the error that ended the run is reported after this
             if isinstance(ended_by, KeyboardInterrupt) and not ended_by.args:
                 ended_by.args = (self._where_to_continue(),)  # trainer/__main__.py prints it
@@ -207,7 +207,7 @@ class Run:
             save_config(self.dir / "config.yaml", self._config_tree())
         except OSError as error:
             reason = f"cannot be written ({error.strerror}); choose another folder"
-            raise ValueError(f"output_dir={self.dir}: {reason}") from None
+            raise UserError(f"output_dir={self.dir}: {reason}") from None
 
     def restore(self, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> int:
         """Load the checkpoint, if any, and open the logs. Returns the number of steps already done."""
@@ -245,7 +245,7 @@ class Run:
         for name in PER_EPOCH if steps_per_epoch is None else ():
             if getattr(self.cfg.run, name):
                 value, instead = getattr(self.cfg.run, name), PER_EPOCH[name]
-                raise ValueError(f"{name}={value}: this method does not say how long an epoch is; use {instead}")
+                raise UserError(f"{name}={value}: this method does not say how long an epoch is; use {instead}")
 
     def _marks(self, step: int, every: int, per_epoch: int | None) -> int:
         """How often something has been due up to this step: every `every` steps, or `per_epoch` times an epoch."""
@@ -346,7 +346,7 @@ class Run:
             if self._save_step < step:
                 self.save(step, policy, optimizer, schedule, state)
             self._saver.wait()
-            raise ValueError(
+            raise UserError(
                 f"loss_watchdog_threshold={settings.loss_watchdog_threshold:g}: the loss was above it for "
                 f"{settings.loss_watchdog_patience} steps in a row, up to step {step}, which is saved; check the data "
                 f"and the learning rate, then continue with --resume {self.dir}"
@@ -420,7 +420,7 @@ class Run:
     def _continue_folder(self) -> None:
         """Restore the folder to its state at the checkpoint."""
         if self.start_step > self.total_steps:
-            raise ValueError(
+            raise UserError(
                 f"resume={self.dir}: step {self.start_step} is done, and the settings ask for {self.total_steps}; "
                 "raise --max-steps or --num-train-epochs, or leave them out"
             )
@@ -521,7 +521,7 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(_could_not_write(path, error)) from None
+        raise UserError(_could_not_write(path, error)) from None
 
 
 def _could_not_write(path: Path, error: OSError) -> str:
@@ -550,12 +550,12 @@ def resumed_folder(settings: RunConfig) -> tuple[Path, int | None]:
     folder = Path(settings.output_dir if settings.resume == "latest" else str(settings.resume)).expanduser()
     newest = None
     if not folder.is_dir():
-        raise ValueError(f"resume={settings.resume}: no such folder {folder}; name a run folder or a checkpoint in it")
+        raise UserError(f"resume={settings.resume}: no such folder {folder}; name a run folder or a checkpoint in it")
     if re.fullmatch(r"step-\d+", folder.resolve().name):
         newest = step_of(folder.resolve())
         folder = folder.resolve().parents[1]
     if not (folder / "config.yaml").is_file():
-        raise ValueError(f"resume={settings.resume}: {folder} holds no run (no config.yaml); name a run folder")
+        raise UserError(f"resume={settings.resume}: {folder} holds no run (no config.yaml); name a run folder")
     return folder, newest
 
 
@@ -570,9 +570,9 @@ def read_id(folder: Path) -> str | None:
 
 def refuse_other_run(folder: Path, overwrite: bool) -> None:
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"output_dir={folder}: is a file; name a folder")
+        raise UserError(f"output_dir={folder}: is a file; name a folder")
     if not overwrite and _holds_run(folder):
-        raise ValueError(
+        raise UserError(
             f"output_dir={folder}: already holds a run; continue it with --resume {folder}, delete it with "
             "--overwrite-output-dir, or name another folder"
         )
@@ -597,7 +597,7 @@ def make_folder(folder: Path, *, may_exist: bool) -> Path:
             return tried
         except FileExistsError:
             continue
-    raise ValueError(f"output_dir={folder}: a thousand runs started there in the same second; wait a moment")
+    raise UserError(f"output_dir={folder}: a thousand runs started there in the same second; wait a moment")
 
 
 def lock_folder(folder: Path) -> IO[bytes]:
@@ -605,14 +605,14 @@ def lock_folder(folder: Path) -> IO[bytes]:
     try:
         file = (folder / ".lock").open("ab")
     except OSError as error:
-        raise ValueError(f"output_dir={folder}: cannot be written ({error.strerror}); permit it") from None
+        raise UserError(f"output_dir={folder}: cannot be written ({error.strerror}); permit it") from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             return file  # the file system has no locks
         file.close()
-        raise ValueError(f"output_dir={folder}: another process is training in it; wait for it, or end it") from None
+        raise UserError(f"output_dir={folder}: another process is training in it; wait for it, or end it") from None
     return file
 
 
@@ -644,7 +644,7 @@ def tensors_of(state: State) -> dict[str, Tensor]:
 
 def load_states(state: State, saved: dict[str, Any], tensors: TensorFiles, checkpoint: Path) -> None:
     if state.keys() != saved.keys():
-        raise ValueError(
+        raise UserError(
             f"resume={checkpoint}: holds the state of {', '.join(sorted(saved))}, but this method keeps "
             f"{', '.join(sorted(state))}; resume with the version of the method it was written by"
         )
@@ -658,9 +658,9 @@ def load_states(state: State, saved: dict[str, Any], tensors: TensorFiles, check
             if hasattr(item, "load_tensors"):
                 item.load_tensors(tensors.below(f"{name}/"))
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            if raised_on_purpose(error) or users_part(error):
+            if isinstance(error, UserError) or users_part(error):
                 raise
-            raise ValueError(
+            raise UserError(
                 f"resume={checkpoint}: the state of {name} in its state.json cannot be used ({describe_error(error)}); "
                 "resume from another checkpoint"
             ) from error

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from data.errors import UserError
 from data.hints import suggest
 from data.sources import SUFFIXES
 from rollout.gyms.options import ENV, VERIFY
@@ -128,7 +129,7 @@ class _Axolotl:
         if named is None:
             return "prm" if process else "rm" if outcome else "sft"
         if str(named).lower() not in METHODS:
-            raise ValueError(f"rl={named}: is not a method of axolotl; {suggest(str(named), METHODS)}")
+            raise UserError(f"rl={named}: is not a method of axolotl; {suggest(str(named), METHODS)}")
         return str(named).lower()
 
     def _model(self) -> None:
@@ -159,7 +160,7 @@ class _Axolotl:
         mixed, pure, full, torch_dtype = (self.take(key) for key in ("bf16", "bfloat16", "float32", "torch_dtype"))
         name = str(torch_dtype).removeprefix("torch.") if torch_dtype is not None else None
         if name not in (None, "auto", "bfloat16", "float32"):
-            raise ValueError(f"torch_dtype={torch_dtype}: is not built here; use bfloat16 or float32")
+            raise UserError(f"torch_dtype={torch_dtype}: is not built here; use bfloat16 or float32")
         if full is True or (mixed is False and not pure) or (mixed is None and name == "float32"):
             self.set("dtype", "float32")
         elif mixed is True or pure is True or mixed == "full" or name == "bfloat16":
@@ -198,13 +199,13 @@ class _Axolotl:
         self.set("eval_data", held_out or None)
         self._shared(shared_by_those | shared)
         if self.take("shuffle_merged_datasets") is False:
-            raise ValueError("shuffle_merged_datasets=False: rows are shuffled by seed here; remove it")
+            raise UserError("shuffle_merged_datasets=False: rows are shuffled by seed here; remove it")
         if self.take("dataset_exact_deduplication"):
             self.set("dedup", True)
         size = number(self.take("val_set_size"), "val_set_size")
         self.held_out = bool(held_out)
         if size and held_out:
-            raise ValueError(f"val_set_size={size:g}: there are test_datasets, too; keep one of them")
+            raise UserError(f"val_set_size={size:g}: there are test_datasets, too; keep one of them")
         if size and not self.gym:
             self.set("val_set_size", size)
             self.held_out = True
@@ -221,7 +222,7 @@ class _Axolotl:
         name, jinja = self.take("chat_template"), self.take("chat_template_jinja")
         own = (shared.get("chat_template"), shared.get("chat_template_jinja"))
         if own != (None, None) and (name, jinja) != (None, None) and own != (name, jinja):
-            raise ValueError(
+            raise UserError(
                 f"datasets[].chat_template={own[0] or own[1]}: the run has {name or jinja}; there is one template for "
                 "all here"
             )
@@ -249,7 +250,7 @@ class _Axolotl:
     def _length(self) -> None:
         policy = self.take("excess_length_strategy")
         if policy == "raise":
-            raise ValueError("excess_length_strategy=raise: long rows are cut or left out, and counted; remove it")
+            raise UserError("excess_length_strategy=raise: long rows are cut or left out, and counted; remove it")
         if not self.samples:
             self.set("max_length", number(self.take("sequence_len"), "sequence_len", int) or 512)
         if self.samples or self.method in (*PAIRS, "simpo", "orpo", "kto"):
@@ -298,7 +299,7 @@ class _Axolotl:
         lowest = self.take("cosine_min_lr_ratio"), self.take("lr_scheduler_kwargs.min_lr_rate")
         floor = number(lowest[0] if lowest[0] is not None else lowest[1], "cosine_min_lr_ratio")
         if name not in SCHEDULES:
-            raise ValueError(f"lr_scheduler={name}: is not built here; {suggest(str(name), SCHEDULES)}")
+            raise UserError(f"lr_scheduler={name}: is not built here; {suggest(str(name), SCHEDULES)}")
         has_warmup = name != "constant"  # which has none in transformers; constant_with_warmup has
         name = "cosine_with_min_lr" if floor and name == "cosine" else SCHEDULES[name]
         self.set("lr_scheduler_type", None if name == "cosine" else name)
@@ -317,7 +318,7 @@ class _Axolotl:
             self.set("warmup_ratio", ratio or None)
         optimizer = self.take("optimizer") or "adamw_torch_fused"
         if optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer={optimizer}: is not built here; {suggest(str(optimizer), OPTIMIZERS)}")
+            raise UserError(f"optimizer={optimizer}: is not built here; {suggest(str(optimizer), OPTIMIZERS)}")
         self.set("optim", None if OPTIMIZERS[optimizer] == "adamw" else OPTIMIZERS[optimizer])
         for key in ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"):
             self.numbers(key)
@@ -326,7 +327,7 @@ class _Axolotl:
         steps, per_epoch = self.take("save_steps"), self.take("saves_per_epoch")
         strategy = str(self.take("save_strategy") or "")
         if strategy == "best":
-            raise ValueError("save_strategy=best: checkpoints are saved by steps; use saves_per_epoch")
+            raise UserError("save_strategy=best: checkpoints are saved by steps; use saves_per_epoch")
         if steps:
             self.set("save_steps", _whole(steps, "save_steps"))
         elif per_epoch:
@@ -359,7 +360,7 @@ class _Axolotl:
         self.set("report_to", services or None)
         for name in self.theirs.tree.get("plugins") or ():
             if not any(known in str(name) for known in IDLE_PLUGINS):
-                raise ValueError(f"plugins={name}: may change what is trained, and is not built here; remove it")
+                raise UserError(f"plugins={name}: may change what is trained, and is not built here; remove it")
 
     # adapters and processes
 
@@ -367,12 +368,12 @@ class _Axolotl:
         adapter = self.take("adapter")
         four, eight = self.take("load_in_4bit"), self.take("load_in_8bit")
         if adapter not in (None, "lora", "qlora"):
-            raise ValueError(f"adapter={adapter}: is not built here; use lora or qlora")
+            raise UserError(f"adapter={adapter}: is not built here; use lora or qlora")
         if adapter == "qlora" or four or eight:
             self._quantised(bool(adapter == "qlora" or four))
         saved = self.take("lora_model_dir")
         if adapter is None and saved:
-            raise ValueError(f"lora_model_dir={saved}: has no effect without an adapter; add adapter: lora")
+            raise UserError(f"lora_model_dir={saved}: has no effect without an adapter; add adapter: lora")
         if adapter is None:
             return
         self.copy("merge_lora", unless=False)
@@ -417,7 +418,7 @@ class _Axolotl:
         for key in ("tensor_parallel_size", "expert_parallel_size"):
             size = self.take(key)
             if size not in (None, 1):
-                raise ValueError(f"{key}={size}: is not built here; use FSDP, and context_parallel_size for length")
+                raise UserError(f"{key}={size}: is not built here; use FSDP, and context_parallel_size for length")
         context = self.take("context_parallel_size") or self.take("sequence_parallel_degree")
         self.set("parallel.context", context if context not in (None, 1) else None)
         if self._fsdp("activation_checkpointing"):
@@ -518,7 +519,7 @@ class _Axolotl:
         self._rewards()
         self.copy("trl.scale_rewards", unless=True)
         if self.method == "gdpo" and self.take("trl.multi_objective_aggregation") == "sum_then_normalize":
-            raise ValueError("trl.multi_objective_aggregation=sum_then_normalize: is grpo; write rl: grpo")
+            raise UserError("trl.multi_objective_aggregation=sum_then_normalize: is grpo; write rl: grpo")
         if self.method == "grpo":
             self.copy("trl.multi_objective_aggregation")
             if self.take("trl.multi_objective_aggregation") == "normalize_then_sum":
@@ -551,7 +552,7 @@ class _Axolotl:
         tree = self.made.tree
         step = tree["per_device_train_batch_size"] * tree.get("gradient_accumulation_steps", 1) * world_size()
         if size % step:
-            raise ValueError(f"trl.generation_batch_size={size}: is not a multiple of the {step} completions of a step")
+            raise UserError(f"trl.generation_batch_size={size}: is not a multiple of the {step} completions of a step")
         self.set("minibatches_per_rollout", size // step if size > step else None)
 
     def _rewards(self) -> None:
@@ -570,7 +571,7 @@ class _Axolotl:
     def _check_full(self, key: str, allowed: tuple[Any, ...]) -> None:
         value = self.take(key)
         if value is not None and value not in allowed:
-            raise ValueError(
+            raise UserError(
                 f"{key}={value}: training samples from the full distribution, which the loss assumes; remove it"
             )
 
@@ -642,7 +643,7 @@ class _Axolotl:
         specs = []
         for number_, row in enumerate(self.theirs.tree["nemo_gym_datasets"]):
             if not row.get("path"):
-                raise ValueError(f"nemo_gym_datasets[{number_}]: has no path; name a file of rows")
+                raise UserError(f"nemo_gym_datasets[{number_}]: has no path; name a file of rows")
             part = f":split=train[:{row['max_samples']}]" if row.get("max_samples") else ""
             server = f"@{row['server_name']}" if row.get("server_name") else ""
             specs.append(f"{row['path']}{part}{server}")
@@ -666,5 +667,5 @@ def _whole(value: Any, key: str) -> int:
     """Steps between saves or evaluations; axolotl also takes a fraction of the run."""
     found = number(value, key)
     if found < 1:
-        raise ValueError(f"{key}={value}: a fraction of the run is not built here; use steps, or {key[:4]}s_per_epoch")
+        raise UserError(f"{key}={value}: a fraction of the run is not built here; use steps, or {key[:4]}s_per_epoch")
     return int(found)

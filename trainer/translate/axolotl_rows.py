@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from data.chat import DELIMITERS
+from data.errors import UserError
 from data.formats.ebft import EBFT_FORMATS, EBFT_STRIDED_FORMATS
 from data.formats.pairs import PAIR_FORMATS
 from data.formats.registry import PROMPT_FORMATS, SFT_FORMATS
@@ -42,16 +43,16 @@ def rows_of(config: Mapping[str, Any], key: str, method: str) -> tuple[list[dict
     shared: dict[str, Any] = {}
     datasets = config.get(key) or []
     if not isinstance(datasets, list):
-        raise ValueError(f"{key}={datasets}: is not a list; write - path: ...")
+        raise UserError(f"{key}={datasets}: is not a list; write - path: ...")
     for number, dataset in enumerate(datasets):
         label = f"{key}[{number}]"
         if not isinstance(dataset, Mapping):
-            raise ValueError(f"{label}={dataset}: is not a mapping; write - path: ...")
+            raise UserError(f"{label}={dataset}: is not a mapping; write - path: ...")
         entries += _entries(dataset, label, method)
         for name in SHARED:
             value = dataset.get(name)
             if name in shared and value != shared[name] and not (value is None and number):
-                raise ValueError(
+                raise UserError(
                     f"{label}.{name}={value}: another dataset has {shared[name]}; it is one setting for all here"
                 )
             if value is not None:
@@ -78,15 +79,15 @@ def _paths(dataset: Mapping[str, Any], label: str) -> list[str]:
     path, files = dataset.get("path"), dataset.get("data_files")
     files = [files] if isinstance(files, str) else files or []
     if str(path).startswith(("s3://", "gs://", "gcs://", "az://", "abfs://", "oci://")):
-        raise ValueError(f"{label}.path={path}: is in a remote store; download it, and name the file")
+        raise UserError(f"{label}.path={path}: is in a remote store; download it, and name the file")
     if not files:
         if path is None:
-            raise ValueError(f"{label}: has neither path nor data_files; name a file or a dataset")
+            raise UserError(f"{label}: has neither path nor data_files; name a file or a dataset")
         return [str(path)]
     if path is None or path in BUILDERS:
         return [str(file) for file in files]
     if not Path(str(path)).expanduser().is_dir():
-        raise ValueError(f"{label}.data_files={files[0]}: is in the dataset {path}; download it, and name it as path")
+        raise UserError(f"{label}.data_files={files[0]}: is in the dataset {path}; download it, and name it as path")
     return [str(Path(str(path)) / str(file)) for file in files]
 
 
@@ -113,7 +114,7 @@ def _format_of(dataset: Mapping[str, Any], label: str, method: str) -> dict[str,
         return {"format": f"{name}.default"}
     ours = any(other.startswith(f"{family}.") for other in known) and not Path(f"{family}.py").is_file()
     if "." not in name or ours or str(kind).startswith(PACKAGE):
-        raise ValueError(
+        raise UserError(
             f"{label}.type={kind}: there is no such format for {method}; {suggest(name, known)}, or write a transform, "
             "my_module.my_transform"
         )
@@ -137,7 +138,7 @@ def _sft_format(name: str, dataset: Mapping[str, Any], label: str) -> dict[str, 
     if found is None and "." in kind and not _is_axolotls(kind):
         return {"format": kind}  # the user's own transform
     if found is None or variant:
-        raise ValueError(
+        raise UserError(
             f"{label}.type={name}: there is no such format for sft; {suggest(kind, known)}, or write a transform, "
             "my_module.my_transform"
         )
@@ -173,7 +174,7 @@ def _user_defined_sft(kind: Mapping[str, Any], label: str) -> dict[str, Any]:
     """Instruction and output in columns, and a format of the prompt; ours has {prompt} for {instruction}."""
     layout = kind.get("no_input_format") or kind.get("format") or INSTRUCTION
     if "{input}" in layout or kind.get("field_input") and "{input}" in (kind.get("format") or ""):
-        raise ValueError(
+        raise UserError(
             f"{label}.format={layout!r}: a prompt of two columns is not built in; write a transform, "
             "my_module.my_transform"
         )
@@ -200,13 +201,11 @@ def _messages_of(dataset: Mapping[str, Any], label: str, method: str) -> dict[st
     for key, old in (("role", "message_field_role"), ("content", "message_field_content")):
         if dataset.get(old) is not None:
             if mapping.get(key, dataset[old]) != dataset[old]:
-                raise ValueError(
-                    f"{label}.{old}={dataset[old]}: message_property_mappings has {mapping[key]}; keep one"
-                )
+                raise UserError(f"{label}.{old}={dataset[old]}: message_property_mappings has {mapping[key]}; keep one")
             mapping[key] = dataset[old]
     for key, column in mapping.items():
         if key not in ("role", "content") and key != column:
-            raise ValueError(
+            raise UserError(
                 f"{label}.message_property_mappings.{key}={column}: only role and content are renamed; rename the key "
                 "in the rows"
             )
@@ -237,7 +236,7 @@ def _check_fixed(dataset: Mapping[str, Any], label: str) -> None:
     for name, ours in (("field_tools", "tools"), ("field_thinking", "reasoning_content"),
                        ("template_thinking_key", "reasoning_content")):  # fmt: skip
         if dataset.get(name) not in (None, ours):
-            raise ValueError(f"{label}.{name}={dataset[name]}: is {ours} here; rename it in the rows")
+            raise UserError(f"{label}.{name}={dataset[name]}: is {ours} here; rename it in the rows")
 
 
 # chat templates --------------------------------------------------------------------------------------------------
@@ -247,12 +246,12 @@ def template_of(name: Any, jinja: Any) -> str | None:
     """--chat-template for chat_template and chat_template_jinja; None: the tokenizer's own."""
     if jinja is not None:
         if "{" not in str(jinja) and not Path(str(jinja)).expanduser().is_file():
-            raise ValueError(f"chat_template_jinja={jinja}: is neither a template nor a file here; check the path")
+            raise UserError(f"chat_template_jinja={jinja}: is neither a template nor a file here; check the path")
         return str(jinja)
     if name is None or str(name).startswith("tokenizer_default"):
         return None
     if name not in DELIMITERS:
-        raise ValueError(
+        raise UserError(
             f"chat_template={name}: is not built in ({', '.join(DELIMITERS)}); use tokenizer_default, or "
             "chat_template_jinja: FILE.jinja"
         )

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from data.errors import UserError
 from data.hints import KEYS, nearest
 
 Outcome = Literal["translated", "no effect", "refused"]
@@ -74,7 +75,7 @@ class Theirs:
         self.leaves = [(key, value) for key, value in leaves(tree, table) if value is not None]
         self.refusals = self._check(library)
         if strict and self.refusals:
-            raise ValueError("; ".join(self.refusals))
+            raise UserError("; ".join(self.refusals))
 
     def _check(self, library: str) -> list[str]:
         unknown: list[str] = []
@@ -87,7 +88,7 @@ class Theirs:
             elif entry.outcome == "refused" and value not in EMPTY:
                 wrong[f"{key}={shown(value)}: {entry.text}"] = None
         if unknown:
-            raise ValueError("; ".join([*unknown, *wrong]))
+            raise UserError("; ".join([*unknown, *wrong]))
         return list(wrong)
 
     def take(self, key: str) -> Any:
@@ -188,4 +189,4 @@ def number(value: Any, key: str, kind: type[int] | type[float] = float) -> Any:
         return kind(value)
     except (TypeError, ValueError):
         what = "a whole number" if kind is int else "a number"
-        raise ValueError(f"{key}={shown(value)}: is not {what}; fix it") from None
+        raise UserError(f"{key}={shown(value)}: is not {what}; fix it") from None

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from data.errors import UserError
 from data.sources import SUFFIXES
 from trainer.translate import keys
 from trainer.translate.keys import EIGHT_BITS, QUANTISED, Key, Theirs, Translation, idle, number, refused, to
@@ -243,7 +244,7 @@ def find_kind(tree: Mapping[str, Any]) -> str:
     for kind, names in TELLING.items():
         if any(tree.get(name) is not None for name in names):
             return kind
-    raise ValueError("the fields do not say which trainer they are for; add --kind grpo, rloo, dpo, kto, sft or reward")
+    raise UserError("the fields do not say which trainer they are for; add --kind grpo, rloo, dpo, kto, sft or reward")
 
 
 def translate(tree: Mapping[str, Any], kind: str) -> tuple[Translation, list[str]]:

@@ -69,7 +69,7 @@ def test_score_equals_generate_and_a_plain_forward_pass(make_model, tokenizer, m
     pairs = [(c.prompt_ids, c.ids) for c in completions]
     for limit in (2**26, 20 * 258):
         monkeypatch.setattr("rollout.engines.local.SCORE_LOGITS", limit)
-        for completion, logps in zip(completions, engine.score(pairs, temperature), strict=True):
+        for completion, logps in zip(completions, engine.logps(pairs, temperature), strict=True):
             assert logps == pytest.approx(completion.logps, abs=1e-5)
             assert logps == pytest.approx(plain_logps(model, completion, temperature).tolist(), abs=1e-5)
 
@@ -305,7 +305,7 @@ def test_large_vocabularies_are_sampled_in_slabs(make_model, tokenizer, monkeypa
 
 def test_no_requests_make_no_completions(make_model, tokenizer):
     engine = LocalEngine(make_model(), tokenizer)
-    assert engine.generate([], Sampling()) == [] and engine.score([], 1.0) == []
+    assert engine.generate([], Sampling()) == [] and engine.logps([], 1.0) == []
 
 
 def test_what_cannot_work_is_refused(make_model, tokenizer):

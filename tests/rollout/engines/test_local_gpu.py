@@ -75,7 +75,7 @@ def requests_of(prompts: Sequence[list[int]], copies: int = 1) -> list[Request]:
 
 
 def gaps(engine: LocalEngine, completions: Sequence[Completion], temperature: float = 1.0) -> list[float]:
-    own = engine.score([(c.prompt_ids, c.ids) for c in completions], temperature)
+    own = engine.logps([(c.prompt_ids, c.ids) for c in completions], temperature)
     return [abs(a - b) for c, row in zip(completions, own, strict=True) for a, b in zip(c.logps, row, strict=True)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rollout.engines import memory
-from rollout.engines.memory import GIB, Residence
+from rollout.engines.memory import GIB, MemoryPolicy
 
 
 def test_it_stays_only_where_the_second_step_left_room_for_it(monkeypatch):
@@ -14,15 +14,15 @@ def test_it_stays_only_where_the_second_step_left_room_for_it(monkeypatch):
     monkeypatch.setattr(memory, "restart_peak", lambda: int(peaks.pop(0) * GIB))
     monkeypatch.setattr(memory, "available", lambda device: 100 * GIB)
     said: list[str] = []
-    residence = Residence(torch.device("cpu"), said.append)
+    memory_policy = MemoryPolicy(torch.device("cpu"), said.append)
 
     def train(peak: float) -> bool:
         peaks[:] = [0, peak]
-        residence.training_begins(30 * GIB)
-        residence.training_ended()
-        return residence.keeps
+        memory_policy.training_begins(30 * GIB)
+        memory_policy.training_ended()
+        return memory_policy.resident
 
-    residence.training_ended()  # before any training: nothing to judge
+    memory_policy.training_ended()  # before any training: nothing to judge
     assert not train(20), "the first step makes the moments at its end: its peak says too little"
     assert not train(61) and not said
     assert train(60)

@@ -39,13 +39,15 @@ def same(made, expected) -> None:
         assert one.logps == pytest.approx(other.logps, abs=3e-5)
 
 
-@pytest.mark.parametrize(("look", "page", "rows"), [(1, 16, 256), (5, 16, 3), (32, 32, 7)])
-def test_rows_are_refilled_and_each_completion_is_its_own(make_model, tokenizer, monkeypatch, look, page, rows):
+@pytest.mark.parametrize(("steps_per_sync", "page", "rows"), [(1, 16, 256), (5, 16, 3), (32, 32, 7)])
+def test_rows_are_refilled_and_each_completion_is_its_own(
+    make_model, tokenizer, monkeypatch, steps_per_sync, page, rows
+):
     model, sampling = make_model("qwen3"), Sampling(max_tokens=40, stop_ids=tuple(range(0, 258, 29)))
     requests = requests_for(3)
     expected = alone(model, tokenizer, requests, sampling)
     assert {c.finish_reason for c in expected} == {"stop", "length"}
-    monkeypatch.setitem(local_engine.LOOK, "cpu", look)
+    monkeypatch.setitem(local_engine.STEPS_PER_SYNC, "cpu", steps_per_sync)
     monkeypatch.setitem(local_engine.PAGE, "cpu", page)
     engine = LocalEngine(model, tokenizer, max_batch_size=rows)
     same(engine.generate(requests, sampling), expected)
@@ -60,7 +62,7 @@ def test_rows_that_find_no_page_go_back_to_the_queue(make_model, tokenizer, monk
     requests = requests_for(2, limits=False)
     expected = alone(model, tokenizer, requests, sampling)
     least, _ = cache_pages([Job(r.prompt_ids, 0, 40) for r in requests], page=16, rows=256)
-    monkeypatch.setitem(local_engine.LOOK, "cpu", 8)
+    monkeypatch.setitem(local_engine.STEPS_PER_SYNC, "cpu", 8)
     monkeypatch.setattr(LocalEngine, "_page_budget", lambda self: least + spare)
     engine = LocalEngine(model, tokenizer)
     same(engine.generate(requests, sampling), expected)
@@ -83,7 +85,7 @@ def test_a_stop_string_cuts_off_what_was_sampled_behind_it(make_model, tokenizer
     sampling = Sampling(max_tokens=30, stop=(text[9:12], "never seen"), stop_ids=(257,))
     expected = alone(model, tokenizer, requests, sampling)
     assert any(c.finish_reason == "stop" for c in expected)
-    monkeypatch.setitem(local_engine.LOOK, "cpu", 16)
+    monkeypatch.setitem(local_engine.STEPS_PER_SYNC, "cpu", 16)
     same(LocalEngine(model, tokenizer).generate(requests, sampling), expected)
 
 

@@ -50,10 +50,10 @@ def end(ids: list[int], before: int) -> int | None:
     return next(ends, None)
 
 
-@pytest.mark.parametrize("look", [1, 3, 16])
-def test_random_requests_over_few_pages(look):
+@pytest.mark.parametrize("steps_per_sync", [1, 3, 16])
+def test_random_requests_over_few_pages(steps_per_sync):
     for case in range(25):
-        rng, scheduler = random.Random(1000 * look + case), None
+        rng, scheduler = random.Random(1000 * steps_per_sync + case), None
         page, rows, spare = rng.choice([2, 4, 16]), rng.choice([1, 2, 3, 8]), rng.choice([0, 0, 1, 4])
         heads = [rng.choices(range(50), k=rng.choice([1, 2, 5, 17, 40])) for _ in range(3)]
         turns = [(rng.choice([None, key, key]), rng.choice(heads)) for key in range(rng.randint(1, 12))]
@@ -62,7 +62,7 @@ def test_random_requests_over_few_pages(look):
             jobs = [Job(ids, rng.randrange(99), rng.choice([1, 7, 40]), key) for key, ids in asked]
             least, _ = cache_pages(jobs, page=page, rows=rows)
             if scheduler is None or scheduler.decoder.cache.num_pages < least:
-                scheduler = Scheduler(ToyDecoder(least + spare, page, rows), look=look)
+                scheduler = Scheduler(ToyDecoder(least + spare, page, rows), steps_per_sync=steps_per_sync)
             done, run = [], scheduler.run(jobs, Sampling(), SimpleNamespace(stop_ids={3}, end=end))
             for ended in run:
                 done += ended

@@ -191,7 +191,7 @@ def test_log_probs_of_several_turns_are_those_of_one_forward_pass(make_model):
     source = EpisodeSource(engine, sampling, turns_of(3, between=(11, 12, 13), cap=6))
     prompts = [user_prompt("ab"), user_prompt("cd")]
     for completions in run_groups(source, groups_of(prompts, 3)):
-        scored = engine.score([(c.prompt_ids, c.ids) for c in completions], 1.0)
+        scored = engine.logps([(c.prompt_ids, c.ids) for c in completions], 1.0)
         for completion, logps in zip(completions, scored, strict=True):
             assert len(completion.ids) == len(completion.mask) and completion.mask.count(False) == 6
             made = [i for i, own in enumerate(completion.mask) if own]

@@ -111,7 +111,7 @@ def jobs(*texts: str, copies: int = 2) -> list[list[Request]]:
 
 
 def check_logps(engine, completions, temperature=1.0):
-    scored = engine.score([(c.prompt_ids, c.ids) for c in completions], temperature)
+    scored = engine.logps([(c.prompt_ids, c.ids) for c in completions], temperature)
     for completion, logps in zip(completions, scored, strict=True):
         mask = completion.mask or [True] * len(completion.ids)
         expected = [logp if own else 0.0 for logp, own in zip(logps, mask, strict=True)]

@@ -67,7 +67,7 @@ class World:
             self.pass_time(min(timeout, min(ends) - self.now))
         return {f for f in futures if f.done()}, {f for f in futures if not f.done()}
 
-    def tend(self, step: int) -> None:
+    def poll(self, step: int) -> None:
         self.tended += 1
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class Schedule:
         self.world.load(step)
         self.producer = Producer(
             self.world, self.planner, depth=self.depth, max_staleness=self.bound, steps_per_batch=self.iterations,
-            last_step=self.total, tend=self.world.tend, clock=self.world.clock, wait=self.world.wait,
+            last_step=self.total, poll=self.world.poll, clock=self.world.clock, wait=self.world.wait,
         )  # fmt: skip
         self.step = step
 
@@ -222,7 +222,7 @@ def fixed(seconds: float, **options: Any) -> tuple[World, Producer]:
     world = World(random.Random(0), slowest=0.0)
     world.rng.choice, world.rng.random = lambda seq: seconds, lambda: 1.0
     planner = make_planner()
-    clock = {"clock": world.clock, "wait": world.wait, "tend": world.tend}
+    clock = {"clock": world.clock, "wait": world.wait, "poll": world.poll}
     return world, Producer(world, planner, **{"depth": 0, **clock, **options})
 
 
@@ -409,7 +409,7 @@ def test_submit_of_the_local_engine_has_its_result_at_once(engine):
     request = Request(prompt_ids=[5, 6], seed=1)
     future = engine.submit([request], Sampling(max_tokens=3))
     assert future.done() and future.result() == engine.generate([request], Sampling(max_tokens=3))
-    assert finished([]).result() == [] and engine.tend() is None
+    assert finished([]).result() == [] and engine.poll() is None
 
 
 def test_in_process_groups_arrive_while_others_are_still_sampled(engine):

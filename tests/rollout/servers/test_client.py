@@ -18,14 +18,14 @@ from rollout.servers import client as http_client
 from rollout.servers import pool as vllm_watch
 from rollout.servers.client import (
     GENERATE,
-    LEAN,
-    MARK,
+    GENERATE_ROUTE,
     ROUTES,
+    VERSION_ROUTE,
     HttpClient,
-    Pulse,
     RefusedError,
     Segment,
     ServerError,
+    ServerStatus,
     VllmServer,
     check_sampling,
     error_text,
@@ -306,7 +306,7 @@ class Scripted(VllmServer):
                 }
             },
             "/get_world_size": {"world_size": 1},
-            "/openapi.json": {"paths": dict.fromkeys((GENERATE, MARK, *ROUTES), {})},
+            "/openapi.json": {"paths": dict.fromkeys((GENERATE, VERSION_ROUTE, *ROUTES), {})},
         } | answers
 
     async def _send(self, method, path, data, *, timeout, reuse=False):
@@ -340,7 +340,7 @@ def test_connect_looks_the_route_for_token_ids_up_and_sends_it_nothing():
 
 def test_idle_connections_are_kept_as_long_as_a_server_of_ours_keeps_them():
     async def kept(url, answer):
-        server = Scripted(**{LEAN: answer})
+        server = Scripted(**{GENERATE_ROUTE: answer})
         server._http.host = url
         await server.connect()
         return server._http.keep_s
@@ -348,7 +348,7 @@ def test_idle_connections_are_kept_as_long_as_a_server_of_ours_keeps_them():
     async def work():
         assert await kept("127.0.0.1", {"keep_alive": 120.0}) == 60.0
         assert await kept("10.0.0.1", {"keep_alive": 120.0}) == 2.0  # a network between may forget connections
-        assert await kept("127.0.0.1", {"route": LEAN}) == 2.0  # an older server of ours
+        assert await kept("127.0.0.1", {"route": GENERATE_ROUTE}) == 2.0  # an older server of ours
         assert await kept("127.0.0.1", None) == 2.0  # a plain vLLM
 
     asyncio.run(work())
@@ -424,7 +424,7 @@ def test_a_server_someone_started_again_is_out_before_it_is_asked_what_it_is():
 
         member.server.connect = connect
         async with asyncio.timeout(5):
-            await vllm_watch._is_alive(pool, member, Pulse(instance="new", paused=False, dirty=False))
+            await vllm_watch._is_alive(pool, member, ServerStatus(instance="new", paused=False, dirty=False))
         assert seen == [("out", "someone restarted it", None, 0, False)]
         assert member.needs_weights
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from rollout.servers.client import LEAN, HttpClient
+from rollout.servers.client import GENERATE_ROUTE, HttpClient
 from rollout.servers.lease import LEASE, SESSION
 
 Change = Callable[[str, int, bytes], tuple[int, bytes]]
@@ -81,7 +81,7 @@ class Proxy:
         return False
 
     async def _upstream(self, method: str, path: str, body: bytes, session: list[str]) -> tuple[int, bytes]:
-        asks = (method, path) == ("GET", LEAN)  # whether the route is there
+        asks = (method, path) == ("GET", GENERATE_ROUTE)  # whether the route is there
         if path in self.hang and not asks:
             await asyncio.sleep(3600)
         if self.plain and path == LEASE:

@@ -10,7 +10,7 @@ import torch
 
 from rollout.engine import Request, Sampling
 from rollout.engines.stop import StopCheck
-from rollout.servers.client import GENERATE, LEAN, RefusedError, ServerError, VllmServer
+from rollout.servers.client import GENERATE, GENERATE_ROUTE, RefusedError, ServerError, VllmServer
 from rollout.servers.pool import Pool
 from tests.rollout.vllm.conftest import slowed
 from tests.rollout.vllm.scripted import proxies, rewrite
@@ -117,9 +117,9 @@ def test_our_route_says_what_vllm_s_own_says(untied_server):
     ]
 
     async def work(server):
-        assert server.lean
+        assert server.has_generate_route
         made = []
-        for server.lean in (True, False):
+        for server.has_generate_route in (True, False):
             calls = [
                 server.generate(prompt, sampling, seed=i, max_tokens=24, version=3)
                 for sampling in samplings
@@ -145,9 +145,9 @@ def test_our_route_refuses_what_vllm_refuses(tied_server):
             {"token_ids": [5] * 300},
         ):
             with pytest.raises(RefusedError) as caught:
-                await server._json("POST", LEAN, good | change, timeout=30)
+                await server._json("POST", GENERATE_ROUTE, good | change, timeout=30)
             found.append((caught.value.status, str(caught.value)))
-        assert len((await server._json("POST", LEAN, good, timeout=30))["choices"][0]["logps"]) == 2
+        assert len((await server._json("POST", GENERATE_ROUTE, good, timeout=30))["choices"][0]["logps"]) == 2
         return found
 
     model, low, unknown, long = with_server(tied_server, work)
@@ -177,7 +177,7 @@ def test_a_completion_whose_client_leaves_is_ended(untied_server):
     """Or it would run on beside those of the next step."""
 
     async def work(server):
-        for server.lean in (True, False):
+        for server.has_generate_route in (True, False):
             task = asyncio.ensure_future(server.generate([5, 6, 7], Sampling(max_tokens=240), seed=1, max_tokens=240))
             while not await counted(server, "num_requests_running"):
                 assert not task.done(), "it should take longer than a look"
@@ -197,7 +197,7 @@ def test_scores_are_those_of_transformers_at_temperature_one(untied_server):
     ids = [*range(5, 45), EOS, 7, 8]
 
     async def work(server):
-        return await server.score(ids)
+        return await server.logps(ids)
 
     scores = with_server(untied_server, work)
     assert largest_gap(scores, logps_by_transformers(folder, ids[:1], ids[1:], 1.0)) <= 1e-4
@@ -384,7 +384,7 @@ def test_samples_after_an_interruption_use_another_part_of_their_seed(untied_ser
                 await some_tokens(server, task, before)
                 await pool.empty(pool.members[0])
                 await pool.refill(pool.members[0], 2)
-            return await task, [body for path, body in proxy.seen if path == LEAN and body]
+            return await task, [body for path, body in proxy.seen if path == GENERATE_ROUTE and body]
 
     sampled, (first, second) = with_server(untied_server, work)
     count = sampled.versions[0][1]
@@ -423,7 +423,7 @@ def test_a_stop_string_across_an_interruption_is_not_missed(untied_server, decod
             proxy.change = lambda path, status, body: (status, body)
             through = VllmServer(proxy.url, vocab_size=VOCAB)
             await through.connect()
-            proxy.change = rewrite(LEAN, interrupt)
+            proxy.change = rewrite(GENERATE_ROUTE, interrupt)
             pool = await ready_pool([through])
             sampling = Sampling(temperature=0.0, max_tokens=64, stop=(stop,))
             whole = await server.generate(prompt, sampling, seed=1, max_tokens=64)

@@ -84,7 +84,7 @@ def engine(request: Any, tied_server: Any, monkeypatch: Any) -> Iterator[VllmEng
 
 
 def own_logps(engine: VllmEngine, completions: Any, temperature: float) -> list[list[float]]:
-    return engine.local.score([(c.prompt_ids, c.ids) for c in completions], temperature)
+    return engine.local.logps([(c.prompt_ids, c.ids) for c in completions], temperature)
 
 
 def largest_gap(a: list[list[float]], b: list[list[float]]) -> float:

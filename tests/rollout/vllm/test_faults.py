@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from rollout.engine import Request, Sampling
-from rollout.servers.client import LEAN, ServerError, VllmServer
+from rollout.servers.client import GENERATE_ROUTE, ServerError, VllmServer
 from rollout.servers.pool import Pool
 from tests.rollout.vllm.conftest import engine_pids
 from tests.rollout.vllm.scripted import Proxy, proxies, rewrite
@@ -71,7 +71,7 @@ def test_a_server_killed_in_the_middle_loses_no_request(untied_server, expected)
             watched([client(one), client(two)]) as (pool, said),
         ):
             task = asyncio.ensure_future(pool.generate_all(REQUESTS, GREEDY))
-            await until(lambda: any(path == LEAN and body for path, body in two.seen))
+            await until(lambda: any(path == GENERATE_ROUTE and body for path, body in two.seen))
             await two.kill()
             sampled = await task
             assert pool.members[1].state == "out" and pool.members[0].state == "ready"
@@ -161,7 +161,7 @@ def test_a_server_that_cannot_be_started_is_given_up_in_the_end(untied_server, m
 
 
 def spoil_body(body):
-    return lambda path, status, old: (200, body) if path == LEAN else (status, old)
+    return lambda path, status, old: (200, body) if path == GENERATE_ROUTE else (status, old)
 
 
 def positive(value):
@@ -172,8 +172,8 @@ GARBAGE = [
     (spoil_body(b"<html>"), "which is not JSON"),
     (spoil_body(b"[]"), "which is not an object"),
     (spoil_body(b'{"choices": [{}]}'), "another shape"),
-    (rewrite(LEAN, positive), "a log-prob of 1.5, above 0"),
-    (lambda path, status, body: (502, b"Bad Gateway") if path == LEAN else (status, body), "502 Bad Gateway"),
+    (rewrite(GENERATE_ROUTE, positive), "a log-prob of 1.5, above 0"),
+    (lambda path, status, body: (502, b"Bad Gateway") if path == GENERATE_ROUTE else (status, body), "502 Bad Gateway"),
 ]
 
 
@@ -196,7 +196,7 @@ def test_garbage_and_cut_connections_are_asked_for_again_elsewhere(untied_server
                 await until(lambda: member.state == "ready")
                 member.strikes = 0  # as after a good reply
                 pool._home.clear()  # prompts go to both again
-            bad.cut.add(LEAN)
+            bad.cut.add(GENERATE_ROUTE)
             return [one.ids for one in await pool.generate_all(REQUESTS, GREEDY)]
 
     assert asyncio.run(work()) == expected
@@ -225,7 +225,7 @@ def test_a_request_that_takes_too_long_is_asked_for_elsewhere(untied_server, exp
             proxies(untied_server.url, untied_server.token, 2) as (good, bad),
             watched([client(bad), client(good)], timeout=3.0) as (pool, said),
         ):
-            bad.hang.add(LEAN)
+            bad.hang.add(GENERATE_ROUTE)
             begin = time.monotonic()
             sampled = await pool.generate_all(REQUESTS, GREEDY)
             assert 3.2 <= time.monotonic() - begin < 30  # 3 s, and 0.2 for 32 tokens
@@ -244,9 +244,9 @@ def test_a_request_that_reached_a_paused_server_is_taken_back(untied_server):
             watched([client(proxy)]) as (pool, _),
         ):
             (member,) = pool.members
-            proxy.hang.add(LEAN)  # as if it arrived late
+            proxy.hang.add(GENERATE_ROUTE)  # as if it arrived late
             task = asyncio.ensure_future(pool.generate(REQUESTS[0], GREEDY))
-            await until(lambda: any(path == LEAN and body for path, body in proxy.seen))
+            await until(lambda: any(path == GENERATE_ROUTE and body for path, body in proxy.seen))
             begin = time.monotonic()
             await pool.empty(member)
             assert time.monotonic() - begin < 20 and member.in_flight == 0

@@ -195,7 +195,7 @@ def test_an_agent_plays_a_whole_episode_with_our_server_as_its_model(gym_python,
         assert not [line for line in told if "failed" in line or "answered" in line]
         own = LocalEngine(model, tokenizer)
         for completion in groups[0]:
-            (scored,) = own.score([(completion.prompt_ids, completion.ids)], temperature=0.5)
+            (scored,) = own.logps([(completion.prompt_ids, completion.ids)], temperature=0.5)
             gaps = [abs(a - b) for a, b, m in zip(scored, completion.logps, completion.mask, strict=True) if m]
             assert max(gaps) < 1e-3, gaps
     finally:

@@ -62,7 +62,7 @@ def pair(request: Any, tied_server: Any, monkeypatch: Any) -> Iterator[tuple[Vll
 def make_producer(engine: VllmEngine, sampling: Sampling, **options: Any) -> Producer:
     prompts = [Prompt(source=f"rows:{i}", prompt="", ids=[5, 17, 30 + i]) for i in range(8)]
     planner = Planner(Loader(prompts, batch_size=2, seed=0), num_generations=4, seed=0)
-    return Producer(EngineSource(engine, sampling), planner, tend=engine.tend, **options)
+    return Producer(EngineSource(engine, sampling), planner, poll=engine.poll, **options)
 
 
 def train(policy: Policy, step: int) -> dict[str, torch.Tensor]:
@@ -80,7 +80,7 @@ def train(policy: Policy, step: int) -> dict[str, torch.Tensor]:
 def gaps(engine: VllmEngine, completions: list[Completion], version: int) -> list[float]:
     """Of the tokens that this version made, between its log-probs there and here."""
     found = []
-    scored = engine.local.score([(c.prompt_ids, c.ids) for c in completions], 1.0)
+    scored = engine.local.logps([(c.prompt_ids, c.ids) for c in completions], 1.0)
     for completion, row in zip(completions, scored, strict=True):
         at = 0
         for of, count in completion.versions:
@@ -222,5 +222,5 @@ def test_a_server_that_comes_back_between_syncs_gets_the_weights_of_today_with_a
     train(policy, 1)
     (member,) = engine.pool.members
     engine.loop.run(engine.pool.fail(member, "needs weights"))  # as after a restart
-    engine.tend(1)
+    engine.poll(1)
     assert (engine.version, member.version, member.state) == (1, 1, "ready")  # load() has compared log-probs

@@ -109,7 +109,7 @@ def logps(model: nn.Module) -> Tensor:
 
 
 def gap(server: VllmServer, loop: Loop, model: nn.Module, name: str = "base") -> float:
-    served = torch.tensor(loop.run(server.score(IDS, model=name), timeout=60))
+    served = torch.tensor(loop.run(server.logps(IDS, model=name), timeout=60))
     return float((served - logps(model)).abs().max())
 
 
@@ -162,19 +162,19 @@ def test_adapters_of_several_versions_live_side_by_side_and_old_names_go(tied, t
         report = sync.push([tied], version)
         made[version] = logps(current.model)
         for known in [v for v in made if v > version - 2]:
-            served = torch.tensor(loop.run(tied.score(IDS, model=sync.model_name(known))))
+            served = torch.tensor(loop.run(tied.logps(IDS, model=sync.model_name(known))))
             assert float((served - made[known]).abs().max()) < LIMIT
     assert float((made[3] - made[2]).abs().max()) > 0.05
     assert report.num_bytes > 10_000 and report.backend == "lora"
     assert gap(tied, loop, base) < LIMIT
     with pytest.raises(RefusedError):
-        loop.run(tied.score(IDS, model=sync.model_name(1)))
+        loop.run(tied.logps(IDS, model=sync.model_name(1)))
     sync.push([tied], 3)  # again, as for a server that came back: nothing changes
     assert gap(tied, loop, current.model, sync.model_name(3)) < LIMIT
     sync.close()
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(RefusedError):
-        loop.run(tied.score(IDS, model=sync.model_name(3)))
+        loop.run(tied.logps(IDS, model=sync.model_name(3)))
 
 
 def test_an_adapter_on_top_of_a_base_that_was_pushed_is_exact(tied, tied_server, loop, tmp_path):

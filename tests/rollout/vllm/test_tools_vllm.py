@@ -49,7 +49,7 @@ def groups_of(count: int, copies: int = 4) -> list[list[Request]]:
 
 def check(engine: VllmEngine, completions: Any) -> None:
     """Log-probs behind all that stands before them, results of tools included, are those of the trainer."""
-    scored = engine.local.score([(c.prompt_ids, c.ids) for c in completions], 1.0)
+    scored = engine.local.logps([(c.prompt_ids, c.ids) for c in completions], 1.0)
     for completion, logps in zip(completions, scored, strict=True):
         mask = completion.mask or [True] * len(completion.ids)
         expected = [logp if own else 0.0 for logp, own in zip(logps, mask, strict=True)]
@@ -58,7 +58,7 @@ def check(engine: VllmEngine, completions: Any) -> None:
 
 def test_episodes_with_tools_are_token_exact(engine):
     source = EpisodeSource(engine, SAMPLING, always_calls(engine))
-    groups = run_groups(source, groups_of(4), engine.tend)
+    groups = run_groups(source, groups_of(4), engine.poll)
     made = [c for group in groups for c in group]
     check(engine, made)
     assert [len(group) for group in groups] == [4] * 4
@@ -71,7 +71,7 @@ def test_episodes_with_tools_are_token_exact(engine):
             text = engine.local.tokenizer.decode(completion.ids)
             assert text.count(f"<|im_start|>tool\nvalue {i}<|im_end|>") == len(results)
     assert max(c.columns["num_turns"] for c in made) == 3
-    assert run_groups(source, groups_of(4), engine.tend) == groups  # seeds fix what every turn draws
+    assert run_groups(source, groups_of(4), engine.poll) == groups  # seeds fix what every turn draws
 
 
 def test_a_sync_in_the_middle_of_episodes_shows_in_their_versions(engine):
@@ -103,7 +103,7 @@ def test_a_users_coroutine_runs_over_the_server(engine, tmp_path):
         "    return {'completion_ids': made.ids, 'logprobs': made.logps, 'version': client.version}\n"
     )
     source = RolloutFunction(f"{path}:twice").source(engine, SAMPLING)
-    made = [c for group in run_groups(source, groups_of(2), engine.tend) for c in group]
+    made = [c for group in run_groups(source, groups_of(2), engine.poll) for c in group]
     check(engine, made)
     assert [c.columns for c in made] == [{"version": 0}] * 8
 
@@ -119,4 +119,4 @@ def test_closing_ends_what_runs_and_leaves_the_engine_usable(engine):
     source.close()
     assert all(future.cancelled() for future in futures)
     with contextlib.closing(EpisodeSource(engine, SAMPLING, always_calls(engine))) as again:
-        check(engine, run_groups(again, groups_of(1), engine.tend)[0])
+        check(engine, run_groups(again, groups_of(1), engine.poll)[0])

@@ -17,7 +17,7 @@ from tests.trainer.rl.group_cases import VOCAB
 from trainer.config.blocks import LoraConfig, RunConfig
 from trainer.config.ebft import FeatureConfig, StridedConfig
 from trainer.ebft.features import FeatureNetwork
-from trainer.ebft.strided import backward, check_gap, continue_all, evaluate, judge, sample_rows, step_metrics
+from trainer.ebft.strided import add_rewards, backward, check_gap, continue_all, evaluate, sample_rows, step_metrics
 from trainer.policy.logps import Policy
 
 STRIDED = StridedConfig(stride=3, context_length=4, generate_max_len=3, n_samples_per_prompt=4, max_length=64)
@@ -69,7 +69,7 @@ def make_cfg(
 def run_step(cfg: Any, policy: Policy, documents: list[Document]) -> Any:
     network = FeatureNetwork(cfg.features, cfg.run, policy)
     assert network.layers == [1, 2]
-    return judge(network, continue_all(cfg, policy, documents, seed=3, numbers=range(len(documents))))
+    return add_rewards(network, continue_all(cfg, policy, documents, seed=3, numbers=range(len(documents))))
 
 
 def gradients(model: Any) -> torch.Tensor:

@@ -21,16 +21,17 @@ from rollout.episodes.target import TargetEpisode
 from tests.trainer.ebft import naive_ebft
 from tests.trainer.ebft.test_features import SIZE, draw, vector
 from tests.trainer.ebft.test_strided import gradients, make_policy
+from tests.trainer.rl.group_cases import prepare
 from trainer.config.blocks import LoraConfig, ModelConfig, RunConfig
 from trainer.config.ebft import FeatureConfig
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.ebft.features import FeatureNetwork
 from trainer.ebft.structured import FeatureRewards, add_target, estimate, evaluate
+from trainer.methods.grpo import backward
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy
 from trainer.rl.groups import GroupBatch
 from trainer.rl.rank0_rollout import Rank0Rollout
-from trainer.rl.step import backward, prepare
 
 TEMPERATURE = 0.7
 LENGTHS = ((3, 5), (1, 4), (6, 7))  # of prompts and targets
@@ -305,7 +306,7 @@ class Writer:
     def sleep(self) -> None:
         self.calls.append("sleep")
 
-    def tend(self) -> None: ...
+    def poll(self) -> None: ...
 
 
 def test_held_out_numbers_are_those_of_plain_loops():

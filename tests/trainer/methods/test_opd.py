@@ -20,17 +20,18 @@ from losses.distill import generalized_jsd
 from rollout.engine import Completion, Group, Request, Sampling, finished
 from tests.entry import ROOT, metrics, repeatable
 from tests.test_resume import copy_as_if_killed
+from tests.trainer.rl.group_cases import prepare
 from trainer import cli, plan
 from trainer.__main__ import main
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.methods import opd
+from trainer.methods.grpo import backward
 from trainer.metrics.metrics import describe
 from trainer.policy.load import load_policy
 from trainer.policy.logps import causal_lm
 from trainer.rl import teacher as teachers
-from trainer.rl.given import MixedSource
 from trainer.rl.groups import GroupBatch
-from trainer.rl.step import backward, prepare
+from trainer.rl.mixed_source import MixedSource
 from trainer.rl.teacher import Teacher, TeacherServer, check_vocabulary, open_teacher
 
 TINY = ROOT / "trainer" / "tiny"

@@ -36,11 +36,12 @@ from trainer.config.blocks import ModelConfig, ParallelConfig, PromptConfig, Run
 from trainer.config.groups import AdvantageConfig
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.methods import ppo
+from trainer.methods.grpo import score_at_start
 from trainer.policy.logps import Policy
 from trainer.rl.critic import ValueHead, ValueModel
 from trainer.rl.groups import GroupBatch
+from trainer.rl.minibatch import MiniBatch
 from trainer.rl.session import Session
-from trainer.rl.step import StepBatch
 
 GROUP = 4
 NO_REWARD = 6  # this completion has none
@@ -111,17 +112,19 @@ def move(module: torch.nn.Module) -> None:
             p.add_(0.03 * torch.randn(p.shape, generator=generator, dtype=torch.float64))
 
 
-def step(cfg: ppo.Config, kind: str) -> tuple[list[Tensor], dict[str, float], list[StepBatch], ppo.Judged]:
+def step(cfg: ppo.Config, kind: str) -> tuple[list[Tensor], dict[str, float], list[MiniBatch], ppo.Estimates]:
     """Gradients of the second step on a rollout: policy and critic have moved since its start."""
     policy, batch = make_policy(), make_batch()
     critic = make_critic(kind, policy)
-    judged = ppo.judge(cfg, policy, critic, batch)
+    judged = ppo.estimate(cfg, policy, critic, batch)
     s = SimpleNamespace(cfg=cfg, policy=policy, steps_per_rollout=2, old_logps=lambda batch: None)
-    (part,) = Session.prepare(s, batch, judged.advantage, rows=judged.rows)
+    own = {"old_value": judged.value, "target": judged.target}
+    (part,) = Session.pack(s, batch, judged.advantage, rows=judged.rows, own=own)
+    score_at_start(cfg, policy, [part], 2)
     policy.model = moved_llama().train()
     move(critic)
     policy.model.zero_grad(set_to_none=True)
-    sums = ppo.backward_both(cfg, policy, critic, replace(part, first=False), judged)
+    sums = ppo.backward_both(cfg, policy, critic, replace(part, first=False))
     found = [p.grad for p in (*policy.model.parameters(), *critic.parameters())]
     policy.model.zero_grad(set_to_none=True)
     return found, sums.means(), [part], judged
@@ -254,7 +257,7 @@ def test_gradient_is_the_same_however_it_is_cut(kind):
 def test_a_new_critic_expects_nothing_and_its_first_step_leaves_the_trunk_to_the_policy():
     policy = make_policy()
     head, batch, cfg = ValueHead(policy), make_batch(), make_config(gamma=1.0, gae_lambda=0.95, whiten_advantages=False)
-    judged = ppo.judge(cfg, policy, head, batch)
+    judged = ppo.estimate(cfg, policy, head, batch)
     assert judged.metrics["value/mean"] == 0 == judged.metrics["value/explained_variance"]
     for row in judged.rows:  # with values of 0 the advantage of a token is the reward, decayed
         own = [a for a, t in zip(judged.advantage[row], make_completions()[row].mask or [True] * 99, strict=False) if t]

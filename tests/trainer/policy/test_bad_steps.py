@@ -15,7 +15,7 @@ from tests.entry import metrics, repeatable, small_model
 from trainer.__main__ import main
 from trainer.config.blocks import OptimConfig
 from trainer.metrics.metrics import Counters, MetricSums, describe
-from trainer.policy.optim import BadSteps, begin_step, build_optimizer, not_finite, takes_gate
+from trainer.policy.optim import BadSteps, build_optimizer, launch_step, not_finite, takes_gate
 from trainer.rl import session
 from trainer.run.run import Run
 
@@ -76,7 +76,7 @@ GATED = ["--trained-dtype", "bfloat16", "--dtype", "bfloat16"]  # its optimizer 
 
 
 @pytest.fixture
-def read_later(monkeypatch):
+def copy_to_host(monkeypatch):
     """As on a GPU: whether a step was finite, and its metrics, are read after the next one has begun."""
     monkeypatch.setattr(Run, "_defers", property(lambda run: True, lambda run, value: None), raising=False)
 
@@ -88,7 +88,7 @@ def test_a_check_that_is_read_later_changes_nothing(saves, held, tmp_path, reque
     argv += ["--model", small_model(tmp_path / "model")]
     for name in ("at once", "later"):
         if name == "later":
-            request.getfixturevalue("read_later")
+            request.getfixturevalue("copy_to_host")
         assert main([*argv, "--output-dir", str(tmp_path / name)]) == 0
     rows, weights = ([read(tmp_path / name) for name in ("at once", "later")] for read in (metrics, final_weights))
     assert repeatable(rows[1]) == repeatable(rows[0]) and weights[1] == weights[0]
@@ -102,7 +102,7 @@ def final_weights(run: Path) -> bytes:
 
 @pytest.mark.parametrize("bad", [2, 4])  # in the middle, and the last
 def test_a_run_that_stops_later_names_the_bad_step_and_saves_nothing_of_it(
-    bad, read_later, tmp_path, monkeypatch, capfd
+    bad, copy_to_host, tmp_path, monkeypatch, capfd
 ):
     Poison(monkeypatch, {bad})
     argv = ["--method", "sft", "--data", DATA["sft"], *SMALL, *GATED, "--save-steps", "1"]
@@ -184,14 +184,14 @@ def test_bad_step_changes_nothing_whichever_optimizer_checks_it(kind, gradient, 
         sums = MetricSums()
         sums.add({"loss/total": (loss, 1.0)})
         gradients(model, gradient)
-        norm = begin_step(model, optimizer, schedule, max_grad_norm, "step 1", sums, bad_steps).settle()
+        norm = launch_step(model, optimizer, schedule, max_grad_norm, "step 1", sums, bad_steps).wait()
         assert same(everything(model, optimizer), before) and len(optimizer.state) == 4 * good_before
         assert math.isfinite(norm) == (gradient == 1.0) and bad_steps.counters.skipped_steps == good_before + 1
         assert all(p.grad is None for p in model.parameters()) and schedule.last_epoch == 2 * good_before + 1
         sums = MetricSums()
         sums.add({"loss/total": (1.0, 1.0)})
         gradients(model, 1.0)
-        begin_step(model, optimizer, schedule, max_grad_norm, "step 2", sums, bad_steps).settle()
+        launch_step(model, optimizer, schedule, max_grad_norm, "step 2", sums, bad_steps).wait()
         assert not same(everything(model, optimizer), before) and bad_steps.counters.skipped_in_a_row == 0
         assert {float(slots["step"]) for slots in optimizer.state.values()} == {good_before + 1.0}
         assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
@@ -204,7 +204,7 @@ def test_bad_step_stops_the_run_and_leaves_no_moments(kind, device):
     before = everything(model, optimizer)
     gradients(model, math.inf)
     with pytest.raises(ValueError, match="^step 1: gradient norm inf is not finite; lower --learning-rate"):
-        begin_step(model, optimizer, schedule, 1.0, "step 1").settle()
+        launch_step(model, optimizer, schedule, 1.0, "step 1").wait()
     assert same(everything(model, optimizer), before) and not optimizer.state
 
 
@@ -216,7 +216,7 @@ def test_gradients_are_clipped_whichever_optimizer_does_it(kind, max_grad_norm, 
     model, optimizer, schedule = trained_module(kind, device)
     gradients(model, 2.0)
     norm = 2.0 * math.sqrt(sum(p.numel() for p in model.parameters()))
-    assert begin_step(model, optimizer, schedule, max_grad_norm, "step 1").settle() == pytest.approx(norm, rel=1e-6)
+    assert launch_step(model, optimizer, schedule, max_grad_norm, "step 1").wait() == pytest.approx(norm, rel=1e-6)
     moments = torch.cat([slots["exp_avg"].flatten().double() for slots in optimizer.state.values()])
     expected = 0.1 * (0.5 if max_grad_norm == 0.5 else norm)
     assert moments.norm().item() == pytest.approx(expected, rel=1e-5 if kind != "bfloat16" else 3e-3)
@@ -228,7 +228,7 @@ def test_first_step_skipped_warns_of_nothing():
     model.weight.grad = torch.full_like(model.weight, math.nan)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        begin_step(model, optimizer, schedule, 1.0, "step 1", None, BadSteps(OptimConfig(nan_policy="skip"))).settle()
+        launch_step(model, optimizer, schedule, 1.0, "step 1", None, BadSteps(OptimConfig(nan_policy="skip"))).wait()
     assert model.weight.grad is None and not optimizer.state and schedule.last_epoch == 1
 
 

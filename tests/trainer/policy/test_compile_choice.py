@@ -98,26 +98,26 @@ def test_obstacles_are_sharding_experts_and_blocks_that_are_not_found(policy):
 
 def test_one_model_beside_the_policy_that_has_an_obstacle_decides_for_all(policy, compiled, monkeypatch, capsys):
     """Compiling a teacher with experts does not pay, and one whose blocks are not found would end the run."""
-    beside = load_policy(ModelConfig(model="builtin:tiny"), LoraConfig(), CPU, with_reference=False)
-    monkeypatch.setattr(policy, "beside", [beside])
+    companion = load_policy(ModelConfig(model="builtin:tiny"), LoraConfig(), CPU, with_reference=False)
+    monkeypatch.setattr(policy, "companions", [companion])
     monkeypatch.setattr(policy, "device", torch.device("cuda", 0))
-    text = beside.model.config.get_text_config()
+    text = companion.model.config.get_text_config()
     for name, value in (("num_experts_per_tok", 2), ("num_hidden_layers", 1000)):
         with monkeypatch.context() as patch:
             patch.setattr(text, name, value, raising=False)
             assert resolve_compile(parse(), policy, 1000).model.compile is False and compiled == []
         said = capsys.readouterr().err
-        assert said.startswith("compile=auto: off, ") and beside.source in said
+        assert said.startswith("compile=auto: off, ") and companion.source in said
 
 
 def test_all_models_of_a_step_are_compiled_and_only_if_auto_says_so(policy, compiled, monkeypatch, capsys):
-    beside = load_policy(ModelConfig(model="builtin:tiny"), LoraConfig(), CPU, with_reference=False)
-    monkeypatch.setattr(policy, "beside", [beside])
+    companion = load_policy(ModelConfig(model="builtin:tiny"), LoraConfig(), CPU, with_reference=False)
+    monkeypatch.setattr(policy, "companions", [companion])
     monkeypatch.setattr(policy, "device", torch.device("cuda", 0))
     assert resolve_compile(parse(), policy, 10).model.compile is False and compiled == []
     assert "compile=auto: off" in capsys.readouterr().err
     assert resolve_compile(parse(), policy, 1000).model.compile is True
-    models = [causal_lm(model) for model in (policy.model, policy.reference, beside.model)]
+    models = [causal_lm(model) for model in (policy.model, policy.reference, companion.model)]
     assert compiled == [block for lm in models for block in lm.base_model.layers]
     assert capsys.readouterr().err.count("compile=auto: on, 1000 steps") == 1
     compiled.clear()

@@ -208,7 +208,7 @@ def test_the_engine_samples_from_what_is_trained(policy, way):
     for version in range(2):
         engine.load(version)
         made = engine.generate([Request(prompt_ids=[5, 6, 7], seed=seed) for seed in range(4)], Sampling(max_tokens=6))
-        scored = engine.score([(c.prompt_ids, c.ids) for c in made], 1.0)
+        scored = engine.logps([(c.prompt_ids, c.ids) for c in made], 1.0)
         for completion, logps in zip(made, scored, strict=True):
             assert completion.logps == pytest.approx(logps, abs=1e-4)
         shake(policy.model)
@@ -230,7 +230,7 @@ def test_the_probe_allows_servers_of_the_full_base(policy):
     rows = probe.sequences(32)
     full = load(load_in_4bit=False)
     shake(full.model)
-    ours, theirs = probe.score(rows), Probe(LocalEngine(full.model, full.tokenizer), tolerance=None).score(rows)
+    ours, theirs = probe.logps(rows), Probe(LocalEngine(full.model, full.tokenizer), tolerance=None).logps(rows)
     gap, limit, _ = probe.gap(ours, theirs, "float32")
     assert gap > limit
     probe.rounded = True

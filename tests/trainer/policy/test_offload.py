@@ -77,7 +77,7 @@ def test_gradients_are_the_same_bit_by_bit_over_several_micro_batches():
 
 def test_all_inputs_but_the_last_are_in_main_memory(monkeypatch):
     _, ours, offloader = pair()
-    made: list[offload.Kept] = []
+    made: list[offload.OffloadedInput] = []
     pack = offloader.pack
 
     def seen(*args: Any) -> Any:

@@ -10,7 +10,7 @@ from losses.types import LossOut, Term
 from tests.clip import clip_gradients
 from trainer.config.blocks import OptimConfig
 from trainer.metrics.metrics import MetricSums
-from trainer.policy.optim import begin_step, build_optimizer, lr_factor, term_metrics, total_loss
+from trainer.policy.optim import build_optimizer, launch_step, lr_factor, term_metrics, total_loss
 from trainer.policy.sharding import gradient_norm
 
 
@@ -123,7 +123,7 @@ def test_learning_rate_follows_the_schedule_step_by_step():
         seen.append(schedule.get_last_lr()[0])
         assert [group["lr"] for group in optimizer.param_groups] == [seen[-1]] * 2
         set_gradients(model, 1.0)
-        begin_step(model, optimizer, schedule, 1.0, "step 1").settle()
+        launch_step(model, optimizer, schedule, 1.0, "step 1").wait()
     assert seen == pytest.approx([0.1, 0.075, 0.05, 0.025])
 
 
@@ -145,7 +145,7 @@ def test_one_step_is_adamw_by_hand():
     optimizer, schedule = build_optimizer(model, cfg, 10)
     before = weights(model)
     set_gradients(model, 0.5)
-    begin_step(model, optimizer, schedule, 0.0, "step 1").settle()
+    launch_step(model, optimizer, schedule, 0.0, "step 1").wait()
     # The first step of Adam moves every weight by the learning rate, whatever the size of its gradient.
     for old, new in zip(before, model.parameters(), strict=True):
         decay = 0.01 * 0.1 if old.ndim == 2 else 0.0
@@ -160,7 +160,7 @@ def test_clip_returns_the_norm_before_clipping_and_steps_with_the_clipped_gradie
     count = sum(p.numel() for p in model.parameters())
     before = weights(model)
     set_gradients(model, 2.0)
-    assert begin_step(model, optimizer, schedule, 0.5, "step 1").settle() == pytest.approx(
+    assert launch_step(model, optimizer, schedule, 0.5, "step 1").wait() == pytest.approx(
         2.0 * math.sqrt(count), rel=1e-6
     )
     moved = torch.cat([(new - old).flatten() for old, new in zip(before, model.parameters(), strict=True)])
@@ -174,7 +174,7 @@ def test_small_or_unlimited_gradients_are_not_scaled(max_grad_norm):
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     before = weights(model)
     set_gradients(model, 2.0)
-    begin_step(model, optimizer, schedule, max_grad_norm, "step 1").settle()
+    launch_step(model, optimizer, schedule, max_grad_norm, "step 1").wait()
     for old, new in zip(before, model.parameters(), strict=True):
         torch.testing.assert_close(new.detach(), old - 2.0)
 
@@ -188,7 +188,7 @@ def test_gradient_that_is_not_finite_stops_before_the_weights_change(poison, max
     set_gradients(model, 1.0)
     model[0].bias.grad[1] = poison
     with pytest.raises(ValueError, match="step 3, prompts a:1 to a:8: gradient norm .* is not finite"):
-        begin_step(model, optimizer, schedule, max_grad_norm, "step 3, prompts a:1 to a:8").settle()
+        launch_step(model, optimizer, schedule, max_grad_norm, "step 3, prompts a:1 to a:8").wait()
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
     assert not optimizer.state
 
@@ -260,7 +260,7 @@ def test_muon_steps_matrices_and_adamw_the_rest():
             b.grad = a.grad.clone()
         for group in (*muon.param_groups, *adamw.param_groups):
             group["lr"] = 0.02 * (1 - step / 4)
-        begin_step(ours, optimizer, schedule, 0.0, "step").settle()
+        launch_step(ours, optimizer, schedule, 0.0, "step").wait()
         muon.step()
         adamw.step()
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -300,13 +300,13 @@ def test_step_on_a_gpu_is_one_launch_for_all_weights_and_waits_for_two_numbers_o
     sums = MetricSums()
     sums.add({"loss/total": (torch.ones((), device="cuda"), torch.ones((), device="cuda"))})
     set_gradients(model, 1.0)
-    begin_step(model, optimizer, schedule, 1.0, "step 1", sums).settle()  # compiles, and makes the list of chunks
+    launch_step(model, optimizer, schedule, 1.0, "step 1", sums).wait()  # compiles, and makes the list of chunks
     set_gradients(model, 1.0)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            begin_step(model, optimizer, schedule, 1.0, "step 2", sums).settle()
+            launch_step(model, optimizer, schedule, 1.0, "step 2", sums).wait()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()

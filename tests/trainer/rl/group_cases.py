@@ -21,8 +21,9 @@ from rollout.engine import Completion
 from tests.trainer.rl.naive_groups import Padded, naive_loss, padded, padded_scores
 from trainer.config.blocks import RunConfig
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig
+from trainer.methods.grpo import backward, score_at_start
 from trainer.policy.logps import Policy
-from trainer.rl.step import StepBatch, backward, prepare
+from trainer.rl.minibatch import MiniBatch, pack
 
 VOCAB = 29
 TEMPERATURE = 0.8
@@ -124,6 +125,21 @@ def make_config(cut: tuple[int, int, str] = WHOLE, *, num_iterations: int = 2, c
     )  # fmt: skip
 
 
+def prepare(
+    cfg: Any,
+    policy: Policy,
+    completions: Sequence[Completion],
+    advantage: Any,
+    *,
+    old_logps: Any = None,
+    num_steps: int | None = None,
+) -> MiniBatch:
+    """Packed, with the log-probs that a method takes before the first step."""
+    batch = pack(cfg, policy, completions, advantage, old_logps=old_logps)
+    score_at_start(cfg, policy, [batch], num_steps or cfg.num_iterations)
+    return batch
+
+
 def gradient(model: Any) -> Tensor:
     found = torch.cat([p.grad.flatten() for p in model.parameters()])
     model.zero_grad(set_to_none=True)
@@ -135,7 +151,7 @@ def step(
     completions: Sequence[Completion] | None = None,
     advantage: Tensor = ADVANTAGE,
     **more: Any,
-) -> tuple[Tensor, dict[str, float], StepBatch]:
+) -> tuple[Tensor, dict[str, float], MiniBatch]:
     """Gradient, metrics and batch of the first step, or of one with the weights moved since prepare."""
     policy = make_policy()
     completions = make_completions() if completions is None else completions
@@ -185,5 +201,5 @@ def close(got: Tensor, want: Tensor) -> bool:
     return bool((got - want).norm() <= 1e-9 * want.norm())
 
 
-def micro_batch_rows(batch: StepBatch) -> list[list[int]]:
-    return [[batch.rows[i] for i in mb.rows] for mb in batch.micro_batches]
+def micro_batch_rows(batch: MiniBatch) -> list[list[int]]:
+    return [[batch.rows[i] for i in mb.batch.rows] for mb in batch.micro_batches]

@@ -16,7 +16,7 @@ from trainer.__main__ import main
 from trainer.config.defaults import default_tree
 from trainer.config.groups import servers_asked
 from trainer.rl import engine_choice
-from trainer.rl.engine_choice import GIB, Memory, choose, engine_bytes, resolve_engine, to_come
+from trainer.rl.engine_choice import GIB, Memory, choose, engine_bytes, resolve_engine, training_bytes
 
 FITS = Memory(training=20 * GIB, copy=3 * GIB, cache=GIB, room=137 * GIB)
 SHORT = FITS._replace(training=134 * GIB)
@@ -98,11 +98,11 @@ def test_what_is_named_is_kept_whatever_the_device(method):
 
 def test_bytes_to_come_and_of_the_engine():
     layer = nn.Linear(8, 4, bias=False, device="meta")
-    assert to_come(layer, "adamw", 2) == 32 * (4 + 8 + 2) and to_come(layer, "adamw", 0) == 32 * (4 + 8)
-    assert to_come(layer, "adamw_8bit", 4) == 32 * (4 + 2)
-    assert to_come(layer.bfloat16(), "adamw", 2) == 32 * (2 + 4)
-    assert to_come(layer.float().requires_grad_(False), "adamw", 2) == 0
-    assert to_come(nn.Linear(8, 4), "adamw", 2) == 0  # in main memory
+    assert training_bytes(layer, "adamw", 2) == 32 * (4 + 8 + 2) and training_bytes(layer, "adamw", 0) == 32 * (4 + 8)
+    assert training_bytes(layer, "adamw_8bit", 4) == 32 * (4 + 2)
+    assert training_bytes(layer.bfloat16(), "adamw", 2) == 32 * (2 + 4)
+    assert training_bytes(layer.float().requires_grad_(False), "adamw", 2) == 0
+    assert training_bytes(nn.Linear(8, 4), "adamw", 2) == 0  # in main memory
     text = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, hidden_size=32, num_hidden_layers=3)
     layer.requires_grad_(True).config = SimpleNamespace(get_text_config=lambda: text)
     policy = SimpleNamespace(model=layer, compute_dtype=torch.bfloat16, is_lora=False)
@@ -127,7 +127,7 @@ def test_what_is_free_on_the_gpu_decides(monkeypatch, capsys):
     for spare, engine in ((0, "local"), (-1, "vllm")):
         free = needed + cache + engine_choice.SPARE - 2 * held + spare
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10 * free))
-        cfg = resolve_engine(parse(), policy, [SimpleNamespace(ids=[1] * 40)], unseen=20)
+        cfg = resolve_engine(parse(), policy, [SimpleNamespace(ids=[1] * 40)], extra_tokens=20)
         assert cfg.rollout.engine == engine
         assert f"rollout.engine=auto: {engine}, " in capsys.readouterr().err
 

@@ -14,15 +14,15 @@ from data.types import Prompt
 from rollout.engine import Group
 from tests.entry import metrics, repeatable
 from tests.test_ranks import alike, two_ok
-from tests.trainer.rl.group_cases import ADVANTAGE, close, gradient, make_completions, make_config, make_policy
+from tests.trainer.rl.group_cases import ADVANTAGE, close, gradient, make_completions, make_config, make_policy, prepare
 from trainer.__main__ import main
 from trainer.cli import parse
 from trainer.config.groups import AsyncConfig
 from trainer.methods import grpo
+from trainer.methods.grpo import backward, score_at_start
 from trainer.rl.groups import GroupBatch
 from trainer.rl.rank0_rollout import deal
 from trainer.rl.session import Session
-from trainer.rl.step import backward, prepare
 
 SHORT = (
     "--model", "builtin:tiny", "--data", "task:addition:split=train,size=256", "--reward-funcs", "exact_match",
@@ -43,7 +43,9 @@ def batch_of(part_sizes: tuple[int, ...] = ()) -> GroupBatch:
 
 def prepared(cfg: Any, policy: Any, batch: GroupBatch, **more: Any) -> list[Any]:
     old = {"old_logps": lambda batch: None, "steps_per_rollout": len(batch.parts) * cfg.num_iterations}
-    return Session.prepare(SimpleNamespace(cfg=cfg, policy=policy, **old), batch, ADVANTAGE, **more)
+    batches = Session.pack(SimpleNamespace(cfg=cfg, policy=policy, **old), batch, ADVANTAGE, **more)
+    score_at_start(cfg, policy, batches, old["steps_per_rollout"])
+    return batches
 
 
 def gradients(cfg: Any, part_sizes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -85,7 +87,7 @@ def test_rows_are_places_in_the_rollout_and_may_be_chosen():
     assert [part.number for part in parts] == [0, 1]
     assert [part.rows for part in parts] == [[1, 4, 7], []]  # 8 has no advantage and 11 trains nothing
     assert parts[0].completions == [completions[row] for row in parts[0].rows]
-    assert all(part.old is not None for part in parts)  # for the ratio of several steps
+    assert all(part.at_start is not None for part in parts)  # for the ratio of several steps
     whole = prepared(cfg, policy, batch_of())
     assert len(whole) == 1 and whole[0].number == 0 and whole[0].rows == prepared(cfg, policy, batch_of((3,)))[0].rows
 
@@ -109,8 +111,9 @@ HALVES = """
 from dataclasses import replace
 
 from trainer.config.sampling import SamplingConfig as Config
+from trainer.methods.grpo import backward, score_at_start
+from trainer.rl.minibatch import pack
 from trainer.rl.session import Session
-from trainer.rl.step import backward, prepare
 
 
 def train(cfg):
@@ -122,13 +125,14 @@ def train(cfg):
             parts = []
             for groups in ([0, 2], [1, 3]):
                 completions = [c for place in groups for c in batch.groups[place].completions]
-                parts.append(prepare(cfg, s.policy, completions, advantage[groups].flatten(), num_steps=4))
+                parts.append(pack(cfg, s.policy, completions, advantage[groups].flatten()))
+            score_at_start(cfg, s.policy, parts, 4)
             for number, part in enumerate((parts[0], parts[1], parts[0], parts[1])):
                 if s.step < s.total_steps:
                     s.step += 1
                     part = replace(part, first=number == 0)
                     sums = backward(cfg, s.policy, part)
-                    s.optimizer_step(sums, part)
+                    s.clip_and_step(sums, part)
                     s.log(sums, part)
             s.finish_rollout()
         s.finish()

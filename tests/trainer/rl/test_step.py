@@ -36,13 +36,16 @@ from tests.trainer.rl.group_cases import (
     make_policy,
     micro_batch_rows,
     moved_llama,
+    prepare,
     scores,
     step,
 )
 from tests.trainer.rl.naive_groups import padded, padded_scores
 from trainer.config.policy import PolicyLossConfig
-from trainer.rl import step as group_step
-from trainer.rl.step import EntropyTarget, backward, prepare
+from trainer.methods import grpo
+from trainer.methods.grpo import backward
+from trainer.rl import minibatch
+from trainer.rl.entropy_target import EntropyTarget
 
 CORRECTION_CASES: dict[str, dict[str, Any]] = {
     "off": {"vllm_importance_sampling_correction": False},
@@ -144,7 +147,7 @@ def test_no_kl_term_where_the_kl_is_in_the_reward():
     cfg.advantage.kl_in_reward = True
     got, logged, batch = step(cfg)
     assert close(got, step(make_config())[0])
-    assert "loss/kl" not in logged and batch.reference is None
+    assert "loss/kl" not in logged and batch.micro_batches[0].ref_logp is None
 
 
 def test_the_cases_are_worth_testing():
@@ -210,7 +213,7 @@ def test_skipping_completions_of_advantage_zero_leaves_the_gradient(kind):
     if kind == "bnpo":  # its micro-batches stay as they are
         assert micro_batch_rows(batch) == micro_batch_rows(whole)
     else:
-        assert [batch.rows[i] for mb in batch.micro_batches for i in mb.rows] and batch.skipped == 3
+        assert [batch.rows[i] for mb in batch.micro_batches for i in mb.batch.rows] and batch.skipped == 3
         assert sorted(set(whole.rows) - set(batch.rows)) == [6, 8, 9]
     assert close(skipping, full)
     for name in {"loss/policy", "loss/total", "policy/clip_frac", "policy/clip_low_frac"} & want.keys():
@@ -221,7 +224,7 @@ def test_skipping_completions_of_advantage_zero_leaves_the_gradient(kind):
 def test_only_micro_batches_without_any_advantage_are_left_out_of_bnpo_and_the_entropy_quantile():
     for settings in ({"loss_type": "bnpo"}, {"top_entropy_quantile": 0.5}):
         got, logged, batch = step(make_config((1, 1, "packed"), **settings))
-        rows = zip(sum(micro_batch_rows(batch), []), batch.idle, strict=True)
+        rows = zip(sum(micro_batch_rows(batch), []), [mb.idle for mb in batch.micro_batches], strict=True)
         assert sorted(row for row, idle in rows if idle) == [6, 8, 9]
         assert close(got, step(make_config((1, 1, "packed"), skip_zero_advantage_batches=False, **settings))[0])
         assert logged["policy/skipped_frac"] == pytest.approx(3 / 10)
@@ -309,7 +312,7 @@ def count_passes(monkeypatch: pytest.MonkeyPatch, cfg: Any, **more: Any) -> dict
     """Forward passes of the policy without gradient, and of the reference, in prepare and in two backwards."""
     counts = dict.fromkeys(("prepare", "first", "second", "reference"), 0)
     phase = ["prepare"]
-    scored, asked = group_step.token_logps, group_step.reference_logps
+    scored, asked = minibatch.token_logps, grpo.reference_logps
 
     def count_own(*args: Any, **kwargs: Any) -> Any:
         counts[phase[0]] += 1
@@ -319,8 +322,8 @@ def count_passes(monkeypatch: pytest.MonkeyPatch, cfg: Any, **more: Any) -> dict
         counts["reference"] += 1
         return asked(*args, **kwargs)
 
-    monkeypatch.setattr(group_step, "token_logps", count_own)
-    monkeypatch.setattr(group_step, "reference_logps", count_reference)
+    monkeypatch.setattr(minibatch, "token_logps", count_own)
+    monkeypatch.setattr(grpo, "reference_logps", count_reference)
     policy = make_policy()
     batch = prepare(cfg, policy, make_completions(), ADVANTAGE, **more)
     for phase[0] in ("first", "second"):

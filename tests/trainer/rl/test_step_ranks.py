@@ -25,13 +25,14 @@ from tests.trainer.rl.group_cases import (
     make_llama,
     make_policy,
     moved_llama,
+    prepare,
     step,
 )
+from trainer.methods.grpo import backward
 from trainer.metrics import metrics
 from trainer.parallel import quantile
 from trainer.parallel.quantile import tolerance_of, top_threshold
-from trainer.rl import step as group_step
-from trainer.rl.step import backward, prepare
+from trainer.rl import lookahead, minibatch, step_metrics
 
 TOGETHER = {
     "vllm_importance_sampling_mode": "sequence_mask",
@@ -64,7 +65,7 @@ class Meeting:
 
 def on_two_ranks(monkeypatch: pytest.MonkeyPatch, work: Callable[[int], Any]) -> list[Any]:
     meeting, results, errors = Meeting(), [None, None], []
-    for module in (group_step, metrics):
+    for module in (minibatch, lookahead, step_metrics, metrics):
         monkeypatch.setattr(module, "all_sum", meeting.all_sum)
     monkeypatch.setattr(quantile, "all_gather", meeting.all_gather)
 

@@ -14,7 +14,7 @@ from tests.trainer.rl.test_groups import groups_of, settings
 from trainer.__main__ import main
 from trainer.config.groups import AdvantageConfig
 from trainer.metrics.metrics import Counters
-from trainer.rl.groups import Unrewarded
+from trainer.rl.groups import MissingRewards
 
 REWARDS = """
 def never(completions): return [None] * len(completions)
@@ -95,7 +95,7 @@ def test_a_penalty_is_no_reward_and_failed_environments_are_named(tmp_path, monk
     groups = groups_of(cfg, [])
     groups.rewards, groups.names = load_rewards(["mine.never"]), ["never", "overlong"]
     said: list[str] = []
-    groups.unrewarded = Unrewarded(["mine.never"], Counters(), said.append, limit=2, num_batches=9)
+    groups.missing_rewards = MissingRewards(["mine.never"], Counters(), said.append, limit=2, num_batches=9)
     groups.next(0, 0)
     assert said == [
         "warning: step 1: none of 6 completions got a reward (never returned None for all 6 rows); the run stops after "
@@ -109,7 +109,7 @@ def test_a_penalty_is_no_reward_and_failed_environments_are_named(tmp_path, monk
     source, counters, told = groups.producer.source, Counters(), []
     whole = source.completion
     source.completion = lambda word: SimpleNamespace(**{**vars(whole(word)), "columns": {"env_failed": True}})
-    groups.unrewarded = Unrewarded(["exact_match"], counters, told.append, limit=0, num_batches=9)
+    groups.missing_rewards = MissingRewards(["exact_match"], counters, told.append, limit=0, num_batches=9)
     groups.next(0, 0)
     assert told == ["warning: step 1: none of 6 completions got a reward (6 environments failed)"]
     assert counters.unrewarded_in_a_row == 1

@@ -1,0 +1,35 @@
+"""The weight of an entropy bonus that follows the entropy of the last step (losses/entropy.py has the rule)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from losses.entropy import adapted_coef
+from trainer.config.policy import PolicyLossConfig
+
+
+class EntropyTarget:
+    """The weight of an entropy bonus that holds the entropy at a target or above, from step to step; see
+    losses/entropy.py. It follows the metrics of the last step, which are the same on all ranks and read anyway."""
+
+    def __init__(self, options: PolicyLossConfig) -> None:
+        assert options.entropy_target is not None
+        self.options, self.weight = options, options.entropy_coef
+        self.is_low = False  # the entropy of the last step: at most the target
+
+    @property
+    def coef(self) -> float:
+        """Of the next step."""
+        return self.weight if self.is_low else 0.0
+
+    def observe(self, entropy: float) -> None:
+        options = self.options
+        self.is_low = entropy <= options.entropy_target
+        limits = {"delta": options.entropy_coef_step, "most": options.entropy_coef_max}
+        self.weight = adapted_coef(self.weight, entropy, target=options.entropy_target, **limits)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weight": self.weight, "is_low": self.is_low}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weight, self.is_low = state["weight"], state["is_low"]

@@ -586,3 +586,15 @@ class MovingReferenceConfig:
         check_numbers(self, {"above 0": "ref_model_sync_steps", "above 0 and at most 1": "ref_model_mixup_alpha"})
         if not self.sync_ref_model:
             reject_unused(self, "without sync_ref_model", ("ref_model_mixup_alpha", "ref_model_sync_steps"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodConfig:
+    """The blocks that every built-in method has; run.py, plan.py and the command line read no others."""
+
+    model: Flat[ModelConfig]
+    data: Flat[DataConfig]
+    run: Flat[RunConfig] = dataclasses.field(default_factory=RunConfig)
+    optim: Flat[OptimConfig] = dataclasses.field(default_factory=OptimConfig)
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)

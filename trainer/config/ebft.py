@@ -11,7 +11,7 @@ from data.errors import UserError
 from data.format_options import FormatOptions
 from data.strided import StridedPlan
 from losses.ebft import layer_indices
-from trainer.config.blocks import DataConfig, Flat, check_evaluation, refuse_offline_only
+from trainer.config.blocks import Flat, check_evaluation, refuse_offline_only
 from trainer.config.checks import check_numbers, reject_unused
 from trainer.config.groups import PolicyGradientConfig
 
@@ -129,7 +129,6 @@ STRUCTURED_FIELDS = ("num_generations", "max_prompt_length", "max_completion_len
 class EbftConfig(PolicyGradientConfig):
     """Settings of both modes; those of the other mode are refused."""
 
-    data: Flat[DataConfig]
     format: FormatOptions = field(default_factory=FormatOptions)
     features: Flat[FeatureConfig] = field(default_factory=FeatureConfig)
     strided: Flat[StridedConfig] = field(default_factory=StridedConfig)

@@ -22,13 +22,9 @@ from losses.advantage import ADVANTAGE_ESTIMATORS, Advantage, AdvantageEstimator
 from rollout.servers.options import SyncConfig, VllmConfig
 from trainer.config.blocks import (
     Flat,
-    LoraConfig,
-    ModelConfig,
+    MethodConfig,
     MovingReferenceConfig,
-    OptimConfig,
-    ParallelConfig,
     RolloutConfig,
-    RunConfig,
     check_engine,
     refuse_offline_only,
 )
@@ -225,7 +221,7 @@ def servers_asked(cfg: Any) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupConfig:
+class GroupConfig(MethodConfig):
     """What every method has that samples several completions of a prompt, whatever its loss."""
 
     # Read by the code that methods share. They are flags only where a subclass makes them fields.
@@ -233,11 +229,6 @@ class GroupConfig:
     correction = CorrectionConfig()
     advantage = AdvantageConfig()
 
-    model: Flat[ModelConfig]
-    run: Flat[RunConfig] = field(default_factory=RunConfig)
-    optim: Flat[OptimConfig] = field(default_factory=OptimConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)

@@ -10,29 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from data.format_options import FormatOptions
-from trainer.config.blocks import (
-    DataConfig,
-    Flat,
-    LoraConfig,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    ResponseConfig,
-    RunConfig,
-    check_evaluation,
-)
+from trainer.config.blocks import Flat, MethodConfig, ResponseConfig, check_evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfflineConfig:
-    """What every method on fixed rows has."""
-
-    model: Flat[ModelConfig]
-    data: Flat[DataConfig]
-    run: Flat[RunConfig] = field(default_factory=RunConfig)
-    optim: Flat[OptimConfig] = field(default_factory=OptimConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+class OfflineConfig(MethodConfig):
+    """Blocks of every method that trains on fixed rows."""
 
 
 @dataclass(frozen=True, kw_only=True)

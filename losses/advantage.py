@@ -1,24 +1,22 @@
-"""Advantages from groups of completions of the same prompt, one record per estimator.
+"""Advantages from groups of completions of the same prompt, one record per --advantage-estimator.
 
     group               A = (r - mean_g r) / (std_g r + 1e-4)                           (GRPO, arXiv:2402.03300)
     leave_one_out       A = r - mean of the other rewards of the group                  (RLOO, arXiv:2402.14740)
     normalize_then_sum  z_k = (R_k - mean_g R_k) / (std_g R_k + 1e-4),  a = sum_k w_k z_k
-                        A = (a - mean a) / (std a + 1e-4) over the whole batch          (GDPO, arXiv:2601.05242)
+                        A = (a - mean a) / (std a + 1e-4) over the whole rollout        (GDPO, arXiv:2601.05242)
 
-r is the weighted sum of the rewards R_k. Adding first makes different mixtures of rewards with the same sum the same;
-GDPO normalises each first. With one reward GDPO is not GRPO: its last line enlarges the advantages that are left as
-more and more groups become all equal. Means and sample standard deviations (ddof = 1) leave out completions without a
-reward (NaN); those get advantage 0, as does a group in which fewer than two completions have one, or all have the same.
+r is the weighted sum of the rewards R_k. Summing first cannot tell mixtures of rewards with the same sum apart; GDPO
+normalises each reward first. With a single reward GDPO still differs from GRPO: as more groups become all equal, its
+last line enlarges the remaining advantages. Means and sample standard deviations (ddof = 1) ignore completions without
+a reward (NaN). Their advantage is 0, and so is that of a group with fewer than two rewards, or all equal ones.
 
-An estimator is a function of GroupRewards that returns (P, G), or for advantages per token a list with one tensor of
-len(completion.ids) for each completion. Its keyword-only parameters are keys of --advantage-kwargs; scale_rewards is a
-flag. To add one, enter it in ADVANTAGE_ESTIMATORS; `--advantage-estimator my_module.my_estimator` takes one from
-outside. The trainer calls the same function to train, to judge which groups teach nothing (dynamic sampling, replay)
-and to rank groups for replay.
+An estimator is a function of Rewards that returns (P, G), or for advantages per token a list with one tensor of
+len(completion.ids) per completion. Its keyword-only parameters are keys of --advantage-kwargs. To add one, enter it
+into ADVANTAGE_ESTIMATORS, or name it on the command line: `--advantage-estimator my_module.my_estimator`. Dynamic
+sampling and replay use the same function to find groups without signal and to rank groups.
 
-A statistic over a whole optimizer step is taken in two moves: each rank sums what it has into one (3,) tensor of
-float64, `moments(x) = [sum w, sum w x, sum w x^2]`, the sums are added over ranks (GroupRewards.all_sum), and mean_of,
-std_of and effective_sample_frac read the statistic off the total.
+A statistic over a whole rollout takes two steps: each rank sums into `moments(x) = [sum w, sum w x, sum w x^2]`, a (3,)
+float64 tensor; Rewards.all_sum adds those over ranks, and mean_of, std_of and effective_sample_frac read the total.
 
 Shapes: P prompts, G completions per prompt, K rewards (not head size here), B = P G.
 """
@@ -28,7 +26,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -36,7 +34,7 @@ from torch import Tensor
 from losses.types import options_of
 
 NOTHING = 1e-6  # advantages below this are rounding
-EPSILON = 1e-4  # keeps a group of nearly equal rewards from blowing noise up to unit size
+EPSILON = 1e-4  # avoids scaling noise in nearly equal rewards up to unit size
 
 
 def group_advantage(
@@ -79,7 +77,7 @@ def normalize_then_sum(
     rewards: Tensor,  # (P, G, K) NaN = this reward does not apply
     weights: Tensor,  # (K,)
 ) -> Tensor:  # (P, G) NaN where none applies
-    """GDPO up to the batch: the first two of its three stages. `normalize_batch` is the third."""
+    """GDPO up to the batch: the first two of its three stages; `normalize_batch` is the third."""
     z = group_advantage(rewards.transpose(1, 2).flatten(0, 1))  # (P * K, G)
     z = z.unflatten(0, (rewards.shape[0], rewards.shape[2])).transpose(1, 2)  # (P, G, K)
     return weighted_sum(torch.where(rewards.isnan(), torch.nan, z), weights)
@@ -87,40 +85,27 @@ def normalize_then_sum(
 
 def normalize_batch(
     advantage: Tensor,  # (P, G) NaN = the completion has no reward
-    sums: Tensor,  # (3,) moments of the advantages of the whole batch and all ranks
+    total_moments: Tensor,  # (3,) of the advantages of the whole rollout, all ranks
 ) -> Tensor:  # (P, G)
-    """(a - mean) / (std + 1e-4), 0 where there is no reward, and everywhere if the batch holds fewer than two.
+    """(a - mean) / (std + 1e-4); 0 without a reward, and everywhere if the batch has fewer than two.
 
     Sums weighted by completion length give every token one vote instead of every completion.
     """
-    mean, deviation = mean_of(sums), std_of(sums)
+    mean, deviation = mean_of(total_moments), std_of(total_moments)
     return ((advantage.double() - mean) / (deviation + EPSILON)).nan_to_num(nan=0.0).to(advantage.dtype)
 
 
 # The registry.
 
 
-def _itself(x: Tensor) -> Tensor:
-    return x
-
-
-class GroupRewards(NamedTuple):
-    """What an advantage estimator may use of some groups."""
+class Rewards(Protocol):
+    """Rewards of P groups that an estimator may read (trainer.rl.groups.Rollout has more)."""
 
     rewards: Tensor  # (P, G, K) each reward of each completion; NaN = it does not apply
     weights: Tensor  # (K,)
-    total: Tensor  # (P, G) weighted sum, less beta times the KL with kl_in_reward; NaN = no reward applies
-    completions: Sequence[Any] = ()  # B of them, group after group: ids, mask, text, columns of each
-    all_sum: Callable[[Tensor], Tensor] = _itself  # adds a tensor over all ranks that hold groups of the batch
-
-    @classmethod
-    def of(
-        cls,
-        rewards: Tensor,  # (P, G, K) NaN = the reward does not apply
-        weights: Tensor,  # (K,)
-    ) -> GroupRewards:
-        """Where one process holds the whole batch."""
-        return cls(rewards, weights, weighted_sum(rewards, weights))
+    reward: Tensor  # (P, G) weighted sum, minus beta KL with kl_in_reward; NaN = no reward applies
+    completions: Sequence[Any]  # B completions in group order: ids, mask, text, columns
+    all_sum: Callable[[Tensor], Tensor]  # sums a tensor over the ranks that have groups of the rollout
 
 
 Advantage = Tensor | Sequence[Any]  # (P, G), or for each of the B completions one number per id
@@ -128,35 +113,35 @@ Advantage = Tensor | Sequence[Any]  # (P, G), or for each of the B completions o
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """One estimator, and what follows from it."""
+    """One --advantage-estimator."""
 
     estimate: Callable[..., Advantage]
-    """(GroupRewards, *, options) -> (P, G), or one tensor per completion with a number for each of its ids."""
+    """(Rewards, *, options) -> (P, G), or one tensor per completion with a number for each of its ids."""
     reads_total: bool = True
-    """False: it reads each reward apart, so a KL penalty cannot be taken off their sum (kl_in_reward)."""
+    """False: it reads each reward separately, so kl_in_reward, which changes their sum, has no effect."""
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:
         """Keyword-only parameters of the function: flags, or keys of --advantage-kwargs."""
         return options_of(self.estimate)
 
-    def __call__(self, r: GroupRewards, **options: Any) -> Advantage:
+    def __call__(self, r: Rewards, **options: Any) -> Advantage:
         return self.estimate(r, **options)
 
 
-def group(r: GroupRewards, *, scale_rewards: Literal["group", "batch", "none"] = "group") -> Tensor:  # (P, G)
-    batch = r.all_sum(moments(r.total)) if scale_rewards == "batch" else None
-    return group_advantage(r.total, scale=scale_rewards, batch=batch)
+def group(r: Rewards, *, scale_rewards: Literal["group", "batch", "none"] = "group") -> Tensor:  # (P, G)
+    batch = r.all_sum(moments(r.reward)) if scale_rewards == "batch" else None
+    return group_advantage(r.reward, scale=scale_rewards, batch=batch)
 
 
-def leave_one_out(r: GroupRewards) -> Tensor:  # (P, G)
-    return leave_one_out_advantage(r.total)
+def leave_one_out(r: Rewards) -> Tensor:  # (P, G)
+    return leave_one_out_advantage(r.reward)
 
 
-def gdpo(r: GroupRewards) -> Tensor:  # (P, G)
+def gdpo(r: Rewards) -> Tensor:  # (P, G)
     summed = normalize_then_sum(r.rewards, r.weights)
     advantage = normalize_batch(summed, r.all_sum(moments(summed)))
-    return torch.where(advantage.abs() < NOTHING, 0.0, advantage)  # the mean of a batch is 0 up to rounding only
+    return torch.where(advantage.abs() < NOTHING, 0.0, advantage)  # the mean is 0 only up to rounding
 
 
 ADVANTAGE_ESTIMATORS = {
@@ -174,7 +159,7 @@ def nan_std(
     *,
     dim: int,
 ) -> Tensor:
-    """Sample standard deviation (ddof = 1) over the values that are there; NaN where fewer than two are."""
+    """Sample standard deviation (ddof = 1) over the values present; NaN with fewer than two."""
     count = (~x.isnan()).sum(dim=dim)
     centred = x - x.nanmean(dim=dim, keepdim=True)
     variance = centred.square().nansum(dim=dim) / (count - 1)
@@ -184,7 +169,7 @@ def nan_std(
 def has_signal(
     reward: Tensor,  # (P, G) one reward or their sum; NaN = this completion has none
 ) -> Tensor:  # (P,) bool
-    """True where two completions of a group differ. Exact, where r - mean of equal rewards may round to a residue."""
+    """True if two completions of the group differ. Exact: r - mean of equal rewards may leave a rounding residue."""
     highest = torch.where(reward.isnan(), -torch.inf, reward).amax(dim=1)
     lowest = torch.where(reward.isnan(), torch.inf, reward).amin(dim=1)
     return highest > lowest
@@ -193,7 +178,7 @@ def has_signal(
 def zero_std_frac(
     reward: Tensor,  # (P, G) total reward, or one of several; NaN = this completion has none
 ) -> Tensor:  # ()
-    """Fraction of groups that teach nothing: all rewards equal, or fewer than two of them."""
+    """Fraction of groups without signal: all rewards equal, or fewer than two of them."""
     std = nan_std(reward, dim=1)
     return (std.isnan() | (std < 1e-8)).to(reward.dtype).mean()
 
@@ -204,35 +189,35 @@ def zero_std_frac(
 @torch.no_grad()
 def moments(
     x: Tensor,  # (...) values; NaN = absent
-    weight: Tensor | None = None,  # (...) how often each value counts, e.g. the tokens of its completion; None: once
+    weight: Tensor | None = None,  # (...) how often each value counts; None: once
 ) -> Tensor:  # (3,) float64: count, sum, sum of squares
-    there = ~x.isnan()
-    value = torch.where(there, x, 0.0).double()
-    weight = there.double() if weight is None else torch.where(there, weight, 0).double()
+    present = ~x.isnan()
+    value = torch.where(present, x, 0.0).double()
+    weight = present.double() if weight is None else torch.where(present, weight, 0).double()
     return torch.stack([weight.sum(), (weight * value).sum(), (weight * value.square()).sum()])
 
 
 def mean_of(
-    sums: Tensor,  # (3,) from moments, added over everything
+    total_moments: Tensor,  # (3,) moments summed over everything
 ) -> Tensor:  # ()
-    """NaN where nothing was counted."""
-    return sums[1] / sums[0]
+    """Mean; NaN if nothing was counted."""
+    return total_moments[1] / total_moments[0]
 
 
 def std_of(
-    sums: Tensor,  # (3,) from moments, added over everything
+    total_moments: Tensor,  # (3,) moments summed over everything
 ) -> Tensor:  # ()
-    """Sample standard deviation (ddof = 1); NaN where fewer than two values were counted."""
-    count, total, squares = sums.unbind()
+    """Sample standard deviation (ddof = 1); NaN with fewer than two values."""
+    count, total, squares = total_moments.unbind()
     variance = (squares - total.square() / count) / (count - 1)
     return torch.where(count > 1, variance.clamp(min=0).sqrt(), torch.nan)
 
 
 def effective_sample_frac(
-    sums: Tensor,  # (3,) moments of importance weights, added over everything
+    total_moments: Tensor,  # (3,) moments of importance weights, summed over everything
 ) -> Tensor:  # ()
-    """(sum w)^2 / (n sum w^2): 1 when all weights are equal, 1/n when one has everything; NaN of nothing."""
-    count, total, squares = sums.unbind()
+    """(sum w)^2 / (n sum w^2): 1 if all weights are equal, 1/n if one has everything; NaN without weights."""
+    count, total, squares = total_moments.unbind()
     return total.square() / (count * squares)
 
 

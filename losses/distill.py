@@ -1,4 +1,4 @@
-"""Distillation: the divergence between a student q and a teacher p, over the whole vocabulary or on sampled tokens.
+"""Distillation over the whole vocabulary: the divergence between a student q and a teacher p.
 
 `generalized_jsd` is the generalised Jensen-Shannon divergence of GKD (Agarwal et al. 2023, arXiv:2306.13649):
 
@@ -7,29 +7,14 @@
     D = KL(p || q), forward                                beta = 0
     D = KL(q || p), reverse                                beta = 1
 
-The ends are the limits of D / beta and D / (1 - beta); D itself tends to 0 there, so its gradient is small at a beta
-close to an end. kernels/linear_kl.py computes the same from hidden states without storing logits.
+The ends are the limits of D / beta and D / (1 - beta). D itself tends to 0 there, so its gradient is small at a beta
+close to an end. kernels/linear_kl.py computes the same from hidden states without storing logits; this is its slow
+reference. The reverse KL on sampled tokens is in trainer/methods/opd.py.
 
-`reverse_kl` estimates the reverse KL from one sampled token, as a policy-gradient loss with an advantage for each token
-(MiniLLM, Gu et al. 2023, arXiv:2306.08543, without the part that credits a token with the KL of later ones). It takes
-the teacher's log-prob, plus any weighted reward advantage, as `advantage`:
+Reverse KL over the student's top-k tokens is omitted on purpose: it ignores the mass outside them, and training on it
+collapses (verl, pull request 5041).
 
-    A = sg[advantage - logp],   loss = -min(r A, clip(r) A),   r = exp(log_ratio)
-
-The log-prob subtracted is the student's current one, not that of the policy that sampled, because for tokens drawn from
-any policy `old`
-
-    E_old[r (logp - teacher_logp) grad logp] = grad KL(q || p)
-
-holds with logp of the current q. So A is exactly 0 where the student agrees with the teacher, shrinks on the way there
-and changes sign beyond, and no pass before the one with gradient is needed. The clip limits how far one rollout may
-move a token, as in losses/policy.py. It is not in POLICY_LOSSES, because a reward advantage alone would be nonsense
-here: a method that has a teacher sets loss_type="losses.distill.reverse_kl".
-
-Left out on purpose: reverse KL over the student's own top-k tokens. It does not see the mass outside them, and training
-on it collapses (verl, pull request 5041). Use the whole vocabulary or the sampled token.
-
-Shapes: N = packed tokens, V = vocabulary.
+Shapes: V = vocabulary.
 """
 
 from __future__ import annotations
@@ -39,7 +24,6 @@ import math
 import torch
 from torch import Tensor
 
-from losses.policy import Metrics, PolicyLoss, Tokens, clipped
 from losses.types import wide
 
 
@@ -76,26 +60,3 @@ def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:  # (...,)
     is_empty = log_a == -torch.inf
     log_a, log_b = (torch.where(is_empty, 0.0, x) for x in (log_a, log_b))
     return torch.where(is_empty, 0.0, log_a.exp() * (log_a - log_b)).sum(dim=-1)
-
-
-def sampled_reverse_kl(
-    t: Tokens,
-    *,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-    delta: float | None = None,
-    dual_clip: float | None = None,
-) -> tuple[Tensor, Metrics]:
-    """The clipped surrogate with advantage sg[t.advantage - t.logp], where t.advantage holds the teacher's log-prob.
-
-    While the ratio is 1 the loss of a token is logp - teacher_logp. policy/reverse_kl is the mean of that over trained
-    tokens, the k1 estimator: unbiased while the ratio is 1, and for few tokens it may be negative. A reward advantage
-    that was added to the teacher's log-prob is subtracted from it.
-    """
-    gap = t.advantage - t.logp.detach()  # (N,) 0 where masked
-    options = {"epsilon": epsilon, "epsilon_high": epsilon_high, "delta": delta, "dual_clip": dual_clip}
-    loss, metrics = clipped(t._replace(advantage=gap), **options)
-    return loss, {**metrics, "policy/reverse_kl": (-gap.sum(), t.mask.sum())}
-
-
-reverse_kl = PolicyLoss(sampled_reverse_kl, "tokens")

@@ -1,19 +1,19 @@
-"""Entropy bonus, fixed or adaptive, and training on the most uncertain tokens only.
+"""Adaptive entropy coefficient, and training on the most uncertain tokens only.
 
-    bonus     -coef * mean of H over the tokens that count
-    adaptive  after a step with mean entropy e: coef <- coef + delta if e < target, coef - delta if e > target, never
-              below 0; the next step has a bonus only if e <= target (He et al. 2025, Skywork-OR1, arXiv:2505.22312)
-    top mask  keep a token when H >= threshold, the (1 - top) quantile of H over all trained tokens of the step
+    bonus     -coef * mean of H over the tokens that count (trainer/methods/grpo.py)
+    adaptive  after a step with mean entropy e: coef + delta if e < target, coef - delta if e > target, at least 0; the
+              next step has a bonus only if e <= target (He et al. 2025, Skywork-OR1, arXiv:2505.22312)
+    top mask  keep a token if H >= threshold, the (1 - top) quantile of H over all trained tokens of the step
               (Wang et al. 2025, arXiv:2506.01939)
 
-The threshold is computed once per step, over all micro-batches and ranks, before the loss runs. Tokens that are not
-kept have weight 0 in the policy loss but still count in its denominator; the bonus counts kept tokens only.
+The threshold is computed once per step, over all micro-batches and ranks, before the loss runs. Dropped tokens have
+weight 0 in the policy loss but still count in its divisor; the bonus counts kept tokens only.
 
-A quantile equals a value of the data or lies between two. A completion that was sampled twice has equal tokens there
-whose entropies differ by rounding, so an exact comparison would keep some copies and drop others, depending on the
-layout. trainer/parallel/quantile.py therefore lowers the threshold by a small fraction, larger than the rounding error.
+Two copies of a completion have equal entropies up to rounding, so an exact comparison with the threshold would keep
+one copy and drop the other. trainer/parallel/quantile.py therefore lowers the threshold by slightly more than the
+rounding error.
 
-Shapes: N = packed tokens.
+Shapes: N = trained tokens.
 """
 
 from __future__ import annotations
@@ -23,19 +23,7 @@ import math
 import torch
 from torch import Tensor
 
-from losses.types import LossOut, Term, wide
-
-
-def entropy_bonus(
-    entropy: Tensor,  # (N,) of the next-token distribution, in nats, with gradient
-    mask: Tensor,  # (N,) bool, True = trained
-    *,
-    coef: float,
-    keep: Tensor | None = None,  # (N,) bool from keep_top_entropy; None keeps all
-) -> LossOut:
-    """Averages over tokens for every loss type, whatever the policy term divides by."""
-    mask = mask if keep is None else mask & keep
-    return LossOut({"entropy": Term(-coef, torch.where(mask, wide(entropy), 0.0).sum(), mask.sum())}, {})
+from losses.types import wide
 
 
 def adapted_coef(coef: float, entropy: float, *, target: float, delta: float, most: float | None = None) -> float:

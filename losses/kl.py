@@ -31,8 +31,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from losses.types import LossOut, Term
-
 Estimator = Callable[[Tensor, Tensor], Tensor]  # (N,) policy, (N,) reference -> (N,)
 
 MAX_LOG_RATIO = 20.0  # exp(20) is 5e8: larger ratios carry no information, and fp32 would overflow
@@ -88,41 +86,9 @@ def token_kl(
     estimator: Estimator = k3,
     ratio_weighted: bool = True,
 ) -> Tensor:  # (N,)
-    """The estimate of each token, times the ratio to the sampling policy so that its gradient is unbiased."""
+    """KL estimate of each token, weighted by its ratio to the sampling policy so that the gradient is unbiased."""
     estimate = estimator(logp, ref_logp)
     return _weighted(estimate, logp, old_logp, ref_logp, estimator) if ratio_weighted else estimate
-
-
-def kl_penalty(
-    logp: Tensor,  # (N,) policy, with gradient
-    old_logp: Tensor,  # (N,) sampling policy
-    ref_logp: Tensor,  # (N,) reference
-    mask: Tensor,  # (N,) bool, True = trained
-    *,
-    beta: float,
-    ratio_weighted: bool = True,
-    estimator: Estimator = k3,
-    share: Tensor | None = None,  # (N,) weight of each token, from losses.policy; None = 1
-    count: Tensor | None = None,  # () what these tokens add to the term's count; None = their number
-) -> LossOut:
-    """beta * estimate, weighted by the ratio to the sampling policy so that its gradient is unbiased.
-
-    The ratio is per token even if the policy loss uses a sequence ratio, and no importance weight or off-policy mask
-    applies. `share` and `count` make it average over tokens as the policy term does.
-    """
-    dtype = torch.promote_types(logp.dtype, torch.float32)
-    logp, old_logp, ref_logp = (torch.where(mask, x.to(dtype), 0.0) for x in (logp, old_logp, ref_logp))
-    weighted = estimator(logp, ref_logp)  # (N,)
-    if ratio_weighted:
-        weighted = _weighted(weighted, logp, old_logp, ref_logp, estimator)
-    if share is not None:
-        weighted = weighted * torch.where(mask, share.to(dtype), 0.0)
-    num_tokens = mask.sum()
-    estimate = k3(logp.detach(), ref_logp)
-    return LossOut(
-        {"kl": Term(beta, weighted.sum(), num_tokens if count is None else count)},
-        {"policy/ref_kl_k3": (estimate.sum(), num_tokens)},
-    )
 
 
 def reward_minus_kl(

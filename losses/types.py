@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+Metrics = dict[str, tuple[Tensor | float, Tensor | float]]  # (sum, count) of each
+
 
 class Term(NamedTuple):
     """One part of a loss. It adds `weight * sum / (count over the whole optimizer step)` to the objective."""

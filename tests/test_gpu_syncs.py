@@ -29,7 +29,7 @@ from tests.test_gpu_runs import LOCAL, METHODS
 from trainer.__main__ import main
 from trainer.ebft import strided
 from trainer.metrics.metrics import MetricSums
-from trainer.offline.loop import Offline
+from trainer.offline.rows import Offline
 from trainer.rl.session import Session
 
 ON_CPU = os.environ.get("STROP_RUNS_ON") == "cpu"

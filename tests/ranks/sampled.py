@@ -30,7 +30,7 @@ from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.ebft import strided, structured
 from trainer.ebft.features import FeatureNetwork
 from trainer.methods.grpo import backward, score_at_start
-from trainer.offline.loop import indices_of_this_rank
+from trainer.offline.rows import indices_of_this_rank
 from trainer.parallel.comm import all_sum, of_all, rank
 from trainer.policy.logps import Policy
 from trainer.policy.reference import Reference

@@ -18,7 +18,7 @@ from tests.clip import clip_gradients
 from trainer.config.blocks import ModelConfig, ParallelConfig, RunConfig
 from trainer.methods import cpo, dpo
 from trainer.offline.labelled import item_of, pack_labelled
-from trainer.offline.loop import rows_of_this_rank
+from trainer.offline.rows import rows_of_this_rank
 from trainer.parallel import comm, overlap
 from trainer.parallel.comm import context_size
 from trainer.parallel.dtensor import gather

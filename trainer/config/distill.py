@@ -10,7 +10,7 @@ from trainer.config.checks import check_numbers, reject_unused
 from trainer.config.policy import PolicyLossConfig
 from trainer.config.sampling import SamplingConfig
 
-LOSS = "losses.distill.reverse_kl"  # its advantage is the teacher's log-prob, less the student's
+LOSS = "dapo"  # with advantage teacher_logp - logp: trainer/methods/opd.py
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from data.errors import UserError
 from data.formats.template_settings import JsonObject
 from data.hints import suggest
 from data.user_code import find_record
-from losses.advantage import ADVANTAGE_ESTIMATORS, Advantage, AdvantageEstimator, GroupRewards
+from losses.advantage import ADVANTAGE_ESTIMATORS, Advantage, AdvantageEstimator, Rewards
 from rollout.servers.options import SyncConfig, VllmConfig
 from trainer.config.blocks import (
     Flat,
@@ -98,7 +98,7 @@ class AdvantageConfig:
         object.__setattr__(self, "_estimate", partial(record.estimate, **given))
 
     @property
-    def estimate(self) -> Callable[[GroupRewards], Advantage]:
+    def estimate(self) -> Callable[[Rewards], Advantage]:
         return self._estimate
 
     @property

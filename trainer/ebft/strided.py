@@ -1,7 +1,7 @@
-"""One optimizer step of strided energy-based fine-tuning: from documents, continued at their anchors, to gradients.
+"""One optimizer step of strided energy-based fine-tuning: continue documents at their anchors, compute gradients.
 
     step = continue_all(cfg, policy, documents, numbers=...)        # rows of documents with their continuations
-    step = judge(network, step)                                     # rewards and advantages
+    step = add_rewards(network, step)                               # and advantages
     sums = backward(cfg, policy, step)                              # gradients; the caller clips and steps
 
 Training is on-policy with one update per sample: the ratio is 1 and nothing is clipped. The gradient does not depend on
@@ -29,15 +29,16 @@ from kernels.draw import signed_64
 from kernels.linear_logprob import TokenLogps, linear_logprob_loss
 from losses import ebft
 from losses.importance import log_difference
+from losses.types import Metrics
 from rollout.engines.strided import continue_documents
 from rollout.schedule.planner import sample_seed
+from trainer.config.ebft import EbftConfig
 from trainer.ebft.features import FeatureNetwork, MeasuredFeatures, measured_metrics, of_all_ranks, read_numbers
 from trainer.metrics.metrics import MetricSums
-from trainer.offline.loop import indices_of_this_rank, rows_of_this_rank
+from trainer.offline.rows import indices_of_this_rank, rows_of_this_rank
 from trainer.parallel.comm import all_sum, world_size
 from trainer.policy.attention import span_masks
 from trainer.policy.logps import Policy, as_head_takes, causal_lm, head_of, hidden_states, skips, token_logps
-from trainer.policy.optim import total_loss
 from trainer.policy.sharding import final_passes, gathered_weights, pad_to_equal_count, to_device_and_pad
 
 EVAL_SEED = -1  # for held-out continuations; the seed of a run is 0 or more
@@ -58,7 +59,13 @@ class StridedStep:
 
 
 def continue_all(
-    cfg: Any, policy: Policy, documents: Sequence[Document], *, seed: int, numbers: Sequence[int], multiple: int = 1
+    cfg: EbftConfig,
+    policy: Policy,
+    documents: Sequence[Document],
+    *,
+    seed: int,
+    numbers: Sequence[int],
+    multiple: int = 1,
 ) -> StridedStep:
     """Rows of documents, each continued from all its anchors. `numbers` index the documents within the run.
 
@@ -78,61 +85,58 @@ def continue_all(
     with gathered_weights(policy):
         for number in range(len(rows)):  # ranks run different numbers of passes here
             row = rows[number].to(policy.device)
-            own = row.anchor.unsqueeze(1) * plan.n_samples_per_prompt + of_sample
-            made = continue_documents(
-                lm, row, partial(span_masks, lm.config), seeds=of_document[row.document].unsqueeze(1) + own,  # (A, n)
+            offset = row.anchor.unsqueeze(1) * plan.n_samples_per_prompt + of_sample
+            continued = continue_documents(
+                lm, row, partial(span_masks, lm.config), seeds=of_document[row.document].unsqueeze(1) + offset,
                 temperature=cfg.temperature, autocast_dtype=policy.autocast_dtype,
             )  # fmt: skip
-            rows[number] = row.with_generated(made.ids)
-            behaviour.append(made.logps)
+            rows[number] = row.with_generated(continued.ids)
+            behaviour.append(continued.logps)
     return StridedStep(rows, behaviour)
 
 
 def add_rewards(network: FeatureNetwork, step: StridedStep) -> StridedStep:
-    """Rewards of all continuations, and advantages within the group of each anchor."""
+    """Add the rewards of all continuations, and advantages within the group of each anchor."""
     measured = [network.measure(network.of_blocks(row)) for row in step.rows]
     estimator = network.cfg.advantage_estimator
-    advantage = [ebft.advantage_of(part.reward, advantage_estimator=estimator) for part in measured]
+    advantage = [ebft.advantage_of(features.reward, advantage_estimator=estimator) for features in measured]
     return replace(step, measured=measured, advantage=advantage)
 
 
-def backward(cfg: Any, policy: Policy, step: StridedStep) -> MetricSums:
+def backward(cfg: EbftConfig, policy: Policy, step: StridedStep) -> MetricSums:
     """Gradients of one optimizer step."""
     features, lm = cfg.features, causal_lm(policy.model)
     generated, text = (
         all_sum(torch.full((), float(count), device=policy.device))
         for count in (sum(row.place.numel() for row in step.rows), sum(len(row.ce_target) for row in step.rows))
     )
-    denominators = {"policy": generated, "ce": text}
+    divisors = {"policy": generated, "ce": text}  # () of the step, all ranks
     sums = MetricSums()
 
-    def policy_loss(tokens: TokenLogps, rows: Tensor, advantage: Tensor, behaviour: Tensor) -> tuple[Tensor, Any]:
-        all_of_them = torch.ones_like(rows, dtype=torch.bool)
-        out = ebft.rollout_loss(tokens.logp, advantage[rows], all_of_them, rl_coef=features.rl_coef)
-        term = out.terms["policy"]
-        gap = log_difference(tokens.logp.detach(), behaviour[rows], all_of_them)
-        return total_loss(out, denominators), {
-            "loss/policy": (term.sum.detach(), term.count),
-            "policy/entropy": (tokens.entropy.detach().sum(), term.count),
-            "policy/behaviour_gap": (gap.abs().sum(), term.count),
-            "policy/behaviour_kl": ((torch.expm1(gap) - gap).sum(), term.count),
+    def policy_loss(tokens: TokenLogps, rows: Tensor, advantage: Tensor, behaviour: Tensor) -> tuple[Tensor, Metrics]:
+        loss, count = (-tokens.logp * advantage[rows]).sum(), len(rows)  # on policy: no ratio, no clip
+        gap = log_difference(tokens.logp.detach(), behaviour[rows])
+        return features.rl_coef * loss / generated.clamp(min=1), {
+            "loss/policy": (loss, count),
+            "policy/entropy": (tokens.entropy.sum(), count),
+            "policy/behaviour_gap": (gap.abs().sum(), count),
+            "policy/behaviour_kl": ((torch.expm1(gap) - gap).sum(), count),
         }
 
-    def target_loss(tokens: TokenLogps, rows: Tensor) -> tuple[Tensor, Any]:
-        out = ebft.target_loss(tokens.logp, torch.ones_like(rows, dtype=torch.bool), ce_coef=features.ce_coef)
-        term = out.terms["ce"]
-        return total_loss(out, denominators), {"loss/ce": (term.sum.detach(), term.count)}
+    def target_loss(tokens: TokenLogps, rows: Tensor) -> tuple[Tensor, Metrics]:
+        loss = -tokens.logp.sum()
+        return features.ce_coef * loss / text.clamp(min=1), {"loss/ce": (loss, len(rows))}
 
     rows = final_passes(policy, step.rows)
     for row, behaviour, advantage in zip(rows, step.behaviour, step.advantage, strict=True):
         losses = []
         hidden = hidden_states(policy, lm, row)  # (T, D)
-        made, predictor, of_token = (x.flatten() for x in (row.place, row.predictor, row.per_token(advantage)))
+        generated_at, predictor, of_token = (x.flatten() for x in (row.place, row.predictor, row.per_token(advantage)))
         if features.rl_coef:
             losses.append(
                 linear_logprob_loss(
                     as_head_takes(policy, hidden[predictor]),
-                    target=row.input_ids[0, made],
+                    target=row.input_ids[0, generated_at],
                     loss_fn=partial(policy_loss, advantage=of_token, behaviour=behaviour.flatten()),
                     temperature=cfg.temperature,
                     ignore_index=None,
@@ -153,32 +157,31 @@ def backward(cfg: Any, policy: Policy, step: StridedStep) -> MetricSums:
             )
         total = torch.stack([loss for loss, _ in losses]).sum()
         total.backward()
-        for _, parts in losses:
-            for metrics in parts:
+        for _, pieces in losses:
+            for metrics in pieces:
                 sums.add(metrics)
         sums.add({"loss/total": (total.detach(), 0.0)})
     for name, coef in (("policy", features.rl_coef), ("ce", features.ce_coef)):
         if coef:  # 0 if the step has no such token
-            sums.add({f"loss/{name}": (torch.zeros_like(generated), denominators[name] == 0)})
+            sums.add({f"loss/{name}": (torch.zeros_like(generated), divisors[name] == 0)})
     share = 1 / world_size()  # sums to 1 over ranks
     sums.add({"loss/total": (torch.zeros((), device=policy.device), share)})
     return sums
 
 
-def check_gap(cfg: Any, policy: Policy, sums: MetricSums, step: int) -> None:
-    """Log-probs in training must match those of sampling: same weights, two attention implementations."""
+def check_gap(cfg: EbftConfig, policy: Policy, sums: MetricSums, step: int) -> None:
+    """Raise if log-probs in training differ from those in sampling: same weights, two attention implementations."""
     gap = sums.means().get("policy/behaviour_gap", 0.0)
     limit = 1e-3 if policy.compute_dtype == torch.float32 else 0.25
     if cfg.lora.dropout == 0 and not gap < limit:  # dropout is active in training only
         raise UserError(
-            f"step {step}: log-probs of sampled tokens differ from those in training by {gap:.3g} (limit {limit}); "
-            f"with model={policy.source}, decoding from a cache gives other results than a full pass; use structured "
-            "mode"
+            f"step {step}: log-probs differ by {gap:.3g} between sampling and training (limit {limit}); "
+            f"model={policy.source} computes different results from a cache; use --mode structured"
         )
 
 
 def sample_rows(policy: Policy, documents: Sequence[Document], step: StridedStep) -> list[dict[str, Any]]:
-    """Rows for samples.jsonl: the continuations of one anchor, from the middle of the step."""
+    """Rows for samples.jsonl: the continuations of one anchor in the middle of the step."""
     rows = [number for number, row in enumerate(step.rows) if len(row.anchor)]
     if not rows:
         return []
@@ -229,21 +232,19 @@ def step_metrics(network: FeatureNetwork, step: StridedStep) -> dict[str, float]
 
 
 def evaluate(
-    cfg: Any, policy: Policy, network: FeatureNetwork, documents: Sequence[Document], *, batch_size: int
+    cfg: EbftConfig, policy: Policy, network: FeatureNetwork, documents: Sequence[Document], *, batch_size: int
 ) -> dict[str, float]:
     """Continue held-out documents with fixed seeds, and compute the cross-entropy of their tokens.
 
     Every rank gets all documents and evaluates its share.
     """
-    if not documents:
-        return {}
     measured, sums, multiple = [], MetricSums(), network.policy.row_multiple
     for first in range(0, len(documents), batch_size):
-        part = documents[first : first + batch_size]
-        places = indices_of_this_rank(part, cfg.strided.plan.size)
+        chunk = documents[first : first + batch_size]
+        indices = indices_of_this_rank(chunk, cfg.strided.plan.size)
         step = continue_all(
-            cfg, policy, [part[i] for i in places], seed=EVAL_SEED,
-            numbers=[first + i for i in places], multiple=multiple,
+            cfg, policy, [chunk[i] for i in indices], seed=EVAL_SEED,
+            numbers=[first + i for i in indices], multiple=multiple,
         )  # fmt: skip
         measured += add_rewards(network, step).measured
     items = [Item(document.ids, trained_mask(document)) for document in rows_of_this_rank(documents)]
@@ -258,6 +259,6 @@ def evaluate(
 
 
 def trained_mask(document: Document) -> list[bool]:
-    """Which tokens of a document the cross-entropy covers."""
+    """True at the tokens of a document that the cross-entropy covers."""
     trained = set(document.trained())
-    return [place in trained for place in range(len(document.ids))]
+    return [position in trained for position in range(len(document.ids))]

@@ -1,9 +1,11 @@
-"""DPO: widen the gap between chosen and rejected responses, measured against a frozen reference.
+"""DPO: widen the gap between chosen and rejected responses, relative to a frozen reference.
 
     pairs -> pack -> (logps, reference logps -> sums over responses -> pair loss -> backward)* -> clip and step -> log
 
-Rafailov et al. 2023 (arXiv:2305.18290). --loss-type picks one or several of the pair losses in losses/preference.py;
-trainer/config/preference.py checks which options go together.
+Rafailov et al. 2023 (arXiv:2305.18290). --loss-type selects one or several pair losses of losses/preference.py;
+trainer/config/preference.py checks which options work together.
+
+Shapes: N trained tokens of a micro-batch, P its pairs; w = chosen, l = rejected.
 """
 
 from __future__ import annotations
@@ -12,24 +14,34 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from data.packing import Item, to_device
 from data.rows.held_out import train_and_held_out
 from data.types import Pair
-from losses.preference import DIVERGENCES, AotTargets, PairScores, aot_targets, dpo_loss, ld_weights, wpo_weight
-from losses.types import LossOut
+from losses.preference import (
+    DIVERGENCES,
+    PAIR_LOSSES,
+    AotTargets,
+    PairScores,
+    aot_targets,
+    ld_weights,
+    pair_metrics,
+    wpo_weight,
+)
+from losses.types import options_of
 from trainer.config.preference import PairOptions, check_pair_options
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.config import PreferenceConfig
-from trainer.offline.loop import Offline, rows_of_this_rank
-from trainer.offline.pairs import PairBatch, pack_pairs, pair_evaluation, pair_items, pairs_of, sum_losses
-from trainer.parallel.comm import all_sum, pick_device, rows_of_all
-from trainer.policy.load import load_policy
+from trainer.offline.pairs import PairBatch, pack_pairs, pair_evaluation, pair_items, pairs_of
+from trainer.offline.rows import Rows, rows_of_this_rank
+from trainer.parallel.comm import all_sum, rows_of_all
 from trainer.policy.logps import Policy, token_log_collision, token_logps
-from trainer.policy.reference import MovingReference, Reference, build_reference, wants_copy
-from trainer.policy.sharding import parallelize
+from trainer.policy.reference import Reference, build_reference, wants_copy
+from trainer.policy.sharding import final_passes
 from trainer.run.run import open_run
+from trainer.run.training import Training, open_policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,54 +55,77 @@ class Config(PairOptions, PreferenceConfig):
 
 def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
-        copied = not cfg.reference_free and wants_copy(cfg.reference, cfg.lora)
-        policy = parallelize(cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=copied))
+        policy = open_policy(cfg, with_reference=not cfg.reference_free and wants_copy(cfg.reference, cfg.lora))
         pairs, held_out = train_and_held_out(cfg.data, cfg.run.seed, partial(pairs_of, cfg, policy))
         held_out = held_out[: cfg.data.max_eval_rows]
         reference, items = Reference(None), pair_items([*pairs, *held_out])
-        if not cfg.reference_free:
+        if not cfg.reference_free:  # --ref copy, adapter_off, precomputed, or --ref-model
             reference = build_reference(cfg.reference, cfg.model, cfg.run, policy, items, cfg.parallel)
         evaluate = partial(evaluate_pairs, cfg, policy, reference, rows_of_this_rank(held_out))
-        moving = MovingReference(policy, cfg.moving.ref_model_mixup_alpha, cfg.moving.ref_model_sync_steps)
-        offline = Offline(run, cfg, policy, pairs, extra={"reference": moving} if cfg.moving.sync_ref_model else {})
-        offline.begin(evaluate)
-        for batch in offline.steps():
+        training = Training(run, cfg, policy, Rows(cfg, pairs), evaluate=evaluate, moving=cfg.moving)
+        for batch in training.steps():  # this rank's pairs
             micro_batches = pack_pairs(cfg.run, policy, batch, accumulation=cfg.run.gradient_accumulation_steps)
             sums = run_pairs(cfg, policy, reference, pair_items(batch), micro_batches, train=True)
-            offline.take_step(sums)
-            if cfg.moving.sync_ref_model:
-                moving.after_step(offline.step)
-            offline.log_and_save(sums, sum(mb.batch.num_tokens for mb in micro_batches), evaluate)
-        run.finish(policy)
+            training.clip_and_step(sums)
+            training.log(sums, sum(mb.batch.num_tokens for mb in micro_batches))
 
 
 def run_pairs(
     cfg: PairOptions,
     policy: Policy,
     reference: Reference,
-    items: list[Item],  # two for each pair
+    items: list[Item],  # two per pair, chosen first
     micro_batches: list[PairBatch],
     *,
     train: bool,
 ) -> MetricSums:
-    """Loss, metrics and (train) gradients over all micro-batches of one step, each term divided by its global count."""
+    """Loss, metrics and (train) gradients over the micro-batches of one step."""
     counts = torch.tensor([len(items) // 2, sum(sum(item.mask) for item in items[::2])])
-    num_pairs, num_tokens = all_sum(to_device(counts.float(), policy.device))
-    names, weights = cfg.losses
-    denominators = {name: num_tokens if name == "sft" else num_pairs for name in names}
-    sorts = {"aot", "aot_unpaired"} & set(names)
+    num_pairs, num_tokens = all_sum(to_device(counts.float(), policy.device))  # of the step, all ranks
+    sorts = {"aot", "aot_unpaired"} & set(cfg.losses[0])  # --loss-type aot compares sorted scores of the whole step
     targets = step_targets(cfg, policy, reference, items, micro_batches) if sorts else None
+    sums = MetricSums()
+    for mb in final_passes(policy, micro_batches) if train else micro_batches:
+        logp, entropy = token_logps(policy, mb.batch)  # (N,), (N,)
+        s = pair_scores(cfg, reference, items, mb, logp)  # (P,) log-probs of whole responses
+        pair_weight = wpo_weights(policy, mb, logp) if cfg.use_weighting else None  # --use-weighting
+        nll = -logp[mb.chosen].sum()  # () of the chosen responses
+        terms = pair_losses(cfg, s, nll, pair_weight, targets.select(mb.pairs) if targets else None)
+        divisors = {name: num_tokens if name == "sft" else num_pairs for name in terms}
+        weighted = [w * terms[name] / divisors[name].clamp(min=1) for name, w in zip(*cfg.losses, strict=True)]
+        total = torch.stack(weighted).sum()
+        if train:
+            total.backward()
+        units = {name: mb.lengths[:, 0].sum() if name == "sft" else len(mb.pairs) for name in terms}
+        sums.add(pair_metrics(cfg.beta * s.c, cfg.beta * s.r, s.logp_w, s.logp_l))  # beta log-ratio is the reward
+        sums.add({f"loss/{name}": (terms[name], units[name]) for name in terms})
+        sums.add({"loss/total": (total * num_pairs, len(mb.pairs)), "policy/entropy": (entropy.sum(), len(entropy))})
+    return sums
 
-    def loss_of(mb: PairBatch, logp: Tensor) -> LossOut:
-        return dpo_loss(
-            pair_scores(cfg, reference, items, mb, logp), names, weights, beta=cfg.beta,
-            label_smoothing=cfg.label_smoothing, discopop_tau=cfg.discopop_tau,
-            pair_weight=wpo_weights(policy, mb, logp) if cfg.use_weighting else None,
-            targets=targets.select(mb.pairs) if targets else None,
-            nll_sum=-logp[mb.chosen].sum(), nll_count=mb.lengths[:, 0].sum(),
-        )  # fmt: skip
 
-    return sum_losses(policy, micro_batches, loss_of, denominators, num_pairs, train=train)
+def pair_losses(
+    cfg: PairOptions,
+    s: PairScores,
+    nll: Tensor,  # ()
+    pair_weight: Tensor | None = None,  # (P,) WPO
+    targets: AotTargets | None = None,
+) -> dict[str, Tensor]:  # ()
+    """The sum over pairs (sft: over tokens) of each loss."""
+    eps = cfg.label_smoothing
+    options = {"beta": cfg.beta, "label_smoothing": eps, "discopop_tau": cfg.discopop_tau, "targets": targets}
+    terms = {}
+    for name in cfg.losses[0]:
+        if name == "sigmoid":  # DPO: -log sigmoid(beta [(logp_w - ref_w) - (logp_l - ref_l)])
+            margin = cfg.beta * (s.s_w - s.s_l)  # (P,) s = f(logp - ref_logp), the identity by default
+            loss = -(1 - eps) * F.logsigmoid(margin) - eps * F.logsigmoid(-margin)
+        elif name == "sft":
+            terms[name] = nll  # --rpo-alpha, --loss-type sft
+            continue
+        else:  # --loss-type ipo, hinge, ...: losses/preference.py
+            function = PAIR_LOSSES[name]
+            loss = function(s, **{key: options[key] for key in options_of(function)})
+        terms[name] = (loss if pair_weight is None else loss * pair_weight).sum()
+    return terms
 
 
 def pair_scores(
@@ -98,12 +133,12 @@ def pair_scores(
     reference: Reference,
     items: list[Item],
     mb: PairBatch,
-    logp: Tensor,  # (N,) of the policy
+    logp: Tensor,  # (N,) policy
 ) -> PairScores:
-    """Log-probs of whole responses, of policy and reference."""
+    """Log-probs of whole responses under policy and reference."""
     ref_logp = reference.token_logps(mb.batch, items)  # (N,)
     weight = torch.ones_like(ref_logp)
-    if cfg.ld_alpha is not None:
+    if cfg.ld_alpha is not None:  # --ld-alpha
         shared = mb.lengths.min(dim=1).values.repeat_interleave(2)[mb.batch.slot]  # (N,) the pair's shorter length
         weight = ld_weights(mb.offset, shared, alpha=cfg.ld_alpha)
     divergence = DIVERGENCES[cfg.f_divergence_type]
@@ -122,18 +157,16 @@ def wpo_weights(policy: Policy, mb: PairBatch, logp: Tensor) -> Tensor:  # (P,)
 def step_targets(
     cfg: PairOptions, policy: Policy, reference: Reference, items: list[Item], micro_batches: list[PairBatch]
 ) -> AotTargets:
-    """AOT's partners over the whole step, computed before the backward passes."""
-    parts = [pair_scores(cfg, reference, items, mb, token_logps(policy, mb.batch).logp) for mb in micro_batches]
+    """Compute AOT's partners over the whole step, before the backward passes."""
+    scores = [pair_scores(cfg, reference, items, mb, token_logps(policy, mb.batch).logp) for mb in micro_batches]
     order = torch.cat([mb.pairs for mb in micro_batches]).argsort()
-    own = torch.stack([torch.cat([part[k] for part in parts])[order].double() for k in range(6)], dim=1)  # (P, 6)
-    scores, indices = rows_of_all(own, "scores to sort")
-    return aot_targets(PairScores(*scores.to(parts[0][0].dtype).T)).select(indices)
+    local = torch.stack([torch.cat([s[k] for s in scores])[order].double() for k in range(6)], dim=1)  # (P, 6)
+    of_all, indices = rows_of_all(local, "scores to sort")
+    return aot_targets(PairScores(*of_all.to(scores[0][0].dtype).T)).select(indices)
 
 
 def evaluate_pairs(cfg: Config, policy: Policy, reference: Reference, pairs: list[Pair]) -> dict[str, float]:
     """The same loss and metrics on held-out pairs, as one step over all of them."""
-    if not cfg.data.holds_out:
-        return {}
     micro_batches = pack_pairs(cfg.run, policy, pairs, accumulation=1)
     sums = run_pairs(cfg, policy, reference, pair_items(pairs), micro_batches, train=False)
     return pair_evaluation(sums, len(pairs))

@@ -1,13 +1,18 @@
 """EBFT: match the features of the true completion, not its tokens (Jelassi et al. 2026, arXiv:2603.12248).
 
-A frozen network gives a vector for each completion. Rollouts are rewarded for being like the true completion there, and
-for being unlike each other (losses/ebft.py), so that their mean meets it: a policy gradient without a verifier.
+A frozen network maps each completion to a feature vector phi. A rollout is rewarded for similarity to the true
+completion and for difference from the other rollouts, so that their mean approaches it: a policy gradient without a
+verifier. With n rollouts of a prompt (losses/ebft.py):
+
+    r_j = 2 cos(phi_j, phi_true) - 2 / (n - 1) sum_{k != j} phi_j . phi_k        alignment - diversity
+    loss = rl_coef * policy loss with advantages from r + ce_coef * cross-entropy of the true completion
 
     structured   prompts -> generate -> features -> rewards -> advantage -> pack -> (logps -> loss -> backward)* -> step
     strided      documents -> continue from anchors -> features -> rewards -> advantage -> (logps -> loss) -> step
 
-Structured mode samples whole completions by any engine and takes GRPO's losses, corrections and overlap. Strided mode
-continues a text by a few tokens every few tokens, all at once and in this process, and needs no prompts.
+Structured mode samples whole completions with any engine and uses GRPO's loss, corrections and overlap. Strided mode
+continues a text by a few tokens from every few tokens, in one pass and in this process, and needs no prompts
+(trainer/ebft/strided.py has its loss).
 """
 
 from __future__ import annotations
@@ -22,104 +27,101 @@ from data.rows.held_out import train_and_held_out
 from data.rows.targets import load_targets
 from data.strided import Document, require_anchors
 from data.types import TargetPrompt
-from rollout.engine import Source
+from rollout.engine import Engine, Sampling, Source
 from rollout.episodes.episode import EpisodeSource
 from rollout.episodes.target import TargetEpisode
+from trainer.config.checks import reject_unused
 from trainer.config.ebft import EbftConfig
 from trainer.ebft import strided, structured
 from trainer.ebft.features import FeatureNetwork, feature_policy
-from trainer.methods.grpo import backward, score_at_start
-from trainer.offline.loop import Offline, read_rows
-from trainer.parallel.comm import pick_device
-from trainer.policy.load import load_policy
+from trainer.methods.grpo import backward, logps_at_start
+from trainer.offline.rows import Rows, read_rows
 from trainer.policy.logps import Policy
-from trainer.policy.sharding import parallelize
-from trainer.rl.session import Session
+from trainer.rl.rollouts import Rollouts
+from trainer.rl.setup import training_sampling
 from trainer.run.run import open_run
+from trainer.run.training import Training, open_policy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(EbftConfig):
     """Energy-based fine-tuning: match the features of true completions with those of rollouts."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        reject_unused(self, "with ebft, whose evaluation samples num_generations", ("num_generations_eval",))
+
 
 def train(cfg: Config) -> None:
-    if cfg.mode == "strided":
+    if cfg.mode == "strided":  # --mode strided
         return train_strided(cfg)
-    with Session(
-        cfg,
-        frozen=lambda s: {"features": feature_network(cfg, s.policy)},
-        prompts=lambda s, specs: targets_of(cfg, s.policy, s.frozen["features"], specs),
-        source=lambda s, sampling: target_source(cfg, s),
-        rewards=lambda s: structured.FeatureRewards(s.frozen["features"], num_generations=cfg.num_generations),
-        advantage=partial(structured.estimate, cfg),
-        evaluate=lambda s: structured.evaluate(
-            cfg, s.policy, s.rank0, s.held_out_source, s.rewards, s.held_out, version=s.step
-        ),
-    ) as s:
-        for batch in s.rollouts():  # rewards come from the feature networks of all ranks
-            feature_metrics = structured.feature_metrics(cfg, s.rewards, s.whole)
-            advantage = s.advantage(batch)  # (B,)
-            # Losses grow in step with their advantages, so the weight of the policy loss can be theirs.
-            weighted = advantage * cfg.features.rl_coef
-            rollout = s.pack(batch, weighted)
-            score_at_start(cfg, s.policy, rollout, s.steps_per_rollout)
-            s.keep_samples(batch, advantage)
-            for part in s.updates(*rollout):
-                sums = backward(cfg, s.policy, part, is_last=not cfg.features.ce_coef)
-                prompts = [group.prompt for group in batch.parts[part.number].groups]
-                num_target = structured.add_target(cfg, s.policy, prompts, sums)
-                s.clip_and_step(sums, part, extra_tokens=num_target)
-                s.log(sums, part, feature_metrics)
+    with open_run(cfg, cfg.run.method) as run:
+        policy = open_policy(cfg, with_reference=cfg.has_reference)
+        network = feature_network(cfg, policy)
+        rewards = structured.FeatureRewards(network, num_generations=cfg.num_generations)  # r, on all ranks
+        rollouts = Rollouts(
+            run, cfg, policy, rewards, advantage=partial(structured.estimate, cfg),
+            prompts=partial(targets_of, cfg, policy, network), source=partial(target_source, cfg, policy),
+        )  # fmt: skip
+        evaluate = partial(structured.evaluate, cfg, policy, rollouts)
+        training = Training(run, cfg, policy, rollouts, evaluate=evaluate, moving=cfg.moving)
+        for rollout in training.batches():
+            feature_metrics = structured.feature_metrics(cfg, rewards, rollouts.full_rollout)
+            advantage = rollouts.advantage(rollout)  # (B,)
+            # The loss is linear in the advantage, so --rl-coef can scale the advantage instead.
+            batches = rollouts.pack(rollout, advantage * cfg.features.rl_coef)
+            logps_at_start(cfg, policy, batches, rollouts.steps_per_batch)
+            rollouts.keep_samples(rollout, advantage)
+            for batch in rollouts.updates(*batches):
+                sums = backward(cfg, policy, batch, is_last=not cfg.features.ce_coef)  # GRPO's loss
+                prompts = [group.prompt for group in rollout.minibatches[batch.number].groups]
+                num_target = structured.add_target(cfg, policy, prompts, sums)  # --ce-coef
+                training.clip_and_step(sums)
+                training.log(sums, batch.computed_tokens + num_target, feature_metrics)
 
 
 def feature_network(cfg: Config, policy: Policy) -> FeatureNetwork:
     return FeatureNetwork(cfg.features, cfg.run, feature_policy(cfg.features, cfg.model, policy, cfg.parallel))
 
 
-def target_source(cfg: Config, s: Session) -> Source:
-    """Completions about as long as their targets, turn by turn; those of an evaluation are sampled as in training."""
-    multiplier = cfg.gt_length_multiplier if cfg.adaptive_max_tokens else None
-    return EpisodeSource(s.engine, s.sampling, TargetEpisode(s.policy.tokenizer, gt_length_multiplier=multiplier))
+def target_source(cfg: Config, policy: Policy, engine: Engine, sampling: Sampling) -> Source:
+    """Sample completions about as long as their targets, turn by turn; evaluations sample as in training."""
+    multiplier = cfg.gt_length_multiplier if cfg.adaptive_max_tokens else None  # --adaptive-max-tokens
+    sampling = training_sampling(cfg, policy)
+    return EpisodeSource(engine, sampling, TargetEpisode(policy.tokenizer, gt_length_multiplier=multiplier))
 
 
 def train_strided(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
-        policy = load_policy(cfg.model, cfg.lora, pick_device(), with_reference=cfg.has_reference)
-        policy = parallelize(cfg.parallel, policy)
+        policy = open_policy(cfg, with_reference=cfg.has_reference)
         network = feature_network(cfg, policy)
-        size = cfg.run.sequences_per_step
         read = partial(documents_of, cfg, policy, network)
         documents, held_out = train_and_held_out(
             cfg.data, cfg.run.seed, read, partial(read, limit=cfg.data.max_eval_rows)
         )
         held_out = held_out[: cfg.data.max_eval_rows]
-        multiple = network.policy.row_multiple
-        offline = Offline(run, cfg, policy, documents, size=cfg.strided.plan.size)
-
-        def evaluate() -> dict[str, float]:
-            return strided.evaluate(cfg, policy, network, held_out, batch_size=size)
-
-        offline.begin(evaluate)
-        for batch in offline.steps():
-            # A document's number in the run decides its seeds: the same after a resume, and on any number of ranks.
-            numbers = [(offline.step - 1) * size + place for place in offline.places]
-            step = strided.continue_all(cfg, policy, batch, seed=cfg.run.seed, numbers=numbers, multiple=multiple)
-            offline.timer.lap("rollout_s")
-            step = strided.judge(network, step)
-            run.sample(offline.step, strided.sample_rows(policy, batch, step))
-            offline.timer.lap("reward_s")
+        rows, size = Rows(cfg, documents, size=cfg.strided.plan.size), cfg.run.sequences_per_step
+        evaluate = partial(strided.evaluate, cfg, policy, network, held_out, batch_size=size)
+        training = Training(run, cfg, policy, rows, evaluate=evaluate)
+        for batch in training.steps():  # this rank's documents
+            # Seeds depend on a document's number within the run: the same after a resume, and on any number of ranks.
+            numbers = [(training.step - 1) * size + index for index in rows.indices]
+            options = {"seed": cfg.run.seed, "numbers": numbers, "multiple": network.policy.row_multiple}
+            step = strided.continue_all(cfg, policy, batch, **options)
+            training.timer.lap("rollout_s")
+            step = strided.add_rewards(network, step)  # and advantages
+            run.sample(training.step, strided.sample_rows(policy, batch, step))
+            training.timer.lap("reward_s")
             sums = strided.backward(cfg, policy, step)
-            if offline.step == run.start_step + 1:  # once: it is about the model's code, and waits for the device
-                strided.check_gap(cfg, policy, sums, offline.step)
-            offline.take_step(sums)
-            offline.log_and_save(sums, step.num_computed, evaluate, strided.step_metrics(network, step))
-        run.finish(policy)
+            if training.step == run.start_step + 1:  # once: it checks the model's code and needs a host sync
+                strided.check_gap(cfg, policy, sums, training.step)
+            training.clip_and_step(sums)
+            training.log(sums, step.num_computed, strided.step_metrics(network, step))
 
 
 def context_of(policy: Policy, network: FeatureNetwork) -> int | None:
-    """Tokens that both the policy and the feature network can read."""
-    lengths = [both.context_length for both in (policy, network.policy) if both.context_length is not None]
+    """Context length that both the policy and the feature network support."""
+    lengths = [model.context_length for model in (policy, network.policy) if model.context_length is not None]
     return min(lengths, default=None)
 
 
@@ -146,9 +148,9 @@ def documents_of(
             "context_length"
         )
     if cfg.features.ce_coef:
-        return documents  # one without an anchor still has tokens of its own
+        return documents  # a document without an anchor still has tokens for the cross-entropy
     kept = [document for document in documents if plan.anchors(document)]
     if len(kept) < len(documents):
-        left_out = len(documents) - len(kept)
-        print(f"data: left out {left_out} of {len(documents)} documents without room for an anchor", file=sys.stderr)
+        skipped = len(documents) - len(kept)
+        print(f"data: skipped {skipped} of {len(documents)} documents too short for an anchor", file=sys.stderr)
     return kept

@@ -2,12 +2,12 @@
 
     prompts -> generate -> rewards -> advantage -> pack -> (logps -> loss -> backward)* -> clip and step -> log
 
-Shao et al. 2024 (arXiv:2402.03300), with DAPO's token-level normaliser (Yu et al. 2025, arXiv:2503.14476) by default:
-the sum over all trained tokens of the step, divided once by their number. Three policies meet in the loss: `logp` is
-the current one, `old` the one that the rollout began with (on the first step the same), and `engine_logp` is from the
-engine that sampled, which computes the old policy a little differently. Options enter where they are named below.
+Shao et al. 2024 (arXiv:2402.03300), by default with DAPO's token-level average (Yu et al. 2025, arXiv:2503.14476): the
+sum over all trained tokens of the step, divided once by their number. Three policies meet in the loss: `logp` is the
+current one, `old_logp` the one before the first step on the rollout, and `engine_logp` comes from the engine that
+sampled, which computes the old policy slightly differently. Each option enters at an `if` that names its flag.
 
-Shapes: P prompts of this rank, G completions each, B = P * G; N trained tokens of a micro-batch, n of a piece of it.
+Shapes: P prompts of this rank, G completions each, B = P * G; N trained tokens of a micro-batch, n of a slice of it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,21 @@ import torch
 from torch import Tensor
 
 from kernels.linear_logprob import TokenLogps
-from losses.advantage import EPSILON, Advantage, GroupRewards, has_signal, nan_std
+from losses.advantage import EPSILON, Advantage, Rewards, has_signal, nan_std
 from losses.importance import bounded_ratio, log_difference
 from losses.kl import KL_ESTIMATORS, MAX_LOG_RATIO, k3, token_kl
-from losses.policy import Metrics, Tokens, clip_metrics
+from losses.policy import clip_bounds, clip_metrics
+from losses.types import Metrics
 from trainer.config.groups import PolicyGradientConfig
 from trainer.config.sampling import SamplingConfig
+from trainer.metrics.metrics import MetricSums
 from trainer.policy.logps import Policy, reference_logps, token_loss
 from trainer.rl.lookahead import look_ahead
-from trainer.rl.minibatch import MicroBatch, MiniBatch, few_tokens_teach, has_kl_term, passes, score
-from trainer.rl.session import Session
-from trainer.rl.step_metrics import StepSums, add_micro_batch, end_step
+from trainer.rl.minibatch import MicroBatch, MiniBatch, has_kl_term, passes, policy_logps
+from trainer.rl.rollouts import Rollouts, open_rewards
+from trainer.rl.step_metrics import add_micro_batch, end_step
+from trainer.run.run import open_run
+from trainer.run.training import Training, open_policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,45 +43,53 @@ class Config(SamplingConfig):
 
 
 def train(cfg: Config) -> None:
-    with Session(cfg, advantage=partial(advantages, cfg)) as s:  # model, data, rewards, engine, run folder, resume
-        for rollout in s.rollouts():  # weights to the engine, completions and rewards; a checkpoint after the body
-            advantage = s.advantage(rollout)  # (B,) by `advantages`; with kl_in_reward, of the reward less beta KL
-            s.keep_samples(rollout, advantage)
-            batches = s.pack(rollout, advantage)  # one for each mini-batch: micro-batches of tokens, on the device
-            score_at_start(cfg, s.policy, batches, s.steps_per_rollout)
-            for batch in s.updates(*batches):  # optimizer steps: each mini-batch once, then again (num_iterations)
-                sums = backward(cfg, s.policy, batch)
-                s.clip_and_step(sums, batch)
-                s.log(sums, batch)
+    with open_run(cfg, cfg.run.method) as run:
+        rewards = open_rewards(cfg, run)  # --reward-funcs
+        policy = open_policy(cfg, with_reference=cfg.has_reference)
+        rollouts = Rollouts(run, cfg, policy, rewards, advantage=partial(advantages, cfg))  # reads the prompts
+        training = Training(run, cfg, policy, rollouts, moving=cfg.moving)  # optimizer, schedule, checkpoints
+        for rollout in training.batches():  # weights to the engine, completions, rewards
+            advantage = rollouts.advantage(rollout)  # (B,) by `advantages`; with --kl-in-reward, of r - beta KL
+            rollouts.keep_samples(rollout, advantage)
+            batches = rollouts.pack(rollout, advantage)  # a list of micro-batches for each mini-batch, on the device
+            logps_at_start(cfg, policy, batches, rollouts.steps_per_batch)
+            for batch in rollouts.updates(*batches):  # optimizer steps: each mini-batch, then again (--num-iterations)
+                sums = backward(cfg, policy, batch)
+                training.clip_and_step(sums)
+                training.log(sums, batch.computed_tokens)
 
 
-def advantages(cfg: Config, r: GroupRewards) -> Advantage:  # (P, G)
-    """How much better a completion is than the others of its prompt; 0 in a group of equal rewards.
+def advantages(cfg: Config, r: Rewards) -> Advantage:  # (P, G)
+    """How much better a completion is than the others of its prompt; 0 if all rewards of the group are equal.
 
-    Dynamic sampling and replay ask the same function which groups teach nothing.
+    Dynamic sampling and replay use the same function to find groups without signal.
     """
-    if not cfg.advantage.is_default:  # --scale-rewards, --advantage-estimator, gdpo: losses/advantage.py
+    if not cfg.advantage.is_default:  # --scale-rewards, --advantage-estimator, gdpo, rloo: losses/advantage.py
         return cfg.advantage.estimate(r)
-    reward = r.total  # (P, G) weighted sum over reward functions; NaN: none applies
+    reward = r.reward  # (P, G) weighted sum over reward functions; NaN: none applies
     mean, deviation = reward.nanmean(dim=1, keepdim=True), nan_std(reward, dim=1).unsqueeze(1)  # (P, 1)
     advantage = (reward - mean) / (deviation + EPSILON)
     return torch.where(has_signal(reward).unsqueeze(1), advantage, 0.0).nan_to_num(nan=0.0)
 
 
 @torch.no_grad()
-def score_at_start(cfg: PolicyGradientConfig, policy: Policy, batches: list[MiniBatch], num_steps: int) -> None:
-    """Log-probs that all steps on the rollout share. Of one step without a KL term there are none to compute."""
+def logps_at_start(cfg: PolicyGradientConfig, policy: Policy, batches: list[MiniBatch], num_steps: int) -> None:
+    """Compute the log-probs that all steps on the rollout share; none for a single step without a KL term."""
     for batch in batches:
-        if cfg.correction.proximal_policy == "behaviour":  # ratios are to the engine itself
+        if cfg.correction.proximal_policy == "behaviour":  # ratios are to the engine
             for mb in batch.micro_batches:
                 mb.old_logp = mb.engine_logp
-        elif num_steps > 1 or batch.replays:
-            batch.at_start = score(policy, batch.batches, temperature=cfg.temperature)
+        elif num_steps > 1 or batch.has_replays:
+            batch.at_start = policy_logps(policy, batch.batches, temperature=cfg.temperature)
             for mb, now in zip(batch.micro_batches, batch.at_start, strict=True):
-                first_use = now.logp if mb.earlier_logp is None else mb.earlier_logp  # (N,) NaN: not replayed
+                first_use = now.logp if mb.replayed_logp is None else mb.replayed_logp  # (N,) NaN: not replayed
                 mb.old_logp = torch.where(first_use.isnan(), now.logp, first_use)
-        for mb in batch.micro_batches if has_kl_term(cfg) else []:
-            mb.ref_logp = reference_logps(policy, mb.batch, temperature=cfg.temperature)  # (N,)
+        if has_kl_term(cfg):  # --beta
+            for mb in batch.micro_batches:
+                mb.ref_logp = reference_logps(policy, mb.batch, temperature=cfg.temperature)  # (N,)
+
+
+PolicyLossFunction = Callable[[PolicyGradientConfig, MicroBatch, MiniBatch, Tensor], tuple[Tensor, Metrics]]
 
 
 def backward(
@@ -85,37 +97,41 @@ def backward(
     policy: Policy,
     batch: MiniBatch,
     *,
-    value_loss: Callable[[StepSums, MicroBatch, Tensor], Tensor] | None = None,  # of the (N, D) states: PPO's critic
-    is_last: bool = True,  # nothing else adds to the gradients of the policy in this step
-) -> StepSums:
-    """Gradients of one optimizer step, and its metrics."""
-    sums, count = StepSums(policy.device), divisor(cfg, batch)
-    look_ahead(cfg, policy, batch)  # for options that concern whole completions; by default there is nothing to do
-    options = {"temperature": cfg.temperature, "sparse": few_tokens_teach(cfg)}
+    loss: PolicyLossFunction | None = None,  # default: policy_loss
+    value_loss: Callable[[MetricSums, MicroBatch, Tensor], Tensor] | None = None,  # of (N, D) states: PPO's critic
+    is_last: bool = True,  # nothing else adds to the gradients of this step
+) -> MetricSums:
+    """Accumulate the gradients of one optimizer step, and its metrics."""
+    sums, ratios = MetricSums(), torch.zeros(2, 3, dtype=torch.float64, device=policy.device)
+    count = divisor(cfg, batch)
+    look_ahead(cfg, policy, batch)  # columns for options that concern whole completions; nothing by default
+    few_trained = cfg.policy_loss.top_entropy_quantile < 1 and not has_kl_term(cfg)  # the head skips the rest
     for mb in passes(cfg, policy, batch, is_last=is_last):
 
-        def loss_of(now: TokenLogps, rows: Tensor, mb=mb) -> tuple[Tensor, tuple[Metrics, Tensor]]:
-            """Of the tokens `rows` of the micro-batch, whose logits the head holds at this moment."""
-            loss, metrics = policy_loss(cfg, now, mb.at(rows), batch, count)
-            return loss, (metrics, now.logp.detach())
+        def loss_of(tokens: TokenLogps, rows: Tensor, mb=mb) -> tuple[Tensor, tuple[Metrics, Tensor]]:
+            t = mb.at(rows)  # the columns of n tokens, whose logits exist only during this call
+            t.logp, t.entropy = tokens  # (n,) with gradient
+            total, metrics = (loss or policy_loss)(cfg, t, batch, count)
+            return total, (metrics, tokens.logp.detach())
 
-        of_states = value_loss and partial(value_loss, sums, mb)
-        loss, pieces = token_loss(policy, mb.batch, loss_of, states_loss=of_states, **options)
-        loss.backward()
-        add_micro_batch(cfg, sums, mb, pieces, loss)
-    end_step(sums, batch, {"policy": count, "kl": count, "entropy": batch.num_uncertain, "value": batch.total.tokens})
+        states_loss = value_loss and partial(value_loss, sums, mb)
+        options = {"temperature": cfg.temperature, "sparse": few_trained, "states_loss": states_loss}
+        total, pieces = token_loss(policy, mb.batch, loss_of, **options)
+        total.backward()
+        ratios += add_micro_batch(cfg, sums, mb, pieces, total)
+    divisors = {"policy": count, "kl": count, "entropy": batch.num_uncertain, "value": batch.num_tokens}
+    end_step(sums, batch, divisors, ratios)
     return sums
 
 
 def policy_loss(
     cfg: PolicyGradientConfig,
-    now: TokenLogps,  # (n,) of the current policy, with gradient
-    t: MicroBatch,  # its columns for these tokens, (n,) each
+    t: MicroBatch,  # columns of n tokens; t.logp and t.entropy are of the current policy, with gradient
     batch: MiniBatch,
-    count: Tensor,  # () what the sum over the step is divided by
+    count: Tensor,  # () divisor of the sum over the step
 ) -> tuple[Tensor, Metrics]:  # ()
-    """What these tokens add to the loss of the step."""
-    options, correction, logp, advantage = cfg.policy_loss, cfg.correction, now.logp, t.advantage
+    """What these n tokens add to the loss of the step."""
+    options, correction, logp, advantage = cfg.policy_loss, cfg.correction, t.logp, t.advantage
     here = logp.detach()
     old = here if t.old_logp is None else torch.where(t.old_logp.isnan(), here, t.old_logp)
 
@@ -124,29 +140,27 @@ def policy_loss(
         log_ratio = t.mean_log_ratio + (logp - here)
     elif options.loss.ratio == "completion":  # --loss-type rloo: the product over the completion
         log_ratio = t.total_log_ratio + t.length * (logp - here)
-    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
+    t.log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = t.log_ratio.exp()
 
-    if options.loss.is_clipped:  # --loss-type dapo, grpo, dr_grpo, bnpo, luspo, rloo: they differ in the average
-        low, high = options.clip_range  # 1 - epsilon, 1 + epsilon_high
+    if options.loss.loss is None:  # --loss-type dapo, grpo, dr_grpo, bnpo, luspo, rloo differ in the average only
+        low, high, cap = clip_bounds(**options.loss_options)  # 1 - epsilon, 1 + epsilon_high, None
         loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)  # (n,)
-        if options.cap is not None:  # of a bad token that has become far more likely
-            loss = torch.where(advantage < 0, torch.minimum(loss, -options.cap * advantage), loss)
-        metrics = clip_metrics(ratio, advantage, low=low, high=high, cap=options.cap)
+        if cap is not None:  # --delta, --dual-clip: bound the loss of a bad token that became far more likely
+            loss = torch.where(advantage < 0, torch.minimum(loss, -cap * advantage), loss)
+        metrics = clip_metrics(ratio, advantage, low=low, high=high, cap=cap)
     else:  # --loss-type cispo, sapo, vespo, reinforce, or yours: losses/policy.py
-        every = torch.ones_like(here, dtype=torch.bool)
-        tokens = Tokens(logp, log_ratio, advantage, every, t.length, sequence_log_ratio=t.total_log_ratio)
-        loss, metrics = options.loss.of_tokens(tokens, **options.loss_options)
+        loss, metrics = options.loss.of_tokens(t, **options.loss_options)
 
     weight = torch.ones_like(here)  # (n,) without gradient
-    if correction.is_on and options.loss.ratio != "weight":  # the engine sampled, not quite the old policy
+    if correction.is_on and options.loss.ratio != "weight":  # the engine sampled, not exactly the old policy
         gap = log_difference(old, t.engine_logp) if t.engine_gap is None else t.engine_gap  # of token or completion
-        weight = bounded_ratio(gap, *correction.bounds, drop=correction.drops)  # exp(gap), at most the cap
-    for keep in (t.keep_geometric, t.keep_on_policy, t.keep_entropy):  # filters, None where they are off
+        weight = bounded_ratio(gap, *correction.bounds, drop=correction.drops)  # exp(gap), at most the bound
+    for keep in (t.keep_geometric, t.keep_on_policy, t.keep_entropy):  # filters; None if off
         weight = weight if keep is None else weight * keep
-    loss = torch.where(weight == 0, 0.0, loss) * weight  # left out, not multiplied: it might not be finite
+    loss = torch.where(weight == 0, 0.0, loss) * weight  # select, do not only multiply: it may be inf or NaN
 
-    share = token_share(cfg, t)  # (n,) 1, or less where each completion counts the same
+    share = token_share(cfg, t)  # (n,) 1, or less if each completion counts the same
     policy_sum = (loss * share).sum()
     total = policy_sum / count
     if t.ref_logp is not None:  # --beta
@@ -155,20 +169,20 @@ def policy_loss(
         kl_sum = (kl * share).sum()
         total = total + options.beta * kl_sum / count
         metrics |= {"loss/kl": (kl_sum, 0), "policy/ref_kl_k3": (k3(here, t.ref_logp).sum(), len(here))}
-    if batch.entropy_coef:
-        entropy = now.entropy if t.keep_entropy is None else torch.where(t.keep_entropy, now.entropy, 0.0)
+    if batch.entropy_coef:  # --entropy-coef, --entropy-target
+        entropy = t.entropy if t.keep_entropy is None else torch.where(t.keep_entropy, t.entropy, 0.0)
         total = total - batch.entropy_coef * entropy.sum() / batch.num_uncertain.clamp(min=1)
         metrics["loss/entropy"] = entropy.sum(), 0
     metrics |= {
-        "loss/policy": (policy_sum, 0),  # end_step adds what it is divided by
+        "loss/policy": (policy_sum, 0),  # end_step adds the divisor
         "policy/ratio": (ratio.detach().sum(), len(here)),
-        "policy/entropy": (now.entropy.detach().sum(), len(here)),
+        "policy/entropy": (t.entropy.detach().sum(), len(here)),
     }
     return total, metrics
 
 
 def token_share(cfg: PolicyGradientConfig, t: MicroBatch) -> Tensor:  # (n,)
-    """What each token counts in the sum over the step."""
+    """Weight of each token in the sum over the step."""
     one, average = torch.ones_like(t.advantage), cfg.policy_loss.loss.average
     if average == "completions":  # grpo, sapo, rloo: the mean over the tokens of a completion, then over completions
         return one / t.length
@@ -176,13 +190,12 @@ def token_share(cfg: PolicyGradientConfig, t: MicroBatch) -> Tensor:  # (n,)
 
 
 def divisor(cfg: PolicyGradientConfig, batch: MiniBatch) -> Tensor:  # ()
-    """What the sum over the step is divided by, once, counted over all ranks before the first token is computed."""
-    step = batch.total
+    """What the sum over the step is divided by, once: counted over all ranks before the first pass."""
     count = {
-        "tokens": step.tokens,  # dapo, cispo, vespo
-        "completions": step.completions,  # grpo, sapo, rloo
-        "completion_sums": step.completions,  # luspo, reinforce
-        "budget": step.completions * cfg.max_completion_length,  # dr_grpo
-        "micro_batch": step.micro_batches,  # bnpo
+        "tokens": batch.num_tokens,  # dapo, cispo, vespo
+        "completions": batch.num_completions,  # grpo, sapo, rloo
+        "completion_sums": batch.num_completions,  # luspo, reinforce
+        "budget": batch.num_completions * cfg.max_completion_length,  # dr_grpo
+        "micro_batch": batch.num_micro_batches,  # bnpo
     }[cfg.policy_loss.loss.average]
     return count.clamp(min=1)

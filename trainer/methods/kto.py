@@ -1,10 +1,12 @@
-"""KTO: responses labelled desirable or not, each judged against a reference point; no pairs needed.
+"""KTO: responses labelled desirable or undesirable, each compared with a reference point; no pairs needed.
 
     rows -> pack -> z0 from mismatched rows -> (logps, reference logps -> loss -> backward)* -> clip and step -> log
 
-Ethayarajh et al. 2024 (arXiv:2402.01306). z0 is the mean log-ratio of completions under prompts they do not belong to,
-over the whole step, clamped at 0. Each row's mismatch is the completion of the next row, in a seeded order, that has
-another prompt (trainer/offline/labelled.py). It is fixed for the run, so its reference log-prob can be precomputed.
+Ethayarajh et al. 2024 (arXiv:2402.01306). z0 is the mean log-ratio of completions under mismatched prompts, over the
+whole step, clamped at 0. A row's mismatch is the completion of the next row, in a seeded order, that has another prompt
+(trainer/offline/labelled.py). It is fixed for the run, so its reference log-prob can be precomputed.
+
+Shapes: S sequences of a micro-batch, B rows of the step on this rank.
 """
 
 from __future__ import annotations
@@ -20,20 +22,19 @@ from data.errors import UserError
 from data.packing import Batch, Item, to_device
 from data.rows.held_out import train_and_held_out
 from data.types import Labelled
-from losses.kto import apo_zero_unpaired, kl_reference_point, kto_loss, reward_auc
-from losses.types import LossOut
+from losses.kto import reward_auc
+from losses.types import Metrics
 from trainer.config.blocks import Flat, ReferenceConfig
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.config import PreferenceConfig
 from trainer.offline.labelled import LabelledStep, item_of, load_rows, mismatched_items, pack_labelled
-from trainer.offline.loop import Offline, rows_of_this_rank
-from trainer.parallel.comm import all_count, all_gather, all_sum, pick_device
-from trainer.policy.load import load_policy
+from trainer.offline.rows import Rows, rows_of_this_rank
+from trainer.parallel.comm import all_count, all_gather, all_sum
 from trainer.policy.logps import Policy, token_logps
-from trainer.policy.optim import term_metrics, total_loss
 from trainer.policy.reference import Reference, build_reference, wants_copy
-from trainer.policy.sharding import final_passes, parallelize
+from trainer.policy.sharding import final_passes
 from trainer.run.run import open_run
+from trainer.run.training import Training, open_policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,25 +65,24 @@ class Config(PreferenceConfig):
 
 def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
-        copied = wants_copy(cfg.reference, cfg.lora)
-        policy = parallelize(cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=copied))
+        policy = open_policy(cfg, with_reference=wants_copy(cfg.reference, cfg.lora))
         rows, held_out = train_and_held_out(cfg.data, cfg.run.seed, partial(load_rows, cfg, policy))
         held_out = held_out[: cfg.data.max_eval_rows]
-        partner = {**mismatched_items(cfg, policy, rows), **mismatched_items(cfg, policy, held_out)}
+        partner: dict[int, Item] = {}
+        if cfg.loss_type == "kto":  # --loss-type apo_zero_unpaired: no mismatched rows, z0 = 0
+            partner = {**mismatched_items(cfg, policy, rows), **mismatched_items(cfg, policy, held_out)}
         items = [item_of(row) for row in [*rows, *held_out]] + list(partner.values())
         reference = build_reference(cfg.reference, cfg.model, cfg.run, policy, items, cfg.parallel)
         evaluate = partial(evaluate_rows, cfg, policy, reference, partner, rows_of_this_rank(held_out))
-        offline = Offline(run, cfg, policy, rows)
-        offline.begin(evaluate)
-        for batch in offline.steps():
+        training = Training(run, cfg, policy, Rows(cfg, rows), evaluate=evaluate)
+        for batch in training.steps():  # this rank's rows
             packed = pack_labelled(cfg, policy, batch, partner, cfg.run.gradient_accumulation_steps)
             sums, _ = run_rows(cfg, policy, reference, packed, train=True)
-            offline.take_step(sums)
-            offline.log_and_save(sums, sum(mb.num_tokens for mb in packed.batches), evaluate)
-        run.finish(policy)
+            training.clip_and_step(sums)
+            training.log(sums, sum(mb.num_tokens for mb in packed.batches))
 
 
-def log_ratios(
+def sequence_logps(
     policy: Policy, reference: Reference, batch: Batch, items: list[Item]
 ) -> tuple[Tensor, Tensor, Tensor]:  # (S,) policy, (S,) reference, (N,) entropy
     """Log-probs of the sequences of a batch, in the order of batch.rows."""
@@ -95,51 +95,65 @@ def log_ratios(
 
 @torch.no_grad()
 def reference_point(policy: Policy, reference: Reference, rows: LabelledStep) -> Tensor:  # ()
-    """z0: the mean log-ratio of the mismatched rows of all ranks, clamped at 0."""
+    """z0 estimates KL(policy || reference): the mean log-ratio of the mismatched rows of all ranks, at least 0.
+
+    The mean is clamped, not its terms: clamping per rank or micro-batch would bias it upwards. Without mismatched
+    rows it is 0 (--loss-type apo_zero_unpaired; D'Oosterlinck et al. 2024, arXiv:2408.06266).
+    """
     items = rows.items[len(rows.label) :]
     ratios = [torch.zeros(0, device=policy.device)]
     for batch in rows.mismatched:
-        logp, ref_logp, _ = log_ratios(policy, reference, batch, items)
+        logp, ref_logp, _ = sequence_logps(policy, reference, batch, items)
         ratios.append(logp - ref_logp)
-    ratio = torch.cat(ratios)  # (B,), one mismatched row for each row
+    ratio = torch.cat(ratios)  # (B,) one mismatched row per row
     total, count = all_sum(torch.stack([ratio.sum(), ratio.new_full((), len(ratio))]))
-    return kl_reference_point(total, count)
+    return (total / count.clamp(min=1)).clamp(min=0)
 
 
 def run_rows(
     cfg: Config, policy: Policy, reference: Reference, rows: LabelledStep, *, train: bool
-) -> tuple[MetricSums, Tensor]:  # and (B,) rewards in the order of the rows
+) -> tuple[MetricSums, Tensor]:  # metrics, and (B,) rewards in row order
     """Loss, metrics and (train) gradients of one step: z0 first, then every micro-batch against it."""
     z0 = reference_point(policy, reference, rows)
-    num_rows = all_sum(torch.full((), float(len(rows.label)), device=policy.device))
+    num_rows = all_sum(torch.full((), float(len(rows.label)), device=policy.device))  # of the step, all ranks
     sums = MetricSums()
     rewards = torch.zeros(len(rows.label), dtype=torch.float64, device=policy.device)
     for batch in final_passes(policy, rows.batches) if train else rows.batches:
-        logp, ref_logp, entropy = log_ratios(policy, reference, batch, rows.items)
-        numbers = to_device(torch.tensor(batch.rows, dtype=torch.int64), policy.device)
-        out = loss(cfg, logp, ref_logp, rows.label[numbers], z0)
-        total = total_loss(out, {cfg.loss_type: num_rows})
+        logp, ref_logp, entropy = sequence_logps(policy, reference, batch, rows.items)  # (S,), (S,), (N,)
+        index = to_device(torch.tensor(batch.rows, dtype=torch.int64), policy.device)  # (S,)
+        loss, metrics = sequence_losses(cfg, logp, ref_logp, rows.label[index], z0)
+        total = loss.sum() / num_rows.clamp(min=1)
         if train:
             total.backward()
-        rewards[numbers] = (cfg.beta * (logp - ref_logp)).detach().double()
-        sums.add({**out.metrics, **term_metrics(out), "policy/entropy": (entropy.sum(), len(entropy))})
-        sums.add({"loss/total": (total * num_rows, len(logp)), "policy/kto_z0": (z0 * len(logp), len(logp))})
+        rewards[index] = (cfg.beta * (logp - ref_logp)).detach().double()
+        count = len(logp)
+        sums.add({**metrics, f"loss/{cfg.loss_type}": (loss.sum(), count), "loss/total": (total * num_rows, count)})
+        sums.add({"policy/kto_z0": (z0 * count, count), "policy/entropy": (entropy.sum(), len(entropy))})
     return sums, rewards
 
 
-def loss(cfg: Config, logp: Tensor, ref_logp: Tensor, label: Tensor, z0: Tensor) -> LossOut:
-    weights = {"desirable_weight": cfg.desirable_weight, "undesirable_weight": cfg.undesirable_weight}
-    if cfg.loss_type == "apo_zero_unpaired":
-        return apo_zero_unpaired(logp, ref_logp, label, beta=cfg.beta, **weights)
-    return kto_loss(logp, ref_logp, label, z0, beta=cfg.beta, **weights)
+def sequence_losses(
+    cfg: Config,
+    logp: Tensor,  # (S,) policy, with gradient
+    ref_logp: Tensor,  # (S,) reference
+    label: Tensor,  # (S,) bool, True = desirable
+    z0: Tensor,  # ()
+) -> tuple[Tensor, Metrics]:  # (S,)
+    x = logp - ref_logp
+    # Desirable: 1 - sigmoid(beta (x - z0)); undesirable: 1 - sigmoid(beta (z0 - x)).
+    loss = torch.sigmoid(cfg.beta * torch.where(label, z0 - x, x - z0))
+    loss = torch.where(label, cfg.desirable_weight * loss, cfg.undesirable_weight * loss)
+    metrics = {}
+    for side, rows in (("chosen", label), ("rejected", ~label)):  # either may be missing from a micro-batch
+        metrics[f"reward/{side}"] = (torch.where(rows, cfg.beta * x.detach(), 0.0).sum(), rows.sum())
+        metrics[f"policy/logp_{side}"] = (torch.where(rows, logp.detach(), 0.0).sum(), rows.sum())
+    return loss, metrics
 
 
 def evaluate_rows(
     cfg: Config, policy: Policy, reference: Reference, partner: dict[int, Item], rows: list[Labelled]
 ) -> dict[str, float]:
     """The same loss on held-out rows, and how well the implicit reward separates the two labels (AUC)."""
-    if not cfg.data.holds_out:
-        return {}
     packed = pack_labelled(cfg, policy, rows, partner, accumulation=1)
     sums, rewards = run_rows(cfg, policy, reference, packed, train=False)
     means = sums.means()

@@ -2,30 +2,38 @@
 
     prompts -> generate -> rewards or judge -> best and worst -> pack -> (logps -> loss -> backward)* -> step -> log
 
-Guo et al. 2024 (arXiv:2402.04792), with two or more completions per prompt. The pairs are the policy's own and always
-new; the loss is DPO's, any of losses/preference.py (--loss-type), against any reference that is not precomputed. A
-prompt whose completions are all equally good has no pair: it is counted as a tie and leaves the loss.
+Guo et al. 2024 (arXiv:2402.04792), with two or more completions per prompt. The pairs are always the policy's own and
+new; the loss is DPO's (trainer/methods/dpo.py), with any --loss-type and any reference that is not precomputed. A
+prompt whose completions are all equally good has no pair: it counts as a tie and leaves the loss.
 
-The loss has no ratio to what sampled, so pairs from earlier weights (several steps on a rollout, --async-prefetch,
-replay) need no correction. They are scored at temperature 1, like pairs of a file, whatever --temperature sampled them.
+The loss has no ratio to the policy that sampled, so pairs from earlier weights (several steps on a rollout,
+--async-prefetch, replay) need no correction. Log-probs are taken at temperature 1, as for pairs from a file, whatever
+--temperature sampled them.
+
+Shapes: P prompts of this rank, G completions each, B = P * G.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from data.errors import UserError
+from losses.advantage import Rewards
 from rollout.rewards.judge import open_judged
 from trainer.config.checks import check_numbers, reject_unused
 from trainer.config.preference import PairOptions, check_pair_options
 from trainer.config.sampling import RewardedConfig
 from trainer.methods.dpo import run_pairs
-from trainer.offline.pairs_of_groups import pair_up, sides
+from trainer.offline.pairs_of_groups import pair_up
 from trainer.policy.reference import Reference, build_reference, wants_copy
-from trainer.rl.session import Session
+from trainer.rl.rollouts import Rollouts, open_rewards
+from trainer.run.run import Run, open_run
+from trainer.run.training import Training, open_policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,32 +81,40 @@ class Config(PairOptions, RewardedConfig):
 
 
 def train(cfg: Config) -> None:
-    with Session(
-        cfg,
-        rewards=partial(judged_rewards, cfg) if cfg.judge else None,
-        advantage=partial(sides, judged=cfg.judge is not None, missing_eos_penalty=cfg.missing_eos_penalty),
-        frozen=partial(load_reference, cfg),
-    ) as s:
-        for batch in s.rollouts():  # whole groups with rewards, and the judge's verdict if there is one
-            side = s.advantage(batch)  # (B,) 1: the best of its group, -1: the worst, 0: neither, or a tie
-            rollout = pair_up(cfg, s.policy, batch, side)
-            s.keep_samples(batch, side)
-            for part in s.updates(*rollout):  # each mini-batch, num_iterations times
-                sums = run_pairs(cfg, s.policy, s.frozen["reference"], part.items, part.pairs, train=True)
-                sums.add(part.metrics)
-                s.clip_and_step(sums, part)
-                s.log(sums, part)
+    with open_run(cfg, cfg.run.method) as run:
+        rewards = open_judge(cfg, run) if cfg.judge else open_rewards(cfg, run)
+        policy = open_policy(cfg, with_reference=cfg.has_reference)
+        reference = Reference(None)
+        if not cfg.reference_free:
+            reference = build_reference(cfg.reference, cfg.model, cfg.run, policy, [], cfg.parallel)
+        rollouts = Rollouts(run, cfg, policy, rewards, advantage=partial(sides, cfg))
+        training = Training(run, cfg, policy, rollouts, moving=cfg.moving)
+        for rollout in training.batches():  # whole groups with rewards, and the judge's verdict if there is one
+            side = rollouts.advantage(rollout)  # (B,) by `sides`
+            batches = pair_up(cfg.run, policy, rollout, side)
+            rollouts.keep_samples(rollout, side)
+            for batch in rollouts.updates(*batches):  # each mini-batch, --num-iterations times
+                sums = run_pairs(cfg, policy, reference, batch.items, batch.pairs, train=True)  # DPO's loss
+                sums.add(batch.metrics)
+                training.clip_and_step(sums)
+                training.log(sums, batch.computed_tokens)
 
 
-def load_reference(cfg: Config, s: Session) -> Mapping[str, Reference]:
-    if cfg.reference_free:
-        return {"reference": Reference(None)}
-    return {"reference": build_reference(cfg.reference, cfg.model, cfg.run, s.policy, [], cfg.parallel)}
+def sides(cfg: Config, r: Rewards) -> Tensor:  # (P, G)
+    """1 for the best completion of a group, -1 for the worst, 0 for the others and for all of a tie.
+
+    Among equally good completions the first is taken.
+    """
+    score = r.reward if cfg.judge is None else r.rewards[..., -1]  # (P, G) --judge: its verdict is the last reward
+    truncated = torch.tensor([c.finish_reason == "length" for c in r.completions]).view_as(score)
+    empty = torch.tensor([c.trained == 0 for c in r.completions]).view_as(score)  # nothing sampled by the model
+    score = torch.where(empty, torch.nan, score - cfg.missing_eos_penalty * truncated)  # --missing-eos-penalty
+    best = score.nan_to_num(nan=-torch.inf).argmax(dim=1, keepdim=True)  # (P, 1)
+    worst = score.nan_to_num(nan=torch.inf).argmin(dim=1, keepdim=True)  # (P, 1)
+    side = torch.zeros_like(score).scatter(1, best, 1.0).scatter(1, worst, -1.0)
+    return torch.where(score.gather(1, best) > score.gather(1, worst), side, 0.0)
 
 
-def judged_rewards(cfg: Config, s: Session) -> Any:
-    trusted = cfg.model.trust_remote_code
-    rewards = open_judged(cfg.reward, cfg.judge, cfg.num_generations, s.run.note, trust_remote_code=trusted)
-    for name, rows in (("data", s.prompts), ("eval_data", s.held_out)):
-        rewards.check_columns(rows, name, s.setup.columns)
-    return s.run.keep(rewards)
+def open_judge(cfg: Config, run: Run) -> Any:
+    options = {"trust_remote_code": cfg.model.trust_remote_code}
+    return run.keep(open_judged(cfg.reward, cfg.judge, cfg.num_generations, run.note, **options))

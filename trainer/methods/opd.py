@@ -1,14 +1,21 @@
-"""OPD, on-policy distillation: sample from the student, score its tokens with a teacher, pull the student to it.
+"""OPD, on-policy distillation: sample from the student, compute the teacher's log-probs, pull the student to them.
 
     prompts -> generate -> teacher's log-probs -> pack -> (logps -> loss -> backward)* -> clip and step -> log
 
 The reverse KL to the teacher on the student's own samples (Gu et al. 2023, arXiv:2306.08543; Agarwal et al. 2023,
-arXiv:2306.13649). By default the sampled token alone is compared: its advantage is log teacher - log student, a dense
-reward for each token, and the loss is that of a policy gradient (losses/distill.py). --jsd-beta compares the whole
-next-token distributions by a generalised Jensen-Shannon divergence, whose two heads are walked in chunks
-(kernels/linear_kl.py); then --student-data-fraction may mix in given completions, as in GKD.
+arXiv:2306.13649). By default only the sampled token is compared: its advantage is teacher_logp - logp, a dense reward,
+and the loss is GRPO's (trainer/methods/grpo.py). logp is the student's current log-prob, because for tokens drawn from
+any policy `old`, with r = exp(logp - old_logp),
 
-The teacher is another model, a server, or the student's own start with another prompt: trainer/rl/teacher.py.
+    E_old[r (logp - teacher_logp) grad logp] = grad KL(student || teacher)
+
+holds with the current logp. So the advantage is exactly 0 if the student agrees with the teacher and changes sign
+beyond, and no pass before the training pass is needed. MiniLLM's credit for the KL of later tokens is omitted.
+
+--jsd-beta compares the whole next-token distributions by a generalised Jensen-Shannon divergence, chunk by chunk over
+the two heads (kernels/linear_kl.py); --student-data-fraction may then mix in given completions, as in GKD.
+
+The teacher is another model, a server, or the student's initial weights with another prompt: trainer/rl/teacher.py.
 """
 
 from __future__ import annotations
@@ -16,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,112 +31,135 @@ from torch import Tensor
 from data.packing import Item, empty_batch
 from data.types import Prompt
 from kernels.linear_kl import Head, linear_kl_loss
+from losses.types import Metrics
 from rollout.engine import Completion, EngineSource
 from rollout.rewards.table import RewardTable
 from trainer.config.distill import OpdConfig
-from trainer.methods.grpo import backward, score_at_start
+from trainer.config.groups import PolicyGradientConfig
+from trainer.methods.grpo import backward, logps_at_start, policy_loss
 from trainer.metrics.metrics import MetricSums
 from trainer.policy.logps import Policy, causal_lm, head_of, predictor_states
 from trainer.policy.sharding import final_passes
-from trainer.rl.groups import GroupBatch
-from trainer.rl.minibatch import MiniBatch
+from trainer.rl.groups import Rollout
+from trainer.rl.minibatch import Advantages, MicroBatch, MiniBatch
 from trainer.rl.mixed_source import MixedSource, rows_of
-from trainer.rl.session import Session
+from trainer.rl.rollouts import Rollouts, open_rewards
 from trainer.rl.teacher import Teacher, open_teacher
+from trainer.run.run import open_run
+from trainer.run.training import Training, open_policy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(OpdConfig):
-    """On-policy distillation: sample, score the tokens with a teacher, pull the student to it."""
+    """On-policy distillation: sample, compare the tokens with a teacher, pull the student to it."""
 
 
 def train(cfg: Config) -> None:
-    fraction = cfg.distill.student_data_fraction
-    given = {
-        "prompts": lambda s, specs: rows_of(cfg, s.policy, specs),
-        "source": lambda s, sampling: MixedSource(EngineSource(s.engine, sampling), fraction=fraction),
-    }
-    with Session(
-        cfg,
-        frozen=lambda s: {"teacher": s.run.keep(open_teacher(cfg, s.policy))},
-        rewards=None if cfg.reward.reward_funcs else lambda s: NoRewards(),
-        **(given if fraction < 1 else {}),
-    ) as s:
-        teacher = s.frozen["teacher"]
-        for batch in s.rollouts():
+    with open_run(cfg, cfg.run.method) as run:
+        rewards = open_rewards(cfg, run) if cfg.reward.reward_funcs else NoRewards()
+        policy = open_policy(cfg, with_reference=cfg.has_reference)
+        teacher = run.keep(open_teacher(cfg, policy))
+        rollouts = Rollouts(run, cfg, policy, rewards, **given_completions(cfg, policy))
+        if hasattr(teacher, "read_prompts"):
+            teacher.read_prompts(rollouts.prompts)
+        training = Training(run, cfg, policy, rollouts, moving=cfg.moving)
+        for rollout in training.batches():
             if cfg.distill.jsd_beta is None:
-                advantage = token_advantage(cfg, teacher.logps(batch.groups), s, batch)
-            else:
-                advantage = torch.zeros(len(batch.completions))  # the whole distribution needs none
-                items = teacher.items(batch.groups)
-            rollout = s.pack(batch, advantage)
-            score_at_start(cfg, s.policy, rollout, s.steps_per_rollout)
-            s.keep_samples(batch, shown(advantage, batch))
-            for part in s.updates(*rollout):
+                advantage = teacher_advantage(cfg, rollouts, rollout, teacher.logps(rollout.groups))
+            else:  # --jsd-beta: the whole distribution needs no advantage
+                advantage = torch.zeros(len(rollout.completions))
+                items = teacher.items(rollout.groups)
+            batches = rollouts.pack(rollout, advantage)
+            logps_at_start(cfg, policy, batches, rollouts.steps_per_batch)
+            rollouts.keep_samples(rollout, minus_engine_logps(advantage, rollout))
+            for batch in rollouts.updates(*batches):
                 if cfg.distill.jsd_beta is None:
-                    sums = backward(cfg, s.policy, part)
+                    sums = backward(cfg, policy, batch, loss=reverse_kl_loss)
                 else:
-                    sums = backward_jsd(cfg, s.policy, teacher, part, [items[row] for row in part.rows])
-                s.clip_and_step(sums, part)
-                s.log(sums, part)
+                    sums = backward_jsd(cfg, policy, teacher, batch, [items[row] for row in batch.rows])
+                training.clip_and_step(sums)
+                training.log(sums, batch.computed_tokens)
 
 
-def token_advantage(
+def reverse_kl_loss(
+    cfg: PolicyGradientConfig, t: MicroBatch, batch: MiniBatch, count: Tensor
+) -> tuple[Tensor, Metrics]:
+    """GRPO's loss with advantage teacher_logp - logp. On entry t.advantage is teacher_logp, plus weighted rewards.
+
+    policy/reverse_kl is the k1 estimator: unbiased while the ratio is 1, and possibly negative for few tokens.
+    """
+    t.advantage = t.advantage - t.logp.detach()
+    loss, metrics = policy_loss(cfg, t, batch, count)
+    return loss, {**metrics, "policy/reverse_kl": (-t.advantage.sum(), len(t.advantage))}
+
+
+def teacher_advantage(
     cfg: Config,
-    teacher: list[list[float]],  # for each completion, the teacher's log-prob of each id
-    s: Session,
-    batch: GroupBatch,
+    rollouts: Rollouts,
+    rollout: Rollout,
+    teacher_logps: list[list[float]],  # for each completion, the teacher's log-prob of each id
 ) -> list[list[float]]:
-    """The teacher's log-probs, to which the usual advantage of rewards is added; the loss subtracts the student's."""
+    """The teacher's log-probs plus the weighted advantage of rewards; the loss subtracts the student's log-probs."""
     if not cfg.has_reward_advantage:
-        return teacher
-    rewards = s.advantage(batch)  # (B,), or for each completion one per id
-    coef, rows = cfg.distill.reward_coef, rewards
+        return teacher_logps
+    rewards = rollouts.advantage(rollout)  # (B,), or one number per id
     if isinstance(rewards, Tensor):
-        rows = [[x] * len(own) for x, own in zip(rewards.tolist(), teacher, strict=True)]
-    return [[logp + coef * x for logp, x in zip(*both, strict=True)] for both in zip(teacher, rows, strict=True)]
+        rewards = [[x] * len(logps) for x, logps in zip(rewards.tolist(), teacher_logps, strict=True)]
+    coef = cfg.distill.reward_coef  # --reward-coef
+    both = zip(teacher_logps, rewards, strict=True)
+    return [[logp + coef * x for logp, x in zip(logps, values, strict=True)] for logps, values in both]
 
 
-def shown(advantage: Tensor | list[list[float]], batch: GroupBatch) -> Tensor | list[list[float]]:
-    """For samples.jsonl: less the engine's log-probs, which are the student's."""
+def minus_engine_logps(advantage: Advantages, rollout: Rollout) -> Advantages:
+    """For samples.jsonl: subtract the engine's log-probs, which are the student's."""
     if isinstance(advantage, Tensor):
         return advantage
-    pairs = zip(advantage, batch.completions, strict=True)
-    return [[x - logp for x, logp in zip(own, c.logps, strict=True)] for own, c in pairs]
+    both = zip(advantage, rollout.completions, strict=True)
+    return [[x - logp for x, logp in zip(values, c.logps, strict=True)] for values, c in both]
+
+
+def given_completions(cfg: Config, policy: Policy) -> dict[str, Any]:
+    """--student-data-fraction: arguments of Rollouts that replace some sampled completions by given ones."""
+    fraction = cfg.distill.student_data_fraction
+    if fraction == 1:
+        return {}
+    return {
+        "prompts": lambda specs: rows_of(cfg, policy, specs),
+        "source": lambda engine, sampling: MixedSource(EngineSource(engine, sampling), fraction=fraction),
+    }
 
 
 def backward_jsd(cfg: Config, policy: Policy, teacher: Teacher, batch: MiniBatch, items: Sequence[Item]) -> MetricSums:
-    """Gradients of the divergence between the whole distributions, averaged over all trained tokens of the step.
+    """Gradients of the divergence between whole distributions, averaged over all trained tokens of the step.
 
-    `items` are what the teacher reads: for each completion of the batch, its own prompt and the same ids.
+    `items` are the teacher's sequences: for each completion of the batch, the teacher's prompt and the same ids.
     """
-    sums, lm, count = MetricSums(), causal_lm(policy.model), batch.total.tokens.clamp(min=1)
-    nothing = torch.zeros_like(count)
+    sums, lm, count = MetricSums(), causal_lm(policy.model), batch.num_tokens.clamp(min=1)
     for mb in final_passes(policy, batch.batches or [empty_batch(policy.row_multiple).to(policy.device)]):
-        theirs = teacher.hidden([items[row] for row in mb.rows])  # first: it may be a pass of the same sharded model
-        head, their_head = Head(**head_of(lm)), teacher.head()
-        vocab = min(len(head.weight), len(their_head.weight))  # rows beyond the tokenizer may differ in number
+        teacher_states = teacher.hidden([items[row] for row in mb.rows])  # first: may be a pass of the same model
+        head, teacher_head = Head(**head_of(lm)), teacher.head()
+        vocab = min(len(head.weight), len(teacher_head.weight))  # padding rows beyond the tokenizer may differ
         out = linear_kl_loss(
-            predictor_states(policy, lm, mb), head.first(vocab), theirs, their_head.first(vocab),
+            predictor_states(policy, lm, mb), head.first(vocab), teacher_states, teacher_head.first(vocab),
             beta=cfg.distill.jsd_beta, temperature=cfg.temperature,
         )  # fmt: skip
         total = out.loss / count
         total.backward()
-        sums.add({"policy/jsd": (out.divergence.sum(), len(mb.target)), "loss/total": (total.detach(), nothing)})
-    share = torch.where(batch.total.tokens > 0, batch.counts.tokens / count, 1.0)
-    sums.add({"loss/total": (nothing, share)})  # adds up to 1 over ranks
+        sums.add({"policy/jsd": (out.divergence.sum(), len(mb.target)), "loss/total": (total.detach(), 0)})
+    share = torch.where(batch.num_tokens > 0, batch.rank_tokens / count, 1.0)  # sums to 1 over ranks
+    sums.add({"loss/total": (torch.zeros_like(count), share)})
     return sums
 
 
 class NoRewards:
-    """Distillation needs none."""
+    """Stand-in for reward functions: distillation needs none."""
 
     names: list[str] = []
 
     def submit(self, prompts: Sequence[Prompt], completions: Sequence[Completion], *, step: int) -> Future[RewardTable]:
         future: Future[RewardTable] = Future()
-        nothing = {"values": [[] for _ in completions], "totals": [None] * len(completions)}
-        future.set_result(RewardTable(names=[], weights=[], **nothing))
+        values, totals = [[] for _ in completions], [None] * len(completions)
+        future.set_result(RewardTable(names=[], weights=[], values=values, totals=totals))
         return future
 
     def metrics(self) -> dict[str, float]:

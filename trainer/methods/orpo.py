@@ -22,13 +22,12 @@ from losses.types import LossOut
 from trainer.config.blocks import Flat, OptimConfig
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.config import PreferenceConfig
-from trainer.offline.loop import Offline, rows_of_this_rank
 from trainer.offline.pairs import PairBatch, pack_pairs, pair_evaluation, pairs_of, sum_losses
-from trainer.parallel.comm import all_sum, pick_device
-from trainer.policy.load import load_policy
+from trainer.offline.rows import Rows, rows_of_this_rank
+from trainer.parallel.comm import all_sum
 from trainer.policy.logps import Policy
-from trainer.policy.sharding import parallelize
 from trainer.run.run import open_run
+from trainer.run.training import Training, open_policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,18 +49,16 @@ class Config(PreferenceConfig):
 
 def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
-        policy = parallelize(cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=False))
+        policy = open_policy(cfg)
         pairs, held_out = train_and_held_out(cfg.data, cfg.run.seed, partial(pairs_of, cfg, policy))
         held_out = rows_of_this_rank(held_out[: cfg.data.max_eval_rows])
         evaluate = partial(evaluate_pairs, cfg, policy, held_out)
-        offline = Offline(run, cfg, policy, pairs)
-        offline.begin(evaluate)
-        for batch in offline.steps():
+        training = Training(run, cfg, policy, Rows(cfg, pairs), evaluate=evaluate)
+        for batch in training.steps():  # this rank's pairs
             micro_batches = pack(cfg, policy, batch, cfg.run.gradient_accumulation_steps)
             sums = run_pairs(cfg, policy, micro_batches, train=True)
-            offline.take_step(sums)
-            offline.log_and_save(sums, sum(mb.batch.num_tokens for mb in micro_batches), evaluate)
-        run.finish(policy)
+            training.clip_and_step(sums)
+            training.log(sums, sum(mb.batch.num_tokens for mb in micro_batches))
 
 
 def pack(cfg: Config, policy: Policy, pairs: list[Pair], accumulation: int) -> list[PairBatch]:
@@ -83,7 +80,5 @@ def run_pairs(cfg: Config, policy: Policy, micro_batches: list[PairBatch], *, tr
 
 def evaluate_pairs(cfg: Config, policy: Policy, pairs: list[Pair]) -> dict[str, float]:
     """The same loss and metrics on held-out pairs, as one step over all of them."""
-    if not cfg.data.holds_out:
-        return {}
     sums = run_pairs(cfg, policy, pack(cfg, policy, pairs, accumulation=1), train=False)
     return pair_evaluation(sums, len(pairs))

@@ -1,10 +1,13 @@
-"""PPO: sample, reward, let a critic give every token its own advantage, clip, step (Schulman et al. 2017).
+"""PPO: sample, reward, estimate an advantage for every token with a critic, clip, step (Schulman et al. 2017).
 
     prompts -> generate -> rewards -> values -> advantages -> pack -> (logps and values -> losses -> backward)* -> log
 
-arXiv:1707.06347, with generalised advantage estimation (losses/gae.py). The policy loss is that of GRPO with its own
-advantage for each token. The critic is a head on the policy's trunk, and one pass serves both losses; or a model of its
-own (--value-model). The KL to the reference is a cost of each token's reward (--kl-in-reward) or a term of the loss.
+arXiv:1707.06347, with generalised advantage estimation (losses/gae.py). The policy loss is GRPO's
+(trainer/methods/grpo.py) with one advantage per token. The critic is a head on the policy's trunk, so that one pass
+serves both losses, or a separate model (--value-model). The KL to the reference is a cost in each token's reward
+(--kl-in-reward) or a term of the loss.
+
+Shapes: B completions of this rank that have a reward, T their longest; N trained tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -17,22 +20,23 @@ from torch import Tensor
 
 from data.errors import UserError
 from losses.advantage import mean_of, moments
-from losses.gae import clipped_value_loss, estimate_advantage, explained_variance, rewards_to_go, token_rewards, whiten
+from losses.gae import estimate_advantage, explained_variance, rewards_to_go, token_rewards, whiten
 from losses.kl import k1
-from losses.types import LossOut
+from losses.types import Metrics, wide
 from trainer.config.blocks import Flat
 from trainer.config.checks import check_numbers, reject_unused
 from trainer.config.policy import PolicyLossConfig, without_skips
 from trainer.config.sampling import SamplingConfig
-from trainer.methods.grpo import backward, score_at_start
+from trainer.methods.grpo import backward, logps_at_start
+from trainer.metrics.metrics import MetricSums
 from trainer.parallel.comm import all_sum
 from trainer.policy.logps import Policy, reference_logps
-from trainer.policy.optim import term_metrics
 from trainer.rl.critic import Critic, ValueHead, load_critic, pad_completions, scatter_to_ids, values_of
-from trainer.rl.groups import GroupBatch
-from trainer.rl.minibatch import MicroBatch, MiniBatch, pack_completions, score
-from trainer.rl.session import Session
-from trainer.rl.step_metrics import StepSums
+from trainer.rl.groups import Rollout
+from trainer.rl.minibatch import MicroBatch, MiniBatch, pack_completions, policy_logps
+from trainer.rl.rollouts import Rollouts, open_rewards
+from trainer.run.run import open_run
+from trainer.run.training import Training, open_policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,80 +81,91 @@ class Config(SamplingConfig):
 
 
 def train(cfg: Config) -> None:
-    optim = replace(cfg.optim, learning_rate=cfg.critic_learning_rate, warmup_ratio=0.0, warmup_steps=None)
-    with Session(cfg, trained=lambda s: {"critic": (load_critic(cfg, s.policy), optim)}) as s:
-        critic = s.trained["critic"]
-        for rollout in s.rollouts():
-            judged = estimate(
-                cfg, s.policy, critic, rollout
-            )  # values, advantages, by the weights of the rollout's start
-            s.kl = judged.kl  # logged
-            s.keep_samples(rollout, judged.advantage)
-            values = {"old_value": judged.value, "target": judged.target}
-            batches = s.pack(rollout, judged.advantage, rows=judged.rows, own=values)
-            score_at_start(cfg, s.policy, batches, s.steps_per_rollout)
-            for batch in s.updates(*batches):
-                sums = backward_both(cfg, s.policy, critic, batch)
-                s.clip_and_step(sums, batch)  # of the critic, too
-                s.log(sums, batch, judged.metrics)
+    with open_run(cfg, cfg.run.method) as run:
+        rewards = open_rewards(cfg, run)
+        policy = open_policy(cfg, with_reference=cfg.has_reference)
+        critic = load_critic(cfg, policy)  # --value-model
+        optim = replace(cfg.optim, learning_rate=cfg.critic_learning_rate, warmup_ratio=0.0, warmup_steps=None)
+        rollouts = Rollouts(run, cfg, policy, rewards)
+        training = Training(run, cfg, policy, rollouts, modules={"critic": (critic, optim)}, moving=cfg.moving)
+        for rollout in training.batches():
+            estimates = estimate(cfg, policy, critic, rollout)  # values and advantages, before the first step
+            rollouts.kl = estimates.kl  # logged
+            rollouts.keep_samples(rollout, estimates.advantage)
+            columns = {"old_value": estimates.value, "target": estimates.target}
+            batches = rollouts.pack(rollout, estimates.advantage, rows=estimates.rows, extra=columns)
+            logps_at_start(cfg, policy, batches, rollouts.steps_per_batch)
+            for batch in rollouts.updates(*batches):
+                sums = backward_both(cfg, policy, critic, batch)
+                training.clip_and_step(sums)  # policy and critic
+                training.log(sums, batch.computed_tokens, estimates.metrics)
 
 
 class Estimates(NamedTuple):
-    """A rollout in the eyes of the critic, by the weights of its start. Lists are of completions, one number per id."""
+    """Values and advantages of a rollout under the weights before its first step. Lists have one number per id."""
 
-    rows: list[int]  # completions that are trained on: those with a reward
+    rows: list[int]  # indices of the completions to train on: those with a reward
     advantage: list[list[float]]
     value: list[list[float]]
     target: list[list[float]]
-    kl: Tensor | None  # (B,) of `rows`, where it is a cost in the reward
+    kl: Tensor | None  # (B,) with --kl-in-reward
     metrics: dict[str, float]
 
 
 @torch.no_grad()
-def estimate(cfg: Config, policy: Policy, critic: Critic, batch: GroupBatch) -> Estimates:
-    reward, options = batch.reward.flatten(), cfg.policy_loss
-    rows = [row for row, c in enumerate(batch.completions) if c.trained and not reward[row].isnan()
+def estimate(cfg: Config, policy: Policy, critic: Critic, rollout: Rollout) -> Estimates:
+    reward, options = rollout.reward.flatten(), cfg.policy_loss
+    rows = [row for row, c in enumerate(rollout.completions) if c.trained and not reward[row].isnan()
             and not (options.mask_truncated_completions and c.finish_reason == "length")]  # fmt: skip
-    kept = [batch.completions[row] for row in rows]
-    micro_batches = pack_completions(cfg.run, policy, kept, share_prompt=cfg.share_prompt)
-    value, mask = pad_completions(kept, micro_batches, values_of(critic, policy, micro_batches))  # (B, T) each
+    completions = [rollout.completions[row] for row in rows]
+    batches = pack_completions(cfg.run, policy, completions, share_prompt=cfg.share_prompt)
+    value, mask = pad_completions(completions, batches, values_of(critic, policy, batches))  # (B, T) each
     kl = None
-    if cfg.advantage.kl_in_reward:
-        found = zip(score(policy, micro_batches, temperature=cfg.temperature), micro_batches, strict=True)
-        costs = [k1(now.logp, reference_logps(policy, mb, temperature=cfg.temperature)) for now, mb in found]
-        kl = pad_completions(kept, micro_batches, costs)[0]
-    of_tokens = token_rewards(reward[rows].to(value.dtype), mask, kl, beta=options.beta)
-    advantage, target = estimate_advantage(of_tokens, value, mask, gamma=cfg.gamma, lam=cfg.gae_lambda)
-    earned = rewards_to_go(of_tokens, mask, gamma=cfg.gamma)
-    sums = all_sum(torch.stack([moments(x[mask]) for x in (advantage, value, earned, earned - value)]))  # (4, 3)
-    metrics = {"value/mean": mean_of(sums[1]), "value/explained_variance": explained_variance(sums[3], sums[2])}
-    if cfg.whiten_advantages:
-        advantage = whiten(advantage, sums[0])
-    on_ids = [scatter_to_ids(batch.completions, rows, x) for x in (advantage, value, target)]
-    metrics = {name: float(x) for name, x in metrics.items() if x.isfinite()}
-    return Estimates(rows, *on_ids, None if kl is None else kl.sum(1), metrics)
+    if cfg.advantage.kl_in_reward:  # --kl-in-reward
+        now = policy_logps(policy, batches, temperature=cfg.temperature)
+        references = [reference_logps(policy, batch, temperature=cfg.temperature) for batch in batches]
+        costs = [k1(tokens.logp, ref_logp) for tokens, ref_logp in zip(now, references, strict=True)]
+        kl = pad_completions(completions, batches, costs)[0]  # (B, T)
+    # The reward is paid at the last token; each token pays beta KL.
+    token_reward = token_rewards(reward[rows].to(value.dtype), mask, kl, beta=options.beta)  # (B, T)
+    # delta_t = r_t + gamma V_{t+1} - V_t;  A_t = sum_k (gamma lambda)^k delta_{t+k};  target = A + V
+    advantage, target = estimate_advantage(token_reward, value, mask, gamma=cfg.gamma, lam=cfg.gae_lambda)
+    returns = rewards_to_go(token_reward, mask, gamma=cfg.gamma)
+    stats = all_sum(torch.stack([moments(x[mask]) for x in (advantage, value, returns, returns - value)]))  # (4, 3)
+    if cfg.whiten_advantages:  # --whiten-advantages: mean 0, deviation 1 over all trained tokens of the rollout
+        advantage = whiten(advantage, stats[0])
+    per_id = [scatter_to_ids(rollout.completions, rows, x) for x in (advantage, value, target)]
+    metrics = {"value/mean": mean_of(stats[1]), "value/explained_variance": explained_variance(stats[3], stats[2])}
+    finite = {name: float(x) for name, x in metrics.items() if x.isfinite()}
+    return Estimates(rows, *per_id, None if kl is None else kl.sum(1), finite)
 
 
-def backward_both(cfg: Config, policy: Policy, critic: Critic, batch: MiniBatch, *, is_last: bool = True) -> StepSums:
-    """Gradients of the policy loss and of the critic's, which shares the pass if it shares the trunk."""
-    num_tokens = batch.total.tokens.clamp(min=1)  # () of the step, all ranks
+def backward_both(cfg: Config, policy: Policy, critic: Critic, batch: MiniBatch, *, is_last: bool = True) -> MetricSums:
+    """Gradients of the policy loss and of the value loss, in one pass if the critic shares the policy's trunk."""
+    num_tokens = batch.num_tokens.clamp(min=1)  # () of the step, all ranks
 
-    def loss_of(mb: MicroBatch, value: Tensor) -> tuple[Tensor, LossOut]:  # value: (N,) with gradient
-        out = clipped_value_loss(
-            value, mb.own["old_value"], mb.own["target"], clip=cfg.cliprange_value, coef=cfg.vf_coef
-        )
-        return out.terms["value"].sum, out
-
-    def of_states(sums: StepSums, mb: MicroBatch, states: Tensor) -> Tensor:  # states: (N, D) of the policy's trunk
-        total, out = loss_of(mb, critic(states))
-        sums.add(out.metrics | {"loss/value": (total, 0.0)})
-        return cfg.vf_coef * total / num_tokens
+    def states_loss(sums: MetricSums, mb: MicroBatch, states: Tensor) -> Tensor:  # states: (N, D) of the policy's trunk
+        value_sum, metrics = value_loss(cfg, critic(states), mb)
+        sums.add({**metrics, "loss/value": (value_sum, 0)})  # backward() adds the divisor
+        return cfg.vf_coef * value_sum / num_tokens  # --vf-coef
 
     if isinstance(critic, ValueHead):
-        return backward(cfg, policy, batch, value_loss=of_states, is_last=is_last)
+        return backward(cfg, policy, batch, value_loss=states_loss, is_last=is_last)
     sums = backward(cfg, policy, batch, is_last=is_last)
-    for mb in batch.micro_batches:
-        total, out = loss_of(mb, critic(mb.batch))
-        (total / num_tokens).backward()
-        sums.add(out.metrics | term_metrics(out))
+    for mb in batch.micro_batches:  # --value-model
+        value_sum, metrics = value_loss(cfg, critic(mb.batch), mb)
+        (value_sum / num_tokens).backward()
+        sums.add({**metrics, "loss/value": (value_sum, mb.num_trained)})
     return sums
+
+
+def value_loss(cfg: Config, value: Tensor, mb: MicroBatch) -> tuple[Tensor, Metrics]:  # value: (N,) with gradient
+    """Half the squared error to the target, summed over the tokens of a micro-batch."""
+    value, old_value, target = wide(value), mb.extra["old_value"], mb.extra["target"]
+    error, metrics = (value - target).square(), {}  # (N,)
+    if cfg.cliprange_value is not None:  # --cliprange-value: moving further from the old value does not lower the loss
+        low, high = old_value - cfg.cliprange_value, old_value + cfg.cliprange_value
+        clipped = (torch.maximum(torch.minimum(value, high), low) - target).square()
+        metrics["value/clip_frac"] = ((clipped > error).sum(), len(value))
+        error = torch.maximum(error, clipped)
+    return 0.5 * error.sum(), metrics

@@ -21,13 +21,14 @@ from losses.reward_model import UNLABELLED, confusion, macro_f1, stepwise_loss
 from trainer.config.blocks import Flat, OptimConfig
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.config import OfflineConfig
-from trainer.offline.loop import Offline, pack_items, read_rows, rows_of_this_rank
+from trainer.offline.rows import Rows, pack_items, read_rows, rows_of_this_rank
 from trainer.parallel.comm import all_count, all_sum, pick_device
 from trainer.policy.heads import load_scorer, scores_at
 from trainer.policy.logps import Policy
 from trainer.policy.optim import total_loss
 from trainer.policy.sharding import final_passes, parallelize
 from trainer.run.run import open_run
+from trainer.run.training import Training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class Config(OfflineConfig):
 def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
         scorer = parallelize(cfg.parallel, load_scorer(cfg.model, cfg.lora, pick_device(), kind="token"))
-        # read when it is used as a reward
+        # Read when the model is used as a reward.
         scorer.model.config.strop = {"step_separator": cfg.step_separator, "system_prompt": cfg.model.system_prompt,
                                      "chat_template_kwargs": cfg.model.chat_template_kwargs}  # fmt: skip
         read = partial(solutions_of, cfg, scorer, last_step_only=cfg.train_on_last_step_only)
@@ -67,15 +68,12 @@ def train(cfg: Config) -> None:
         last_only = cfg.train_on_last_step_only
         solutions, held_out = train_and_held_out(cfg.data, cfg.run.seed, read, read_eval, read_again=last_only)
         held_out = rows_of_this_rank(held_out[: cfg.data.max_eval_rows])
-        offline = Offline(run, cfg, scorer, solutions)
-        evaluate_now = partial(evaluate, cfg, scorer, held_out)
-        offline.begin(evaluate_now)
-        for batch in offline.steps():
+        training = Training(run, cfg, scorer, Rows(cfg, solutions), evaluate=partial(evaluate, cfg, scorer, held_out))
+        for batch in training.steps():  # this rank's solutions
             micro_batches = pack(cfg, scorer, batch, cfg.run.gradient_accumulation_steps)
             sums = backward(scorer, micro_batches, batch)
-            offline.take_step(sums)
-            offline.log_and_save(sums, sum(mb.num_tokens for mb in micro_batches), evaluate_now)
-        run.finish(scorer)
+            training.clip_and_step(sums)
+            training.log(sums, sum(mb.num_tokens for mb in micro_batches))
 
 
 def solutions_of(cfg: Config, scorer: Policy, specs: tuple[str, ...], *, last_step_only: bool) -> list[Steps]:
@@ -109,9 +107,7 @@ def backward(scorer: Policy, micro_batches: list[Batch], solutions: list[Steps])
 
 
 def evaluate(cfg: Config, scorer: Policy, solutions: list[Steps]) -> dict[str, float]:
-    """Loss, accuracy per step, and macro F1 beside that of always answering the more frequent label."""
-    if not cfg.data.holds_out:
-        return {}
+    """Loss, accuracy per step, and macro F1 next to that of always predicting the more frequent label."""
     sums = MetricSums()
     matrix = torch.zeros(2, 2, dtype=torch.int64, device=scorer.device)  # steps by [label, predicted class]
     for mb in pack(cfg, scorer, solutions, accumulation=1):

@@ -23,13 +23,14 @@ from losses.types import LossOut
 from trainer.config.blocks import Flat, OptimConfig
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.config import OfflineConfig
-from trainer.offline.loop import Offline, pack_items, read_rows, rows_of_this_rank
+from trainer.offline.rows import Rows, pack_items, read_rows, rows_of_this_rank
 from trainer.parallel.comm import all_count, all_sum, pick_device
 from trainer.policy.heads import load_scorer, marked_last, scores_at
 from trainer.policy.logps import Policy
 from trainer.policy.optim import term_metrics, total_loss
 from trainer.policy.sharding import final_passes, parallelize
 from trainer.run.run import open_run
+from trainer.run.training import Training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,24 +59,21 @@ class Config(OfflineConfig):
 def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
         scorer = parallelize(cfg.parallel, load_scorer(cfg.model, cfg.lora, pick_device(), kind="sequence"))
-        # read when it is used as a reward
+        # Read when the model is used as a reward.
         scorer.model.config.strop = {"system_prompt": cfg.model.system_prompt,
                                      "chat_template_kwargs": cfg.model.chat_template_kwargs}  # fmt: skip
         pairs, held_out = train_and_held_out(cfg.data, cfg.run.seed, partial(pairs_of, cfg, scorer))
         held_out = rows_of_this_rank(held_out[: cfg.data.max_eval_rows])
-        offline = Offline(run, cfg, scorer, pairs)
-        evaluate_now = partial(evaluate, cfg, scorer, held_out)
-        offline.begin(evaluate_now)
-        for batch in offline.steps():
+        training = Training(run, cfg, scorer, Rows(cfg, pairs), evaluate=partial(evaluate, cfg, scorer, held_out))
+        for batch in training.steps():  # this rank's pairs
             micro_batches = pack(cfg, scorer, batch, cfg.run.gradient_accumulation_steps)
             sums = backward(cfg, scorer, micro_batches, batch)
-            offline.take_step(sums)
-            offline.log_and_save(sums, sum(mb.num_tokens for mb in micro_batches), evaluate_now)
-        run.finish(scorer)
+            training.clip_and_step(sums)
+            training.log(sums, sum(mb.num_tokens for mb in micro_batches))
 
 
 def pairs_of(cfg: Config, scorer: Policy, specs: tuple[str, ...]) -> list[Pair]:
-    """Pairs whose two sides both fit; none is cut."""
+    """Pairs whose sides both fit; none is truncated."""
     return read_rows(
         load_pairs, cfg, scorer, specs, max_length=cfg.max_length, too_long="drop", bad_rows=cfg.bad_rows,
         options=cfg.format, margins=True,
@@ -93,12 +91,12 @@ def loss_of(cfg: Config, scorer: Policy, mb: Batch, pairs: list[Pair]) -> LossOu
     scores = scores_at(scorer, mb).view(-1, 2)  # (B, 2) chosen, rejected
     margin = margins([pairs[row // 2] for row in mb.rows[::2]], scores)
     out = bradley_terry(scores[:, 0], scores[:, 1], margin, center_coefficient=cfg.center_rewards_coefficient)
-    del out.metrics["reward/mean"]  # half of chosen + rejected, under a name that elsewhere is a policy's reward
+    del out.metrics["reward/mean"]  # half of chosen + rejected; elsewhere the name means a policy's reward
     return out
 
 
 def margins(pairs: list[Pair], like: Tensor) -> Tensor | None:
-    """(B,) margins of the data, 0 for a pair without one; None if no pair has one."""
+    """(B,) margins from the data, 0 for pairs without a margin; None if no pair has one."""
     if all(pair.margin is None for pair in pairs):
         return None
     return to_device(torch.tensor([pair.margin or 0.0 for pair in pairs], dtype=like.dtype), like.device)
@@ -118,8 +116,6 @@ def backward(cfg: Config, scorer: Policy, micro_batches: list[Batch], pairs: lis
 
 def evaluate(cfg: Config, scorer: Policy, pairs: list[Pair]) -> dict[str, float]:
     """Loss, accuracy and margin on held-out pairs."""
-    if not cfg.data.holds_out:
-        return {}
     sums = MetricSums()
     for mb in pack(cfg, scorer, pairs, accumulation=1):
         out = loss_of(cfg, scorer, mb, pairs)

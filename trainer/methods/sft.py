@@ -1,11 +1,12 @@
-"""SFT: imitate demonstrations; the negative log-likelihood of their trained tokens.
+"""SFT: imitate demonstrations by the negative log-likelihood of their trained tokens.
 
-examples -> pack -> (logps -> loss -> backward)* -> clip and step -> log
+    examples -> pack -> (logps -> loss -> backward)* -> clip and step -> log
+
+Shapes: n = any slice of the trained tokens of a micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -20,21 +21,17 @@ from data.rows.held_out import train_and_held_out
 from data.rows.sft import load_examples
 from data.types import Example
 from kernels.linear_logprob import TokenLogps
-from losses.sft import dft_loss, sft_loss
-from losses.types import LossOut
+from losses.types import Metrics
 from trainer.config.blocks import Flat, OptimConfig, check_evaluation
 from trainer.config.checks import reject_unused
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.config import OfflineConfig
-from trainer.offline.loop import Offline, pack_items, read_rows, rows_of_this_rank
-from trainer.parallel.comm import all_count, all_sum, pick_device
-from trainer.policy.load import load_policy
+from trainer.offline.rows import Rows, pack_items, read_rows, rows_of_this_rank
+from trainer.parallel.comm import all_count, all_sum
 from trainer.policy.logps import Policy, token_logps, token_loss
-from trainer.policy.optim import term_metrics, total_loss
-from trainer.policy.sharding import final_passes, parallelize
+from trainer.policy.sharding import final_passes
 from trainer.run.run import open_run
-
-LOSSES = {"nll": sft_loss, "dft": dft_loss}
+from trainer.run.training import Training, open_policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,18 +69,15 @@ class Config(OfflineConfig):
 
 def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
-        policy = parallelize(cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=False))
+        policy = open_policy(cfg)
         examples, held_out = train_and_held_out(cfg.data, cfg.run.seed, partial(examples_of, cfg, policy))
         held_out = rows_of_this_rank(held_out[: cfg.data.max_eval_rows])
-        offline = Offline(run, cfg, policy, examples)
-        evaluate_now = partial(evaluate, cfg, policy, held_out)
-        offline.begin(evaluate_now)
-        for batch in offline.steps():
+        training = Training(run, cfg, policy, Rows(cfg, examples), evaluate=partial(evaluate, cfg, policy, held_out))
+        for batch in training.steps():  # this rank's examples
             micro_batches = pack(cfg, policy, batch, cfg.run.gradient_accumulation_steps)
-            sums = backward(policy, micro_batches, LOSSES[cfg.sft_loss])
-            offline.take_step(sums)
-            offline.log_and_save(sums, sum(mb.num_tokens for mb in micro_batches), evaluate_now)
-        run.finish(policy)
+            sums = backward(policy, micro_batches, cfg.sft_loss)
+            training.clip_and_step(sums)
+            training.log(sums, sum(mb.num_tokens for mb in micro_batches))
 
 
 def examples_of(cfg: Config, policy: Policy, specs: tuple[str, ...]) -> list[Example]:
@@ -96,38 +90,35 @@ def pack(cfg: Config, policy: Policy, examples: list[Example], accumulation: int
     return pack_items(cfg.run, policy, items, accumulation=accumulation)
 
 
-def backward(
-    policy: Policy, micro_batches: list[Batch], loss: Callable[[Tensor, Tensor], LossOut] = sft_loss
-) -> MetricSums:
-    """Gradients of one optimizer step: the sum over all trained tokens, divided once by their number."""
+def token_losses(logp: Tensor, kind: str) -> Tensor:  # (n,) -> (n,)
+    if kind == "dft":  # --sft-loss dft: weighted by the token's own probability, without gradient (arXiv:2508.05629)
+        return -(logp.detach().exp() * logp)
+    return -logp
+
+
+def backward(policy: Policy, micro_batches: list[Batch], kind: str = "nll") -> MetricSums:
+    """Accumulate the gradients of one optimizer step: the sum over all trained tokens, divided once by their number."""
     num_tokens = all_sum(torch.full((), float(sum(len(mb.target) for mb in micro_batches)), device=policy.device))
     sums = MetricSums()
 
-    def loss_of(tokens: TokenLogps, rows: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-        out = loss(tokens.logp, torch.ones_like(rows, dtype=torch.bool))
-        ((name, term),) = out.terms.items()
-        metrics = {
-            "loss/total": (term.sum.detach(), term.count),
-            **term_metrics(out),
-            **out.metrics,
-            "policy/entropy": (tokens.entropy.detach().sum(), term.count),
-        }
-        return total_loss(out, {name: num_tokens}), metrics
+    def loss_of(tokens: TokenLogps, rows: Tensor) -> tuple[Tensor, Metrics]:  # of a slice, inside the head pass
+        loss, count = token_losses(tokens.logp, kind).sum(), len(rows)
+        metrics: Metrics = {"loss/total": (loss, count), f"loss/{kind}": (loss, count)}
+        if kind != "nll":
+            metrics["loss/nll"] = (-tokens.logp.sum(), count)
+        return loss / num_tokens.clamp(min=1), {**metrics, "policy/entropy": (tokens.entropy.sum(), count)}
 
     for mb in final_passes(policy, micro_batches):
-        total, parts = token_loss(policy, mb, loss_of)
+        total, pieces = token_loss(policy, mb, loss_of)
         total.backward()
-        for metrics in parts:
+        for metrics in pieces:
             sums.add(metrics)
     return sums
 
 
 def evaluate(cfg: Config, policy: Policy, examples: list[Example]) -> dict[str, float]:
     """Mean negative log-likelihood per trained token of held-out examples."""
-    if not cfg.data.holds_out:
-        return {}
     sums = MetricSums()
     for mb in pack(cfg, policy, examples, accumulation=1):
-        nll = sft_loss(token_logps(policy, mb).logp, torch.ones_like(mb.target, dtype=torch.bool)).terms["nll"]
-        sums.add({"eval/nll": (nll.sum, nll.count)})
+        sums.add({"eval/nll": (-token_logps(policy, mb).logp.sum(), len(mb.target))})
     return {**sums.means(), "eval/rows": all_count(len(examples))}

@@ -1,6 +1,6 @@
-"""What KTO does with labelled rows: load them, give each a mismatched partner, pack both.
+"""Labelled rows for KTO: load them, give each a mismatched partner, pack both.
 
-A partner is a row's prompt with the completion of another prompt; KTO's reference point is measured on partners.
+A partner is a row's prompt with the completion of another prompt. KTO's reference point is measured on partners.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,8 @@ from data.errors import UserError
 from data.packing import Batch, Item, to_device
 from data.rows.unpaired import load_labelled
 from data.types import Labelled
-from trainer.offline.loop import pack_items, read_responses
+from trainer.offline.config import PreferenceConfig
+from trainer.offline.rows import pack_items, read_responses
 from trainer.policy.logps import Policy
 
 
@@ -27,11 +27,11 @@ class LabelledStep:
 
     label: Tensor  # (B,) bool
     items: list[Item]
-    batches: list[Batch]  # of the rows
-    mismatched: list[Batch]  # of the partners; empty for apo_zero_unpaired
+    batches: list[Batch]  # rows
+    mismatched: list[Batch]  # partners; empty for apo_zero_unpaired
 
 
-def load_rows(cfg: Any, policy: Policy, specs: Sequence[str]) -> list[Labelled]:
+def load_rows(cfg: PreferenceConfig, policy: Policy, specs: Sequence[str]) -> list[Labelled]:
     return read_responses(load_labelled, cfg, policy, specs)
 
 
@@ -40,10 +40,8 @@ def item_of(row: Labelled, completion_ids: list[int] | None = None) -> Item:
     return Item(ids=[*row.prompt_ids, *ids], mask=[False] * len(row.prompt_ids) + [True] * len(ids))
 
 
-def mismatched_items(cfg: Any, policy: Policy, rows: list[Labelled]) -> dict[int, Item]:
-    """Partner of each row, by id(row); cut to the same length limit as the rows."""
-    if cfg.loss_type != "kto" or not rows:
-        return {}
+def mismatched_items(cfg: PreferenceConfig, policy: Policy, rows: list[Labelled]) -> dict[int, Item]:
+    """Partner of each row by id(row), truncated to the rows' length limit."""
     limit = min(cfg.response.max_length, policy.context_length or cfg.response.max_length)
     order = list(rows)
     random.Random(cfg.run.seed).shuffle(order)
@@ -58,12 +56,12 @@ def mismatched_items(cfg: Any, policy: Policy, rows: list[Labelled]) -> dict[int
 
 
 def pack_labelled(
-    cfg: Any, policy: Policy, rows: list[Labelled], partner: dict[int, Item], accumulation: int
+    cfg: PreferenceConfig, policy: Policy, rows: list[Labelled], partner: dict[int, Item], accumulation: int
 ) -> LabelledStep:
     matched = [item_of(row) for row in rows]
     mismatched = [partner[id(row)] for row in rows] if partner else []
-    batches, of_partners = (
+    batches, partners = (
         pack_items(cfg.run, policy, items, accumulation=accumulation) for items in (matched, mismatched)
     )
     label = to_device(torch.tensor([row.label for row in rows], dtype=torch.bool), policy.device)
-    return LabelledStep(label, [*matched, *mismatched], batches, of_partners)
+    return LabelledStep(label, [*matched, *mismatched], batches, partners)

@@ -1,6 +1,7 @@
-"""What methods on preference pairs share: both responses of a pair are in the same micro-batch, chosen first.
+"""Preference pairs in micro-batches: both responses of a pair are in the same one, chosen first.
 
-Packed, the prompt of a pair is computed once, and both responses attend to it (data/packing.py).
+If packed, the prompt of a pair is computed once and both responses attend to it (data/packing.py).
+
 Shapes: N trained tokens of a micro-batch, P its pairs; sums over responses are (P, 2), chosen first.
 """
 
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from data.types import Pair
 from losses.types import LossOut
 from trainer.config.blocks import RunConfig
 from trainer.metrics.metrics import MetricSums
-from trainer.offline.loop import make_host_batches, read_responses, tell_router
+from trainer.offline.config import PreferenceConfig
+from trainer.offline.rows import begin_router, make_host_batches, read_responses
 from trainer.parallel.comm import all_count
 from trainer.policy.logps import Policy, token_logps
 from trainer.policy.optim import term_metrics, total_loss
@@ -31,13 +32,13 @@ class PairBatch:
     """One micro-batch of complete pairs."""
 
     batch: Batch
-    pairs: Tensor  # (P,) which pairs of the step it holds
-    offset: Tensor  # (N,) number of each trained token among those of its response; negative in the prompt
+    pairs: Tensor  # (P,) indices of its pairs within the step
+    offset: Tensor  # (N,) index of each trained token within its response; negative in the prompt
     lengths: Tensor  # (P, 2) trained tokens of the responses
     chosen: Tensor  # (C,) indices of the trained tokens of the chosen side, prompt tokens included
 
     def sums(self, values: Tensor) -> Tensor:  # (N,) -> (P, 2)
-        """Sum over the tokens of each response, without prompt tokens."""
+        """Sum over the tokens of each response, excluding prompt tokens."""
         values = torch.where(self.offset >= 0, values, 0.0)
         return values.new_zeros(len(self.batch.rows)).index_add(0, self.batch.slot, values).view(-1, 2)
 
@@ -46,12 +47,12 @@ class PairBatch:
         return replace(self, batch=self.batch.to(device), **tensors)
 
 
-def pairs_of(cfg: Any, policy: Policy, specs: Sequence[str]) -> list[Pair]:
+def pairs_of(cfg: PreferenceConfig, policy: Policy, specs: Sequence[str]) -> list[Pair]:
     return read_responses(load_pairs, cfg, policy, specs)
 
 
 def pair_items(pairs: Sequence[Pair], *, train_prompt: bool = False) -> list[Item]:
-    """Two sequences per pair. train_prompt: the prompt of the chosen one is trained too (ORPO's likelihood)."""
+    """Two sequences per pair. train_prompt: also train the prompt of the chosen sequence (ORPO's likelihood)."""
     items = []
     for pair in pairs:
         num_prompt = len(pair.prompt_ids)
@@ -68,22 +69,22 @@ def pack_pairs(
 
 
 def pack_pair_items(run: RunConfig, policy: Policy, items: Sequence[Item], *, accumulation: int) -> list[PairBatch]:
-    """Micro-batches of complete pairs, equally many on every rank. `items`: two for each pair, chosen first."""
+    """Pack complete pairs into micro-batches, equally many on every rank. `items`: two per pair, chosen first."""
     batches = make_host_batches(
         run, policy, items, accumulation=accumulation, together=2, share_prompt=policy.shares_prompts
     )
-    of_pairs = [pair_batch(batch, items).to(policy.device) for batch in batches]
-    of_pairs = pad_to_equal_count(policy, of_pairs, pair_batch(empty_batch(policy.row_multiple), items))
-    tell_router(policy, [mb.batch for mb in of_pairs])
-    return of_pairs
+    micro_batches = [pair_batch(batch, items).to(policy.device) for batch in batches]
+    micro_batches = pad_to_equal_count(policy, micro_batches, pair_batch(empty_batch(policy.row_multiple), items))
+    begin_router(policy, [mb.batch for mb in micro_batches])
+    return micro_batches
 
 
 def pair_batch(batch: Batch, items: Sequence[Item]) -> PairBatch:
-    """From a batch in main memory: on a GPU the number of chosen tokens would have to be waited for."""
-    integers = {"dtype": torch.int64}  # also if there is no pair
+    """Index a batch in main memory: on a GPU, counting the chosen tokens would be a host sync."""
+    integers = {"dtype": torch.int64}  # even without pairs
     of_prompt = torch.tensor([sum(items[row].mask[: items[row].prompt_length]) for row in batch.rows], **integers)
-    trained = torch.bincount(batch.slot, minlength=len(batch.rows))  # (2P,), the prompt included if it is trained
-    first = trained.cumsum(0) - trained  # (2P,) trained tokens come in the order of rows
+    trained = torch.bincount(batch.slot, minlength=len(batch.rows))  # (2P,) including trained prompt tokens
+    first = trained.cumsum(0) - trained  # (2P,) trained tokens are in row order
     return PairBatch(
         batch=batch,
         pairs=torch.tensor([row // 2 for row in batch.rows[::2]], **integers),
@@ -96,9 +97,9 @@ def pair_batch(batch: Batch, items: Sequence[Item]) -> PairBatch:
 def sum_losses(
     policy: Policy,
     micro_batches: Sequence[PairBatch],
-    loss_of: Callable[[PairBatch, Tensor], LossOut],  # of (N,) log-probs
-    denominators: dict[str, Tensor],  # () of each term, over the whole step
-    num_pairs: Tensor,  # () of the whole step
+    loss_of: Callable[[PairBatch, Tensor], LossOut],  # from (N,) log-probs
+    divisors: dict[str, Tensor],  # () of each term, over the whole step
+    num_pairs: Tensor,  # () pairs of the whole step
     *,
     train: bool,
 ) -> MetricSums:
@@ -107,7 +108,7 @@ def sum_losses(
     for mb in final_passes(policy, micro_batches) if train else micro_batches:
         logp, entropy = token_logps(policy, mb.batch)  # (N,), (N,)
         out = loss_of(mb, logp)
-        total = total_loss(out, denominators)
+        total = total_loss(out, divisors)
         if train:
             total.backward()
         sums.add({**out.metrics, **term_metrics(out)})
@@ -116,7 +117,7 @@ def sum_losses(
 
 
 def pair_evaluation(sums: MetricSums, num_rows: int) -> dict[str, float]:
-    """Held-out metrics of a pair method, from its step metrics."""
+    """Turn step metrics into held-out metrics."""
     means = sums.means()
     names = ("reward/accuracy", "reward/margin", "reward/chosen", "reward/rejected")
     return {

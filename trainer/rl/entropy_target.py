@@ -1,4 +1,4 @@
-"""The weight of an entropy bonus that follows the entropy of the last step (losses/entropy.py has the rule)."""
+"""--entropy-target: adapt the weight of the entropy bonus from step to step (rule in losses/entropy.py)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from trainer.config.policy import PolicyLossConfig
 
 
 class EntropyTarget:
-    """The weight of an entropy bonus that holds the entropy at a target or above, from step to step; see
-    losses/entropy.py. It follows the metrics of the last step, which are the same on all ranks and read anyway."""
+    """Weight of an entropy bonus that keeps the entropy at or above a target.
+
+    It follows the metrics of the last step, which are the same on all ranks.
+    """
 
     def __init__(self, options: PolicyLossConfig) -> None:
         assert options.entropy_target is not None
         self.options, self.weight = options, options.entropy_coef
-        self.is_low = False  # the entropy of the last step: at most the target
+        self.is_low = False  # the last step's entropy was at or below the target
 
     @property
     def coef(self) -> float:
-        """Of the next step."""
+        """Entropy coefficient for the next step."""
         return self.weight if self.is_low else 0.0
 
     def observe(self, entropy: float) -> None:

@@ -1,10 +1,10 @@
-"""Metrics of sampled completions, rows of samples.jsonl, and the evaluation on held-out prompts."""
+"""Metrics of sampled completions, rows for samples.jsonl, and the evaluation on held-out prompts."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -15,14 +15,17 @@ from rollout.engine import Completion, Engine, Request, Source, run_groups
 from rollout.rewards.table import Rewards, RewardTable
 from trainer.parallel.comm import all_count
 
-SAMPLES_PER_STEP = 4  # completions kept in samples.jsonl
+if TYPE_CHECKING:
+    from trainer.rl.groups import Rollout
+
+SAMPLES_PER_STEP = 4  # completions written to samples.jsonl
 EPISODE_COLUMNS = ("num_turns", "tool_calls", "tool_errors", "env_done", "env_refused", "env_failed", "left_out_turns",
                    "retokenised")  # fmt: skip
 
 
 def reward_metrics(
     names: Sequence[str],
-    values: Sequence[Sequence[float | None]],  # per completion, per reward; None = does not apply
+    values: Sequence[Sequence[float | None]],  # per completion and reward; None = does not apply
     total: Tensor,  # (P, G) NaN = no reward applies
 ) -> dict[str, float]:
     if not names:  # a method that needs no rewards
@@ -31,7 +34,7 @@ def reward_metrics(
         "reward/mean": total.nanmean().item(),
         "reward/std": nan_std(total.flatten(), dim=0).item(),
     }
-    if total.shape[1] > 1:  # of groups of one it says nothing
+    if total.shape[1] > 1:  # meaningless for groups of one
         metrics["reward/zero_std_frac"] = zero_std_frac(total).item()
     for name, scores in scores_by_function(names, values).items():
         metrics[f"reward/{name}/mean"] = statistics.fmean(scores)
@@ -40,14 +43,14 @@ def reward_metrics(
 
 
 def scores_by_function(names: Sequence[str], values: Sequence[Sequence[float | None]]) -> dict[str, list[float]]:
-    """Scores that apply, per function; a function that applied to no completion is left out."""
+    """Rewards per function, without the completions and functions that none applied to."""
     columns = zip(names, zip(*values, strict=True), strict=True)
     applied = {name: [score for score in scores if score is not None] for name, scores in columns}
     return {name: scores for name, scores in applied.items() if scores}
 
 
 def logged_metrics(logged: dict[str, list[float]], kind: str) -> dict[str, float]:
-    """Means of what reward functions logged by log_metric, over the calls of a step or of an evaluation."""
+    """Means of what reward functions logged with log_metric, over the calls of a step or evaluation."""
     return {f"{kind}/log/{name}": statistics.fmean(values) for name, values in logged.items() if values}
 
 
@@ -62,7 +65,7 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Means over episodes of the columns that they report."""
+    """Means of the columns that episodes report."""
     metrics = {}
     for name in EPISODE_COLUMNS:
         values = [float(c.columns[name]) for c in completions if c.columns.get(name) is not None]
@@ -84,18 +87,18 @@ def evaluate_rewards(
     version: int,
     prompts: Sequence[Prompt],
     rewards: Rewards,
-    check: Callable[[int, RewardTable], None] | None = None,  # of evaluations without any reward
-    num_generations: int = 1,  # completions of each prompt
+    check: Callable[[int, RewardTable], None] | None = None,  # warns of evaluations without any reward
+    num_generations: int = 1,  # completions per prompt
 ) -> dict[str, float]:
-    """Complete the held-out prompts with the current weights and fixed seeds, and score them by the same rewards."""
+    """Complete the held-out prompts with the current weights and fixed seeds, and reward the completions."""
     engine.load(version)
     seeds = [range(row, num_generations * len(prompts), len(prompts)) for row in range(len(prompts))]
-    requests = [[Request.of(prompt, seed) for seed in own] for prompt, own in zip(prompts, seeds, strict=True)]
+    requests = [[Request.of(prompt, seed) for seed in each] for prompt, each in zip(prompts, seeds, strict=True)]
     groups = run_groups(source, requests, engine.poll)
     engine.sleep()
     completions = [completion for group in groups for completion in group]
-    of_each = [prompt for prompt in prompts for _ in range(num_generations)]
-    table = rewards.score(of_each, completions, step=version)
+    repeated = [prompt for prompt in prompts for _ in range(num_generations)]
+    table = rewards.score(repeated, completions, step=version)
     if check is not None:
         check(version, table)
     totals = [total for total in table.totals if total is not None]
@@ -109,21 +112,21 @@ def evaluate_rewards(
 
 
 def best_of(totals: Sequence[float | None], count: int) -> float:
-    """The highest reward of each prompt's `count` completions, averaged over the prompts that have one."""
+    """Mean over prompts of the highest reward among `count` completions; prompts without a reward are skipped."""
     groups = [[x for x in totals[first : first + count] if x is not None] for first in range(0, len(totals), count)]
     best = [max(group) for group in groups if group]
     return statistics.fmean(best) if best else float("nan")
 
 
-def sample_rows(batch: Any, advantage: Sequence[float]) -> list[dict[str, Any]]:
-    """Rows for samples.jsonl, from groups spread over a GroupBatch."""
-    prompts, completions, values, extra = batch.prompts, batch.completions, batch.rows, batch.extra
+def sample_rows(rollout: Rollout, advantage: Sequence[float]) -> list[dict[str, Any]]:
+    """Rows for samples.jsonl, from groups spread over the rollout."""
+    prompts, completions, values, extra = rollout.prompts, rollout.completions, rollout.values, rollout.extra
     stride = max(1, len(completions) // SAMPLES_PER_STEP)
     return [
         {
             "prompt": prompts[i].prompt,
             "completion": completions[i].text,
-            "rewards": dict(zip(batch.names, values[i], strict=True)),
+            "rewards": dict(zip(rollout.names, values[i], strict=True)),
             "advantage": advantage[i],
             "source": prompts[i].source,
             "finish_reason": completions[i].finish_reason,

@@ -1,11 +1,11 @@
-"""From prompts to groups of rewarded completions, and from rewards to advantages.
+"""From prompts to rollouts: groups of rewarded completions, and their advantages.
 
     groups = Groups(cfg, producer, rewards, replay)
-    batch = groups.next(step, engine.version)   # P groups: sampled, rewarded, resampled or replayed where that is on
-    advantage = groups.advantage(batch)         # (B,), or a number for each id: the estimator of the run
+    rollout = groups.next(step, engine.version)   # P groups: sampled, rewarded, and resampled or replayed if enabled
+    advantage = groups.advantage(rollout)         # (B,), or one number per id: the estimator of the run
 
-The same estimator judges which groups teach nothing, for dynamic sampling and replay. Statistics over a batch
-(scale_rewards batch, GDPO's last stage) are over all its groups and ranks, replayed and resampled ones included.
+Dynamic sampling and replay use the same estimator to find groups without signal. Statistics over a rollout
+(scale_rewards batch, GDPO's last stage) cover all its groups on all ranks, including replayed and resampled groups.
 """
 
 from __future__ import annotations
@@ -22,140 +22,148 @@ from torch import Tensor
 
 from data.errors import UserError
 from data.types import Prompt
-from losses.advantage import NOTHING, Advantage, GroupRewards, nan_std, overlong_penalty, weighted_sum
+from losses.advantage import NOTHING, Advantage, Rewards, nan_std, overlong_penalty, weighted_sum
 from losses.kl import k1, reward_minus_kl
 from rollout.engine import Completion, Group
-from rollout.rewards.table import Rewards, RewardTable
+from rollout.rewards.table import Rewards as RewardFunctions
+from rollout.rewards.table import RewardTable
 from rollout.schedule.producer import Producer
 from rollout.schedule.replay import Replay
-from trainer.config.groups import PolicyGradientConfig
+from trainer.config.groups import GroupConfig, PolicyGradientConfig
 from trainer.metrics.metrics import Counters
 from trainer.parallel.comm import all_sum
 from trainer.policy.logps import Policy, reference_logps
 from trainer.rl.evaluate import logged_metrics
-from trainer.rl.minibatch import pack_completions, score
+from trainer.rl.minibatch import Advantages, pack_completions, policy_logps
+
+Estimator = Callable[[Rewards], Advantage]
 
 
-@dataclass(frozen=True)
-class GroupBatch:
-    """What a rollout is trained on: P groups of G completions, and how they were obtained."""
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass
+class Rollout:
+    """P groups of G completions with K rewards each: the data of one or more optimizer steps.
+
+    An advantage estimator reads `rewards`, `weights`, `reward`, `completions` and `all_sum` (losses.advantage.Rewards).
+    """
 
     groups: list[Group]
-    names: list[str]  # of the rewards
-    weights: list[float]
+    names: list[str]  # K reward names
+    weights: Tensor  # (K,)
     metrics: dict[str, float]  # of sampling, replay and rewards
-    sampled: GroupBatch | None = None  # all that was sampled for it, before anything was replaced
+    sampled: Rollout | None = None  # everything sampled for it, before groups were replaced
     reward_s: float = 0.0  # seconds in reward functions
-    part_sizes: tuple[int, ...] = ()  # groups of each mini-batch, one after the other; none: they are all one
+    minibatch_sizes: tuple[int, ...] = ()  # groups per mini-batch, in order; empty: one mini-batch
+    reward: Tensor | None = None  # (P, G) weighted sum of the rewards; NaN = none applies
+    all_sum: Callable[[Tensor], Tensor] = _unchanged  # sums a tensor over the ranks that have groups of it
+
+    def __post_init__(self) -> None:
+        if self.reward is None:
+            self.reward = weighted_sum(self.rewards, self.weights)
 
     @property
-    def parts(self) -> list[GroupBatch]:
-        """Mini-batches (--minibatches-per-rollout): the groups of each optimizer step."""
-        sizes = self.part_sizes or (len(self.groups),)
+    def minibatches(self) -> list[Rollout]:
+        """The groups of each mini-batch (--minibatches-per-rollout)."""
+        sizes = self.minibatch_sizes or (len(self.groups),)
         assert sum(sizes) == len(self.groups), f"{len(self.groups)} groups in mini-batches of {sizes}"
         ends = itertools.accumulate(sizes)
         return [
-            replace(self, groups=self.groups[end - size : end], part_sizes=())
+            Rollout(self.groups[end - size : end], self.names, self.weights, self.metrics)
             for size, end in zip(sizes, ends, strict=True)
         ]
 
     @property
-    def prompts(self) -> list[Prompt]:  # one for each completion
+    def prompts(self) -> list[Prompt]:
+        """One prompt per completion."""
         return [group.prompt for group in self.groups for _ in group.completions]
 
     @property
     def completions(self) -> list[Completion]:
+        """B completions, in group order."""
         return [completion for group in self.groups for completion in group.completions]
 
     @property
-    def values(self) -> Tensor:  # (P, G, K) NaN = the reward does not apply
+    def rewards(self) -> Tensor:  # (P, G, K) NaN = the reward does not apply
         rows = [[[float("nan") if x is None else x for x in row] for row in group.values] for group in self.groups]
         return torch.tensor(rows, dtype=torch.float32) if rows else torch.empty(0, 0, len(self.weights))
 
     @property
-    def reward(self) -> Tensor:  # (P, G)
-        return weighted_sum(self.values, torch.tensor(self.weights))
-
-    def for_advantage(
-        self,
-        kl: Tensor | None = None,  # (B,) of each completion to the reference, where it is a cost in the reward
-        *,
-        beta: float = 0.0,
-        all_sum: Callable[[Tensor], Tensor] = lambda x: x,
-    ) -> GroupRewards:
-        total = self.reward
-        if kl is not None:
-            total = reward_minus_kl(total, kl.view_as(total).to(total), beta=beta)
-        return GroupRewards(self.values, torch.tensor(self.weights), total, self.completions, all_sum)
-
-    @property
-    def rows(self) -> list[list[float | None]]:  # of each completion: each reward, None = does not apply
+    def values(self) -> list[list[float | None]]:
+        """For each completion its K rewards; None = the reward does not apply."""
         return [row for group in self.groups for row in group.values]
 
     @property
-    def extra(self) -> list[dict[str, Any]]:  # of each completion: what reward functions logged
+    def extra(self) -> list[dict[str, Any]]:
+        """For each completion what reward functions logged with log_extra."""
         return [row for group in self.groups for row in group.extra or [{}] * len(group.values)]
 
-    def old_logps(self, recompute: bool) -> list[list[float] | None] | None:
-        """Log-probs that the ratios of replayed groups are taken against, if not those of the current weights."""
+    def replayed_logps(self, recompute: bool) -> list[list[float] | None] | None:
+        """Old log-probs for replayed groups; None: use the current weights."""
         if recompute or not any(group.replayed for group in self.groups):
             return None
         return [c.logps if group.replayed else None for group in self.groups for c in group.completions]
 
 
 class Groups:
-    """Batches of rewarded groups, one after the other."""
+    """Sample and reward one rollout after another, on rank 0."""
 
     def __init__(
         self,
-        cfg: Any,
+        cfg: GroupConfig,
         producer: Producer,
-        rewards: Rewards,
+        rewards: RewardFunctions,
         replay: Replay,
-        estimate: Callable[[GroupRewards], Advantage] | None = None,  # of a method that has its own
-        missing_rewards: MissingRewards | None = None,  # where rewards may be missing
+        estimate: Estimator | None = None,  # None: --advantage-estimator
+        missing_rewards: MissingRewards | None = None,  # None: every completion has a reward
     ) -> None:
         self.cfg, self.producer, self.rewards, self.replay = cfg, producer, rewards, replay
         self.missing_rewards = missing_rewards
-        self._tables: list[RewardTable] = []  # of the current batch
+        self._tables: list[RewardTable] = []  # of the current rollout
         self.estimate = estimate or cfg.advantage.estimate
         self.has_penalty = cfg.advantage.overlong_margin > 0
         self.names = [*rewards.names, *(["overlong"] if self.has_penalty else [])]
-        self._weights: list[float] = []  # of the rewards, at the current step
+        self._weights: list[float] = []  # reward weights at the current step
         self._reward_s = 0.0
-        self._logged: dict[str, list[float]] = {}  # by the reward functions, in the current step
+        self._logged: dict[str, list[float]] = {}  # by reward functions, in the current step
 
-    def next(self, step: int, version: int) -> GroupBatch:
-        """The batch for the next update, after `step` optimizer steps; `version` is that of the engine's weights."""
+    def next(self, step: int, version: int) -> Rollout:
+        """Return the next rollout, after `step` optimizer steps; `version` is the engine's weight version."""
         self._reward_s, self._logged, self._tables = 0.0, {}, []
         self.producer.begin(step, version)
         groups = self._rewarded(self.producer.arrived(), step)
         sampled = list(groups)
         overlap = self.cfg.overlap
         for _ in range(overlap.dynamic_sampling_max_rounds if overlap.dynamic_sampling else 0):
-            places = [place for place, group in enumerate(groups) if not self._teaches(group)]
-            if not places:
+            flat = [index for index, group in enumerate(groups) if not self._has_signal(group)]
+            if not flat:
                 break
-            fresh = self._rewarded(self.producer.more(len(places)), step)
+            fresh = self._rewarded(self.producer.more(len(flat)), step)
             sampled += fresh
-            for place, group in zip(places, [g for g in fresh if self._teaches(g)], strict=False):
-                groups[place] = group
+            for index, group in zip(flat, [g for g in fresh if self._has_signal(g)], strict=False):
+                groups[index] = group
         if self.missing_rewards is not None:
-            scores = [x for group in sampled for row in group.values for x in row[: len(self.rewards.names)]]
+            # The overlong penalty, the last column, does not count as a reward.
+            values = [x for group in sampled for row in group.values for x in row[: len(self.rewards.names)]]
             failed = sum(bool(c.columns.get("env_failed")) for group in sampled for c in group.completions)
-            rewarded = any(x is not None for x in scores)  # the overlong penalty is no reward
+            rewarded = any(x is not None for x in values)
             self.missing_rewards.sampled(step + 1, self._tables, rewarded=rewarded, env_failed=failed)
         for group in sampled:
-            self._tell_planner(group)
+            self._update_planner(group)
         metrics = self._replay(groups, step) | logged_metrics(self._logged, "reward")
-        everything = GroupBatch(sampled, self.names, self._weights, {})
-        batch = GroupBatch(groups, self.names, self._weights, metrics, everything, self._reward_s)
+        everything = self._rollout(sampled)
+        rollout = replace(self._rollout(groups), metrics=metrics, sampled=everything, reward_s=self._reward_s)
         if groups != sampled:
-            metrics["reward/trained_mean"] = batch.reward.nanmean().item()
-        return batch
+            metrics["reward/trained_mean"] = rollout.reward.nanmean().item()
+        return rollout
+
+    def _rollout(self, groups: list[Group]) -> Rollout:
+        return Rollout(groups, self.names, torch.tensor(self._weights), {})
 
     def _rewarded(self, arriving: Iterable[Group], step: int) -> list[Group]:
-        """Reward groups, as they arrive or all at once; returned in the order they were planned."""
+        """Reward groups as they arrive, or all together; return them in planning order."""
         overlap = self.cfg.overlap
         pending: list[tuple[list[Group], Any]] = []
         waiting: list[Group] = []
@@ -168,17 +176,17 @@ class Groups:
             pending.append((waiting, self._submit(waiting, step)))
         started = time.perf_counter()
         groups = []
-        for part, future in pending:
+        for submitted, future in pending:
             table = future.result()
             self._tables.append(table)
             self._weights = [*table.weights, *([1.0] if self.has_penalty else [])]
             for name, numbers in table.logged.items():
                 self._logged.setdefault(name, []).extend(numbers)
             rows, extra = iter(table.values), iter(table.extra or ())
-            for group in part:
+            for group in submitted:
                 values = [self._values(next(rows), completion) for completion in group.completions]
-                own = [next(extra) for _ in group.completions] if table.extra else None
-                groups.append(replace(group, values=values, extra=own))
+                logged = [next(extra) for _ in group.completions] if table.extra else None
+                groups.append(replace(group, values=values, extra=logged))
         self._reward_s += time.perf_counter() - started
         return sorted(groups, key=lambda group: group.number)
 
@@ -191,57 +199,59 @@ class Groups:
         self._reward_s += time.perf_counter() - started
         return future
 
-    def _values(self, scores: list[float | None], completion: Completion) -> list[float | None]:
-        """All rewards of a completion: none where its environment failed, which says nothing about the policy."""
+    def _values(self, rewards: list[float | None], completion: Completion) -> list[float | None]:
+        """All rewards of a completion; None if its environment failed, which is no signal about the policy."""
         if completion.columns.get("env_failed"):
             return [None] * len(self.names)
         if not self.has_penalty:
-            return scores
+            return rewards
         limits = {"max_length": self.cfg.max_completion_length, "margin": self.cfg.advantage.overlong_margin}
-        return [*scores, *overlong_penalty(torch.tensor([float(len(completion.ids))]), **limits).tolist()]
+        return [*rewards, *overlong_penalty(torch.tensor([float(len(completion.ids))]), **limits).tolist()]
 
     def advantage(
         self,
-        batch: GroupBatch,
+        rollout: Rollout,
         kl: Tensor | None = None,  # (B,) of each completion to the reference, with kl_in_reward
-    ) -> Tensor | list[list[float]]:  # (B,), or for each completion one number per id
-        """Called on all ranks, whose groups together are the batch that statistics are taken over."""
-        beta = 0.0 if kl is None else self.cfg.policy_loss.beta
-        return checked_advantage(self.estimate(batch.for_advantage(kl, beta=beta, all_sum=all_sum)), batch)
+    ) -> Advantages:
+        """Return the advantages. All ranks call it: together, their groups are the rollout."""
+        rollout = replace(rollout, all_sum=all_sum)
+        if kl is not None:  # --kl-in-reward
+            reward = rollout.reward
+            rollout.reward = reward_minus_kl(reward, kl.view_as(reward).to(reward), beta=self.cfg.policy_loss.beta)
+        return checked_advantage(self.estimate(rollout), rollout)
 
     def _advantage_alone(self, group: Group) -> Tensor:  # (any,)
-        """The advantage of one group by itself, on rank 0 alone."""
-        batch = GroupBatch([group], self.names, self._weights, {})
-        advantage = checked_advantage(self.estimate(batch.for_advantage()), batch)
-        return advantage if isinstance(advantage, Tensor) else torch.tensor([x for own in advantage for x in own])
+        """The advantage of a single group, on rank 0."""
+        rollout = self._rollout([group])
+        advantage = checked_advantage(self.estimate(rollout), rollout)
+        return advantage if isinstance(advantage, Tensor) else torch.tensor([x for values in advantage for x in values])
 
-    def _teaches(self, group: Group) -> bool:
-        """Whether any of its completions has an advantage."""
+    def _has_signal(self, group: Group) -> bool:
+        """True if any completion has a nonzero advantage."""
         return bool(self._advantage_alone(group).count_nonzero())
 
-    def _tell_planner(self, group: Group) -> None:
-        """A prompt that earned nothing is planned again later; the curriculum learns the mean reward."""
+    def _update_planner(self, group: Group) -> None:
+        """Replan a prompt that earned nothing, and report the mean reward to the curriculum."""
         planner = self.producer.planner
         earned = [x for row in group.values for x in row if x is not None]
         if earned and max(map(abs, earned)) < NOTHING:
             planner.reroll(group)
-        totals = [x for x in GroupBatch([group], self.names, self._weights, {}).reward.flatten().tolist() if x == x]
+        totals = [x for x in self._rollout([group]).reward.flatten().tolist() if x == x]
         if totals:
             planner.observe(group, statistics.fmean(totals))
 
     def _replay(self, groups: list[Group], step: int) -> dict[str, float]:
-        """Replace groups without signal by stored ones, then store the groups of this batch that have it."""
+        """Replace groups without signal by stored groups, then store the groups of this rollout that have signal."""
         if not self.replay.size:
             return {}
-        fresh = [group for group in groups if self._teaches(group)]
-        for place, group in enumerate(groups):
-            stored = None if self._teaches(group) else self.replay.draw(step=step, number=place)
-            groups[place] = stored or group
+        fresh = [group for group in groups if self._has_signal(group)]
+        for index, group in enumerate(groups):
+            stored = None if self._has_signal(group) else self.replay.draw(step=step, number=index)
+            groups[index] = stored or group
         for group in fresh:
-            batch = GroupBatch([group], self.names, self._weights, {})
-            spread = nan_std(batch.values[0].T, dim=1).nansum().item()  # of each reward, added up
+            spread = nan_std(self._rollout([group]).rewards[0].T, dim=1).nansum().item()  # summed over rewards
             size = self._advantage_alone(group).abs().sum().item()
-            # Rewards may be equal, or too few to have a deviation, and the estimator still tells completions apart.
+            # Rewards may be equal, or too few for a deviation, while the estimator still tells completions apart.
             score = (spread or 1.0) * size
             if score > 0:
                 self.replay.add(group, score=score, step=step)
@@ -249,126 +259,127 @@ class Groups:
         return {"rollout/replayed_groups": float(replayed), "rollout/replay_size": float(len(self.replay))}
 
 
-def checked_advantage(advantage: Advantage, batch: GroupBatch) -> Tensor | list[list[float]]:
-    """What an estimator returned, as (B,) or as one list of numbers per completion; 0 where it has no number."""
-    shape = (len(batch.groups), len(batch.groups[0].completions)) if batch.groups else (0, 0)
+def checked_advantage(advantage: Advantage, rollout: Rollout) -> Advantages:
+    """Check and flatten what an estimator returned; NaN becomes 0."""
+    shape = (len(rollout.groups), len(rollout.groups[0].completions)) if rollout.groups else (0, 0)
     if isinstance(advantage, Tensor):
-        if tuple(advantage.shape) != shape and batch.groups:
+        if tuple(advantage.shape) != shape and rollout.groups:
             raise UserError(
-                f"advantage_estimator: returned shape {tuple(advantage.shape)}; (groups, completions) is {shape}"
+                f"advantage_estimator: returned shape {tuple(advantage.shape)} for (groups, completions) = {shape}"
             )
         return torch.where(advantage.isnan(), 0.0, advantage).flatten()
-    rows = [[0.0 if x != x else x for x in torch.as_tensor(own).tolist()] for own in advantage]
-    wanted = [len(completion.ids) for completion in batch.completions]
-    if [len(row) for row in rows] != wanted:
+    rows = [[0.0 if x != x else x for x in torch.as_tensor(values).tolist()] for values in advantage]
+    lengths = [len(completion.ids) for completion in rollout.completions]
+    if [len(row) for row in rows] != lengths:
         raise UserError(
-            f"advantage_estimator: returned {len(rows)} lists of lengths {[len(row) for row in rows][:4]}..; a number "
-            f"per token of each completion would be {len(wanted)} lists of lengths {wanted[:4]}.."
+            f"advantage_estimator: returned {len(rows)} lists of lengths {[len(row) for row in rows][:4]}..; one "
+            f"number per token needs {len(lengths)} lists of lengths {lengths[:4]}.."
         )
     return rows
 
 
-def per_completion(advantage: Tensor | Sequence[Sequence[float]]) -> list[float]:
-    """For samples.jsonl: the mean of a completion where there is a number for each id."""
+def per_completion(advantage: Advantages) -> list[float]:
+    """One number per completion for samples.jsonl: the mean, if there is a number per id."""
     if isinstance(advantage, Tensor):
         return advantage.tolist()
-    return [statistics.fmean(own) if own else 0.0 for own in advantage]
+    return [statistics.fmean(values) if values else 0.0 for values in advantage]
 
 
 @torch.no_grad()
 def sequence_kl(cfg: PolicyGradientConfig, policy: Policy, completions: Sequence[Completion]) -> Tensor:  # (B,)
-    """k1 of each completion, summed over its tokens: log-prob of the current policy minus that of the reference."""
+    """k1 of each completion: logp - ref_logp under the current policy, summed over its tokens."""
     total = torch.zeros(len(completions), device=policy.device)
-    micro_batches = pack_completions(cfg.run, policy, completions, share_prompt=cfg.share_prompt)
-    for mb, now in zip(micro_batches, score(policy, micro_batches, temperature=cfg.temperature), strict=True):
-        ref_logp = reference_logps(policy, mb, temperature=cfg.temperature)
-        total = total.index_add(0, mb.sequence, k1(now.logp, ref_logp).float())
+    batches = pack_completions(cfg.run, policy, completions, share_prompt=cfg.share_prompt)
+    for batch, now in zip(batches, policy_logps(policy, batches, temperature=cfg.temperature), strict=True):
+        ref_logp = reference_logps(policy, batch, temperature=cfg.temperature)
+        total = total.index_add(0, batch.sequence, k1(now.logp, ref_logp).float())
     return total.cpu()
 
 
-# Batches without any reward.
+# Rollouts without any reward.
 
 
 class MissingRewards:
-    """Warns of batches in which no completion got a reward, and stops the run after too many in a row. On rank 0.
+    """Warn about rollouts in which no completion got a reward, and stop the run after too many. On rank 0.
 
-    Checkpoints keep the count, so a resumed run stops at the same step.
+    Checkpoints contain the count, so a resumed run stops at the same step.
     """
 
     def __init__(
         self,
-        specs: Sequence[str],  # of the reward functions, as the user named them
+        specs: Sequence[str],  # reward functions as the user named them
         counters: Counters,
         note: Callable[[str], None],
         *,
-        limit: int,  # batches in a row; 0: never stop
-        num_batches: int,  # of the whole run: one without a single reward does not pass for finished
+        limit: int,  # consecutive batches; 0: never stop
+        num_batches: int,  # of the whole run: a run without a single reward must not end as finished
     ) -> None:
         self.specs, self.counters, self.note, self.limit = tuple(specs), counters, note, limit
-        self.most = min(limit, num_batches)
-        self._silent: dict[str, int] = {}  # batches in a row without a score, of each function
+        self.batch_limit = min(limit, num_batches)
+        self._silent: dict[str, int] = {}  # consecutive batches without a value, per function
         self._warned: set[str] = set()
 
     def sampled(self, step: int, tables: Sequence[RewardTable], *, rewarded: bool, env_failed: int = 0) -> None:
-        """A batch for this step; `env_failed` of its completions have no reward because their environment failed."""
+        """Check the rollout of this step; `env_failed` completions have no reward because their environment failed."""
         self._count_silent(tables)
         if rewarded:
-            self._tell_silent(tables)
+            self._warn_silent(tables)
             self.counters.unrewarded_in_a_row = 0
             return
         self.counters.unrewarded_in_a_row += 1
         where = f"step {step}: none of {_num_rows(tables)} completions got a reward"
-        self._judge("batches", where, reasons(tables, env_failed), self.counters.unrewarded_in_a_row, self.most)
+        count = self.counters.unrewarded_in_a_row
+        self._warn_or_stop("batches", where, reasons(tables, env_failed), count, self.batch_limit)
 
     def evaluated(self, step: int, table: RewardTable) -> None:
-        """A held-out evaluation."""
+        """Check a held-out evaluation."""
         if any(total is not None for total in table.totals):
             self.counters.unrewarded_evaluations = 0
             return
         self.counters.unrewarded_evaluations += 1
         where = f"evaluation at step {step}: none of {len(table.totals)} held-out completions got a reward"
-        self._judge("evaluations", where, reasons([table]), self.counters.unrewarded_evaluations, self.limit)
+        self._warn_or_stop("evaluations", where, reasons([table]), self.counters.unrewarded_evaluations, self.limit)
 
-    def _judge(self, what: str, where: str, why: str, count: int, most: int) -> None:
-        if self.limit and count >= most:
+    def _warn_or_stop(self, kind: str, where: str, why: str, count: int, limit: int) -> None:
+        if self.limit and count >= limit:
             raise UserError(
-                f"reward_funcs={' '.join(self.specs)}: {where}, number {count} of such {what} in a row ({why}); check "
-                "them with python -m rollout.rewards --check, or set --reward-none-limit 0 to go on without rewards"
+                f"reward_funcs={' '.join(self.specs)}: {where}, for {count} consecutive {kind} ({why}); check "
+                "them with python -m rollout.rewards --check, or set --reward-none-limit 0 to train without rewards"
             )
-        if what not in self._warned:
-            self._warned.add(what)
-            stops = f"; the run stops after {most} such {what} in a row" if self.limit else ""
+        if kind not in self._warned:
+            self._warned.add(kind)
+            stops = f"; the run stops after {limit} consecutive {kind}" if self.limit else ""
             self.note(f"warning: {where} ({why}){stops}")
 
     def _count_silent(self, tables: Sequence[RewardTable]) -> None:
-        for place, name in enumerate(tables[0].names):
-            scored = any(row[place] is not None for table in tables for row in table.values)
-            self._silent[name] = 0 if scored else self._silent.get(name, 0) + 1
+        for index, name in enumerate(tables[0].names):
+            has_value = any(row[index] is not None for table in tables for row in table.values)
+            self._silent[name] = 0 if has_value else self._silent.get(name, 0) + 1
 
-    def _tell_silent(self, tables: Sequence[RewardTable]) -> None:
-        """One of several rewards may not apply to a batch; to none of many batches deserves a warning."""
+    def _warn_silent(self, tables: Sequence[RewardTable]) -> None:
+        """Warn if a reward applied to none of many batches; missing one batch is normal."""
         for name, count in self._silent.items():
             if self.limit and count >= self.limit and name not in self._warned:
                 self._warned.add(name)
                 why = reasons(tables, only=name)
-                self.note(f"warning: the reward {name} gave no score in {count} batches in a row ({why})")
+                self.note(f"warning: reward {name} returned no value in {count} consecutive batches ({why})")
 
 
 def reasons(tables: Sequence[RewardTable], env_failed: int = 0, *, only: str | None = None) -> str:
-    """What each function returned or raised instead of a score."""
-    parts = [f"{env_failed} environments failed"] if env_failed else []
+    """Describe what each function returned or raised instead of a reward."""
+    causes = [f"{env_failed} environments failed"] if env_failed else []
     num_rows = _num_rows(tables)
-    for place, name in enumerate(tables[0].names if tables else ()):
-        gaps = [table.gaps[place] for table in tables if table.gaps]
+    for index, name in enumerate(tables[0].names if tables else ()):
+        gaps = [table.gaps[index] for table in tables if table.gaps]
         if only not in (None, name) or not gaps:
             continue
         none, failed = sum(gap.none for gap in gaps), sum(gap.failed for gap in gaps)
         last = next((gap.last for gap in reversed(gaps) if gap.last), None)
         if none:
-            parts.append(f"{name} returned None for {_of(none, num_rows)}")
+            causes.append(f"{name} returned None for {_of(none, num_rows)}")
         if failed:
-            parts.append(f"{name} failed on {_of(failed, num_rows)}, the last: {last}")
-    return "; ".join(parts) or "no function gave a number"
+            causes.append(f"{name} failed on {_of(failed, num_rows)}, most recently: {last}")
+    return "; ".join(causes) or "no function returned a number"
 
 
 def _of(count: int, num_rows: int) -> str:

@@ -1,20 +1,20 @@
-"""What one optimizer step trains on: completions packed into micro-batches, with columns of numbers for each token.
+"""Pack the completions of one optimizer step into micro-batches, with columns of per-token numbers.
 
-    batch = pack(cfg, policy, completions, advantage)         # a MiniBatch: on the device, counted over all ranks
-    for mb in passes(policy, batch): ...                      # its micro-batches, the last loop of the step
-    mb.advantage, mb.engine_logp, mb.at(rows).length, ...     # (N,) columns; at(rows): of some of the tokens
+    batch = pack(cfg, policy, completions, advantage)         # MiniBatch: on the device, counted over all ranks
+    for mb in passes(cfg, policy, batch): ...                 # its micro-batches; the last loop of the step
+    mb.advantage, mb.engine_logp                              # (N,) columns
+    t = mb.at(rows)                                           # the columns of n of its tokens
 
-The loss sees only some tokens at a time, cut anywhere (trainer.policy.logps.token_loss). Whatever it needs of a whole
-completion or of the step is therefore a column, filled in before the pass with gradient (trainer/rl/lookahead.py).
+The head calls the loss on n tokens at a time, cut anywhere (trainer.policy.logps.token_loss). Numbers that concern a
+whole completion or the step are therefore columns, filled in before the training pass (trainer/rl/lookahead.py).
 
 Shapes: N = trained tokens of a micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,90 +29,96 @@ from trainer.parallel.comm import all_count, all_sum
 from trainer.policy.logps import Policy, token_logps
 from trainer.policy.sharding import Passes, final_passes, to_device_and_pad
 
+Advantages = Tensor | Sequence[Sequence[float]]  # (B,), or for each completion one number per id
+
 
 @dataclass
 class MicroBatch:
-    """One forward pass, and columns with a number for each of its N trained tokens; None: nothing needs it."""
+    """One forward pass, and columns with one number for each of its N trained tokens. None: not needed."""
 
     batch: Batch
-    idle: bool  # without any advantage: only statistics of the step need it
+    is_idle: bool  # zero advantage throughout; only statistics of the step need it
     advantage: Tensor  # (N,)
     length: Tensor  # (N,) trained tokens of the token's completion
-    engine_logp: Tensor  # (N,) log-prob by the engine that sampled; NaN = it gave none
-    earlier_logp: Tensor | None = None  # (N,) of a replayed group, as on its first use; NaN = not replayed
-    # Before the first step on the rollout (trainer/methods/grpo.py).
-    old_logp: Tensor | None = None  # (N,) what the ratio is against; None: the current policy
-    ref_logp: Tensor | None = None  # (N,) of the reference
-    # Before the pass with gradient, for what concerns whole completions or the step (trainer/rl/lookahead.py).
-    mean_log_ratio: Tensor | None = None  # (N,) of logp - old_logp over the completion, for GSPO
+    engine_logp: Tensor  # (N,) log-prob by the engine that sampled; NaN = not reported
+    replayed_logp: Tensor | None = None  # (N,) from the first use of a replayed group; NaN = not replayed
+    # Filled in before the first step on the rollout: logps_at_start in trainer/methods/grpo.py.
+    old_logp: Tensor | None = None  # (N,) denominator of the ratio; None: the current policy
+    ref_logp: Tensor | None = None  # (N,) reference
+    # Filled in before each training pass: look_ahead in trainer/rl/lookahead.py.
+    mean_log_ratio: Tensor | None = None  # (N,) mean of logp - old_logp over the completion, for GSPO
     total_log_ratio: Tensor | None = None  # (N,) their sum, for rloo and vespo
     engine_gap: Tensor | None = None  # (N,) log-ratio of trainer to engine; None: old_logp - engine_logp of the token
-    keep_geometric: Tensor | None = None  # (N,) bool; None: all
-    keep_on_policy: Tensor | None = None
-    keep_entropy: Tensor | None = None
-    own: dict[str, Tensor] = field(default_factory=dict)  # (N,) columns that only this method has
+    keep_geometric: Tensor | None = None  # (N,) bool; None: keep all
+    keep_on_policy: Tensor | None = None  # (N,) bool
+    keep_entropy: Tensor | None = None  # (N,) bool
+    # Set inside the training pass.
+    logp: Tensor | None = None  # (n,) current policy, with gradient
+    entropy: Tensor | None = None  # (n,) with gradient
+    log_ratio: Tensor | None = None  # (n,) logp - old_logp, of the token or its completion, with gradient
+    extra: dict[str, Tensor] = field(default_factory=dict)  # (N,) columns of the method
 
     def __post_init__(self) -> None:
-        self.num_trained = len(self.batch.target)  # N, also after at()
+        self.num_trained = len(self.batch.target)  # N, even after at()
 
     def at(self, rows: Tensor) -> MicroBatch:
-        """Columns of the tokens with these indices."""
+        """The columns of the tokens with these indices."""
         columns = {x.name: getattr(self, x.name) for x in fields(self)}
-        some = {name: x[rows] for name, x in columns.items() if isinstance(x, Tensor)}
-        return replace(self, **some, own={name: x[rows] for name, x in self.own.items()})
-
-
-class Counts(NamedTuple):
-    """Of completions with a trained token. All ()."""
-
-    tokens: Tensor
-    completions: Tensor
-    micro_batches: Tensor
+        selected = {name: x[rows] for name, x in columns.items() if isinstance(x, Tensor)}
+        return replace(self, **selected, extra={name: x[rows] for name, x in self.extra.items()})
 
 
 @dataclass
 class MiniBatch:
-    """One optimizer step of this rank."""
+    """The micro-batches of one optimizer step on this rank, and counts over the whole step."""
 
     micro_batches: list[MicroBatch]
-    completions: list[Completion]  # those of them that are computed: others have nothing to teach
-    rows: list[int]  # their places in what pack got
-    counts: Counts
-    total: Counts  # over all ranks
-    skipped: int  # completions that are counted but not computed
+    completions: list[Completion]  # the completions that are computed; those without signal are skipped
+    rows: list[int]  # their indices in pack()'s completions
+    num_tokens: Tensor  # () trained tokens, all ranks
+    num_completions: Tensor  # () completions with a trained token, all ranks
+    num_micro_batches: Tensor  # () micro-batches with a trained token, all ranks
+    rank_tokens: Tensor  # () trained tokens of this rank
+    rank_completions: Tensor  # ()
+    skipped: int  # completions of this rank that are counted but not computed
     skipped_tokens: int
-    replays: bool  # some rank has replayed groups with log-probs of an earlier policy
+    has_replays: bool  # some rank has replayed groups with log-probs of an earlier policy
     entropy_coef: float  # weight of the entropy bonus
-    num_uncertain: Tensor  # () tokens that it averages over, all ranks: those of --top-entropy-quantile
-    number: int = 0  # of the mini-batch in its rollout
-    first: bool = True  # the weights are still those that the rollout began with
-    at_start: list[TokenLogps] | None = None  # by those weights; None: not computed
+    num_uncertain: Tensor  # () tokens that the bonus averages over, all ranks (--top-entropy-quantile)
+    number: int = 0  # index among the mini-batches of its rollout
+    is_first: bool = True  # no optimizer step has been taken on the rollout yet
+    at_start: list[TokenLogps] | None = None  # of the policy before that step; None: not computed
 
     @property
     def batches(self) -> list[Batch]:
-        """The passes alone, watched like the micro-batches of a sharded model."""
+        """The forward passes, without columns."""
         batches = [mb.batch for mb in self.micro_batches]
         return Passes(self.micro_batches.policy, batches) if isinstance(self.micro_batches, Passes) else batches
 
     @property
+    def computed_tokens(self) -> int:
+        """Tokens of all forward passes of this rank, prompts included."""
+        return sum(mb.batch.num_tokens for mb in self.micro_batches)
+
+    @property
     def is_idle(self) -> bool:
-        """Nothing to train on: no micro-batch, or all without advantage."""
-        return all(mb.idle for mb in self.micro_batches)
+        """True if there is nothing to train on: no micro-batch, or only idle ones."""
+        return all(mb.is_idle for mb in self.micro_batches)
 
 
 def pack(
     cfg: PolicyGradientConfig,
     policy: Policy,
     completions: Sequence[Completion],
-    advantage: Tensor | Sequence[Sequence[float]],  # (B,), or for each completion one number per id
+    advantage: Advantages,
     *,
-    old_logps: Sequence[Sequence[float] | None] | None = None,
-    own: dict[str, Sequence[Sequence[float]]] | None = None,
+    replayed_logps: Sequence[Sequence[float] | None] | None = None,
+    extra: Mapping[str, Sequence[Sequence[float]]] | None = None,
 ) -> MiniBatch:
-    """Micro-batches, the same for every step on them. Counts are those of the completions given here, on all ranks.
+    """Pack completions into micro-batches that every step on them uses, and count them over all ranks.
 
-    `old_logps`: of a replayed group, those of its first use; None for a completion, or NaN for a token, means the
-    current weights. `own`: further columns, for each completion one number per id.
+    `replayed_logps`: log-probs from the first use of replayed groups; None for a completion, or NaN for a token, means
+    the current weights. `extra`: columns of the method, for each completion one number per id.
     """
     options = cfg.policy_loss
     assert len(advantage) == len(completions), f"{len(advantage)} advantages for {len(completions)} completions"
@@ -121,47 +127,48 @@ def pack(
         for row, c in enumerate(completions)
         if c.trained and not (options.mask_truncated_completions and c.finish_reason == "length")
     ]
-    can_skip = options.skip_zero_advantage_batches and not has_kl_term(cfg) and not has_bonus(cfg)
-    # These two depend on all tokens of a micro-batch or step: only whole micro-batches without advantage are skipped.
+    can_skip = options.skip_zero_advantage_batches and not has_kl_term(cfg) and not has_entropy_bonus(cfg)
+    # Both depend on all tokens of the micro-batch or step, so only micro-batches with zero advantage are skipped.
     needs_all = options.loss.average == "micro_batch" or options.top_entropy_quantile < 1
     is_tensor = isinstance(advantage, Tensor)
-    teaches = (advantage != 0).tolist() if is_tensor else [any(x != 0 for x in each) for each in advantage]
-    rows = [row for row in trained if not can_skip or needs_all or teaches[row]]
+    has_signal = (advantage != 0).tolist() if is_tensor else [any(x != 0 for x in values) for values in advantage]
+    rows = [row for row in trained if not can_skip or needs_all or has_signal[row]]
     kept = [completions[row] for row in rows]
     batches = pack_completions(cfg.run, policy, kept, share_prompt=cfg.share_prompt)
-    skips = can_skip and not policy.is_sharded  # ranks of a sharded model must run the same passes, empty ones too
-    idle = [skips and not any(teaches[rows[i]] for i in mb.rows) for mb in batches]
-    computed = {i for mb, skip in zip(batches, idle, strict=True) if not skip for i in mb.rows}
+    can_idle = can_skip and not policy.is_sharded  # ranks of a sharded model must run the same number of passes
+    idle = [can_idle and not any(has_signal[rows[i]] for i in batch.rows) for batch in batches]
+    computed = {i for batch, skip in zip(batches, idle, strict=True) if not skip for i in batch.rows}
     num_tokens = sum(completions[row].trained for row in trained)
-    num_micro_batches = sum(len(mb.target) > 0 for mb in batches)  # without the empty ones that pad the list
+    num_micro_batches = sum(len(batch.target) > 0 for batch in batches)  # excluding padding micro-batches
     counts = torch.tensor([num_tokens, len(trained), num_micro_batches], dtype=torch.float32)
     counts = to_device(counts, policy.device)
-    total = all_sum(counts)
-    earlier = [None if old_logps is None else old_logps[row] for row in rows]
-    replays = all_count(any(x is not None for x in earlier), "replayed log-probs") > 0  # ranks do the same passes
-    unknown = [[float("nan")] * len(c.ids) if x is None else x for c, x in zip(kept, earlier, strict=True)]
+    totals = all_sum(counts)
+    replayed = [None if replayed_logps is None else replayed_logps[row] for row in rows]
+    has_replays = all_count(any(x is not None for x in replayed), "replayed log-probs") > 0  # the same on all ranks
+    unknown = [[float("nan")] * len(c.ids) if x is None else x for c, x in zip(kept, replayed, strict=True)]
     if is_tensor:
         of_completion = to_device(advantage[rows].to(_wide(policy)), policy.device)  # (K,)
 
-    def columns(mb: Batch) -> dict[str, Tensor]:
-        def each(values: Sequence[Sequence[float]]) -> Tensor:
-            return per_token(policy, kept, mb, values)
+    def columns(batch: Batch) -> dict[str, Tensor]:
+        def flat(values: Sequence[Sequence[float]]) -> Tensor:
+            return per_token(policy, kept, batch, values)
 
-        lengths = to_device(torch.tensor([kept[row].trained for row in mb.rows]), mb.target.device)
+        lengths = to_device(torch.tensor([kept[row].trained for row in batch.rows]), batch.target.device)
         return {
-            "advantage": of_completion[mb.sequence] if is_tensor else each([advantage[row] for row in rows]),
-            "length": lengths[mb.slot],
-            "engine_logp": each([c.logps for c in kept]),
-            "earlier_logp": each(unknown) if replays else None,
-            "own": {name: each([values[row] for row in rows]) for name, values in (own or {}).items()},
+            "advantage": of_completion[batch.sequence] if is_tensor else flat([advantage[row] for row in rows]),
+            "length": lengths[batch.slot],
+            "engine_logp": flat([c.logps for c in kept]),
+            "replayed_logp": flat(unknown) if has_replays else None,
+            "extra": {name: flat([values[row] for row in rows]) for name, values in (extra or {}).items()},
         }
 
-    packed = [MicroBatch(mb, skip, **columns(mb)) for mb, skip in zip(batches, idle, strict=True)]
+    packed = [MicroBatch(batch, skip, **columns(batch)) for batch, skip in zip(batches, idle, strict=True)]
     return MiniBatch(
         micro_batches=Passes(policy, packed) if isinstance(batches, Passes) else packed,
-        completions=kept, rows=rows, counts=Counts(*counts), total=Counts(*total), replays=replays,
+        completions=kept, rows=rows, has_replays=has_replays, entropy_coef=options.entropy_coef,
+        num_tokens=totals[0], num_completions=totals[1], num_micro_batches=totals[2], num_uncertain=totals[0],
+        rank_tokens=counts[0], rank_completions=counts[1],
         skipped=len(trained) - len(computed), skipped_tokens=num_tokens - sum(kept[i].trained for i in computed),
-        entropy_coef=options.entropy_coef, num_uncertain=total[0],
     )  # fmt: skip
 
 
@@ -182,30 +189,32 @@ def pack_completions(
 
 
 def completion_item(c: Completion) -> Item:
-    """Prompt and completion; what the model sampled is trained."""
+    """Prompt and completion; the tokens that the model sampled are trained."""
     mask = [False] * len(c.prompt_ids) + (c.mask or [True] * len(c.ids))
     return Item([*c.prompt_ids, *c.ids], mask, len(c.prompt_ids))
 
 
-def per_token(policy: Policy, kept: list[Completion], mb: Batch, values: Sequence[Sequence[float]]) -> Tensor:  # (N,)
-    """A number for each id of each completion, as a tensor over the trained tokens of a micro-batch."""
-    parts = [np.zeros(0)]  # for a micro-batch without rows
-    for i in mb.rows:
-        own = np.fromiter(values[i], dtype=np.float64)
-        assert len(own) == len(kept[i].ids), (len(own), len(kept[i].ids))
-        parts.append(own[np.array(kept[i].mask, dtype=bool)] if kept[i].mask else own)
-    flat = torch.from_numpy(np.concatenate(parts))
-    assert len(flat) == len(mb.target), (len(flat), len(mb.target))
-    return to_device(flat.to(_wide(policy)), policy.device)
+def per_token(
+    policy: Policy, completions: list[Completion], batch: Batch, values: Sequence[Sequence[float]]
+) -> Tensor:  # (N,)
+    """Flatten values per id to the trained tokens of a micro-batch."""
+    flat = [np.zeros(0)]  # for a micro-batch without rows
+    for i in batch.rows:
+        numbers = np.fromiter(values[i], dtype=np.float64)
+        assert len(numbers) == len(completions[i].ids), (len(numbers), len(completions[i].ids))
+        flat.append(numbers[np.array(completions[i].mask, dtype=bool)] if completions[i].mask else numbers)
+    column = torch.from_numpy(np.concatenate(flat))
+    assert len(column) == len(batch.target), (len(column), len(batch.target))
+    return to_device(column.to(_wide(policy)), policy.device)
 
 
 @torch.no_grad()
-def score(policy: Policy, batches: Sequence[Batch], *, temperature: float) -> list[TokenLogps]:
-    """Log-probs and entropies of the current policy, without an adapter's dropout."""
+def policy_logps(policy: Policy, batches: Sequence[Batch], *, temperature: float) -> list[TokenLogps]:
+    """Log-probs and entropies under the current weights, with dropout off."""
     was_training = policy.model.training
     policy.model.eval()
     try:
-        return [token_logps(policy, mb, temperature=temperature) for mb in batches]
+        return [token_logps(policy, batch, temperature=temperature) for batch in batches]
     finally:
         policy.model.train(was_training)
 
@@ -213,12 +222,14 @@ def score(policy: Policy, batches: Sequence[Batch], *, temperature: float) -> li
 def passes(
     cfg: PolicyGradientConfig, policy: Policy, batch: MiniBatch, *, is_last: bool = True
 ) -> Iterator[MicroBatch]:
-    """The micro-batches to run forward and backward; one without tokens if there are none, so that all parameters get
-    a gradient and all metrics their names. `is_last`: nothing adds to the gradients of this step after them, so that
-    ranks sum them during the last backward pass."""
+    """Yield the micro-batches to run forward and backward.
+
+    If there are none, yield one without tokens, so that all parameters get a gradient and all metrics a name.
+    `is_last`: nothing else adds to the gradients of this step, so ranks sum them during the last backward pass.
+    """
     micro_batches = [no_tokens(cfg, policy)] if batch.is_idle else batch.micro_batches
     for mb in final_passes(policy, micro_batches) if is_last else micro_batches:
-        if not mb.idle:
+        if not mb.is_idle:
             yield mb
 
 
@@ -226,7 +237,7 @@ def no_tokens(cfg: PolicyGradientConfig, policy: Policy) -> MicroBatch:
     none = torch.zeros(0, dtype=_wide(policy), device=policy.device)
     kept, correction = none.bool(), cfg.correction
     return MicroBatch(
-        empty_batch(policy.row_multiple).to(policy.device), idle=False, advantage=none, length=none.long(),
+        empty_batch(policy.row_multiple).to(policy.device), is_idle=False, advantage=none, length=none.long(),
         engine_logp=none, old_logp=none, ref_logp=none if has_kl_term(cfg) else None, mean_log_ratio=none,
         total_log_ratio=none, keep_geometric=kept if correction.has_geometric_filter else None,
         keep_on_policy=None if correction.off_policy_mask_threshold is None else kept,
@@ -238,13 +249,8 @@ def has_kl_term(cfg: PolicyGradientConfig) -> bool:
     return cfg.policy_loss.beta > 0 and not cfg.advantage.kl_in_reward
 
 
-def few_tokens_teach(cfg: PolicyGradientConfig) -> bool:
-    """Most tokens have no gradient, so that the head had better leave them out."""
-    return cfg.policy_loss.top_entropy_quantile < 1 and not has_kl_term(cfg)
-
-
-def has_bonus(cfg: PolicyGradientConfig) -> bool:
-    """Whether the loss may have an entropy bonus, now or later in the run."""
+def has_entropy_bonus(cfg: PolicyGradientConfig) -> bool:
+    """True if the loss has an entropy bonus, now or later in the run."""
     return cfg.policy_loss.entropy_coef > 0 or cfg.policy_loss.entropy_target is not None
 
 

@@ -1,13 +1,13 @@
-"""Several processes: rank 0 plans, samples and rewards; the other ranks execute its commands meanwhile.
+"""Several ranks: rank 0 plans, samples and rewards while the other ranks execute its commands.
 
-    rank0 = Rank0Rollout(policy, start_engine(...), prompts)     # rank0.engine is what rank 0 samples with
-    batch = rank0.run(lambda: groups.next(step, version))        # on rank 0; None elsewhere
-    batch = rank0.scatter(batch)                                 # whole groups to each rank
+    rank0 = Rank0Rollout(policy, start_engine(...), prompts)     # rank 0 samples with rank0.engine
+    rollout = rank0.run(lambda: groups.next(step, version))      # on rank 0; None on other ranks
+    rollout = rank0.scatter(rollout)                             # whole groups to each rank
 
-Inside `run` rank 0 may use its engine at any time. The in-process engine then samples on all ranks, each a part of the
-requests. Servers are rank 0's alone to talk to; they get sharded weights by a gather in which all ranks take part. The
-other ranks wait for commands without a time limit, since a reward function or a server may take long. `handlers` says
-what they do at each command; a method adds its own there (EBFT measures features on all ranks).
+Inside `run` rank 0 may use its engine at any time. The in-process engine then samples on all ranks, each its share of
+the requests. Only rank 0 talks to servers; sharded weights are gathered for them by all ranks. The other ranks wait for
+commands without a time limit, since a reward function or a server may be slow. `handlers` maps each command to a
+function; a method may add its own (EBFT measures features on all ranks).
 
 Token ids, log-probs and masks travel as tensors, the rest of a completion as JSON.
 """
@@ -32,27 +32,27 @@ from trainer.parallel import comm
 from trainer.policy.logps import Policy
 from trainer.policy.sharding import gathered_head, gathered_weights
 from trainer.policy.weights import PolicyWeights
-from trainer.rl.groups import GroupBatch
+from trainer.rl.groups import Rollout
 
 T = TypeVar("T")
 Sequences = Sequence[tuple[list[int], list[int]]]
 
 
 class Rank0Rollout:
-    """`engine` is the one to sample with; for several ranks and in process it samples on all of them."""
+    """Run work on rank 0. `engine` samples; in process and with several ranks, it samples on all of them."""
 
     def __init__(self, policy: Policy, engine: Engine, prompts: Sequence[Prompt]) -> None:
         self.policy, self.local, self.prompts = policy, engine, prompts
         in_process = isinstance(engine, LocalEngine)
         on_all = comm.world_size() > 1 and comm.is_main() and in_process
         self.engine: Engine = AllRanksEngine(policy, engine) if on_all else engine
-        self.handlers: dict[str, Callable[..., Any]] = {"generate": self._generate_part}
-        if in_process:  # with servers, rank 0 has another engine here, and is sent no commands
+        self.handlers: dict[str, Callable[..., Any]] = {"generate": self._generate_share}
+        if in_process:  # with servers, rank 0 has a different engine and receives no commands
             self.handlers |= {"load": lambda version: engine.load(int(version)), "sleep": engine.sleep}
             self.handlers |= CommandHandlers(policy, engine).handlers
 
     def run(self, work: Callable[[], T]) -> T | None:
-        """What rank 0 does, and its result there; None on the other ranks, which do what it asks for meanwhile."""
+        """Run on rank 0 and return its result there; other ranks serve its commands and return None."""
         if comm.world_size() == 1:
             return work()
         if comm.is_main():
@@ -65,77 +65,80 @@ class Rank0Rollout:
             self.handlers[name](*words)
         return None
 
-    def scatter(self, batch: GroupBatch | None, num_parts: int = 1) -> GroupBatch:
-        """Deal rank 0's groups to mini-batches, and those of each to ranks. `batch.sampled` stays whole on rank 0."""
+    def scatter(self, rollout: Rollout | None, num_minibatches: int = 1) -> Rollout:
+        """Assign rank 0's groups to mini-batches and ranks; `rollout.sampled` stays complete on rank 0."""
         dealt = None
-        if batch is not None:
-            sizes = [sum(len(c.prompt_ids) + len(c.ids) for c in group.completions) for group in batch.groups]
-            dealt = deal(sizes, num_parts, comm.data_size())
+        if rollout is not None:
+            sizes = [sum(len(c.prompt_ids) + len(c.ids) for c in group.completions) for group in rollout.groups]
+            dealt = deal(sizes, num_minibatches, comm.data_size())
         if comm.world_size() == 1:
-            assert batch is not None
-            return with_groups(batch, dealt[0])
+            assert rollout is not None and dealt is not None
+            return with_groups(rollout, dealt[0])
         header, tensors = None, None
-        if batch is not None:
-            rest, tensors = to_tensors([c for group in batch.groups for c in group.completions])
+        if rollout is not None:
+            rest, tensors = to_tensors(rollout.completions)
+            groups = [[g.number, g.row, g.kind, g.values, g.replayed, len(g.completions)] for g in rollout.groups]
             header = {
-                "groups": [[g.number, g.row, g.kind, g.values, g.replayed, len(g.completions)] for g in batch.groups],
+                "groups": groups,
                 "completions": rest,
                 "dealt": dealt,
-                "names": batch.names,
-                "weights": batch.weights,
+                "names": rollout.names,
+                "weights": rollout.weights.tolist(),
             }
         header = comm.from_main(header, "groups of the step")
         tensors = comm.tensors_from_main(tensors, "tokens of the step")
-        own = header["dealt"][comm.data_rank()]
-        if batch is not None:
-            return with_groups(batch, own)
-        groups = self._groups(header, tensors, list(chain.from_iterable(own)))
-        return GroupBatch(groups, header["names"], header["weights"], {}, part_sizes=tuple(map(len, own)))
+        indices = header["dealt"][comm.data_rank()]
+        if rollout is not None:
+            return with_groups(rollout, indices)
+        groups = self._groups(header, tensors, list(chain.from_iterable(indices)))
+        weights = torch.tensor(header["weights"])
+        return Rollout(groups, header["names"], weights, {}, minibatch_sizes=tuple(map(len, indices)))
 
-    def _groups(self, header: dict[str, Any], tensors: list[Tensor], own: Sequence[int]) -> list[Group]:
-        wanted = [place in own for place, group in enumerate(header["groups"]) for _ in range(group[-1])]
+    def _groups(self, header: dict[str, Any], tensors: list[Tensor], indices: Sequence[int]) -> list[Group]:
+        wanted = [index in indices for index, group in enumerate(header["groups"]) for _ in range(group[-1])]
         completions = iter(from_tensors(header["completions"], tensors, wanted))
         groups = {}
-        for place in sorted(own):  # as they were sent
-            number, row, kind, values, replayed, count = header["groups"][place]
-            made = [next(completions) for _ in range(count)]
-            groups[place] = Group(number, self.prompts[row], row, kind, made, values, replayed)
-        return [groups[place] for place in own]
+        for index in sorted(indices):  # in the order they were sent
+            number, row, kind, values, replayed, count = header["groups"][index]
+            sampled = [next(completions) for _ in range(count)]
+            groups[index] = Group(number, self.prompts[row], row, kind, sampled, values, replayed)
+        return [groups[index] for index in indices]
 
-    def _generate_part(self) -> None:
+    def _generate_share(self) -> None:
         requests, sampling, version = comm.from_main(None, "requests")
         self.local.version = version
         requests = [Request(prompt_ids=ids, seed=seed, max_tokens=limit) for ids, seed, limit in requests]
-        generate_part(self.policy, self.local, requests, _sampling(sampling))
+        generate_share(self.policy, self.local, requests, _sampling(sampling))
 
 
-def deal(sizes: Sequence[int], num_parts: int, num_ranks: int) -> list[list[list[int]]]:
-    """For each rank, for each mini-batch: places of its groups, which have so many tokens.
+def deal(sizes: Sequence[int], num_minibatches: int, num_ranks: int) -> list[list[list[int]]]:
+    """For each rank and mini-batch: group indices, balanced by token count.
 
-    Mini-batches take groups in turn, so that those at the end of a batch (re-rolled prompts) are not all in the last
-    one; within each, ranks get about as many tokens.
+    Mini-batches take groups round-robin, so that groups at the end of a rollout (replanned prompts) are not all in the
+    last mini-batch.
     """
     dealt: list[list[list[int]]] = [[] for _ in range(num_ranks)]
-    for part in range(num_parts):
-        places = range(part, len(sizes), num_parts)
-        for own, chosen in zip(dealt, comm.balanced_shards([sizes[place] for place in places], num_ranks), strict=True):
-            own.append([places[i] for i in chosen])
+    for first in range(num_minibatches):
+        indices = range(first, len(sizes), num_minibatches)
+        shards = comm.balanced_shards([sizes[index] for index in indices], num_ranks)
+        for of_rank, shard in zip(dealt, shards, strict=True):
+            of_rank.append([indices[i] for i in shard])
     return dealt
 
 
-def with_groups(batch: GroupBatch, own: Sequence[Sequence[int]]) -> GroupBatch:
-    groups = [batch.groups[place] for part in own for place in part]
-    return replace(batch, groups=groups, part_sizes=tuple(map(len, own)))
+def with_groups(rollout: Rollout, indices: Sequence[Sequence[int]]) -> Rollout:
+    groups = [rollout.groups[index] for minibatch in indices for index in minibatch]
+    return replace(rollout, groups=groups, minibatch_sizes=tuple(map(len, indices)), reward=None)
 
 
 # Completions as tensors.
 
 
 def to_tensors(completions: Sequence[Completion]) -> tuple[list[dict[str, Any]], list[Tensor]]:
-    """(the rest of each as JSON, [ids, log-probs, masks] of all of them one after the other).
+    """Return (JSON for each completion, [ids, log-probs, masks] of all of them, concatenated).
 
-    A prompt is sent once for completions in a row that share it. What a column or message holds that is not JSON stays
-    behind: rewards have been computed by now.
+    Adjacent completions with the same prompt send it once. Columns and messages that are not JSON are dropped: rewards
+    have already been computed.
     """
     rest, ids, masks = [], [], []
     before: list[int] | None = None
@@ -162,32 +165,32 @@ def _flat(lists: Sequence[Sequence[Any]], dtype: Any) -> Tensor:  # (N,)
 def from_tensors(
     rest: Sequence[dict[str, Any]],
     tensors: Sequence[Tensor],
-    wanted: Sequence[bool] | None = None,  # which of them to build; None: all
+    wanted: Sequence[bool] | None = None,  # completions to build; None: all
 ) -> list[Completion]:
     ids, logps, masks = tensors
-    place = at_logp = at_mask = 0
+    at_id = at_logp = at_mask = 0
     prompt = ids[:0]
     completions = []
     for saved, build in zip(rest, wanted or [True] * len(rest), strict=True):
         if saved["prompt"] >= 0:
-            prompt = ids[place : place + saved["prompt"]]
-            place += saved["prompt"]
+            prompt = ids[at_id : at_id + saved["prompt"]]
+            at_id += saved["prompt"]
         count, num_masked = saved["ids"], saved["ids"] if saved["masked"] else 0
         if build:
             mask = masks[at_mask : at_mask + count].tolist() if saved["masked"] else None
             completions.append(
                 Completion(
-                    prompt_ids=prompt.tolist(), ids=ids[place : place + count].tolist(), mask=mask,
+                    prompt_ids=prompt.tolist(), ids=ids[at_id : at_id + count].tolist(), mask=mask,
                     logps=logps[at_logp : at_logp + count].tolist(), finish_reason=saved["finish_reason"],
-                    text=saved["text"], versions=[(version, made) for version, made in saved["versions"]],
+                    text=saved["text"], versions=[(version, count) for version, count in saved["versions"]],
                     messages=saved["messages"], columns=saved["columns"],
                 )
             )  # fmt: skip
-        place, at_logp, at_mask = place + count, at_logp + count, at_mask + num_masked
+        at_id, at_logp, at_mask = at_id + count, at_logp + count, at_mask + num_masked
     return completions
 
 
-# Engines and weights for which rank 0 needs the other ranks.
+# Engines and weights that need all ranks.
 
 
 class AllRanksScores(LocalEngine):
@@ -206,16 +209,16 @@ class AllRanksScores(LocalEngine):
 
 
 class AllRanksEngine(AllRanksScores):
-    """The in-process engine over several ranks: rank 0 asks, every rank samples its part."""
+    """The in-process engine over several ranks: each samples its share of rank 0's requests."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         comm.send_command("generate")
-        # A later turn may come to another rank, so none continues a conversation.
+        # The next turn may go to another rank, so no conversation is cached.
         requests = [replace(request, conversation=None) for request in requests]
         asked = [[request.prompt_ids, request.seed, request.max_tokens] for request in requests]
         comm.from_main([asked, asdict(sampling), self.version], "requests")
         self.local.version = self.version
-        return generate_part(self.policy, self.local, requests, sampling)
+        return generate_share(self.policy, self.local, requests, sampling)
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[tuple[int, Completion]]]:
         """All at once: ranks send their parts when all of them are done."""
@@ -231,32 +234,32 @@ class AllRanksEngine(AllRanksScores):
         self.local.sleep()
 
     def metrics(self) -> dict[str, float]:
-        """Of rank 0's part."""
+        """Metrics of rank 0's share."""
         return self.local.metrics()
 
 
-def generate_part(
+def generate_share(
     policy: Policy, local: LocalEngine, requests: Sequence[Request], sampling: Sampling
 ) -> list[Completion]:
-    """This rank's part of the requests; rank 0 gets all of them."""
+    """Sample this rank's share of the requests; rank 0 returns all completions."""
     world, rank = comm.world_size(), comm.rank()
-    first, stop = (len(requests) * part // world for part in (rank, rank + 1))
+    first, stop = (len(requests) * r // world for r in (rank, rank + 1))
     with gathered_weights(policy):
-        made = local.generate(requests[first:stop], sampling) if stop > first else []
-    rest, tensors = to_tensors(made)
+        completions = local.generate(requests[first:stop], sampling) if stop > first else []
+    rest, tensors = to_tensors(completions)
     all_rest = comm.of_all(rest, "completions")
-    parts = [comm.all_gather(x, "tokens of completions", everyone=True) for x in tensors]
+    gathered = [comm.all_gather(x, "tokens of completions", everyone=True) for x in tensors]
     if not comm.is_main():
-        return made
-    by_rank = zip(all_rest, zip(*parts, strict=True), strict=True)
-    return [completion for rest, own in by_rank for completion in from_tensors(rest, own)]
+        return completions
+    by_rank = zip(all_rest, zip(*gathered, strict=True), strict=True)
+    return [completion for rest, arrays in by_rank for completion in from_tensors(rest, arrays)]
 
 
 class SharedWeights(PolicyWeights):
-    """Sharded weights for servers that rank 0 talks to: the other ranks take part in every gather.
+    """Sharded weights for rank 0's servers, gathered one tensor at a time by all ranks.
 
-    Rank 0 alone knows when weights are needed: after a step, when a server has come back, for a comparison. That is
-    always in its main thread and inside Rank0Rollout.run. One tensor is gathered at a time, never the model.
+    Only rank 0 knows when weights are needed: after a step, after a server restart, for a comparison. It always asks in
+    its main thread and inside Rank0Rollout.run.
     """
 
     def tensors(self) -> Generator[tuple[str, Tensor], None, None]:
@@ -266,17 +269,17 @@ class SharedWeights(PolicyWeights):
             while (pair := next(tensors, None)) is not None:  # `yield from` would close them with this generator
                 yield pair
         finally:
-            for _ in tensors:  # if the transfer broke off: the other ranks gather all tensors
+            for _ in tensors:  # after an interrupted transfer: the other ranks gather all tensors
                 pass
 
     def save_adapter(self, folder: Path) -> None:
-        _ = self.adapter  # an adapter that cannot be served is refused before the command is sent
+        _ = self.adapter  # raises before the command is sent if the adapter cannot be served
         comm.send_command(f"adapter {name_of(self.dtype)}")
         super().save_adapter(folder)
 
 
 class CommandHandlers:
-    """Commands of rank 0 about weights and scores, as the other ranks execute them."""
+    """Rank 0's commands about weights and log-probs, as the other ranks execute them."""
 
     def __init__(self, policy: Policy, local: LocalEngine) -> None:
         self.policy, self.local = policy, local
@@ -304,7 +307,7 @@ class CommandHandlers:
 def logps_on_all_ranks(
     policy: Policy, local: LocalEngine, sequences: Sequences, temperature: float
 ) -> list[list[float]]:
-    """Log-probs by all ranks at once; the model stays sharded, but for the current block and the head."""
+    """Log-probs computed by all ranks together; only the current block and the head are gathered."""
     with comm.inside("log-probs to compare"), gathered_head(policy):
         return local.logps(sequences, temperature)
 

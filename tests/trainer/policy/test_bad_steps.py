@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-import trainer.offline.loop
+import trainer.offline.rows
 from tests.entry import metrics, repeatable, small_model
 from trainer.__main__ import main
 from trainer.config.blocks import OptimConfig
@@ -29,7 +29,7 @@ class Poison:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, bad: set[int]) -> None:
         self.bad, self.after = bad, {}
-        for module in (session, trainer.offline.loop):
+        for module in (session, trainer.offline.rows):
             monkeypatch.setattr(module, "build_optimizer", self.build)
         log = Run.log
 

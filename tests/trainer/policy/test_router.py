@@ -12,7 +12,7 @@ from tests.entry import metrics, repeatable
 from trainer.__main__ import main
 from trainer.config.blocks import LoraConfig, ModelConfig, RunConfig
 from trainer.methods.sft import backward
-from trainer.offline.loop import pack_items
+from trainer.offline.rows import pack_items
 from trainer.policy.load import BUILTIN, load_policy
 from trainer.policy.logps import Policy
 from trainer.policy.router import RouterLoss

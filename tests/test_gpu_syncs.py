@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from trainer.rl.session import Session
 
 from data.packing import Item, make_batches
 from kernels.linear_logprob import linear_logprob, linear_logprob_loss
@@ -30,7 +31,6 @@ from trainer.__main__ import main
 from trainer.ebft import strided
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.rows import Offline
-from trainer.rl.session import Session
 
 ON_CPU = os.environ.get("STROP_RUNS_ON") == "cpu"
 pytestmark = [] if ON_CPU else pytest.mark.gpu

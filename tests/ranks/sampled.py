@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from trainer.rl.session import Session
 
 from data.strided import Document
 from data.types import Prompt, TargetPrompt
@@ -37,7 +38,6 @@ from trainer.policy.reference import Reference
 from trainer.rl.critic import ValueHead, ValueModel
 from trainer.rl.groups import GroupBatch, sequence_kl
 from trainer.rl.rank0_rollout import Rank0Rollout
-from trainer.rl.session import Session
 from trainer.rl.teacher import Teacher
 
 SIZE = 4  # completions of a group

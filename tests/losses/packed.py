@@ -12,7 +12,7 @@ from losses.importance import sequence_length, sequence_mean, sequence_sum
 from losses.policy import POLICY_LOSSES
 from losses.types import Metrics
 from trainer.config.policy import PolicyLossConfig
-from trainer.methods.grpo import divisor, policy_loss
+from trainer.methods.grpo import PolicyLossFunction, divisor, policy_loss
 from trainer.rl.minibatch import MicroBatch
 
 MAX_LENGTH = 4
@@ -43,11 +43,11 @@ class Tokens:
     def micro_batch(self, logp: Tensor) -> MicroBatch:
         size, moved = int(self.sequence.max()) + 1 if len(self.sequence) else 0, (logp - self.old).detach()
         length = sequence_length(self.sequence, num_sequences=size)[self.sequence]
-        mean, total = (f(moved, self.sequence, num_sequences=size)[self.sequence] for f in (sequence_mean, sequence_sum))
+        mean, total = (f(moved, self.sequence, num_sequences=size) for f in (sequence_mean, sequence_sum))
         return MicroBatch(
             SimpleNamespace(target=logp), is_idle=False, advantage=self.advantage, length=length,
-            engine_logp=self.old, old_logp=self.old, ref_logp=self.ref, mean_log_ratio=mean,
-            total_log_ratio=total if self.total_log_ratio is None else self.total_log_ratio,
+            engine_logp=self.old, old_logp=self.old, ref_logp=self.ref, mean_log_ratio=mean[self.sequence],
+            total_log_ratio=total[self.sequence] if self.total_log_ratio is None else self.total_log_ratio,
             engine_gap=None if self.weight is None else self.weight.log(), keep_entropy=self.keep_entropy,
         )  # fmt: skip
 
@@ -60,6 +60,7 @@ class Tokens:
         logp: Tensor | None = None,
         entropy_coef: float = 0.0,
         divide: bool = True,
+        function: PolicyLossFunction = policy_loss,
         **options: Any,
     ) -> tuple[Tensor, Metrics]:
         """Loss and metrics of the tokens `rows` of one step, which has no others."""
@@ -70,7 +71,7 @@ class Tokens:
         t.logp, t.entropy = (logp[index] if len(logp) == len(self.old) else logp), self.entropy[index]
         cfg, batch = config(name, level, self.weight is not None, options), self.step(entropy_coef)
         count = divisor(cfg, batch) if divide else torch.ones(())
-        return policy_loss(cfg, t, batch, count)
+        return function(cfg, t, batch, count)
 
     def step(self, entropy_coef: float = 0.0) -> Any:
         """The counts of a MiniBatch with these tokens."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,6 @@ from hypothesis import strategies as st
 
 from losses.advantage import (
     EPSILON,
-    GroupRewards,
     effective_sample_frac,
     gdpo,
     group,
@@ -40,12 +41,18 @@ groups = st.integers(1, 5).flatmap(
 )
 
 
+def rewards_of(rewards: torch.Tensor, weights: torch.Tensor) -> Any:
+    """What an estimator reads, in one process."""
+    summed = weighted_sum(rewards, weights)
+    return SimpleNamespace(rewards=rewards, weights=weights, reward=summed, all_sum=lambda x: x)
+
+
 def gdpo_of(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    return gdpo(GroupRewards.of(rewards, weights))
+    return gdpo(rewards_of(rewards, weights))
 
 
 def sum_then_normalize(rewards: torch.Tensor, weights: torch.Tensor, scale: str = "group") -> torch.Tensor:
-    return group(GroupRewards.of(rewards, weights), scale_rewards=scale)
+    return group(rewards_of(rewards, weights), scale_rewards=scale)
 
 
 def tensor(rows: list[list[float | None]]) -> torch.Tensor:
@@ -338,16 +345,15 @@ def test_deviation_beside_a_large_mean_keeps_its_digits():
 
 
 def test_sequence_numbers_of_packed_completions():
-    x, mask = torch.tensor([1.0, 2.0, NAN, 4.0, 5.0]), torch.tensor([True, True, False, True, True])
-    sequence = torch.tensor([0, 0, 0, 2, 3])
-    assert sequence_sum(x, mask, sequence, num_sequences=5).tolist() == [3.0, 0.0, 4.0, 5.0, 0.0]
-    assert sequence_mean(x, mask, sequence, num_sequences=5).tolist() == [1.5, 0.0, 4.0, 5.0, 0.0]
-    assert sequence_length(mask, sequence, num_sequences=5).tolist() == [2, 0, 1, 1, 0]
+    x, sequence = torch.tensor([1.0, 2.0, 4.0, 5.0]), torch.tensor([0, 0, 2, 3])
+    assert sequence_sum(x, sequence, num_sequences=5).tolist() == [3.0, 0.0, 4.0, 5.0, 0.0]
+    assert sequence_mean(x, sequence, num_sequences=5).tolist() == [1.5, 0.0, 4.0, 5.0, 0.0]
+    assert sequence_length(sequence, num_sequences=5).tolist() == [2, 0, 1, 1, 0]
 
 
 def test_sequence_numbers_are_wide_and_without_gradient():
     x = torch.full((1000,), 0.1, dtype=torch.bfloat16, requires_grad=True)
-    total = sequence_sum(x, torch.ones(1000).bool(), torch.zeros(1000).long(), num_sequences=1)
+    total = sequence_sum(x, torch.zeros(1000).long(), num_sequences=1)
     assert total.dtype == torch.float32 and not total.requires_grad
     assert total.item() == pytest.approx(1000 * x[0].item(), rel=1e-5)
 

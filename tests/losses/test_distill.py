@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from losses.distill import generalized_jsd, reverse_kl
-from losses.policy import POLICY_LOSSES, Tokens, dapo, token_log_ratio
-from losses.types import LossOut
-from trainer.config.policy import PolicyLossConfig
+from losses.distill import generalized_jsd
+from tests.losses.packed import Tokens
+from trainer.methods.opd import reverse_kl_loss
 
 BETAS = (0, 0.1, 0.5, 0.9, 1)
 LOG_3 = math.log(3)
@@ -171,96 +170,58 @@ def test_jsd_names_what_it_cannot_take():
             generalized_jsd(wide(STUDENT), wide(TEACHER), **options)
 
 
-# ---- the sampled token ----
+# ---- the sampled token: trainer/methods/opd.py ----
 
 
-def sampled(
-    logp: Tensor, teacher: Tensor, *, old: Tensor | None = None, mask: Tensor | None = None, **options
-) -> LossOut:
-    mask = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
-    log_ratio = token_log_ratio(logp, logp.detach() if old is None else old, mask)
-    return reverse_kl(Tokens(logp, log_ratio, teacher, mask, length=mask.sum()), **options)
-
-
-def gradient(out: LossOut, of: Tensor) -> Tensor:
-    return torch.autograd.grad(out.terms["policy"].sum, of)[0]
+def sampled(logp: Tensor, teacher: Tensor, old: Tensor | None = None, **options) -> tuple[Tokens, Tensor, dict]:
+    case = Tokens(logp, logp if old is None else old, teacher)
+    return case, *case.loss("dapo", function=reverse_kl_loss, divide=False, **options)
 
 
 def test_sampled_value_and_gradient_by_hand():
-    logp, teacher = wide([-1.0, -0.5, -2.0]).requires_grad_(), wide([-2.0, -0.5, -1.5])
-    out = sampled(logp, teacher)
-    assert out.terms["policy"].sum.item() == pytest.approx(1.0 + 0.0 - 0.5) and out.terms["policy"].count.item() == 3
-    value, count = out.metrics["policy/reverse_kl"]
-    assert (value.item(), count.item()) == (pytest.approx(0.5), 3)
-    torch.testing.assert_close(gradient(out, logp), wide([1.0, 0.0, -0.5]))  # logp - teacher_logp
+    case, loss, metrics = sampled(wide([-1.0, -0.5, -2.0]), wide([-2.0, -0.5, -1.5]))
+    assert loss.item() == pytest.approx(1.0 + 0.0 - 0.5)
+    value, count = metrics["policy/reverse_kl"]
+    assert (value.item(), count) == (pytest.approx(0.5), 3)
+    torch.testing.assert_close(case.gradient(loss), wide([1.0, 0.0, -0.5]))  # logp - teacher_logp
 
 
 def test_sampled_gradient_is_that_of_trl():
     logits = wide(STUDENT).requires_grad_()
     ids = torch.tensor(SAMPLED).unsqueeze(1)
     logp, teacher = (z.log_softmax(dim=-1).gather(1, ids).squeeze(1) for z in (logits, wide(TEACHER)))
-    out = sampled(logp, teacher)
-    (got,) = torch.autograd.grad(out.terms["policy"].sum / out.terms["policy"].count, logits)
-    torch.testing.assert_close(got, wide(TRL_SAMPLED_GRADIENT), atol=1e-9, rtol=0)
+    case = Tokens(logp.detach(), logp.detach(), teacher)
+    loss, _ = case.loss("dapo", function=reverse_kl_loss, logp=logp)
+    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], wide(TRL_SAMPLED_GRADIENT), atol=1e-9, rtol=0)
 
 
 def test_sampled_gradient_is_exactly_zero_where_the_student_is_the_teacher():
     logp = -3 * torch.rand(50, generator=torch.Generator().manual_seed(0))
-    for old in (None, logp + 0.5):  # also where the policy has moved since it sampled
-        now = logp.clone().requires_grad_()
-        out = sampled(now, logp, old=old)
-        assert (gradient(out, now) == 0).all() and out.metrics["policy/reverse_kl"][0] == 0
+    for old in (None, logp + 0.5):  # even if the policy has moved since it sampled
+        case, loss, metrics = sampled(logp, logp, old)
+        assert (case.gradient(loss) == 0).all() and metrics["policy/reverse_kl"][0] == 0
 
 
 @pytest.mark.parametrize("moved", [False, True], ids=["on policy", "after steps"])
 def test_sampled_gradient_is_that_of_the_reverse_kl_in_expectation(moved):
-    """Over every token, with the probability that the sampler had: no clip, so any ratio counts in full."""
+    """Over every token, weighted by the probability that the sampler had: no clip, so any ratio counts in full."""
     student, teacher = wide(STUDENT[0]).requires_grad_(), wide(TEACHER[0]).log_softmax(dim=0)
     old = (wide(STUDENT[0]) + (wide([0.5, -1.0, 0.0, 1.0, 2.0]) if moved else 0)).log_softmax(dim=0)
     logp = student.log_softmax(dim=0)
-    t = Tokens(logp, logp - old, teacher, torch.ones(5, dtype=torch.bool), torch.tensor(5))
-    loss, _ = reverse_kl.loss(t, epsilon=1.0, epsilon_high=1e9)
-    (got,) = torch.autograd.grad((old.exp() * loss).sum(), student)
+    case = Tokens(logp.detach(), old, teacher, weight=old.exp())
+    loss, _ = case.loss("dapo", function=reverse_kl_loss, logp=logp, divide=False, epsilon=1.0, epsilon_high=1e9)
+    (got,) = torch.autograd.grad(loss, student)
     (want,) = torch.autograd.grad(generalized_jsd(student, teacher, beta=1), student)
     torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-10)
 
 
-def test_sampled_clips_as_dapo_does_with_the_gap_to_the_teacher_as_advantage():
+def test_sampled_is_dapo_with_the_gap_to_the_teacher_as_advantage():
     generator = torch.Generator().manual_seed(3)
     logp, old, teacher, reward = (-2 * torch.rand(40, generator=generator, dtype=torch.float64) for _ in range(4))
-    now, same = logp.clone().requires_grad_(), logp.clone().requires_grad_()
-    mask = torch.rand(40, generator=generator) < 0.8
     options = {"epsilon": 0.1, "epsilon_high": 0.3, "dual_clip": 3.0}
-    out = sampled(now, teacher + 0.5 * reward, old=old, mask=mask, **options)
-    t = Tokens(same, token_log_ratio(same, old, mask), teacher + 0.5 * reward - logp, mask, mask.sum())
-    want = dapo(t, **options)
-    torch.testing.assert_close(out.terms["policy"].sum, want.terms["policy"].sum)
-    torch.testing.assert_close(gradient(out, now), gradient(want, same))
-    clipped = out.metrics["policy/clip_frac"]
-    assert clipped == want.metrics["policy/clip_frac"] and clipped[0] > 0
-    assert (gradient(sampled(now, teacher, old=old, mask=mask), now)[~mask] == 0).all()
-
-
-def test_sampled_pieces_sum_to_the_whole_and_padding_may_hold_anything():
-    generator = torch.Generator().manual_seed(4)
-    logp, old, teacher = (-2 * torch.rand(30, generator=generator) for _ in range(3))
-    mask = torch.rand(30, generator=generator) < 0.7
-    whole = sampled(logp, teacher, old=old, mask=mask)
-    parts = [sampled(*(x[a:b] for x in (logp, teacher)), old=old[a:b], mask=mask[a:b]) for a, b in ((0, 7), (7, 30))]
-    for name in ("policy/reverse_kl", "policy/clip_frac", "policy/ratio"):
-        for i in range(2):
-            torch.testing.assert_close(sum(part.metrics[name][i] for part in parts), whole.metrics[name][i])
-    torch.testing.assert_close(sum(part.terms["policy"].sum for part in parts), whole.terms["policy"].sum)
-    dirty = [torch.where(mask, x, math.nan) for x in (logp, teacher, old)]
-    dirty[0].requires_grad_()
-    out = sampled(dirty[0], dirty[1], old=dirty[2], mask=mask)
-    assert torch.equal(out.terms["policy"].sum, whole.terms["policy"].sum)
-    assert torch.equal(out.metrics["policy/reverse_kl"][0], whole.metrics["policy/reverse_kl"][0])
-    assert (gradient(out, dirty[0])[~mask] == 0).all()
-
-
-def test_a_config_takes_it_by_name():
-    """Not as a built-in loss: with a reward advantage alone it would pull every log-prob to that number."""
-    cfg = PolicyLossConfig(loss_type="losses.distill.reverse_kl", epsilon=0.3)
-    assert cfg.loss is reverse_kl and cfg.loss_options["epsilon"] == 0.3
-    assert "reverse_kl" not in POLICY_LOSSES
+    case, loss, metrics = sampled(logp, teacher + 0.5 * reward, old, **options)
+    same = Tokens(logp, old, teacher + 0.5 * reward - logp)
+    want, expected = same.loss("dapo", divide=False, **options)
+    torch.testing.assert_close(loss, want)
+    torch.testing.assert_close(case.gradient(loss), same.gradient(want))
+    assert metrics["policy/clip_frac"] == expected["policy/clip_frac"] and metrics["policy/clip_frac"][0] > 0

@@ -5,32 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from losses import ebft
-from losses.entropy import entropy_bonus
-from losses.gae import clipped_value_loss
-from losses.importance import sequence_length, sequence_mean, sequence_sum
-from losses.kl import KL_ESTIMATORS, kl_penalty
-from losses.kto import apo_zero_unpaired, kto_loss
-from losses.policy import POLICY_LOSSES, Tokens, sequence_log_ratio, token_log_ratio
-from losses.preference import (
-    DIVERGENCE_LOSSES,
-    DIVERGENCES,
-    PAIR_LOSSES,
-    AotTargets,
-    PairScores,
-    aot_targets,
-    dpo_loss,
-)
+from losses.kl import KL_ESTIMATORS, token_kl
+from losses.preference import DIVERGENCE_LOSSES, DIVERGENCES, PAIR_LOSSES, AotTargets, PairScores, aot_targets
 from losses.reference_free import CPO_LOSSES, FreeScores, cpo_loss, orpo_loss
 from losses.reward_model import UNLABELLED, bradley_terry, stepwise_loss
-from losses.sft import dft_loss, sft_loss
-from losses.types import LossOut, wide
+from losses.types import LossOut, Term, wide
+from trainer.methods import dpo, kto, ppo, sft
 
 SMOOTHING = {"exo_pair": 1e-3, "robust": 0.1}
 
@@ -65,28 +52,10 @@ def tokens(n: int, k: int, seed: int = 0) -> list[Tensor]:
     return [*(base + 0.3 * draw(n, seed=seed + 10 + i) for i in range(k)), draw(n, seed=seed + 5) < 0.5]
 
 
-def policy_cases() -> Iterator[tuple[str, Case]]:
-    sequence = torch.repeat_interleave(torch.arange(5), torch.tensor([7, 1, 12, 5, 16]))
-    logp, old, mask = tokens(41, 2)
-    mask = mask & (sequence != 3)  # a completion without a trained token
-    sums = {"num_sequences": 5}
-    log_ratio = token_log_ratio(logp, old, mask)
-    length = sequence_length(mask, sequence, **sums)[sequence]
-    total, mean = (f(log_ratio, mask, sequence, **sums)[sequence] for f in (sequence_sum, sequence_mean))
-    advantage, weight = draw(5, seed=1)[sequence], draw(41, seed=2).abs()
-
-    def run(name: str, level: str, logp: Tensor, other: Tensor, advantage, weight, total, length, mask) -> LossOut:
-        ratio = token_log_ratio if level == "token" else sequence_log_ratio
-        t = Tokens(logp, ratio(logp, other, mask), advantage, mask, length, weight, total)
-        return POLICY_LOSSES[name](t, micro_batch_tokens=torch.tensor(20), max_completion_length=4)
-
-    rest = [advantage, weight, total, length, mask]
-    for name, record in POLICY_LOSSES.items():
-        smooth = name != "cispo" and record.ratio != "completion"
-        yield name, Case(partial(run, name, "token"), [logp, old, *rest], mask=True, smooth=smooth)
-        yield f"{name} of sequences", Case(
-            partial(run, name, "sequence"), [logp, mean, *rest], mask=True, smooth=False
-        )  # fmt: skip
+def of_tokens(loss: Tensor, metrics: dict | None = None) -> LossOut:
+    """The sum of a loss per token or completion, as the methods take it."""
+    counted = {name: (torch.as_tensor(x).detach(), torch.as_tensor(n)) for name, (x, n) in (metrics or {}).items()}
+    return LossOut({"loss": Term(1.0, loss.sum(), torch.tensor(len(loss)))}, counted)
 
 
 def pair_cases() -> Iterator[tuple[str, Case]]:
@@ -98,7 +67,10 @@ def pair_cases() -> Iterator[tuple[str, Case]]:
     def run(name: str, divergence, *columns: Tensor) -> LossOut:
         s = PairScores(*columns[:4], *columns[-2:], divergence)
         more = {"pair_weight": columns[4]} if len(columns) == 7 else {"targets": AotTargets(*columns[4:7])}
-        return dpo_loss(s, [name], [1.0], beta=0.1, label_smoothing=SMOOTHING.get(name, 0.0), **more)
+        smoothing = {"label_smoothing": SMOOTHING.get(name, 0.0), "discopop_tau": 0.05}
+        cfg = SimpleNamespace(losses=((name,), (1.0,)), beta=0.1, **smoothing)
+        terms = dpo.pair_losses(cfg, s, torch.zeros(()), **more)
+        return LossOut({name: Term(1.0, terms[name], torch.tensor(len(s.c)))}, {})
 
     targets = list(aot_targets(PairScores(*logp, *ref, *lengths)))
     for name in PAIR_LOSSES:
@@ -124,26 +96,35 @@ def pair_cases() -> Iterator[tuple[str, Case]]:
 
 def cases() -> dict[str, Case]:
     logp, old, ref, mask = tokens(23, 3, seed=30)
-    weights = {"beta": 0.1, "desirable_weight": 1.2, "undesirable_weight": 0.3}
+    weights = SimpleNamespace(beta=0.1, desirable_weight=1.2, undesirable_weight=0.3)
     label = torch.where(draw(23, seed=7) < 0, UNLABELLED, (draw(23, seed=8) > 0).long())
+
+    def value(cfg: SimpleNamespace, value: Tensor, old: Tensor, target: Tensor) -> LossOut:
+        mb = SimpleNamespace(extra={"old_value": wide(old), "target": wide(target)})
+        total, metrics = ppo.value_loss(cfg, value, mb)
+        counted = {name: (x.detach(), torch.tensor(n)) for name, (x, n) in metrics.items()}
+        return LossOut({"value": Term(1.0, total, torch.tensor(len(value)))}, counted)
+
+    def labelled(logp: Tensor, ref: Tensor, label: Tensor) -> LossOut:
+        return of_tokens(*kto.sequence_losses(weights, wide(logp), wide(ref), label, torch.tensor(0.25)))
+
     made = {
-        "sft": Case(sft_loss, [logp, mask], mask=True),
-        "dft": Case(dft_loss, [logp, mask], mask=True, smooth=False, extremes=(-1e4, 0.0)),  # weighted by sg[p]
-        "entropy": Case(partial(entropy_bonus, coef=0.1), [ref.abs(), mask], mask=True),
-        "ebft rollout": Case(ebft.rollout_loss, [logp, old, mask], mask=True),
-        "ebft target": Case(partial(ebft.target_loss, ce_coef=0.03), [logp, mask], mask=True),
-        "kto": Case(lambda *x: kto_loss(*x, torch.tensor(0.25), **weights), [logp, ref, mask]),
-        "apo": Case(partial(apo_zero_unpaired, **weights), [logp, ref, mask]),
-        "value": Case(partial(clipped_value_loss, clip=0.2, coef=0.3), [logp, old, ref]),
-        "value without a clip": Case(partial(clipped_value_loss, clip=None), [logp, old, ref]),
+        "sft": Case(lambda logp: of_tokens(sft.token_losses(wide(logp), "nll")), [logp]),
+        "dft": Case(
+            lambda logp: of_tokens(sft.token_losses(wide(logp), "dft")), [logp], smooth=False, extremes=(-1e4, 0.0)
+        ),  # weighted by sg[p]
+        "kto": Case(labelled, [logp, ref, mask]),
+        "value": Case(partial(value, SimpleNamespace(cliprange_value=0.2)), [logp, old, ref]),
+        "value without a clip": Case(partial(value, SimpleNamespace(cliprange_value=None)), [logp, old, ref]),
         "steps": Case(stepwise_loss, [2 * draw(23, 2), label], mask=True),
     }
     for name, estimator in KL_ESTIMATORS.items():
         for weighted in (True, False):
-            loss = partial(kl_penalty, beta=0.1, estimator=estimator, ratio_weighted=weighted)
+            loss = partial(token_kl, estimator=estimator, ratio_weighted=weighted)
             smooth = not weighted or name != "k2"  # sg[ratio] k2
-            made[f"kl {name} {weighted}"] = Case(loss, [logp, old, ref, mask], mask=True, smooth=smooth)
-    return made | dict(policy_cases()) | dict(pair_cases())
+            run = lambda *x, loss=loss: of_tokens(loss(*map(wide, x)))  # noqa: E731
+            made[f"kl {name} {weighted}"] = Case(run, [logp, old, ref], smooth=smooth)
+    return made | dict(pair_cases())
 
 
 CASES = cases()

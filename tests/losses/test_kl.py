@@ -1,4 +1,4 @@
-"""Golden values of the KL term beside the clipped surrogate, checked against TRL 1.16.0 (loss type dapo, beta 0.1)."""
+"""Estimators of the KL divergence: values and gradients. tests/losses/test_policy.py has golden values of the term."""
 
 from __future__ import annotations
 
@@ -8,54 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from losses.kl import KL_ESTIMATORS, MAX_LOG_RATIO, k1, k2, k3, kl_penalty, reward_minus_kl
-from losses.policy import Tokens, dapo, token_log_ratio
-from losses.types import LossOut, merge
-
-LOGP = (-1.0, -0.5, -2.0, -0.7)
-OLD = (-1.2, -0.5, -1.5, -1.2)
-REF = (-1.1, -0.6, -1.8, -0.9)
-ADVANTAGE = (1.0, 1.0, 1.0, -1.0)
-BETA = 0.1
+from losses.kl import KL_ESTIMATORS, MAX_LOG_RATIO, k1, k2, k3, reward_minus_kl, token_kl
 
 
-def mean(out: LossOut) -> Tensor:
-    return torch.stack([term.weight * term.sum / term.count for term in out.terms.values()]).sum()
-
-
-def random_case(n: int = 41, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def random_case(n: int = 41, seed: int = 0) -> Tensor:  # (3, n)
     generator = torch.Generator().manual_seed(seed)
-    logp, old, ref = -3 * torch.rand(3, n, generator=generator, dtype=torch.float64)
-    return logp, old, ref, torch.rand(n, generator=generator) < 0.7
-
-
-def naive(logp: Tensor, old: Tensor, ref: Tensor, mask: Tensor, weighted: bool) -> float:
-    total = 0.0
-    for lp, lo, lr, m in zip(logp.tolist(), old.tolist(), ref.tolist(), mask.tolist(), strict=True):
-        if m:
-            d = lr - lp
-            total += (math.exp(d) - d - 1) * (math.exp(lp - lo) if weighted else 1.0)
-    return total
-
-
-@pytest.mark.parametrize(
-    ("weighted", "kl", "loss", "gradient"),
-    [
-        (False, 0.012452, -0.288207, [0.002379, -0.247621, -0.157168, 0.416712]),
-        (True, 0.013652, -0.288087, [0.003054, -0.247500, -0.154665, 0.420424]),
-    ],
-)
-def test_kl_penalty_golden_values(weighted, kl, loss, gradient):
-    logp, mask = torch.tensor(LOGP, requires_grad=True), torch.ones(4, dtype=torch.bool)
-    old, ref, advantage = torch.tensor(OLD), torch.tensor(REF), torch.tensor(ADVANTAGE)
-    penalty = kl_penalty(logp, old, ref, mask, beta=BETA, ratio_weighted=weighted)
-    assert (penalty.terms["kl"].sum / 4).item() == pytest.approx(kl, abs=1e-6)
-    assert penalty.terms["kl"].weight == BETA and penalty.terms["kl"].count.item() == 4
-    surrogate = dapo(Tokens(logp, token_log_ratio(logp, old, mask), advantage, mask, torch.ones(4)))
-    total = mean(merge(surrogate, penalty))
-    total.backward()
-    assert total.item() == pytest.approx(loss, abs=1e-6)
-    torch.testing.assert_close(logp.grad, torch.tensor(gradient), atol=1e-6, rtol=0)
+    return -3 * torch.rand(3, n, generator=generator, dtype=torch.float64)
 
 
 def test_estimators_of_one_token():
@@ -81,13 +39,13 @@ def test_k1_and_k3_have_the_true_divergence_as_expectation():
 
 
 @pytest.mark.parametrize("weighted", [True, False])
-def test_kl_penalty_gradient_is_the_closed_form(weighted):
-    logp, old, ref, mask = random_case()
+def test_k3_gradient_is_the_closed_form(weighted):
+    logp, old, ref = random_case()
     logp.requires_grad_()
-    kl_penalty(logp, old, ref, mask, beta=BETA, ratio_weighted=weighted).terms["kl"].sum.backward()
+    token_kl(logp, old, ref, ratio_weighted=weighted).sum().backward()
     with torch.no_grad():
         expected = (logp - old).exp() * (logp - ref) if weighted else 1 - (ref - logp).exp()
-    torch.testing.assert_close(logp.grad, expected * mask, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(logp.grad, expected, atol=1e-12, rtol=1e-12)
 
 
 def test_k3_is_bounded_above_and_exact_below():
@@ -125,10 +83,9 @@ def test_value_and_gradient_are_those_of_the_formula_for_models_far_apart(name, 
         want = -ratio * d if name == "k3" and weighted else formula  # autograd of the product cancels above 30 nats
         torch.testing.assert_close(want[d < 20], formula[d < 20], rtol=1e-6, atol=1e-6)  # and agrees below
 
-        ours, one = logp.detach().to(dtype).requires_grad_(), torch.ones(1, dtype=torch.bool)
-        rows = zip(ours.split(1), old.to(dtype).split(1), ref.to(dtype).split(1), strict=True)
-        options = {"beta": 1.0, "ratio_weighted": weighted, "estimator": KL_ESTIMATORS[name]}
-        got = torch.stack([kl_penalty(*row, one, **options).terms["kl"].sum for row in rows])
+        ours = logp.detach().to(dtype).requires_grad_()
+        options = {"ratio_weighted": weighted, "estimator": KL_ESTIMATORS[name]}
+        got = token_kl(ours, old.to(dtype), ref.to(dtype), **options)
         got.sum().backward()
         beyond = (d > MAX_LOG_RATIO) if name == "k3" else torch.zeros(len(d), dtype=torch.bool)
         cap = math.exp(MAX_LOG_RATIO)
@@ -141,9 +98,9 @@ def test_value_and_gradient_are_those_of_the_formula_for_models_far_apart(name, 
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
 def test_beyond_its_clamp_the_ratio_stays_the_same_in_value_and_gradient(name):
-    logp, one = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True), torch.ones(1, dtype=torch.bool)
+    logp = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
     old, ref = torch.tensor([-31.0], dtype=torch.float64), torch.tensor([-1.5], dtype=torch.float64)
-    term = kl_penalty(logp, old, ref, one, beta=1.0, estimator=KL_ESTIMATORS[name]).terms["kl"].sum
+    term = token_kl(logp, old, ref, estimator=KL_ESTIMATORS[name]).sum()
     term.backward()
     cap = math.exp(MAX_LOG_RATIO)
     assert term.item() == pytest.approx(cap * KL_ESTIMATORS[name](logp, ref).item())
@@ -151,18 +108,10 @@ def test_beyond_its_clamp_the_ratio_stays_the_same_in_value_and_gradient(name):
 
 
 def expected_gradient(estimator, ratio_weighted: bool, old: Tensor, logits: Tensor, ref: Tensor) -> Tensor:
-    """Expected over every token of a small vocabulary, sampled from the sampling policy."""
-    leaf, one = logits.clone().requires_grad_(), torch.ones(1, dtype=torch.bool)
-    logp = leaf.log_softmax(dim=0)
-    total = sum(
-        old[i].exp()
-        * kl_penalty(
-            logp[i : i + 1], old[i : i + 1], ref[i : i + 1], one, beta=1.0,
-            ratio_weighted=ratio_weighted, estimator=estimator,
-        ).terms["kl"].sum
-        for i in range(len(logits))
-    )  # fmt: skip
-    return torch.autograd.grad(total, leaf)[0]
+    """Expectation over every token of a small vocabulary, sampled from the sampling policy."""
+    leaf = logits.clone().requires_grad_()
+    each = token_kl(leaf.log_softmax(dim=0), old, ref, ratio_weighted=ratio_weighted, estimator=estimator)
+    return torch.autograd.grad((old.exp() * each).sum(), leaf)[0]
 
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
@@ -185,17 +134,6 @@ def test_unweighted_on_policy_k2_is_exact_k1_is_zero_and_k3_is_biased():
     torch.testing.assert_close(expected_gradient(k2, False, old, logits, ref), right, atol=1e-12, rtol=1e-12)
     assert expected_gradient(k1, False, old, logits, ref).abs().max() < 1e-12
     assert (expected_gradient(k3, False, old, logits, ref) - right).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("name", KL_ESTIMATORS)
-@pytest.mark.parametrize("weighted", [True, False])
-def test_kl_penalty_value_of_every_estimator(name, weighted):
-    logp, old, ref, mask = random_case()
-    got = kl_penalty(logp, old, ref, mask, beta=BETA, ratio_weighted=weighted, estimator=KL_ESTIMATORS[name])
-    each = KL_ESTIMATORS[name](logp, ref) * ((logp - old).exp() if weighted else 1.0)
-    assert got.terms["kl"].sum.item() == pytest.approx(each[mask].sum().item(), rel=1e-12)
-    total, count = got.metrics["policy/ref_kl_k3"]
-    assert total.item() == pytest.approx(naive(logp, old, ref, mask, weighted=False), rel=1e-12)
 
 
 def test_kl_in_the_reward_is_subtracted_per_completion():

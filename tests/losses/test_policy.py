@@ -201,7 +201,7 @@ def test_gspo_of_one_token_is_token_level():
 
 
 def test_slices_cut_anywhere_sum_to_the_whole():
-    for name, level in itertools.chain(((x, "token") for x in POLICY_LOSSES), ((x, "sequence") for x in SEQUENCE_LEVEL)):
+    for name, level in [*((name, "token") for name in POLICY_LOSSES), *((name, "sequence") for name in SEQUENCE_LEVEL)]:
         case = random_case(seed=3)
         whole, metrics = case.loss(name, level=level, **CLIP)
         gradient = case.gradient(whole)

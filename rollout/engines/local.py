@@ -80,7 +80,7 @@ class LocalEngine:
         self.version = 0
         self.memory_policy = MemoryPolicy(self.device, log) if self.kind == "cuda" else None
         self._make_forward: Callable[[], Forward] | None = None  # None: not chosen yet, or sampled by growing.py
-        self._grows = False  # sampled by growing.py
+        self._uses_growing_cache = False  # sampled by growing.py
         self._forward: Forward | None = None  # None: not built yet, or freed for training
         self._scheduler: Scheduler | None = None
         self._loaded: int | None = None  # weight version of the forward
@@ -108,16 +108,15 @@ class LocalEngine:
             for i, (request, limit) in enumerate(zip(requests, limits, strict=True))
         ]
         stop = StopCheck(self.tokenizer, sampling)
-        if self._make_forward is None and not self._grows:
-            self._choose_forward()
+        self._choose_forward()
         # Longest first, so shorter prompts fill the gaps. Equal prompts are adjacent and share a tile.
         jobs.sort(key=lambda job: (-len(job.prompt_ids), job.prompt_ids))
-        sample = self._sample_growing if self._grows else self._sample_paged
+        sample = self._sample_growing if self._uses_growing_cache else self._sample_paged
         run = sample(jobs, sampling, stop)
         try:
             while True:
                 # Not around the yield: the caller must see gradients and training mode unchanged.
-                with evaluating(self.model, self.autocast_dtype if self._grows else None):
+                with evaluating(self.model, self.autocast_dtype if self._uses_growing_cache else None):
                     ended = next(run, None)
                 if ended is None:
                     return
@@ -126,8 +125,8 @@ class LocalEngine:
             run.close()
 
     def _sample_paged(self, jobs: Sequence[Job], sampling: Sampling, stop: StopCheck) -> Iterator[Sequence[Job]]:
-        """Run the scheduler. A generator, so that even _ready() runs inside `evaluating`."""
-        yield from self._ready(jobs).run(jobs, sampling, stop)
+        """Run the scheduler. A generator, so that even _prepare_scheduler() runs inside `evaluating`."""
+        yield from self._prepare_scheduler(jobs).run(jobs, sampling, stop)
 
     def _sample_growing(self, jobs: Sequence[Job], sampling: Sampling, stop: StopCheck) -> Iterator[Sequence[Job]]:
         for start in range(0, len(jobs), self.max_batch_size):
@@ -226,11 +225,10 @@ class LocalEngine:
 
     def prepare(self, *, prompt_length: int, max_tokens: int, prompts: int, group: int) -> None:
         """Before training: choose the forward pass, check lengths and allocate the cache."""
-        if self._make_forward is None and not self._grows:
-            self._choose_forward()
-        if not self._grows:
+        self._choose_forward()
+        if not self._uses_growing_cache:
             longest = [[i] * prompt_length for i in range(prompts)]
-            self._ready([Job(prompt, 0, max_tokens) for prompt in longest for _ in range(group)])
+            self._prepare_scheduler([Job(prompt, 0, max_tokens) for prompt in longest for _ in range(group)])
 
     def load(self, version: int) -> None:
         """Mark the weight copy, if there is one, for a refresh before the next token."""
@@ -273,13 +271,15 @@ class LocalEngine:
         return self.autocast_dtype or next(self.model.parameters()).dtype
 
     def _choose_forward(self) -> None:
-        """Choose the first forward pass whose log-probs match the trainer's."""
+        """On the first call, choose the first forward pass whose log-probs match the trainer's."""
+        if self._make_forward is not None or self._uses_growing_cache:
+            return
         obstacle, skipped = paged_obstacle(self.lm, needs_kernels=self.kind == "cuda"), None
         name = type(self.lm).__name__
         for make in [] if obstacle else self._ways():
             try:
                 self._make_forward, self._forward = make, make()
-                obstacle = self._parity()
+                obstacle = self._check_parity()
             except torch.OutOfMemoryError:
                 raise
             except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -292,7 +292,7 @@ class LocalEngine:
                 return
             self._release()
             skipped = obstacle
-        self._make_forward, self._grows = None, True
+        self._make_forward, self._uses_growing_cache = None, True
         self.log(f"rollout: sampling {name} without a paged KV cache (slower): {obstacle}")
 
     def _ways(self) -> list[Callable[[], Forward]]:
@@ -310,7 +310,7 @@ class LocalEngine:
             ways.insert(0, lambda: BlockForward(lm, dtype))
         return ways
 
-    def _parity(self) -> str | None:
+    def _check_parity(self) -> str | None:
         """Compare a few sampled tokens with the trainer's log-probs; return the problem, or None."""
         vocab = self.lm.config.get_text_config().vocab_size
         longest = min(20, (getattr(self.lm.config.get_text_config(), "max_position_embeddings", None) or 26) - 6)
@@ -319,7 +319,7 @@ class LocalEngine:
         jobs = [Job(prompt, seed, 6) for seed, prompt in enumerate(prompts)]
         sampling = Sampling(max_tokens=6)
         with evaluating(self.model, None):
-            for _ in self._ready(jobs).run(jobs, sampling, StopCheck(self.tokenizer, sampling)):
+            for _ in self._prepare_scheduler(jobs).run(jobs, sampling, StopCheck(self.tokenizer, sampling)):
                 pass
         sampled = torch.tensor([job.logps for job in jobs])
         expected = torch.tensor(self.logps([(job.prompt_ids, job.ids) for job in jobs], 1.0))
@@ -329,9 +329,9 @@ class LocalEngine:
             return f"its log-probs with a paged KV cache differ from the trainer's by {gap:.3g} (limit {limit:g})"
         return None
 
-    def _ready(self, jobs: Sequence[Job]) -> Scheduler:
+    def _prepare_scheduler(self, jobs: Sequence[Job]) -> Scheduler:
         """Return a scheduler with the current weights and a cache large enough for these jobs."""
-        assert self._make_forward is not None, "_ready() called before _choose_forward()"
+        assert self._make_forward is not None, "_prepare_scheduler() called before _choose_forward()"
         if self._forward is None:
             self._forward = self._make_forward()
             self._loaded = None
@@ -372,10 +372,10 @@ class LocalEngine:
         assert self._forward is not None
         torch.cuda.empty_cache()
         logits = self.max_batch_size * self.lm.config.get_text_config().vocab_size * 4
-        room_bytes = available(self.device) - torch.cuda.memory_allocated(self.device) - 2 * logits - GIB
+        free_bytes = available(self.device) - torch.cuda.memory_allocated(self.device) - 2 * logits - GIB
         if self.cache_gib is not None:
-            room_bytes = min(room_bytes, self.cache_gib * GIB)
-        return max(0, int(FULL * room_bytes / (self._forward.shape.bytes_per_token * PAGE[self.kind])))
+            free_bytes = min(free_bytes, self.cache_gib * GIB)
+        return max(0, int(FULL * free_bytes / (self._forward.shape.bytes_per_token * PAGE[self.kind])))
 
     def _release(self) -> int:
         """Free cache, graphs and weight copy; return their size in GPU bytes."""

@@ -98,13 +98,13 @@ class Scheduler:
             while waiting or active:
                 self._admit(waiting, active)
                 steps = min(self.steps_per_sync, max(job.left for job in active))
-                self._grow(waiting, active, steps)
-                ids, logps = self.decoder.run(self._state(active, sampling.temperature), stop_ids, top, steps)
+                self._grow_rows(waiting, active, steps)
+                ids, logps = self.decoder.run(self._row_state(active, sampling.temperature), stop_ids, top, steps)
                 ended = self._collect(active, ids, logps, stop)
                 if ended:
                     active = [job for job in active if job not in ended]
                     for job in ended:
-                        self._end(job)
+                        self._finish(job)
                     yield list(ended)
         finally:
             for job in active:  # if interrupted
@@ -125,7 +125,7 @@ class Scheduler:
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.decoder.page)
 
-    def _take(self, count: int) -> list[int]:
+    def _take_pages(self, count: int) -> list[int]:
         assert count <= len(self.free), f"{count} pages needed, {len(self.free)} free"
         taken, self.free = self.free[len(self.free) - count :], self.free[: len(self.free) - count]
         return taken
@@ -144,7 +144,7 @@ class Scheduler:
             self.forget([next(iter(self.conversations))])
         return len(self.free) >= count
 
-    def _grow(self, waiting: deque[Job], active: list[Job], steps: int) -> None:
+    def _grow_rows(self, waiting: deque[Job], active: list[Job], steps: int) -> None:
         """Give every row pages for its next tokens; if pages run out, requeue the rows admitted last."""
         row = 0
         while row < len(active):
@@ -159,7 +159,7 @@ class Scheduler:
                 if last is job:
                     return
             if needed > 0:
-                job.pages += self._take(needed)
+                job.pages += self._take_pages(needed)
             row += 1
 
     # Rows.
@@ -172,7 +172,7 @@ class Scheduler:
             self._continue_conversation(job)
             prefix = self.prefixes.get(tuple(job.prompt_ids[:-1]))
             if job.prefix is None and prefix is not None:
-                self._use(job, prefix)  # now, so that _evict() keeps it
+                self._attach(job, prefix)  # now, so that _evict() keeps it
             prefix_pages = 0 if job.prefix else self.pages_for(len(job.prompt_ids) - 1)
             num_own = job.num_own if job.prefix else 1 + len(job.ids)
             own_pages = self.pages_for(num_own) - len(job.pages)
@@ -182,9 +182,9 @@ class Scheduler:
                 break
             waiting.popleft()
             if job.prefix is None:
-                self._use(job, self._new_prefix(job.prompt_ids[:-1], fills))
+                self._attach(job, self._new_prefix(job.prompt_ids[:-1], fills))
             prefix = job.prefix
-            job.pages += self._take(self.pages_for(job.num_own) - len(job.pages))
+            job.pages += self._take_pages(self.pages_for(job.num_own) - len(job.pages))
             uncached = job.own[job.num_cached : -1]  # the first decode step runs the last token
             if uncached:
                 fills.append(PrefillJob(uncached, len(prefix.ids) + job.num_cached, self._slots(job)[:-1]))
@@ -194,12 +194,12 @@ class Scheduler:
             self._prefill_ahead(waiting, fills)
             self.decoder.prefill(fills)
 
-    def _use(self, job: Job, prefix: Prefix) -> None:
+    def _attach(self, job: Job, prefix: Prefix) -> None:
         job.prefix, job.own_first = prefix, job.prompt_ids[len(prefix.ids) :]
         prefix.num_users += 1
 
     def _new_prefix(self, ids: Sequence[int], fills: list[PrefillJob]) -> Prefix:
-        prefix = Prefix(tuple(ids), self._take(self.pages_for(len(ids))))
+        prefix = Prefix(tuple(ids), self._take_pages(self.pages_for(len(ids))))
         self.prefixes[prefix.ids] = prefix
         fills.append(PrefillJob(list(ids), 0, self._page_slots(prefix.pages, len(ids))))
         return prefix
@@ -238,7 +238,7 @@ class Scheduler:
             job.prefix.num_users -= 1
             job.prefix, job.own_first = None, []
 
-    def _end(self, job: Job) -> None:
+    def _finish(self, job: Job) -> None:
         if job.conversation is None:
             self._release(job)
             return
@@ -261,7 +261,7 @@ class Scheduler:
 
     # One run of the decoder.
 
-    def _state(self, active: Sequence[Job], temperature: float) -> RowState:
+    def _row_state(self, active: Sequence[Job], temperature: float) -> RowState:
         tables = [job.prefix.pages + job.pages for job in active]
         table = np.zeros((len(active), max(map(len, tables))), np.int32)
         for row, pages in enumerate(tables):

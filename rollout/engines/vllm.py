@@ -98,17 +98,18 @@ class VllmEngine:
                     grouped=not samples_ahead, log=log,
                 ))  # fmt: skip
             wait_ready(self.launched, cfg.startup_timeout, log)
-            addresses = [(s.url, s.token) for s in self.launched] or [(url, find_token(url)) for url in cfg.url]
+            # (url, token) per server; the gyms read it
+            self.places = [(s.url, s.token) for s in self.launched] or [(url, find_token(url)) for url in cfg.url]
             owner = owner or Owner.here()
             servers = [
                 VllmServer(url, token=token, timeout=cfg.timeout, vocab_size=vocab_size, owner=owner)
-                for url, token in addresses
+                for url, token in self.places
             ]
             self.pool = Pool(
                 servers, max_in_flight=cfg.max_in_flight, timeout=cfg.timeout, log=log, seeded=cfg.seeded,
                 restart=self._restart if self.launched else None,
             )  # fmt: skip
-            self._run(self.pool.connect())
+            self.loop.run(self.pool.connect())
             backend = pick_backend(sync.backend, servers, is_lora=is_lora, device_uuid=uuid_of(device))
             if backend == "lora" and is_quantised:
                 self._probe.rounded = True
@@ -204,9 +205,9 @@ class VllmEngine:
         trainer_logps = self._probe.logps(ids) if members else []
         for member in members:
             try:
-                logps = self._run(server_logps(self.pool, member, ids))
+                logps = self.loop.run(server_logps(self.pool, member, ids))
             except ServerError as error:
-                self._run(self.pool.fail(member, str(error)))
+                self.loop.run(self.pool.fail(member, str(error)))
                 continue
             compared = True
             gap, limit, kind = self._probe.gap(trainer_logps, logps, member.server.info.dtype)
@@ -314,7 +315,7 @@ class VllmEngine:
                     f"vllm.url={server.url}: serves {info.dtype}, but the trainer sends {dtype}; start the server with "
                     f"--vllm.dtype {dtype}, or train with --vllm.dtype {info.dtype}"
                 )
-            if info.sleep_mode and self._run(server.is_sleeping()):  # left asleep by an earlier run
+            if info.sleep_mode and self.loop.run(server.is_sleeping()):  # left asleep by an earlier run
                 self.weights.asleep.add(i)
             if server.owner is not None and not server.leased:
                 self.log(
@@ -329,7 +330,7 @@ class VllmEngine:
             if (
                 backend == "lora"
                 and info.extension
-                and any(w["dirty"] for w in self._run(server.rpc("strop_info", timeout=30.0)))
+                and any(w["dirty"] for w in self.loop.run(server.rpc("strop_info", timeout=30.0)))
             ):
                 raise UserError(
                     f"vllm.url={server.url}: a weight sync was interrupted and its weights are inconsistent; restart it"
@@ -351,9 +352,6 @@ class VllmEngine:
 
     def _ready(self) -> list[Member]:
         return [member for member in self.pool.members if member.state == "ready"]
-
-    def _run(self, work: Any) -> Any:
-        return self.loop.run(work)
 
 
 def check_start(cfg: VllmConfig, device: torch.device, run: str = "") -> None:

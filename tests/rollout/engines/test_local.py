@@ -180,7 +180,7 @@ def test_compiled_layers_run_uncompiled(make_model, tokenizer, grows):
         block.compile(backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
     calls = [block._compiled_call_impl for block in model.model.layers]
     engine = LocalEngine(model, tokenizer)
-    engine._grows = grows
+    engine._uses_growing_cache = grows
     completions = engine.generate(requests_for(PROMPTS[:2]), Sampling(max_tokens=3))
     assert [c.ids for c in completions] == [c.ids for c in expected] and graphs == []
     assert all(call is not None for call in calls)

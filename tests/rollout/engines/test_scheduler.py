@@ -285,7 +285,7 @@ def test_models_without_paged_attention_sample_with_a_growing_cache(make_model, 
                 patch.setattr(local_engine, "PARITY_FLOAT32", -1.0)
             engine = LocalEngine(model, tokenizer, max_batch_size=4, log=lines.append)
             assert_same(engine.generate(requests, sampling), expected)
-        assert engine._grows and len(lines) == 1 and "without a paged KV cache" in lines[0]
+        assert engine._uses_growing_cache and len(lines) == 1 and "without a paged KV cache" in lines[0]
 
 
 def test_a_tile_contains_rows_of_one_prefix():
@@ -333,7 +333,7 @@ def test_architectures_use_the_fastest_forward_and_sample_correctly(tokenizer, n
             logps = model(input_ids=ids, use_cache=False).logits[0, :-1].double().log_softmax(dim=-1)
         chosen = logps[len(completion.prompt_ids) - 1 :].gather(1, torch.tensor(completion.ids)[:, None])[:, 0]
         assert completion.logps == pytest.approx(chosen.tolist(), abs=1e-4)
-    assert engine._grows == (expected == "growing")
+    assert engine._uses_growing_cache == (expected == "growing")
     assert (block_obstacle(model) is None) == (expected == "blocks")
     if expected == "blocks":
         merged = LocalEngine(model, tokenizer, max_batch_size=4)

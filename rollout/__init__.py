@@ -1,4 +1,4 @@
-"""Sampling completions for prompts, and rewarding them."""
+"""Sample completions for prompts and reward them."""
 
 import strop_names
 

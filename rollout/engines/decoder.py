@@ -1,13 +1,12 @@
-"""Decode steps over fixed tensors: on a GPU one CUDA graph for each batch size, on a CPU a plain call.
+"""Run decode steps over fixed tensors: one CUDA graph per batch size on a GPU, a plain call on a CPU.
 
     decoder = Decoder(forward, num_pages=4096, page=64, max_rows=512, max_pages=16, captures=True)
-    decoder.prefill([Fill(ids, start=0, places=places)])             # keys and values of prompts
-    ids, logps = decoder.run(rows, stop_ids, Top(), steps=32)        # (32, B) each; -1 where a row had ended before
+    decoder.prefill([PrefillJob(ids, start=0, slots=slots)])               # keys and values of prompts
+    ids, logps = decoder.run(rows, stop_ids, TopFilter(), steps=32)        # (32, B) each; id -1 after a row's end
 
-All that a step reads and writes is in tensors that keep their addresses, so a graph is captured once and replayed with
-other values in them. The host writes the state of all rows (RowState), replays a number of steps, and reads what was
-sampled; it waits for nothing else. A row that ends during these steps, by a stop id or at its limit, repeats its last
-token until the host reads.
+A step reads and writes only tensors with fixed addresses, so a graph is captured once and replayed with new values. The
+host writes the state of all rows (RowState), replays some steps and reads the sampled tokens, with no other host sync.
+A row that ends during these steps, by a stop id or at its limit, repeats its last token until the host reads.
 """
 
 from __future__ import annotations
@@ -24,46 +23,46 @@ from kernels.draw import draw
 from rollout.engines.forward import Cache, Forward, PrefillBatch
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-STOP_IDS = 16  # room for stop ids in a captured step; more make it larger
-PREFILL_TOKENS = 2**15  # tokens of one prefill pass, padding included
+STOP_IDS = 16  # capacity for stop ids in a captured step; grows on demand
+PREFILL_TOKENS = 2**15  # maximum tokens per prefill pass, including padding
 
 
 class RowState(NamedTuple):
-    """What the host knows of the rows of a run, as numpy arrays of the same length."""
+    """State of the decode rows: numpy arrays on the host, tensors of the same names on the device."""
 
-    table: np.ndarray  # (B, pages) int32 pages of the prefix, then the row's own
+    table: np.ndarray  # (B, pages) int32 prefix pages, then the row's own pages
     prefix_len: np.ndarray  # (B,) int32
-    own_len: np.ndarray  # (B,) int32 the token to run included
+    own_len: np.ndarray  # (B,) int32 including the token to run
     token: np.ndarray  # (B,) int64 the token to run
     seed: np.ndarray  # (B,) int64
-    drawn: np.ndarray  # (B,) int32 tokens drawn so far with this seed
-    left: np.ndarray  # (B,) int32 tokens that may still be drawn
+    drawn: np.ndarray  # (B,) int32 number of tokens drawn with this seed
+    left: np.ndarray  # (B,) int32 number of tokens that may still be drawn
     temperature: np.ndarray  # (B,) float32
     tiles: np.ndarray  # (B, TILE_ROWS) int32 rows that share a prefix
 
 
 class PrefillJob(NamedTuple):
-    """Tokens of one row that go into the cache."""
+    """Tokens of one row to write into the cache."""
 
     ids: list[int]
-    start: int  # position of the first of them: the tokens before it are in the cache
-    places: np.ndarray  # (start + len(ids),) int64 of all tokens of the row up to the last of them
+    start: int  # position of ids[0]; earlier tokens are in the cache
+    slots: np.ndarray  # (start + len(ids),) int64 slots of all tokens of the row so far
 
 
 class TopFilter(NamedTuple):
-    """Restrictions of evaluation; a captured step has them built in."""
+    """Sampling filters for evaluation; fixed in a captured step."""
 
     top_k: int = 0
     top_p: float = 1.0
 
 
 def bucket_of(num_rows: int) -> int:
-    """Rows of the smallest graph that has room for this many."""
+    """Return the smallest graph batch size for this many rows."""
     return next((bucket for bucket in BUCKETS if bucket >= num_rows), -(-num_rows // 512) * 512)
 
 
 class Decoder:
-    """Holds the cache and the state of rows on the device; knows nothing of requests."""
+    """Owns the cache and the row state on the device. The scheduler maps requests to rows."""
 
     def __init__(
         self,
@@ -72,16 +71,16 @@ class Decoder:
         num_pages: int,
         page: int,
         max_rows: int,
-        max_pages: int,  # of one row; more are taken, but graphs are captured again
+        max_pages: int,  # per row; if a row needs more, graphs are recaptured
         captures: bool,
     ) -> None:
         self.forward, self.page, self.max_rows, self.captures = forward, page, max_rows, captures
         self.device = forward.shape.device
         self.cache = Cache(forward.shape, num_pages, page)
         self.graphs: dict[tuple[int, TopFilter], torch.cuda.CUDAGraph] = {}
-        self._make_state(max_pages=max_pages, num_stop=STOP_IDS, steps=32)
+        self._allocate_state(max_pages=max_pages, num_stop=STOP_IDS, steps=32)
 
-    def _make_state(self, *, max_pages: int, num_stop: int, steps: int) -> None:
+    def _allocate_state(self, *, max_pages: int, num_stop: int, steps: int) -> None:
         self.graphs.clear()
         self._pool = torch.cuda.graph_pool_handle() if self.captures else None
         rows, device = self.max_rows, self.device
@@ -90,7 +89,7 @@ class Decoder:
         state = {name: torch.zeros(rows, dtype=dtype, device=device) for name, dtype in dtypes.items()}
         state["table"] = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
         state["tiles"] = torch.full((rows, TILE_ROWS), -1, dtype=torch.int32, device=device)
-        self.state = RowState(**state)  # type: ignore[arg-type]  # tensors of the same names and shapes
+        self.state = RowState(**state)  # type: ignore[arg-type]
         self.stop_ids = torch.full((num_stop,), -1, dtype=torch.int64, device=device)
         self.ids = torch.zeros(steps, rows, dtype=torch.int64, device=device)
         self.logps = torch.zeros(steps, rows, dtype=torch.float32, device=device)
@@ -100,15 +99,15 @@ class Decoder:
 
     @torch.no_grad()
     def prefill(self, fills: Sequence[PrefillJob]) -> None:
-        """Write keys and values, several rows in a pass: those of like length together."""
+        """Write keys and values, batching rows of similar length."""
         fresh = [fill for fill in fills if fill.start == 0 and fill.ids]
         later = [fill for fill in fills if fill.start > 0 and fill.ids]
         for kind in (fresh, later):
-            ordered = sorted(kind, key=lambda fill: len(fill.places))
+            ordered = sorted(kind, key=lambda fill: len(fill.slots))
             while ordered:
                 count, longest = 0, 0
                 while count < len(ordered):
-                    longest = max(longest, len(ordered[count].places))
+                    longest = max(longest, len(ordered[count].slots))
                     if count and (count + 1) * longest > PREFILL_TOKENS:
                         break
                     count += 1
@@ -116,16 +115,16 @@ class Decoder:
                 ordered = ordered[count:]
 
     def _prefill(self, fills: Sequence[PrefillJob], *, fresh: bool) -> None:
-        width, length = max(len(fill.ids) for fill in fills), max(len(fill.places) for fill in fills)
-        ids, position, place = (np.zeros((len(fills), width), np.int64) for _ in range(3))
+        width, length = max(len(fill.ids) for fill in fills), max(len(fill.slots) for fill in fills)
+        ids, position, slot = (np.zeros((len(fills), width), np.int64) for _ in range(3))
         index = np.zeros((len(fills), length), np.int64)
         for row, fill in enumerate(fills):
             count = len(fill.ids)
             ids[row, :count] = fill.ids
-            place[row, :count] = fill.places[fill.start :]
+            slot[row, :count] = fill.slots[fill.start :]
             position[row] = np.minimum(fill.start + np.arange(width), fill.start + count - 1)
-            index[row, : len(fill.places)] = fill.places
-        tensors = [torch.from_numpy(x).to(self.device) for x in (ids, position.astype(np.int32), place, index)]
+            index[row, : len(fill.slots)] = fill.slots
+        tensors = [torch.from_numpy(x).to(self.device) for x in (ids, position.astype(np.int32), slot, index)]
         self.forward.prefill(PrefillBatch(*tensors, fresh=fresh), self.cache)
 
     # Decode steps.
@@ -134,10 +133,10 @@ class Decoder:
     def run(
         self, rows: RowState, stop_ids: Sequence[int], top: TopFilter, steps: int
     ) -> tuple[np.ndarray, np.ndarray]:  # (steps, B) int64 ids, -1 after a row's end; (steps, B) float32 log-probs
-        """Sample up to `steps` tokens of each row; `rows` are written to the front of the state."""
+        """Sample up to `steps` tokens per row."""
         num_rows = len(rows.token)
         count = min(bucket_of(num_rows), self.max_rows) if self.captures else num_rows
-        self._make_room(rows.table.shape[1], len(stop_ids), steps)
+        self._grow_state(rows.table.shape[1], len(stop_ids), steps)
         graph = self._graph(count, top) if self.captures else None
         self._write(rows, stop_ids, count)
         for _ in range(steps):
@@ -147,12 +146,12 @@ class Decoder:
                 self._step(count, top)
         return self.ids[:steps, :num_rows].cpu().numpy(), self.logps[:steps, :num_rows].cpu().numpy()
 
-    def _make_room(self, max_pages: int, num_stop: int, steps: int) -> None:
-        """Make the state larger if needed. Graphs must then be captured again, so sizes double."""
+    def _grow_state(self, max_pages: int, num_stop: int, steps: int) -> None:
+        """Enlarge the state if needed. Sizes double, because every change recaptures the graphs."""
         have = {"max_pages": self.state.table.shape[1], "num_stop": len(self.stop_ids), "steps": len(self.ids)}
         need = {"max_pages": max_pages, "num_stop": num_stop, "steps": steps}
         if any(need[name] > have[name] for name in have):
-            self._make_state(**{name: max(have[name], 1 << (need[name] - 1).bit_length()) for name in have})
+            self._allocate_state(**{name: max(have[name], 1 << (need[name] - 1).bit_length()) for name in have})
 
     def _write(self, rows: RowState, stop_ids: Sequence[int], count: int) -> None:
         num_rows = len(rows.token)
@@ -162,13 +161,13 @@ class Decoder:
             if name == "table":
                 target = target[:, : values.shape[1]]
             target[:num_rows].copy_(source, non_blocking=True)
-        self._idle(num_rows, count)
+        self._clear_rows(num_rows, count)
         self.stop_ids.fill_(-1)
         self.stop_ids[: len(stop_ids)] = torch.tensor(list(stop_ids), dtype=torch.int64)
         self.tick.zero_()
 
-    def _idle(self, first: int, stop: int) -> None:
-        """Rows without a request: one token on the scratch page, nothing to draw."""
+    def _clear_rows(self, first: int, stop: int) -> None:
+        """Make rows idle: one token on the scratch page, nothing to draw."""
         if first >= stop:
             return
         for name, tensor in self.state._asdict().items():
@@ -177,9 +176,9 @@ class Decoder:
 
     def _graph(self, count: int, top: TopFilter) -> torch.cuda.CUDAGraph:
         if (count, top) not in self.graphs:
-            self._idle(0, count)
+            self._clear_rows(0, count)
             self.tick.zero_()
-            self._step(count, top)  # kernels must have been compiled and libraries loaded before the capture
+            self._step(count, top)  # compile kernels and load libraries before the capture
             graph = torch.cuda.CUDAGraph()
             # thread_local: another thread may be copying a checkpoint off the device.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -188,11 +187,11 @@ class Decoder:
         return self.graphs[count, top]
 
     def _step(self, count: int, top: TopFilter) -> None:
-        """One token for each of the first `count` rows."""
+        """Sample one token for each of the first `count` rows."""
         state = RowState(*(tensor[:count] for tensor in self.state))
-        position, place = locate(state.table, state.prefix_len, state.own_len, page=self.page)
+        position, slot = locate(state.table, state.prefix_len, state.own_len, page=self.page)
         rows = Rows(state.table, state.prefix_len, state.own_len, state.tiles)
-        logits = self.forward.decode(state.token, position, place, rows, self.cache)
+        logits = self.forward.decode(state.token, position, slot, rows, self.cache)
         options = {"scale": self.forward.scale, "softcap": self.forward.softcap, **top._asdict()}
         ids, logps = draw(logits, state.seed, state.drawn, state.temperature, **options)
         changed = {"token": state.token, "own_len": state.own_len, "drawn": state.drawn, "left": state.left}

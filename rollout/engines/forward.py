@@ -1,15 +1,15 @@
-"""A model's forward pass over the paged cache of the in-process engine, in two forms with one interface.
+"""Run a model over the paged KV cache of the in-process engine. Two implementations share one interface.
 
-    forward = BlockForward(lm, dtype)            # Llama-like blocks, from a copy of the weights with merged products
-    forward = TransformersForward(lm, dtype)     # any other model: its own forward, with our attention and cache
-    forward.refresh()                            # take over the trainer's current weights
-    logits = forward.decode(token, position, place, rows, cache)     # one token per row -> (B, V)
-    forward.prefill(batch, cache)                                    # many tokens per row, only for their keys
+    forward = BlockForward(lm, dtype)            # Llama-like blocks, on a copy of the weights with fused matmuls
+    forward = TransformersForward(lm, dtype)     # any other model: its transformers forward with paged attention
+    forward.refresh()                            # copy the trainer's current weights
+    logits = forward.decode(token, position, slot, rows, cache)      # one token per row -> (B, V)
+    forward.prefill(batch, cache)                                    # many tokens per row, keys and values only
 
-The cache of a layer is keys and values (H_kv, S, K). A place is an index into S; the first page is scratch, where
-padding writes. Both forms write the new keys and values at their places first and then attend through the cache.
+Each layer caches keys and values (H_kv, S, K). A slot is an index into S. Page 0 is scratch: padding writes to it. Both
+implementations first write the new keys and values into their slots and then attend through the cache.
 
-Shapes: B = rows, T = tokens of a row, N = tokens of a pass, H = heads, K = head size, S = places of the cache.
+Shapes: B = decode rows, T = tokens per row, N = tokens per pass, H = heads, K = head size, S = cache slots.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from kernels.decode_attention import Rows, decode_attention, supports, visible_t
 from kernels.decode_block import add_rms_norm, rotate_append, silu_mul
 from kernels.nf4 import Linear4bit
 
-NAME = "strop_paged"  # our name among transformers' attention implementations
+NAME = "strop_paged"  # key in transformers' attention registry
 
 
 class Shape(NamedTuple):
-    """What a cache must know of a model."""
+    """Dimensions of a model's KV cache."""
 
     num_layers: int
     num_kv_heads: int
@@ -50,46 +50,46 @@ class Cache:
     def __init__(self, shape: Shape, num_pages: int, page: int) -> None:
         self.shape, self.num_pages, self.page = shape, num_pages, page
         size = (shape.num_kv_heads, num_pages * page, shape.head_dim)
-        # Zeros, because places that a mask hides are read with weight 0, and 0 times NaN is NaN.
+        # Zeros, because masked slots are read with weight 0, and 0 times NaN is NaN.
         options = {"dtype": shape.dtype, "device": shape.device}
         self.keys = [torch.zeros(size, **options) for _ in range(shape.num_layers)]
         self.values = [torch.zeros(size, **options) for _ in range(shape.num_layers)]
 
 
 class PrefillBatch(NamedTuple):
-    """New tokens of several rows, padded on the right; padding has place 0."""
+    """New tokens of several rows, padded on the right with slot 0."""
 
     ids: Tensor  # (R, T) int64
     position: Tensor  # (R, T) int32
-    place: Tensor  # (R, T) int64
-    index: Tensor  # (R, L) int64 places of all tokens of a row from its first on, the new ones included; padded with 0
-    fresh: bool  # nothing was cached before, so that L = T and the mask is plainly causal
+    slot: Tensor  # (R, T) int64
+    index: Tensor  # (R, L) int64 slots of all tokens of a row, cached and new; padded with 0
+    fresh: bool  # no tokens were cached before, so L = T and the mask is causal
 
 
 class Forward(Protocol):
     shape: Shape
-    in_place: bool  # the weights are the trainer's own
-    scale: float  # of the logits, before the cap
+    in_place: bool  # uses the trainer's weights directly
+    scale: float  # logit scale, applied before softcap
     softcap: float | None
 
     def cover(self, length: int) -> bool:
-        """Be ready for sequences of this length; returns whether all tensors kept their addresses."""
+        """Prepare for sequences of this length; return False if any tensor was reallocated."""
 
     def refresh(self) -> bool:
-        """Take over the trainer's current weights; returns whether they kept their addresses, as graphs need."""
+        """Copy the trainer's current weights; return False if addresses changed, which invalidates CUDA graphs."""
 
     def decode(
         self,
         token: Tensor,  # (B,) int64
         position: Tensor,  # (B,) int32
-        place: Tensor,  # (B,) int64
+        slot: Tensor,  # (B,) int64
         rows: Rows,
         cache: Cache,
     ) -> Tensor:  # (B, V)
-        """Logits after one more token per row."""
+        """Run one token per row and return the next token's logits."""
 
     def prefill(self, batch: PrefillBatch, cache: Cache) -> None:
-        """Write keys and values of these tokens."""
+        """Write the keys and values of these tokens to the cache."""
 
 
 def shape_of(lm: Any, dtype: torch.dtype) -> Shape:
@@ -105,7 +105,7 @@ def shape_of(lm: Any, dtype: torch.dtype) -> Shape:
 
 
 def windows_of(lm: Any) -> list[int | None]:
-    """The sliding window of each layer, as in training (trainer/policy/attention.py)."""
+    """Return the sliding window of each layer, as in training (trainer/policy/attention.py)."""
     config = lm.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     if window is None or not getattr(config, "use_sliding_window", True):
@@ -115,7 +115,7 @@ def windows_of(lm: Any) -> list[int | None]:
 
 
 def logit_options(config: Any) -> tuple[float, float | None]:
-    """(scale, cap) that some architectures apply after their head, as in training (trainer/policy/logps.py)."""
+    """Return the logit scale and softcap of some architectures, as in training (trainer/policy/logps.py)."""
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     return scale, getattr(config, "final_logit_softcapping", None)
 
@@ -129,19 +129,19 @@ def attend_prefill(
     scale: float,
     window: int | None,
 ) -> Tensor:  # (R, T, H, K)
-    """Attention of new tokens to everything before them, gathered from the cache."""
+    """Attend from new tokens to all earlier tokens, gathered from the cache."""
     rows, length = batch.index.shape
     flat = batch.index.flatten()
     key, value = (x.index_select(1, flat).unflatten(1, (rows, length)).transpose(0, 1) for x in (keys, values))
     causal, mask = batch.fresh and (window is None or window >= length), None
     if not causal:
-        at = torch.arange(length, device=query.device)
-        mask = at <= batch.position[:, :, None]  # (R, T, L)
+        key_position = torch.arange(length, device=query.device)
+        mask = key_position <= batch.position[:, :, None]  # (R, T, L)
         if window is not None:
-            mask = mask & (at > batch.position[:, :, None] - window)
+            mask = mask & (key_position > batch.position[:, :, None] - window)
         mask = mask.unsqueeze(1)
     if mask is not None and query.is_cuda:
-        # With a mask and fewer key heads torch would compute all scores at once, in float32.
+        # With a mask and fewer key heads torch would materialize all scores in float32.
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     out = F.scaled_dot_product_attention(
         query.to(key.dtype), key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
@@ -149,13 +149,13 @@ def attend_prefill(
     return out.transpose(1, 2)
 
 
-# Any model of transformers whose attention goes through its interface.
+# Models that support transformers' AttentionInterface.
 
 
 class TransformersForward:
-    """The model's own forward with our attention function: on the trainer's weights, or (copied) on a copy in `dtype`.
+    """The model's transformers forward with paged attention, on the trainer's weights or (copied) a copy in `dtype`.
 
-    Where trained weights are float32 or adapters are not merged, a copy saves rounding every weight for every token.
+    If the trained weights are float32 or adapters are not merged, a copy avoids rounding every weight for every token.
     """
 
     def __init__(
@@ -165,44 +165,44 @@ class TransformersForward:
         self.lm, self.in_place = empty_copy(lm, dtype) if copied else lm, not copied
         self.scale, self.softcap = logit_options(lm.config.get_text_config())
         self.autocast_dtype = None if copied else autocast_dtype
-        self._places: list[int] = []
+        self._addresses: list[int] = []
         _register()
 
     def cover(self, length: int) -> bool:
-        return True  # the model computes its positions itself
+        return True  # the model computes its rotary embeddings itself
 
     @torch.no_grad()
     def refresh(self) -> bool:
         if self.in_place:
-            before, self._places = self._places, [parameter.data_ptr() for parameter in self.lm.parameters()]
-            return before == self._places
-        for name, held in self.lm.named_parameters():
+            before, self._addresses = self._addresses, [parameter.data_ptr() for parameter in self.lm.parameters()]
+            return before == self._addresses
+        for name, parameter in self.lm.named_parameters():
             path, _, leaf = name.rpartition(".")
             module = self.source.get_submodule(path)
-            held.copy_(merged(module) if leaf == "weight" else getattr(base_of(module), leaf))
+            parameter.copy_(merged(module) if leaf == "weight" else getattr(base_of(module), leaf))
         return True
 
     def decode(
         self,
         token: Tensor,  # (B,) int64
         position: Tensor,  # (B,) int32
-        place: Tensor,  # (B,) int64
+        slot: Tensor,  # (B,) int64
         rows: Rows,
         cache: Cache,
     ) -> Tensor:  # (B, V)
-        seen = {}
+        visible = {}
         if not token.is_cuda:
-            seen = {window: visible_tokens(rows, page=cache.page, window=window) for window in set(self.windows)}
+            visible = {window: visible_tokens(rows, page=cache.page, window=window) for window in set(self.windows)}
 
         def attend(layer: int, query: Tensor, scale: float) -> Tensor:  # (B, 1, H, K)
             window = self.windows[layer]
             out = decode_attention(
                 query[:, :, 0], cache.keys[layer], cache.values[layer], rows,
-                page=cache.page, scale=scale, window=window, seen=seen.get(window),
+                page=cache.page, scale=scale, window=window, seen=visible.get(window),
             )  # fmt: skip
             return out.unsqueeze(1)
 
-        hidden = self._run(token[:, None], position[:, None], place, cache, attend)[:, 0]
+        hidden = self._run(token[:, None], position[:, None], slot, cache, attend)[:, 0]
         with torch.autocast(hidden.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
             return self.lm.get_output_embeddings()(hidden)
 
@@ -211,26 +211,26 @@ class TransformersForward:
             keys, values, window = cache.keys[layer], cache.values[layer], self.windows[layer]
             return attend_prefill(query, keys, values, batch, scale=scale, window=window)
 
-        self._run(batch.ids, batch.position, batch.place.flatten(), cache, attend)
+        self._run(batch.ids, batch.position, batch.slot.flatten(), cache, attend)
 
     def _run(
-        self, ids: Tensor, position: Tensor, place: Tensor, cache: Cache, attend: Callable[[int, Tensor, float], Tensor]
+        self, ids: Tensor, position: Tensor, slot: Tensor, cache: Cache, attend: Callable[[int, Tensor, float], Tensor]
     ) -> Tensor:  # (R, T, D)
         def append_and_attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-            for held, new in ((cache.keys[layer], key), (cache.values[layer], value)):  # new: (R, H_kv, T, K)
-                held.index_copy_(1, place, new.transpose(0, 1).flatten(1, 2).to(held.dtype))
+            for cached, new in ((cache.keys[layer], key), (cache.values[layer], value)):  # new: (R, H_kv, T, K)
+                cached.index_copy_(1, slot, new.transpose(0, 1).flatten(1, 2).to(cached.dtype))
             return attend(layer, query.to(cache.keys[layer].dtype), scale)
 
         with (
-            self._as_ours(append_and_attend),
+            self._paged_attention(append_and_attend),
             torch.autocast(ids.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None),
         ):
             model = self.lm.base_model
             return model(input_ids=ids, position_ids=position.long(), use_cache=False).last_hidden_state
 
     @contextmanager
-    def _as_ours(self, attend: Callable[..., Tensor]) -> Iterator[None]:
-        """The model with our attention."""
+    def _paged_attention(self, attend: Callable[..., Tensor]) -> Iterator[None]:
+        """Context manager: make the model call `attend` in every attention layer."""
         global _attend
         config = self.lm.config
         before, config._attn_implementation, _attend = config._attn_implementation, NAME, attend
@@ -240,12 +240,12 @@ class TransformersForward:
             config._attn_implementation, _attend = before, None
 
 
-_attend: Callable[..., Tensor] | None = None  # of the pass that is running
+_attend: Callable[..., Tensor] | None = None  # set during a pass
 
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """A model without what training compiled: with a cache each layer and each new shape would compile again."""
+    """Context manager: disable torch.compile. With a cache, each layer and each new shape would recompile."""
     compiled = [module for module in model.modules() if getattr(module, "_compiled_call_impl", None) is not None]
     calls = [module._compiled_call_impl for module in compiled]
     for module in compiled:
@@ -258,14 +258,14 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 
 
 def empty_copy(lm: Any, dtype: torch.dtype) -> Any:
-    """A model of the same class without adapters; refresh() fills its weights."""
+    """Return an uninitialized model of the same class, without adapters; refresh() fills it."""
     with torch.device("meta"):
         copy = type(lm)(lm.config).to(dtype)
     copy.to_empty(device=next(lm.parameters()).device)
     for name, buffer in copy.named_buffers():
         source = lm.get_buffer(name)
         path, _, leaf = name.rpartition(".")
-        copy.get_submodule(path)._buffers[leaf] = source.clone()  # in its own dtype: rotary frequencies are float32
+        copy.get_submodule(path)._buffers[leaf] = source.clone()  # keeps its dtype: rotary frequencies are float32
         assert source.shape == buffer.shape, f"{name}: {source.shape}, {buffer.shape}"
     copy.tie_weights()
     return copy.eval().requires_grad_(False)
@@ -275,8 +275,8 @@ def _attend_module(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """An attention function of transformers."""
-    assert _attend is not None, f"{NAME} attends only in a pass of the in-process engine"
+    """Attention function in the form that transformers registers."""
+    assert _attend is not None, f"{NAME} attention called outside the in-process engine"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return _attend(module.layer_idx, query, key, value, scale), None
 
@@ -285,17 +285,17 @@ def _attend_module(
 def _register() -> None:
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, _attend_module)  # and no mask function: transformers then builds no masks
+    AttentionInterface.register(NAME, _attend_module)  # without a mask function, so transformers builds no masks
 
 
-# Llama-like models: fewer and larger operations.
+# Llama-like models: fewer, larger kernels.
 
 
 BLOCK_MODELS = ("llama", "qwen2", "qwen3", "mistral", "seed_oss", "cwm")  # config.model_type
 
 
 class Block(NamedTuple):
-    """Weights of a block, in the dtype of the products; norms are float32."""
+    """Weights of one block in the compute dtype; norms are float32."""
 
     norm_1: Tensor  # (D,)
     qkv: Tensor  # ((H + 2 H_kv) K, D)
@@ -310,9 +310,9 @@ class Block(NamedTuple):
 
 
 class BlockForward:
-    """Llama, Qwen2, Qwen3, Mistral and others with their structure (block_obstacle says what that is).
+    """Forward of Llama, Qwen2, Qwen3, Mistral and models of the same structure (block_obstacle defines it).
 
-    From one persistent copy of the weights: q, k, v are one product, gate and up another, adapters are merged in. The
+    Runs on a persistent copy of the weights with merged adapters: q, k and v are one matmul, gate and up another. The
     residual stream is float32, as in training under autocast.
     """
 
@@ -325,21 +325,21 @@ class BlockForward:
         self.scale, self.softcap = logit_options(config)
         self.num_heads, self.eps = config.num_attention_heads, config.rms_norm_eps
         self.attention_scale = lm.base_model.layers[0].self_attn.scaling
-        self.cos = self.sin = torch.empty(0)  # (longest, K) float32, of the positions covered so far
-        self._copies: list[tuple[Tensor, nn.Module, str]] = []  # (where, of which module, which tensor)
+        self.cos = self.sin = torch.empty(0)  # (positions, K) float32; cover() extends them
+        self._copies: list[tuple[Tensor, nn.Module, str]] = []  # (target, module, tensor name)
         base = lm.base_model
-        self.embedding = self._hold((base.embed_tokens, "weight"))
+        self.embedding = self._allocate((base.embed_tokens, "weight"))
         tied = lm.get_output_embeddings().weight is base.embed_tokens.weight
-        self.head = self.embedding if tied else self._hold((lm.get_output_embeddings(), "weight"))
-        self.norm = self._hold((base.norm, "weight"), dtype=torch.float32)
+        self.head = self.embedding if tied else self._allocate((lm.get_output_embeddings(), "weight"))
+        self.norm = self._allocate((base.norm, "weight"), dtype=torch.float32)
         self.blocks = [self._block(layer) for layer in base.layers]
 
     def cover(self, length: int) -> bool:
         if length <= len(self.cos):
             return True
         device = self.shape.device
-        at = torch.arange(1 << (length - 1).bit_length(), device=device)[None]
-        cos, sin = self.lm.base_model.rotary_emb(torch.zeros(1, dtype=torch.float32, device=device), at)
+        position = torch.arange(1 << (length - 1).bit_length(), device=device)[None]
+        cos, sin = self.lm.base_model.rotary_emb(torch.zeros(1, dtype=torch.float32, device=device), position)
         self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
         return False
 
@@ -347,40 +347,40 @@ class BlockForward:
         attention, mlp = layer.self_attn, layer.mlp
         qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
         norms = {"dtype": torch.float32}
-        has_norms = hasattr(attention, "q_norm")
+        has_norms, has_bias = hasattr(attention, "q_norm"), base_of(qkv[0]).bias is not None
         return Block(
-            norm_1=self._hold((layer.input_layernorm, "weight"), **norms),
-            qkv=self._hold(*((module, "weight") for module in qkv)),
-            qkv_bias=self._hold(*((module, "bias") for module in qkv)) if base_of(qkv[0]).bias is not None else None,
-            q_norm=self._hold((attention.q_norm, "weight"), **norms) if has_norms else None,
-            k_norm=self._hold((attention.k_norm, "weight"), **norms) if has_norms else None,
-            out=self._hold((attention.o_proj, "weight")),
-            out_bias=self._hold((attention.o_proj, "bias")) if base_of(attention.o_proj).bias is not None else None,
-            norm_2=self._hold((layer.post_attention_layernorm, "weight"), **norms),
-            gate_up=self._hold((mlp.gate_proj, "weight"), (mlp.up_proj, "weight")),
-            down=self._hold((mlp.down_proj, "weight")),
+            norm_1=self._allocate((layer.input_layernorm, "weight"), **norms),
+            qkv=self._allocate(*((module, "weight") for module in qkv)),
+            qkv_bias=self._allocate(*((module, "bias") for module in qkv)) if has_bias else None,
+            q_norm=self._allocate((attention.q_norm, "weight"), **norms) if has_norms else None,
+            k_norm=self._allocate((attention.k_norm, "weight"), **norms) if has_norms else None,
+            out=self._allocate((attention.o_proj, "weight")),
+            out_bias=self._allocate((attention.o_proj, "bias")) if base_of(attention.o_proj).bias is not None else None,
+            norm_2=self._allocate((layer.post_attention_layernorm, "weight"), **norms),
+            gate_up=self._allocate((mlp.gate_proj, "weight"), (mlp.up_proj, "weight")),
+            down=self._allocate((mlp.down_proj, "weight")),
         )
 
-    def _hold(self, *parts: tuple[nn.Module, str], dtype: torch.dtype | None = None) -> Tensor:
-        """One tensor for these, one below the other; refresh() fills it."""
+    def _allocate(self, *parts: tuple[nn.Module, str], dtype: torch.dtype | None = None) -> Tensor:
+        """Allocate one tensor for these weights, concatenated by rows; refresh() fills it."""
         sizes = [getattr(base_of(module), name).shape for module, name in parts]
-        held = torch.empty(sum(size[0] for size in sizes), *sizes[0][1:], dtype=dtype or self.shape.dtype,
-                           device=self.shape.device)  # fmt: skip
-        for part, (module, name) in zip(held.split([size[0] for size in sizes]), parts, strict=True):
-            self._copies.append((part, module, name))
-        return held
+        rows = [size[0] for size in sizes]
+        weight = torch.empty(sum(rows), *sizes[0][1:], dtype=dtype or self.shape.dtype, device=self.shape.device)
+        for target, (module, name) in zip(weight.split(rows), parts, strict=True):
+            self._copies.append((target, module, name))
+        return weight
 
     @torch.no_grad()
     def refresh(self) -> bool:
-        for held, module, name in self._copies:
-            held.copy_(merged(module) if name == "weight" else base_of(module).bias)
+        for target, module, name in self._copies:
+            target.copy_(merged(module) if name == "weight" else base_of(module).bias)
         return True
 
     def decode(
         self,
         token: Tensor,  # (B,) int64
         position: Tensor,  # (B,) int32
-        place: Tensor,  # (B,) int64
+        slot: Tensor,  # (B,) int64
         rows: Rows,
         cache: Cache,
     ) -> Tensor:  # (B, V)
@@ -390,9 +390,9 @@ class BlockForward:
                 page=cache.page, scale=self.attention_scale, window=self.windows[layer],
             )  # fmt: skip
 
-        hidden = self._run(token, position, place, cache, attend)
+        hidden = self._run(token, position, slot, cache, attend)
         if hidden.is_cuda and hidden.dtype == torch.bfloat16:
-            # Logits in float32: rounded to bfloat16 they would be another distribution than the trainer's.
+            # float32 logits: rounding them to bfloat16 would change the distribution.
             return torch.mm(hidden, self.head.T, out_dtype=torch.float32)
         return F.linear(hidden, self.head)
 
@@ -405,16 +405,16 @@ class BlockForward:
             out = attend_prefill(query, keys, values, batch, scale=self.attention_scale, window=window)
             return out.flatten(0, 1)
 
-        self._run(batch.ids.flatten(), batch.position.flatten(), batch.place.flatten(), cache, attend)
+        self._run(batch.ids.flatten(), batch.position.flatten(), batch.slot.flatten(), cache, attend)
 
     def _run(
-        self, ids: Tensor, position: Tensor, place: Tensor, cache: Cache, attend: Callable[[int, Tensor], Tensor]
+        self, ids: Tensor, position: Tensor, slot: Tensor, cache: Cache, attend: Callable[[int, Tensor], Tensor]
     ) -> Tensor:  # (N, D)
         stream, delta, dtype = F.embedding(ids, self.embedding).float(), None, self.shape.dtype
         for layer, block in enumerate(self.blocks):
             normed = add_rms_norm(stream, delta, block.norm_1, self.eps, dtype)
             query = rotate_append(
-                F.linear(normed, block.qkv, block.qkv_bias), self.cos, self.sin, position, place,
+                F.linear(normed, block.qkv, block.qkv_bias), self.cos, self.sin, position, slot,
                 cache.keys[layer], cache.values[layer],
                 num_heads=self.num_heads, q_weight=block.q_norm, k_weight=block.k_norm, eps=self.eps,
             )  # fmt: skip
@@ -425,30 +425,30 @@ class BlockForward:
 
 
 def paged_obstacle(lm: Any, *, needs_kernels: bool) -> str | None:
-    """Why the paged cache cannot hold this model; None if it may. Log-probs are compared besides."""
+    """Return why this model cannot use the paged cache, or None if it can. Log-probs are also compared."""
     config = lm.config.get_text_config()
     if not getattr(lm, "_supports_attention_backend", False):
         return "its attention does not go through transformers' interface"
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
-        return f"it has layers of the kind {sorted(kinds)[0]}"
+        return f"it has layers of type {sorted(kinds)[0]}"
     if getattr(config, "attn_logit_softcapping", None):
         return "it caps its attention scores"
     if any(hasattr(module, "sinks") for module in lm.modules()):
         return "it has attention sinks"
     head_dim = shape_of(lm, torch.float32).head_dim
     if needs_kernels and not supports(head_dim):
-        return f"the kernel has no heads of size {head_dim}"
+        return f"the kernel does not support heads of size {head_dim}"
     return None
 
 
 def base_of(module: nn.Module) -> Any:
-    """Without the adapters of peft."""
+    """Return the layer without its peft adapters."""
     return getattr(module, "base_layer", module)
 
 
 def merged(module: nn.Module) -> Tensor:
-    """The weight with its adapters, added up in float32; that of a 4-bit layer is dequantised."""
+    """Return the weight plus its adapters, summed in float32. A 4-bit weight is dequantised."""
     weight = base_of(module).weight.detach()
     if not hasattr(module, "base_layer"):
         return weight
@@ -459,17 +459,17 @@ def merged(module: nn.Module) -> Tensor:
 
 
 def block_obstacle(lm: Any) -> str | None:
-    """Why BlockForward cannot run this model; None if it can. Log-probs are compared besides, of short prompts only."""
+    """Return why BlockForward cannot run this model, or None. Log-probs are also compared, on short prompts only."""
     base, config = lm.base_model, lm.config.get_text_config()
-    if config.model_type not in BLOCK_MODELS:  # others have the same parts and combine them in other ways
-        return f"models of the type {config.model_type} are not known to have Llama's blocks"
+    if config.model_type not in BLOCK_MODELS:  # other types combine the same modules differently
+        return f"model type {config.model_type} is not known to have Llama blocks"
     if {name for name, _ in base.named_children()} != {"embed_tokens", "layers", "norm", "rotary_emb"}:
-        return "its parts are not an embedding, blocks, a norm and rotary positions"
+        return "its modules are not an embedding, blocks, a norm and rotary embeddings"
     if getattr(config, "hidden_act", None) != "silu" or not hasattr(config, "rms_norm_eps"):
-        return "its blocks have another activation or norm"
+        return "its activation is not SiLU or its norm is not RMSNorm"
     rope_type = getattr(base.rotary_emb, "rope_type", None)
     if not isinstance(rope_type, str) or "dynamic" in rope_type or rope_type == "longrope":
-        return "it rotates by how long the row is"
+        return "its rotary embeddings depend on the sequence length"
     head = lm.get_output_embeddings()
     if (
         getattr(head, "bias", None) is not None
@@ -482,19 +482,19 @@ def block_obstacle(lm: Any) -> str | None:
         if {name for name, _ in layer.named_children()} != {
             "self_attn", "mlp", "input_layernorm", "post_attention_layernorm",
         }:  # fmt: skip
-            return "its blocks have other parts"
+            return "its blocks contain other modules"
         attention, mlp = layer.self_attn, layer.mlp
-        inside = {name for name, _ in attention.named_children()}
-        if not {"q_proj", "k_proj", "v_proj", "o_proj"} <= inside <= {
+        names = {name for name, _ in attention.named_children()}
+        if not {"q_proj", "k_proj", "v_proj", "o_proj"} <= names <= {
             "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm",
         }:  # fmt: skip
-            return "its attention has other parts"
+            return "its attention contains other modules"
         if {name for name, _ in mlp.named_children()} - {"act_fn"} != {"gate_proj", "up_proj", "down_proj"}:
-            return "its blocks have experts, or another kind of layer"
+            return "its MLPs have experts or other layers"
         if any(base_of(x).bias is not None for x in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
-            return "its layers have biases"
-        if "q_norm" in inside and attention.q_norm.weight.shape != (head_dim,):
-            return "it normalises all heads together"
+            return "its MLPs have biases"
+        if "q_norm" in names and attention.q_norm.weight.shape != (head_dim,):
+            return "its query norm spans all heads"
         linear = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, *mlp.children())
         if not all(mergeable(module) for module in linear if hasattr(module, "weight")):
             return "it has adapters that cannot be merged"
@@ -502,7 +502,7 @@ def block_obstacle(lm: Any) -> str | None:
 
 
 def mergeable(module: nn.Module) -> bool:
-    """A plain or 4-bit linear layer, or one with plain LoRA adapters."""
+    """True for a plain or 4-bit linear layer, with or without plain LoRA adapters."""
     if type(base_of(module)) not in (nn.Linear, Linear4bit):
         return False
     if not hasattr(module, "base_layer"):
@@ -511,7 +511,7 @@ def mergeable(module: nn.Module) -> bool:
 
 
 def is_plain_lora(module: nn.Module, adapter: str) -> bool:
-    """W + scaling B A, without a bias, magnitudes (DoRA) or an embedding; or this adapter has no part here."""
+    """True if the adapter adds scaling * B A (no bias, DoRA or embedding), or does not apply to this module."""
     if adapter not in getattr(module, "lora_A", {}):
         return adapter not in getattr(module, "lora_embedding_A", {})
     has_variant = adapter in getattr(module, "lora_variant", {})
@@ -519,9 +519,9 @@ def is_plain_lora(module: nn.Module, adapter: str) -> bool:
 
 
 def adapters_obstacle(lm: Any) -> str | None:
-    """Why the adapters of a model cannot be merged into a copy of its weights; None if they can, or there are none."""
+    """Return why the adapters cannot be merged into a copy of the weights, or None if they can."""
     for name, module in lm.named_modules():
         adapters = getattr(module, "active_adapters", ()) if hasattr(module, "base_layer") else ()
         if not all(is_plain_lora(module, adapter) for adapter in adapters):
-            return f"the adapter of {name} is not a plain product of two matrices"
+            return f"the adapter of {name} is not plain LoRA"
     return None

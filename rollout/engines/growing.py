@@ -1,8 +1,8 @@
-"""Decoding with the model's own cache, which grows by a token each step: for models that the paged cache cannot hold.
+"""Decode with transformers' DynamicCache, for models that cannot use the paged cache.
 
-Recurrent layers, attention sinks, capped scores: what transformers' DynamicCache and the model's own attention can do
-runs here, one batch after the other, with a look at the host for every token. Prompts are left-padded, so that all rows
-are at the same index of the cache; equal prompts are prefilled once.
+This supports everything that the model's transformers forward supports: recurrent layers, attention sinks, softcapped
+scores. Batches run sequentially, with a host sync after every token. Prompts are left-padded, so all rows are at the
+same cache index. Equal prompts are prefilled once.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from rollout.engine import Sampling
 from rollout.engines.scheduler import Job
 from rollout.engines.stop import StopCheck
 
-DROP_FRAC = 0.125  # drop finished rows once they are this share of the batch, since each drop copies the cache
+DROP_FRAC = 0.125  # drop finished rows once they are this fraction of the batch; each drop copies the cache
 PAD_ID = 0  # any valid id: padding is masked out
 
 
 @dataclass
-class Batch:
-    """The rows still being decoded, all tensors in the same row order."""
+class DecodeBatch:
+    """Rows still being decoded; all tensors have the same row order."""
 
     jobs: list[Job]
     cache: Any  # DynamicCache
@@ -34,7 +34,7 @@ class Batch:
     seeds: Tensor  # (B,)
 
     def select(self, keep: list[int]) -> None:
-        """Drop the other rows; the logits have been used already."""
+        """Keep only these rows. The logits are not selected: they have been used already."""
         index = torch.tensor(keep, device=self.mask.device)
         self.cache.batch_select_indices(index)
         self.jobs = [self.jobs[row] for row in keep]
@@ -42,20 +42,20 @@ class Batch:
 
 
 def sample_growing(model: Any, jobs: list[Job], sampling: Sampling, stop: StopCheck) -> None:
-    """Sample all of these to their end, in one batch."""
+    """Sample all jobs to their end, in one batch."""
     batch = _prefill(model, jobs)
     device = batch.mask.device
-    step, alive = 0, list(range(len(jobs)))
+    step = 0
     while True:
         temperature = torch.full((len(batch.jobs),), sampling.temperature, device=device)
-        number = torch.full((len(batch.jobs),), step, dtype=torch.int32, device=device)
+        drawn = torch.full((len(batch.jobs),), step, dtype=torch.int32, device=device)
         top = {"top_k": sampling.top_k, "top_p": sampling.top_p} if sampling.temperature else {}
-        token, logp = draw(batch.logits, batch.seeds, number, temperature, **top)
-        for job, one, its_logp in zip(batch.jobs, token.tolist(), logp.tolist(), strict=True):
-            if job.stopped or job.left == 0:  # ended, and not dropped yet
+        token, logp = draw(batch.logits, batch.seeds, drawn, temperature, **top)
+        for job, job_id, job_logp in zip(batch.jobs, token.tolist(), logp.tolist(), strict=True):
+            if job.stopped or job.left == 0:  # ended but not dropped yet
                 continue
-            job.ids.append(one)
-            job.logps.append(its_logp)
+            job.ids.append(job_id)
+            job.logps.append(job_logp)
             job.stopped = stop.end(job.ids, len(job.ids) - 1) is not None
         alive = [row for row, job in enumerate(batch.jobs) if not job.stopped and job.left > 0]
         if not alive:
@@ -69,7 +69,7 @@ def sample_growing(model: Any, jobs: list[Job], sampling: Sampling, stop: StopCh
         step += 1
 
 
-def _prefill(model: Any, jobs: list[Job]) -> Batch:
+def _prefill(model: Any, jobs: list[Job]) -> DecodeBatch:
     """Run each distinct prompt once, then expand the cache to one row per job."""
     from transformers import DynamicCache
 
@@ -84,7 +84,7 @@ def _prefill(model: Any, jobs: list[Job]) -> Batch:
     cache = DynamicCache(config=model.config.get_text_config())
     logits = _forward(model, torch.tensor(padded, device=device), mask, position_ids, cache)
     seeds, lengths = torch.tensor([job.seed for job in jobs], device=device), lengths.to(device)
-    batch = Batch(jobs=list(jobs), cache=cache, logits=logits, mask=mask, lengths=lengths, seeds=seeds)
+    batch = DecodeBatch(jobs=list(jobs), cache=cache, logits=logits, mask=mask, lengths=lengths, seeds=seeds)
     if len(index) < len(jobs):
         expand = torch.tensor(prompt_of, device=device)
         cache.batch_select_indices(expand)

@@ -1,7 +1,6 @@
-"""Load a trained model for sampling: a hub id, a folder, a finished run, an adapter, or builtin:tiny.
+"""Load a model for sampling: a hub id, a folder, a finished run, an adapter, or builtin:tiny.
 
 model, tokenizer = load_model("runs/grpo-20261115-093000")
-model, tokenizer = load_model("HuggingFaceTB/SmolLM2-135M-Instruct")
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from rollout.servers.model_folder import check_adapter_weights, check_base, read
 
 
 def load_model(name: str, *, trust_remote_code: bool = False) -> tuple[Any, Any]:
-    """A model on the GPU if there is one, and its tokenizer. Adapters stay beside their base."""
+    """Load a model, on the GPU if there is one, and its tokenizer. Adapters are not merged."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     if not sys.stderr.isatty():
-        logging.disable_progress_bar()  # nobody is watching
+        logging.disable_progress_bar()
     source = resolve_model(name)
     if not Path(source).is_dir():
         check_hub("model", name)
@@ -40,13 +39,13 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> tuple[Any, Any]
             base,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
-            use_safetensors=True,  # a .bin file is a pickle, which is never loaded
+            use_safetensors=True,  # never load pickled .bin files
         )
         if is_adapter:
             from peft import PeftModel
 
             model = PeftModel.from_pretrained(model, source)
-    except (OSError, ValueError) as error:  # what transformers raises for a missing or unreadable model
+    except (OSError, ValueError) as error:  # a missing or unreadable model
         reason = str(error).strip().split("\n")[0]
         remedy = trust_hint(error) or "; check the path or hub id"
         raise UserError(f"model={name}: cannot be loaded ({reason}){remedy}") from None

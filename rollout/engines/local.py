@@ -1,15 +1,16 @@
-"""The in-process engine: samples from the model that is being trained, in the trainer's own process.
+"""In-process engine: sample from the model being trained, inside the trainer process.
 
     engine = LocalEngine(model, tokenizer)
     completions = engine.generate([Request(prompt_ids=[5, 6, 7], seed=11)], Sampling(max_tokens=8, stop_ids=(2,)))
 
-scheduler.py says which request is in which row and when it ends, decoder.py runs the steps (CUDA graphs on a GPU), and
-forward.py is the model's pass over a paged cache. On a GPU it samples from a copy of the weights in the dtype of the
-products, refreshed by load(); on a CPU, and where that dtype is the weights' own and memory is short, from the
-trainer's weights themselves. A model that the paged cache cannot hold is sampled by growing.py.
+scheduler.py assigns requests to decode rows, decoder.py runs decode steps (CUDA graphs on a GPU), and forward.py runs
+the model over a paged KV cache. Models that cannot use a paged cache fall back to growing.py.
 
-A seed fixes the uniform numbers of its completion; logits still differ in the last bits between batch shapes, so "same
-seed, same completion" holds except for draws within rounding (about 1e-7 in fp32) of a boundary.
+On a GPU the engine normally samples from a copy of the weights in the compute dtype, refreshed after load(). On a CPU,
+and if a copy is impossible or not worth its memory (_ways), it uses the trainer's weights directly.
+
+A seed fixes a completion's uniform draws. Logits still vary in the last bits with the batch shape, so equal seeds give
+equal completions unless a draw falls within rounding error (about 1e-7 in fp32) of a boundary.
 """
 
 from __future__ import annotations
@@ -37,17 +38,16 @@ from rollout.engines.forward import (
     paged_obstacle,
     uncompiled,
 )
-from rollout.engines.growing import sample_growing
+from rollout.engines.growing import PAD_ID, sample_growing
 from rollout.engines.memory import FULL, GIB, MemoryPolicy, available
 from rollout.engines.scheduler import Job, Scheduler
 from rollout.engines.stop import StopCheck
 
-SCORE_LOGITS = 2**26  # logits per scoring forward: 256 MB in fp32
-PAD_ID = 0  # any valid id: padding is masked out
-ROWS = {"cuda": 512, "cpu": 256}  # decoded at once, unless max_batch_size says otherwise
-PAGE = {"cuda": 64, "cpu": 16}  # tokens of a page of the cache
-STEPS_PER_SYNC = {"cuda": 32, "cpu": 1}  # decode steps after which the host reads what was sampled
-PARITY_FLOAT32, PARITY_BFLOAT16 = 1e-3, 0.1  # largest mean gap to the trainer's log-probs
+LOGITS_PER_PASS = 2**26  # in logps(): 256 MB in fp32
+ROWS = {"cuda": 512, "cpu": 256}  # default max_batch_size
+PAGE = {"cuda": 64, "cpu": 16}  # tokens per cache page
+STEPS_PER_SYNC = {"cuda": 32, "cpu": 1}  # decode steps between host syncs
+PARITY_FLOAT32, PARITY_BFLOAT16 = 1e-3, 0.1  # maximum mean gap to the trainer's log-probs
 
 
 def log_line(text: str) -> None:
@@ -65,9 +65,9 @@ class LocalEngine:
         model: torch.nn.Module,
         tokenizer: Any,
         *,
-        max_batch_size: int | None = None,  # rows decoded at once; others wait. None: 512 on a GPU, 256 on a CPU
+        max_batch_size: int | None = None,  # concurrent completions; others wait. None: 512 on a GPU, 256 on a CPU
         autocast_dtype: torch.dtype | None = None,
-        cache_gib: float | None = None,  # bound of the cache on a GPU; None: what is free
+        cache_gib: float | None = None,  # maximum cache size on a GPU; None: free memory
         log: Callable[[str], None] = log_line,
     ) -> None:
         if max_batch_size is not None and max_batch_size < 1:
@@ -80,22 +80,22 @@ class LocalEngine:
         self.version = 0
         self.memory_policy = MemoryPolicy(self.device, log) if self.kind == "cuda" else None
         self._make_forward: Callable[[], Forward] | None = None  # None: not chosen yet, or sampled by growing.py
-        self._grows = False  # sampled by growing.py
-        self._forward: Forward | None = None  # None: not made yet, or freed while training
+        self._uses_growing_cache = False  # sampled by growing.py
+        self._forward: Forward | None = None  # None: not built yet, or freed for training
         self._scheduler: Scheduler | None = None
-        self._loaded: int | None = None  # version of the weights that the forward has
-        self._held_bytes = 0  # cache, graphs and copy of the weights
+        self._loaded: int | None = None  # weight version of the forward
+        self._engine_bytes = 0  # cache, graphs and weight copy
         self._is_full = False  # the cache is as large as memory allows
 
     # Sampling.
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """One completion per request, in order."""
-        by_number = dict(pair for part in self.stream(requests, sampling) for pair in part)
-        return [by_number[number] for number in range(len(requests))]
+        """Return one completion per request, in order."""
+        completions = dict(pair for ended in self.stream(requests, sampling) for pair in ended)
+        return [completions[i] for i in range(len(requests))]
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[tuple[int, Completion]]]:
-        """The same completions as they end, each with the number of its request."""
+        """Yield completions as they finish, each with the index of its request."""
         check_sampling(sampling)
         limits = [sampling.max_tokens if request.max_tokens is None else request.max_tokens for request in requests]
         if min(limits, default=1) < 1:
@@ -104,20 +104,19 @@ class LocalEngine:
         if not requests:
             return
         jobs = [
-            Job(request.prompt_ids, signed_64(request.seed), limit, request.conversation, number=number)
-            for number, (request, limit) in enumerate(zip(requests, limits, strict=True))
+            Job(request.prompt_ids, signed_64(request.seed), limit, request.conversation, index=i)
+            for i, (request, limit) in enumerate(zip(requests, limits, strict=True))
         ]
         stop = StopCheck(self.tokenizer, sampling)
-        if self._make_forward is None and not self._grows:
-            self._choose_forward()
-        # Longest first: the others fill up the rows beside them. Equal prompts are neighbours, and share a tile.
+        self._choose_forward()
+        # Longest first, so shorter prompts fill the gaps. Equal prompts are adjacent and share a tile.
         jobs.sort(key=lambda job: (-len(job.prompt_ids), job.prompt_ids))
-        sample = self._sample_growing if self._grows else self._sample_paged
+        sample = self._sample_growing if self._uses_growing_cache else self._sample_paged
         run = sample(jobs, sampling, stop)
         try:
             while True:
-                # Not around the yield: whoever gets the completions has gradients and training mode as before.
-                with evaluating(self.model, self.autocast_dtype if self._grows else None):
+                # Not around the yield: the caller must see gradients and training mode unchanged.
+                with evaluating(self.model, self.autocast_dtype if self._uses_growing_cache else None):
                     ended = next(run, None)
                 if ended is None:
                     return
@@ -126,8 +125,8 @@ class LocalEngine:
             run.close()
 
     def _sample_paged(self, jobs: Sequence[Job], sampling: Sampling, stop: StopCheck) -> Iterator[Sequence[Job]]:
-        """A generator, so that _ready() runs within `evaluating` too."""
-        yield from self._ready(jobs).run(jobs, sampling, stop)
+        """Run the scheduler. A generator, so that even _prepare_scheduler() runs inside `evaluating`."""
+        yield from self._prepare_scheduler(jobs).run(jobs, sampling, stop)
 
     def _sample_growing(self, jobs: Sequence[Job], sampling: Sampling, stop: StopCheck) -> Iterator[Sequence[Job]]:
         for start in range(0, len(jobs), self.max_batch_size):
@@ -138,12 +137,12 @@ class LocalEngine:
     def _completions(self, jobs: Sequence[Job], stop: StopCheck) -> list[tuple[int, Completion]]:
         if not all(math.isfinite(logp) for job in jobs for logp in job.logps):
             raise UserError(
-                f"version={self.version}: the model's logits are not finite; its weights have diverged, "
-                "lower the learning rate or go back to an earlier checkpoint"
+                f"version={self.version}: the logits are not finite because the weights have diverged; lower "
+                "--learning-rate or resume from an earlier checkpoint"
             )
         texts = stop.texts([job.ids for job in jobs], [job.stopped for job in jobs])
         return [
-            (job.number, Completion(
+            (job.index, Completion(
                 prompt_ids=list(job.prompt_ids), ids=job.ids, logps=job.logps, text=text,
                 finish_reason="stop" if job.stopped else "length", versions=[(self.version, len(job.ids))],
             ))
@@ -151,54 +150,54 @@ class LocalEngine:
         ]  # fmt: skip
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> Future[list[Completion]]:
-        """Samples now: the future has its result already."""
+        """Sample now and return a finished future."""
         return finished(self.generate(requests, sampling))
 
     def poll(self, version: int | None = None) -> None:
-        """Nothing to do: nothing runs in the background."""
+        """Do nothing: nothing runs in the background."""
 
     def _check_requests(self, prompts: Sequence[list[int]], limits: Sequence[int]) -> None:
-        """Refuse prompts that would otherwise fail deep inside the model."""
+        """Reject prompts that would fail deep inside the model."""
         config = self.lm.config.get_text_config()
         context = getattr(config, "max_position_embeddings", None)
         for i, (prompt, max_tokens) in enumerate(zip(prompts, limits, strict=True)):
             if not prompt:
-                raise UserError(f"prompt_ids=[] (request {i}): an empty prompt; give at least one token")
+                raise UserError(f"prompt_ids=[] (request {i}): the prompt is empty; pass at least one token")
             if context is not None and len(prompt) + max_tokens > context:
                 raise UserError(
-                    f"max_tokens={max_tokens} (request {i}): the prompt of {len(prompt)} tokens and its completion do "
-                    f"not fit the model's context of {context}; shorten the prompt or lower max_completion_length"
+                    f"max_tokens={max_tokens} (request {i}): with {len(prompt)} prompt tokens it exceeds the model's "
+                    f"context of {context}; shorten the prompt or lower --max-completion-length"
                 )
             if max(prompt) >= config.vocab_size or min(prompt) < 0:
                 raise UserError(
-                    f"prompt_ids (request {i}): an id outside the model's vocabulary of {config.vocab_size}; "
-                    "the tokenizer does not belong to this model"
+                    f"prompt_ids (request {i}): contains an id outside the model's vocabulary of {config.vocab_size}; "
+                    "use the model's own tokenizer"
                 )
 
     # Log-probs of given completions.
 
     def logps(self, sequences: Sequence[tuple[list[int], list[int]]], temperature: float) -> list[list[float]]:
-        """Log-probs of given completions by a forward pass; temperature 0 counts as 1, as in generate."""
+        """Return log-probs of (prompt, completion) pairs. As in generate, temperature 0 counts as 1."""
         if temperature < 0:
             raise UserError(f"temperature={temperature}: must be 0 or above")
         self._check_requests([prompt + completion for prompt, completion in sequences], [0] * len(sequences))
         if any(not prompt for prompt, _ in sequences):
-            raise UserError("prompt_ids=[]: an empty prompt has nothing to predict from; give at least one token")
+            raise UserError("prompt_ids=[]: the prompt is empty; pass at least one token")
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i][0]) + len(sequences[i][1]))
         logps: dict[int, list[float]] = {}
         with evaluating(self.model, self.autocast_dtype):
-            for chunk in self._score_chunks(order, sequences):
-                scored = self._score_chunk([sequences[i] for i in chunk], temperature or 1.0)
-                logps.update(zip(chunk, scored, strict=True))
+            for chunk in self._logps_chunks(order, sequences):
+                chunk_logps = self._chunk_logps([sequences[i] for i in chunk], temperature or 1.0)
+                logps.update(zip(chunk, chunk_logps, strict=True))
         return [logps[i] for i in range(len(sequences))]
 
-    def _score_chunks(self, order: list[int], sequences: Sequence[tuple[list[int], list[int]]]) -> Iterator[list[int]]:
-        """Chunks in order of length, so that the sequence added last sets the width of its chunk."""
+    def _logps_chunks(self, order: list[int], sequences: Sequence[tuple[list[int], list[int]]]) -> Iterator[list[int]]:
+        """Split `order` (shortest first) into chunks; the last sequence of a chunk sets its width."""
         vocab_size = self.model.config.get_text_config().vocab_size
         chunk: list[int] = []
         for i in order:
             width = len(sequences[i][0]) + len(sequences[i][1])
-            too_big = (len(chunk) + 1) * width * vocab_size > SCORE_LOGITS
+            too_big = (len(chunk) + 1) * width * vocab_size > LOGITS_PER_PASS
             if chunk and (too_big or len(chunk) == self.max_batch_size):
                 yield chunk
                 chunk = []
@@ -206,7 +205,7 @@ class LocalEngine:
         if chunk:
             yield chunk
 
-    def _score_chunk(self, sequences: list[tuple[list[int], list[int]]], temperature: float) -> list[list[float]]:
+    def _chunk_logps(self, sequences: list[tuple[list[int], list[int]]], temperature: float) -> list[list[float]]:
         device = next(self.model.parameters()).device
         joined = [prompt + completion for prompt, completion in sequences]
         width = max(len(ids) for ids in joined)
@@ -225,31 +224,30 @@ class LocalEngine:
     # Between sampling and training.
 
     def prepare(self, *, prompt_length: int, max_tokens: int, prompts: int, group: int) -> None:
-        """Before training: find out how this model runs, refuse lengths that do not fit, and make the cache."""
-        if self._make_forward is None and not self._grows:
-            self._choose_forward()
-        if not self._grows:
-            longest = [[number] * prompt_length for number in range(prompts)]
-            self._ready([Job(prompt, 0, max_tokens) for prompt in longest for _ in range(group)])
+        """Before training: choose the forward pass, check lengths and allocate the cache."""
+        self._choose_forward()
+        if not self._uses_growing_cache:
+            longest = [[i] * prompt_length for i in range(prompts)]
+            self._prepare_scheduler([Job(prompt, 0, max_tokens) for prompt in longest for _ in range(group)])
 
     def load(self, version: int) -> None:
-        """The copy of the weights, if there is one, is refreshed before the next token."""
+        """Mark the weight copy, if there is one, for a refresh before the next token."""
         self.version, self._loaded = version, None
         if self.memory_policy is not None:
             self.memory_policy.training_ended()
 
     def forget(self) -> None:
-        """No conversation continues: their pages are free."""
+        """Drop cached conversations and free their pages."""
         if self._scheduler is not None:
             self._scheduler.forget()
 
     def sleep(self) -> None:
-        """On a GPU: cache, graphs and the copy of the weights make room for training, unless there is room for both."""
+        """On a GPU, free cache, graphs and weight copy for training, unless everything fits."""
         if self.memory_policy is None or self._scheduler is None:
             return
         if not self.memory_policy.resident:
-            self._held_bytes = self._release()
-        self.memory_policy.training_begins(self._held_bytes)
+            self._engine_bytes = self._release()
+        self.memory_policy.training_begins(self._engine_bytes)
 
     def metrics(self) -> dict[str, float]:
         if self._scheduler is None or not self._scheduler.num_evicted:
@@ -258,7 +256,7 @@ class LocalEngine:
         return {"rollout/evicted_rows": float(evicted)}
 
     def close(self) -> None:
-        """Release the memory; may be called twice."""
+        """Release the memory. May be called twice."""
         self._release()
 
     # The forward pass, the cache and the graphs.
@@ -273,27 +271,32 @@ class LocalEngine:
         return self.autocast_dtype or next(self.model.parameters()).dtype
 
     def _choose_forward(self) -> None:
-        """The first way to run this model whose log-probs are the trainer's."""
+        """On the first call, choose the first forward pass whose log-probs match the trainer's."""
+        if self._make_forward is not None or self._uses_growing_cache:
+            return
         obstacle, skipped = paged_obstacle(self.lm, needs_kernels=self.kind == "cuda"), None
         name = type(self.lm).__name__
         for make in [] if obstacle else self._ways():
             try:
                 self._make_forward, self._forward = make, make()
-                obstacle = self._parity()
+                obstacle = self._check_parity()
             except torch.OutOfMemoryError:
                 raise
             except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-                obstacle = f"its code fails with a paged cache ({type(error).__name__}: {' '.join(str(error).split())})"
+                obstacle = (
+                    f"its code fails with a paged KV cache ({type(error).__name__}: {' '.join(str(error).split())})"
+                )
             if obstacle is None:
                 if skipped:
-                    self.log(f"rollout: {name} is sampled by its own forward, which is slower, because {skipped}")
+                    self.log(f"rollout: sampling {name} with its transformers forward (slower): {skipped}")
                 return
             self._release()
             skipped = obstacle
-        self._make_forward, self._grows = None, True
-        self.log(f"rollout: {name} is sampled with a growing cache, which is slower, because {obstacle}")
+        self._make_forward, self._uses_growing_cache = None, True
+        self.log(f"rollout: sampling {name} without a paged KV cache (slower): {obstacle}")
 
     def _ways(self) -> list[Callable[[], Forward]]:
+        """Constructors of the possible forward passes, fastest first."""
         lm, dtype = self.lm, self.dtype
         if self.kind == "cpu":
             return [lambda: TransformersForward(lm, dtype, autocast_dtype=self.autocast_dtype)]
@@ -307,8 +310,8 @@ class LocalEngine:
             ways.insert(0, lambda: BlockForward(lm, dtype))
         return ways
 
-    def _parity(self) -> str | None:
-        """Sample a little and compare with the trainer's own log-probs; returns what is wrong, or None."""
+    def _check_parity(self) -> str | None:
+        """Compare a few sampled tokens with the trainer's log-probs; return the problem, or None."""
         vocab = self.lm.config.get_text_config().vocab_size
         longest = min(20, (getattr(self.lm.config.get_text_config(), "max_position_embeddings", None) or 26) - 6)
         shapes = ((7, longest), (7, longest), (5, 3))
@@ -316,27 +319,27 @@ class LocalEngine:
         jobs = [Job(prompt, seed, 6) for seed, prompt in enumerate(prompts)]
         sampling = Sampling(max_tokens=6)
         with evaluating(self.model, None):
-            for _ in self._ready(jobs).run(jobs, sampling, StopCheck(self.tokenizer, sampling)):
+            for _ in self._prepare_scheduler(jobs).run(jobs, sampling, StopCheck(self.tokenizer, sampling)):
                 pass
-        ours = torch.tensor([job.logps for job in jobs])
-        theirs = torch.tensor(self.logps([(job.prompt_ids, job.ids) for job in jobs], 1.0))
-        gap = float((ours - theirs).abs().mean())
+        sampled = torch.tensor([job.logps for job in jobs])
+        expected = torch.tensor(self.logps([(job.prompt_ids, job.ids) for job in jobs], 1.0))
+        gap = float((sampled - expected).abs().mean())
         limit = PARITY_FLOAT32 if self.dtype == torch.float32 else PARITY_BFLOAT16
-        if bool(theirs.isfinite().all()) and not gap <= limit:
-            return f"its log-probs with a paged cache differ from the trainer's by {gap:.3g} (limit {limit:g})"
+        if bool(expected.isfinite().all()) and not gap <= limit:
+            return f"its log-probs with a paged KV cache differ from the trainer's by {gap:.3g} (limit {limit:g})"
         return None
 
-    def _ready(self, jobs: Sequence[Job]) -> Scheduler:
-        """A scheduler with the current weights and a cache that is large enough for these jobs."""
-        assert self._make_forward is not None, "_choose_forward() comes first"
+    def _prepare_scheduler(self, jobs: Sequence[Job]) -> Scheduler:
+        """Return a scheduler with the current weights and a cache large enough for these jobs."""
+        assert self._make_forward is not None, "_prepare_scheduler() called before _choose_forward()"
         if self._forward is None:
             self._forward = self._make_forward()
             self._loaded = None
-        # Either may move tensors that the graphs point at; both must run.
-        stays = self._forward.cover(max(len(job.prompt_ids) + job.limit for job in jobs))
+        # Both must run, and either may invalidate addresses captured in CUDA graphs.
+        graphs_valid = self._forward.cover(max(len(job.prompt_ids) + job.limit for job in jobs))
         if self._loaded != self.version or self._forward.in_place:
-            stays &= self._forward.refresh()
-        if not stays and self._scheduler is not None:
+            graphs_valid &= self._forward.refresh()
+        if not graphs_valid and self._scheduler is not None:
             self._scheduler.decoder.graphs.clear()
         if self._loaded != self.version:
             self._loaded = self.version
@@ -344,12 +347,17 @@ class LocalEngine:
         least, most = cache_pages(jobs, page=PAGE[self.kind], rows=self.max_batch_size)
         have = 0 if self._scheduler is None else self._scheduler.decoder.cache.num_pages
         if have < least or (have < most and not self._is_full):
-            self._scheduler = None  # before the new one is made: there may be no room for both
-            # Somewhat larger, so that batches which grow little by little do not make a new cache each time.
+            self._scheduler = None  # free the old cache first: both may not fit
+            # With some headroom when it grows, so that slowly growing batches do not reallocate every time.
             num_pages = min(most + most // 4 if have else most, max(have, self._page_budget()))
             self._is_full = num_pages < most
             if num_pages < least:
-                self._refuse(least, num_pages)
+                page_gib = self._forward.shape.bytes_per_token * PAGE[self.kind] / GIB
+                raise UserError(
+                    f"rollout.engine=local: the longest prompt and completion need {least * page_gib:.2f} GiB of KV "
+                    f"cache but only {num_pages * page_gib:.2f} GiB is available; lower --max-completion-length, raise "
+                    "--rollout.cache-gib if it is set, or use --rollout.engine vllm"
+                )
             decoder = Decoder(
                 self._forward, num_pages=num_pages, page=PAGE[self.kind], max_rows=self.max_batch_size,
                 max_pages=least, captures=self.kind == "cuda",
@@ -358,28 +366,19 @@ class LocalEngine:
         return self._scheduler
 
     def _page_budget(self) -> int:
-        """Pages that the GPU's free memory, or --rollout.cache-gib, allows."""
+        """Number of pages that free GPU memory and --rollout.cache-gib allow."""
         if self.kind == "cpu":
             return sys.maxsize
         assert self._forward is not None
         torch.cuda.empty_cache()
         logits = self.max_batch_size * self.lm.config.get_text_config().vocab_size * 4
-        room = available(self.device) - torch.cuda.memory_allocated(self.device) - 2 * logits - GIB
+        free_bytes = available(self.device) - torch.cuda.memory_allocated(self.device) - 2 * logits - GIB
         if self.cache_gib is not None:
-            room = min(room, self.cache_gib * GIB)
-        return max(0, int(FULL * room / (self._forward.shape.bytes_per_token * PAGE[self.kind])))
-
-    def _refuse(self, least: int, num_pages: int) -> None:
-        assert self._forward is not None
-        page_gib = self._forward.shape.bytes_per_token * PAGE[self.kind] / GIB
-        raise UserError(
-            f"rollout.engine=local: the longest prompt with its completion needs {least * page_gib:.2f} GiB of cache, "
-            f"and there are {num_pages * page_gib:.2f}; lower max_completion_length, raise --rollout.cache-gib if it "
-            "is set, or use --rollout.engine vllm"
-        )
+            free_bytes = min(free_bytes, self.cache_gib * GIB)
+        return max(0, int(FULL * free_bytes / (self._forward.shape.bytes_per_token * PAGE[self.kind])))
 
     def _release(self) -> int:
-        """Free cache, graphs and the copy of the weights; returns their bytes on a GPU."""
+        """Free cache, graphs and weight copy; return their size in GPU bytes."""
         on_gpu = self.kind == "cuda"
         if on_gpu:
             torch.cuda.empty_cache()
@@ -393,32 +392,32 @@ class LocalEngine:
 
 
 def cache_pages(jobs: Sequence[Job], *, page: int, rows: int) -> tuple[int, int]:
-    """(least, most): pages of a cache that holds any one of these jobs, and of one that holds as many as rows."""
+    """Return (least, most): pages needed for any single job, and for `rows` concurrent jobs."""
 
     def pages(tokens: int) -> int:
         return -(-tokens // page)
 
-    own = [pages(1 + job.limit) for job in jobs]
+    sampled = [pages(1 + job.limit) for job in jobs]
     prompts = [pages(len(job.prompt_ids) - 1) for job in jobs]
     shared: dict[tuple[int, ...], int] = {}  # pages of each distinct prompt
     unshared = []  # pages of each job
-    for job, of_own, of_prompt in zip(jobs, own, prompts, strict=True):
+    for job, sampled_pages, prompt_pages in zip(jobs, sampled, prompts, strict=True):
         if job.conversation is None:
-            shared[tuple(job.prompt_ids)] = of_prompt
-            unshared.append(of_own)
-        else:  # later turns have prompts of their own
-            unshared.append(of_own + of_prompt + 1)
-    scratch, spare = 1, min(rows, len(jobs))  # spare: admission keeps a page for each row
-    least = max(a + b for a, b in zip(own, prompts, strict=True)) + 1 + scratch
+            shared[tuple(job.prompt_ids)] = prompt_pages
+            unshared.append(sampled_pages)
+        else:  # prompts of later turns differ
+            unshared.append(sampled_pages + prompt_pages + 1)
+    scratch, spare = 1, min(rows, len(jobs))  # spare: admission reserves a page per row
+    least = max(a + b for a, b in zip(sampled, prompts, strict=True)) + 1 + scratch
     return least, sum(sorted(unshared)[-rows:]) + sum(shared.values()) + spare + scratch
 
 
 @contextmanager
 def evaluating(model: torch.nn.Module, autocast_dtype: torch.dtype | None) -> Iterator[None]:
-    """Evaluation mode without gradients, uncompiled; restores every submodule's mode afterwards.
+    """Context manager: run a model in evaluation mode, uncompiled and without gradients; then restore all modes.
 
-    Evaluation mode also lets a model with gradient checkpointing keep a cache. no_grad, not inference_mode: buffers
-    that a model creates on its first call must stay usable for training.
+    In evaluation mode a model with gradient checkpointing can use a cache. no_grad, not inference_mode: buffers that a
+    model creates on its first call must stay usable for training.
     """
     training = [module for module in model.modules() if module.training]
     device = next(model.parameters()).device

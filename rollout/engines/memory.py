@@ -1,13 +1,13 @@
-"""GPU memory of the in-process engine beside training's.
+"""Share GPU memory between the in-process engine and training.
 
-    residence = Residence(device, log)
-    residence.training_begins(held)        # held: bytes of cache, graphs and the copy of the weights
+    policy = MemoryPolicy(device, log)
+    policy.training_begins(engine_bytes)   # bytes of cache, graphs and weight copy
     ...
-    residence.training_ended()             # measures; from now on residence.keeps says whether they may stay
+    policy.training_ended()                # measure the peak and update policy.resident
 
-The first two training steps run without them: the first one makes the optimizer's moments at its end, so only the
-second has everything at once. If its measured peak leaves room for them, they stay from then on; if the peak grows into
-that room later, they are freed again while the model trains, and made again after it.
+The first two training steps run without the engine's memory: the first step allocates the optimizer state only at its
+end, so the second is the first with the full peak. If that peak leaves enough memory for the engine, its memory stays
+allocated. If the peak grows too large later, the engine's memory is again freed for training and reallocated after it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Callable
 
 import torch
 
-FULL = 0.9  # of the GPU: allocations are rounded and scattered, and CUDA's libraries take memory of their own
+FULL = 0.9  # usable fraction of the GPU; the rest covers fragmentation and CUDA libraries
 GIB = 2**30
 
-_highest = 0  # bytes, before the last restart
+_highest = 0  # peak bytes before the last restart
 
 
 def restart_peak() -> int:
-    """Bytes that tensors took at the peak since the last call."""
+    """Return the peak of allocated bytes since the last call, and reset it."""
     global _highest
     peak = torch.cuda.max_memory_allocated()
     _highest = max(_highest, peak)
@@ -32,44 +32,42 @@ def restart_peak() -> int:
 
 
 def highest_peak() -> int:
-    """Bytes that tensors took at the peak, since the start of the process."""
+    """Return the peak of allocated bytes since the process started."""
     return max(_highest, torch.cuda.max_memory_allocated())
 
 
 def available(device: torch.device) -> int:
-    """Bytes that this process holds or could get."""
+    """Return the bytes that this process has reserved or could allocate."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device)
 
 
 class MemoryPolicy:
-    """Whether the engine keeps its memory while the model trains."""
+    """Decides whether the engine keeps its memory during training (`resident`)."""
 
     def __init__(self, device: torch.device, log: Callable[[str], None]) -> None:
         self.device, self.log = device, log
         self.resident = False
-        self._held = -1  # bytes of the engine when training began; -1: training has not begun
-        self._trained = 0  # times that training has ended
+        self._engine_bytes = -1  # when training began; -1: not training
+        self._num_trained = 0  # how often training has ended
 
-    def training_begins(self, held: int) -> None:
-        self._held = held
+    def training_begins(self, engine_bytes: int) -> None:
+        self._engine_bytes = engine_bytes
         restart_peak()
 
     def training_ended(self) -> None:
-        if self._held < 0:
+        if self._engine_bytes < 0:
             return
-        held, self._held = self._held, -1
-        peak, self._trained = restart_peak(), self._trained + 1
-        if self._trained < 2:
+        engine, self._engine_bytes = self._engine_bytes, -1
+        peak, self._num_trained = restart_peak(), self._num_trained + 1
+        if self._num_trained < 2:
             return
-        self.update(peak=peak, held=held, total=available(self.device))
-
-    def update(self, *, peak: int, held: int, total: int) -> None:
-        """`peak` of training, with what the engine kept; `held`: what it has when it samples."""
-        alone = peak - held if self.resident else peak
-        resident = alone + held <= FULL * total
+        total = available(self.device)
+        training = peak - engine if self.resident else peak
+        resident = training + engine <= FULL * total
         if resident != self.resident:
-            numbers = f"training takes {alone / GIB:.1f} GiB at its peak, of {total / GIB:.1f} GiB"
-            what = "stay while training" if resident else "are freed while training"
-            self.log(f"rollout: the engine's {held / GIB:.1f} GiB (cache, graphs, weights) {what}; {numbers}")
+            self.log(
+                f"rollout: {'keeping' if resident else 'freeing'} the engine's {engine / GIB:.1f} GiB (cache, graphs, "
+                f"weights) during training; training peak {training / GIB:.1f} of {total / GIB:.1f} GiB"
+            )
         self.resident = resident

@@ -1,16 +1,16 @@
-"""Continuous batching: which request is in which row, which pages of the cache it has, and when it ends.
+"""Continuous batching: assign requests to decode rows and cache pages, and detect their ends.
 
-    scheduler = Scheduler(decoder, look=32)
-    for ended in scheduler.run(jobs, sampling, stop): ...        # jobs may be more than rows; each ends once
+    scheduler = Scheduler(decoder, steps_per_sync=32)
+    for ended in scheduler.run(jobs, sampling, stop): ...        # more jobs than rows are allowed; each ends once
 
-A row's tokens are its prefix and its own. The prefix is the prompt without its last token; requests with the same
-prompt share its pages. The row's own tokens are the last prompt token, whose pass predicts the first sampled one, and
-what was sampled. So a prefill never needs logits, and the first token is drawn like any other.
+The tokens of a row are a prefix and the row's own tokens. The prefix is the prompt without its last token; requests
+with the same prompt share its pages. The own tokens are the last prompt token, which predicts the first sampled token,
+and the sampled tokens. So a prefill never needs logits, and the first token is drawn like any other.
 
-The decoder runs `look` tokens at a time. Then rows that ended give their pages to waiting requests. If pages run out,
-first prompts that nobody uses are dropped, then conversations that wait for their next turn, then the row that was
-admitted last: it goes back to the queue with what it has sampled, and its tokens are prefilled again later. One row
-always fits (the engine refuses longer requests), so the oldest row always goes on.
+The decoder runs `steps_per_sync` tokens at a time. Then pages of finished rows go to waiting requests. If pages run
+out, the scheduler evicts unused prefixes, then idle conversations, then the row admitted last. That row returns to the
+queue with its sampled tokens, which are prefilled again later. One row always fits (the engine rejects longer
+requests), so the oldest row always makes progress.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from rollout.engines.stop import StopCheck
 
 @dataclass(eq=False)
 class Prefix:
-    """Prompt tokens in the cache, shared by rows."""
+    """Cached prompt tokens, shared by rows."""
 
     ids: tuple[int, ...]
     pages: list[int]
-    num_users: int = 0  # rows and held conversations
+    num_users: int = 0  # rows and cached conversations
 
 
 @dataclass(eq=False)
 class Job:
-    """One request and its row."""
+    """One request and the state of its row."""
 
     prompt_ids: list[int]
     seed: int
-    limit: int  # tokens to sample at most
+    limit: int  # maximum tokens to sample
     conversation: Hashable | None = None
-    number: int = 0  # of the request
+    index: int = 0  # request index
     ids: list[int] = field(default_factory=list)  # sampled
     logps: list[float] = field(default_factory=list)
     stopped: bool = False
     prefix: Prefix | None = None
     own_first: list[int] = field(default_factory=list)  # prompt tokens after the prefix
-    pages: list[int] = field(default_factory=list)  # of its own tokens
-    num_cached: int = 0  # of its own tokens
+    pages: list[int] = field(default_factory=list)  # pages of the row's own tokens
+    num_cached: int = 0  # own tokens in the cache
 
     @property
     def own(self) -> list[int]:
@@ -68,10 +68,10 @@ class Job:
 
 @dataclass(eq=False)
 class CachedConversation:
-    """A conversation that may continue: its tokens are still in the cache."""
+    """Cached tokens of a conversation that may continue."""
 
     prefix: Prefix
-    own: list[int]  # only those in the cache
+    own: list[int]  # cached tokens after the prefix
     pages: list[int]
 
 
@@ -80,16 +80,16 @@ class Scheduler:
         self,
         decoder: Decoder,
         *,
-        steps_per_sync: int,  # decode steps after which the host reads what was sampled
+        steps_per_sync: int,  # decode steps between host syncs
     ) -> None:
         self.decoder, self.steps_per_sync = decoder, steps_per_sync
         self.free = list(range(decoder.cache.num_pages - 1, 0, -1))  # page 0 is scratch
         self.prefixes: dict[tuple[int, ...], Prefix] = {}
-        self.held: dict[Hashable, CachedConversation] = {}  # the one that has waited longest comes first
+        self.conversations: dict[Hashable, CachedConversation] = {}  # idle conversations, oldest first
         self.num_evicted = 0
 
     def run(self, jobs: Sequence[Job], sampling: Sampling, stop: StopCheck) -> Iterator[list[Job]]:
-        """Sample all jobs to their end; yields those that have ended, as soon as they have."""
+        """Sample all jobs to their end; yield jobs as they end."""
         waiting, active = deque(jobs), []
         stop_ids, top = sorted(stop.stop_ids), TopFilter(sampling.top_k, sampling.top_p)
         if sampling.temperature == 0:
@@ -98,26 +98,26 @@ class Scheduler:
             while waiting or active:
                 self._admit(waiting, active)
                 steps = min(self.steps_per_sync, max(job.left for job in active))
-                self._grow(waiting, active, steps)
-                ids, logps = self.decoder.run(self._state(active, sampling.temperature), stop_ids, top, steps)
+                self._grow_rows(waiting, active, steps)
+                ids, logps = self.decoder.run(self._row_state(active, sampling.temperature), stop_ids, top, steps)
                 ended = self._collect(active, ids, logps, stop)
                 if ended:
                     active = [job for job in active if job not in ended]
                     for job in ended:
-                        self._end(job)
+                        self._finish(job)
                     yield list(ended)
         finally:
-            for job in active:  # if it was interrupted
+            for job in active:  # if interrupted
                 self._release(job)
             self._drop_prefixes()
 
     def forget(self, conversations: Iterable[Hashable] | None = None) -> None:
-        """Give up what is held for conversations; None: for all of them, as after a change of the weights."""
-        for key in list(self.held) if conversations is None else conversations:
-            held = self.held.pop(key, None)
-            if held is not None:
-                self.free += held.pages
-                held.prefix.num_users -= 1
+        """Drop cached conversations. None: all of them, as after a weight update."""
+        for key in list(self.conversations) if conversations is None else conversations:
+            cached = self.conversations.pop(key, None)
+            if cached is not None:
+                self.free += cached.pages
+                cached.prefix.num_users -= 1
         self._drop_prefixes()
 
     # Pages.
@@ -125,8 +125,8 @@ class Scheduler:
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.decoder.page)
 
-    def _take(self, count: int) -> list[int]:
-        assert count <= len(self.free), f"{count} pages are needed, and {len(self.free)} are free"
+    def _take_pages(self, count: int) -> list[int]:
+        assert count <= len(self.free), f"{count} pages needed, {len(self.free)} free"
         taken, self.free = self.free[len(self.free) - count :], self.free[: len(self.free) - count]
         return taken
 
@@ -136,22 +136,22 @@ class Scheduler:
                 self.free += prefix.pages
                 del self.prefixes[ids]
 
-    def _make_free(self, count: int) -> bool:
-        """Drop what nobody runs, until this many pages are free."""
+    def _evict(self, count: int) -> bool:
+        """Evict unused prefixes and idle conversations until this many pages are free; return success."""
         if len(self.free) < count:
             self._drop_prefixes()
-        while len(self.free) < count and self.held:
-            self.forget([next(iter(self.held))])
+        while len(self.free) < count and self.conversations:
+            self.forget([next(iter(self.conversations))])
         return len(self.free) >= count
 
-    def _grow(self, waiting: deque[Job], active: list[Job], steps: int) -> None:
-        """Give every row pages for its next tokens; if there are too few, the last rows go back to the queue."""
+    def _grow_rows(self, waiting: deque[Job], active: list[Job], steps: int) -> None:
+        """Give every row pages for its next tokens; if pages run out, requeue the rows admitted last."""
         row = 0
         while row < len(active):
             job = active[row]
             needed = self.pages_for(job.num_own + min(steps, job.left) - 1) - len(job.pages)
-            while needed > 0 and not self._make_free(needed):
-                assert len(active) > 1, f"one row needs {needed} pages more, and {len(self.free)} are left"
+            while needed > 0 and not self._evict(needed):
+                assert len(active) > 1, f"a single row needs {needed} more pages, {len(self.free)} free"
                 last = active.pop()
                 self._release(last)
                 waiting.appendleft(last)
@@ -159,53 +159,53 @@ class Scheduler:
                 if last is job:
                     return
             if needed > 0:
-                job.pages += self._take(needed)
+                job.pages += self._take_pages(needed)
             row += 1
 
     # Rows.
 
     def _admit(self, waiting: deque[Job], active: list[Job]) -> None:
-        """Move waiting jobs into free rows; prefill their tokens that are not in the cache, many rows in one pass."""
+        """Move waiting jobs into free rows and prefill their uncached tokens."""
         fills: list[PrefillJob] = []
         while waiting and len(active) < self.decoder.max_rows:
             job = waiting[0]
             self._continue_conversation(job)
             prefix = self.prefixes.get(tuple(job.prompt_ids[:-1]))
             if job.prefix is None and prefix is not None:
-                self._use(job, prefix)  # now, so that making room does not drop it
+                self._attach(job, prefix)  # now, so that _evict() keeps it
             prefix_pages = 0 if job.prefix else self.pages_for(len(job.prompt_ids) - 1)
             num_own = job.num_own if job.prefix else 1 + len(job.ids)
             own_pages = self.pages_for(num_own) - len(job.pages)
-            reserve = len(active)  # each row may need a page before the next look
-            if not self._make_free(prefix_pages + own_pages + reserve) and active:
+            reserve = len(active)  # each row may need a page before the next host sync
+            if not self._evict(prefix_pages + own_pages + reserve) and active:
                 self._release(job)
                 break
             waiting.popleft()
             if job.prefix is None:
-                self._use(job, self._new_prefix(job.prompt_ids[:-1], fills))
+                self._attach(job, self._new_prefix(job.prompt_ids[:-1], fills))
             prefix = job.prefix
-            job.pages += self._take(self.pages_for(job.num_own) - len(job.pages))
-            todo = job.own[job.num_cached : -1]  # the first decode step runs the last one
-            if todo:
-                fills.append(PrefillJob(todo, len(prefix.ids) + job.num_cached, self._places(job)[:-1]))
-                job.num_cached += len(todo)
+            job.pages += self._take_pages(self.pages_for(job.num_own) - len(job.pages))
+            uncached = job.own[job.num_cached : -1]  # the first decode step runs the last token
+            if uncached:
+                fills.append(PrefillJob(uncached, len(prefix.ids) + job.num_cached, self._slots(job)[:-1]))
+                job.num_cached += len(uncached)
             active.append(job)
         if fills:
             self._prefill_ahead(waiting, fills)
             self.decoder.prefill(fills)
 
-    def _use(self, job: Job, prefix: Prefix) -> None:
+    def _attach(self, job: Job, prefix: Prefix) -> None:
         job.prefix, job.own_first = prefix, job.prompt_ids[len(prefix.ids) :]
         prefix.num_users += 1
 
     def _new_prefix(self, ids: Sequence[int], fills: list[PrefillJob]) -> Prefix:
-        prefix = Prefix(tuple(ids), self._take(self.pages_for(len(ids))))
+        prefix = Prefix(tuple(ids), self._take_pages(self.pages_for(len(ids))))
         self.prefixes[prefix.ids] = prefix
-        fills.append(PrefillJob(list(ids), 0, self._page_places(prefix.pages, len(ids))))
+        fills.append(PrefillJob(list(ids), 0, self._page_slots(prefix.pages, len(ids))))
         return prefix
 
     def _prefill_ahead(self, waiting: deque[Job], fills: list[PrefillJob]) -> None:
-        """Add the prompts of waiting jobs: a pass with few tokens takes as long as one with many."""
+        """Add prompts of waiting jobs: a small prefill takes as long as a large one."""
         room = PREFILL_TOKENS // 2 - sum(len(fill.ids) for fill in fills)
         spare = len(self.free) // 2
         for job in waiting:
@@ -218,50 +218,50 @@ class Scheduler:
                 room, spare = room - len(ids), spare - pages
 
     def _continue_conversation(self, job: Job) -> None:
-        """Take over what the cache still has of this conversation's earlier turns."""
-        held = self.held.get(job.conversation) if job.conversation is not None and job.prefix is None else None
-        if held is None:
+        """Reuse the cached tokens of this conversation's earlier turns, if the prompt extends them."""
+        if job.conversation not in self.conversations or job.prefix is not None:
             return
-        del self.held[job.conversation]
-        start = len(held.prefix.ids)
+        cached = self.conversations.pop(job.conversation)
+        start, count = len(cached.prefix.ids), len(cached.own)
         own = job.prompt_ids[start:]
-        if tuple(job.prompt_ids[:start]) != held.prefix.ids or own[: len(held.own)] != held.own or own == held.own:
-            self.free += held.pages
-            held.prefix.num_users -= 1
+        if tuple(job.prompt_ids[:start]) != cached.prefix.ids or own[:count] != cached.own or own == cached.own:
+            self.free += cached.pages
+            cached.prefix.num_users -= 1
             return
-        job.prefix, job.own_first, job.pages, job.num_cached = held.prefix, own, held.pages, len(held.own)
+        job.prefix, job.own_first, job.pages, job.num_cached = cached.prefix, own, cached.pages, count
 
     def _release(self, job: Job) -> None:
-        """Give up a row's pages; its tokens are kept."""
+        """Free a row's pages; the job keeps its sampled tokens."""
         self.free += job.pages
         job.pages, job.num_cached = [], 0
         if job.prefix is not None:
             job.prefix.num_users -= 1
             job.prefix, job.own_first = None, []
 
-    def _end(self, job: Job) -> None:
+    def _finish(self, job: Job) -> None:
         if job.conversation is None:
             self._release(job)
             return
-        self.forget([job.conversation])  # of another branch of the same conversation
+        self.forget([job.conversation])  # another branch of the same conversation
         job.num_cached = min(job.num_cached, job.num_own)
         assert job.prefix is not None
         keep = self.pages_for(job.num_cached)
         self.free += job.pages[keep:]
-        self.held[job.conversation] = CachedConversation(job.prefix, job.own[: job.num_cached], job.pages[:keep])
+        cached = CachedConversation(job.prefix, job.own[: job.num_cached], job.pages[:keep])
+        self.conversations[job.conversation] = cached
 
-    def _page_places(self, pages: Sequence[int], count: int) -> np.ndarray:  # (count,) int64
+    def _page_slots(self, pages: Sequence[int], count: int) -> np.ndarray:  # (count,) int64
         page = self.decoder.page
         return (np.asarray(pages, np.int64)[:, None] * page + np.arange(page)).reshape(-1)[:count]
 
-    def _places(self, job: Job) -> np.ndarray:  # (tokens,) int64 of the prefix and all own tokens
+    def _slots(self, job: Job) -> np.ndarray:  # (tokens,) int64 prefix and own tokens
         assert job.prefix is not None
-        prefix = self._page_places(job.prefix.pages, len(job.prefix.ids))
-        return np.concatenate([prefix, self._page_places(job.pages, job.num_own)])
+        prefix = self._page_slots(job.prefix.pages, len(job.prefix.ids))
+        return np.concatenate([prefix, self._page_slots(job.pages, job.num_own)])
 
     # One run of the decoder.
 
-    def _state(self, active: Sequence[Job], temperature: float) -> RowState:
+    def _row_state(self, active: Sequence[Job], temperature: float) -> RowState:
         tables = [job.prefix.pages + job.pages for job in active]
         table = np.zeros((len(active), max(map(len, tables))), np.int32)
         for row, pages in enumerate(tables):
@@ -279,14 +279,14 @@ class Scheduler:
         )
 
     def _collect(self, active: Sequence[Job], ids: np.ndarray, logps: np.ndarray, stop: StopCheck) -> dict[Job, None]:
-        """Add what was sampled to the jobs; returns those that have ended."""
+        """Append sampled tokens to the jobs; return the jobs that have ended."""
         counts = (ids >= 0).sum(axis=0).tolist()
-        ended: dict[Job, None] = {}  # in the order of rows
+        ended: dict[Job, None] = {}  # in row order
         for job, count, new_ids, new_logps in zip(active, counts, ids.T.tolist(), logps.T.tolist(), strict=True):
             before = len(job.ids)
             job.ids += new_ids[:count]
             job.logps += new_logps[:count]
-            length = stop.end(job.ids, before)  # tokens up to the end, or None
+            length = stop.end(job.ids, before)
             job.num_cached = job.num_own - 1
             if length is not None:
                 job.stopped = True
@@ -297,14 +297,14 @@ class Scheduler:
 
 
 def tiles_of(prefixes: Sequence[Prefix]) -> np.ndarray:  # (B, TILE_ROWS) int32
-    """Rows with the same prefix, up to TILE_ROWS to a tile; unused entries are -1."""
+    """Group rows with the same prefix into tiles of up to TILE_ROWS; unused entries are -1."""
     tiles = np.full((len(prefixes), TILE_ROWS), -1, np.int32)
-    open_tile: dict[int, tuple[int, int]] = {}  # of a prefix: the tile being filled, and how full it is
+    open_tile: dict[int, tuple[int, int]] = {}  # prefix id -> (tile being filled, its row count)
     count = 0
     for row, prefix in enumerate(prefixes):
-        tile, full = open_tile.get(id(prefix), (count, TILE_ROWS))
-        if full == TILE_ROWS:
-            tile, full, count = count, 0, count + 1
-        tiles[tile, full] = row
-        open_tile[id(prefix)] = tile, full + 1
+        tile, size = open_tile.get(id(prefix), (count, TILE_ROWS))
+        if size == TILE_ROWS:
+            tile, size, count = count, 0, count + 1
+        tiles[tile, size] = row
+        open_tile[id(prefix)] = tile, size + 1
     return tiles

@@ -1,4 +1,4 @@
-"""Where a completion ends: stop ids are checked on the device, stop strings in decoded text behind it."""
+"""Find the end of a completion: the device checks stop ids, the host checks stop strings in decoded text."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from rollout.engine import Sampling
 class StopCheck:
     def __init__(self, tokenizer: Any, sampling: Sampling) -> None:
         special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-        # Decoding drops special tokens, so a stop string that is one can only be found as an id.
+        # Decoding drops special tokens, so a special token given as a stop string is matched by id.
         self.stop_ids = {*sampling.stop_ids, *(special[text] for text in sampling.stop if text in special)}
         self.strings = [text for text in sampling.stop if text not in special]
         self.tokenizer = tokenizer
-        # Every token except special ones adds at least a byte; 8 more tokens for those and for a split character.
+        # Every non-special token adds at least a byte. 8 more cover special tokens and a split character.
         self.window = max((len(text.encode()) for text in self.strings), default=0) + 8
 
     def end(self, ids: Sequence[int], before: int) -> int | None:
-        """How many of these tokens the completion has, if one after the first `before` ends it; None if none does.
+        """Return the completion's length if a token after the first `before` ends it, else None.
 
-        No token behind a stop id is ever in `ids`.
+        `ids` never contains tokens after a stop id.
         """
         if self.strings and self._find(self._decode([ids[max(0, before - self.window) :]])[0]) is not None:
             for length in range(before + 1, len(ids) + 1):
-                # Search the last tokens for a stop string; only on a hit decode the whole completion to confirm it.
+                # Search the last tokens first; only on a hit decode the whole completion to confirm it.
                 tail = ids[max(0, length - self.window) : length]
-                if all(self._find(self._decode([part])[0]) is not None for part in (tail, ids[:length])):
+                if all(self._find(self._decode([tokens])[0]) is not None for tokens in (tail, ids[:length])):
                     return length
         return len(ids) if len(ids) > before and ids[-1] in self.stop_ids else None
 
     def texts(self, id_rows: Sequence[list[int]], stopped: Sequence[bool]) -> list[str]:
-        """Decoded completions without the stop token or the stop string that ended them."""
+        """Decode completions, without the stop token or stop string that ended them."""
         by_id = [stop and row[-1] in self.stop_ids for row, stop in zip(id_rows, stopped, strict=True)]
         texts = self._decode([row[:-1] if cut else row for row, cut in zip(id_rows, by_id, strict=True)])
         if not self.strings:

@@ -1,17 +1,17 @@
-"""Continue documents from all their anchors at once, with one KV cache for the whole row.
+"""Continue documents from all their anchors in parallel, with one KV cache for the whole packed row.
 
-    masks = functools.partial(span_masks, model.config)          # spans of keys -> the model's attention_mask
-    made = continue_documents(model, batch, masks, seeds=seeds, temperature=0.6)
-    batch = batch.with_generated(made.ids)
+    masks = functools.partial(span_masks, model.config)          # key spans -> the model's attention_mask
+    sampled = continue_documents(model, batch, masks, seeds=seeds, temperature=0.6)
+    batch = batch.with_generated(sampled.ids)
 
-One pass over the documents' tokens fills the KV cache at their places and predicts the first token of every sample;
-the samples of an anchor share that prediction. Each later token takes one pass with a single query per sample, which
-writes its key and value at its place and attends to what the batch defines for that place. So a token costs one query,
-not a pass over the whole sequence.
+One pass over the documents fills the KV cache and predicts the first token of every sample; all samples of an anchor
+share this prediction. Each later token takes one pass with a single query per sample. The query writes its key and
+value at its position and attends to the spans that the batch defines there. So a token costs one query, not a pass over
+the whole sequence.
 
-Row and places are those of training (data.strided), so the log-probs have the same mask and order as in training.
+Row and positions are the same as in training (data.strided), so the log-probs have the same mask and order.
 
-Shapes: A = anchors of the row, n = samples of each, G = tokens of a sample, Q = queries of a pass, T = places.
+Shapes: A = anchors per row, n = samples per anchor, G = tokens per sample, Q = queries per pass, T = row positions.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from kernels.attention import TILE, Spans
 from kernels.draw import draw
 from rollout.engine import Sampling, check_sampling
 from rollout.engines.forward import logit_options
-from rollout.engines.local import PAD_ID, evaluating
+from rollout.engines.growing import PAD_ID
+from rollout.engines.local import evaluating
 
-LOGITS = 2**26  # computed at once: 256 MB in fp32
+LOGITS = 2**26  # per head call: 256 MB in fp32
 
 
 class Continued(NamedTuple):
-    """The sampled tokens, in the order of StridedBatch.place."""
+    """Sampled tokens, in the order of StridedBatch.place."""
 
     ids: Tensor  # (A, n, G) int64
-    logps: Tensor  # (A, n, G) float32, of the distribution each was drawn from (temperature included)
+    logps: Tensor  # (A, n, G) float32, under the sampling distribution, including temperature
 
 
 def continue_documents(
@@ -49,11 +50,12 @@ def continue_documents(
     temperature: float,
     autocast_dtype: torch.dtype | None = None,
 ) -> Continued:
-    """`model`: a transformers causal LM, with or without adapters in its layers; not peft's wrapper.
+    """Sample n continuations of G tokens at every anchor.
 
-    `masks(spans, num_keys)` returns the model's attention_mask. The sample depends on the seed, its anchor's document
-    and the weights, not on the rest of the row, except for draws within rounding of a boundary. Temperature 0 takes
-    the most likely token, with its log-prob at temperature 1.
+    `model` is a transformers causal LM, with or without adapters, but not a PeftModel. `masks(spans, num_keys)` returns
+    its attention_mask. A sample depends on its seed, its document and the weights, but not on the rest of the row,
+    except for draws within rounding error of a boundary. Temperature 0 selects the most likely token, with its log-prob
+    at temperature 1.
     """
     num_anchors, samples, length = batch.place.shape
     assert seeds.shape == (num_anchors, samples), f"seeds {tuple(seeds.shape)} vs {num_anchors, samples}"
@@ -63,29 +65,29 @@ def continue_documents(
     if num_anchors == 0:
         return Continued(ids, logps)
 
-    def next_token(states: Tensor, number: int) -> Tensor:  # (A * n,)
-        token, logp = draw_next(model, states, seeds.flatten(), number, temperature)
-        ids[:, :, number], logps[:, :, number] = token.view(num_anchors, samples), logp.view(num_anchors, samples)
+    def next_token(states: Tensor, step: int) -> Tensor:  # (A * n,)
+        token, logp = draw_next(model, states, seeds.flatten(), step, temperature)
+        ids[:, :, step], logps[:, :, step] = token.view(num_anchors, samples), logp.view(num_anchors, samples)
         return token
 
     row = _Row(model, batch, masks)
     with evaluating(model, autocast_dtype):
         states = row.run(batch.text, batch.input_ids[0, batch.text])  # (L, D)
-        first = torch.searchsorted(batch.text, batch.predictor[:, 0, 0].contiguous())  # index among the queries
+        first = torch.searchsorted(batch.text, batch.predictor[:, 0, 0].contiguous())  # query index
         token = next_token(states[first], 0)
-        for number in range(1, length):
-            _, predictor = batch.step(number)  # places of the tokens just drawn
-            token = next_token(row.run(predictor, token), number)
+        for step in range(1, length):
+            _, predictor = batch.step(step)  # positions of the tokens just drawn
+            token = next_token(row.run(predictor, token), step)
     if not bool(torch.isfinite(logps).all()):
         raise UserError(
-            "logits: not finite; the model's weights have diverged, lower the learning rate or go back to an earlier "
-            "checkpoint"
+            "the logits are not finite because the weights have diverged; lower --learning-rate or resume from an "
+            "earlier checkpoint"
         )
     return Continued(ids, logps)
 
 
 class _Row:
-    """Runs the model on some places of the row at a time."""
+    """Runs the model on selected positions of the row."""
 
     def __init__(self, model: Any, batch: StridedBatch, masks: Callable[[Spans, int], Any]) -> None:
         self.model, self.masks = model, masks
@@ -93,28 +95,28 @@ class _Row:
         self.spans = Spans(*(x[0] for x in (batch.prefix_start, batch.prefix_stop, batch.own_start, batch.own_stop)))
         self.multiple = _multiple(batch.place.device)
         used = len(self.position_ids)
-        self.scratch = -(-used // self.multiple) * self.multiple  # place of the first padding query
+        self.scratch = -(-used // self.multiple) * self.multiple  # position of the first padding query
         self.cache = _RowCache(self.scratch + (self.multiple if self.multiple > 1 else 0))
 
     def run(
         self,
-        places: Tensor,  # (Q,) int64
-        ids: Tensor,  # (Q,) int64 the tokens there
+        index: Tensor,  # (Q,) int64 positions in the row
+        ids: Tensor,  # (Q,) int64 tokens at these positions
     ) -> Tensor:  # (Q, D) last hidden states
-        """Everything that these places attend to must have been run before, or be among them.
+        """Run these positions. All positions that they attend to must be among them or have been run before.
 
-        Padding queries are placed behind the row, where no other query attends, and attend to themselves.
+        Padding queries come after the row, where no other query attends, and attend to themselves.
         """
-        num_queries, device = len(places), places.device
+        num_queries, device = len(index), index.device
         scratch = self.scratch + torch.arange(-num_queries % self.multiple, device=device)
-        nothing = torch.zeros_like(scratch)
-        behind = Spans(nothing, nothing, scratch, scratch + 1)
-        spans = Spans(*(torch.cat([x[places], y]).unsqueeze(0) for x, y in zip(self.spans, behind, strict=True)))
-        self.cache.places = torch.cat([places, scratch])
+        zeros = torch.zeros_like(scratch)
+        padding = Spans(zeros, zeros, scratch, scratch + 1)
+        spans = Spans(*(torch.cat([x[index], y]).unsqueeze(0) for x, y in zip(self.spans, padding, strict=True)))
+        self.cache.index = torch.cat([index, scratch])
         hidden = self.model.base_model(
-            input_ids=torch.cat([ids, nothing + PAD_ID]).unsqueeze(0),
+            input_ids=torch.cat([ids, zeros + PAD_ID]).unsqueeze(0),
             attention_mask=self.masks(spans, self.cache.width),
-            position_ids=torch.cat([self.position_ids[places], nothing]).unsqueeze(0),
+            position_ids=torch.cat([self.position_ids[index], zeros]).unsqueeze(0),
             past_key_values=self.cache,
             use_cache=True,
         ).last_hidden_state  # (1, Q, D)
@@ -122,10 +124,10 @@ class _Row:
 
 
 class _RowCache:
-    """A transformers cache over a whole row: each pass writes at its own places and reads all of them.
+    """A transformers cache over a whole row: each pass writes at its positions and reads all positions.
 
-    transformers' own caches append, or write one place per pass. Not derived from theirs: models need no more than this
-    from a cache when positions and masks are given.
+    transformers' caches only append or write one position per pass. This is not a subclass: models need no more than
+    this from a cache if positions and masks are passed in.
     """
 
     is_compileable = False
@@ -133,8 +135,8 @@ class _RowCache:
 
     def __init__(self, width: int) -> None:
         self.width = width
-        self.places: Tensor | None = None  # (Q,) int64 of the pass that is running
-        self.held: dict[int, tuple[Tensor, Tensor]] = {}  # (1, H_kv, T, K) keys and values of each layer
+        self.index: Tensor | None = None  # (Q,) int64 positions of the current pass
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # (1, H_kv, T, K) keys and values per layer
 
     def update(
         self,
@@ -144,17 +146,17 @@ class _RowCache:
         *_: Any,
         **__: Any,
     ) -> tuple[Tensor, Tensor]:  # (1, H_kv, T, K) both
-        if layer_idx not in self.held:
-            # Zeros, because places not written yet are read with weight 0. Under autocast, norms and rotations may
-            # leave keys in float32; attention would round them to the values' dtype in every pass.
-            self.held[layer_idx] = tuple(value.new_zeros(*x.shape[:2], self.width, x.shape[3]) for x in (key, value))
-        keys, values = self.held[layer_idx]
-        keys.index_copy_(2, self.places, key.to(keys.dtype))
-        values.index_copy_(2, self.places, value)
+        if layer_idx not in self.layers:
+            # Zeros, because unwritten positions are read with weight 0. In the values' dtype: under autocast, norms and
+            # rotations may leave keys in float32, which attention would round in every pass.
+            self.layers[layer_idx] = tuple(value.new_zeros(*x.shape[:2], self.width, x.shape[3]) for x in (key, value))
+        keys, values = self.layers[layer_idx]
+        keys.index_copy_(2, self.index, key.to(keys.dtype))
+        values.index_copy_(2, self.index, value)
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Used only when positions and masks are not given."""
+        """Unused, because positions and masks are passed in."""
         return 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
@@ -165,7 +167,7 @@ class _RowCache:
 
 
 def _multiple(device: torch.device) -> int:
-    """Queries and keys are padded to this multiple, which the tiles of flex attention need on CUDA."""
+    """Return the multiple to pad queries and keys to: flex attention needs full tiles on CUDA."""
     return TILE if device.type == "cuda" else 1
 
 
@@ -173,16 +175,16 @@ def draw_next(
     model: Any,
     states: Tensor,  # (S, D)
     seeds: Tensor,  # (S * copies,) int64
-    number: int,  # of the token in its sample
+    step: int,  # token index in its sample
     temperature: float,
 ) -> tuple[Tensor, Tensor]:  # (S * copies,) int64 ids, (S * copies,) float32 log-probs
-    """Sample from the model's head, some states at a time; with more seeds than states, neighbours share a state."""
+    """Sample from the model's head, a few states at a time. Consecutive seeds share a state if there are more seeds."""
     head, copies = model.get_output_embeddings(), len(seeds) // len(states)
     scale, softcap = logit_options(model.config.get_text_config())
-    rows = max(1, LOGITS // (head.weight.shape[0] * copies))
-    numbers = torch.full_like(seeds, number, dtype=torch.int32)
+    size = max(1, LOGITS // (head.weight.shape[0] * copies))
+    steps = torch.full_like(seeds, step, dtype=torch.int32)
     heat = torch.full(seeds.shape, temperature, device=seeds.device)
-    made = []
-    for part, *own in zip(states.split(rows), *(x.split(rows * copies) for x in (seeds, numbers, heat)), strict=True):
-        made.append(draw(head(part).repeat_interleave(copies, dim=0), *own, scale=scale, softcap=softcap))
-    return torch.cat([token for token, _ in made]), torch.cat([logp for _, logp in made])
+    draws = []
+    for chunk, *args in zip(states.split(size), *(x.split(size * copies) for x in (seeds, steps, heat)), strict=True):
+        draws.append(draw(head(chunk).repeat_interleave(copies, dim=0), *args, scale=scale, softcap=softcap))
+    return torch.cat([token for token, _ in draws]), torch.cat([logp for _, logp in draws])

@@ -1,14 +1,14 @@
-"""The engine over vLLM servers, with the same interface as the in-process one.
+"""Engine over vLLM servers, with the interface of the in-process engine.
 
     engine = VllmEngine(VllmConfig(), SyncConfig(), model="Qwen/Qwen3-0.6B", source=weights, local=local, ...)
-    engine.load(version=12)        # sends the trainer's weights to every server; now and then compares log-probs
+    engine.load(version=12)        # send the trainer's weights to all servers; periodically compare log-probs
     completions = engine.generate(requests, sampling)
-    engine.close()                 # stops the servers that it started
+    engine.close()                 # stop the servers that the engine started
 
-The thread that creates the engine owns the weights: only it calls load, and a server that came back gets its weights
-when that thread waits in generate, calls tend, or calls load again. Requests run in a background loop
-(servers/loop.py), so submit returns at once and the trainer may train and load meanwhile. A completion that a load
-interrupts continues with the new weights, and its `versions` record which version sampled which tokens.
+The thread that creates the engine owns the weights: only this thread calls load. A restarted server gets its weights
+when this thread waits in generate or calls poll or load. Requests run in a background loop (servers/loop.py), so submit
+returns immediately and the trainer can train and load in the meantime. A completion interrupted by a load continues
+with the new weights; its `versions` record which version sampled which tokens.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import torch
 
 from data.errors import UserError
 from kernels.nf4 import is_4bit
-from rollout.engine import LOOK_S, Completion, Request, Sampling
+from rollout.engine import POLL_S, Completion, Request, Sampling
 from rollout.engines.local import LocalEngine
 from rollout.engines.probe import Probe, server_logps
 from rollout.engines.stop import StopCheck
-from rollout.engines.weights import Room, Weights
+from rollout.engines.weights import ColocatedMemory, Weights
 from rollout.servers.client import RefusedError, ServerError, VllmServer
 from rollout.servers.command import check_build, find_python, shares_gpu, uuid_of
 from rollout.servers.launch import Launched, launch, stop_all, wait_ready
@@ -47,7 +47,7 @@ CLOSE_S = 30.0
 
 
 class VllmEngine:
-    """Engine over one or more vLLM servers, given by address or started here."""
+    """Engine over one or more vLLM servers, given by --vllm.url or started here."""
 
     concurrent = True
 
@@ -58,36 +58,36 @@ class VllmEngine:
         *,
         model: str,
         source: WeightSource,
-        local: LocalEngine,  # scores with the trainer's weights
+        local: LocalEngine,  # computes log-probs with the trainer's weights
         device: torch.device,
-        own_gpus: int = 1,  # GPUs of this machine that the trainer uses
-        owner: Owner | None = None,  # the trainer, for the servers' leases; None: a new run
-        dtype: str,  # of the weights that are sent
+        own_gpus: int = 1,  # number of GPUs that the trainer uses on this machine
+        owner: Owner | None = None,  # lease owner; None: a new run
+        dtype: str,  # dtype of the weights sent
         lora_rank: int,
         log_dir: Path,
-        max_model_len: int | None = None,  # most tokens of prompt and completion that will be asked for
+        max_model_len: int | None = None,  # maximum tokens per prompt plus completion
         trust_remote_code: bool = False,
-        samples_ahead: bool = False,  # weights come while completions are in flight
+        samples_ahead: bool = False,  # weights are synced while completions are in flight
         vocab_size: int | None = None,
         log: Callable[[str], None] = print,
     ) -> None:
-        """Connect to the servers of --vllm.url, or start our own."""
+        """Connect to the servers at --vllm.url, or start servers."""
         self.cfg, self.sync_cfg, self.local, self.device, self.log = cfg, sync, local, device, log
         self.colocate = shares_gpu(cfg, device)
         self.version = -1  # nothing loaded yet
         self._first_sampled: int | None = None  # version of the first completions
-        self._room = Room(device, log)
+        self._colocated_memory = ColocatedMemory(device, log)
         self._probe = Probe(local, tolerance=sync.probe_tolerance)
         self._owner = threading.get_ident()
         self._keys = itertools.count()
-        self._begun: dict[int, int] = {}  # per call in flight: the oldest version its requests may name
+        self._oldest_version: dict[int, int] = {}  # per call in flight: oldest version that its requests may name
         self._until_probe, self._seconds, self._gap = 0, 0.0, 0.0
-        self.launched: list[Launched] = []  # the servers that we started; empty: given by address
+        self.launched: list[Launched] = []  # servers started here; empty with --vllm.url
         self.loop = Loop()
         self.pool = self.weights = self._watch = None
-        # A 4-bit base is sent dequantised, unless adapters for the servers' full base are asked for.
-        is_rounded = is_4bit(local.model)
-        is_lora = source.is_lora and not (is_rounded and sync.backend == "auto")
+        # A 4-bit base is sent dequantised, unless --sync.backend lora sends adapters for the servers' full base.
+        is_quantised = is_4bit(local.model)
+        is_lora = source.is_lora and not (is_quantised and sync.backend == "auto")
         lora_rank = lora_rank if is_lora and wants_adapters(sync.backend, self.colocate) else 0
         try:
             for replica in range(0 if cfg.url else cfg.replicas):
@@ -98,6 +98,7 @@ class VllmEngine:
                     grouped=not samples_ahead, log=log,
                 ))  # fmt: skip
             wait_ready(self.launched, cfg.startup_timeout, log)
+            # (url, token) per server; the gyms read it
             self.places = [(s.url, s.token) for s in self.launched] or [(url, find_token(url)) for url in cfg.url]
             owner = owner or Owner.here()
             servers = [
@@ -108,18 +109,18 @@ class VllmEngine:
                 servers, max_in_flight=cfg.max_in_flight, timeout=cfg.timeout, log=log, seeded=cfg.seeded,
                 restart=self._restart if self.launched else None,
             )  # fmt: skip
-            self._run(self.pool.connect())
+            self.loop.run(self.pool.connect())
             backend = pick_backend(sync.backend, servers, is_lora=is_lora, device_uuid=uuid_of(device))
-            if backend == "lora" and is_rounded:
+            if backend == "lora" and is_quantised:
                 self._probe.rounded = True
                 log(
-                    "vLLM: servers hold the full base, the trainer holds it in 4 bits; importance weights correct the "
-                    "difference, which is policy/behaviour_gap"
+                    "vLLM: servers use the full base, the trainer a 4-bit base; importance weights correct the "
+                    "difference (policy/behaviour_gap)"
                 )
-            mover = make_sync(sync, backend, source, self.loop, servers, device)
-            if isinstance(mover, LoraSync):
-                mover.in_use = self.in_use
-            self.weights = Weights(self.pool, self.loop, mover, self._check_watch)
+            weight_sync = make_sync(sync, backend, source, self.loop, servers, device)
+            if isinstance(weight_sync, LoraSync):
+                weight_sync.in_use = self.in_use
+            self.weights = Weights(self.pool, self.loop, weight_sync, self._check_watch)
             self._check_servers(servers, backend, dtype, max_model_len)
             self._watch = self.loop.start(self.pool.watch())
         except BaseException as error:
@@ -133,24 +134,24 @@ class VllmEngine:
         return bool(self.weights.asleep)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """One completion per request, in order, even if single servers fail meanwhile."""
+        """Return one completion per request, in order, even if some servers fail."""
         future = self.submit(requests, sampling)
         try:
-            while not wait([future], LOOK_S).done:
+            while not wait([future], POLL_S).done:
                 self.poll()
             return future.result()
         finally:
             future.cancel()
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> Future[list[Completion]]:
-        """Start and return; the completions continue across loads. Cancelling the future cancels them."""
-        assert self.version >= 0 and not self.weights.asleep, "load() comes before submit()"
+        """Start sampling. Completions continue across loads; cancelling the future cancels them."""
+        assert self.version >= 0 and not self.weights.asleep, "submit() called before load()"
         if self._first_sampled is None:
             self._first_sampled = self.version
         return self.loop.start(self._complete_all(list(requests), sampling))
 
     async def complete(self, request: Request, sampling: Sampling) -> Completion:
-        """One completion, for coroutines that run in `loop`."""
+        """Return one completion; for coroutines that run in `loop`."""
         (completion,) = await self._complete_all([request], sampling)
         return completion
 
@@ -158,14 +159,15 @@ class VllmEngine:
         tokenizer = self.local.tokenizer
         decode = (lambda ids: tokenizer.decode(ids, skip_special_tokens=True)) if sampling.stop else None
         key = next(self._keys)
-        # Not self.version: during a load, requests still name the version before.
-        self._begun[key] = min((m.version for m in self._ready() if m.version is not None), default=self.version)
+        # Not self.version: during a load, requests still name the previous version.
+        versions = (m.version for m in self._ready() if m.version is not None)
+        self._oldest_version[key] = min(versions, default=self.version)
         try:
             sampled = await self.pool.generate_all(requests, sampling, training=sampling.for_training, decode=decode)
         except (ServerError, RefusedError) as error:
             raise UserError(str(error)) from error
         finally:
-            del self._begun[key]
+            del self._oldest_version[key]
         stop = StopCheck(tokenizer, sampling)
         texts = stop.texts([s.ids for s in sampled], [s.finish_reason == "stop" for s in sampled])
         return [
@@ -177,66 +179,67 @@ class VllmEngine:
         ]  # fmt: skip
 
     def in_use(self) -> range:
-        """Versions that requests in flight may name: all since the oldest of them started."""
-        return range(min(list(self._begun.values()), default=self.version), self.version + 1)
+        """Versions that requests in flight may name."""
+        return range(min(list(self._oldest_version.values()), default=self.version), self.version + 1)
 
     def load(self, version: int) -> None:
-        """Send the trainer's weights to every server; compare log-probs after the first sync and every probe_every."""
-        assert threading.get_ident() == self._owner, "only the thread that trains may read its weights"
+        """Send the trainer's weights to all servers; compare log-probs on the first and every probe_every-th sync."""
+        assert threading.get_ident() == self._owner, "load() called outside the training thread"
         waiting = [member for member in self.pool.members if member.needs_weights]
         if version == self.version and not self.weights.asleep and not waiting:
             return
         self._check_watch()
         started = time.monotonic()
         self.version = self.pool.version = version
-        everyone = [member for member in self.pool.members if member.state != "out" or member.needs_weights]
-        self.weights.give_all(everyone, version)
+        members = [member for member in self.pool.members if member.state != "out" or member.needs_weights]
+        self.weights.give_all(members, version)
         self._seconds += time.monotonic() - started
         self._until_probe -= 1
         if self._until_probe < 0 and self.probe(self._ready()):
             self._until_probe = self.sync_cfg.probe_every - 1
 
     def probe(self, members: Sequence[Member]) -> bool:
-        """Compare log-probs of fixed ids; a server that disagrees stops the run. Returns whether any answered."""
+        """Compare log-probs of fixed ids and raise on a mismatch; return whether any server answered."""
         self._gap, compared = 0.0, False
         ids = self._probe.sequences(min(member.server.info.model_len for member in self.pool.members) - 1)
-        ours = self._probe.logps(ids) if members else []
+        trainer_logps = self._probe.logps(ids) if members else []
         for member in members:
             try:
-                theirs = self._run(server_logps(self.pool, member, ids))
+                logps = self.loop.run(server_logps(self.pool, member, ids))
             except ServerError as error:
-                self._run(self.pool.fail(member, str(error)))
+                self.loop.run(self.pool.fail(member, str(error)))
                 continue
             compared = True
-            gap, limit, kind = self._probe.gap(ours, theirs, member.server.info.dtype)
+            gap, limit, kind = self._probe.gap(trainer_logps, logps, member.server.info.dtype)
             self._gap = max(self._gap, gap)
             if not gap <= limit:
                 raise UserError(
-                    f"sync: {member.server.url} should hold version {self.version}, but its log-probs differ from the "
-                    f"trainer's by {gap:.3g} {kind} (limit {limit:g}){self._claims(member)}"
+                    f"sync: {member.server.url} should have version {self.version}, but its log-probs differ from the "
+                    f"trainer's by {gap:.3g} {kind} (limit {limit:g}){self._explain_gap(member)}"
                 )
         return compared
 
     def sleep(self) -> None:
-        """With colocate: the servers release their memory to the trainer, unless a step that was trained has shown that
-        both fit. Call load before the next generate.
+        """With colocate, release the servers' memory to the trainer, unless training has shown that both fit.
+
+        Call load before the next generate.
         """
         if self.colocate and not self._can_stay():
             self.weights.sleep(self._ready())
 
     def _can_stay(self) -> bool:
-        """Only servers on this process's GPU alone: how much room the trainer's other GPUs have is not known here."""
-        # The first optimizer step makes the moments, so only the second step has everything at once.
+        """True if the servers can stay awake: only on this rank's GPU, because other ranks' memory is unknown here."""
+        # The first optimizer step allocates the optimizer state, so the second is the first with the full peak.
         has_trained = self._first_sampled is not None and self.version >= self._first_sampled + 2
-        here = {uuid_of(self.device)}
+        device = {uuid_of(self.device)}
         return (
             has_trained
-            and all(set(member.server.info.device_uuids) == here for member in self.pool.members)
-            and self._room.is_enough()
+            and all(set(member.server.info.device_uuids) == device for member in self.pool.members)
+            and self._colocated_memory.has_room()
         )
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the syncs since the last call, and of the servers."""
+        """Return metrics of the servers, and of weight syncs since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         metrics = self.pool.metrics() | {"time/sync_s": seconds, "policy/sync_gap": self._gap}
         if self.weights.report is not None:
@@ -244,18 +247,18 @@ class VllmEngine:
         return metrics
 
     def close(self) -> None:
-        """Stop the servers that we started, leave the others running; may be called twice."""
+        """Stop the servers started here and leave the others running. May be called twice."""
         if self._watch is not None:
             self._watch.cancel()
-        if not self.launched:  # they keep running: their workers leave the link
+        if not self.launched:  # servers keep running, so their workers must leave the link
             self._close_sync()
         if self.pool is not None:
             for server in self.launched:
-                self.pool.members[server.replica].lost = True  # the watch must not restart it
+                self.pool.members[server.replica].lost = True  # keeps the watch from restarting it
             with contextlib.suppress(Exception):
                 self.loop.run(self.pool.close(), CLOSE_S)
         stop_all(self.launched)
-        self._close_sync()  # deletes its folders, which no server reads any more
+        self._close_sync()  # deletes its folders, which no server reads anymore
         self.loop.close()
 
     def _close_sync(self) -> None:
@@ -265,10 +268,10 @@ class VllmEngine:
                 weights.sync.close()
 
     def poll(self, version: int | None = None) -> None:
-        """Send weights to servers that came back, in the thread that owns the weights, and compare log-probs.
+        """Send weights to restarted servers and compare log-probs, if called in the thread that owns the weights.
 
-        `version` is that of the trainer's current weights. If it is newer than that of the other servers, all of them
-        get it: one version must not name two sets of weights.
+        `version`: version of the trainer's current weights. If it is newer than the servers', all servers get it,
+        because one version must not name two sets of weights.
         """
         self._check_watch()
         waiting = [member for member in self.pool.members if member.needs_weights]
@@ -278,17 +281,17 @@ class VllmEngine:
             self.load(version)
             return
         stopped, _, _ = self.weights.give(waiting, self.version)
-        # Once more for servers whose push failed because of others; after that they wait for the next load.
+        # Retry once for servers whose push failed because of others; after that they wait for the next load.
         self.weights.give(stopped, self.version)
         self.probe([member for member in waiting if member.state == "ready"])
 
     def _check_watch(self) -> None:
         if self._watch is not None and self._watch.done():
             self._watch.result()
-            raise AssertionError("the watch over the servers has ended")
+            raise AssertionError("the server watch has ended")
 
     def _restart(self, index: int) -> VllmServer:
-        """Restart a server; blocks, in a thread of the pool's watch."""
+        """Restart a server. Blocks, in a thread of the pool's watch."""
         server = self.launched[index]
         server.restart()
         if self.weights is not None:
@@ -300,63 +303,60 @@ class VllmEngine:
         )
 
     def _check_servers(self, servers: Sequence[VllmServer], backend: str, dtype: str, longest: int | None) -> None:
-        for number, server in enumerate(servers):
+        for i, server in enumerate(servers):
             info = server.info
             if longest is not None and info.model_len < longest:
                 raise UserError(
-                    f"vllm.url={server.url}: takes {info.model_len} tokens, and a prompt with its completion may have "
-                    f"{longest}; start it with --vllm.max-model-len {longest}, or lower max_completion_length"
+                    f"vllm.url={server.url}: accepts {info.model_len} tokens, but prompt and completion may have "
+                    f"{longest}; start it with --vllm.max-model-len {longest}, or lower --max-completion-length"
                 )
             if info.dtype != dtype:
                 raise UserError(
-                    f"vllm.url={server.url}: serves {info.dtype}, and the weights will come in {dtype}; start it with "
-                    f"--vllm.dtype {dtype}, or pass --vllm.dtype {info.dtype} here"
+                    f"vllm.url={server.url}: serves {info.dtype}, but the trainer sends {dtype}; start the server with "
+                    f"--vllm.dtype {dtype}, or train with --vllm.dtype {info.dtype}"
                 )
-            if info.sleep_mode and self._run(server.is_sleeping()):  # left asleep by an earlier run
-                self.weights.asleep.add(number)
+            if info.sleep_mode and self.loop.run(server.is_sleeping()):  # left asleep by an earlier run
+                self.weights.asleep.add(i)
             if server.owner is not None and not server.leased:
                 self.log(
-                    f"vllm.url={server.url}: has no lease to give (it was not started by python -m rollout.serve), so "
-                    "nothing keeps a second trainer away; this run stops when it finds another's weights there"
+                    f"vllm.url={server.url}: has no lease (it was not started by python -m rollout.serve), so a second "
+                    "trainer could use it; this run stops if it finds another trainer's weights there"
                 )
             if self.colocate and not info.sleep_mode:
                 raise UserError(
-                    f"vllm.colocate=True: {server.url} cannot sleep; start it with python -m rollout.serve "
+                    f"vllm.colocate=True: {server.url} has no sleep mode; start it with python -m rollout.serve "
                     "--vllm.colocate True"
                 )
             if (
                 backend == "lora"
                 and info.extension
-                and any(w["dirty"] for w in self._run(server.rpc("strop_info", timeout=30.0)))
+                and any(w["dirty"] for w in self.loop.run(server.rpc("strop_info", timeout=30.0)))
             ):
                 raise UserError(
-                    f"vllm.url={server.url}: a transfer to it broke off, half its weights are old; restart it"
+                    f"vllm.url={server.url}: a weight sync was interrupted and its weights are inconsistent; restart it"
                 )
         lengths = [server.info.model_len for server in servers]
         count = f"{len(servers)} server{'s' * (len(servers) > 1)}"
         self.log(f"vLLM: {count}, context {min(lengths)}, weight sync by {backend}")
 
-    def _claims(self, member: Member) -> str:
-        """For the error of a failed comparison: which version the server reports, and what to do."""
+    def _explain_gap(self, member: Member) -> str:
+        """Return the rest of the probe's error message: the version that the server reports, and what to do."""
         info: dict[str, Any] = {}
         if member.server.info.extension:
             with contextlib.suppress(Exception):
                 info = self.loop.run(member.server.rpc("strop_info", timeout=10.0), 20.0)[0]
         if not self.weights.sync.needs_pause and info.get("version") is not None:
-            return "; an earlier run has replaced the base weights under the adapter: restart that server"
-        says = f", and it says it holds version {info['version']}" if self.weights.sync.needs_pause and info else ""
-        return f"{says}; its weights differ: try another --sync.backend, and report this with the model's name"
+            return "; an earlier run replaced the base weights under the adapter; restart the server"
+        reported = f"; it reports version {info['version']}" if self.weights.sync.needs_pause and info else ""
+        return f"{reported}; try another --sync.backend, and report this with the model's name"
 
     def _ready(self) -> list[Member]:
         return [member for member in self.pool.members if member.state == "ready"]
 
-    def _run(self, work: Any) -> Any:
-        return self.loop.run(work)
-
 
 def check_start(cfg: VllmConfig, device: torch.device, run: str = "") -> None:
-    """Checks before any server is started: vLLM is installed, its build fits, every --vllm.url answers, and no other
-    run than `run` trains there.
+    """Raise before any server is started if vLLM is missing or the wrong build, a --vllm.url does not answer, or a run
+    other than `run` trains there.
     """
     shares_gpu(cfg, device)
     if not cfg.url:

@@ -1,1 +1,1 @@
-"""Which prompts are sampled next, how far ahead of training, and replay of past groups."""
+"""Plan prompts, sample ahead of training and replay past groups."""

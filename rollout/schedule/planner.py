@@ -1,12 +1,12 @@
-"""Planner: which prompts come next, and the number (hence seeds) of each group. Saved in the checkpoint.
+"""Choose the next prompts and number their groups, which determines the seeds. Saved in the checkpoint.
 
     planner = Planner(loader, num_generations=8, seed=0)
-    batch = planner.next_batch()       # as many groups as the loader's batch_size
+    batch = planner.next_batch()       # loader.batch_size groups
     planner.done()                     # the oldest batch has been trained on
     state = planner.state_dict()       # JSON
 
-A group is pending from the moment it is planned until done(). A resumed run first samples the pending groups again,
-with the same numbers and so the same seeds: no group is lost, none is trained on twice.
+A group is pending from planning until done(). A resumed run first samples the pending groups again, with the same
+numbers and therefore the same seeds: no group is lost, and none is trained on twice.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from data.loader import Loader
 from data.types import Prompt
 from rollout.engine import Group, Request
 
-REROLL_LIMIT = 1024  # prompts queued for another try; further ones are not queued
+REROLL_LIMIT = 1024  # maximum prompts queued for another try
 
 Order = Callable[[int, Sequence[Prompt], Mapping[int, float]], Iterable[int]]
-"""A curriculum: (number of the batch, all prompts, last mean reward by row) -> rows to draw from; a row listed twice is
-twice as likely. It must depend on nothing else, or a resumed run draws other rows."""
+"""A curriculum: (batch index, all prompts, last mean reward by row) -> rows to draw from. A row listed twice is drawn
+twice as often. The result must depend on nothing else, because a resumed run must draw the same rows."""
 
 
 class Planner:
@@ -36,8 +36,8 @@ class Planner:
         *,
         num_generations: int,
         seed: int,
-        reroll_from: int | None = None,  # number of the first batch that may hold rerolled prompts; None: never
-        reroll_max_groups: int = 1,  # per batch
+        reroll_from: int | None = None,  # index of the first batch with rerolled prompts; None: never
+        reroll_max_groups: int = 1,  # maximum per batch
         reroll_limit: int = REROLL_LIMIT,
         order: Order | None = None,
     ) -> None:
@@ -45,90 +45,91 @@ class Planner:
         self.batch_size = loader.batch_size
         self.reroll_from, self.reroll_limit, self.order = reroll_from, reroll_limit, order
         self.reroll_max_groups = min(reroll_max_groups, self.batch_size)
-        self.consumed = 0  # groups
+        self.consumed = 0  # number of groups trained on
         self._rows = {id(prompt): row for row, prompt in enumerate(loader.rows)}
-        self._number = 0  # groups planned so far, hence the number of the next one
-        self._batches = 0  # batches consumed
-        self._pending: deque[tuple[list[Group], list[Group]]] = deque()  # per batch: its groups, its resamples
-        self._again: deque[Group] = deque()  # pending in the checkpoint that was loaded
-        self._spare: deque[Group] = deque()  # likewise, planned as resamples
-        self._earned_nothing: list[Group] = []  # groups of pending batches without any reward
+        self._number = 0  # groups planned so far = number of the next group
+        self._batches = 0  # number of batches consumed
+        self._pending: deque[tuple[list[Group], list[Group]]] = deque()  # per batch: (groups, resamples)
+        self._restored: deque[Group] = deque()  # pending groups of the loaded checkpoint
+        self._restored_extra: deque[Group] = deque()  # its pending resamples
+        self._unrewarded: list[Group] = []  # groups of pending batches without any reward
         self._reroll: deque[int] = deque()  # rows queued for another try, oldest first
         self._rewards: dict[int, float] = {}  # last mean reward by row, for the curriculum
 
     @property
     def planned(self) -> int:
-        """Groups planned in this run: consumed and pending."""
+        """Number of groups planned in this run, consumed or pending."""
         return self._number
 
     @property
     def epoch(self) -> float:
-        """Epochs planned so far; with a curriculum, one epoch is as many draws as there are rows in an epoch."""
+        """Epochs planned so far. With a curriculum, an epoch is rows_per_epoch draws."""
         return self.loader.epoch if self.order is None else self._number / self.loader.rows_per_epoch
 
     @property
     def pending(self) -> list[Group]:
-        """Groups planned but not consumed, in the order in which they will be."""
-        batches = [planned for groups, extra in self._pending for planned in (*groups, *extra)]
-        return [*batches, *self._again, *self._spare]
+        """Groups planned but not consumed, in the order of consumption."""
+        batches = [group for groups, extra in self._pending for group in (*groups, *extra)]
+        return [*batches, *self._restored, *self._restored_extra]
 
     def next_batch(self) -> list[Group]:
-        """Groups pending in the checkpoint first, then fresh rows, then rerolled prompts."""
+        """Plan a batch: first pending groups of the checkpoint, then fresh rows, then rerolled prompts."""
         batch: list[Group] = []
-        for waiting in (self._again, self._spare):
-            while waiting and len(batch) < self.batch_size:
-                batch.append(waiting.popleft())
-        free = self.batch_size - len(batch)
-        number = self._batches + len(self._pending)
-        open_ = self.reroll_from is not None and number >= self.reroll_from
-        taken = {planned.row for planned in batch if planned.kind == "reroll"}
-        num_again = max(min(self.reroll_max_groups - len(taken), len(self._reroll), free), 0) if open_ else 0
-        batch += self._plan(self._draw(free - num_again, number), "fresh")
-        batch += self._plan([self._reroll.popleft() for _ in range(num_again)], "reroll")
+        for restored in (self._restored, self._restored_extra):
+            while restored and len(batch) < self.batch_size:
+                batch.append(restored.popleft())
+        missing = self.batch_size - len(batch)
+        index = self._batches + len(self._pending)
+        num_reroll = 0
+        if self.reroll_from is not None and index >= self.reroll_from:
+            rerolled = {group.row for group in batch if group.kind == "reroll"}
+            num_reroll = max(min(self.reroll_max_groups - len(rerolled), len(self._reroll), missing), 0)
+        batch += self._plan(self._draw(missing - num_reroll, index), "fresh")
+        batch += self._plan([self._reroll.popleft() for _ in range(num_reroll)], "reroll")
         self._pending.append((batch, []))
         return batch
 
     def resample(self, count: int) -> list[Group]:
-        """More fresh groups for the oldest batch, to replace groups without signal (dynamic sampling)."""
-        assert self._pending, "resample() belongs to a batch: next_batch() comes first"
-        groups = [self._spare.popleft() for _ in range(min(count, len(self._spare)))]
+        """Plan more fresh groups for the oldest batch, to replace groups without signal (dynamic sampling)."""
+        assert self._pending, "resample() called before next_batch()"
+        groups = [self._restored_extra.popleft() for _ in range(min(count, len(self._restored_extra)))]
         groups += self._plan(self._draw(count - len(groups), self._batches), "resample")
         self._pending[0][1].extend(groups)
         return groups
 
-    def reroll(self, planned: Group) -> None:
-        """A pending group earned no reward at all: queue its prompt once more, after its batch is done."""
-        if self.reroll_from is not None and planned.kind != "reroll":
-            self._earned_nothing.append(planned)
+    def reroll(self, group: Group) -> None:
+        """Queue the prompt of a pending group without any reward once more, after its batch is done."""
+        if self.reroll_from is not None and group.kind != "reroll":
+            self._unrewarded.append(group)
 
-    def observe(self, planned: Group, reward: float) -> None:
+    def observe(self, group: Group, reward: float) -> None:
         """Record the mean reward of a group, for the curriculum."""
         if self.order is not None:
-            self._rewards[planned.row] = reward
+            self._rewards[group.row] = reward
 
     def done(self) -> list[Group]:
-        """Mark the oldest batch as trained on; returns its groups, resampled ones included."""
+        """Mark the oldest batch as trained on; return its groups, including resampled groups."""
         assert self._pending, "done() without a pending batch"
         groups, extra = self._pending.popleft()
         self._batches += 1
         self.consumed += len(groups) + len(extra)
-        numbers = {planned.number for planned in (*groups, *extra)}
-        for planned in self._earned_nothing:
+        numbers = {group.number for group in (*groups, *extra)}
+        for group in self._unrewarded:
             full = len(self._reroll) >= self.reroll_limit
-            if planned.number in numbers and planned.row not in self._reroll and not full:
-                self._reroll.append(planned.row)
-        self._earned_nothing = [planned for planned in self._earned_nothing if planned.number not in numbers]
+            if group.number in numbers and group.row not in self._reroll and not full:
+                self._reroll.append(group.row)
+        self._unrewarded = [group for group in self._unrewarded if group.number not in numbers]
         return [*groups, *extra]
 
-    def requests(self, planned: Group) -> list[Request]:
-        """One for each completion of a group, with its seed."""
-        first = planned.number * self.num_generations
-        return [Request.of(planned.prompt, sample_seed(self.seed, first + i)) for i in range(self.num_generations)]
+    def requests(self, group: Group) -> list[Request]:
+        """Return one request per completion of a group, with its seed."""
+        first = group.number * self.num_generations
+        return [Request.of(group.prompt, sample_seed(self.seed, first + i)) for i in range(self.num_generations)]
 
     def metrics(self) -> dict[str, float]:
-        """Counts for the oldest pending batch, and the length of the reroll queue."""
+        """Return group counts of the oldest pending batch and the length of the reroll queue."""
         groups, extra = self._pending[0] if self._pending else ([], [])
-        kinds = [planned.kind for planned in (*groups, *extra)]
+        kinds = [group.kind for group in (*groups, *extra)]
         metrics = {}
         if self.reroll_from is not None:
             metrics["rollout/rerolled_groups"] = float(kinds.count("reroll"))
@@ -136,40 +137,38 @@ class Planner:
         return metrics | ({"rollout/resampled_groups": float(len(extra))} if extra else {})
 
     def state_dict(self) -> dict[str, Any]:
-        groups = [planned for batch, _ in self._pending for planned in batch]
-        extra = [planned for _, extra in self._pending for planned in extra]
+        groups = [group for batch, _ in self._pending for group in batch]
+        extra = [group for _, batch in self._pending for group in batch]
         return {
             "loader": self.loader.state_dict(),
             "num_generations": self.num_generations,
             "planned": self._number,
             "consumed": self.consumed,
             "batches": self._batches,
-            "pending": [saved(planned) for planned in (*groups, *self._again)],
-            "resampled": [saved(planned) for planned in (*extra, *self._spare)],
+            "pending": [[group.number, group.row, group.kind] for group in (*groups, *self._restored)],
+            "resampled": [[group.number, group.row, group.kind] for group in (*extra, *self._restored_extra)],
             "reroll": list(self._reroll),
             "rewards": [[row, reward] for row, reward in sorted(self._rewards.items())],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a checkpoint, before anything has been planned."""
-        assert not self._number, f"{self._number} groups have been planned already"
+        assert not self._number, f"{self._number} groups planned before load_state_dict()"
         if state["num_generations"] != self.num_generations:
             raise UserError(
-                f"num_generations={self.num_generations}: the checkpoint was made with {state['num_generations']}, "
-                "which decides the seeds of all completions; resume with the same value"
+                f"num_generations={self.num_generations}: the checkpoint has {state['num_generations']}, which "
+                f"determines all seeds; resume with --num-generations {state['num_generations']}"
             )
         self.loader.load_state_dict(state["loader"])
         self._number, self.consumed, self._batches = state["planned"], state["consumed"], state["batches"]
-        self._again = deque(self._restored(row) for row in state["pending"])
-        self._spare = deque(self._restored(row) for row in state["resampled"])
+        self._restored, self._restored_extra = (
+            deque(Group(number, self.loader.rows[row], row, kind) for number, row, kind in state[name])
+            for name in ("pending", "resampled")
+        )
         self._reroll = deque(state["reroll"])
         self._rewards = {row: reward for row, reward in state["rewards"]}
-        known = self.consumed + len(self._again) + len(self._spare)
-        assert known == self._number, f"{self._number} groups planned, but {known} consumed or pending"
-
-    def _restored(self, row: list[Any]) -> Group:
-        number, index, kind = row
-        return Group(number, self.loader.rows[index], index, kind)
+        total = self.consumed + len(self.pending)
+        assert total == self._number, f"{self._number} groups planned, but {total} consumed or pending"
 
     def _plan(self, rows: Iterable[int], kind: Literal["fresh", "reroll", "resample"]) -> list[Group]:
         groups = [Group(self._number + i, self.loader.rows[row], row, kind) for i, row in enumerate(rows)]
@@ -177,7 +176,7 @@ class Planner:
         return groups
 
     def _draw(self, count: int, batch: int) -> list[int]:
-        """The next rows for a batch: in the loader's order, or drawn from the curriculum's rows."""
+        """Return the next rows of a batch, in the loader's order or drawn from the curriculum."""
         if not count:
             return []
         if self.order is None:
@@ -185,20 +184,16 @@ class Planner:
         pool = list(self.order(batch, self.loader.rows, dict(self._rewards)))
         if not pool or not all(isinstance(row, int) and 0 <= row < len(self.loader.rows) for row in pool):
             raise UserError(
-                f"curriculum={getattr(self.order, '__name__', self.order)}: gave {str(pool)[:60]} for batch {batch}; "
-                f"return numbers of rows, from 0 to {len(self.loader.rows) - 1}, at least one"
+                f"curriculum={getattr(self.order, '__name__', self.order)}: returned {str(pool)[:60]} for batch "
+                f"{batch}; return at least one row index from 0 to {len(self.loader.rows) - 1}"
             )
         rng = random.Random(f"{self.seed}/curriculum/{self._number}")
         rows: list[int] = []
-        while len(rows) < count:  # a small pool is drawn from more than once
+        while len(rows) < count:  # draw from a small pool repeatedly
             rows += rng.sample(pool, min(count - len(rows), len(pool)))
         return rows
 
 
-def saved(planned: Group) -> list[Any]:
-    return [planned.number, planned.row, planned.kind]
-
-
 def sample_seed(run_seed: int, number: int) -> int:
-    """Seed of the number-th completion of a run: depends on counters only, so a resumed run draws the same."""
+    """Return the seed of a run's number-th completion. It depends only on counters, so a resumed run draws the same."""
     return int.from_bytes(hashlib.blake2b(f"{run_seed}/{number}".encode(), digest_size=8).digest(), "big")

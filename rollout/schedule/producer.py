@@ -1,18 +1,18 @@
-"""Producer: starts rollouts ahead of training, as far as max_staleness admits.
+"""Sample batches ahead of training, as far as max_staleness allows.
 
-    producer = Producer(source, planner, depth=1, max_staleness=1, tend=engine.tend)
+    producer = Producer(source, planner, depth=1, max_staleness=1, poll=engine.poll)
     while step < total_steps:
         if sync_due(step, engine.version, interval):
             engine.load(step)                              # completions in flight continue with the new weights
-        producer.begin(step, engine.version)               # the next batch, and batches ahead of it
-        for group in producer.arrived():                   # waits for each group
-            ...                                            # rewards
+        producer.begin(step, engine.version)               # start the next batch and batches ahead of it
+        for group in producer.arrived():                   # wait for each group
+            ...                                            # compute rewards
         ...                                                # train: step += 1
         producer.done()                                    # planner.state_dict() now counts the batch as consumed
 
-A batch is started only once `step that will train on it - engine.version <= max_staleness`. Steps per batch are fixed,
-so its staleness is known when it starts, however long its completions take. With depth=0 each batch is sampled when it
-is asked for, and nothing runs ahead.
+A batch is started only when `step that will train on it - engine.version <= max_staleness`. The number of steps per
+batch is fixed, so the staleness is known at the start, however long the completions take. With depth=0 each batch is
+sampled on demand.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 
-from rollout.engine import LOOK_S, Completion, Group, Source
+from data.errors import UserError
+from rollout.engine import POLL_S, Completion, Group, Source
 from rollout.schedule.planner import Planner
 
 
@@ -32,44 +33,44 @@ class PendingBatch:
     """A batch whose sampling has started."""
 
     groups: list[tuple[Group, Future[list[Completion]]]]
-    version: int  # of the engine's weights when sampling started
+    version: int  # weight version when sampling started
 
 
 class Producer:
-    """Starts batches ahead of time and returns them in order. Called only by the thread that trains."""
+    """Starts batches ahead of time and returns them in order. Called only by the training thread."""
 
     def __init__(
         self,
         source: Source,
         planner: Planner,
         *,
-        depth: int = 0,  # batches sampled ahead of the one in training
-        max_staleness: int | None = None,  # optimizer steps; None: limited by depth alone
+        depth: int = 0,  # batches sampled ahead of the current batch
+        max_staleness: int | None = None,  # optimizer steps; None: limited only by depth
         steps_per_batch: int = 1,  # optimizer steps on each batch
-        last_step: int | None = None,  # of the run: no batch is started that would not be trained on
-        poll: Callable[[int], None] = lambda step: None,  # called about twice a second while waiting
+        last_step: int | None = None,  # end of the run; batches beyond it are not started
+        poll: Callable[[int], None] = lambda step: None,  # called every POLL_S seconds while waiting
         clock: Callable[[], float] = time.monotonic,
-        wait: Callable[..., object] = wait,  # of concurrent.futures; tests replace it with the clock
+        wait: Callable[..., object] = wait,  # concurrent.futures.wait; tests replace it and the clock
     ) -> None:
         assert depth >= 0 and steps_per_batch >= 1, (depth, steps_per_batch)
         self.source, self.planner, self.depth = source, planner, depth
         self.max_staleness, self.steps_per_batch, self.last_step = max_staleness, steps_per_batch, last_step
-        self._tend, self._clock, self._wait = poll, clock, wait
+        self._poll, self._clock, self._wait = poll, clock, wait
         self._ahead: deque[PendingBatch] = deque()
         self._current: PendingBatch | None = None
         self._extra: list[PendingBatch] = []  # groups added to the current batch
         self._step = 0  # optimizer steps done before the current batch
         self._advance = getattr(source, "advance", lambda: False)
-        self._version = -1  # of the engine, as last reported
+        self._version = -1  # engine version, as last reported
         self._wait_s = 0.0
         self._ages: list[int] = []  # oldest version in each completion of the current batch
 
     def begin(self, step: int, version: int | None = None) -> None:
-        """Make the next batch the current one and start batches ahead of it; its groups come from arrived().
+        """Make the next batch the current batch and start batches ahead of it. arrived() yields its groups.
 
-        `step`: optimizer steps done. `version`: that of the engine's weights; None means `step`.
+        `step`: optimizer steps done. `version`: engine's weight version; None: `step`.
         """
-        assert self._current is None, "finish_rollout() comes before the next sample()"
+        assert self._current is None, "sample() called before finish_rollout()"
         self._step, self._wait_s, self._ages = step, 0.0, []
         self._version = step if version is None else version
         self._check_age(self._ahead[0].version if self._ahead else self._version)
@@ -77,7 +78,7 @@ class Producer:
         self.top_up()
 
     def top_up(self, version: int | None = None) -> None:
-        """Start batches ahead as far as depth and staleness admit; call it whenever the engine got new weights."""
+        """Start batches ahead as far as depth and staleness allow. Call it whenever the engine has new weights."""
         self._version = self._version if version is None else version
         while self._current is not None and len(self._ahead) < self.depth:
             step = self._step + (len(self._ahead) + 1) * self.steps_per_batch
@@ -87,30 +88,27 @@ class Producer:
             self._ahead.append(self._start(self.planner.next_batch()))
 
     def arrived(self) -> Iterator[Group]:
-        """Groups of the current batch, each yielded as soon as it is complete."""
-        assert self._current is not None, "begin() comes before arrived()"
+        """Yield groups of the current batch as they complete."""
+        assert self._current is not None, "arrived() called before begin()"
         yield from self._arrive(self._current)
 
     def more(self, count: int) -> list[Group]:
-        """More groups for the current batch, sampled with the engine's current weights (dynamic sampling).
-
-        Waits for all of them; they are in the order in which they were planned.
-        """
-        assert self._current is not None, "begin() comes before more()"
+        """Sample more groups for the current batch with the current weights; return them in planned order."""
+        assert self._current is not None, "more() called before begin()"
         self._check_age(self._version)
         self._extra.append(self._start(self.planner.resample(count)))
         return sorted(self._arrive(self._extra[-1]), key=lambda group: group.number)
 
     def done(self) -> None:
-        """The current batch has been trained on: checkpoints count it as consumed from now on."""
-        assert self._current is not None, "done() without a batch"
+        """Mark the current batch as trained on; from now on checkpoints count it as consumed."""
+        assert self._current is not None, "done() called before begin()"
         self._current, self._extra = None, []
         self.planner.done()
 
     def metrics(self, step: int | None = None) -> dict[str, float]:
-        """Metrics of the current batch (before done) and of the batches ahead of it.
+        """Return metrics of the current batch (call this before done) and of the batches ahead.
 
-        Staleness is measured at `step` optimizer steps done; None: at the first step on this batch.
+        Staleness is measured after `step` optimizer steps; None: at the first step on this batch.
         """
         ages = [(self._step if step is None else step) - version for version in self._ages]
         futures = [future for batch in self._ahead for _, future in batch.groups]
@@ -126,7 +124,7 @@ class Producer:
         return metrics
 
     def close(self) -> None:
-        """Cancel what runs; the planner still counts it as pending. May be called twice."""
+        """Cancel all sampling. The planner still counts the groups as pending. May be called twice."""
         for batch in (*([self._current] if self._current else []), *self._extra, *self._ahead):
             for _, future in batch.groups:
                 future.cancel()
@@ -135,45 +133,45 @@ class Producer:
         self.source.close()
 
     def _start(self, groups: Sequence[Group]) -> PendingBatch:
-        futures = self.source.start([self.planner.requests(planned) for planned in groups])
+        futures = self.source.start([self.planner.requests(group) for group in groups])
         assert len(futures) == len(groups), f"the source started {len(futures)} of {len(groups)} groups"
         return PendingBatch(list(zip(groups, futures, strict=True)), self._version)
 
     def _arrive(self, batch: PendingBatch) -> Iterator[Group]:
-        waiting = {future: planned for planned, future in batch.groups}
-        looked = self._clock()
+        waiting = {future: group for group, future in batch.groups}
+        polled = self._clock()
         while waiting:
             started = self._clock()
             if not self._advance():
-                self._wait(list(waiting), timeout=LOOK_S, return_when=FIRST_COMPLETED)
+                self._wait(list(waiting), timeout=POLL_S, return_when=FIRST_COMPLETED)
             self._wait_s += self._clock() - started
             for future in [future for future in waiting if future.done()]:
                 yield self._sampled_group(waiting.pop(future), future, batch)
-            if waiting and self._clock() - looked >= LOOK_S:
-                self._tend(self._step)
-                looked = self._clock()
+            if waiting and self._clock() - polled >= POLL_S:
+                self._poll(self._step)
+                polled = self._clock()
 
-    def _sampled_group(self, planned: Group, future: Future[list[Completion]], batch: PendingBatch) -> Group:
+    def _sampled_group(self, group: Group, future: Future[list[Completion]], batch: PendingBatch) -> Group:
         try:
             completions = future.result()
         except Exception as error:
-            words = " ".join(str(error).split()) or type(error).__name__
-            kind = ValueError if isinstance(error, ValueError) else RuntimeError
-            raise kind(f"prompt={planned.prompt.source}: its completions could not be sampled; {words}") from error
+            reason = " ".join(str(error).split()) or type(error).__name__
+            kind = UserError if isinstance(error, ValueError) else RuntimeError
+            raise kind(f"prompt={group.prompt.source}: sampling failed ({reason})") from error
         size = self.planner.num_generations
-        assert len(completions) == size, f"{planned.prompt.source}: {len(completions)} completions, not {size}"
+        assert len(completions) == size, f"{group.prompt.source}: {len(completions)} completions, not {size}"
         oldest = [min(version for version, _ in c.versions) for c in completions if c.versions]
-        assert min(oldest, default=batch.version) >= batch.version, (planned.number, min(oldest), batch.version)
+        assert min(oldest, default=batch.version) >= batch.version, (group.number, min(oldest), batch.version)
         self._ages += oldest
-        return replace(planned, completions=completions)
+        return replace(group, completions=completions)
 
     def _check_age(self, version: int) -> None:
         assert self.max_staleness is None or self._step - version <= self.max_staleness, (
-            f"step {self._step + 1} would train on completions started by version {version}: max_staleness is "
-            f"{self.max_staleness}, so load newer weights first, and take {self.steps_per_batch} steps on each batch"
+            f"step {self._step + 1} would train on completions of version {version}, older than max_staleness="
+            f"{self.max_staleness}; load newer weights first, and take {self.steps_per_batch} steps per batch"
         )
 
 
 def sync_due(step: int, version: int, interval: int) -> bool:
-    """Whether a weight sync is due; as a difference, no multiple of the interval can be missed."""
+    """Return whether a weight sync is due. Comparing the difference cannot miss a multiple of the interval."""
     return step - version >= interval

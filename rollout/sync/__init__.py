@@ -1,1 +1,1 @@
-"""Backends that send trained weights to vLLM servers: process_group, ipc, filesystem, lora."""
+"""Weight sync to vLLM servers: the backends process_group, ipc, filesystem and lora."""

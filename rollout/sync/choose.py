@@ -1,4 +1,4 @@
-"""Choose the weight-sync backend for --sync.backend auto, and refuse one that cannot work with these servers."""
+"""Resolve --sync.backend auto, and reject backends that cannot work with the given servers."""
 
 from __future__ import annotations
 
@@ -23,43 +23,50 @@ USED_BY = {
 }
 
 
-# Whether `auto` sends a LoRA policy to servers on the trainer's own GPU as merged weights by ipc. An adapter is the
-# smaller transfer, but the server computes it beside every product, at every token.
+# Whether `auto` sends a LoRA policy as merged weights by ipc to servers on the trainer's GPU. An adapter is a smaller
+# transfer, but adds work to every matmul of the server, for every token.
 MERGE_ON_SHARED_GPU = False
 
 
 def wants_adapters(name: str, is_shared: bool) -> bool:
-    """Whether servers should be started with room for adapters; `is_shared`: on the trainer's GPU."""
+    """Return whether servers should be started with LoRA. `is_shared`: the servers use the trainer's GPU."""
     return name == "lora" or (name == "auto" and not (MERGE_ON_SHARED_GPU and is_shared))
 
 
 def pick_backend(name: str, servers: Sequence[Any], *, is_lora: bool, device_uuid: str | None) -> str:
-    """--sync.backend with auto resolved; ValueError for a backend that these servers cannot use.
+    """Resolve --sync.backend; raise UserError for a backend that these servers cannot use.
 
     `device_uuid`: the trainer's GPU, None on a CPU. The servers are connected, so `info` is set.
     """
-    places = [set(server.info.device_uuids) for server in servers]
-    shared = [device_uuid is not None and device_uuid in place for place in places]
-    mixed = any(bool(place) != (device_uuid is not None) for place in places)
+    uuids = [set(server.info.device_uuids) for server in servers]
+    shared = [device_uuid is not None and device_uuid in gpus for gpus in uuids]
+    mixed = any(bool(gpus) != (device_uuid is not None) for gpus in uuids)
     if name == "auto":
         is_shared = bool(shared) and all(shared)
         if is_lora and wants_adapters(name, is_shared) and all(server.info.lora for server in servers):
             return "lora"
         name = _full_backend(shared, mixed)
     if name == "lora":
-        _check_lora(servers, is_lora)
+        if not is_lora:
+            raise UserError("sync.backend=lora: needs a LoRA adapter; set --lora.r, or remove --sync.backend")
+        for server in servers:
+            if not server.info.lora:
+                raise UserError(
+                    f"sync.backend=lora: {server.url} was started without LoRA; start it with python -m rollout.serve "
+                    "--lora.r, or remove --sync.backend to send merged weights"
+                )
         return name
     for server in servers:
         if not server.info.extension:
             raise UserError(
-                f"sync.backend={name}: {server.url} runs without our worker extension, so it cannot take weights; "
+                f"sync.backend={name}: {server.url} runs without strop's worker extension and cannot receive weights; "
                 "start it with python -m rollout.serve"
             )
     if name == "process_group" and (any(shared) or mixed):
-        shares = "shares the trainer's GPU, where nccl cannot join two processes"
-        reason = shares if any(shared) else "runs on another kind of device"
-        instead = _full_backend(shared, mixed)
-        raise UserError(f"sync.backend=process_group: a server {reason}; use --sync.backend {instead}")
+        on_gpu = "shares the trainer's GPU, but nccl needs one GPU per process"
+        reason = on_gpu if any(shared) else "runs on a different device type"
+        other = _full_backend(shared, mixed)
+        raise UserError(f"sync.backend=process_group: a server {reason}; use --sync.backend {other}")
     return name
 
 
@@ -69,23 +76,10 @@ def _full_backend(shared: list[bool], mixed: bool) -> str:
     return "filesystem" if mixed or any(shared) else "process_group"
 
 
-def _check_lora(servers: Sequence[Any], is_lora: bool) -> None:
-    if not is_lora:
-        raise UserError(
-            "sync.backend=lora: all weights are trained, there is no adapter; leave it out, or set --lora.r"
-        )
-    for server in servers:
-        if not server.info.lora:
-            raise UserError(
-                f"sync.backend=lora: {server.url} was started without LoRA; start it with python -m rollout.serve "
-                "--lora.r, or leave sync.backend out to send merged weights"
-            )
-
-
 def make_sync(
     cfg: SyncConfig, backend: str, source: WeightSource, loop: Loop, servers: Sequence[VllmServer], device: torch.device
 ) -> WeightSync:
-    """The backend of that name, as pick_backend returned it."""
+    """Create the backend that pick_backend returned."""
     from rollout.sync.filesystem import FilesystemSync
     from rollout.sync.ipc import IpcSync
     from rollout.sync.lora import LoraSync
@@ -93,9 +87,10 @@ def make_sync(
 
     for name, users in USED_BY.items():
         value = getattr(cfg, name)
-        if backend not in users and value != getattr(SyncConfig, name):  # the class holds the default
+        if backend not in users and value != getattr(SyncConfig, name):  # the class attribute is the default
             raise UserError(
-                f"sync.{name}={value}: has no effect with sync.backend={backend}, only with {' and '.join(users)}"
+                f"sync.{name}={value}: has no effect with sync.backend={backend}, only with {' and '.join(users)}; "
+                f"remove --sync.{name.replace('_', '-')}"
             )
     bucket_bytes = cfg.bucket_mb * MIB
     if backend == "lora":
@@ -109,7 +104,7 @@ def make_sync(
 
 
 def host_for(servers: Sequence[Any]) -> str:
-    """The address at which these servers reach us: loopback if all are on this machine."""
+    """Return the address at which these servers reach the trainer: loopback if all are on this machine."""
     import socket
     from urllib.parse import urlsplit
 

@@ -1,10 +1,9 @@
-"""Weight sync through safetensors files in a folder that servers can read: slower, but needs nothing but files.
+"""Weight sync through safetensors files in a folder that servers can read: slower, but needs only files.
 
-Each version is written to v000012.tmp, flushed, renamed to v000012, and only then named to a server. Once every server
-has loaded it, the next version overwrites the same files: their pages are allocated already, which takes longest.
+Each version is written to v000012.tmp, flushed and renamed to v000012 before any server reads it. After all servers
+have loaded it, the next version overwrites the same files, because allocating their pages takes longest.
 
-In this file: FilesystemSync, the files it writes (TensorFile), and WeightFolder, which sync/lora.py uses too: where the
-folder is, who owns it, and what happens when the disk is full.
+WeightFolder, also used by sync/lora.py, locates, locks and cleans up the folder.
 """
 
 from __future__ import annotations
@@ -32,16 +31,7 @@ from torch import Tensor
 from data.errors import UserError
 from rollout.servers.command import BASE
 from rollout.servers.options import LOOPBACK
-from rollout.sync.base import (
-    MIB,
-    Calls,
-    SyncReport,
-    WeightSource,
-    check_loaded,
-    make_buckets,
-    slowest,
-    time_limit,
-)
+from rollout.sync.base import MIB, Calls, SyncReport, WeightSource, check_loaded, make_buckets, slowest, time_limit
 from rollout.sync.tensor_header import Spec, aligned, file_header
 
 if TYPE_CHECKING:
@@ -76,22 +66,27 @@ class FilesystemSync:
         self.num_bytes = sum(spec.num_bytes for spec in specs)
         self.limit = time_limit(self.num_bytes)
         self.folder = WeightFolder(folder, "strop-weights-", need_bytes=2 * self.num_bytes)
-        self._path: Path | None = None  # of the last version, if its files may be overwritten
+        self._path: Path | None = None  # last version, if its files may be overwritten
         self._files: list[TensorFile] = []
-        self._staging: Tensor | None = None  # pinned: a GPU copies to it ten times as fast as to a file's pages
+        self._staging: Tensor | None = None  # pinned; GPU copies to it are ten times as fast as to mapped files
 
     def model_name(self, version: int) -> str:
         return BASE
 
     def push(self, servers: Sequence[VllmServer], version: int) -> SyncReport:
         started = time.monotonic()
-        self._refuse_remote(servers)
+        for server in servers:
+            if not self.is_shared and urlsplit(server.url).hostname not in LOOPBACK:
+                raise UserError(
+                    f"sync.backend=filesystem: {server.url} is on another machine and cannot read {self.folder.path}; "
+                    "set --sync.folder to a folder that both can read"
+                )
         path = self._save(version)
         saved = time.monotonic()
         kwargs = {"path": str(path), "version": version}
         results = Calls(self.loop, servers, "strop_reload", self.limit, [kwargs] * len(servers)).results()
         check_loaded(results, version, self.num_bytes)
-        self._path = path  # loaded by all, so it may be overwritten; after a failure a server may still read it
+        self._path = path  # may be overwritten now; after a failure a server may still read it
         now = time.monotonic()
         phases = {"save": saved - started, "load": now - saved, **slowest(results)}
         return SyncReport(version, "filesystem", self.num_bytes, now - started, phases)
@@ -103,10 +98,10 @@ class FilesystemSync:
     def _save(self, version: int) -> Path:
         path = self.folder.path / f"v{version:06d}"
         partial = path.with_suffix(".tmp")
-        again, self._path = self._path, None
+        previous, self._path = self._path, None
         with self.folder.explain_full_disk(partial):
-            if again is not None:
-                again.rename(partial)
+            if previous is not None:
+                previous.rename(partial)
             else:
                 for old in self.folder.path.glob("v[0-9]*"):
                     shutil.rmtree(old, ignore_errors=True)
@@ -123,57 +118,45 @@ class FilesystemSync:
             self._staging = torch.empty(max(len(file.data) for file in self._files), dtype=torch.uint8, pin_memory=True)
         return self._staging
 
-    def _refuse_remote(self, servers: Sequence[VllmServer]) -> None:
-        for server in servers:
-            host = urlsplit(server.url).hostname
-            if not self.is_shared and host not in LOOPBACK:
-                raise UserError(
-                    f"sync.backend=filesystem: {server.url} is on another machine, which cannot read {self.folder.path}"
-                    "; name a folder that both can read by --sync.folder"
-                )
-
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A safetensors file without its values: the mapped bytes and the place of each tensor."""
+    """A memory-mapped safetensors file and the offsets of its tensors."""
 
-    data: Tensor  # (bytes,) the file's pages
-    places: list[tuple[str, torch.dtype, list[int], int]]  # name, dtype, shape and first byte, in the source's order
+    data: Tensor  # (bytes,) mapped file after the header
+    tensors: list[tuple[str, torch.dtype, list[int], int]]  # name, dtype, shape, offset; in source order
 
     def views(self, data: Tensor) -> list[tuple[str, Tensor]]:
-        """Views of the tensors in the file, or in a buffer of its size."""
+        """Return views of the tensors in the file, or in a buffer of its size."""
         return [
-            (name, data[first : first + dtype.itemsize * math.prod(shape)].view(dtype).view(shape))
-            for name, dtype, shape, first in self.places
+            (name, data[offset : offset + dtype.itemsize * math.prod(shape)].view(dtype).view(shape))
+            for name, dtype, shape, offset in self.tensors
         ]
 
 
-def make_file(folder: Path, number: int, bucket: dict[str, Any]) -> TensorFile:
-    """Write the header and reserve the space. Not by safetensors, which needs all values in main memory first and
-    copies them twice.
-    """
+def make_file(folder: Path, index: int, bucket: dict[str, Any]) -> TensorFile:
+    """Write the header and reserve the space. safetensors itself needs all values in memory and copies them twice."""
     named = {name: Spec(tuple(shape), getattr(torch, dtype)) for name, dtype, shape, _ in bucket["tensors"]}
     specs = aligned(named)
     header = file_header(specs)
-    *firsts, size = itertools.accumulate((spec.num_bytes for spec in specs.values()), initial=0)
-    first_byte = dict(zip(specs, firsts, strict=True))
-    path = folder / f"model-{number + 1:05d}.safetensors"
+    *starts, size = itertools.accumulate((spec.num_bytes for spec in specs.values()), initial=0)
+    offsets = dict(zip(specs, starts, strict=True))
+    path = folder / f"model-{index + 1:05d}.safetensors"
     begin = len(header)
     with path.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, begin + size)  # a full disk raises here, not as SIGBUS later
+        os.posix_fallocate(file.fileno(), 0, begin + size)  # a full disk raises here instead of SIGBUS later
         file.write(header)
     data = torch.from_file(str(path), shared=True, size=begin + size, dtype=torch.uint8)[begin:]
-    places = [(name, spec.dtype, list(spec.shape), first_byte[name]) for name, spec in named.items()]
-    return TensorFile(data, places)
+    return TensorFile(data, [(name, spec.dtype, list(spec.shape), offsets[name]) for name, spec in named.items()])
 
 
 def write_files(files: Sequence[TensorFile], tensors: Iterator[tuple[str, Tensor]], staging: Tensor | None) -> None:
     """Write the values, through pinned memory if they come from a GPU."""
     for file in files:
-        for name, place in file.views(file.data if staging is None else staging):
+        for name, view in file.views(file.data if staging is None else staging):
             got, tensor = next(tensors)
-            assert got == name and tensor.shape == place.shape, f"{got} came where {name} was planned"
-            place.copy_(tensor, non_blocking=staging is not None)
+            assert got == name and tensor.shape == view.shape, f"{got} {tensor.shape}, planned {name} {view.shape}"
+            view.copy_(tensor, non_blocking=staging is not None)
         if staging is not None:
             torch.cuda.synchronize()
             file.data.copy_(staging[: len(file.data)])
@@ -183,9 +166,9 @@ def write_files(files: Sequence[TensorFile], tensors: Iterator[tuple[str, Tensor
 
 
 class WeightFolder:
-    """A folder of this run inside `parent`, deleted at the end, or by the next run if this one is killed.
+    """A folder of this run inside `parent`. The run deletes it at its end; if it is killed, the next run does.
 
-    A lock on a file in it shows that its run is alive; a killed process loses the lock.
+    A lock on a file in the folder shows that its run is alive; a killed process loses the lock.
     """
 
     def __init__(self, parent: str | None, prefix: str, *, need_bytes: int = 0) -> None:
@@ -195,7 +178,7 @@ class WeightFolder:
                 root.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise UserError(
-                    f"sync.folder={parent}: cannot be created ({error.strerror}); name another folder"
+                    f"sync.folder={parent}: cannot be created ({error.strerror}); set another --sync.folder"
                 ) from None
         else:
             root = folder_with_space(need_bytes)
@@ -205,22 +188,21 @@ class WeightFolder:
             self._lock = (self.path / LOCK).open("w")
         except OSError as error:
             raise UserError(
-                f"sync.folder={root}: cannot be written to ({error.strerror}); name another folder"
+                f"sync.folder={root}: cannot be written ({error.strerror}); set another --sync.folder"
             ) from None
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self._end = weakref.finalize(self, delete, self.path, os.getpid())  # also when the interpreter ends
+        self._end = weakref.finalize(self, delete, self.path, os.getpid())  # runs even at interpreter exit
 
     @contextlib.contextmanager
     def explain_full_disk(self, partial: Path) -> Iterator[None]:
-        """On any error inside, remove `partial`; turn a full disk into a ValueError that says so."""
+        """Context manager: on any error remove `partial`; report a full disk as a UserError."""
         try:
             yield
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
             if is_full(error):
                 raise UserError(
-                    f"sync.folder={self.path}: not enough space for the weights; free some, or name another "
-                    "folder with --sync.folder"
+                    f"sync.folder={self.path}: not enough space for the weights; free space or set --sync.folder"
                 ) from None
             raise
 
@@ -230,38 +212,34 @@ class WeightFolder:
 
 
 def delete(path: Path, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child that exits is not the run
+    if os.getpid() == owner:  # not in a forked child that exits
         shutil.rmtree(path, ignore_errors=True)
 
 
 def folder_with_space(need_bytes: int) -> Path:
-    """/dev/shm if it has room with some to spare, else the folder for temporary files."""
+    """Return /dev/shm if it has 20% more space than needed, otherwise the temporary folder."""
     if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 1.2 * need_bytes:
         return MEMORY
     return Path(tempfile.gettempdir())
 
 
 def sweep(root: Path, prefix: str) -> None:
-    """Delete folders of this user whose run was killed."""
+    """Delete this user's folders whose run was killed."""
     for path in root.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # another user's, or another run is deleting it
+        with contextlib.suppress(OSError):  # no lock file, or another run is deleting it
             if path.stat().st_uid == os.getuid():
-                _delete_if_free(path)
-
-
-def _delete_if_free(path: Path) -> None:
-    with (path / LOCK).open("r+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises OSError while its run is alive
-        shutil.rmtree(path)
+                with (path / LOCK).open("r+") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises OSError while its run is alive
+                    shutil.rmtree(path)
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether the disk is full; safetensors reports it as text."""
+    """Return whether the disk is full. safetensors reports it only as text."""
     return (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)) or "os error 28" in str(error)
 
 
 def fsync_folder(folder: Path) -> None:
-    """Flush every file of the folder, and the folder itself, to disk."""
+    """Flush all files of the folder, and the folder itself, to disk."""
     for path in [*folder.iterdir(), folder]:
         handle = os.open(path, os.O_RDONLY)
         try:

@@ -1,8 +1,8 @@
-"""Weight sync through shared memory: CUDA IPC when trainer and server use one GPU, a file in /dev/shm on CPUs.
+"""Weight sync through shared memory: CUDA IPC if trainer and server share a GPU, files in /dev/shm on CPUs.
 
-Two buffers are shared once, when the workers join. For each bucket: wait until all workers are done with bucket i - 2,
-fill buffer i % 2, set the key ready/i in the store; each worker loads the bucket and sets done/i/RANK. Handles are sent
-as JSON; nothing is pickled. The worker's side is SharedLink in servers/worker/strop_wire.py.
+Two buffers are shared when the workers join. For bucket i, the trainer waits until all workers have set done/(i - 2),
+fills buffer i % 2 and sets ready/i in the store; each worker loads the bucket and sets done/i/RANK. Handles are sent as
+JSON; nothing is pickled. The receiving side is SharedLink in servers/worker/strop_wire.py.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class IpcSync:
         self, source: WeightSource, loop: Loop, *, device: torch.device, bucket_bytes: int = 512 * MIB
     ) -> None:
         if device.type == "cuda":
-            refuse_expandable_segments()
+            check_allocator()
         self.link = Link(source, loop, device=device, bucket_bytes=bucket_bytes, host="127.0.0.1")
         self.buffers: list[Tensor] = []
         self.world = 1
@@ -69,7 +69,7 @@ class IpcSync:
         plan = {"version": version, "buckets": link.buckets, "timeout": link.limit, "turn": turn}
         calls = Calls(link.loop, servers, "strop_receive", link.limit + 30.0, [{"plan": plan}] * len(servers))
         try:
-            with link.blaming(calls), contextlib.closing(link.source.tensors()) as tensors:
+            with link.transfer(calls), contextlib.closing(link.source.tensors()) as tensors:
                 self._send(tensors, turn, calls, joined + link.limit)
                 results = calls.results()
             check_loaded(results, version, link.num_bytes)
@@ -89,24 +89,24 @@ class IpcSync:
         workers = range(1, self.world)
         for i, bucket in enumerate(link.buckets):
             if i >= 2 and workers:
-                read = [f"{turn}/done/{i - 2}/{number}" for number in workers]
-                strop_wire.wait_keys(link.store, read, deadline, calls.check)
+                keys = [f"{turn}/done/{i - 2}/{rank}" for rank in workers]
+                strop_wire.wait_keys(link.store, keys, deadline, calls.check)
             fill(bucket, tensors, self.buffers[i % 2])
-            synchronize(link.device)  # the bytes must be there before ready is set
+            synchronize(link.device)  # the bytes must be written before ready is set
             link.store.set(f"{turn}/ready/{i}")
 
     def _join(self, servers: Sequence[VllmServer]) -> None:
         self._drop()
         size = buffer_size(self.link.buckets)
-        refuse_other_devices(servers, self.link.device)
+        check_devices(servers, self.link.device)
         with shared_buffers(size, self.link.device) as (buffers, paths):
             staging = [
-                # Separate handles for each worker: torch counts the processes that have opened one.
+                # One set of handles per worker, because torch counts the processes that open a handle.
                 [[strop_wire.share(b, path) for b, path in zip(buffers, paths, strict=True)] for _ in range(workers)]
                 for workers in (server.info.workers for server in servers)
             ]
             self.world, calls = self.link.meet(servers, "ipc", staging)
-            with self.link.blaming(calls):
+            with self.link.transfer(calls):
                 calls.results()
         self.buffers = buffers
 
@@ -114,12 +114,12 @@ class IpcSync:
         self.buffers = []
         self.link.leave()
         if self.link.device.type == "cuda":
-            torch.cuda.ipc_collect()  # reclaims memory that workers have closed
+            torch.cuda.ipc_collect()  # frees memory that workers have closed
 
 
 @contextlib.contextmanager
 def shared_buffers(size: int, device: torch.device) -> Iterator[tuple[list[Tensor], list[str | None]]]:
-    """Two buffers and, on a CPU, their files, which are unlinked at the end so that none can be left over."""
+    """Context manager: two buffers and, on a CPU, their files. The files are unlinked at the end."""
     if device.type == "cuda":
         yield [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)], [None, None]
         return
@@ -130,36 +130,33 @@ def shared_buffers(size: int, device: torch.device) -> Iterator[tuple[list[Tenso
         buffers = []
         for name in ("0", "1"):
             path = Path(folder) / name
-            allocate(path, size)
+            with path.open("wb") as file:  # reserve space: a full disk would kill the process later
+                os.posix_fallocate(file.fileno(), 0, size)
             paths.append(str(path))
             buffers.append(torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8))
         yield buffers, paths
 
 
-def allocate(path: Path, size: int) -> None:
-    """Reserve the file's space now: writing to a mapped file on a full disk would kill the process."""
-    with path.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, size)
-
-
-def refuse_expandable_segments() -> None:
+def check_allocator() -> None:
+    """Raise if PyTorch uses expandable segments, which CUDA IPC cannot share."""
     for name in ALLOCATOR:
         value = os.environ.get(name, "").replace(" ", "").lower()
         if "expandable_segments:true" in value or "expandable_segments:1" in value:
             raise UserError(
-                f"{name}={os.environ[name]}: memory of expandable segments cannot be shared with another process; "
-                "take expandable_segments out, or use --sync.backend filesystem"
+                f"{name}={os.environ[name]}: expandable segments cannot be shared with another process; remove "
+                "expandable_segments, or use --sync.backend filesystem"
             )
 
 
-def refuse_other_devices(servers: Sequence[Any], device: torch.device) -> None:
-    ours = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+def check_devices(servers: Sequence[Any], device: torch.device) -> None:
+    """Raise unless all servers use the trainer's device, or on a CPU the trainer's machine."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
     for server in servers:
-        if ours is None and urlsplit(server.url).hostname not in LOOPBACK:
+        if uuid is None and urlsplit(server.url).hostname not in LOOPBACK:
             raise UserError(f"sync.backend=ipc: {server.url} is on another machine; use --sync.backend process_group")
-        theirs = set(server.info.device_uuids or ()) - {None}
-        if theirs != ({ours} if ours else set()):
+        server_uuids = set(server.info.device_uuids or ()) - {None}
+        if server_uuids != ({uuid} if uuid else set()):
             raise UserError(
-                f"sync.backend=ipc: {server.url} runs on {', '.join(sorted(theirs)) or 'a CPU'}, the trainer on "
-                f"{ours or 'a CPU'}; shared memory needs one and the same device, use --sync.backend process_group"
+                f"sync.backend=ipc: {server.url} runs on {', '.join(sorted(server_uuids)) or 'a CPU'}, but the trainer "
+                f"on {uuid or 'a CPU'}; ipc needs the same device, use --sync.backend process_group"
             )

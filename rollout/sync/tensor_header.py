@@ -1,4 +1,4 @@
-"""The header of a safetensors file, for files written one tensor at a time: safetensors itself takes all at once."""
+"""Build safetensors headers for files written one tensor at a time; safetensors needs all tensors in memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 class Spec(NamedTuple):
-    """Shape and dtype of a tensor, as in a file's header."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -29,12 +29,12 @@ class Spec(NamedTuple):
 
 
 def aligned(specs: Mapping[str, Spec]) -> dict[str, Spec]:
-    """In file order: wide dtypes first, so that each tensor starts at a multiple of its item size."""
+    """Sort into file order: wide dtypes first, so that each tensor starts at a multiple of its item size."""
     return dict(sorted(specs.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
 
 
 def file_header(specs: Mapping[str, Spec]) -> bytes:
-    """The start of a file: length, JSON, padding to a multiple of 8 bytes."""
+    """Return the start of a file: length, JSON, padding to a multiple of 8 bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, spec in specs.items():

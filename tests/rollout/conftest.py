@@ -1,4 +1,4 @@
-"""Tiny random models and a byte tokenizer, made in code: nothing is downloaded."""
+"""Tiny random models and a byte tokenizer, built in code without downloads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
-    """One id per byte (256 of them), then <pad> 256, <eos> 257."""
+    """One id per byte (0 to 255), then <pad> 256 and <eos> 257."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -25,7 +25,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def make_model() -> Callable[..., Any]:
-    """make_model("llama" | "qwen3", vocab_size=.., seed=..): random weights, wide enough to be far from uniform."""
+    """make_model("llama" | "qwen3", vocab_size=.., seed=..): random weights, large enough to be far from uniform."""
 
     def build(kind: str = "llama", *, vocab_size: int = 258, seed: int = 0, **extra: Any) -> Any:
         from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -35,17 +35,10 @@ def make_model() -> Callable[..., Any]:
             "qwen3": (Qwen3Config, Qwen3ForCausalLM),
         }[kind]
         settings = dict(
-            vocab_size=vocab_size,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            max_position_embeddings=128,
-            initializer_range=0.3,
+            vocab_size=vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, max_position_embeddings=128, initializer_range=0.3,
             attn_implementation="sdpa",
-        )
+        )  # fmt: skip
         torch.manual_seed(seed)
         return model_class(config_class(**{**settings, **extra}))
 

@@ -1,4 +1,4 @@
-"""An engine that says what a test tells it to, in lockstep as the one in process: for schedules and conversations."""
+"""An in-process engine with scripted replies, for tests of schedules and conversations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TINY = Path(__file__).resolve().parents[2] / "trainer" / "tiny"
 
 @lru_cache(maxsize=1)
 def tiny_tokenizer() -> Any:
-    """Bytes, with <|im_start|> and <|im_end|> (id 2) as tokens of their own."""
+    """A byte tokenizer with the special tokens <|im_start|> and <|im_end|> (id 2)."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(TINY)
@@ -30,7 +30,7 @@ def user_prompt(text: str, source: str = "rows.jsonl:1", **columns: Any) -> Prom
 
 
 class ScriptedEngine:
-    """reply(text so far, seed) -> the next turn; <|im_end|> is put behind it unless it is too long."""
+    """reply(text so far, seed) -> the next turn; <|im_end|> is appended unless the turn is too long."""
 
     concurrent = False
 
@@ -46,19 +46,19 @@ class ScriptedEngine:
         return [self._one(request, sampling) for request in requests]
 
     def forget(self) -> None:
-        """It holds nothing of conversations."""
+        """Do nothing: no conversation is cached."""
 
     def _one(self, request: Request, sampling: Sampling) -> Completion:
         text = self.reply(self.tokenizer.decode(request.prompt_ids), request.seed)
         ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
         limit = request.max_tokens or sampling.max_tokens
-        whole = len(ids) <= limit
+        is_complete = len(ids) <= limit
         ids = ids[:limit]
         return Completion(
             prompt_ids=list(request.prompt_ids),
             ids=ids,
             logps=[-0.5] * len(ids),
-            finish_reason="stop" if whole else "length",
-            text=text if whole else self.tokenizer.decode(ids),
+            finish_reason="stop" if is_complete else "length",
+            text=text if is_complete else self.tokenizer.decode(ids),
             versions=[(self.version, len(ids))],
         )

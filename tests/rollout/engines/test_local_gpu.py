@@ -1,15 +1,16 @@
-"""The in-process engine on small random models, on the CPU and with `-m gpu` on a CUDA device: the same assertions.
+"""The in-process engine on small random models, on the CPU and (with `-m gpu`) on CUDA.
 
-float32 is compared with TF32 off. What only a GPU has (memory of the allocator, bfloat16 products) is marked gpu.
+float32 runs without TF32. Tests of GPU-only behaviour (allocator memory, bfloat16 matmuls) are marked gpu.
 """
 
 from __future__ import annotations
 
 import gc
 import random
+import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,17 +24,16 @@ from trainer.policy.adapters import add_adapter
 
 KINDS = ("llama", "qwen2", "qwen3", "mistral")  # mistral with a sliding window shorter than the rows
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
-# On the CPU one kind is enough here: test_scheduler.py has the others.
-PLACED = [("mistral", "cpu"), *(pytest.param(kind, "cuda", marks=pytest.mark.gpu) for kind in KINDS)]
-LIMITS = {"float32": 1e-4, "bfloat16": 0.02}  # mean distance of a log-prob from that of a plain forward pass
-PLACES = 256  # of the models' context
+# On the CPU one kind is enough: test_scheduler.py covers the others.
+KIND_AND_DEVICE = [("mistral", "cpu"), *(pytest.param(kind, "cuda", marks=pytest.mark.gpu) for kind in KINDS)]
+LIMITS = {"float32": 1e-4, "bfloat16": 0.02}  # mean log-prob gap to a plain forward pass
+CONTEXT = 256  # tokens
 WINDOW = 24
-HAS_LIMITS = "max_tokens" in {field.name for field in fields(Request)}
 
 
 @pytest.fixture(autouse=True)
 def exact_products() -> Iterator[None]:
-    """No TF32, whatever a test before has left; and nothing is left on the GPU for the next one."""
+    """Disable TF32, and free GPU memory after the test."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield
@@ -45,16 +45,16 @@ def exact_products() -> Iterator[None]:
 
 def build(
     kind: str, device: str, *, vocab_size: int = 258, dtype: torch.dtype = torch.float32, seed: int = 0,
-    scale: float = 1.7,  # about the standard deviation of the logits
+    scale: float = 1.7,  # roughly the standard deviation of the logits
 ) -> Any:  # fmt: skip
-    """Random weights; on a GPU with heads of a size that kernels take."""
+    """Build a random model; on a GPU with a head size that the kernels support."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     width, head = (32, 8) if device == "cpu" else (256, 64)
     window = {"sliding_window": WINDOW} if kind == "mistral" else {}
     config = AutoConfig.for_model(
         kind, vocab_size=vocab_size, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=head, max_position_embeddings=PLACES,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=head, max_position_embeddings=CONTEXT,
         initializer_range=scale / width**0.5, tie_word_embeddings=False, pad_token_id=None, bos_token_id=None,
         eos_token_id=None, **window,
     )  # fmt: skip
@@ -63,7 +63,7 @@ def build(
 
 
 def prompts_of(count: int, longest: int, *, vocab_size: int = 258, seed: int = 0) -> list[list[int]]:
-    """Lengths from 1 to the longest, in an order that says nothing."""
+    """Return prompts with lengths from 1 to the longest, shuffled."""
     rng = random.Random(seed)
     lengths = [longest - i * (longest - 1) // max(1, count - 1) for i in range(count)]
     rng.shuffle(lengths)
@@ -75,13 +75,12 @@ def requests_of(prompts: Sequence[list[int]], copies: int = 1) -> list[Request]:
 
 
 def gaps(engine: LocalEngine, completions: Sequence[Completion], temperature: float = 1.0) -> list[float]:
-    own = engine.logps([(c.prompt_ids, c.ids) for c in completions], temperature)
-    return [abs(a - b) for c, row in zip(completions, own, strict=True) for a, b in zip(c.logps, row, strict=True)]
+    logps = engine.logps([(c.prompt_ids, c.ids) for c in completions], temperature)
+    return [abs(a - b) for c, row in zip(completions, logps, strict=True) for a, b in zip(c.logps, row, strict=True)]
 
 
 def mean_gap(engine: LocalEngine, completions: Sequence[Completion], temperature: float = 1.0) -> float:
-    found = gaps(engine, completions, temperature)
-    return sum(found) / len(found)
+    return statistics.fmean(gaps(engine, completions, temperature))
 
 
 def equal_frac(some: Sequence[Completion], others: Sequence[Completion]) -> float:
@@ -98,8 +97,8 @@ def next_logps(model: Any, ids: list[int]) -> torch.Tensor:  # (V,) float64
     return torch.log_softmax(model.eval()(torch.tensor([ids], device=device)).logits[0, -1].double(), dim=-1).cpu()
 
 
-@pytest.mark.parametrize(("kind", "device"), PLACED)
-def test_float32_log_probs_are_those_of_a_forward_pass(tokenizer, kind, device):
+@pytest.mark.parametrize(("kind", "device"), KIND_AND_DEVICE)
+def test_float32_log_probs_match_a_forward_pass(tokenizer, kind, device):
     engine = LocalEngine(build(kind, device), tokenizer)
     engine.load(0)
     sampling = Sampling(temperature=0.8, max_tokens=40, stop_ids=tuple(range(0, 258, 43)))
@@ -110,114 +109,113 @@ def test_float32_log_probs_are_those_of_a_forward_pass(tokenizer, kind, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("held", ["float32", "bfloat16"])
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_bfloat16_log_probs_are_about_those_of_a_forward_pass(tokenizer, kind, held):
-    model = build(kind, "cuda", dtype=getattr(torch, held), scale=1.0)
+def test_bfloat16_log_probs_approximate_a_forward_pass(tokenizer, kind, weights):
+    model = build(kind, "cuda", dtype=getattr(torch, weights), scale=1.0)
     engine = LocalEngine(model, tokenizer, autocast_dtype=torch.bfloat16)
     engine.load(0)
     completions = engine.generate(requests_of(prompts_of(16, 60), copies=4), Sampling(max_tokens=64))
     assert mean_gap(engine, completions) < LIMITS["bfloat16"]
 
 
-@pytest.mark.parametrize(("kind", "device"), PLACED)
+@pytest.mark.parametrize(("kind", "device"), KIND_AND_DEVICE)
 def test_float32_completions_do_not_depend_on_the_batch_size(tokenizer, kind, device):
     model = build(kind, device)
     requests = requests_of(prompts_of(50 if device == "cuda" else 10, 40), copies=4)
-    made = []
+    runs = []
     for size in (8, 128):
         engine = LocalEngine(model, tokenizer, max_batch_size=size)
         engine.load(0)
-        made.append(engine.generate(requests, Sampling(max_tokens=40)))
-    assert equal_frac(*made) >= 0.99
-    assert len({tuple(c.ids) for c in made[0]}) > 0.95 * len(requests), "seeds must differ"
+        runs.append(engine.generate(requests, Sampling(max_tokens=40)))
+    assert equal_frac(*runs) >= 0.99
+    assert len({tuple(c.ids) for c in runs[0]}) > 0.95 * len(requests), "seeds must differ"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_bfloat16_completions_first_differ_at_a_boundary(tokenizer, kind):
-    """Two draws by the same number differ only where a sum of probabilities up to a token is that number, nearly."""
+    """Equal draws give different tokens only if the draw is close to a boundary of the cumulative distribution."""
     model = build(kind, "cuda", dtype=torch.bfloat16, scale=1.0)
     requests = requests_of(prompts_of(50, 40), copies=4)
-    made, largest = [], 0.0
+    runs, largest = [], 0.0
     for size in (8, 128):
         engine = LocalEngine(model, tokenizer, max_batch_size=size, autocast_dtype=torch.bfloat16)
         engine.load(0)
-        made.append(engine.generate(requests, Sampling(max_tokens=40)))
-        largest = max(largest, *gaps(engine, made[-1]))
-    for one, other in zip(*made, strict=True):
+        runs.append(engine.generate(requests, Sampling(max_tokens=40)))
+        largest = max(largest, *gaps(engine, runs[-1]))
+    for one, other in zip(*runs, strict=True):
         if (at := first_difference(one.ids, other.ids)) is not None:
             low, high = sorted((one.ids[at], other.ids[at]))
             between = next_logps(model, one.prompt_ids + one.ids[:at]).exp()[low + 1 : high].sum()
-            assert between < 2 * largest, f"token {at}: {between:.3g} of the distribution lies between the two"
+            assert between < 2 * largest, f"token {at}: {between:.3g} of the probability lies between the two"
 
 
-@pytest.mark.parametrize(("kind", "device"), PLACED)
-def test_float32_greedy_is_that_of_transformers(tokenizer, kind, device):
+@pytest.mark.parametrize(("kind", "device"), KIND_AND_DEVICE)
+def test_float32_greedy_matches_transformers(tokenizer, kind, device):
     model = build(kind, device)
     engine = LocalEngine(model, tokenizer)
     engine.load(0)
     prompts = prompts_of(200 if device == "cuda" else 24, 40 if device == "cuda" else 8)
-    made = engine.generate(requests_of(prompts), Sampling(temperature=0, max_tokens=24))
+    completions = engine.generate(requests_of(prompts), Sampling(temperature=0, max_tokens=24))
     by_length: dict[int, list[int]] = {}
     for i, prompt in enumerate(prompts):
         by_length.setdefault(len(prompt), []).append(i)
     for rows in by_length.values():  # without padding
         ids = torch.tensor([prompts[i] for i in rows], device=device)
         mask = torch.ones_like(ids)
-        theirs = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=24, pad_token_id=0)
-        for i, row in zip(rows, theirs[:, ids.shape[1] :].tolist(), strict=True):
-            at = first_difference(made[i].ids, row)
-            if at is not None:  # allowed between two tokens of the same probability
+        output = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=24, pad_token_id=0)
+        for i, row in zip(rows, output[:, ids.shape[1] :].tolist(), strict=True):
+            at = first_difference(completions[i].ids, row)
+            if at is not None:  # allowed between equally likely tokens
                 logps = next_logps(model, prompts[i] + row[:at])
-                assert abs(logps[row[at]] - logps[made[i].ids[at]]) < 1e-4, f"prompt {i}, token {at}"
+                assert abs(logps[row[at]] - logps[completions[i].ids[at]]) < 1e-4, f"prompt {i}, token {at}"
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_tokens_follow_the_exact_distribution(tokenizer, device):
-    """The joint law of the first two tokens over a vocabulary of 16."""
-    model, prompt = build("llama", device, vocab_size=16, seed=3), [3, 1, 4]
-    first = next_logps(model, prompt).exp()
-    second = torch.stack([next_logps(model, [*prompt, a]).exp() for a in range(16)])
+    """Joint distribution of the first two tokens over a vocabulary of 16, from 20,000 seeds."""
+    model, prompt, temperature = build("llama", device, vocab_size=16, seed=3), [3, 1, 4], 0.7
+    first = torch.softmax(next_logps(model, prompt) / temperature, -1)
+    second = torch.stack([torch.softmax(next_logps(model, [*prompt, a]) / temperature, -1) for a in range(16)])
     exact = {(a, b): float(first[a] * second[a, b]) for a in range(16) for b in range(16)}
     engine = LocalEngine(model, tokenizer, max_batch_size=1000)
     engine.load(0)
-    count = 20_000 if device == "cuda" else 4_000
-    requests = [Request(prompt_ids=prompt, seed=seed) for seed in range(count)]
-    pairs = Counter(tuple(c.ids) for c in engine.generate(requests, Sampling(max_tokens=2)))
-    statistic, df = chi_square(pairs, exact)
+    requests = [Request(prompt_ids=prompt, seed=seed) for seed in range(20_000)]
+    completions = engine.generate(requests, Sampling(temperature=temperature, max_tokens=2))
+    statistic, df = chi_square(Counter(tuple(c.ids) for c in completions), exact)
     assert df > 20 and statistic < chi_square_limit(df)
+    # Check the test itself: a wrong temperature fails.
+    counts, wrong = Counter(c.ids[0] for c in completions), torch.softmax(first.log() * 1.1, -1)
+    statistic, df = chi_square(counts, dict(enumerate(wrong.tolist())))
+    assert statistic > chi_square_limit(df)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_more_requests_than_slots_with_uneven_ends(tokenizer, device):
+def test_more_requests_than_rows_with_different_lengths(tokenizer, device):
     model = build("qwen3", device)
-    requests = requests_of(prompts_of(15, 30), copies=4)
-    if HAS_LIMITS:
-        rng = random.Random(0)
-        requests = [
-            Request(prompt_ids=r.prompt_ids, seed=r.seed, max_tokens=rng.choice([None, 1, 2, 7, 33])) for r in requests
-        ]
+    rng, requests = random.Random(0), requests_of(prompts_of(15, 30), copies=4)
+    requests = [replace(request, max_tokens=rng.choice([None, 1, 2, 7, 33])) for request in requests]
     sampling = Sampling(max_tokens=40, stop_ids=tuple(range(0, 258, 37)))
-    made = []
+    runs = []
     for size in (7, 64):
         engine = LocalEngine(model, tokenizer, max_batch_size=size)
         engine.load(0)
-        made.append(engine.generate(requests, sampling))
-        assert mean_gap(engine, made[-1]) < LIMITS["float32"]
-        for request, completion in zip(requests, made[-1], strict=True):
-            limit = getattr(request, "max_tokens", None) or 40
+        runs.append(engine.generate(requests, sampling))
+        assert mean_gap(engine, runs[-1]) < LIMITS["float32"]
+        for request, completion in zip(requests, runs[-1], strict=True):
+            limit = request.max_tokens or 40
             assert completion.prompt_ids == request.prompt_ids and len(completion.ids) <= limit
             stopped = completion.ids[-1] in sampling.stop_ids
             assert completion.finish_reason == ("stop" if stopped else "length")
             assert stopped or len(completion.ids) == limit
             assert not set(completion.ids[:-1]) & set(sampling.stop_ids)
             assert len(completion.logps) == len(completion.ids) and completion.versions == [(0, len(completion.ids))]
-    assert equal_frac(*made) >= 0.98
+    assert equal_frac(*runs) >= 0.98
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_after_sleep_it_samples_the_same_and_writes_into_nobody_else(tokenizer, device):
+def test_after_sleep_the_engine_samples_the_same_without_touching_other_memory(tokenizer, device):
     engine = LocalEngine(build("llama", device), tokenizer)
     requests = requests_of(prompts_of(8, 30), copies=2)
     engine.load(0)
@@ -238,15 +236,15 @@ def test_after_sleep_it_samples_the_same_and_writes_into_nobody_else(tokenizer, 
 @pytest.mark.parametrize("way", ["in place", "replaced"])
 def test_log_probs_follow_changed_weights(tokenizer, way, device, precision):
     if precision == "bfloat16" and device == "cpu":
-        pytest.skip("bfloat16 products are for a GPU")
+        pytest.skip("bfloat16 matmuls are tested on a GPU")
     autocast = torch.bfloat16 if precision == "bfloat16" else None
     model = build("qwen3", device, scale=1.0 if autocast else 1.7)
     engine = LocalEngine(model, tokenizer, autocast_dtype=autocast)
     requests = requests_of(prompts_of(8, 30), copies=2)
     for version in range(3):
         engine.load(version)
-        made = engine.generate(requests, Sampling(max_tokens=20))
-        assert mean_gap(engine, made) < LIMITS[precision]
+        completions = engine.generate(requests, Sampling(max_tokens=20))
+        assert mean_gap(engine, completions) < LIMITS[precision]
         engine.sleep()
         generator = torch.Generator(device).manual_seed(version)
         with torch.no_grad():
@@ -256,31 +254,31 @@ def test_log_probs_follow_changed_weights(tokenizer, way, device, precision):
                     p.copy_(moved)
                 else:
                     p.data = moved
-        assert mean_gap(engine, made) > 5 * LIMITS[precision], "the change must show"
+        assert mean_gap(engine, completions) > 5 * LIMITS[precision], "the weight change must be visible"
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_adapter_is_part_of_what_samples(tokenizer, device):
+def test_sampling_uses_the_adapter(tokenizer, device):
     model = add_adapter(build("qwen3", device), LoraConfig(r=4)).to(device)
     generator = torch.Generator(device).manual_seed(0)
     engine = LocalEngine(model, tokenizer)
     requests = requests_of(prompts_of(8, 30), copies=2)
-    made = []
+    runs = []
     for version in range(2):
         engine.load(version)
-        made.append(engine.generate(requests, Sampling(max_tokens=20)))
-        assert mean_gap(engine, made[-1]) < LIMITS["float32"]
+        runs.append(engine.generate(requests, Sampling(max_tokens=20)))
+        assert mean_gap(engine, runs[-1]) < LIMITS["float32"]
         engine.sleep()
         with torch.no_grad():
             for name, p in model.named_parameters():
                 if "lora_B" in name:
                     p.normal_(std=0.2, generator=generator)
-    assert equal_frac(*made) < 1
+    assert equal_frac(*runs) < 1
     assert all(p.requires_grad == ("lora_" in name) for name, p in model.named_parameters())
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_stop_ids_and_stop_strings_cut_what_is_sampled_without_them(tokenizer, device):
+def test_stop_ids_and_stop_strings_truncate_completions(tokenizer, device):
     engine = LocalEngine(build("llama", device), tokenizer)
     engine.load(0)
     requests = requests_of(prompts_of(10, 20), copies=4)
@@ -293,8 +291,10 @@ def test_stop_ids_and_stop_strings_cut_what_is_sampled_without_them(tokenizer, d
         at = next((i for i, token in enumerate(before.ids) if token in stop_ids), None)
         assert after.ids == (before.ids if at is None else before.ids[: at + 1])
         assert after.finish_reason == ("length" if at is None else "stop")
+        assert after.logps == pytest.approx(before.logps[: len(after.ids)], abs=1e-4)
+        assert after.text == tokenizer.decode(after.ids[: 40 if at is None else -1], skip_special_tokens=True)
         ends.add(len(after.ids))
-    assert len(ends) > 5, "ends at different places"
+    assert len(ends) > 5, "lengths must vary"
     texts = [tokenizer.decode(c.ids, skip_special_tokens=True) for c in free]
     string = next(t[17:19] for t in texts if t[17:19].isascii() and t.find(t[17:19]) == 17)
     by_text = engine.generate(requests, Sampling(max_tokens=40, stop=(string,)))
@@ -302,14 +302,15 @@ def test_stop_ids_and_stop_strings_cut_what_is_sampled_without_them(tokenizer, d
         assert after.ids == before.ids[: len(after.ids)]
         if string in text:
             assert after.finish_reason == "stop" and after.text == text[: text.find(string)]
+            assert string in tokenizer.decode(after.ids, skip_special_tokens=True)
             assert string not in tokenizer.decode(after.ids[:-1], skip_special_tokens=True)
         else:
             assert after.finish_reason == "length" and len(after.ids) == 40
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_training_between_samples_leaves_both_alone(tokenizer, device):
-    """Modes, gradients and the attention of the module are as before; a step of it changes what is sampled."""
+def test_sampling_and_training_alternate_without_side_effects(tokenizer, device):
+    """Modes, gradients and attention stay unchanged, and training steps change the samples."""
     model = build("qwen3", device).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = LocalEngine(model, tokenizer)
@@ -317,8 +318,8 @@ def test_training_between_samples_leaves_both_alone(tokenizer, device):
     losses = []
     for version in range(3):
         engine.load(version)
-        made = engine.generate(requests_of(prompts_of(6, 20), copies=2), Sampling(max_tokens=12))
-        assert mean_gap(engine, made) < LIMITS["float32"]
+        completions = engine.generate(requests_of(prompts_of(6, 20), copies=2), Sampling(max_tokens=12))
+        assert mean_gap(engine, completions) < LIMITS["float32"]
         engine.sleep()
         assert model.training and model.config._attn_implementation == "sdpa"
         loss = model(input_ids=ids, labels=ids).loss
@@ -335,17 +336,17 @@ def test_training_between_samples_leaves_both_alone(tokenizer, device):
 def test_memory_does_not_grow_over_calls_of_changing_lengths(tokenizer, sleeps):
     engine = LocalEngine(build("qwen3", "cuda"), tokenizer, max_batch_size=16)
     rng = random.Random(0)
-    held = []
+    allocated = []
     for call in range(300 if not sleeps else 60):
         engine.load(call)
-        count = 1 + call if call < 20 else rng.randint(1, 20)  # the first calls have all sizes, and the longest rows
+        count = 1 + call if call < 20 else rng.randint(1, 20)  # first all batch sizes and the longest rows
         longest, most = (100, 60) if call in (0, 19) else (rng.randint(1, 100), rng.randint(1, 60))
         prompts = prompts_of(count, longest, seed=call)
-        made = engine.generate(requests_of(prompts), Sampling(max_tokens=most))
-        assert all(len(c.ids) == most for c in made)
+        completions = engine.generate(requests_of(prompts), Sampling(max_tokens=most))
+        assert all(len(c.ids) == most for c in completions)
         if sleeps:
             engine.sleep()
         gc.collect()
         torch.cuda.synchronize()
-        held.append(torch.cuda.memory_allocated())
-    assert max(held[20:]) <= max(held[:20]) + (1 << 20), held
+        allocated.append(torch.cuda.memory_allocated())
+    assert max(allocated[20:]) <= max(allocated[:20]) + (1 << 20), allocated

@@ -1,4 +1,4 @@
-"""Whether the in-process engine keeps its memory while the model trains: decided by measured peaks."""
+"""Memory policy of the in-process engine, decided by measured peaks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from rollout.engines import memory
 from rollout.engines.memory import GIB, MemoryPolicy
 
 
-def test_it_stays_only_where_the_second_step_left_room_for_it(monkeypatch):
-    """A GPU of 100 GiB, an engine of 30: training may take 60 at its peak."""
+def test_the_engine_keeps_its_memory_only_if_the_second_step_leaves_room(monkeypatch):
+    """With a GPU of 100 GiB and an engine of 30, the training peak may be at most 60."""
     peaks: list[float] = []
     monkeypatch.setattr(memory, "restart_peak", lambda: int(peaks.pop(0) * GIB))
     monkeypatch.setattr(memory, "available", lambda device: 100 * GIB)
-    said: list[str] = []
-    memory_policy = MemoryPolicy(torch.device("cpu"), said.append)
+    lines: list[str] = []
+    memory_policy = MemoryPolicy(torch.device("cpu"), lines.append)
 
     def train(peak: float) -> bool:
         peaks[:] = [0, peak]
@@ -22,20 +22,16 @@ def test_it_stays_only_where_the_second_step_left_room_for_it(monkeypatch):
         memory_policy.training_ended()
         return memory_policy.resident
 
-    memory_policy.training_ended()  # before any training: nothing to judge
-    assert not train(20), "the first step makes the moments at its end: its peak says too little"
-    assert not train(61) and not said
-    assert train(60)
-    assert said == [
-        "rollout: the engine's 30.0 GiB (cache, graphs, weights) stay while training; training takes 60.0 GiB at its "
-        "peak, of 100.0 GiB"
-    ]
-    assert train(60 + 30), "the peak now has the engine in it"
-    assert not train(61 + 30) and "are freed while training; training takes 61.0 GiB" in said[1]
-    assert not train(61) and len(said) == 2
+    memory_policy.training_ended()  # before any training: nothing to measure
+    assert not train(20), "the first step allocates the optimizer state at its end: its peak is too low"
+    assert not train(61) and not lines
+    assert train(60) and all(text in lines[0] for text in ("keeping", "30.0 GiB", "60.0 of 100.0"))
+    assert train(60 + 30), "the peak now includes the engine"
+    assert not train(61 + 30) and "freeing" in lines[1] and "61.0 of 100.0" in lines[1]
+    assert not train(61) and len(lines) == 2
 
 
-def test_the_highest_peak_survives_restarts(monkeypatch):
+def test_highest_peak_survives_restart_peak(monkeypatch):
     monkeypatch.setattr(memory, "_highest", 0)
     monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: None)
     for peak, highest in ((5, 5), (9, 9), (3, 9)):

@@ -1,8 +1,9 @@
-"""Slots, pages, refills, evictions and turns of the in-process engine, on the CPU: the graph is a plain call here."""
+"""Rows, pages, evictions and conversations of the in-process engine, on the CPU (no CUDA graphs)."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,32 +18,30 @@ PROMPTS = [[5], [7, 8, 9, 10, 11, 12, 13], [40, 41, 42], [9] * 40, list(range(1,
 
 
 def requests_for(copies: int, *, limits: bool = True) -> list[Request]:
-    """Groups of equal prompts, with limits of their own."""
-    chosen = random.Random(0)
+    """Groups of equal prompts with random limits."""
+    rng = random.Random(0)
     return [
-        Request(prompt_ids=prompt, seed=100 * i + c, max_tokens=chosen.randint(1, 40) if limits else None)
+        Request(prompt_ids=prompt, seed=100 * i + c, max_tokens=rng.randint(1, 40) if limits else None)
         for i, prompt in enumerate(PROMPTS)
         for c in range(copies)
     ]
 
 
 def alone(model, tokenizer, requests, sampling):
-    """Each request by itself: what it must be in any company."""
+    """Sample each request alone; any batch must give the same completions."""
     engine = LocalEngine(model, tokenizer)
     return [engine.generate([request], sampling)[0] for request in requests]
 
 
-def same(made, expected) -> None:
-    assert [c.ids for c in made] == [c.ids for c in expected]
-    assert [c.finish_reason for c in made] == [c.finish_reason for c in expected]
-    for one, other in zip(made, expected, strict=True):
+def assert_same(completions, expected) -> None:
+    assert [c.ids for c in completions] == [c.ids for c in expected]
+    assert [c.finish_reason for c in completions] == [c.finish_reason for c in expected]
+    for one, other in zip(completions, expected, strict=True):
         assert one.logps == pytest.approx(other.logps, abs=3e-5)
 
 
 @pytest.mark.parametrize(("steps_per_sync", "page", "rows"), [(1, 16, 256), (5, 16, 3), (32, 32, 7)])
-def test_rows_are_refilled_and_each_completion_is_its_own(
-    make_model, tokenizer, monkeypatch, steps_per_sync, page, rows
-):
+def test_refilled_rows_sample_as_if_alone(make_model, tokenizer, monkeypatch, steps_per_sync, page, rows):
     model, sampling = make_model("qwen3"), Sampling(max_tokens=40, stop_ids=tuple(range(0, 258, 29)))
     requests = requests_for(3)
     expected = alone(model, tokenizer, requests, sampling)
@@ -50,14 +49,14 @@ def test_rows_are_refilled_and_each_completion_is_its_own(
     monkeypatch.setitem(local_engine.STEPS_PER_SYNC, "cpu", steps_per_sync)
     monkeypatch.setitem(local_engine.PAGE, "cpu", page)
     engine = LocalEngine(model, tokenizer, max_batch_size=rows)
-    same(engine.generate(requests, sampling), expected)
+    assert_same(engine.generate(requests, sampling), expected)
     scheduler = engine._scheduler
-    assert len(scheduler.free) == scheduler.decoder.cache.num_pages - 1, "every page but the scratch page is free again"
-    assert not scheduler.prefixes and not scheduler.held
+    assert len(scheduler.free) == scheduler.decoder.cache.num_pages - 1, "all pages except scratch must be free"
+    assert not scheduler.prefixes and not scheduler.conversations
 
 
 @pytest.mark.parametrize("spare", [0, 3])
-def test_rows_that_find_no_page_go_back_to_the_queue(make_model, tokenizer, monkeypatch, spare):
+def test_rows_without_free_pages_are_requeued(make_model, tokenizer, monkeypatch, spare):
     model, sampling = make_model(), Sampling(max_tokens=40)
     requests = requests_for(2, limits=False)
     expected = alone(model, tokenizer, requests, sampling)
@@ -65,20 +64,20 @@ def test_rows_that_find_no_page_go_back_to_the_queue(make_model, tokenizer, monk
     monkeypatch.setitem(local_engine.STEPS_PER_SYNC, "cpu", 8)
     monkeypatch.setattr(LocalEngine, "_page_budget", lambda self: least + spare)
     engine = LocalEngine(model, tokenizer)
-    same(engine.generate(requests, sampling), expected)
-    assert engine._scheduler.num_evicted > 0, "the cache must have been too small for all rows"
+    assert_same(engine.generate(requests, sampling), expected)
+    assert engine._scheduler.num_evicted > 0, "the cache must be too small for all rows"
     assert len(engine._scheduler.free) == least + spare - 1
 
 
-def test_a_request_that_fits_no_cache_is_refused_with_the_numbers(make_model, tokenizer, monkeypatch):
+def test_a_request_larger_than_the_cache_is_rejected(make_model, tokenizer, monkeypatch):
     monkeypatch.setattr(LocalEngine, "_page_budget", lambda self: 5 if self._scheduler is None else 0)
     engine = LocalEngine(make_model(), tokenizer)
-    with pytest.raises(ValueError, match="rollout.engine=local: the longest prompt .* needs .* GiB of cache"):
+    with pytest.raises(ValueError, match="rollout.engine=local: .* GiB .* GiB"):
         engine.generate([Request(prompt_ids=[1] * 50, seed=0)], Sampling(max_tokens=60))
     engine.generate([Request(prompt_ids=[1] * 3, seed=0)], Sampling(max_tokens=4))
 
 
-def test_a_stop_string_cuts_off_what_was_sampled_behind_it(make_model, tokenizer, monkeypatch):
+def test_tokens_after_a_stop_string_are_dropped(make_model, tokenizer, monkeypatch):
     model, requests = make_model(vocab_size=258), requests_for(3, limits=False)
     free = LocalEngine(model, tokenizer).generate(requests, Sampling(max_tokens=30))
     text = next(c.text for c in free if c.text[9:12].isascii() and c.text.find(c.text[9:12]) == 9)
@@ -86,11 +85,11 @@ def test_a_stop_string_cuts_off_what_was_sampled_behind_it(make_model, tokenizer
     expected = alone(model, tokenizer, requests, sampling)
     assert any(c.finish_reason == "stop" for c in expected)
     monkeypatch.setitem(local_engine.STEPS_PER_SYNC, "cpu", 16)
-    same(LocalEngine(model, tokenizer).generate(requests, sampling), expected)
+    assert_same(LocalEngine(model, tokenizer).generate(requests, sampling), expected)
 
 
 def count_prefilled(monkeypatch) -> list[int]:
-    """Number of tokens of every prefill from now on."""
+    """Record the token count of every prefill from now on."""
     from rollout.engines.decoder import Decoder
 
     counts, prefill = [], Decoder.prefill
@@ -108,67 +107,68 @@ def test_equal_prompts_are_prefilled_once(make_model, tokenizer, monkeypatch):
     engine.generate(requests_for(1), Sampling(max_tokens=2))
     counts = count_prefilled(monkeypatch)
     engine.generate([Request(prompt_ids=[3] * 30, seed=s) for s in range(20)], Sampling(max_tokens=2))
-    assert sum(counts) == 29, "the last prompt token is run by the first step of each row"
+    assert sum(counts) == 29, "the first decode step runs the last prompt token"
 
 
-def test_the_next_turn_re_uses_its_own_prefix(make_model, tokenizer, monkeypatch):
+def test_the_next_turn_reuses_the_cached_conversation(make_model, tokenizer, monkeypatch):
     model, sampling = make_model(), Sampling(max_tokens=60, stop_ids=tuple(range(0, 258, 9)))
     engine = LocalEngine(model, tokenizer)
     first = [Request(prompt_ids=prompt, seed=i, conversation=i) for i, prompt in enumerate(PROMPTS * 2)]
-    made = engine.generate(first, sampling)
-    assert all(len(c.ids) < 45 for c in made) and len({len(c.ids) for c in made}) > 3
+    completions = engine.generate(first, sampling)
+    assert all(len(c.ids) < 45 for c in completions) and len({len(c.ids) for c in completions}) > 3
     counts = count_prefilled(monkeypatch)
     second = [
         Request(prompt_ids=c.prompt_ids + c.ids + [77, 78, 79], seed=50 + i, conversation=i, max_tokens=10)
-        for i, c in enumerate(made)
+        for i, c in enumerate(completions)
     ]
     plain = [Request(prompt_ids=r.prompt_ids, seed=r.seed, max_tokens=10) for r in second]
     expected = alone(model, tokenizer, plain, sampling)
     counts.clear()
-    same(engine.generate(second, sampling), expected)
-    assert sum(counts) == 3 * len(second), "the last sampled token and two of the three new ones; the third is run"
+    assert_same(engine.generate(second, sampling), expected)
+    assert sum(counts) == 3 * len(second), "the last sampled token and two of three new tokens"
     counts.clear()
-    other = [Request(prompt_ids=[250] * 20, seed=1, conversation=0)]  # not a continuation: nothing is re-used
-    same(engine.generate(other, sampling), alone(model, tokenizer, [Request(prompt_ids=[250] * 20, seed=1)], sampling))
+    plain = Request(prompt_ids=[250] * 20, seed=1)
+    other = replace(plain, conversation=0)  # not a continuation: nothing is reused
+    assert_same(engine.generate([other], sampling), alone(model, tokenizer, [plain], sampling))
     engine.forget()
     assert len(engine._scheduler.free) == engine._scheduler.decoder.cache.num_pages - 1
 
 
-def test_conversations_that_wait_are_dropped_when_pages_are_short(make_model, tokenizer, monkeypatch):
+def test_idle_conversations_are_evicted_if_pages_run_out(make_model, tokenizer, monkeypatch):
     model, sampling = make_model(), Sampling(max_tokens=20)
     engine = LocalEngine(model, tokenizer)
     first = engine.generate([Request(prompt_ids=[i] * 20, seed=i, conversation=i) for i in range(6)], sampling)
     engine._is_full = True  # no larger cache
     scheduler = engine._scheduler
     many = [Request(prompt_ids=[9, i], seed=i) for i in range(25)]
-    same(engine.generate(many, sampling), alone(model, tokenizer, many, sampling))
+    assert_same(engine.generate(many, sampling), alone(model, tokenizer, many, sampling))
     second = [Request(prompt_ids=c.prompt_ids + c.ids + [5], seed=9, conversation=i) for i, c in enumerate(first)]
     plain = [Request(prompt_ids=r.prompt_ids, seed=r.seed) for r in second]
-    same(engine.generate(second, sampling), alone(model, tokenizer, plain, sampling))
+    assert_same(engine.generate(second, sampling), alone(model, tokenizer, plain, sampling))
     assert engine._scheduler is scheduler
 
 
-def test_a_cache_that_memory_bounds_is_kept_from_call_to_call(make_model, tokenizer, monkeypatch):
+def test_a_cache_limited_by_memory_is_not_reallocated(make_model, tokenizer, monkeypatch):
     monkeypatch.setattr(LocalEngine, "_page_budget", lambda self: 14)
     engine = LocalEngine(make_model(), tokenizer)
-    used = []
+    schedulers = set()
     for _ in range(3):
         engine.generate([Request(prompt_ids=[i] * 20, seed=i) for i in range(9)], Sampling(max_tokens=20))
-        used.append(engine._scheduler)
-    assert used[0] is used[1] is used[2]
+        schedulers.add(engine._scheduler)
+    assert len(schedulers) == 1
 
 
-def test_new_weights_drop_what_is_cached(make_model, tokenizer):
+def test_new_weights_invalidate_the_cache(make_model, tokenizer):
     model, sampling = make_model(), Sampling(max_tokens=6)
     engine = LocalEngine(model, tokenizer)
-    (made,) = engine.generate([Request(prompt_ids=[5, 6, 7], seed=1, conversation="a")], sampling)
+    (first,) = engine.generate([Request(prompt_ids=[5, 6, 7], seed=1, conversation="a")], sampling)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     engine.load(1)
-    ids = made.prompt_ids + made.ids + [8]
+    ids = first.prompt_ids + first.ids + [8]
     turn = engine.generate([Request(prompt_ids=ids, seed=2, conversation="a")], sampling)
-    same(turn, alone(model, tokenizer, [Request(prompt_ids=ids, seed=2)], sampling))
+    assert_same(turn, alone(model, tokenizer, [Request(prompt_ids=ids, seed=2)], sampling))
 
 
 def test_an_interrupted_run_leaves_the_engine_usable(make_model, tokenizer, monkeypatch):
@@ -185,7 +185,7 @@ def test_an_interrupted_run_leaves_the_engine_usable(make_model, tokenizer, monk
         engine.generate(requests, sampling)
     engine._scheduler.decoder.run = run
     assert len(engine._scheduler.free) == engine._scheduler.decoder.cache.num_pages - 1
-    same(engine.generate(requests, sampling), expected)
+    assert_same(engine.generate(requests, sampling), expected)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_an_interrupted_run_leaves_the_engine_usable(make_model, tokenizer, monk
                    "layer_types": ["sliding_attention", "full_attention"]}),
     ],
 )  # fmt: skip
-def test_the_merged_blocks_compute_what_the_model_does(make_model, tokenizer, monkeypatch, kind, extra):
+def test_block_forward_matches_the_model(make_model, tokenizer, monkeypatch, kind, extra):
     model = make_model(kind, **extra)
     sampling, requests = Sampling(max_tokens=20), requests_for(3)
     expected = LocalEngine(model, tokenizer).generate(requests, sampling)
@@ -206,11 +206,11 @@ def test_the_merged_blocks_compute_what_the_model_does(make_model, tokenizer, mo
     engine = LocalEngine(model, tokenizer, max_batch_size=4)
     ways = [lambda: BlockForward(model, torch.float32)]
     monkeypatch.setattr(LocalEngine, "_ways", lambda self: ways)
-    same(engine.generate(requests, sampling), expected)
+    assert_same(engine.generate(requests, sampling), expected)
     assert type(engine._forward) is BlockForward
 
 
-def test_the_merged_blocks_take_adapters_and_new_weights(make_model, tokenizer, monkeypatch):
+def test_block_forward_merges_adapters_and_new_weights(make_model, tokenizer, monkeypatch):
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(make_model("qwen3"), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
@@ -223,11 +223,11 @@ def test_the_merged_blocks_take_adapters_and_new_weights(make_model, tokenizer, 
                 torch.nn.init.normal_(parameter, std=0.1 * version)
         plain.load(version)
         merged.load(version)
-        same(merged.generate(requests, sampling), plain.generate(requests, sampling))
+        assert_same(merged.generate(requests, sampling), plain.generate(requests, sampling))
     assert type(merged._forward) is BlockForward
 
 
-def test_a_way_that_fails_leaves_the_next_one_with_current_weights(make_model, tokenizer, monkeypatch):
+def test_if_the_first_forward_fails_the_second_gets_current_weights(make_model, tokenizer, monkeypatch):
     model, sampling, requests = make_model("qwen3"), Sampling(max_tokens=8), requests_for(2)
     expected = LocalEngine(model, tokenizer).generate(requests, sampling)
     lines: list[str] = []
@@ -236,13 +236,13 @@ def test_a_way_that_fails_leaves_the_next_one_with_current_weights(make_model, t
         lambda: Wrong(model, torch.float32),
         lambda: TransformersForward(model, torch.float32, copied=True),
     ]
-    same(engine.generate(requests, sampling), expected)
+    assert_same(engine.generate(requests, sampling), expected)
     assert type(engine._forward) is TransformersForward and not engine._forward.in_place
-    assert len(lines) == 1 and "is sampled by its own forward, which is slower, because its log-probs" in lines[0]
+    assert len(lines) == 1 and "transformers forward" in lines[0] and "log-probs" in lines[0]
 
 
 class Wrong(BlockForward):
-    """Blocks of another model."""
+    """A forward with wrong weights."""
 
     def refresh(self) -> bool:
         super().refresh()
@@ -267,22 +267,13 @@ def test_only_plain_adapters_are_merged_into_a_copy(make_model, settings, is_pla
     assert (block_obstacle(model) is None) == is_plain
 
 
-def test_completions_come_with_gradients_and_training_mode_as_before(make_model, tokenizer):
+def test_stream_restores_gradients_and_training_mode_at_each_yield(make_model, tokenizer):
     model = make_model().train()
-    parts = LocalEngine(model, tokenizer).stream(requests_for(2), Sampling(max_tokens=40))
-    for _ in parts:
+    for _ in LocalEngine(model, tokenizer).stream(requests_for(2), Sampling(max_tokens=40)):
         assert torch.is_grad_enabled() and model.training
 
 
-def test_a_limit_below_one_is_refused(make_model, tokenizer):
-    for limit in (0, -1):
-        with pytest.raises(ValueError, match=f"max_tokens={limit} \\(request 1\\): must be 1 or more"):
-            LocalEngine(make_model(), tokenizer).generate(
-                [Request(prompt_ids=[1], seed=0), Request(prompt_ids=[1], seed=0, max_tokens=limit)], Sampling()
-            )
-
-
-def test_what_the_paged_cache_cannot_hold_is_sampled_with_a_growing_one(make_model, tokenizer, monkeypatch):
+def test_models_without_paged_attention_sample_with_a_growing_cache(make_model, tokenizer, monkeypatch):
     model, sampling, requests = make_model("qwen3"), Sampling(max_tokens=12, stop_ids=(3, 5, 90)), requests_for(3)
     expected = LocalEngine(model, tokenizer).generate(requests, sampling)
     for obstacle in ("attention", "parity"):
@@ -293,11 +284,11 @@ def test_what_the_paged_cache_cannot_hold_is_sampled_with_a_growing_one(make_mod
             else:
                 patch.setattr(local_engine, "PARITY_FLOAT32", -1.0)
             engine = LocalEngine(model, tokenizer, max_batch_size=4, log=lines.append)
-            same(engine.generate(requests, sampling), expected)
-        assert engine._grows and len(lines) == 1 and "sampled with a growing cache" in lines[0]
+            assert_same(engine.generate(requests, sampling), expected)
+        assert engine._uses_growing_cache and len(lines) == 1 and "without a paged KV cache" in lines[0]
 
 
-def test_tiles_hold_rows_of_one_prefix():
+def test_a_tile_contains_rows_of_one_prefix():
     prefixes = [Prefix((i,), []) for i in range(3)]
     rows = [prefixes[0]] * 10 + [prefixes[1]] + [prefixes[0]] + [prefixes[2]] * 2
     tiles = tiles_of(rows)
@@ -320,33 +311,32 @@ YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e
         ("Qwen2", SMALL, "blocks"),
         ("Mistral", SMALL | {"sliding_window": 9}, "blocks"),
         ("Llama", SMALL | YARN, "blocks"),
-        ("Qwen3Moe", SMALL | EXPERTS, "own forward"),
-        ("Gemma", SMALL, "own forward"),
-        ("Olmo2", {key: value for key, value in SMALL.items() if key != "head_dim"}, "own forward"),
-        ("GPT2", GPT2, "own forward"),
+        ("Qwen3Moe", SMALL | EXPERTS, "transformers"),
+        ("Gemma", SMALL, "transformers"),
+        ("Olmo2", {key: value for key, value in SMALL.items() if key != "head_dim"}, "transformers"),
+        ("GPT2", GPT2, "transformers"),
         ("Gemma2", SMALL | {"attn_implementation": "eager"}, "growing"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_architectures(tokenizer, name, settings, expected):
-    """Each samples from its own distribution, by the fastest way that its structure allows."""
+def test_architectures_use_the_fastest_forward_and_sample_correctly(tokenizer, name, settings, expected):
     import transformers
 
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**settings)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     engine = LocalEngine(model, tokenizer, max_batch_size=4, log=lambda line: None)
-    made = engine.generate(requests_for(2), Sampling(max_tokens=40, stop_ids=(3, 90)))
-    for completion in made:
+    completions = engine.generate(requests_for(2), Sampling(max_tokens=40, stop_ids=(3, 90)))
+    for completion in completions:
         ids = torch.tensor([completion.prompt_ids + completion.ids])
         with torch.no_grad():
             logps = model(input_ids=ids, use_cache=False).logits[0, :-1].double().log_softmax(dim=-1)
         chosen = logps[len(completion.prompt_ids) - 1 :].gather(1, torch.tensor(completion.ids)[:, None])[:, 0]
         assert completion.logps == pytest.approx(chosen.tolist(), abs=1e-4)
-    assert engine._grows == (expected == "growing")
+    assert engine._uses_growing_cache == (expected == "growing")
     assert (block_obstacle(model) is None) == (expected == "blocks")
     if expected == "blocks":
         merged = LocalEngine(model, tokenizer, max_batch_size=4)
         merged._ways = lambda: [lambda: BlockForward(model, torch.float32)]
-        same(merged.generate(requests_for(2), Sampling(max_tokens=40, stop_ids=(3, 90))), made)
+        assert_same(merged.generate(requests_for(2), Sampling(max_tokens=40, stop_ids=(3, 90))), completions)
         assert type(merged._forward) is BlockForward

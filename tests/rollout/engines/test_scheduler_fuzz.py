@@ -1,4 +1,4 @@
-"""Random requests, turns and interrupts over few pages, with a toy model that is a hash of what it reads."""
+"""Random requests, turns and interrupts over few pages, with a toy model that hashes its input."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollout.engines.scheduler import Job, Scheduler
 
 
 class ToyDecoder:
-    """A place of its cache holds a token; the next token is a hash of seed, number and all tokens of the row."""
+    """Each cache slot stores a token; the next token is a hash of the row's tokens, the seed and the step."""
 
     def __init__(self, num_pages: int, page: int, max_rows: int) -> None:
         self.cache, self.page, self.max_rows = SimpleNamespace(num_pages=num_pages), page, max_rows
@@ -22,26 +22,26 @@ class ToyDecoder:
 
     def prefill(self, fills) -> None:
         for fill in fills:
-            assert len(fill.places) == fill.start + len(fill.ids) == len(set(fill.places.tolist())), "a place per token"
-            self.tokens[fill.places[fill.start :]] = fill.ids
+            assert len(fill.slots) == fill.start + len(fill.ids) == len(set(fill.slots.tolist())), "one slot per token"
+            self.tokens[fill.slots[fill.start :]] = fill.ids
 
     def run(self, rows, stop_ids, top, steps):
         ids = np.full((steps, len(rows.token)), -1)
-        for row, (before, own, token, seed, number, left) in enumerate(zip(*rows[1:7], strict=True)):
+        for row, (before, own, token, seed, drawn, left) in enumerate(zip(*rows[1:7], strict=True)):
             pages, split = rows.table[row].astype(np.int64), -(-before // self.page) * self.page
             for step in range(min(steps, left)):
                 at = np.r_[np.arange(before), split + np.arange(own + step)]
-                assert pages[at // self.page].all(), "no token of a row is on the scratch page"
-                places = pages[at // self.page] * self.page + at % self.page
-                self.tokens[places[-1]] = token
-                ids[step, row] = token = drawn(self.tokens[places].tolist(), seed, number + step)
+                assert pages[at // self.page].all(), "a row must not use the scratch page"
+                slots = pages[at // self.page] * self.page + at % self.page
+                self.tokens[slots[-1]] = token
+                ids[step, row] = token = next_token(self.tokens[slots].tolist(), seed, drawn + step)
                 if token in stop_ids:
                     break
         return ids, np.zeros(ids.shape, np.float32)
 
 
-def drawn(tokens: list[int], seed: int, number: int) -> int:
-    return hash((*tokens, int(seed), int(number))) % 50
+def next_token(tokens: list[int], seed: int, step: int) -> int:
+    return hash((*tokens, int(seed), int(step))) % 50
 
 
 def end(ids: list[int], before: int) -> int | None:
@@ -70,15 +70,15 @@ def test_random_requests_over_few_pages(steps_per_sync):
                     break
             run.close()
             for job in done:
-                made: list[int] = []
-                while len(made) < job.limit and end(made, 0) is None:
-                    made.append(drawn(job.prompt_ids + made, job.seed, len(made)))
-                assert job.ids == made
-            parts = [*scheduler.held.values(), *scheduler.prefixes.values()]
-            pages = sorted(scheduler.free + [number for part in parts for number in part.pages])
-            assert pages == list(range(1, scheduler.decoder.cache.num_pages)), "every page is free or held once"
-            said = [(job.conversation, job.prompt_ids + job.ids) for job in done] or turns
-            turns = [(key, ids[: rng.choice([None, None, -1, 9])] + rng.choice([[], [5, 6]])) for key, ids in said[:20]]
+                ids: list[int] = []
+                while len(ids) < job.limit and end(ids, 0) is None:
+                    ids.append(next_token(job.prompt_ids + ids, job.seed, len(ids)))
+                assert job.ids == ids
+            owners = [*scheduler.conversations.values(), *scheduler.prefixes.values()]
+            pages = sorted(scheduler.free + [number for owner in owners for number in owner.pages])
+            assert pages == list(range(1, scheduler.decoder.cache.num_pages)), "every page is free or used once"
+            last = [(job.conversation, job.prompt_ids + job.ids) for job in done] or turns
+            turns = [(key, ids[: rng.choice([None, None, -1, 9])] + rng.choice([[], [5, 6]])) for key, ids in last[:20]]
             turns = [(key, ids or [1]) for key, ids in turns]
         scheduler.forget()
         assert len(scheduler.free) == scheduler.decoder.cache.num_pages - 1

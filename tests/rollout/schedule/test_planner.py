@@ -1,4 +1,4 @@
-"""Which prompts come next: the loader's order, prompts that come again, resamples, a curriculum, and a resume."""
+"""Planner: loader order, rerolls, resamples, curriculum and resume."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def make_planner(count: int = 12, batch_size: int = 4, **options: Any) -> Planne
 
 
 def resumed(planner: Planner, **options: Any) -> Planner:
-    """A planner of a new process, from the JSON of a checkpoint."""
+    """Return the planner of a resumed run, restored from checkpoint JSON."""
     other = make_planner(len(planner.loader.rows), planner.batch_size, **options)
-    check_state({"planner": planner.state_dict()})  # what a checkpoint takes
+    check_state({"planner": planner.state_dict()})  # a checkpoint must accept it
     other.load_state_dict(json.loads(json.dumps(planner.state_dict())))
     return other
 
 
-def test_batches_are_those_of_the_loader_and_seeds_follow_from_the_group_number():
+def test_batches_follow_the_loader_and_seeds_the_group_number():
     planner, loader = make_planner(), Loader(prompts(12), batch_size=4, seed=3)
     for batch in range(5):
         groups, rows = planner.next_batch(), loader.next()
@@ -43,14 +43,14 @@ def test_batches_are_those_of_the_loader_and_seeds_follow_from_the_group_number(
         planner.done()
     seeds = [request.seed for request in planner.requests(groups[1])]
     assert seeds == [sample_seed(3, 2 * groups[1].number), sample_seed(3, 2 * groups[1].number + 1)]
-    assert sample_seed(0, 0) == 3153696582655363665  # a resumed run must draw what the first would have drawn
+    assert sample_seed(0, 0) == 3153696582655363665  # must never change: resumed runs depend on it
     assert planner.epoch == loader.epoch == 1 + 8 / 12
 
 
-def test_prompts_that_earned_nothing_come_again_once_in_the_last_places_and_cost_no_fresh_row():
+def test_unrewarded_prompts_are_rerolled_once_at_the_end_of_a_batch():
     planner = make_planner(reroll_from=2, reroll_max_groups=2)
     first = planner.next_batch()
-    for group in (first[2], first[0], first[2]):  # named twice, as by two rewards
+    for group in (first[2], first[0], first[2]):  # one group twice
         planner.reroll(group)
     planner.done()
     second = planner.next_batch()
@@ -62,15 +62,15 @@ def test_prompts_that_earned_nothing_come_again_once_in_the_last_places_and_cost
     assert [group.number for group in third] == [8, 9, 10, 11]
     assert planner.requests(third[2])[0].seed != planner.requests(first[2])[0].seed
     assert planner.metrics() == {"rollout/rerolled_groups": 2.0, "rollout/reroll_waiting": 0.0}
-    planner.reroll(third[2])  # for nothing once more: it has had its turn
+    planner.reroll(third[2])  # a rerolled prompt is not rerolled again
     planner.done()
     fourth = planner.next_batch()
     assert {group.kind for group in fourth} == {"fresh"}
     fresh = [group.row for batch in (first, second, third, fourth) for group in batch if group.kind == "fresh"]
-    assert Counter(fresh[:12]) == Counter(range(12)), "an epoch still has every row once"
+    assert Counter(fresh[:12]) == Counter(range(12)), "an epoch still contains every row once"
 
 
-def test_a_row_waits_once_and_the_queue_has_a_limit():
+def test_a_row_is_queued_once_and_the_queue_is_limited():
     planner = make_planner(3, batch_size=6, reroll_from=100, reroll_limit=2)
     for group in planner.next_batch():  # every row twice
         planner.reroll(group)
@@ -82,7 +82,7 @@ def test_a_row_waits_once_and_the_queue_has_a_limit():
     assert off.state_dict()["reroll"] == [] and off.metrics() == {}
 
 
-def test_resamples_are_fresh_rows_of_the_batch_they_are_for():
+def test_resamples_are_fresh_rows_of_the_oldest_batch():
     planner = make_planner()
     planner.next_batch()
     ahead = planner.next_batch()
@@ -93,25 +93,25 @@ def test_resamples_are_fresh_rows_of_the_batch_they_are_for():
     assert (planner.planned, planner.consumed) == (11, 7)
 
 
-def test_what_was_pending_comes_first_after_a_resume_under_the_same_numbers():
+def test_a_resumed_run_first_repeats_pending_groups_with_the_same_numbers():
     planner = make_planner(reroll_from=0)
     planner.next_batch()
     planner.done()
     now, ahead = planner.next_batch(), planner.next_batch()
     extra = planner.resample(2)
-    planner.reroll(now[0])  # its batch is not done: it is sampled anew, and may earn something then
+    planner.reroll(now[0])  # its batch is not done, so it is sampled again
     other = resumed(planner, reroll_from=0)
     assert other.pending == now + ahead + extra and other.consumed == 4
     assert other.next_batch() == now
     assert other.resample(1) == extra[:1]
     assert other.next_batch() == ahead
     following = other.next_batch()
-    assert following[0] == extra[1], "a resample that is not needed any more is not lost"
+    assert following[0] == extra[1], "an unused resample must not be lost"
     assert [group.number for group in following[1:]] == [14, 15, 16]
     assert {group.kind for group in following[1:]} == {"fresh"}
 
 
-def test_a_resume_between_batches_goes_on_as_if_nothing_had_happened():
+def test_a_resume_between_batches_changes_nothing():
     options = {"reroll_from": 1, "reroll_max_groups": 1}
     planner = make_planner(**options)
     for _ in range(3):
@@ -126,7 +126,7 @@ def test_a_resume_between_batches_goes_on_as_if_nothing_had_happened():
     assert planner.state_dict() == other.state_dict()
 
 
-def test_a_curriculum_names_the_rows_and_sees_what_they_earned():
+def test_a_curriculum_selects_rows_and_sees_their_rewards():
     calls = []
 
     def easy_first(batch: int, rows: Any, rewards: Any) -> list[int]:
@@ -146,58 +146,52 @@ def test_a_curriculum_names_the_rows_and_sees_what_they_earned():
     assert planner.epoch == 8 / 12
 
 
-def test_a_small_curriculum_is_gone_through_again():
+def test_a_small_curriculum_repeats_its_rows():
     planner = make_planner(order=lambda batch, rows, rewards: [5, 7])
     assert Counter(group.row for group in planner.next_batch()) == {5: 2, 7: 2}
 
 
-def test_a_curriculum_that_names_no_row_is_refused():
-    for wrong in ([], [12], [-1], ["0"]):
-        planner = make_planner(order=lambda batch, prompts, rewards, wrong=wrong: wrong)
-        with pytest.raises(
-            ValueError, match=r"curriculum=<lambda>: gave .* for batch 0; return numbers of rows, from 0 to"
-        ):
+def test_invalid_curriculums_and_a_changed_group_size_are_rejected():
+    for rows in ([], [12], [-1], ["0"]):
+        planner = make_planner(order=lambda batch, prompts, rewards, rows=rows: rows)
+        with pytest.raises(ValueError, match=r"curriculum=<lambda>: .*batch 0; .*from 0 to 11"):
             planner.next_batch()
+    with pytest.raises(ValueError, match=r"num_generations=4: .*2"):
+        resumed(make_planner(), num_generations=4)
 
 
-def test_a_resume_with_another_group_size_is_refused():
-    planner = make_planner()
-    with pytest.raises(ValueError, match=r"num_generations=4: the checkpoint was made with 2"):
-        resumed(planner, num_generations=4)
-
-
-def test_every_group_is_consumed_or_pending_whatever_happens():
+def test_every_group_is_consumed_or_pending_after_random_actions():
     for seed in range(60):
         play(random.Random(seed))
 
 
 def play(rng: random.Random) -> None:
-    """Sixty actions drawn at random."""
+    """Run sixty random actions."""
     options = {"reroll_from": rng.choice([None, 0, 2]), "reroll_max_groups": rng.randint(1, 3)}
     planner = make_planner(rng.randint(3, 9), rng.randint(1, 4), **options)
-    held, consumed = [], []
+    pending, consumed = [], []
     for _ in range(60):
         action = rng.choice(["next", "next", "done", "done", "resample", "reroll", "resume"])
-        if action == "next" and len(held) < 4:
-            held.append(planner.next_batch())
-        elif action == "done" and held:
+        if action == "next" and len(pending) < 4:
+            pending.append(planner.next_batch())
+        elif action == "done" and pending:
             consumed += planner.done()
-            held.pop(0)
-        elif action == "resample" and held:
+            pending.pop(0)
+        elif action == "resample" and pending:
             planner.resample(rng.randint(0, 3))
-        elif action == "reroll" and held:
-            planner.reroll(rng.choice(held[0]))
+        elif action == "reroll" and pending:
+            planner.reroll(rng.choice(pending[0]))
         elif action == "resume":
-            planner, held = resumed(planner, **options), []
+            planner, pending = resumed(planner, **options), []
         numbers = [group.number for group in consumed + planner.pending]
         assert sorted(numbers) == list(range(planner.planned))
         assert planner.consumed == len(consumed)
-        assert all(len(batch) == planner.batch_size for batch in held)
+        assert all(len(batch) == planner.batch_size for batch in pending)
     rerolled = [group.row for group in consumed if group.kind == "reroll"]
     assert bool(rerolled) <= (options["reroll_from"] is not None)
 
 
-def test_fewer_rerolls_after_a_resume_still_make_batches_of_the_same_size():
+def test_batches_keep_their_size_with_fewer_rerolls_after_a_resume():
     planner = make_planner(reroll_from=1, reroll_max_groups=3)
     for group in planner.next_batch():
         planner.reroll(group)

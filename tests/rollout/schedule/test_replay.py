@@ -1,4 +1,4 @@
-"""Groups kept for later: which, for how long, and the same after a resume."""
+"""Replay buffer: which groups are stored, for how long, and resume."""
 
 from __future__ import annotations
 
@@ -31,84 +31,84 @@ def replay(size: int = 2, max_age: int = 100) -> Replay:
     return Replay(size=size, max_age=max_age, seed=0, prompts=PROMPTS)
 
 
-def rows(kept: Replay, step: int = 0, times: int = 200) -> Counter[int]:
-    drawn = [kept.draw(step=step, number=number) for number in range(times)]
-    return Counter(found.row for found in drawn if found is not None)
+def rows(buffer: Replay, step: int = 0, times: int = 200) -> Counter[int]:
+    groups = [buffer.draw(step=step, number=number) for number in range(times)]
+    return Counter(group.row for group in groups if group is not None)
 
 
-def test_scores_1_3_2_into_a_buffer_of_two_keep_3_and_2():
-    kept = replay(2)
+def test_the_highest_scores_are_kept():
+    buffer = replay(2)
     for row, score in ((1, 1.0), (3, 3.0), (2, 2.0)):
-        kept.add(group(row), score=score, step=0)
-    assert rows(kept).keys() == {2, 3}
+        buffer.add(group(row), score=score, step=0)
+    assert rows(buffer).keys() == {2, 3}
 
 
-def test_of_equal_scores_the_older_stays():
-    kept = replay(1)
-    kept.add(group(1), score=1.0, step=0)
-    kept.add(group(2), score=1.0, step=0)
-    assert rows(kept).keys() == {1}
+def test_the_older_of_equal_scores_is_kept():
+    buffer = replay(1)
+    buffer.add(group(1), score=1.0, step=0)
+    buffer.add(group(2), score=1.0, step=0)
+    assert rows(buffer).keys() == {1}
 
 
-def test_a_buffer_of_size_0_keeps_nothing_and_an_empty_one_gives_nothing():
-    kept = replay(0)
-    kept.add(group(1), score=1.0, step=0)
-    assert len(kept) == 0 and kept.draw(step=0, number=0) is None
+def test_a_buffer_of_size_0_stores_and_returns_nothing():
+    buffer = replay(0)
+    buffer.add(group(1), score=1.0, step=0)
+    assert len(buffer) == 0 and buffer.draw(step=0, number=0) is None
 
 
 def test_groups_are_drawn_in_proportion_to_their_score_with_replacement():
-    kept = replay(2)
-    kept.add(group(1), score=1.0, step=0)
-    kept.add(group(2), score=3.0, step=0)
-    counts = rows(kept, times=2000)
+    buffer = replay(2)
+    buffer.add(group(1), score=1.0, step=0)
+    buffer.add(group(2), score=3.0, step=0)
+    counts = rows(buffer, times=2000)
     assert counts[2] / 2000 == pytest.approx(0.75, abs=0.03)
 
 
-def test_a_group_past_its_age_is_forgotten_even_if_it_was_the_best():
-    kept = replay(2, max_age=5)
-    kept.add(group(1), score=9.0, step=0)
-    kept.add(group(2), score=1.0, step=3)
-    assert rows(kept, step=5).keys() == {1, 2}
-    assert rows(kept, step=6).keys() == {2}
-    assert kept.draw(step=9, number=0) is None and len(kept) == 0
+def test_groups_older_than_max_age_are_dropped():
+    buffer = replay(2, max_age=5)
+    buffer.add(group(1), score=9.0, step=0)
+    buffer.add(group(2), score=1.0, step=3)
+    assert rows(buffer, step=5).keys() == {1, 2}
+    assert rows(buffer, step=6).keys() == {2}
+    assert buffer.draw(step=9, number=0) is None and len(buffer) == 0
 
 
-def test_what_is_drawn_is_as_it_was_sampled_and_says_that_it_is_replayed():
-    kept = replay()
-    kept.add(group(4), score=1.0, step=0)
-    found = kept.draw(step=1, number=0)
-    assert found.replayed and not group(4).replayed
-    assert replace(found, replayed=False) == group(4)
+def test_a_drawn_group_is_unchanged_but_marked_as_replayed():
+    buffer = replay()
+    buffer.add(group(4), score=1.0, step=0)
+    drawn = buffer.draw(step=1, number=0)
+    assert drawn.replayed and not group(4).replayed
+    assert replace(drawn, replayed=False) == group(4)
 
 
-def test_after_a_resume_it_draws_what_it_would_have_drawn():
-    kept = replay(3)
+def test_a_resumed_buffer_draws_the_same_groups():
+    buffer = replay(3)
     for row in range(5):
-        kept.add(group(row), score=1.0 + row, step=row)
-    again = replay(3)
-    again.load_state_dict(json.loads(json.dumps(kept.state_dict())))
-    drawn = [(kept.draw(step=6, number=n), again.draw(step=6, number=n)) for n in range(50)]
+        buffer.add(group(row), score=1.0 + row, step=row)
+    resumed = replay(3)
+    resumed.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
+    drawn = [(buffer.draw(step=6, number=n), resumed.draw(step=6, number=n)) for n in range(50)]
     assert all(a == b for a, b in drawn)
-    kept.add(group(5), score=3.5, step=6)
-    again.add(group(5), score=3.5, step=6)
-    assert rows(kept, step=7) == rows(again, step=7)
+    buffer.add(group(5), score=3.5, step=6)
+    resumed.add(group(5), score=3.5, step=6)
+    assert rows(buffer, step=7) == rows(resumed, step=7)
 
 
-def test_a_checkpoint_takes_its_state_also_where_an_environment_left_odd_things():
-    kept = replay()
+def test_columns_that_json_cannot_represent_are_dropped_from_the_checkpoint():
+    buffer = replay()
     odd = group(3)
-    odd.completions[0].columns["seen"] = {1, 2}  # no JSON, and of no use later
-    kept.add(odd, score=1.0, step=0)
-    check_state({"replay": kept.state_dict()})
-    again = replay()
-    again.load_state_dict(kept.state_dict())
-    assert again.draw(step=0, number=0).completions[0].columns == {"num_turns": 2}
+    odd.completions[0].columns["seen"] = {1, 2}  # not JSON
+    buffer.add(odd, score=1.0, step=0)
+    check_state({"replay": buffer.state_dict()})
+    resumed = replay()
+    resumed.load_state_dict(buffer.state_dict())
+    assert resumed.draw(step=0, number=0).completions[0].columns == {"num_turns": 2}
 
 
-def test_a_smaller_buffer_after_a_resume_keeps_the_best():
-    kept = replay(3)
+def test_a_smaller_buffer_after_a_resume_keeps_the_highest_scores():
+    buffer = replay(3)
     for row in range(3):
-        kept.add(group(row), score=1.0 + row, step=0)
+        buffer.add(group(row), score=1.0 + row, step=0)
     smaller = replay(1)
-    smaller.load_state_dict(kept.state_dict())
+    smaller.load_state_dict(buffer.state_dict())
     assert rows(smaller).keys() == {2}

@@ -143,8 +143,8 @@ def test_training_samples_come_from_the_whole_distribution():
     check_sampling(Sampling(temperature=0.7), training=True)
     check_sampling(Sampling(top_p=0.9, top_k=5, temperature=0.0), training=False)
     for setting, message in (
-        ({"top_p": 0.9}, r"top_p=0.9: a training sample .* set 1"),
-        ({"top_k": 5}, r"top_k=5: a training sample .* set 0"),
+        ({"top_p": 0.9}, "top_p=0.9: .* set 1"),
+        ({"top_k": 5}, "top_k=5: .* set 0"),
         ({"temperature": 0.005}, "temperature=0.005: vLLM samples at 0.01 or above"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"max_tokens": 0}, "max_tokens=0"),
@@ -485,7 +485,7 @@ def test_a_worker_that_fails_would_fail_again_so_the_run_ends_after_three_pushes
             return [], "worker 0: no such tensor", False
 
     try:
-        with pytest.raises(ValueError, match="version 4 could not be .* in 3 attempts within 0 s .*0: no such tensor"):
+        with pytest.raises(ValueError, match="version 4 after 3 attempts .*worker 0: no such tensor"):
             weights = Failing(pool_of(1), loop, sync=None, check=lambda: None)
             weights.give_all(weights.pool.members, 4)
     finally:

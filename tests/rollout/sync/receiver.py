@@ -1,4 +1,4 @@
-"""The receiving half of a weight sync without vLLM: real links and real buckets, gathered in a dict."""
+"""The receiving side of a weight sync without vLLM: real links and buckets, collected in a dict."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Source:
-    """Weights made in code; `order` of them changes nothing but itself."""
+    """A weight source over a dict of tensors."""
 
     weights: dict[str, Tensor]
     dtype: torch.dtype = torch.float32
@@ -51,11 +51,11 @@ def random_source(seed: int = 0, count: int = 9, dtype: torch.dtype = torch.floa
 
 @dataclass
 class Receiver:
-    """A server whose workers keep what they receive; `on_piece(worker, number)` may be slow or raise."""
+    """A server whose workers store the received weights; `on_piece(worker, index)` may be slow or raise."""
 
     workers: int = 1
     url: str = "http://127.0.0.1:1"
-    on_piece: Callable[[int, int], None] = lambda worker, number: None
+    on_piece: Callable[[int, int], None] = lambda worker, index: None
     links: dict[int, Any] = field(default_factory=dict)
     weights: list[dict[str, Tensor]] = field(default_factory=list)
     joins: int = 0
@@ -88,9 +88,9 @@ class Receiver:
         assert json.loads(json.dumps(plan)) == plan
         num_bytes = 0
         try:
-            for number, piece in enumerate(self.links[rank].receive(plan)):
-                self.on_piece(rank, number)
-                assert bool(piece.right), f"bucket {number} has other bytes"
+            for index, piece in enumerate(self.links[rank].receive(plan)):
+                self.on_piece(rank, index)
+                assert bool(piece.right), f"bucket {index}: wrong checksum"
                 self.weights[rank].update({name: tensor.clone() for name, tensor in piece.tensors})
                 num_bytes += piece.num_bytes
                 piece.release()
@@ -101,12 +101,12 @@ class Receiver:
 
 
 def slow(seconds: float) -> Callable[[int, int], None]:
-    return lambda worker, number: time.sleep(seconds)
+    return lambda worker, index: time.sleep(seconds)
 
 
-def fails_at(number: int) -> Callable[[int, int], None]:
-    def on_piece(worker: int, at: int) -> None:
-        if at == number:
-            raise ValueError(f"could not load bucket {at}")
+def fails_at(bucket: int) -> Callable[[int, int], None]:
+    def on_piece(worker: int, index: int) -> None:
+        if index == bucket:
+            raise ValueError(f"could not load bucket {bucket}")
 
     return on_piece

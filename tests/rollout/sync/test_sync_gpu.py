@@ -1,4 +1,4 @@
-"""Weight sync on CUDA as far as one GPU goes: nccl with one rank, and memory shared with another process."""
+"""Weight sync on one GPU: nccl with one rank, and memory shared with another process."""
 
 from __future__ import annotations
 

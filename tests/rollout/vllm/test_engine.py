@@ -123,7 +123,7 @@ def test_the_engine_as_a_trainer_uses_it(engine, requests_, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(engine.weights.sync, "push", lambda servers, version: nothing)
         patched.setattr(engine.weights.sync, "model_name", lambda version: name)
-        with pytest.raises(ValueError, match=r"should hold version 2, but its log-probs differ from the trainer's by"):
+        with pytest.raises(ValueError, match=r"version 2, .*log-probs differ"):
             engine.load(2)
 
 
@@ -136,7 +136,7 @@ def test_one_tensor_left_out_stops_the_run_and_the_next_sync_mends_the_server(ti
         patched.setattr(PolicyWeights, "tensors", lambda self: (row for row in tensors(self) if row[0] != left_out))
         engine = make_engine(tied_server, policy, "process_group", monkeypatch)
         try:
-            with pytest.raises(ValueError, match=r"version 1 could not .*layers\.1\.mlp\.down_proj"):
+            with pytest.raises(ValueError, match=r"version 1 .*layers\.1\.mlp\.down_proj"):
                 engine.load(1)
             assert engine.metrics()["rollout/servers_ready"] == 0
         finally:
@@ -154,7 +154,7 @@ def test_an_adapter_on_another_base_stops_the_run(tied_server, monkeypatch):
         engine = make_engine(tied_server, policy, backend, monkeypatch)
         try:
             if backend == "lora":
-                with pytest.raises(ValueError, match="an earlier run has replaced the base weights"):
+                with pytest.raises(ValueError, match="an earlier run replaced the base weights"):
                     engine.load(0)
             else:
                 engine.load(0)
@@ -300,7 +300,7 @@ def test_without_a_lease_another_trainers_weights_stop_the_run(tied_server, monk
             )))
             for policy, owner, proxy in zip(policies, owners, proxies, strict=True)
         ]  # fmt: skip
-        assert sum("has no lease to give" in line for line in said) == 2
+        assert sum("has no lease" in line for line in said) == 2
         sampling = Sampling(max_tokens=4, for_training=True)
         engines[0].load(1)
         assert len(engines[0].generate(requests_, sampling)) == len(requests_)
@@ -344,5 +344,5 @@ def test_a_control_route_that_fails_for_a_while_does_not_end_the_run(tied_server
             assert {c.versions[0][0] for c in made} == {4}
             monkeypatch.setattr(vllm_weights, "RETRY_S", 0.5)
             left = {"/pause": 1000}
-            with pytest.raises(ValueError, match=r"version 5 could not .* \(last: .*/pause failed \(503 down for rep"):
+            with pytest.raises(ValueError, match=r"version 5 .*/pause failed \(503 down for rep"):
                 engine.load(5)

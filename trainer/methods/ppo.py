@@ -84,7 +84,7 @@ def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
         rewards = open_rewards(cfg, run)
         policy = open_policy(cfg, with_reference=cfg.has_reference)
-        critic = load_critic(cfg, policy)  # --value-model
+        critic = load_critic(cfg.value_model, cfg.model, cfg.lora, policy)
         optim = replace(cfg.optim, learning_rate=cfg.critic_learning_rate, warmup_ratio=0.0, warmup_steps=None)
         rollouts = Rollouts(run, cfg, policy, rewards)
         training = Training(run, cfg, policy, rollouts, modules={"critic": (critic, optim)}, moving=cfg.moving)

@@ -1,18 +1,17 @@
-"""The critic of PPO: the value of the state before each trained token, what the policy expects to earn from there on.
+"""PPO's critic: the value (expected return) of the state before each trained token.
 
-    critic = load_critic(cfg, s.policy)            # for Session(trained=...): a head on the policy, or its own model
-    values_of(critic, policy, micro_batches)       # (N,) each, without gradient
+    critic = load_critic(cfg, policy)              # a head on the policy's trunk, or a separate model
+    values_of(critic, policy, batches)             # (N,) each, no gradient
     critic(states)                                 # ValueHead: (N, D) -> (N,), with gradient
-    critic(mb)                                     # ValueModel: (N,), with gradient
+    critic(batch)                                  # ValueModel: (N,), with gradient
 
-A new head gives 0 everywhere. Checkpoints hold the critic beside the model (TrainedModule); exports do not.
+A new head returns 0. Checkpoints contain the critic (TrainedModule); exports do not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +20,17 @@ from torch.nn.utils.rnn import pad_sequence
 from data.errors import UserError
 from data.packing import Batch
 from rollout.engine import Completion
+from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.policy.heads import head_of, load_scorer
 from trainer.policy.logps import Policy, causal_lm, hidden_states, predictor_states
 from trainer.policy.reference import check_same_tokens, named_as
 
 
 class ValueHead(nn.Module):
-    """A head of two layers on the policy's own states; its loss trains the trunk, too.
+    """A head of two layers on the policy's states; its loss also trains the trunk.
 
-    Of one layer it learns too slowly to be of use while the policy moves: the states of a language model have a large
-    common part, which single weights can hardly tell from the rest (docs/ppo.md has figures).
+    With one layer it learns too slowly to keep up with the policy: hidden states share a large common component, which
+    a linear layer can hardly separate (figures in docs/ppo.md).
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -49,9 +49,9 @@ class ValueHead(nn.Module):
 
 
 class ValueModel(nn.Module):
-    """A model of its own with a scalar head, read at the token before each trained one.
+    """A separate model with a scalar head, read at the token before each trained token.
 
-    Only what is trained is registered: checkpoints hold no frozen base of an adapter, which is in its files.
+    Only trained parameters are registered, so checkpoints do not contain the frozen base of an adapter.
     """
 
     def __init__(self, scorer: Policy) -> None:
@@ -74,17 +74,17 @@ class ValueModel(nn.Module):
 Critic = ValueHead | ValueModel
 
 
-def load_critic(cfg: Any, policy: Policy) -> Critic:
-    """`cfg` is a Config with model, lora and value_model: None, or where to load the critic from."""
-    if cfg.value_model is None:
+def load_critic(value_model: str | None, model: ModelConfig, lora: LoraConfig, policy: Policy) -> Critic:
+    """Build a head on the policy, or load --value-model."""
+    if value_model is None:
         return ValueHead(policy)
-    own = replace(cfg.model, model=cfg.value_model)
     with named_as("value_model"):
-        scorer = load_scorer(own, cfg.lora, policy.device, kind="sequence", zero_head=True)
-    check_same_tokens(policy, scorer, f"value_model={cfg.value_model}", cfg.model.model)
+        settings = replace(model, model=value_model)
+        scorer = load_scorer(settings, lora, policy.device, kind="sequence", zero_head=True)
+    check_same_tokens(policy, scorer, f"value_model={value_model}", model.model)
     if policy.row_multiple % scorer.row_multiple:
         raise UserError(
-            f"value_model={cfg.value_model}: runs with flex attention, and model={cfg.model.model} cannot; set "
+            f"value_model={value_model}: uses flex attention, which model={model.model} does not support; set "
             "--attn-implementation sdpa"
         )
     policy.companions.append(scorer)
@@ -92,47 +92,48 @@ def load_critic(cfg: Any, policy: Policy) -> Critic:
 
 
 @torch.no_grad()
-def values_of(critic: Critic, policy: Policy, micro_batches: Sequence[Batch]) -> list[Tensor]:  # (N,) each
-    """Of the current weights, without an adapter's dropout."""
+def values_of(critic: Critic, policy: Policy, batches: Sequence[Batch]) -> list[Tensor]:  # (N,) each
+    """Values under the current weights, with dropout off."""
     owner = critic.scorer if isinstance(critic, ValueModel) else policy
     was_training = owner.model.training
     owner.model.eval()
     try:
         if isinstance(critic, ValueModel):
-            return [critic(mb) for mb in micro_batches]
+            return [critic(batch) for batch in batches]
         lm = causal_lm(policy.model)
-        return [critic(predictor_states(policy, lm, mb)) for mb in micro_batches]
+        return [critic(predictor_states(policy, lm, batch)) for batch in batches]
     finally:
         owner.model.train(was_training)
 
 
-# Numbers of trained tokens: packed in micro-batches, one row per completion, or a list with one number per id.
+# Numbers of trained tokens: packed in micro-batches, padded to one row per completion, or a list per id.
 
 
 def pad_completions(
     completions: Sequence[Completion],
-    micro_batches: Sequence[Batch],  # of these completions
-    packed: Sequence[Tensor],  # (N,) of each
+    batches: Sequence[Batch],  # these completions, packed
+    packed: Sequence[Tensor],  # (N,) for each batch
 ) -> tuple[Tensor, Tensor]:  # (B, T) 0 where masked, and (B, T) bool: True = trained. In main memory
     lengths = [c.trained for c in completions]
-    found: dict[int, Tensor] = {}
-    for mb, own in zip(micro_batches, packed, strict=True):
-        found |= zip(mb.rows, own.cpu().split([lengths[row] for row in mb.rows]), strict=True)
+    values: dict[int, Tensor] = {}
+    for batch, column in zip(batches, packed, strict=True):
+        values |= zip(batch.rows, column.cpu().split([lengths[row] for row in batch.rows]), strict=True)
     if not lengths:
         return torch.zeros(0, 0), torch.zeros(0, 0, dtype=torch.bool)
-    rows = pad_sequence([found[row] for row in range(len(lengths))], batch_first=True)
+    rows = pad_sequence([values[row] for row in range(len(lengths))], batch_first=True)
     return rows, torch.arange(rows.shape[1]) < torch.tensor(lengths).unsqueeze(1)
 
 
 def scatter_to_ids(
     completions: Sequence[Completion],
-    rows: Sequence[int],  # those of them that `values` has
-    values: Tensor,  # (B, T) from in_rows
+    rows: Sequence[int],  # indices of the completions in `values`
+    values: Tensor,  # (B, T) from pad_completions
 ) -> list[list[float]]:
-    """For each completion one number per id, 0 where there is none."""
-    found = [[0.0] * len(c.ids) for c in completions]
-    for row, own in zip(rows, values.tolist(), strict=True):
+    """For each completion one number per id; 0 for untrained ids and other completions."""
+    numbers = [[0.0] * len(c.ids) for c in completions]
+    for row, padded in zip(rows, values.tolist(), strict=True):
         mask = completions[row].mask or [True] * len(completions[row].ids)
-        for place, x in zip((place for place, trained in enumerate(mask) if trained), own, strict=False):
-            found[row][place] = x
-    return found
+        trained = (index for index, is_trained in enumerate(mask) if is_trained)
+        for index, x in zip(trained, padded, strict=False):
+            numbers[row][index] = x
+    return numbers

@@ -1,9 +1,9 @@
-"""What `--rollout.engine auto` stands for: servers if a setting needs them or the GPU is too small, else local.
+"""Resolve --rollout.engine auto: servers if a setting needs them or the GPU is too small, otherwise local.
 
     cfg = resolve_engine(cfg, policy, prompts)      # rollout.engine is local or vllm from here on, and in config.yaml
 
-Decided once, by rank 0, when the models are loaded and before there is a run folder; --resume reads the decision from
-config.yaml. `choose` is a function of settings and sizes alone.
+Rank 0 decides once, after the models are loaded and before the run folder exists; --resume reads the decision from
+config.yaml. `choose` depends only on settings and sizes.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from kernels.nf4 import num_weights
 from rollout.engines.local import PAGE
 from rollout.servers.command import check_build, find_python
 from trainer.config.checks import reject_unused
-from trainer.config.groups import servers_asked
+from trainer.config.groups import GroupConfig, servers_asked
 from trainer.parallel.comm import from_main, is_main, on_main
 from trainer.parallel.dtensor import local
 from trainer.parallel.watch import log
 from trainer.policy.logps import Policy, causal_lm
 
 GIB = 1 << 30
-SPARE = 2 * GIB  # set aside for workspaces, CUDA graphs and gaps in the allocator, as in trainer/plan.py
+SPARE = 2 * GIB  # reserved for workspaces, CUDA graphs and fragmentation, as in trainer/plan.py
 
 
 class Memory(NamedTuple):
-    """Bytes that sampling in this process takes at least, and those that this process can have."""
+    """Bytes needed to sample in process, and bytes available."""
 
     training: float  # weights and their casts, gradients, optimizer state, frozen models
-    copy: float  # of the weights, in the dtype of matrix products
-    cache: float  # keys and values of one group
+    copy: float  # weights in the compute dtype
+    cache: float  # KV cache of one group
     room: float
 
     @property
@@ -53,14 +53,18 @@ class Memory(NamedTuple):
 
 class Choice(NamedTuple):
     engine: Literal["local", "vllm"]
-    line: str  # for the log; empty where there was nothing to choose
+    line: str  # log line; empty if there was no choice
 
 
 def resolve_engine(
-    cfg: Any, policy: Policy, prompts: Sequence[Prompt], modules: Iterable[nn.Module] = (), *, extra_tokens: int = 0
-) -> Any:
-    """`cfg` with the engine that auto stands for. `modules`: those trained besides the policy; `unseen`: tokens that a
-    sequence may get besides its prompt and completion."""
+    cfg: GroupConfig,
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    modules: Iterable[nn.Module] = (),  # trained in addition to the policy
+    *,
+    extra_tokens: int = 0,  # per sequence, in addition to prompt and completion
+) -> GroupConfig:
+    """Return the config with the resolved engine."""
     if cfg.rollout.engine != "auto":
         return cfg
 
@@ -77,58 +81,58 @@ def resolve_engine(
     return replace(cfg, rollout=replace(cfg.rollout, engine=choice.engine))
 
 
-def choose(cfg: Any, memory: Memory | None, check_vllm: Callable[[], Any]) -> Choice:
-    """`memory` is None on a CPU; `check_vllm` raises a ValueError if there is no vLLM that can start here."""
+def choose(cfg: GroupConfig, memory: Memory | None, check_vllm: Callable[[], Any]) -> Choice:
+    """Choose the engine. `memory` is None on a CPU; `check_vllm` raises a UserError if vLLM cannot start here."""
     if asked := servers_asked(cfg):
         return Choice("vllm", f"rollout.engine=auto: vllm, needed by {asked}")
     if memory is None:
         return Choice("local", "")
     if memory.fits:
-        return Choice("local", f"rollout.engine=auto: local, it takes at least {memory}")
-    short = f"sampling in this process takes at least {memory}"
-    why = f"with vLLM servers, which auto chooses because {short}; leave it out, or set --rollout.engine local"
+        return Choice("local", f"rollout.engine=auto: local, needs at least {memory}")
+    short = f"sampling in process needs at least {memory}"
+    why = f"with vLLM servers, which auto chose because {short}; remove it, or set --rollout.engine local"
     reject_unused(cfg.rollout, why, ("max_batch_size", "cache_gib"), "rollout.")
     try:
         check_vllm()
-    except ValueError as error:
+    except UserError as error:
         raise UserError(
             f"rollout.engine=auto: {short}, and servers cannot start: {error}; --rollout.engine local tries anyway"
         ) from None
     return Choice("vllm", f"rollout.engine=auto: vllm, {short}")
 
 
-def measure(cfg: Any, policy: Policy, trained: Iterable[nn.Module], prompt_length: int) -> Memory:
-    """What this GPU holds, and what training and sampling will add to it."""
+def measure(cfg: GroupConfig, policy: Policy, trained: Iterable[nn.Module], prompt_length: int) -> Memory:
+    """Measure the allocated GPU memory and add what training and sampling will allocate."""
     free, reserved = torch.cuda.mem_get_info(policy.device)[0], torch.cuda.memory_reserved(policy.device)
-    held = torch.cuda.memory_allocated(policy.device)
+    allocated = torch.cuda.memory_allocated(policy.device)
     copy, cache = engine_bytes(cfg, policy, prompt_length)
     cast = 0 if policy.is_sharded else policy.compute_dtype.itemsize
     added = sum(training_bytes(module, cfg.optim.optim, cast) for module in trained)
-    return Memory(training=held + added, copy=copy, cache=cache, room=free + reserved - SPARE)
+    return Memory(training=allocated + added, copy=copy, cache=cache, room=free + reserved - SPARE)
 
 
 def training_bytes(module: nn.Module, optim: str, cast: int) -> int:
-    """Bytes of gradients, AdamW's moments and autocast's casts of matrices on the GPU, of which there are none yet.
+    """Bytes that training will allocate on the GPU: gradients, AdamW's moments, and autocast's copies of matrices.
 
-    `cast` is bytes of a number in matrix products; 0: FSDP casts a block at a time.
+    `cast`: bytes per number in the compute dtype; 0: FSDP casts a block at a time.
     """
     total = 0
     for shard in (local(p) for p in module.parameters() if p.requires_grad):
-        if shard.device.type != "cpu":  # else it is offloaded
+        if shard.device.type != "cpu":  # otherwise offloaded
             size = shard.element_size()
             moments = 2 if optim == "adamw_8bit" else 2 * size
             total += shard.numel() * (size + moments + (cast if size > cast and shard.ndim > 1 else 0))
     return total
 
 
-def engine_bytes(cfg: Any, policy: Policy, prompt_length: int) -> tuple[int, int]:
-    """(copy of the weights with adapters merged in, keys and values of one group), on every rank."""
+def engine_bytes(cfg: GroupConfig, policy: Policy, prompt_length: int) -> tuple[int, int]:
+    """(copy of the weights with merged adapters, KV cache of one group), per rank."""
     size, model = policy.compute_dtype.itemsize, causal_lm(policy.model)
     adapter = sum(p.numel() for p in model.parameters() if policy.is_lora and p.requires_grad)
     copy = size * (num_weights(model) - adapter)
     text = model.config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
-    if not heads:  # recurrent layers only: no cache that grows
+    if not heads:  # only recurrent layers: no KV cache
         return copy, 0
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     width = head_dim * (getattr(text, "num_key_value_heads", None) or heads)
@@ -137,5 +141,5 @@ def engine_bytes(cfg: Any, policy: Policy, prompt_length: int) -> tuple[int, int
 
 
 def pages(num_tokens: int) -> int:
-    """Tokens of whole pages."""
+    """Round up to whole pages."""
     return -(-num_tokens // PAGE["cuda"]) * PAGE["cuda"]

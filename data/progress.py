@@ -1,4 +1,4 @@
-"""Progress of reading rows, on stderr; silent if it is quick."""
+"""Report the progress of reading rows on stderr, if it takes more than a few seconds."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import TextIO, TypeVar
 
 T = TypeVar("T")
 
-QUIET_S = 3.0  # most data is read in less
-EVERY_S = {True: 0.5, False: 15.0}  # on a terminal one line is updated, elsewhere lines are appended
+QUIET_S = 3.0  # no report before
+EVERY_S = {True: 0.5, False: 15.0}  # report interval on a terminal, which updates one line, and elsewhere
 
 
-def shown(
-    rows: Sequence[T], what: str, *, out: TextIO | None = None, clock: Callable[[], float] = time.perf_counter
+def with_progress(
+    rows: Sequence[T], source: str, *, out: TextIO | None = None, clock: Callable[[], float] = time.perf_counter
 ) -> Iterator[T]:
-    """Yield the rows and report progress; `what` names their source."""
+    """Yield the rows and report progress."""
     out = out or sys.stderr
     is_terminal = out.isatty()
-    started = said = clock()
+    started = reported = clock()
     for number, row in enumerate(rows):
-        if number % 64 == 0 and (now := clock()) - started > QUIET_S and now - said > EVERY_S[is_terminal]:
+        if number % 64 == 0 and (now := clock()) - started > QUIET_S and now - reported > EVERY_S[is_terminal]:
             left = (now - started) / number * (len(rows) - number)
-            line = f"data: {what}: {number:,} of {len(rows):,} rows, {left:.0f} s left"
+            line = f"data: {source}: {number:,} of {len(rows):,} rows, {left:.0f} s left"
             print(f"\r{line}\033[K" if is_terminal else line, end="" if is_terminal else "\n", file=out, flush=True)
-            said = now
+            reported = now
         yield row
-    if is_terminal and said != started:
+    if is_terminal and reported != started:
         print("\r\033[K", end="", file=out, flush=True)

@@ -70,7 +70,7 @@ KEYS: dict[str, tuple[str, ...]] = {
 # key of another library -> hint, if the name of strop's key is not enough
 NOTES: dict[str, str] = {
     **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo"),
-                    "runs do not upload; use python -m trainer.push"),
+                    "no upload during a run, use python -m trainer.push"),
     "datasets": "use data (an entry's type is called format)",
 }  # fmt: skip
 # method of another library -> hint

@@ -256,7 +256,7 @@ PROMPTS = {
     "ends with the answer": (rows({"prompt": [message("x"), message("y", "assistant")]}), "rows.jsonl:1", "assistant"),
     "no user turn": (rows({"messages": [message("x", "assistant")]}), "rows.jsonl:1: 'messages' has no user turn"),
     "half a character": (rows(GOOD) + '{"prompt": "\\ud83d"}\n', "rows.jsonl:2: the text contains half a character"),
-    "over the context": (rows(GOOD, {"prompt": "1" * 600}), "rows.jsonl:2", "600 tokens", "context of 512"),
+    "over the context": (rows(GOOD, {"prompt": "1" * 600}), "rows.jsonl:2", "600 prompt tokens", "context of 512"),
 }
 EXAMPLES = {
     "completion only": ({"completion": "3"}, "rows.jsonl:2: has none of 'messages', 'conversations', 'prompt' with"),
@@ -277,7 +277,7 @@ def test_prompts(refused, here):
         prompts_in("rows.jsonl", max_completion_length=4, context_length=512)
 
     check_sentences(PROMPTS, load)
-    refused([*GRPO, *MODEL, *DATA], "rows.jsonl:2", "600 tokens", "context of 512")  # the last of them, by the command
+    refused([*GRPO, *MODEL, *DATA], "rows.jsonl:2", "600 prompt tokens", "context of 512")  # the last of them, by the command
 
 
 def test_examples(refused, here):
@@ -319,7 +319,7 @@ FILES = {
     "not parquet": ("r.parquet", b"x", "data=r.parquet", "parquet"),
     "not gzip": ("r.jsonl.gz", b"x", "data=r.jsonl.gz"),
     "damaged gzip": ("r.jsonl.gz", gzip.compress(rows(*[GOOD] * 9).encode())[:12] + b"x" * 40, "data=r.jsonl.gz"),
-    "json of numbers": ("r.json", b"[1, 2]", "r.json:1", "must be an object"),
+    "json of numbers": ("r.json", b"[1, 2]", "r.json:1", "must be a JSON object"),
     "json of one number": ("r.json", b"5", "data=r.json"),
     "of no known kind": ("r.txt", b"x", "data=r.txt", ".jsonl"),
 }
@@ -526,7 +526,7 @@ def test_models_that_are_not_there(refused_all, monkeypatch):
     names = {"./no": "no such folder", "/no": "no such folder", "~/no": "no such folder", "a/b/no": "no such folder",
              "builtin:huge": "builtin:tiny", "rows.jsonl": "no such folder", ".": "neither",
              "no-such/model": "no such folder, not in the hub cache"}  # fmt: skip
-    refused_all({"data": ([*GRPO, *MODEL, "--data", "no-such/data"], "data=no-such/data: is no local file")})
+    refused_all({"data": ([*GRPO, *MODEL, "--data", "no-such/data"], "data=no-such/data: no such local file")})
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: pytest.fail("asks the hub"))
     refused_all({name: ([*GRPO, "--model", name, *TASK], f"model={name}:", part) for name, part in names.items()})
 
@@ -606,7 +606,7 @@ TARGETS = {
     "plain text": (GOOD_TEXT, "rows.jsonl:2: has 'text' but no prompt", "--mode strided"),
     "target not text": (
         {"prompt": "1+2=", "completion": 3},
-        "rows.jsonl:2: the prompt is text but the true completion",
+        "rows.jsonl:2: the prompt is text but the target",
     ),
 }
 
@@ -632,7 +632,7 @@ def test_ebft_documents_without_room_for_an_anchor(refused):
     Path("rows.jsonl").write_text(rows(GOOD_TEXT, GOOD_TEXT))
     for more in ([], ["--ce-coef", 0.1]):
         argv = [*STRIDED, *long, *more, *MODEL]
-        refused([*argv, *DATA], "documents=2: none has room for context_length + generate_max_len = 48 tokens")
+        refused([*argv, *DATA], "documents=2: none has context_length + generate_max_len = 48 tokens")
     Path("long.jsonl").write_text(rows({"text": "1+2=3 " * 20}))
     refused(
         [*STRIDED, *long, *MODEL, "--data", "long.jsonl", "--eval-data", "rows.jsonl"], "documents=2: none has"
@@ -655,7 +655,7 @@ def test_ebft_feature_model_of_a_shorter_context(refused):
     shutil.copytree(TINY, "m")
     Path("m/config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": 7}))
     Path("rows.jsonl").write_text(rows(GOOD_TARGET))
-    refused([*STRUCTURED, *MODEL, *DATA, "--feature-model", "m"], "rows.jsonl:1", "prompt of 4 tokens", "context of 7")
+    refused([*STRUCTURED, *MODEL, *DATA, "--feature-model", "m"], "rows.jsonl:1", "4 prompt tokens", "context of 7")
     Path("rows.jsonl").write_text(rows(GOOD_TEXT))
     argv = [*STRIDED, "--generate-max-len", 4, "--feature-model", "m", *MODEL, *DATA]
     refused(argv, "documents=1: none has", "longest: 7")
@@ -683,7 +683,7 @@ def finished(tmp_path_factory):
 
 
 RESUMES = {
-    "other data": (["--resume", "run", *TASK], "2 rows, now 8"),
+    "other data": (["--resume", "run", *TASK], "2 rows then, 8 now"),
     "data that is gone": (["--resume", "run", "--data", "no.jsonl"], "data=no.jsonl"),
     "other weights": (["--resume", "run", "--lora.r", 4], "resume=run/checkpoints/step-00000002", "lora_A"),
     "other method": (["--resume", "run", "--method", "sft"], "--method=sft", "grpo"),

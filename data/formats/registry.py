@@ -37,8 +37,8 @@ from data.formats.fields import (
     user_turn,
     with_nested,
 )
+from data.formats.progress import with_progress
 from data.hints import other_methods, suggest
-from data.progress import with_progress
 from data.sources import DataSpec, Row, load_rows, parse_spec
 from data.types import Messages
 from data.user_code import attribute_of, describe_error, load_module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from data.progress import with_progress
+from data.formats.progress import with_progress
 
 
 class Clock:
@@ -44,11 +44,8 @@ def test_a_terminal_gets_one_line_that_is_cleared_at_the_end():
     out = Terminal()
     list(with_progress(list(range(64 * 8)), "rows.jsonl", out=out, clock=Clock()))
     output = out.getvalue()
-    assert (
-        "\n" not in output
-        and output.startswith("\rdata: rows.jsonl: 192 of 512 rows, ")
-        and output.endswith("\r\033[K")
-    )
+    assert output.startswith("\rdata: rows.jsonl: 192 of 512 rows, ") and output.endswith("\r\033[K")
+    assert "\n" not in output
 
 
 def test_no_rows():

@@ -277,7 +277,7 @@ def test_prompts(refused, here):
         prompts_in("rows.jsonl", max_completion_length=4, context_length=512)
 
     check_sentences(PROMPTS, load)
-    refused([*GRPO, *MODEL, *DATA], "rows.jsonl:2", "600 prompt tokens", "context of 512")  # the last of them, by the command
+    refused([*GRPO, *MODEL, *DATA], "rows.jsonl:2", "600 prompt tokens", "context of 512")
 
 
 def test_examples(refused, here):

@@ -235,11 +235,11 @@ def test_bad_flag_is_one_sentence(fork):
         (["--base-model", "x"], "--base-model: unknown flag; did you mean --model?"),
         (["--load-in-8bit", "x"], "--load-in-8bit: unknown flag; --help-all lists them all"),
         (["--run-name", "x"], "--run-name: unknown flag; did you mean --output-dir?"),
-        (["--push-to-hub"], "--push-to-hub: unknown flag; runs do not upload; use python -m trainer.push"),
+        (["--push-to-hub"], "--push-to-hub: unknown flag; no upload during a run, use python -m trainer.push"),
         (
             ["--model-name-or-path", "x", "--qqq", "--dataset-name", "y", "--hub-model-id", "z"],
             "--model-name-or-path: unknown flag, use --model; --qqq: unknown flag; --dataset-name: unknown flag, use "
-            "--data; --hub-model-id: unknown flag, runs do not upload; use python -m trainer.push; --help-all "
+            "--data; --hub-model-id: unknown flag, no upload during a run, use python -m trainer.push; --help-all "
             "lists them all",
         ),
         (

@@ -357,7 +357,7 @@ def test_an_episode_that_makes_no_sense_is_refused():
         (reply_of(item([], [2])), "output[0]: its token ids and log-probs do not match"),
         (reply_of(item([1], [2], generation_log_probs=[0.5])), "output[0]: has an invalid log-prob"),
         (reply_of(item([1], [300])), "output[0]: an id outside the vocabulary of 275; is it another model's?"),
-        (reply_of("text"), "output[0]: must be an object, not str"),
+        (reply_of("text"), "output[0]: is a str, not an object"),
         (reply_of(item([1], None)), "set return_token_id_information: true"),
     ]:
         with pytest.raises(ValueError) as caught:

@@ -249,16 +249,16 @@ def _build(items: Sequence[Item], rectangle: list[list[_Unit]], pad_id: int, mul
             own_start[row, prompt] = prompt.start
             for member in unit.rows:
                 ids = np.array(items[member].ids, dtype=np.int64)
-                own = slice(stop, stop + len(ids) - unit.prompt)
-                stop = own.stop
-                input_ids[row, own] = ids[unit.prompt :]
-                position_ids[row, own] = np.arange(unit.prompt, len(ids))
-                own_start[row, own] = own.start
+                completion = slice(stop, stop + len(ids) - unit.prompt)
+                stop = completion.stop
+                input_ids[row, completion] = ids[unit.prompt :]
+                position_ids[row, completion] = np.arange(unit.prompt, len(ids))
+                own_start[row, completion] = completion.start
                 if unit.prompt:
-                    prefix_start[row, own], prefix_stop[row, own] = prompt.start, prompt.stop
+                    prefix_start[row, completion], prefix_stop[row, completion] = prompt.start, prompt.stop
                 trained = np.flatnonzero(items[member].mask)
                 before = trained - 1
-                column = before + np.where(before < unit.prompt, prompt.start, own.start - unit.prompt)
+                column = before + np.where(before < unit.prompt, prompt.start, completion.start - unit.prompt)
                 index.append(row * shape[1] + column)
                 target.append(ids[trained])
                 sequence.append(np.full_like(trained, member))

@@ -60,8 +60,8 @@ def test_system_prompt(template, tokenizer):
     text = tokenizer.decode(render_prompt(tokenizer, [USER], "Be brief."))
     assert text.index("Be brief.") < text.index("2+2=")
     assert ("system" in text) == (template != "gemma")  # gemma has no such role
-    own = [{"role": "system", "content": "Own."}, USER]
-    assert render_prompt(tokenizer, own, "Be brief.") == render_prompt(tokenizer, own, None)
+    with_own = [{"role": "system", "content": "Own."}, USER]
+    assert render_prompt(tokenizer, with_own, "Be brief.") == render_prompt(tokenizer, with_own, None)
     assert with_system([USER], "x") == [{"role": "system", "content": "x"}, USER]
 
 
@@ -119,7 +119,7 @@ def test_template_without_end_token_trains_to_the_end_of_the_turn(tokenizer_of, 
 
 
 def test_template_that_rewrites_earlier_turns(tokenizer_of, tmp_path):
-    """Like Qwen3's: the last answer gets an empty thinking block, earlier ones none."""
+    """Like Qwen3's: the last answer gets an empty thinking block, earlier answers do not."""
     path = tmp_path / "thinking.jinja"
     path.write_text(
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"

@@ -7,7 +7,7 @@ import httpx
 from data.hub import unreachable
 
 
-def test_a_rejected_connection_is_a_reason_and_a_client_that_cannot_be_used_is_not(monkeypatch):
+def test_a_refused_connection_is_a_reason_but_an_unusable_client_is_not(monkeypatch):
     unreachable.cache_clear()
     assert unreachable("http://127.0.0.1:9").startswith("http://127.0.0.1:9: ")  # nothing listens on the discard port
 

@@ -92,7 +92,7 @@ def test_a_completion_prefix_moves_the_first_anchor_of_documents_with_a_prompt()
         assert sizes.size(prompted) == 12 + 2 * len(expected)
 
 
-def test_anchors_are_where_the_whole_target_is_trained():
+def test_anchors_require_a_fully_trained_target():
     for sizes in GRID:
         draw = torch.Generator().manual_seed(2)
         for length in LENGTHS:
@@ -151,7 +151,7 @@ def test_documents_attend_only_to_themselves_and_padding_is_empty():
         assert dense_mask(spans_of(batch), width)[0, 0].any(dim=1).all()
 
 
-def test_one_document_is_the_row_labelled_token_by_token():
+def test_one_document_matches_a_layout_built_token_by_token():
     for sizes in GRID:
         for length in LENGTHS[1:3]:
             (batch,) = make_strided([Document(list(range(length)))], sizes, max_tokens=1, multiple=8)
@@ -237,7 +237,7 @@ def test_data_without_a_single_anchor_is_rejected_and_one_is_enough():
     require_anchors([Document(list(range(12)))], plan(min_completion_prefix=7))
 
 
-def test_data_whose_mask_alone_leaves_no_anchor_is_rejected_for_that():
+def test_data_whose_mask_leaves_no_anchor_is_rejected():
     holes = Document(list(range(12)), 1, [False, *[True, False] * 5, True])
     with pytest.raises(ValueError, match=r"^generate_max_len=2: none of the 2 documents .* stride=3 "):
         require_anchors([holes, Document([1, 2])], plan())

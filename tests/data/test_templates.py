@@ -52,8 +52,8 @@ def rendered(tokenizer_of):
 def test_qwen_25_writes_its_system_message_unless_there_is_one(rendered):
     asked = turn("user", "2+2=") + ANSWERING
     assert rendered("qwen_25", [USER], prompt=True) == turn("system", DEFAULT) + asked
-    own = [{"role": "system", "content": "Be brief."}, USER]
-    assert rendered("qwen_25", own, prompt=True) == turn("system", "Be brief.") + asked
+    messages = [{"role": "system", "content": "Be brief."}, USER]
+    assert rendered("qwen_25", messages, prompt=True) == turn("system", "Be brief.") + asked
     assert rendered("qwen_25", [USER, ANSWER]) == turn("system", DEFAULT) + turn("user", "2+2=") + turn(
         "assistant", "4"
     )
@@ -64,9 +64,9 @@ def test_qwen3_has_no_default_system_message(rendered):
     asked = turn("user", "2+2=") + ANSWERING
     assert rendered("qwen3", [USER], prompt=True) == asked
     assert rendered("qwen3", [USER], prompt=True, tools=[TOOL]) == turn("system", TOOLS) + asked
-    own = [{"role": "system", "content": "Be brief."}, USER]
-    assert rendered("qwen3", own, prompt=True) == turn("system", "Be brief.") + asked
-    assert rendered("qwen3", own, prompt=True, tools=[TOOL]) == turn("system", f"Be brief.\n\n{TOOLS}") + asked
+    messages = [{"role": "system", "content": "Be brief."}, USER]
+    assert rendered("qwen3", messages, prompt=True) == turn("system", "Be brief.") + asked
+    assert rendered("qwen3", messages, prompt=True, tools=[TOOL]) == turn("system", f"Be brief.\n\n{TOOLS}") + asked
 
 
 @pytest.mark.parametrize("arguments", [CALL["function"]["arguments"], json.dumps(CALL["function"]["arguments"])])
@@ -93,9 +93,9 @@ def test_calls_and_their_results(name, arguments, rendered):
 def test_qwen3_keeps_thoughts_after_the_last_question(rendered):
     thought = {**ANSWER, "reasoning_content": "two and two"}
     inline = {"role": "assistant", "content": "<think>\ntwo and two\n</think>\n\n4"}
-    kept, empty = "<think>\ntwo and two\n</think>\n\n4", "<think>\n\n</think>\n\n4"
+    thinking, empty = "<think>\ntwo and two\n</think>\n\n4", "<think>\n\n</think>\n\n4"
     for answer in (thought, inline):
-        assert rendered("qwen3", [USER, answer]) == turn("user", "2+2=") + turn("assistant", kept)
+        assert rendered("qwen3", [USER, answer]) == turn("user", "2+2=") + turn("assistant", thinking)
         assert rendered("qwen3", [USER, answer, USER, ANSWER]) == (
             turn("user", "2+2=") + turn("assistant", "4") + turn("user", "2+2=") + turn("assistant", empty)
         )

@@ -1,4 +1,4 @@
-"""Data: rows from files, hub datasets and built-in tasks become token ids, masks and micro-batches."""
+"""Turn rows from files, hub datasets and built-in tasks into token ids, masks and micro-batches."""
 
 import strop_names
 

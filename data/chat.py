@@ -1,18 +1,18 @@
-"""Conversations to token ids: chat templates, loss masks, and the ids that end a turn.
+"""Render conversations to token ids: chat templates, loss masks and end-of-turn ids.
 
     set_chat_template(tokenizer, "chatml")
     ids = render_prompt(tokenizer, [{"role": "user", "content": "2+2="}], None)     # ends where the answer begins
-    ids, mask = render_conversation(tokenizer, messages, None)                      # every assistant turn trained
+    ids, mask = render_conversation(tokenizer, messages, None)                      # trains every assistant turn
 
-Masks are placed by token ids: the ids a model gets before a turn must be a prefix of the ids of the whole conversation,
-otherwise the row is refused. A completion is never tokenised on its own to find its position: many tokenizers open a
-text with a space, or merge characters across the boundary (see render_completion).
+Masks are computed from token ids: the ids before a turn must be a prefix of the conversation's ids, otherwise the row
+is an error. A completion is never tokenised alone to find its position: many tokenizers prepend a space to a text, or
+merge characters across the boundary (see render_completion).
 
-Every renderer passes its messages through clean_messages first, so no template gets a null or a list of parts, and
-refuses tool calls that the template does not write. `settings` is what a template gets besides the messages: tools, and
-its own switches such as enable_thinking (data/formats/template_settings.py).
+Every renderer first calls clean_messages, so no template sees a null or a list of parts, and rejects tool calls that
+the template does not write. `settings` are the template's other inputs: tools, and switches such as enable_thinking
+(data/formats/template_settings.py).
 
-Templates are programs that come with models, so each rendering has a time limit (apply_template).
+Templates are programs that ship with models, so each rendering has a time limit (apply_template).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from data.errors import UserError
 from data.types import Messages
 
 TEMPLATES = Path(__file__).parent / "templates"
-# The delimiters of each built-in template. A model whose tokenizer splits one was not trained with that template.
+# Delimiters of the built-in templates. If a tokenizer splits one, its model was not trained with that template.
 DELIMITERS = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
@@ -45,18 +45,18 @@ DELIMITERS = {
 SPECIAL_TOKENS = ("pad_token", "eos_token", "bos_token", "unk_token")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "environment",
          "document")  # fmt: skip
-THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # keys of a message that may hold its thoughts
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # message keys that may contain thoughts
 _PROBE = "strop"  # an answer that no template rewrites
-SECONDS = 10.0  # a long conversation takes milliseconds
-LOOK_SECONDS = 0.25
+SECONDS = 10.0  # time limit of a rendering; a long conversation takes milliseconds
+POLL_SECONDS = 0.25
 T = TypeVar("T")
 
 
-# The tokenizer's template, and the ids that end a turn.
+# The tokenizer's template and end-of-turn ids.
 
 
 def set_chat_template(tokenizer: Any, name: str) -> None:
-    """Give the tokenizer a built-in template, one from a file, one written out, or its own (tokenizer_default)."""
+    """Set the chat template: a built-in name, a file, Jinja text, or tokenizer_default for no change."""
     if name == "tokenizer_default":
         return
     if name in DELIMITERS:
@@ -83,35 +83,37 @@ def _read_template(name: str) -> str:
     try:
         template = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"chat_template={name}: cannot be read ({error}); give a UTF-8 text file") from None
+        raise UserError(f"chat_template={name}: cannot be read ({error}); pass a UTF-8 text file") from None
     if not template.strip():
-        raise UserError(f"chat_template={name}: the file is empty; give a Jinja template or one of {choices}")
+        raise UserError(f"chat_template={name}: the file is empty; pass a Jinja template or one of {choices}")
     return template
 
 
 def check_delimiters(tokenizer: Any, family: str, what: str, instead: str) -> None:
-    """Refuse a family of delimiters that this tokenizer splits: its model was not trained with them."""
+    """Raise if the tokenizer splits a delimiter of the family: its model was not trained with them."""
     for token in DELIMITERS[family]:
         ids = _encode(tokenizer, token)
         if len(ids) != 1:
             raise UserError(
-                f"{what}: its delimiter {token!r} is {len(ids)} tokens in this tokenizer, not one; use {instead}, or a "
-                "tokenizer that has it"
+                f"{what}: the delimiter {token!r} is {len(ids)} tokens in this tokenizer, not one; use {instead}, or a "
+                "tokenizer with this token"
             )
 
 
 def set_special_tokens(tokenizer: Any, special: Mapping[str, Any], eot_tokens: Sequence[str] = ()) -> None:
-    """Set the tokenizer's pad, eos, bos or unk token, and further tokens that end a turn; none is ever added."""
+    """Set the pad, eos, bos or unk token, and additional end-of-turn tokens; never adds a token to the vocabulary."""
     vocabulary = tokenizer.get_vocab() if special or eot_tokens else {}
     for name, token in special.items():
         if name not in SPECIAL_TOKENS:
-            raise UserError(f"special_tokens={name}: is not a special token; use {', '.join(SPECIAL_TOKENS)}")
+            raise UserError(f"special_tokens={name}: not a special token; use {', '.join(SPECIAL_TOKENS)}")
         _check_known(vocabulary, token, f"special_tokens={name}")
         setattr(tokenizer, name, token)
     for token in eot_tokens:
         _check_known(vocabulary, token, "eot_tokens")
         if len(_encode(tokenizer, token)) != 1:
-            raise UserError(f"eot_tokens={token}: text is not split off at it, so no turn could end with it; drop it")
+            raise UserError(
+                f"eot_tokens={token}: does not encode to a single token, so no turn can end with it; remove it"
+            )
     if eot_tokens:
         tokenizer.strop_eot_ids = tuple(vocabulary[token] for token in eot_tokens)
 
@@ -119,26 +121,26 @@ def set_special_tokens(tokenizer: Any, special: Mapping[str, Any], eot_tokens: S
 def _check_known(vocabulary: Mapping[str, int], token: Any, what: str) -> None:
     if not isinstance(token, str) or token not in vocabulary:
         raise UserError(
-            f"{what}: the tokenizer has no token {token!r}, and a new one would need new rows in the embeddings; name "
-            "one that it has"
+            f"{what}: the tokenizer has no token {token!r}, and adding one would need new embedding rows; use an "
+            "existing token"
         )
 
 
 def end_ids(tokenizer: Any) -> tuple[int, ...]:
-    """Ids that may close an assistant turn: the template's own token, and those of --eot-tokens."""
-    found = (end_of_turn_id(tokenizer), *getattr(tokenizer, "strop_eot_ids", ()))
-    return tuple(dict.fromkeys(token for token in found if token is not None))
+    """Return the ids that may close an assistant turn: the template's end-of-turn token and --eot-tokens."""
+    ids = (end_of_turn_id(tokenizer), *getattr(tokenizer, "strop_eot_ids", ()))
+    return tuple(dict.fromkeys(token for token in ids if token is not None))
 
 
 def stop_ids(tokenizer: Any, generation_config_eos: int | Iterable[int] | None = None) -> tuple[int, ...]:
-    """Ids that end a completion: the model's own, the tokenizer's eos, and the end-of-turn token of the template."""
-    own = [generation_config_eos] if isinstance(generation_config_eos, int) else list(generation_config_eos or [])
-    found = [*own, tokenizer.eos_token_id, *end_ids(tokenizer)]
-    return tuple(dict.fromkeys(token for token in found if token is not None))
+    """Return the ids that end a completion: the model's, the tokenizer's eos, and end_ids."""
+    model_eos = [generation_config_eos] if isinstance(generation_config_eos, int) else generation_config_eos or []
+    ids = [*model_eos, tokenizer.eos_token_id, *end_ids(tokenizer)]
+    return tuple(dict.fromkeys(token for token in ids if token is not None))
 
 
 def end_of_turn_id(tokenizer: Any) -> int | None:
-    """The special token that closes an assistant turn in the current template; None if there is none."""
+    """Return the special token that closes an assistant turn in the current template, or None."""
     if not tokenizer.chat_template:
         return None
     return _end_of_turn_id(tokenizer, str(tokenizer.chat_template), len(tokenizer))
@@ -146,7 +148,7 @@ def end_of_turn_id(tokenizer: Any) -> int | None:
 
 @lru_cache(maxsize=8)
 def _end_of_turn_id(tokenizer: Any, template: str, num_tokens: int) -> int | None:
-    # template and num_tokens are cache keys: either may change on the same tokenizer.
+    # template and num_tokens are cache keys: both can change on the same tokenizer.
     turns = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
     after_answer = _render_text(tokenizer, turns, generation_prompt=False).rpartition(_PROBE)[2]
     ids = _encode(tokenizer, after_answer.lstrip()) if after_answer.strip() else []
@@ -160,17 +162,17 @@ def render_prompt(
     tokenizer: Any, prompt: str | Messages, system_prompt: str | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> list[int]:  # fmt: skip
-    """Ids for an engine to complete. Plain text gets BOS if the tokenizer adds one, and never a system prompt."""
+    """Return the ids for an engine to complete. Plain text gets BOS if the tokenizer adds it, never a system prompt."""
     if not isinstance(prompt, str):
-        whole = with_system(_cleaned(tokenizer, prompt, settings), system_prompt)
-        return _ids_of(tokenizer, _render_text(tokenizer, whole, generation_prompt=True, settings=settings))
+        messages = with_system(_checked_messages(tokenizer, prompt, settings), system_prompt)
+        return _ids_of(tokenizer, _render_text(tokenizer, messages, generation_prompt=True, settings=settings))
     ids = render_text(tokenizer, prompt)
     bos = tokenizer.bos_token_id
     return [bos, *ids] if ids and ids[0] != bos and _adds_bos(tokenizer) else ids
 
 
 def render_text(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a text on its own, without special tokens; SentencePiece still opens it with a space."""
+    """Tokenise a text without special tokens; SentencePiece still prepends a space."""
     ids = _encode(tokenizer, text)
     if text and not ids:
         raise UserError(_no_ids(text))
@@ -178,10 +180,10 @@ def render_text(tokenizer: Any, text: str) -> list[int]:
 
 
 def render_completion(tokenizer: Any, prompt: str, completion: str) -> tuple[list[int], int]:
-    """Ids of a plain-text prompt with its completion, tokenised as one text, and where the completion begins.
+    """Tokenise a plain-text prompt and its completion as one text; return the ids and the completion's start.
 
-    The prompt is the common prefix of these ids and its own. A token that straddles the boundary belongs to the
-    completion: a model that gets the prompt without it has to produce it.
+    The completion starts where these ids differ from the prompt's. A token that straddles the boundary belongs to the
+    completion, because a model that is given the prompt has to generate it.
     """
     ids = render_prompt(tokenizer, prompt + completion)
     start = common_prefix(render_prompt(tokenizer, prompt), ids)
@@ -191,11 +193,11 @@ def render_completion(tokenizer: Any, prompt: str, completion: str) -> tuple[lis
 
 
 class Trained(NamedTuple):
-    """Which parts of a conversation are trained; by default every assistant turn with its end-of-turn token."""
+    """The trained parts of a conversation; by default every assistant turn with its end-of-turn token."""
 
     roles: tuple[str, ...] = ("assistant",)
-    eos: Literal["turn", "all", "last", "none"] = "turn"  # end tokens: of trained turns, all, the last trained, none
-    inputs: bool = False  # all roles, and the prompts of plain text
+    eos: Literal["turn", "all", "last", "none"] = "turn"  # end tokens: trained turns, all turns, last trained, none
+    inputs: bool = False  # train all roles, and the prompts of plain text
 
     def trains(self, role: str) -> bool:
         return self.inputs or role in self.roles
@@ -208,25 +210,26 @@ def render_conversation(
     tokenizer: Any, messages: Messages, system_prompt: str | None = None, *, first_trained: int = 0,
     settings: Mapping[str, Any] | None = None, notes: list[str] | None = None, trained: Trained = ASSISTANT,
 ) -> tuple[list[int], list[bool]]:  # fmt: skip
-    """Ids of a whole conversation, and a mask that trains each assistant turn with its end-of-turn token.
+    """Return the ids of a conversation, and a mask that trains each assistant turn with its end-of-turn token.
 
-    A turn that the template closes only when it is last, or closes with another token, is trained up to the start of
-    the next turn, without an end-of-turn token if the template writes none. The mask never covers another role's turn.
+    If the template closes a turn only at the end of the conversation, or with another token, the turn is trained up to
+    the start of the next one, without an end-of-turn token if the template writes none. The mask never covers another
+    role's turn.
 
     first_trained: index of the first message that may be trained; earlier assistant turns are context.
-    notes: remarks about the row are appended to it.
-    trained: other roles to train, of which the text alone is; and which end-of-turn tokens.
+    notes: remarks about the row are appended to this list.
+    trained: the roles to train (only the text of roles other than assistant), and the end-of-turn tokens to train.
     """
-    messages = _cleaned(tokenizer, messages, settings)
-    whole = with_system(messages, system_prompt)
-    first_trained += len(whole) - len(messages)
-    conversation = _Conversation(tokenizer, whole, settings)
+    messages = _checked_messages(tokenizer, messages, settings)
+    turns = with_system(messages, system_prompt)
+    first_trained += len(turns) - len(messages)
+    conversation = _Conversation(tokenizer, turns, settings)
     mask, last_end = [False] * len(conversation.ids), None
-    for number, message in enumerate(whole):
-        is_trained = trained.trains(message["role"]) and number >= first_trained
+    for index, message in enumerate(turns):
+        is_trained = trained.trains(message["role"]) and index >= first_trained
         if not is_trained and trained.eos != "all":
             continue
-        start, end, closing = conversation.span_of(number)
+        start, end, closing = conversation.span_of(index)
         if is_trained:
             mask[start:end] = [True] * (end - start)
             last_end = closing if closing is not None else last_end
@@ -240,7 +243,7 @@ def render_conversation(
 
 
 class _Conversation:
-    """A rendered conversation, and the positions of its assistant turns."""
+    """A rendered conversation that locates its turns."""
 
     def __init__(self, tokenizer: Any, messages: Messages, settings: Mapping[str, Any] | None) -> None:
         self.tokenizer, self.messages, self.settings = tokenizer, messages, settings
@@ -251,34 +254,34 @@ class _Conversation:
     def render(self, messages: Messages, *, generation_prompt: bool = False) -> str:
         return _render_text(self.tokenizer, messages, generation_prompt=generation_prompt, settings=self.settings)
 
-    def span_of(self, number: int) -> tuple[int, int, int | None]:
-        """Where a message begins and ends, and the place of the token that closes it, if there is one."""
+    def span_of(self, index: int) -> tuple[int, int, int | None]:
+        """Return a message's start and end, and the position of the token that closes it, or None."""
         stops = end_ids(self.tokenizer)
-        if self.messages[number]["role"] == "assistant":
-            if number == 0:
-                raise UserError("messages: the conversation opens with an assistant turn; put a user turn before it")
-            start = self.start_of_turn(number)
-            end = self.end_of_turn(number, start)
+        if self.messages[index]["role"] == "assistant":
+            if index == 0:
+                raise UserError("messages: the conversation starts with an assistant turn; add a user turn before it")
+            start = self.start_of_turn(index)
+            end = self.end_of_turn(index, start)
             return start, end, end - 1 if self.ids[end - 1] in stops else None
-        start, end = self.text_span(number)
-        limit = len(self.ids) if number + 1 == len(self.messages) else self.start_of_message(number + 1)
-        return start, end, next((place for place in range(end, limit) if self.ids[place] in stops), None)
+        start, end = self.text_span(index)
+        limit = len(self.ids) if index + 1 == len(self.messages) else self.start_of_message(index + 1)
+        return start, end, next((i for i in range(end, limit) if self.ids[i] in stops), None)
 
-    def start_of_message(self, number: int) -> int:
-        is_answer = self.messages[number]["role"] == "assistant"
-        return self.start_of_turn(number) if is_answer else self.text_span(number)[0]
+    def start_of_message(self, index: int) -> int:
+        is_answer = self.messages[index]["role"] == "assistant"
+        return self.start_of_turn(index) if is_answer else self.text_span(index)[0]
 
-    def text_span(self, number: int) -> tuple[int, int]:
-        """Where the text of a message begins and ends: what changes if only this text does."""
-        message, texts = self.messages[number], []
+    def text_span(self, index: int) -> tuple[int, int]:
+        """Return the start and end of a message's text: the part that changes if only this text changes."""
+        message, texts = self.messages[index], []
         for probe in (f"{_PROBE}x", f"y{_PROBE}"):
-            others = [*self.messages[:number], {**message, "content": probe}, *self.messages[number + 1 :]]
+            others = [*self.messages[:index], {**message, "content": probe}, *self.messages[index + 1 :]]
             texts.append(self.render(others))
         head, tail = commonprefix(texts), commonprefix([text[::-1] for text in texts])[::-1]
         if not self.text.startswith(head) or not self.text.endswith(tail):
             raise UserError(
-                f"messages[{number}]: the chat template writes other messages differently, depending on this one, so "
-                "its loss mask cannot be placed; do not train this role, or use another template"
+                f"messages[{index}]: the chat template renders other messages differently depending on this one, so "
+                "its loss mask cannot be computed; do not train this role, or use another --chat-template"
             )
         if f"{_PROBE}x" not in texts[0]:
             return 0, 0  # the template drops this message
@@ -286,89 +289,89 @@ class _Conversation:
         prefix = _encode(self.tokenizer, before)
         if self.ids[: len(prefix)] != prefix:
             raise UserError(
-                f"messages[{number}]: the ids before this text are not a prefix of the conversation's ids, so its loss "
-                "mask cannot be placed; strip white space at its start"
+                f"messages[{index}]: the ids before this text are not a prefix of the conversation's ids, so its loss "
+                "mask cannot be computed; strip white space at its start"
             )
         end = common_prefix(_encode(self.tokenizer, until), self.ids) if len(until) > len(before) else len(prefix)
         return len(prefix), end
 
-    def start_of_turn(self, number: int) -> int:
-        """Where the trained part of an assistant turn begins: after the generation prompt.
+    def start_of_turn(self, index: int) -> int:
+        """Return the start of the trained part of an assistant turn: the end of the generation prompt.
 
-        Some templates end the generation prompt with more than they write before a turn, such as an opened <think>.
-        The trained part then begins after their common prefix, as in a preference pair.
+        Some templates append text to the generation prompt that they do not write before a turn, such as an opening
+        <think>. The trained part then starts after the common prefix of both, as in a preference pair.
         """
-        before = self.messages[:number]
+        before = self.messages[:index]
         opening = self.render(before, generation_prompt=True)
         self.opened = len(opening)
         if self.text.startswith(opening):
             prefix = _ids_of(self.tokenizer, opening)
             if self.ids[: len(prefix)] != prefix:
                 raise UserError(
-                    f"messages[{number}]: the ids before this assistant turn are not a prefix of the conversation's "
-                    "ids, so its loss mask cannot be placed; strip white space at its start"
+                    f"messages[{index}]: the ids before this assistant turn are not a prefix of the conversation's "
+                    "ids, so its loss mask cannot be computed; strip white space at its start"
                 )
             return len(prefix)
         if not self.text.startswith(self.render(before)):
-            raise UserError(_rewritten(number))
-        # Found with a probe answer: the real one may begin with characters of the opened text, such as "<".
-        answer = {key: value for key, value in self.messages[number].items() if key not in THOUGHT_KEYS}
-        probe = self.render([*before, {**answer, "content": _PROBE}, *self.messages[number + 1 :]])
+            raise UserError(_rewritten(index))
+        # Compare with a probe answer: the real answer may start with a character of the opened text, such as "<".
+        answer = {key: value for key, value in self.messages[index].items() if key not in THOUGHT_KEYS}
+        probe = self.render([*before, {**answer, "content": _PROBE}, *self.messages[index + 1 :]])
         head = commonprefix([opening, probe, self.text])
         self.opened = len(head)
-        self.notes.append(_not_begun(opening[len(head) :]))
+        self.notes.append(_missing_opening(opening[len(head) :]))
         return common_prefix(_ids_of(self.tokenizer, head), self.ids)
 
-    def end_of_turn(self, number: int, start: int) -> int:
-        """Where the turn ends: after its end-of-turn token, and never past the start of the next turn.
+    def end_of_turn(self, index: int, start: int) -> int:
+        """Return the end of the turn: after its end-of-turn token, and never past the start of the next turn.
 
-        Templates write more after that token (a newline, say), which an engine that stops there never produces.
+        Text that a template writes after that token, such as a newline, is excluded: an engine stops before it.
         """
-        stops, is_last = end_ids(self.tokenizer), number + 1 == len(self.messages)
+        stops, is_last = end_ids(self.tokenizer), index + 1 == len(self.messages)
         if stops:
-            _check_content(self.tokenizer, self.messages[number], stops, f"messages[{number}]")
-            if not is_last and self.closes(number, stops):  # the usual case, without tokenising again
+            _check_content(self.tokenizer, self.messages[index], stops, f"messages[{index}]")
+            if not is_last and self.closes(index, stops):  # the common case: no need to tokenise again
                 return _first_of(stops, self.ids, start) + 1
-        alone = self.ids if is_last else _ids_of(self.tokenizer, self.render(self.messages[: number + 1]))
-        is_prefix = self.ids[: len(alone)] == alone  # else the template rewrites this turn once others follow
+        alone = self.ids if is_last else _ids_of(self.tokenizer, self.render(self.messages[: index + 1]))
+        is_prefix = self.ids[: len(alone)] == alone  # otherwise the template rewrites the turn when others follow
         if not stops and not is_prefix:
-            raise UserError(_rewritten(number))
+            raise UserError(_rewritten(index))
         if not stops:
             return len(alone)
-        limit = len(alone) if is_prefix else self.start_of_next(number)
+        limit = len(alone) if is_prefix else self.start_of_next(index)
         if not set(stops).isdisjoint(self.ids[start:limit]):
             return _first_of(stops, self.ids, start) + 1
         end = common_prefix(alone, self.ids)
         if is_last or end <= start:
             raise UserError(
-                f"messages[{number}]: the chat template does not close this assistant turn; use another one"
+                f"messages[{index}]: the chat template does not close this assistant turn; use another --chat-template"
             )
         if not is_prefix:
             self.notes.append("with an assistant turn that the chat template does not close before the next one, "
                               "trained without an end-of-turn token")  # fmt: skip
         return end
 
-    def closes(self, number: int, stops: Sequence[int]) -> bool:
-        """Whether a turn that others follow contains its end-of-turn token, which is never split."""
-        own, added = self.render(self.messages[: number + 1]), self.tokenizer.added_tokens_decoder
-        found = any(str(added[stop]) in own[self.opened :] for stop in stops if stop in added)
-        return found and self.text.startswith(own)
+    def closes(self, index: int, stops: Sequence[int]) -> bool:
+        """Return whether a turn that is not the last contains its end-of-turn token."""
+        text, added = self.render(self.messages[: index + 1]), self.tokenizer.added_tokens_decoder
+        is_closed = any(str(added[stop]) in text[self.opened :] for stop in stops if stop in added)
+        return is_closed and self.text.startswith(text)
 
-    def start_of_next(self, number: int) -> int:
-        """Upper bound for the start of the next message: everything before it stays if its text changes."""
-        later = [{**message, "content": _PROBE + message["content"]} for message in self.messages[number + 1 :]]
-        return common_prefix(_ids_of(self.tokenizer, self.render(self.messages[: number + 1] + later)), self.ids)
+    def start_of_next(self, index: int) -> int:
+        """Return an upper bound of the next message's start: ids before it do not change with later texts."""
+        later = [{**message, "content": _PROBE + message["content"]} for message in self.messages[index + 1 :]]
+        return common_prefix(_ids_of(self.tokenizer, self.render(self.messages[: index + 1] + later)), self.ids)
 
 
 def _first_of(stops: Sequence[int], ids: Sequence[int], start: int = 0) -> int:
-    """Position of the first of these ids, from `start` on."""
-    return next(place for place in range(start, len(ids)) if ids[place] in stops)
+    """Return the position of the first stop id at or after `start`."""
+    return next(i for i in range(start, len(ids)) if ids[i] in stops)
 
 
-def _rewritten(number: int) -> str:
+def _rewritten(index: int) -> str:
     return (
-        f"messages[{number}]: the chat template changes the text before this assistant turn once the turn follows, "
-        "so its loss mask cannot be placed; use a template that only appends turns"
+        f"messages[{index}]: the chat template changes the text before this assistant turn when the turn follows, "
+        "so its loss mask cannot be computed; use a template that only appends turns"
     )
 
 
@@ -376,20 +379,21 @@ def render_responses(
     tokenizer: Any, prompt: Messages, responses: Sequence[Messages], system_prompt: str | None = None,
     settings: Mapping[str, Any] | None = None, notes: list[str] | None = None,
 ) -> tuple[list[int], list[list[int]]]:  # fmt: skip
-    """Ids of a prompt, and of the prompt with each response, closed by its end-of-turn token.
+    """Return the ids of a prompt, and of the prompt with each response, closed by its end-of-turn token.
 
-    The prompt is what an engine gets, up to where the responses diverge from it: the template may write its end
-    differently before a response (a thinking stub, say). The text before the assistant's turn must be the same. If a
-    token spans the end of the prompt and the start of a response, the prompt's ids are no prefix of the whole.
-    notes: remarks about the row are appended to it.
+    The prompt is the generation prompt up to where a response diverges from it: a template may end it differently
+    before a response (with an empty thinking block, for example). The text before the assistant's turn must be the
+    same. If a token spans the end of the prompt and the start of a response, the prompt's ids are not a prefix of the
+    ids with the response.
+    notes: remarks about the row are appended to this list.
     """
     prompt = clean_messages(prompt)
     if prompt[-1]["role"] == "assistant":
-        raise UserError("the prompt ends with an assistant turn; it must end where the response begins")
+        raise UserError("the prompt ends with an assistant turn; end it before the response")
     _check_ids(tokenizer, prompt)
     context = with_system(prompt, system_prompt)
     before, opening = (
-        _render_text(tokenizer, context, generation_prompt=asked, settings=settings) for asked in (False, True)
+        _render_text(tokenizer, context, generation_prompt=flag, settings=settings) for flag in (False, True)
     )
     responses = [clean_messages(response) for response in responses]
     texts = []
@@ -399,51 +403,51 @@ def render_responses(
         text = _render_text(tokenizer, context + response, generation_prompt=False, settings=settings)
         if not text.startswith(before):
             raise UserError(
-                "chat_template: writes the prompt differently once a response follows it, so the start of the response "
+                "chat_template: renders the prompt differently when a response follows, so the start of the response "
                 "cannot be found; use a template that only appends turns"
             )
         texts.append(text)
     if not all(text.startswith(opening) for text in texts):
         probe = [*context, {"role": "assistant", "content": _PROBE}]
-        written = _render_text(tokenizer, probe, generation_prompt=False, settings=settings)
-        shared = commonprefix([opening, written, *texts])
+        probe_text = _render_text(tokenizer, probe, generation_prompt=False, settings=settings)
+        shared = commonprefix([opening, probe_text, *texts])
         if notes is not None:
-            notes.append(_not_begun(opening[len(shared) :]))
+            notes.append(_missing_opening(opening[len(shared) :]))
         opening = shared
-    head, stops = _ids_of(tokenizer, opening), end_ids(tokenizer)
-    wholes = [_ids_of(tokenizer, text) for text in texts]
+    prompt_ids, stops = _ids_of(tokenizer, opening), end_ids(tokenizer)
+    sequences = [_ids_of(tokenizer, text) for text in texts]
     if not stops:
-        return head, wholes
-    for number, (response, ids) in enumerate(zip(responses, wholes, strict=True)):
+        return prompt_ids, sequences
+    for index, (response, ids) in enumerate(zip(responses, sequences, strict=True)):
         _check_content(tokenizer, response[-1], stops, "the response")
-        if set(stops).isdisjoint(ids[common_prefix(head, ids) :]):
-            raise UserError("the chat template does not close the response's turn; use another one")
-        wholes[number] = ids[: len(ids) - _first_of(stops, ids[::-1])]
-    return head, wholes
+        if set(stops).isdisjoint(ids[common_prefix(prompt_ids, ids) :]):
+            raise UserError("the chat template does not close the response's turn; use another --chat-template")
+        sequences[index] = ids[: len(ids) - _first_of(stops, ids[::-1])]
+    return prompt_ids, sequences
 
 
-def _not_begun(lost: str) -> str:
-    return f"whose answer does not begin with {lost!r}, which the chat template puts before what a model writes"
+def _missing_opening(text: str) -> str:
+    return f"whose answer does not start with {text!r}, which the chat template adds to the generation prompt"
 
 
 def with_system(messages: Messages, system_prompt: str | None) -> Messages:
-    """The conversation with system_prompt prepended, unless it starts with its own system message."""
+    """Prepend system_prompt, unless the conversation starts with a system message."""
     if system_prompt is None or messages[0]["role"] == "system":
         return messages
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the common prefix."""
+    """Return the length of the common prefix."""
     differ = (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differ, min(len(one), len(other)))
 
 
-# Messages: what templates can take, and what they leave out.
+# Messages: clean them for templates, and detect parts that a template drops.
 
 
-def _cleaned(tokenizer: Any, messages: Any, settings: Mapping[str, Any] | None) -> Messages:
-    """clean_messages, and refuse what this tokenizer or its template would drop."""
+def _checked_messages(tokenizer: Any, messages: Any, settings: Mapping[str, Any] | None) -> Messages:
+    """Clean the messages; raise if the tokenizer or the template would drop text or tool calls."""
     messages = clean_messages(messages)
     _check_ids(tokenizer, messages)
     _check_calls(tokenizer, messages, settings)
@@ -451,28 +455,28 @@ def _cleaned(tokenizer: Any, messages: Any, settings: Mapping[str, Any] | None) 
 
 
 def clean_messages(messages: Any) -> Messages:
-    """The messages in a form that every template accepts; refuses those that none could render.
+    """Convert messages to a form that every template accepts; raise for messages that none can render.
 
-    Every content becomes text: text parts are joined, and null next to tool_calls becomes "". Keys with a null value
-    are removed, since templates test whether a key is present. All other keys stay.
+    Every content becomes text: text parts are joined, and null in a message with tool_calls becomes "". Keys with a
+    null value are removed, because templates test whether a key is present. All other keys are kept.
     """
     if not isinstance(messages, list) or not messages:
         raise UserError(f"messages={messages!r}: must be a list of at least one message")
     cleaned = []
-    for number, message in enumerate(messages):
-        where = f"messages[{number}]"
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
         calls = message.get("tool_calls") if isinstance(message, dict) else None
         if not isinstance(message, dict) or "role" not in message or ("content" not in message and not calls):
             raise UserError(f"{where}={message!r}: a message has the keys 'role' and 'content'")
-        if message["role"] not in ROLES:  # most templates would write it unchecked
+        if message["role"] not in ROLES:  # most templates would write any role
             raise UserError(
                 f"{where}: role={message['role']!r} is unknown; use system, user or assistant (all: {', '.join(ROLES)})"
             )
-        kept = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
-        kept["content"] = "" if calls and message.get("content") is None else _text_of(message["content"], where)
+        fields = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
+        fields["content"] = "" if calls and message.get("content") is None else _text_of(message["content"], where)
         if calls:
-            kept["tool_calls"] = _calls_of(calls, where)
-        cleaned.append(kept)
+            fields["tool_calls"] = _calls_of(calls, where)
+        cleaned.append(fields)
     return cleaned
 
 
@@ -480,93 +484,93 @@ def _text_of(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise UserError(f"{where}: its content is {content!r}, not text; fix the row")
+        raise UserError(f"{where}: content is {content!r}, not text; fix the row")
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise UserError(f"{where}: its content has a part of type {kind!r}; only text is supported, fix the row")
+            raise UserError(f"{where}: content has a part of type {kind!r}; only text is supported")
         texts.append(part["text"])
     return "".join(texts)
 
 
 def _calls_of(calls: Any, where: str) -> list[dict[str, Any]]:
-    if isinstance(calls, str):  # tables whose rows differ in shape store them as JSON
+    if isinstance(calls, str):  # tables store calls as JSON if rows differ in shape
         try:
             calls = json.loads(calls)
         except json.JSONDecodeError as error:
-            raise UserError(f"{where}: its tool_calls are not valid JSON ({error.msg}); fix the row") from None
+            raise UserError(f"{where}: tool_calls are not valid JSON ({error.msg}); fix the row") from None
     if not isinstance(calls, list) or not all(isinstance(_function(call).get("name"), str) for call in calls):
-        raise UserError(f"{where}: its tool_calls are not a list of calls with the name of a function; fix the row")
+        raise UserError(f"{where}: tool_calls are not a list of calls with a function name; fix the row")
     return calls
 
 
 def _function(call: Any) -> dict[str, Any]:
-    """The part of a call that holds the name and the arguments."""
+    """Return the part of a call that contains the name and the arguments."""
     inner = call.get("function", call) if isinstance(call, dict) else None
     return inner if isinstance(inner, dict) else {}
 
 
 def _check_calls(tokenizer: Any, messages: Messages, settings: Mapping[str, Any] | None) -> None:
-    """Refuse tool calls that the template does not write: the model would see, or learn, an empty turn."""
+    """Raise if the template does not write a tool call: the model would see, or learn, an empty turn."""
     marks: dict[str, int] = {}  # probe name of a call -> index of its message
 
-    def marked(call: dict[str, Any], number: int) -> dict[str, Any]:
+    def mark_call(call: dict[str, Any], index: int) -> dict[str, Any]:
         mark = f"{_PROBE}_call_{len(marks)}_"
-        marks[mark] = number
+        marks[mark] = index
         function = {**_function(call), "name": mark}
         return {**call, "function": function} if "function" in call else function
 
     changed = [
-        {**message, "tool_calls": [marked(call, number) for call in message["tool_calls"]]}
+        {**message, "tool_calls": [mark_call(call, index) for call in message["tool_calls"]]}
         if "tool_calls" in message
         else message
-        for number, message in enumerate(messages)
+        for index, message in enumerate(messages)
     ]
     text = _render_text(tokenizer, changed, generation_prompt=False, settings=settings) if marks else ""
-    for mark, number in marks.items():
+    for mark, index in marks.items():
         if mark not in text:
             raise UserError(
-                f"messages[{number}]: has tool_calls that the chat template does not write; use a template that "
-                "writes them (--chat-template), or put them into the content"
+                f"messages[{index}]: the chat template does not write its tool_calls; use another --chat-template, or "
+                "put the calls into the content"
             )
 
 
-def unwritten(
+def list_unwritten(
     tokenizer: Any, messages: Messages, settings: Mapping[str, Any] | None, *, first_trained: int = 0
 ) -> list[str]:
-    """Notes on parts of a row that the template drops, or that may not be meant to be trained.
+    """Return notes on parts of a row that the template drops, or that may be trained by accident.
 
-    These are tools, thoughts in trained turns, and nulls in the arguments of their tool calls: nothing shows whether
-    the user wrote a null or a program filled a gap in a table.
+    These are tools, thoughts in trained turns, and nulls in the arguments of trained tool calls: a null may come from
+    the user or from a table that fills absent keys.
     """
     messages = clean_messages(messages)
     settings = settings or {}
-    found = []
+    notes = []
     if settings.get("tools"):
         bare = {name: value for name, value in settings.items() if name != "tools"}
         texts = [_render_text(tokenizer, messages, generation_prompt=False, settings=s) for s in (settings, bare)]
         if texts[0] == texts[1]:
-            found.append("with tools that the chat template does not write")
-    marks: dict[str, str] = {}  # probe put into a thought -> note if the template does not write it
+            notes.append("with tools that the chat template does not write")
+    marks: dict[str, str] = {}  # probe inserted into a thought -> note if the template does not write it
     changed = list(messages)
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant" or number < first_trained:
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant" or index < first_trained:
             continue
         if any(_has_null(_function(call).get("arguments")) for call in message.get("tool_calls", ())):
-            found.append("with null in the arguments of a tool call, trained as it is written")
+            notes.append("with null in the arguments of a tool call, which is trained")
         for key in THOUGHT_KEYS:
             if isinstance(message.get(key), str) and message[key].strip():
-                mark = f"{_PROBE}_{key}_{number}_"
+                mark = f"{_PROBE}_{key}_{index}_"
                 marks[mark] = f"with {key} that the chat template does not write"
-                changed[number] = {**changed[number], key: mark}
+                changed[index] = {**changed[index], key: mark}
         if "</think>" in message["content"]:
-            mark = f"{_PROBE}_thought_{number}_"
-            marks[mark] = "with thoughts before </think> that the chat template cuts out of a trained turn"
+            mark = f"{_PROBE}_thought_{index}_"
+            marks[mark] = "with thoughts before </think> that the chat template removes from a trained turn"
             content = message["content"].replace("</think>", f"{mark}</think>", 1)
-            changed[number] = {**changed[number], "content": content}
+            changed[index] = {**changed[index], "content": content}
     text = _render_text(tokenizer, changed, generation_prompt=False, settings=settings) if marks else ""
-    return list(dict.fromkeys([*found, *(what for mark, what in marks.items() if mark not in text)]))
+    return list(dict.fromkeys([*notes, *(note for mark, note in marks.items() if mark not in text)]))
 
 
 def _has_null(value: Any) -> bool:
@@ -576,7 +580,7 @@ def _has_null(value: Any) -> bool:
 
 
 def _check_ids(tokenizer: Any, messages: Messages) -> None:
-    """Refuse text for which the tokenizer gives no ids; the template's own tokens would hide that."""
+    """Raise if the tokenizer returns no ids for the last text; the template's tokens would hide that."""
     last = messages[-1]["content"]
     if last.strip() and not _encode(tokenizer, last):
         raise UserError(_no_ids(last))
@@ -584,31 +588,30 @@ def _check_ids(tokenizer: Any, messages: Messages) -> None:
 
 def _check_content(tokenizer: Any, message: dict[str, Any], stops: Sequence[int], where: str) -> None:
     ids = _encode(tokenizer, message["content"])
-    if found := [stop for stop in stops if stop in ids]:
-        raise UserError(
-            f"{where}: the assistant's text holds the template's own end-of-turn token "
-            f"{tokenizer.convert_ids_to_tokens(found[0])!r}; remove it from the data"
-        )
+    for stop in stops:
+        if stop in ids:
+            token = tokenizer.convert_ids_to_tokens(stop)
+            raise UserError(f"{where}: the assistant's text contains the end-of-turn token {token!r}; remove it")
 
 
 # Text to ids.
 
 
 def _ids_of(tokenizer: Any, text: str) -> list[int]:
-    ids = _encode(tokenizer, text)  # the template writes BOS itself, so the tokenizer must not add another
+    ids = _encode(tokenizer, text)  # the template writes BOS, so the tokenizer must not add another
     if not ids:
-        raise UserError(_no_ids(text) if text else "chat_template: renders this conversation to nothing; use another")
+        raise UserError(_no_ids(text) if text else "chat_template: renders this conversation to empty text")
     return ids
 
 
 def _render_text(
     tokenizer: Any, messages: Messages, *, generation_prompt: bool, settings: Mapping[str, Any] | None = None
 ) -> str:
-    """Rendered text of messages that went through clean_messages."""
+    """Render messages that clean_messages returned."""
     if not tokenizer.chat_template:
         raise UserError(
             "chat_template=tokenizer_default: the rows are conversations but this tokenizer has no chat template; "
-            f"choose one of {', '.join(DELIMITERS)}, or give a FILE.jinja"
+            f"pass --chat-template with one of {', '.join(DELIMITERS)}, or a FILE.jinja"
         )
 
     def render(messages: Messages) -> str:
@@ -619,11 +622,11 @@ def _render_text(
         except Exception as error:  # templates are programs: Jinja errors, TypeErrors, their own raise_exception()
             reason = " ".join(str(error).split()) or type(error).__name__
             raise UserError(
-                f"chat_template: cannot render this conversation ({reason}); change the rows or it"
+                f"chat_template: failed on this conversation ({reason}); fix the row or pass another --chat-template"
             ) from None
 
     text = render(messages)
-    # Some templates (DeepSeek's) write the calls of a turn only if its content is null.
+    # Some templates, such as DeepSeek's, write the calls of a turn only if its content is null.
     if re.search(r"content\W+is\s+(not\s+)?none", str(tokenizer.chat_template)):
         nulls = [{**m, "content": None} if m.get("tool_calls") and not m["content"] else m for m in messages]
         if nulls != messages and (other := render(nulls)).count("None") == text.count("None"):
@@ -633,16 +636,16 @@ def _render_text(
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
     try:
-        # not verbose: our loaders report texts that are too long
+        # not verbose: the loaders report texts that are too long
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     except TypeError:
         if any("\ud800" <= character <= "\udfff" for character in text):
-            raise UserError("the text holds half a character (a lone surrogate such as \\ud83d); fix it") from None
+            raise UserError("the text contains half a character (a lone surrogate such as \\ud83d); fix it") from None
         raise
 
 
 def _adds_bos(tokenizer: Any) -> bool:
-    """Whether the tokenizer opens plain text with BOS; tested, since its flags are not always right."""
+    """Return whether the tokenizer prepends BOS to plain text; tested, because its flags can be wrong."""
     bos = tokenizer.bos_token_id
     return bos is not None and list(tokenizer(_PROBE)["input_ids"])[:1] == [bos] != _encode(tokenizer, _PROBE)[:1]
 
@@ -650,23 +653,23 @@ def _adds_bos(tokenizer: Any) -> bool:
 def _no_ids(text: str) -> str:
     shown = text if len(text) <= 40 else text[:40] + "..."
     return (
-        f"tokenizer: gives no ids for the non-empty text {shown!r}; its files do not belong together (a model_type "
-        "whose tokenizer class ignores tokenizer.json does this), so use the model's own tokenizer"
+        f"tokenizer: returns no ids for the non-empty text {shown!r}; its files do not match (such as a model_type "
+        "whose tokenizer class ignores tokenizer.json), so use the model's original tokenizer"
     )
 
 
-# The time limit of templates. Jinja's sandbox bounds a single range() but not nested loops. A signal would only reach
-# the main thread, and tool episodes render in others; a process per rendering would cost more than the rendering. So
-# one thread watches all renderings of this process and raises an exception in the thread of a late one, which Python
-# delivers between two operations of the template. A single endless operation (9**9**9**9) cannot be interrupted.
+# Time limit of templates. Jinja's sandbox limits a single range() but not nested loops. A signal would only reach the
+# main thread, but tool episodes render in other threads; a process per rendering would cost more than the rendering. So
+# one thread watches all renderings of this process and raises an exception in the thread of a late one. Python delivers
+# it between two operations of the template: a single endless operation (9**9**9**9) cannot be interrupted.
 
-_running: dict[object, tuple[float, int]] = {}  # deadline and thread of each rendering
+_running: dict[object, tuple[float, int]] = {}  # (deadline, thread id) of each rendering
 _watchdog: threading.Thread | None = None
-_names: dict[str, str] = {}  # template -> how the user named it
+_names: dict[str, str] = {}  # template -> the name that the user passed
 
 
 class RenderTimeout(BaseException):
-    """Raised inside a template that takes too long; not an Exception, so no handler in between catches it."""
+    """Raised inside a template that takes too long; not an Exception, so that no handler catches it."""
 
 
 class TemplateTimeout(UserError):
@@ -674,18 +677,19 @@ class TemplateTimeout(UserError):
 
 
 def apply_template(tokenizer: Any, messages: Any, **settings: Any) -> str:
-    """tokenizer.apply_chat_template as text; raises Endless, naming the template, after SECONDS."""
+    """Call tokenizer.apply_chat_template; raise TemplateTimeout with the template's name after SECONDS."""
     try:
         return within(SECONDS, lambda: tokenizer.apply_chat_template(messages, tokenize=False, **settings))
     except TimeoutError:
-        own = f"tokenizer_default (of {tokenizer.name_or_path})"
-        name = _names.get(str(tokenizer.chat_template), own)
-        raise TemplateTimeout(f"chat_template={name}: did not end within {SECONDS:g} s; use another template") from None
+        name = _names.get(str(tokenizer.chat_template), f"tokenizer_default (of {tokenizer.name_or_path})")
+        raise TemplateTimeout(
+            f"chat_template={name}: did not finish within {SECONDS:g} s; use another template"
+        ) from None
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """call(), or TimeoutError after that many seconds; works in any thread."""
-    _watch()
+    """Return call(), or raise TimeoutError after this many seconds; works in any thread."""
+    _start_watchdog()
     key, arrived = object(), False
     try:
         _running[key] = (time.monotonic() + seconds, threading.get_ident())
@@ -695,24 +699,24 @@ def within(seconds: float, call: Callable[[], T]) -> T:
             arrived = True
             raise
         finally:
-            # Whoever removes the entry decides: we finished in time, or the exception is on its way to us.
+            # Removing the entry here means call() finished in time; otherwise the exception is on its way.
             if _running.pop(key, None) is None:
                 while not arrived:
                     time.sleep(0.01)
     except RenderTimeout:
-        raise TimeoutError(f"did not end within {seconds:g} s") from None
+        raise TimeoutError(f"did not finish within {seconds:g} s") from None
 
 
-def _watch() -> None:
+def _start_watchdog() -> None:
     global _watchdog
     if _watchdog is None or not _watchdog.is_alive():  # not started, or lost in a fork
-        _watchdog = threading.Thread(target=_look, name="template-time", daemon=True)
+        _watchdog = threading.Thread(target=_watch, name="template-time", daemon=True)
         _watchdog.start()
 
 
-def _look() -> None:
+def _watch() -> None:
     while True:
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
         now = time.monotonic()
         for key, (deadline, thread) in list(_running.items()):
             if now > deadline and _running.pop(key, None) is not None:

@@ -1,6 +1,6 @@
-"""Options that describe the user's rows to user_defined, completion and chat_template.*: columns and format strings.
+"""Options of the formats user_defined, completion and chat_template.*: column names and format strings.
 
-Column names may be nested: a.b is key b of the object in column a. Every --data entry can set its own options.
+Column names may be nested: a.b is key b of the object in column a. Every --data entry can override the options.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from data.hints import suggest
 
 @dataclass(frozen=True, kw_only=True)
 class FormatOptions:
-    """Names of columns and keys, and format strings, for user_defined and chat_template.*."""
+    """Names of columns and keys, and format strings."""
 
     field_prompt: str = "prompt"
     """Column of the prompt (user_defined)."""
@@ -28,7 +28,7 @@ class FormatOptions:
     field_completion: str = "completion"
     """Column of the response of an unpaired row (user_defined)."""
     field_label: str = "label"
-    """Column with the label of an unpaired response: desirable or not (user_defined)."""
+    """Column of the label of an unpaired response, true if desirable (user_defined)."""
     prompt_format: str = "{prompt}"
     """Format of the prompt, with {prompt} and {system}; double all other braces (user_defined)."""
     chosen_format: str = "{chosen}"
@@ -40,20 +40,20 @@ class FormatOptions:
     field_text: str = "text"
     """Column of plain text (completion)."""
     field_messages: str = "messages"
-    """Column of the conversation; in pairs, of the turns before the responses (chat_template, sharegpt)."""
+    """Column of the conversation; for pairs, the turns before the responses (chat_template, sharegpt)."""
     role_key: str = "role"
-    """Key of a message that holds its role (chat_template.*, sharegpt)."""
+    """Message key of the role (chat_template.*, sharegpt)."""
     content_key: str = "content"
-    """Key of a message that holds its text (chat_template.*, sharegpt)."""
+    """Message key of the text (chat_template.*, sharegpt)."""
     roles: str = ""
-    """Names of the roles in the data, e.g. user=human|person,assistant=gpt (chat_template.*, sharegpt)."""
+    """Role names in the data, e.g. user=human|person,assistant=gpt (chat_template.*, sharegpt)."""
 
     def __post_init__(self) -> None:
         for name in ("prompt", "chosen", "rejected", "completion"):
             self._check_format(name, {"prompt", "system"} if name == "prompt" else {name})
         if self.field_system != "system" and "{system}" not in self.prompt_format:
             raise UserError(
-                f"format.field_system={self.field_system}: has no effect, format.prompt_format holds no {{system}}"
+                f"format.field_system={self.field_system}: has no effect without {{system}} in format.prompt_format"
             )
         unknown = sorted(set(self.role_names.values()) - set(ROLES))
         if unknown:
@@ -62,24 +62,24 @@ class FormatOptions:
     def _check_format(self, name: str, known: set[str]) -> None:
         value = getattr(self, f"{name}_format")
         try:
-            found = {field for _, field, _, _ in string.Formatter().parse(value) if field is not None}
+            names = {field for _, field, _, _ in string.Formatter().parse(value) if field is not None}
         except ValueError as error:
-            raise UserError(f"format.{name}_format={value!r}: {error}; double braces that are text") from None
-        if found - known:
-            wrong = min(found - known)
+            raise UserError(f"format.{name}_format={value!r}: {error}; double literal braces") from None
+        if names - known:
+            unknown = min(names - known)
             raise UserError(
-                f"format.{name}_format={value!r}: {{{wrong}}} is not known; use {{{'}, {'.join(sorted(known))}}}"
+                f"format.{name}_format={value!r}: unknown name {{{unknown}}}; use {{{'}, {'.join(sorted(known))}}}"
             )
-        if name not in found:
-            raise UserError(f"format.{name}_format={value!r}: leaves out {{{name}}}; put it in")
+        if name not in names:
+            raise UserError(f"format.{name}_format={value!r}: {{{name}}} is missing; add it")
 
     @property
     def role_names(self) -> dict[str, str]:
-        """Name in the data -> role."""
+        """Mapping from names in the data to roles."""
         names: dict[str, str] = {}
         for part in filter(None, (piece.strip() for piece in self.roles.split(","))):
             role, equals, sources = (piece.strip() for piece in part.partition("="))
             if not equals or not sources:
-                raise UserError(f"format.roles={self.roles}: {part!r} is not of the form role=name, as in user=human")
+                raise UserError(f"format.roles={self.roles}: {part!r} is not role=name, such as user=human")
             names |= {source.strip(): role for source in sources.split("|")}
         return names

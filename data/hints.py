@@ -1,7 +1,6 @@
-"""What a wrong name most likely meant, for error messages: the nearest valid name, or ours for that of another library.
+"""Suggest a valid name for an unknown one in error messages: the nearest name, or strop's name for another library's.
 
-KEYS and METHODS hold the names that people bring from TRL, axolotl and verl. They are hints only, for a file or a
-command that is half ours; trainer/translate converts whole files.
+KEYS and METHODS contain names from TRL, axolotl and verl. They are only hints; trainer/translate converts whole files.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# key of another library -> our keys, of which the first that the method has is suggested; none: nothing is like it
+# key of another library -> strop's keys; the first that the method has is suggested; (): no equivalent
 KEYS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("base_model", "model_name", "model_name_or_path", "model_id", "model_path",
                      "pretrained_model_name_or_path"), ("model",)),
@@ -68,13 +67,13 @@ KEYS: dict[str, tuple[str, ...]] = {
     "kto_undesirable_weight": ("undesirable_weight",),
     **dict.fromkeys(("load_in_8bit", "model_type", "tokenizer_type", "plugins"), ()),
 }  # fmt: skip
-# key of another library -> what to do, where the name of one of our keys does not say it
+# key of another library -> hint, if the name of strop's key is not enough
 NOTES: dict[str, str] = {
     **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo"),
-                    "no upload by a run, python -m trainer.push does it"),
-    "datasets": "use data (an entry's type is format here)",
+                    "no upload during a run, use python -m trainer.push"),
+    "datasets": "use data (an entry's type is called format)",
 }  # fmt: skip
-# method of another library -> what to use here
+# method of another library -> hint
 METHODS = {
     **dict.fromkeys(("reward", "reward_model", "reward_trainer", "bradley_terry"), "did you mean rm?"),
     **dict.fromkeys(("process_reward_model", "process_reward", "stepwise"), "did you mean prm?"),
@@ -84,13 +83,12 @@ METHODS = {
                     "it is a loss of grpo: --method grpo --loss-type NAME"),
     "gspo": "it is a setting of grpo: --method grpo --importance-sampling-level sequence",
     **dict.fromkeys(("bco", "sppo", "apo", "exo", "nca", "aot", "discopop"),
-                    "it is a loss of dpo: --method dpo --loss-type NAME, as --help lists them"),
+                    "it is a loss of dpo: --method dpo --loss-type NAME (--help lists them)"),
     **dict.fromkeys(("gkd", "gold", "minillm", "distill", "distillation"), "did you mean opd?"),
     "rpo": "it is a setting of dpo: --method dpo --rpo-alpha 1",
-    **dict.fromkeys(("xpo", "nash_md"),
-                    "it is not built in; docs/extending.md shows how to write a method"),
+    **dict.fromkeys(("xpo", "nash_md"), "it is not built in; docs/extending.md shows how to write a method"),
 }  # fmt: skip
-# What the columns of a row are for, the first that fits: (columns it has, columns it has not, methods)
+# (columns present, columns absent, methods that read such rows); the first match is used
 PAIR_METHODS = "dpo, ipo, cpo, simpo, orpo and rm"
 ROW_KINDS: tuple[tuple[set[str], set[str], str], ...] = (
     ({"prompt", "completions", "labels"}, set(), "prm"),
@@ -104,24 +102,24 @@ ROW_KINDS: tuple[tuple[set[str], set[str], str], ...] = (
 
 
 def suggest(name: str, valid: Iterable[str]) -> str:
-    """A hint: "did you mean 'split'? (format, name, split, weight)"."""
+    """Return a hint: "did you mean 'split'? (format, name, split, weight)"."""
     names = sorted(valid)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
     return f"did you mean {close[0]!r}? ({', '.join(names)})"
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
-    """The name that a mistyped word most likely meant; None if no name is near."""
+    """Return the name that a mistyped word most likely means, or None."""
     plain = {name.replace(".", "_").lower(): name for name in sorted(names, key=lambda name: "." in name)}
     word = word.replace("-", "_").replace(".", "_").lower()
     if word in KEYS or word.removeprefix("trl_") in KEYS:
-        known = KEYS.get(word, KEYS.get(word.removeprefix("trl_"), ()))
-        found = [name for name in known if name in plain.values()]
-        if found or not known:
-            return found[0] if found else None
+        keys = KEYS.get(word, KEYS.get(word.removeprefix("trl_"), ()))
+        match = next((name for name in keys if name in plain.values()), None)
+        if match or not keys:
+            return match
     if word.removeprefix("trl_") in plain:
         return plain[word.removeprefix("trl_")]
-    if len(word) <= 4:  # in so short a name one other letter is another name: ppo is not ipo
+    if len(word) <= 4:  # in a short name, one different letter is a different name: ppo is not ipo
         close = [name for name in plain if sorted(name) == sorted(word)]
         close += difflib.get_close_matches(word, plain, n=1, cutoff=0.75)
     else:
@@ -134,28 +132,29 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
 
 
 def value_hint(key: str, value: str) -> str:
-    """What to add to the error for a value of another library: "; flex attention ..."."""
+    """Return a hint for another library's value: "; flex attention ..."."""
     if key == "attn_implementation" and "flash" in value:
         return "; flex attention takes its place on CUDA (auto)"
     return ""
 
 
 def method_hint(name: str, methods: Iterable[str]) -> str:
-    """What to write instead of an unknown method."""
+    """Suggest a replacement for an unknown method."""
     methods, word = list(methods), name.rpartition(".")[2].replace("-", "_").lower()
     if word in METHODS:
         return METHODS[word].replace("NAME", word)
-    found = nearest(word, methods)
-    return f"did you mean {found}?" if found else f"there are {', '.join(methods)}"
+    match = nearest(word, methods)
+    return f"did you mean {match}?" if match else f"methods: {', '.join(methods)}"
 
 
 def other_methods(columns: Mapping[str, Any], error: str) -> str:
-    """For a row that lacks columns: "; rows with ... are for --method kto", if its columns are clearly for another."""
-    lacking, _, listed = error.partition(" (its columns: ")
-    named = set(re.findall(r"'(\w+)'", lacking))
+    """Return "; rows with ... are for --method kto" if a row lacks columns and clearly belongs to another method."""
+    message, _, listed = error.partition(" (its columns: ")
+    missing = set(re.findall(r"'(\w+)'", message))
     present = {name for name, value in columns.items() if value is not None}
-    if listed and named & set().union(*(has for has, _, _ in ROW_KINDS)):
-        for has, lacks, methods in ROW_KINDS:
-            if has <= present and not lacks & present:
-                return f"; rows with {', '.join(name for name in columns if name in has)} are for --method {methods}"
+    if listed and missing & set().union(*(required for required, _, _ in ROW_KINDS)):
+        for required, absent, methods in ROW_KINDS:
+            if required <= present and not absent & present:
+                names = ", ".join(name for name in columns if name in required)
+                return f"; rows with {names} are for --method {methods}"
     return ""

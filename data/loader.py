@@ -1,10 +1,10 @@
-"""Rows in a seeded order, epoch after epoch, with a position that a checkpoint can save.
+"""Iterate over rows in a seeded order for any number of epochs, with a position that checkpoints save.
 
     loader = Loader(prompts, batch_size=8, seed=0)
     batch = loader.next()                      # 8 rows; a batch may continue into the next epoch
     state = loader.state_dict()                # JSON
 
-A new Loader over the same rows resumes there after load_state_dict(state).
+A new Loader over the same rows resumes from there after load_state_dict(state).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any, Generic, TypeVar
 from data.errors import UserError
 
 T = TypeVar("T")
-# Fields that had another name when older checkpoints were saved; fingerprints keep that name.
+# Renamed fields: fingerprints use the old name, so that older checkpoints still match.
 HASHED_AS = {"target_ids": "truth_ids", "target_mask": "truth_mask"}
 
 
 class Loader(Generic[T]):
-    """The order of an epoch depends only on (seed, epoch), so a position is two numbers."""
+    """Batches of rows. An epoch's order depends only on (seed, epoch), so a position is two numbers."""
 
     def __init__(self, rows: Sequence[T], *, batch_size: int, seed: int, shuffle: bool = True) -> None:
         if batch_size < 1:
@@ -37,29 +37,29 @@ class Loader(Generic[T]):
         self._weights = [float(getattr(row, "weight", 1.0)) for row in rows]
         for row, weight in zip(rows, self._weights, strict=True):
             if not (math.isfinite(weight) and weight >= 0):
-                raise UserError(f"weight={weight}: the weight of {getattr(row, 'source', row)} must be 0 or more")
+                raise UserError(f"weight={weight} of {getattr(row, 'source', row)}: must be 0 or more")
         if sum(self._weights) < 1:
             raise UserError(
-                f"weight: {len(rows)} rows weigh {sum(self._weights):g} together, less than one row an epoch; "
-                "give more rows or a higher weight"
+                f"weight: the weights of {len(rows)} rows sum to {sum(self._weights):g}, less than one row per epoch; "
+                "add rows or raise weight="
             )
         self._fingerprint = _fingerprint(rows, self._weights)
         self._epoch = 0
-        self._position = 0  # rows of the current epoch already returned
+        self._position = 0  # number of rows returned in the current epoch
         self._order = self._epoch_order(0)
 
     @property
     def epoch(self) -> float:
-        """Epochs returned so far, the current one as a fraction."""
+        """Number of epochs returned so far, including the fraction of the current epoch."""
         return self._epoch + (self._position / len(self._order) if self._order else 0.0)
 
     @property
     def rows_per_epoch(self) -> int:
-        """Rows per epoch; with fractional weights the expected number, rounded."""
+        """Number of rows per epoch; with fractional weights, the rounded expectation."""
         return round(sum(self._weights))
 
     def next(self, count: int | None = None) -> list[T]:
-        """The next batch_size rows, or `count` of them."""
+        """Return the next `count` rows (default: batch_size)."""
         batch: list[T] = []
         while len(batch) < (self.batch_size if count is None else count):
             if self._position >= len(self._order):
@@ -78,24 +78,24 @@ class Loader(Generic[T]):
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a saved position; refuses one of other rows or another order."""
+        """Resume from a saved position; raise if the rows or their order differ."""
         if (state["num_rows"], state["fingerprint"]) != (len(self.rows), self._fingerprint):
             raise UserError(
-                f"data: the checkpoint was made with other data ({state['num_rows']} rows, now {len(self.rows)}, or "
-                "other token ids); resume with the same data, template and length limits"
+                f"data: differs from the checkpoint's ({state['num_rows']} rows then, {len(self.rows)} now, or "
+                "different token ids); resume with the same data, chat template and length limits"
             )
         for name in ("seed", "shuffle"):
             if state[name] != getattr(self, name):
                 raise UserError(
-                    f"{name}={getattr(self, name)}: the checkpoint was made with {name}={state[name]}, which decides "
-                    "the order of the rows; resume with the same value"
+                    f"{name}={getattr(self, name)}: the checkpoint has {name}={state[name]}, which determines the row "
+                    "order; resume with the same value"
                 )
         self._epoch = state["epoch"]
         self._position = state["position"]
         self._order = self._epoch_order(self._epoch)
 
     def _epoch_order(self, epoch: int) -> list[int]:
-        # random.Random seeds from a string through SHA-512: the same order on every machine.
+        # random.Random hashes a string seed with SHA-512, so the order is the same on every machine.
         rng = random.Random(f"{self.seed}/{epoch}")
         order = []
         for row, weight in enumerate(self._weights):
@@ -109,7 +109,7 @@ class Loader(Generic[T]):
 
 
 def _fingerprint(rows: Sequence[Any], weights: Sequence[float]) -> str:
-    """Hash of what determines the batches: every list of integers in a row (ids, masks), and its weight."""
+    """Hash every list of integers in a row (ids, masks), and its weight: these determine the batches."""
     digest = hashlib.sha256()
     for row, weight in zip(rows, weights, strict=True):
         digest.update(repr(weight).encode())

@@ -1,22 +1,22 @@
-"""Sequences to micro-batches under a token budget, packed end to end or padded to a rectangle.
+"""Pack sequences into micro-batches under a token budget, end to end or padded to a rectangle.
 
     batches = make_batches([Item([5, 6, 7, 8], [False, False, True, True])], max_tokens=1024)
     hidden = ...                                   # (R, T, D) from batch.input_ids, position_ids and attention spans
-    hidden.flatten(0, 1)[batch.index]              # (N, D) the states that predict batch.target, never padding
+    hidden.flatten(0, 1)[batch.index]              # (N, D) states that predict batch.target; never padding
 
-A trained token at position p of its sequence is predicted by the state at p - 1 of the same sequence, so the index
-never crosses from one packed sequence into the next, and the first token of a sequence cannot be trained.
+The state at position p - 1 of a sequence predicts its token at p. So `index` never crosses a sequence boundary, and
+the first token of a sequence cannot be trained.
 
-With share_prompt, adjacent items that begin with the same prompt (of pairs: the two of a pair) become one prompt
-followed by their completions:
+With share_prompt, adjacent items with the same prompt (the two responses of a pair, the completions of a group) are
+laid out as one prompt followed by their completions:
 
-    place     0  1  2  3  4  5  6        prompt a b c, completions d e and f g
+    index     0  1  2  3  4  5  6        prompt a b c, completions d e and f g
     token     a  b  c  d  e  f  g
     position  0  1  2  3  4  3  4        as in separate sequences
-    attends   to its own run [own_start, own_stop), and to the prompt [prefix_start, prefix_stop)
+    attends   to [own_start, own_stop) in its own completion and [prefix_start, prefix_stop) in the prompt
 
-The last token of the prompt predicts the first token of every completion: its place is in the index once for each.
-Trained tokens of the prompt itself are in the index once for each item that trains them.
+The last prompt token predicts the first token of every completion, so `index` contains it once per completion.
+Trained prompt tokens appear once per item that trains them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 
 
 def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """x on the device. A copy from main memory to a GPU goes through pinned memory: the host does not wait for it."""
+    """Move x to the device; host-to-GPU copies are pinned and asynchronous."""
     if torch.device(device).type != "cuda" or x.is_cuda or x.numel() == 0:
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
@@ -39,43 +39,43 @@ def to_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Item:
-    """One sequence: token ids, and which of them are trained."""
+    """One sequence: token ids and a loss mask."""
 
     ids: list[int]
-    mask: list[bool]  # True = trained token; the first is never trained
-    prompt_length: int = 0  # leading ids that this item may share with others
+    mask: list[bool]  # True = trained token; False for the first token
+    prompt_length: int = 0  # number of leading ids that may be shared with other items
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One forward pass: R rows of T positions with whole sequences.
+    """The input of one forward pass: R rows of T columns that contain whole sequences.
 
-    A position attends to the places [prefix_start, prefix_stop) and [own_start, own_stop) of its row: the prompt it
-    shares with others (none: 0 and 0), and its own sequence up to itself. Padding attends to the padding before it.
+    A token attends to columns [prefix_start, prefix_stop) of its row, the shared prompt (0 and 0 if not shared), and
+    [own_start, own_stop), its own sequence up to itself. Padding attends to the padding before it.
     """
 
     input_ids: torch.Tensor  # (R, T) int64 token ids
-    position_ids: torch.Tensor  # (R, T) int64, counts from 0 in every sequence, its prompt included
+    position_ids: torch.Tensor  # (R, T) int64, from 0 in every sequence, including its prompt
     prefix_start: torch.Tensor  # (R, T) int64
     prefix_stop: torch.Tensor  # (R, T) int64
     own_start: torch.Tensor  # (R, T) int64
     own_stop: torch.Tensor  # (R, T) int64
     index: torch.Tensor  # (N,) int64 flat positions in R*T whose hidden state predicts each trained token
     target: torch.Tensor  # (N,) int64 the trained tokens, ordered by `rows`, then position
-    sequence: torch.Tensor  # (N,) int64 which of the items given to make_batches each trained token belongs to
+    sequence: torch.Tensor  # (N,) int64 item of each trained token, as an index into make_batches' items
     slot: torch.Tensor  # (N,) int64 index of that item in `rows`, for sums over sequences
-    rows: list[int]  # the items in this batch, in order
-    lengths: list[int]  # their lengths, in the same order
-    used: list[int]  # places with a token in each row; padding follows
+    rows: list[int]  # indices of this batch's items in make_batches' items, in order
+    lengths: list[int]  # lengths of these items
+    used: list[int]  # number of tokens in each row; padding follows
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sequences, without padding; a shared prompt counts in each."""
+        """Tokens of all sequences without padding; a shared prompt counts once per sequence."""
         return sum(self.lengths)
 
     @property
     def num_computed(self) -> int:
-        """Places with a token: num_tokens minus the prompt copies saved by sharing."""
+        """Tokens in the forward pass: num_tokens minus the prompt copies saved by sharing."""
         return sum(self.used)
 
     def to(self, device: torch.device | str) -> Batch:
@@ -84,22 +84,22 @@ class Batch:
 
 
 def empty_batch(multiple: int = 1) -> Batch:
-    """One row of padding: a forward pass for a rank without data."""
+    """Return one row of padding: a forward pass for a rank without data."""
     zeros = torch.zeros(1, multiple, dtype=torch.int64)
-    places = torch.arange(1, multiple + 1).unsqueeze(0)
-    none = torch.zeros(0, dtype=torch.int64)
+    stops = torch.arange(1, multiple + 1).unsqueeze(0)
+    empty = torch.zeros(0, dtype=torch.int64)
     return Batch(
-        input_ids=zeros, position_ids=places - 1, prefix_start=zeros, prefix_stop=zeros, own_start=zeros,
-        own_stop=places, index=none, target=none, sequence=none, slot=none, rows=[], lengths=[], used=[0],
+        input_ids=zeros, position_ids=stops - 1, prefix_start=zeros, prefix_stop=zeros, own_start=zeros,
+        own_stop=stops, index=empty, target=empty, sequence=empty, slot=empty, rows=[], lengths=[], used=[0],
     )  # fmt: skip
 
 
 class _Unit(NamedTuple):
     """Items that are laid out consecutively and never separated."""
 
-    rows: tuple[int, ...]
-    prompt: int  # length of the shared prompt, laid out once before the rest of each item; 0: nothing shared
-    size: int  # positions it takes in a packed row
+    rows: tuple[int, ...]  # item indices
+    prompt: int  # length of the shared prompt, laid out once before the completions; 0: not shared
+    size: int  # tokens in a packed row
     longest: int  # length of the longest item
 
 
@@ -117,21 +117,21 @@ def make_batches(
 ) -> list[Batch]:
     """Split items in order into `accumulation` chunks, and each chunk into micro-batches of at most max_tokens.
 
-    Each run of `together` items (the two responses of a pair) stays in one micro-batch. A run longer than max_tokens
-    gets its own micro-batch. Empty chunks give no micro-batch. With packing, `share_prompt` lays out equal prompts of
-    adjacent items once; a group over max_tokens is split into parts with one prompt each. With `together` above 1 only
-    the items of a run share. Row lengths are padded to a multiple of `multiple`, which attention kernels require.
+    Each run of `together` items (2 for pairs) stays in one micro-batch. A run longer than max_tokens gets its own
+    micro-batch. Empty chunks produce no micro-batch. With packing, `share_prompt` lays out equal prompts of adjacent
+    items once; a group over max_tokens is split into chunks with one prompt each. With `together` above 1, a prompt is
+    shared only within a run. Row lengths are padded to a multiple of `multiple`, which attention kernels require.
 
-    Packed sequences stand in one row, for attention that skips what no position attends to. With `one_row=False` the
-    rows of a micro-batch are as long as its longest sequence (or prompt with all completions that share it): for
-    attention that computes all pairs of positions of a row, whose time would grow with the square of max_tokens.
+    Packed sequences share one row, for attention kernels that skip masked blocks. With `one_row=False`, rows are only
+    as long as the micro-batch's longest sequence (or prompt with all completions that share it), for attention with a
+    dense mask, which is quadratic in row length.
     """
     assert min(accumulation, max_tokens, together, multiple) >= 1, (accumulation, max_tokens, together, multiple)
     assert len(items) % together == 0, (len(items), together)
-    for number, item in enumerate(items):
-        assert item.ids and len(item.ids) == len(item.mask), (number, len(item.ids), len(item.mask))
-        assert not item.mask[0], f"item {number}: nothing precedes the first token, so it cannot be trained"
-        assert 0 <= item.prompt_length <= len(item.ids), (number, item.prompt_length, len(item.ids))
+    for index, item in enumerate(items):
+        assert item.ids and len(item.ids) == len(item.mask), (index, len(item.ids), len(item.mask))
+        assert not item.mask[0], f"item {index}: the first token cannot be trained"
+        assert 0 <= item.prompt_length <= len(item.ids), (index, item.prompt_length, len(item.ids))
     num_runs = len(items) // together
     batches = []
     for chunk in range(accumulation):
@@ -160,63 +160,63 @@ def _unit(items: Sequence[Item], rows: Sequence[int], prompt: int = 0) -> _Unit:
 
 
 def _common_prompt(items: Sequence[Item], rows: Sequence[int]) -> int:
-    """Length of the prompt that all of them begin with; 0 if their prompts differ."""
+    """Return the length of the items' prompt, or 0 if their prompts differ."""
     prompts = [items[row].ids[: items[row].prompt_length] for row in rows]
     return len(prompts[0]) if all(prompt == prompts[0] for prompt in prompts) else 0
 
 
 def _shared_units(items: Sequence[Item], members: range, max_tokens: int) -> list[_Unit]:
-    """Adjacent items with equal prompts as one unit, or as several within max_tokens, each with its prompt."""
+    """Join adjacent items with equal prompts into one unit, or into several with a prompt each to fit max_tokens."""
     units = []
     for prompt, run in itertools.groupby(members, key=lambda row: items[row].ids[: items[row].prompt_length]):
         completions = [_unit(items, [row]) for row in run]
         if prompt:
             completions = [unit._replace(size=unit.size - len(prompt)) for unit in completions]
-            parts = _first_fit(completions, max_tokens - len(prompt))
+            chunks = _first_fit(completions, max_tokens - len(prompt))
         else:
-            parts = [[unit] for unit in completions]
-        for part in parts:
-            rows = sorted(row for unit in part for row in unit.rows)
+            chunks = [[unit] for unit in completions]
+        for chunk in chunks:
+            rows = sorted(row for unit in chunk for row in unit.rows)
             units.append(_unit(items, rows, len(prompt) if len(rows) > 1 else 0))
     return units
 
 
 def _first_fit(units: list[_Unit], max_tokens: int) -> list[list[_Unit]]:
-    """First-fit decreasing: each unit goes to the first group with room for it, largest first."""
-    groups: list[list[_Unit]] = []
+    """First-fit decreasing: put each unit, largest first, into the first bin with room for it."""
+    bins: list[list[_Unit]] = []
     room: list[int] = []
     for unit in sorted(units, key=lambda unit: -unit.size):  # stable
-        place = next((i for i, free in enumerate(room) if free >= unit.size), None)
-        if place is None:
-            groups.append([unit])
+        i = next((i for i, free in enumerate(room) if free >= unit.size), None)
+        if i is None:
+            bins.append([unit])
             room.append(max_tokens - unit.size)
         else:
-            groups[place].append(unit)
-            room[place] -= unit.size
-    return groups
+            bins[i].append(unit)
+            room[i] -= unit.size
+    return bins
 
 
 def _first_fit_rows(units: list[_Unit], max_tokens: int, multiple: int) -> list[list[list[_Unit]]]:
-    """Micro-batches of rows of units: the first unit of a micro-batch, its largest, sets the length of its rows."""
+    """Fill rows, and rows into micro-batches; the first unit of a micro-batch, its largest, sets the row length."""
     rectangles: list[list[list[_Unit]]] = []
-    room: list[int] = []  # in the rows of the last one
+    room: list[int] = []  # free tokens in each row of the last rectangle
     length = 0
     for unit in sorted(units, key=lambda unit: -unit.size):  # stable
-        place = next((i for i, free in enumerate(room) if free >= unit.size), None)
-        if place is None:
+        row = next((i for i, free in enumerate(room) if free >= unit.size), None)
+        if row is None:
             if not rectangles or (len(room) + 1) * length > max_tokens:
                 rectangles.append([])
                 room, length = [], _round_up(unit.size, multiple)
             rectangles[-1].append([])
             room.append(length)
-            place = len(room) - 1
-        rectangles[-1][place].append(unit)
-        room[place] -= unit.size
+            row = len(room) - 1
+        rectangles[-1][row].append(unit)
+        room[row] -= unit.size
     return rectangles
 
 
 def _group_padded(units: list[_Unit], max_tokens: int, multiple: int) -> list[list[_Unit]]:
-    """Longest first, so the first unit of a group sets its width and the others need little padding."""
+    """Group units, longest first: the first unit of a group sets its width and the others need little padding."""
     groups: list[list[_Unit]] = []
     for unit in sorted(units, key=lambda unit: -unit.longest):  # stable
         width = _round_up(groups[-1][0].longest, multiple) if groups else 0
@@ -232,10 +232,9 @@ def _round_up(length: int, multiple: int) -> int:
 
 
 def _build(items: Sequence[Item], rectangle: list[list[_Unit]], pad_id: int, multiple: int) -> Batch:
-    """The batch of these rows of units."""
     used = [sum(unit.size for unit in units) for units in rectangle]
     shape = (len(rectangle), _round_up(max(used), multiple))
-    # NumPy: several times as fast as torch for lists and small slices.
+    # NumPy is several times faster than torch for lists and small slices.
     input_ids = np.full(shape, pad_id, dtype=np.int64)
     position_ids, prefix_start, prefix_stop, own_start = (np.zeros(shape, dtype=np.int64) for _ in range(4))
     members, index, target, sequence, slot = [], [], [], [], []
@@ -250,17 +249,17 @@ def _build(items: Sequence[Item], rectangle: list[list[_Unit]], pad_id: int, mul
             own_start[row, prompt] = prompt.start
             for member in unit.rows:
                 ids = np.array(items[member].ids, dtype=np.int64)
-                own = slice(stop, stop + len(ids) - unit.prompt)
-                stop = own.stop
-                input_ids[row, own] = ids[unit.prompt :]
-                position_ids[row, own] = np.arange(unit.prompt, len(ids))
-                own_start[row, own] = own.start
+                completion = slice(stop, stop + len(ids) - unit.prompt)
+                stop = completion.stop
+                input_ids[row, completion] = ids[unit.prompt :]
+                position_ids[row, completion] = np.arange(unit.prompt, len(ids))
+                own_start[row, completion] = completion.start
                 if unit.prompt:
-                    prefix_start[row, own], prefix_stop[row, own] = prompt.start, prompt.stop
+                    prefix_start[row, completion], prefix_stop[row, completion] = prompt.start, prompt.stop
                 trained = np.flatnonzero(items[member].mask)
                 before = trained - 1
-                place = before + np.where(before < unit.prompt, prompt.start, own.start - unit.prompt)
-                index.append(row * shape[1] + place)
+                column = before + np.where(before < unit.prompt, prompt.start, completion.start - unit.prompt)
+                index.append(row * shape[1] + column)
                 target.append(ids[trained])
                 sequence.append(np.full_like(trained, member))
                 slot.append(np.full_like(trained, len(members)))

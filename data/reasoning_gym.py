@@ -1,12 +1,12 @@
-"""Rows of reasoning-gym's procedural tasks (extra `rewards`), and its verifiers.
+"""Generate rows of reasoning-gym's procedural tasks (extra `rewards`), and score answers with its verifiers.
 
     make_rows("chain_sum", split="train", size=1, seed=0, options={"max_terms": "2"})
     -> [{"prompt": [{"role": "user", "content": "... 4 - 1 ="}], "answer": "3", "metadata": {...},
          "reasoning_gym": {"task": "chain_sum", "options": {"max_terms": 2}}}]
 
-Rows are made in a separate process with a fixed hash seed: several tasks iterate over sets of strings, so their rows
-differ between Python processes, and a resumed run would train on other prompts. A row whose own answer does not score 1
-is left out, and counted. A stable hash assigns a question to `train` or `eval`, whatever the seed.
+Rows are generated in a separate process with a fixed hash seed: several tasks iterate over sets of strings, so their
+rows differ between Python processes, and a resumed run would train on other prompts. A row is skipped, and counted, if
+its answer does not score 1. A stable hash assigns a question to `train` or `eval`, independent of the seed.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from data.tasks import bucket
 PREFIX = "reasoning_gym:"
 SPLITS = {"train": range(0, 90), "eval": range(90, 100)}  # percent of the questions
 DEFAULT_SIZE = {"train": 1000, "eval": 100}
-# Problems tried per row wanted: one in ten is an eval row, and eval takes no question twice.
+# Problems generated per requested row: one in ten belongs to eval, and eval has no question twice.
 TRIES = {"train": 4, "eval": 40}
-# Verifiers that compare boards with tuples, which JSON returns as lists: the right answer would score 0.05.
+# Verifiers that compare boards with tuples. JSON turns tuples into lists, so a correct answer would score 0.05.
 TUPLES = ("arc_agi", "rearc")
 NONSENSE = "strop strop"
 USAGE = """usage: python -m data.reasoning_gym REQUEST FILE
 
-Makes the rows described by REQUEST (JSON) and writes them to FILE: the process that make_rows starts.
-To look at rows: python -m data.show --data reasoning_gym:chain_sum"""
+Writes the rows described by REQUEST (JSON) to FILE; make_rows starts this process.
+To show rows: python -m data.show --data reasoning_gym:chain_sum"""
 
 
 def check_installed(what: str) -> None:
@@ -51,7 +51,7 @@ def check_installed(what: str) -> None:
 def make_rows(
     task: str, *, split: str = "train", size: int | None = None, seed: int = 0, options: dict[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """Rows of a task; options are the task's settings as text, lists as a|b."""
+    """Generate rows of a task; options are the task's settings as text, with lists as a|b."""
     label = f"data={PREFIX}{task}"
     check_installed(label)
     if split not in SPLITS:
@@ -60,48 +60,48 @@ def make_rows(
         raise UserError(f"{label}: size={size} must be 1 or more")
     request = {"task": task, "split": split, "size": size, "seed": seed, "options": options or {}}
     with tempfile.TemporaryDirectory() as scratch:
-        place = Path(scratch) / "rows.json"
-        done = subprocess.run(
-            [sys.executable, "-m", "data.reasoning_gym", json.dumps(request), str(place)],
-            cwd=Path(__file__).resolve().parents[1],  # imports this `data`, whatever is in the user's folder
+        file = Path(scratch) / "rows.json"
+        process = subprocess.run(
+            [sys.executable, "-m", "data.reasoning_gym", json.dumps(request), str(file)],
+            cwd=Path(__file__).resolve().parents[1],  # to import this `data`, not one in the user's folder
             env={**os.environ, "PYTHONHASHSEED": "0"}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
         )  # fmt: skip
-        if not place.exists():
-            last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-            raise UserError(f"{label}: its rows could not be made ({last}); try other settings or another task")
-        made = json.loads(place.read_text(encoding="utf-8"))
-    if "refused" in made:
-        raise UserError(f"{label}: {made['refused']}")
-    for note in made["notes"]:
+        if not file.exists():
+            last = (process.stderr.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+            raise UserError(f"{label}: generating rows failed ({last}); try other settings or another task")
+        reply = json.loads(file.read_text(encoding="utf-8"))
+    if "error" in reply:
+        raise UserError(f"{label}: {reply['error']}")
+    for note in reply["notes"]:
         print(f"{label}: {note}", file=sys.stderr)
-    return made["rows"]
+    return reply["rows"]
 
 
 def score_answer(task: str, options: dict[str, Any], answer: str, entry: dict[str, Any]) -> float:
-    """The verifier's score of an answer to the entry {"answer", "metadata"}; 0 if it raises on the answer.
+    """Return the verifier's score of an answer to the entry {"answer", "metadata"}; 0 if the verifier raises.
 
-    Scores are not only 0 and 1: many verifiers give partial credit for a wrong answer.
+    Many verifiers give partial credit for a wrong answer.
     """
     if task in TUPLES:
         entry = {**entry, "metadata": _tuples(entry["metadata"])}
     verifier = _dataset(task, json.dumps(options, sort_keys=True))
     try:
         return float(verifier.score_answer(answer=answer, entry=entry))
-    except Exception:  # some verifiers parse without checks: text they raise on is a wrong answer
+    except Exception:  # some verifiers parse without checks: if they raise, the answer is wrong
         return 0.0
 
 
 def known_tasks() -> list[str]:
     from reasoning_gym.factory import DATASETS
 
-    return sorted(DATASETS.keys() - {"composite"})  # which holds other tasks: give --data once for each instead
+    return sorted(DATASETS.keys() - {"composite"})  # composite combines tasks: use several --data entries
 
 
 @lru_cache(maxsize=32)
 def _dataset(task: str, options: str) -> Any:
     import reasoning_gym
 
-    # A verifier reads the settings of its rows (how many decimals count, say), never the size.
+    # A verifier reads the settings of its rows (such as the number of decimals), never the size.
     return reasoning_gym.create_dataset(task, **{"seed": 0, **json.loads(options)})
 
 
@@ -111,17 +111,13 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-# In the process that makes rows.
+# In the process that generates rows.
 
 
-class _Refused(Exception):
-    """An error message for the user."""
-
-
-def _make(task: str, split: str, size: int | None, seed: int, options: dict[str, str]) -> dict[str, Any]:
+def _generate(task: str, split: str, size: int | None, seed: int, options: dict[str, str]) -> dict[str, Any]:
     if task not in known_tasks():
-        near = suggest(task, known_tasks()).partition(" (")[0]  # without the list of all names
-        raise _Refused(f"no such task of reasoning-gym; {near} (its README lists them)")
+        hint = suggest(task, known_tasks()).partition(" (")[0]  # without the list of all names
+        raise UserError(f"reasoning-gym has no such task; {hint} (its README lists them)")
     typed = _typed(task, options)
     wanted = size or DEFAULT_SIZE[split]
     limit = max(wanted, 25) * TRIES[split]
@@ -132,7 +128,7 @@ def _make(task: str, split: str, size: int | None, seed: int, options: dict[str,
     for index in range(limit):
         if len(rows) == wanted:
             break
-        random.seed(f"{seed}/{index}")  # some tasks use the global generator
+        random.seed(f"{seed}/{index}")  # some tasks use the global random state
         item = json.loads(json.dumps(dataset[index], default=str))
         question = item["question"]
         if bucket(PREFIX + task, question) not in SPLITS[split] or (split == "eval" and question in seen):
@@ -145,33 +141,33 @@ def _make(task: str, split: str, size: int | None, seed: int, options: dict[str,
         rows.append({"prompt": prompt, "answer": item["answer"], "metadata": item["metadata"],
                      "reasoning_gym": {"task": task, "options": typed}})  # fmt: skip
     if not rows or (size is not None and len(rows) < size):
-        raise _Refused(f"only {len(rows)} rows for split={split} with these settings; give size={len(rows)} or less")
+        raise UserError(f"only {len(rows)} rows for split={split} with these settings; set size={len(rows)} or less")
     return {"rows": rows, "notes": _notes(task, typed, rows, wrong)}
 
 
 def _notes(task: str, options: dict[str, Any], rows: list[dict[str, Any]], wrong: int) -> list[str]:
     notes = []
     if wrong:
-        notes.append(f"left out {wrong} rows whose own answer does not score 1")
-    fooled = [score_answer(task, options, NONSENSE, row) for row in rows[:20]]
-    if max(fooled) >= 0.5:
-        notes.append(f"its verifier gives up to {max(fooled):g} for nonsense; look at its scores before you trust it")
+        notes.append(f"skipped {wrong} rows whose reference answer does not score 1")
+    highest = max(score_answer(task, options, NONSENSE, row) for row in rows[:20])
+    if highest >= 0.5:
+        notes.append(f"its verifier scores nonsense up to {highest:g}; check its scores before you trust it")
     return notes
 
 
 def _typed(task: str, options: dict[str, str]) -> dict[str, Any]:
-    """Settings with the types of the task's config class."""
+    """Convert settings to the types of the task's config class."""
     from reasoning_gym.factory import DATASETS
 
     fields = {field.name: field for field in dataclasses.fields(DATASETS[task][1])}
     typed = {}
     for key, text in options.items():
         if key not in fields or key in ("size", "seed"):
-            raise _Refused(f"unknown key {key!r}; {suggest(key, fields)}")
+            raise UserError(f"unknown key {key!r}; {suggest(key, fields)}")
         field = fields[key]
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        listed = isinstance(default, (list, tuple))
-        typed[key] = [_scalar(part) for part in text.split("|")] if listed else _scalar(text)
+        is_list = isinstance(default, (list, tuple))
+        typed[key] = [_scalar(item) for item in text.split("|")] if is_list else _scalar(text)
     return typed
 
 
@@ -180,7 +176,7 @@ def _scalar(text: str) -> Any:
         value = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError):
         return text
-    return value if isinstance(value, (bool, int, float)) else text  # "-" is a list in YAML, an operator here
+    return value if isinstance(value, (bool, int, float)) else text  # "-" is a list in YAML but an operator here
 
 
 def _create(task: str, settings: dict[str, Any]) -> Any:
@@ -188,16 +184,16 @@ def _create(task: str, settings: dict[str, Any]) -> Any:
 
     try:
         return reasoning_gym.create_dataset(task, **settings)
-    except Exception as error:  # its checks are assertions
-        raise _Refused(f"refuses these settings ({error or type(error).__name__}); change them") from None
+    except Exception as error:  # reasoning-gym checks settings with assertions
+        raise UserError(f"rejects these settings ({error or type(error).__name__}); change them") from None
 
 
-def main(request: str, place: str) -> None:
+def main(request: str, file: str) -> None:
     try:
-        made = _make(**json.loads(request))
-    except _Refused as error:
-        made = {"refused": str(error)}
-    Path(place).write_text(json.dumps(made), encoding="utf-8")
+        reply = _generate(**json.loads(request))
+    except UserError as error:
+        reply = {"error": str(error)}
+    Path(file).write_text(json.dumps(reply), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""python -m data.show: how training sees rows: rendered text with trained tokens marked, and token counts.
+"""python -m data.show: print rows as training reads them, with trained tokens marked and token counts.
 
 python -m data.show --data pairs.jsonl --data-format chatml.intel --model Qwen/Qwen2.5-0.5B-Instruct
 python -m data.show --config runs/my_run/config.yaml
 
-Your own transform gets the config that training would pass to it: that of --config, else the defaults of a method that
-reads such rows.
+A custom transform gets the config that training would pass to it: --config, or the defaults of a method that reads this
+kind of rows.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from data.chat import ASSISTANT, Trained, set_chat_template, set_special_tokens
+from data.chat import Trained, set_chat_template, set_special_tokens
 from data.command.flags import parse_command, run_command
 from data.errors import UserError
 from data.format_options import FormatOptions
@@ -37,12 +37,16 @@ from data.rows.targets import load_targets
 from data.rows.unpaired import load_labelled
 from data.sources import load_rows
 from data.training_config import config_for, config_from, uses_transform
+from data.types import Example, Labelled, Pair, Steps, TargetPrompt
+
+if TYPE_CHECKING:
+    from data.strided import Document  # imports torch
 
 TINY_MODEL = Path(__file__).resolve().parent.parent / "trainer" / "tiny"
 QUANTILES = (0.0, 0.5, 0.9, 0.95, 0.99, 1.0)
-STYLES = {0: "dim", 1: "bold green", 2: "bold red"}  # by mark: not trained, trained, labelled wrong
-LEGEND = "Under each text: how many of its tokens, in order, are trained and how many are not."
-# Flags that only apply to some kinds of rows.
+STYLES = {0: "dim", 1: "bold green", 2: "bold red"}  # mark -> style: not trained, trained, labelled wrong
+LEGEND = "Below each text: the lengths of its trained and untrained runs of tokens, in order."
+# Flags that apply only to some kinds of rows.
 USED_BY = {
     "max_length": ("pairs", "unpaired", "sft", "stepwise", "documents"),
     "max_prompt_length": ("pairs", "unpaired", "prompts", "truths"),
@@ -55,20 +59,20 @@ Kind = Literal["auto", "pairs", "unpaired", "prompts", "sft", "stepwise", "truth
 
 @dataclass(frozen=True, kw_only=True)
 class ShowConfig:
-    """Show how training sees rows: rendered text, trained tokens, token counts and length quantiles."""
+    """Print rows as training reads them: rendered text, trained tokens, token counts and length quantiles."""
 
     data: tuple[str, ...] = ()
-    """Rows to show, in the form of the trainer's --data."""
+    """Rows to show, same syntax as the trainer's --data."""
     config: str | None = None
-    """YAML file of a training run: its rows are shown with its settings; flags win over it."""
+    """YAML file of a training run: show its rows with its settings. Flags override it."""
     data_format: str = "auto"
-    """How rows are read: auto, a format name, or my_module.my_transform."""
+    """Row format: auto, a format name or my_module.my_transform."""
     kind: Kind = "auto"
-    """What the rows are for; auto infers it from the format and the columns."""
+    """Kind of rows. auto: inferred from the format and the columns."""
     model: str = "builtin:tiny"
     """Model whose tokenizer is used: hub id, local folder, run folder, or builtin:tiny."""
     rows: int = 3
-    """Number of rows printed; the quantiles are of all rows."""
+    """Number of rows to print. The quantiles cover all rows."""
     chat_template: str = "tokenizer_default"
     """tokenizer_default, chatml, llama3, gemma, qwen_25, qwen3, phi_3, phi_4, or a FILE.jinja."""
     chat_template_kwargs: JsonObject = field(default_factory=dict)
@@ -76,19 +80,19 @@ class ShowConfig:
     special_tokens: JsonObject = field(default_factory=dict)
     """Tokens of the tokenizer to use as pad_token, eos_token, bos_token or unk_token, as a JSON object."""
     eot_tokens: tuple[str, ...] = ()
-    """Further tokens that end a turn."""
+    """Additional end-of-turn tokens."""
     system_prompt: str | None = None
-    """System message put before every conversation that has none."""
+    """System message for conversations without one."""
     max_length: int | None = None
-    """As in training, longer rows are cut or left out; unset shows whole rows."""
+    """Truncate or skip longer rows, as in training. None: no limit."""
     max_prompt_length: int | None = None
-    """As in training, rows with longer prompts are left out (pairs, unpaired, prompts, truths)."""
+    """Skip rows with longer prompts, as in training (pairs, unpaired, prompts, truths)."""
     step_separator: str = "\n"
-    """What ends a step (stepwise)."""
+    """Text that ends a step (stepwise)."""
     bad_rows: BadRows = "error"
     """Stop at an unusable row, or skip and count it (pairs, unpaired, stepwise)."""
     trust_remote_code: bool = False
-    """Allow running Python code that comes with the tokenizer."""
+    """Allow running Python code from the tokenizer's repository."""
     format: FormatOptions = field(default_factory=FormatOptions)
 
     def __post_init__(self) -> None:
@@ -96,7 +100,7 @@ class ShowConfig:
             raise UserError(f"rows={self.rows}: must be 0 or more")
 
 
-class Part(NamedTuple):
+class Segment(NamedTuple):
     """One sequence of a row."""
 
     title: str
@@ -104,14 +108,14 @@ class Part(NamedTuple):
     marks: list[int]  # keys of STYLES
 
 
-class Shown(NamedTuple):
+class ShownRow(NamedTuple):
     source: str
-    parts: list[Part]
-    lengths: dict[str, int]  # name of a part -> tokens
+    segments: list[Segment]
+    lengths: dict[str, int]  # name -> number of tokens
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 2 after an error message of one line."""
+    """Return the exit status: 0, or 2 after a one-line error message."""
     return run_command(lambda: run(parse_command(ShowConfig, argv, "python -m data.show")))
 
 
@@ -125,27 +129,27 @@ def run(cfg: ShowConfig) -> None:
 
 
 def with_training(cfg: ShowConfig) -> tuple[ShowConfig, Any]:
-    """The settings of --config, overridden by flags, and the config that a transform gets."""
+    """Return the settings of --config, overridden by flags, and the config to pass to a transform."""
     default = ShowConfig()
-    given = {f.name: getattr(cfg, f.name) for f in fields(cfg) if getattr(cfg, f.name) != getattr(default, f.name)}
+    flags = {f.name: getattr(cfg, f.name) for f in fields(cfg) if getattr(cfg, f.name) != getattr(default, f.name)}
     names = ("data", "data_format", "model", "chat_template", "system_prompt", "chat_template_kwargs", "special_tokens",
              "eot_tokens")  # fmt: skip
-    passed = {name: given[name] for name in names if name in given}
+    passed = {name: flags[name] for name in names if name in flags}
     if cfg.config is None:
         if not cfg.data:
-            raise UserError("data: required; give --data, or --config with the YAML file of a run")
+            raise UserError("--data is required, or --config with the YAML file of a run")
         if not uses_transform(cfg.data, cfg.data_format):
             return cfg, None
         kind = kind_of(cfg) if cfg.kind == "auto" else cfg.kind
         return replace(cfg, kind=kind), config_for(kind, {"model": cfg.model, **passed})
     training, kind, tree = config_from(cfg.config, passed)
-    # Only a flag may allow a model's own code to run, not a file.
-    copied = [f.name for f in fields(cfg) if f.name in tree and f.name not in (*given, "trust_remote_code")]
+    # Only a flag may allow a model's code to run, not a file.
+    copied = [f.name for f in fields(cfg) if f.name in tree and f.name not in (*flags, "trust_remote_code")]
     values = {name: tree[name] for name in copied}
     values |= {"format": training.format} if "format" in values else {}
     values |= {name: tuple(values[name]) for name in ("data", "eot_tokens") if name in values}
-    cfg = replace(cfg, **({} if "kind" in given else {"kind": kind}), **values)
-    # Settings of the method that do not apply to this kind of rows are ignored, not refused.
+    cfg = replace(cfg, **({} if "kind" in flags else {"kind": kind}), **values)
+    # Settings of the file that do not apply to this kind of rows are ignored.
     unused = {
         name: getattr(default, name) for name, kinds in USED_BY.items() if cfg.kind not in kinds and name in values
     }
@@ -153,67 +157,61 @@ def with_training(cfg: ShowConfig) -> tuple[ShowConfig, Any]:
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
-    """A tokenizer from a hub id, a folder, or a finished run (its final/)."""
+    """Load a tokenizer from a hub id, a folder, or a finished run (its final/)."""
     from transformers import AutoTokenizer
 
-    place = TINY_MODEL if name == "builtin:tiny" else Path(name).expanduser()
-    place = place / "final" if (place / "final").is_dir() else place
-    if not place.is_dir():
+    folder = TINY_MODEL if name == "builtin:tiny" else Path(name).expanduser()
+    folder = folder / "final" if (folder / "final").is_dir() else folder
+    if not folder.is_dir():
         check_hub("model", name)
     try:
         return AutoTokenizer.from_pretrained(
-            str(place) if place.is_dir() else name, trust_remote_code=trust_remote_code
+            str(folder) if folder.is_dir() else name, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError) as error:  # what transformers raises if it is missing or unreadable
+    except (OSError, ValueError) as error:  # raised by transformers if it is missing or unreadable
         reason = str(error).strip().split("\n")[0]
         needs_code = "trust_remote_code" in str(error)
         remedy = "if you trust its code, pass --trust-remote-code" if needs_code else "check the path or hub id"
         raise UserError(f"model={name}: its tokenizer cannot be loaded ({reason}); {remedy}") from None
 
 
-def trained_of(training: Any) -> Trained:
-    """What an SFT run trains of a conversation."""
-    if not hasattr(training, "roles_to_train"):
-        return ASSISTANT
-    return Trained(training.roles_to_train, training.train_on_eos, training.train_on_inputs)
-
-
-def read(cfg: ShowConfig, tokenizer: Any, training: Any = None) -> list[Shown]:
-    """All rows, as returned by the loader of their kind."""
+def read(cfg: ShowConfig, tokenizer: Any, training: Any = None) -> list[ShownRow]:
+    """Load all rows with the loader of their kind."""
     kind = kind_of(cfg) if cfg.kind == "auto" else cfg.kind
     for name, kinds in USED_BY.items():
         if kind not in kinds and getattr(cfg, name) != getattr(ShowConfig(), name):
-            raise UserError(f"{name}: has no effect on rows of kind={kind}; it is for {', '.join(kinds)}")
+            raise UserError(f"{name}: has no effect with kind={kind}; it is for {', '.join(kinds)}")
     common = {"data_format": cfg.data_format, "system_prompt": cfg.system_prompt,
               "chat_template_kwargs": cfg.chat_template_kwargs, "cfg": training}  # fmt: skip
     if kind == "prompts":
         rows = load_prompts(cfg.data, tokenizer, max_prompt_length=cfg.max_prompt_length, **common)
-        return [Shown(row.source, [_part("prompt", row.ids, [])], {"prompt": len(row.ids)}) for row in rows]
+        return [ShownRow(row.source, [_segment("prompt", row.ids, [])], {"prompt": len(row.ids)}) for row in rows]
     if kind == "truths":
         common |= {"max_prompt_length": cfg.max_prompt_length, "options": cfg.format}
         return [
-            _shown_target(row) for row in load_targets(cfg.data, tokenizer, max_completion_length=sys.maxsize, **common)
+            _show_target(row) for row in load_targets(cfg.data, tokenizer, max_completion_length=sys.maxsize, **common)
         ]
     longest = sys.maxsize if cfg.max_length is None else cfg.max_length
     if kind == "documents":
         from data.rows.documents import load_documents  # imports torch
 
-        return [_shown_document(row) for row in load_documents(cfg.data, tokenizer, max_length=longest, **common)]
+        return [_show_document(row) for row in load_documents(cfg.data, tokenizer, max_length=longest, **common)]
     if kind == "sft":
-        common |= {"trained": trained_of(training)}
-        return [_shown_example(row) for row in load_examples(cfg.data, tokenizer, max_length=longest, **common)]
+        if hasattr(training, "roles_to_train"):  # the config of an SFT run
+            common["trained"] = Trained(training.roles_to_train, training.train_on_eos, training.train_on_inputs)
+        return [_show_example(row) for row in load_examples(cfg.data, tokenizer, max_length=longest, **common)]
     common |= {"max_length": cfg.max_length, "bad_rows": cfg.bad_rows}
     if kind == "stepwise":
         steps = load_steps(cfg.data, tokenizer, step_separator=cfg.step_separator, **common)
-        return [_shown_steps(row) for row in steps]
+        return [_show_steps(row) for row in steps]
     common |= {"max_prompt_length": cfg.max_prompt_length, "options": cfg.format}
     if kind == "pairs":
-        return [_shown_pair(pair) for pair in load_pairs(cfg.data, tokenizer, **common)]
-    return [_shown_labelled(row) for row in load_labelled(cfg.data, tokenizer, **common)]
+        return [_show_pair(pair) for pair in load_pairs(cfg.data, tokenizer, **common)]
+    return [_show_labelled(row) for row in load_labelled(cfg.data, tokenizer, **common)]
 
 
 def kind_of(cfg: ShowConfig) -> Kind:
-    """What rows are for, inferred from the name of their format, else from the columns of the first row."""
+    """Infer the kind of rows from the name of their format, otherwise from the columns of the first row."""
     spec = parse_specs(cfg.data)[0]
     name = spec.format or cfg.data_format
     options = replace(cfg.format, **spec.format_options)
@@ -226,7 +224,7 @@ def kind_of(cfg: ShowConfig) -> Kind:
     labelled = options.field_label in columns and (options.field_completion in columns or not pair)
     if labelled and (name in PAIR_FORMATS or name == "auto"):
         return "unpaired"
-    if name in ("chat_template", "sharegpt", "user_defined"):  # for pairs and for examples
+    if name in ("chat_template", "sharegpt", "user_defined"):  # for pairs and for SFT rows
         return "pairs" if pair else "sft"
     if name != "auto":
         kinds = {"stepwise": STEP_FORMATS, "pairs": PAIR_FORMATS, "sft": SFT_FORMATS, "truths": EBFT_FORMATS,
@@ -244,74 +242,75 @@ def kind_of(cfg: ShowConfig) -> Kind:
         if needed <= columns and "." not in name:
             return kind
     if any(known.startswith(name.partition(".")[0] + ".") for known in PAIR_FORMATS):
-        return "pairs"  # a misspelt name, for which the loader suggests the right one
+        return "pairs"  # a misspelt name: the loader suggests the correct one
     if name == "auto":
         raise UserError(f"columns {', '.join(first)}: {_format_hint(first, options)}")
-    raise UserError(f"kind=auto: cannot be inferred from data_format={name} and the columns of the data; give --kind")
+    raise UserError(f"kind=auto: cannot be inferred from data_format={name} and the columns of the data; set --kind")
 
 
 def _format_hint(row: dict[str, Any], options: FormatOptions) -> str:
-    """What to set for a row that no loader reads without a format: the formats that read it, found by trying them."""
+    """Suggest the formats that can read a row, found by trying all of them."""
 
-    def read_by(formats: Mapping[str, Any], *args: Any) -> list[str]:
-        found = []
+    def readers(formats: Mapping[str, Any], *args: Any) -> list[str]:
+        names = []
         for name, function in formats.items():
             with contextlib.suppress(ValueError):
                 function(row, *args)
-                found.append(name)
-        return found
+                names.append(name)
+        return names
 
-    prompts = read_by(PROMPT_FORMATS)
-    examples = [name for name in read_by(SFT_FORMATS) if name in prompts]  # gsm8k needs the #### of its answers
-    found = examples or [name for name in read_by(PAIR_FORMATS, options) if not name.endswith(".default")]
-    if found:
-        return f"set --data-format {' or '.join(sorted(found))}"
+    prompts = readers(PROMPT_FORMATS)
+    examples = [name for name in readers(SFT_FORMATS) if name in prompts]  # gsm8k needs the #### of its answers
+    names = examples or [name for name in readers(PAIR_FORMATS, options) if not name.endswith(".default")]
+    if names:
+        return f"set --data-format {' or '.join(sorted(names))}"
     if prompts:
         return f"set --data-format {' or '.join(sorted(prompts))} and --kind prompts"
-    return "no format reads them; rename them, for example to prompt and completion, or give --kind"
+    return "no format reads them; rename them, for example to prompt and completion, or set --kind"
 
 
-def _part(title: str, context: list[int], trained: list[int]) -> Part:
-    return Part(title, context + trained, [0] * len(context) + [1] * len(trained))
+def _segment(title: str, context: list[int], trained: list[int]) -> Segment:
+    return Segment(title, context + trained, [0] * len(context) + [1] * len(trained))
 
 
-def _shown_example(row: Any) -> Shown:
-    part = Part("example", row.ids, [int(trained) for trained in row.mask])
-    return Shown(row.source, [part], {"whole": len(row.ids), "trained": sum(row.mask)})
+def _show_example(row: Example) -> ShownRow:
+    segment = Segment("example", row.ids, [int(trained) for trained in row.mask])
+    return ShownRow(row.source, [segment], {"whole": len(row.ids), "trained": sum(row.mask)})
 
 
-def _shown_target(row: Any) -> Shown:
+def _show_target(row: TargetPrompt) -> ShownRow:
     mask = row.target_mask or [True] * len(row.target_ids)
-    part = Part("truth", row.ids + row.target_ids, [0] * len(row.ids) + [int(trained) for trained in mask])
-    return Shown(row.source, [part], {"prompt": len(row.ids), "truth": len(mask), "whole": len(part.ids)})
+    segment = Segment("truth", row.ids + row.target_ids, [0] * len(row.ids) + [int(trained) for trained in mask])
+    return ShownRow(row.source, [segment], {"prompt": len(row.ids), "truth": len(mask), "whole": len(segment.ids)})
 
 
-def _shown_document(row: Any) -> Shown:
+def _show_document(row: Document) -> ShownRow:
     trained = set(row.trained())
-    part = Part("document", row.ids, [int(place in trained) for place in range(len(row.ids))])
-    return Shown(row.source, [part], {"given": row.prompt_length, "whole": len(row.ids), "trained": len(trained)})
+    segment = Segment("document", row.ids, [int(i in trained) for i in range(len(row.ids))])
+    return ShownRow(row.source, [segment], {"given": row.prompt_length, "whole": len(row.ids), "trained": len(trained)})
 
 
-def _shown_steps(row: Any) -> Shown:
+def _show_steps(row: Steps) -> ShownRow:
     marks = [0 if label == UNLABELLED else 2 - label for label in row.labels]
     title = f"steps ({', '.join({1: 'right', 2: 'wrong'}[mark] for mark in marks if mark)})"
-    return Shown(row.source, [Part(title, row.ids, marks)], {"whole": len(row.ids), "steps": sum(map(bool, marks))})
+    lengths = {"whole": len(row.ids), "steps": sum(map(bool, marks))}
+    return ShownRow(row.source, [Segment(title, row.ids, marks)], lengths)
 
 
-def _shown_pair(pair: Any) -> Shown:
-    parts = [_part(name, pair.prompt_ids, getattr(pair, f"{name}_ids")) for name in ("chosen", "rejected")]
+def _show_pair(pair: Pair) -> ShownRow:
+    segments = [_segment(name, pair.prompt_ids, getattr(pair, f"{name}_ids")) for name in ("chosen", "rejected")]
     prompt, chosen, rejected = len(pair.prompt_ids), len(pair.chosen_ids), len(pair.rejected_ids)
     lengths = {"prompt": prompt, "chosen": chosen, "rejected": rejected, "whole": prompt + max(chosen, rejected)}
-    return Shown(pair.source, parts, lengths)
+    return ShownRow(pair.source, segments, lengths)
 
 
-def _shown_labelled(row: Any) -> Shown:
-    part = _part("desirable" if row.label else "undesirable", row.prompt_ids, row.completion_ids)
-    lengths = {"prompt": len(row.prompt_ids), part.title: len(row.completion_ids), "whole": len(part.ids)}
-    return Shown(row.source, [part], lengths)
+def _show_labelled(row: Labelled) -> ShownRow:
+    segment = _segment("desirable" if row.label else "undesirable", row.prompt_ids, row.completion_ids)
+    lengths = {"prompt": len(row.prompt_ids), segment.title: len(row.completion_ids), "whole": len(segment.ids)}
+    return ShownRow(row.source, [segment], lengths)
 
 
-def show(rows: Sequence[Shown], tokenizer: Any, num_rows: int) -> None:
+def show(rows: Sequence[ShownRow], tokenizer: Any, num_rows: int) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -320,23 +319,22 @@ def show(rows: Sequence[Shown], tokenizer: Any, num_rows: int) -> None:
     if rows[:num_rows]:
         console.print(LEGEND + "\n")
     for row in rows[:num_rows]:
-        for part in row.parts:
-            trained = sum(map(bool, part.marks))
-            console.print(
-                Text(f"{row.source} {part.title}: {len(part.ids)} tokens, {trained} trained", style="bold cyan")
-            )
+        for segment in row.segments:
+            trained = sum(map(bool, segment.marks))
+            title = f"{row.source} {segment.title}: {len(segment.ids)} tokens, {trained} trained"
+            console.print(Text(title, style="bold cyan"))
             text, runs, end = Text(), [], 0
-            for mark, run in groupby(part.marks):
+            for mark, run in groupby(segment.marks):
                 length = len(list(run))
                 start, end = end, end + length
-                text.append(tokenizer.decode(part.ids[start:end]), style=STYLES[mark])
+                text.append(tokenizer.decode(segment.ids[start:end]), style=STYLES[mark])
                 runs.append(f"{length} {'trained' if mark else 'not trained'}")
             console.print(text)
             console.print(Text(f"({', '.join(runs)})\n", style="italic"))
     table = Table(title=f"tokens in {len(rows)} rows")
     table.add_column("")
     for quantile in QUANTILES:
-        title = {0.0: "least", 1.0: "most"}.get(quantile, f"{quantile:.0%}")
+        title = {0.0: "min", 1.0: "max"}.get(quantile, f"{quantile:.0%}")
         table.add_column(title, justify="right")
     for name in dict.fromkeys(name for row in rows for name in row.lengths):
         values = [row.lengths[name] for row in rows if name in row.lengths]
@@ -345,7 +343,7 @@ def show(rows: Sequence[Shown], tokenizer: Any, num_rows: int) -> None:
 
 
 def quantile_of(values: Sequence[int], quantile: float) -> int:
-    """The smallest value that at least this fraction of the values does not exceed."""
+    """Return the smallest value that is not exceeded by at least this fraction of the values."""
     return sorted(values)[max(math.ceil(quantile * len(values)) - 1, 0)]
 
 

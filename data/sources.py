@@ -1,4 +1,4 @@
-"""Rows from local files, hub datasets and built-in tasks, each with its source.
+"""Read rows from local files, hub datasets and built-in tasks.
 
     load_rows(parse_spec("sums.jsonl:split=train[:500],weight=0.5"))
     load_rows(parse_spec("chats.ndjson:format=chat_template,field_messages=request.input,roles=user=human|person"))
@@ -6,7 +6,7 @@
     load_rows(parse_spec("task:addition:difficulty=3,split=eval"))
     load_rows(parse_spec("reasoning_gym:chain_sum:size=500,max_terms=2"))
 
-A row's source ("sums.jsonl:17") names the line of the file, for later error messages.
+A row's source, such as "sums.jsonl:17", names its file and line in later error messages.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from data.hub import check_hub
 
 TASK_OPTIONS: dict[str, Callable[[str], Any]] = {"size": int, "seed": int, "difficulty": int, "sloppy": float,
                                                   "boxed": float}  # fmt: skip
-TASKS = ("task:", reasoning_gym.PREFIX)  # how the paths of built-in tasks begin
+TASKS = ("task:", reasoning_gym.PREFIX)  # path prefixes of built-in tasks
 KEYS = ("format", "split", "name", "weight")
-FORMAT_KEYS = tuple(FormatOptions.__dataclass_fields__)  # options of a format: field_messages, roles, ...
+FORMAT_KEYS = tuple(FormatOptions.__dataclass_fields__)  # format options: field_messages, roles, ...
 TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 SUFFIXES = (*TEXT_SUFFIXES, ".parquet", *(f"{suffix}.gz" for suffix in TEXT_SUFFIXES))
 _FIRST_OPTION = re.compile(r":(?=[A-Za-z_]+=)")
-_COMMA = re.compile(r"(?<!\\),")  # separates options; \, is a comma within a value
+_COMMA = re.compile(r"(?<!\\),")  # separates options; \, is a comma inside a value
 # The split syntax of the datasets library (train, train[:500], train[10%:20%], train[-5:]), parsed here because
 # importing that library takes two seconds.
 _SLICE = re.compile(
@@ -55,8 +55,8 @@ class DataSpec:
     split: str | None = None
     name: str | None = None  # configuration of a hub dataset
     weight: float = 1.0
-    options: dict[str, Any] = field(default_factory=dict)  # of a task: size, seed, difficulty, sloppy, boxed, its own
-    format_options: dict[str, str] = field(default_factory=dict)  # FormatOptions set by this entry
+    options: dict[str, Any] = field(default_factory=dict)  # task options: size, seed, difficulty, sloppy, boxed, ...
+    format_options: dict[str, str] = field(default_factory=dict)  # FormatOptions of this entry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,29 +70,29 @@ def _numbered(path: str, table: Iterable[dict[str, Any]]) -> list[Row]:
 
 
 def parse_spec(text: str) -> DataSpec:
-    """Read PATH[:key=value,...]; the path ends at the first `:key=`. A comma within a value is written \\,"""
+    """Parse PATH[:key=value,...]; the path ends at the first `:key=`. A comma inside a value is written \\,"""
     path, *rest = _FIRST_OPTION.split(text.strip(), maxsplit=1)
     if not path:
-        raise UserError(f"data={text!r}: has no path; give FILE, a hub id or task:NAME")
+        raise UserError(f"data={text!r}: no path; pass a file, a hub id or task:NAME")
     values: dict[str, Any] = {}
     options: dict[str, Any] = {}
-    of_format: dict[str, str] = {}
-    for part in _COMMA.split(rest[0]) if rest else []:
-        part = part.replace("\\,", ",")
-        key, equals, value = part.partition("=")
+    format_options: dict[str, str] = {}
+    for option in _COMMA.split(rest[0]) if rest else []:
+        option = option.replace("\\,", ",")
+        key, equals, value = option.partition("=")
         key, value = key.strip(), value if key.strip().endswith("_format") else value.strip()
         if not equals or not value:
-            raise UserError(f"data={text}: {part!r} is not of the form key=value")
-        if key in values or key in options or key in of_format:
-            raise UserError(f"data={text}: {key} is given twice")
+            raise UserError(f"data={text}: {option!r} is not key=value")
+        if key in values or key in options or key in format_options:
+            raise UserError(f"data={text}: {key} is set twice")
         if key in FORMAT_KEYS:
-            of_format[key] = value
-        elif key in ROLES and next(reversed(of_format), None) == "roles":  # roles=user=human,assistant=gpt
-            of_format["roles"] += f",{key}={value}"
+            format_options[key] = value
+        elif key in ROLES and next(reversed(format_options), None) == "roles":  # roles=user=human,assistant=gpt
+            format_options["roles"] += f",{key}={value}"
         elif key in KEYS:
             values[key] = _number(text, key, value, float) if key == "weight" else value
         elif path.startswith(reasoning_gym.PREFIX) and key not in ("size", "seed"):
-            options[key] = value  # a setting of the task, which validates it
+            options[key] = value  # the task validates its own settings
         elif key in TASK_OPTIONS:
             options[key] = _number(text, key, value, TASK_OPTIONS[key])
         else:
@@ -106,11 +106,11 @@ def parse_spec(text: str) -> DataSpec:
         )
     if "name" in values and not _is_hub(path):
         raise UserError(f"data={text}: name={values['name']} is only for hub datasets; remove it")
-    return DataSpec(path=path, options=options, format_options=of_format, **values)
+    return DataSpec(path=path, options=options, format_options=format_options, **values)
 
 
 def spec_entry(text: str) -> str | dict[str, Any]:
-    """The same --data value as a YAML file may write it: a path, or a mapping with its options."""
+    """Convert a --data value to its YAML form: a path, or a mapping with its options."""
     spec = parse_spec(text)
     named = {key: getattr(spec, key) for key in KEYS if getattr(spec, key) not in (None, 1.0)}
     options = {**named, **spec.options, **spec.format_options}
@@ -118,7 +118,7 @@ def spec_entry(text: str) -> str | dict[str, Any]:
 
 
 def load_rows(spec: DataSpec) -> list[Row]:
-    """All rows of the spec's split, in order."""
+    """Read all rows of the spec's split, in order."""
     if spec.path.startswith(TASKS):
         rows = _task_rows(spec)
     elif _is_hub(spec.path):
@@ -126,22 +126,21 @@ def load_rows(spec: DataSpec) -> list[Row]:
     else:
         rows = _take(spec, _file_rows(spec.path), base="train")
     if not rows:
-        part = f"split={spec.split} of it" if spec.split else "it"
-        raise UserError(f"data={spec.path}: {part} holds no rows; give other data")
+        raise UserError(f"data={spec.path}: {f'split={spec.split} ' if spec.split else ''}contains no rows")
     return rows
 
 
 def slice_rows(split: str, num_rows: int) -> tuple[set[str], list[int]]:
-    """Split names and row numbers of a split expression, by the rules of the datasets library.
+    """Return the split names and row indices of a split expression, by the rules of the datasets library.
 
     >>> slice_rows("train[:2]+train[90%:]", 10)
     ({'train'}, [0, 1, 9])
     """
     names, chosen = set(), []
-    for part in re.split(r"\s*\+\s*", split.strip()):
-        match = _SLICE.fullmatch(part)
+    for expression in re.split(r"\s*\+\s*", split.strip()):
+        match = _SLICE.fullmatch(expression)
         if match is None:
-            raise UserError(f"split={split}: not understood; write train, train[:500], train[10:20] or train[:1%]")
+            raise UserError(f"split={split}: invalid; write train, train[:500], train[10:20] or train[:1%]")
         start, stop = (None if match[end] is None else int(match[end]) for end in ("start", "stop"))
         if match["pct1"] or match["pct2"]:
             if any(bound is not None and abs(bound) > 100 for bound in (start, stop)):
@@ -156,16 +155,15 @@ def _number(text: str, key: str, value: str, kind: Callable[[str], Any]) -> Any:
     try:
         return kind(value)
     except ValueError:
-        what = "a whole number" if kind is int else "a number"
-        raise UserError(f"data={text}: {key}={value} is not {what}") from None
+        raise UserError(f"data={text}: {key}={value} is not {'an integer' if kind is int else 'a number'}") from None
 
 
 def _is_hub(path: str) -> bool:
-    """Whether it is neither a task nor a file name. A folder counts as a hub id: datasets reads both."""
+    """Return whether the datasets library reads this path: a hub id, or a folder."""
     if path.startswith(TASKS) or path.lower().endswith(SUFFIXES):
         return False
-    place = Path(path).expanduser()
-    return place.is_dir() or not (place.exists() or path.startswith(("/", "./", "../", "~")))
+    local = Path(path).expanduser()
+    return local.is_dir() or not (local.exists() or path.startswith(("/", "./", "../", "~")))
 
 
 def _take(spec: DataSpec, rows: list[Row], base: str) -> list[Row]:
@@ -175,7 +173,9 @@ def _take(spec: DataSpec, rows: list[Row], base: str) -> list[Row]:
     names, chosen = slice_rows(spec.split, len(rows))
     if names != {base}:
         other = next(iter(names - {base}))
-        raise UserError(f"data={spec.path}: split={other} does not exist, a file has only {base}; use split={base}[:N]")
+        raise UserError(
+            f"data={spec.path}: split={other} does not exist; use split={base}, the only one, or {base}[:N]"
+        )
     return [rows[number] for number in chosen]
 
 
@@ -183,22 +183,23 @@ def _task_rows(spec: DataSpec) -> list[Row]:
     split = spec.split or "train"
     names, _ = slice_rows(split, 0)
     if len(names) > 1:
-        raise UserError(f"data={spec.path}: split={split} joins splits; give --data once for each")
+        raise UserError(f"data={spec.path}: split={split} joins splits; pass one --data entry per split")
     base = names.pop()
     if spec.path.startswith("task:"):
-        made = tasks.make_rows(spec.path.removeprefix("task:"), split=base, **spec.options)
+        table = tasks.make_rows(spec.path.removeprefix("task:"), split=base, **spec.options)
     else:
-        own = dict(spec.options)
-        asked = {key: own.pop(key) for key in ("size", "seed") if key in own}
-        made = reasoning_gym.make_rows(spec.path.removeprefix(reasoning_gym.PREFIX), split=base, options=own, **asked)
-    return _take(spec, _numbered(spec.path, made), base=base)
+        options = dict(spec.options)
+        common = {key: options.pop(key) for key in ("size", "seed") if key in options}
+        name = spec.path.removeprefix(reasoning_gym.PREFIX)
+        table = reasoning_gym.make_rows(name, split=base, options=options, **common)
+    return _take(spec, _numbered(spec.path, table), base=base)
 
 
 def without_fillers(columns: dict[str, Any]) -> dict[str, Any]:
-    """A table row without the nulls that its schema added to tool calls, tools and template settings.
+    """Remove the nulls that a table's schema added to tool calls, tools and template settings.
 
-    A table gives every struct in a column the same keys, so a null there may be an absent key. Nulls in a JSON file
-    were written by someone, and stay.
+    A table gives every struct in a column the same keys, so a null there may be an absent key. Nulls in a JSON file are
+    intentional and are kept.
     """
 
     def clean(name: str, value: Any) -> Any:
@@ -211,7 +212,7 @@ def without_fillers(columns: dict[str, Any]) -> dict[str, Any]:
             return message
         if "tool_calls" in message:
             return {**message, "tool_calls": _without_nulls(message["tool_calls"])}
-        return {name: clean(name, value) for name, value in message.items()}  # a conversation nested in an object
+        return {name: clean(name, value) for name, value in message.items()}  # an object that contains a conversation
 
     return {name: clean(name, value) for name, value in columns.items()}
 
@@ -230,35 +231,33 @@ def _hub_rows(spec: DataSpec) -> list[Row]:
     try:
         table = datasets.load_dataset(str(Path(spec.path).expanduser()), spec.name, split=spec.split or "train")
         return _numbered(spec.path, map(without_fillers, table))
-    except Exception as error:  # network, hub, unknown split or configuration, broken file: all for the user to fix
+    except Exception as error:  # network, hub, unknown split or configuration, broken file: for the user to fix
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
-            f"data={spec.path}: is not a local file and could not be loaded as a hub dataset ({reason}); check the "
-            "path, name=, split= and the network"
+            f"data={spec.path}: not a local file, and loading it as a hub dataset failed ({reason}); check the path, "
+            "name=, split= and the network"
         ) from None
 
 
 def _file_rows(path: str) -> list[Row]:
-    """Read without datasets: it adds nulls, guesses the types of CSV columns, and does not say which line is broken."""
-    place = Path(path).expanduser()
+    """Read without datasets, which adds nulls, guesses the types of CSV columns, and does not report broken lines."""
+    file = Path(path).expanduser()
     kind = next((suffix.split(".")[1] for suffix in SUFFIXES if path.lower().endswith(suffix)), None)
-    if not place.is_file():
+    if not file.is_file():
         raise UserError(f"data={path}: no such file; check the path")
     if kind is None:
         if path.lower().endswith((".txt", ".txt.gz", ".md")):
             raise UserError(
-                f'data={path}: plain text has no rows; write it as .jsonl, a line {{"text": ...}} for each document'
+                f'data={path}: plain text has no rows; convert it to .jsonl with a line {{"text": ...}} per document'
             )
-        raise UserError(
-            f"data={path}: the file type is not known from its name; rename it to one of {', '.join(SUFFIXES)}"
-        )
+        raise UserError(f"data={path}: unknown file type; use one of {', '.join(SUFFIXES)}")
     try:
         if kind == "parquet":
-            return _read_parquet(path, place)
-        content = gzip.decompress(place.read_bytes()) if path.lower().endswith(".gz") else place.read_bytes()
+            return _read_parquet(path, file)
+        content = gzip.decompress(file.read_bytes()) if path.lower().endswith(".gz") else file.read_bytes()
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"data={path}: is not UTF-8 text (byte {error.start}); convert it") from None
+        raise UserError(f"data={path}: not UTF-8 text (byte {error.start}); convert it") from None
     except (OSError, EOFError, zlib.error) as error:  # unreadable, or a damaged gzip
         raise UserError(f"data={path}: cannot be read ({error})") from None
     if kind in ("csv", "tsv"):
@@ -280,7 +279,7 @@ def _read_jsonl(path: str, text: str) -> list[Row]:
 
 
 def _read_json(path: str, text: str) -> list[Row]:
-    """A list of objects, {"data": that list}, or (as many tools write) one object per line."""
+    """Read a list of objects, {"data": [...]}, or one object per line."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -292,44 +291,43 @@ def _read_json(path: str, text: str) -> list[Row]:
     if isinstance(value, dict):
         value = value["data"] if isinstance(value.get("data"), list) else [value]
     if not isinstance(value, list):
-        raise UserError(f"data={path}: holds a {type(value).__name__}; give a list of objects")
+        raise UserError(f"data={path}: must contain a list of objects, not {type(value).__name__}")
     return [_object_row(path, number, columns) for number, columns in enumerate(value, 1)]
 
 
-def _not_json(where: str, error: Exception) -> ValueError:
-    """Besides bad syntax: a number of thousands of digits, or brackets nested too deep."""
+def _not_json(where: str, error: Exception) -> UserError:
     if isinstance(error, json.JSONDecodeError):
-        return ValueError(f"{where}: is not valid JSON ({error.msg}, column {error.colno}); fix it")
-    return ValueError(f"{where}: cannot be read as JSON ({error}); fix it")
+        return UserError(f"{where}: not valid JSON ({error.msg}, column {error.colno}); fix it")
+    return UserError(f"{where}: cannot be read as JSON ({error}); fix it")  # too many digits, or nested too deep
 
 
 def _object_row(path: str, number: int, columns: Any) -> Row:
     if not isinstance(columns, dict):
-        raise UserError(f"{path}:{number}: is a JSON {type(columns).__name__}; a row must be an object")
+        raise UserError(f"{path}:{number}: must be a JSON object, not {type(columns).__name__}")
     return Row(source=f"{path}:{number}", columns=columns)
 
 
 def _read_csv(path: str, text: str, delimiter: str) -> list[Row]:
-    csv.field_size_limit(2**31 - 1)  # the default limit of 128 KiB is too low for long prompts
+    csv.field_size_limit(2**31 - 1)  # long prompts exceed the default of 128 KiB
     rows = []
     try:
         table = csv.DictReader(io.StringIO(text, newline=""), strict=True, delimiter=delimiter)
         for number, columns in enumerate(table, 1):
             if None in columns or None in columns.values():
-                raise UserError(f"{path}:{number}: does not have as many fields as the header; fix the row")
+                raise UserError(f"{path}:{number}: the number of fields differs from the header; fix the row")
             rows.append(Row(source=f"{path}:{number}", columns=columns))
     except csv.Error as error:
         kind = "CSV" if delimiter == "," else "TSV"
-        raise UserError(f"{path}:{len(rows) + 1}: is not valid {kind} ({error}); fix the row") from None
+        raise UserError(f"{path}:{len(rows) + 1}: not valid {kind} ({error}); fix the row") from None
     return rows
 
 
-def _read_parquet(path: str, place: Path) -> list[Row]:
+def _read_parquet(path: str, file: Path) -> list[Row]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(place).to_pylist()
+        table = pyarrow.parquet.read_table(file).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"data={path}: cannot be read as parquet ({reason})") from None

@@ -5,11 +5,11 @@
          "chosen": "95", "rejected": "85"}, ...]
 
 The answers of the task `lookup` are in a `table` that only the tool `lookup` can read, so the model has to call it. A
-rejected answer is wrong and as long as the chosen one, so that length does not distinguish them. The task `steps` adds
-a solution in steps, `completions`, with `labels` that are True up to the first wrong step.
+rejected answer is wrong and as long as the chosen answer, so that length does not distinguish them. The task `steps`
+adds a solution in steps, `completions`, with `labels` that are True up to the first wrong step.
 
 A task numbers its problems 0 .. space - 1. A stable hash of a problem's key assigns it to exactly one split, so `sft`,
-`train` and `eval` share no key whatever the seed and size; the seed only selects and orders the problems.
+`train` and `eval` share no key for any seed or size; the seed only selects and orders the problems.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from data.hints import suggest
 
 SPLITS = {"sft": range(0, 50), "train": range(50, 90), "eval": range(90, 100)}  # percent of the keys
 DEFAULT_SIZE = {"train": 4096, "sft": 8192, "eval": 500}
-# Spaces up to this size are enumerated; larger ones are sampled, where repeats are rare and redrawn.
+# Spaces up to this size are enumerated; larger spaces are sampled, and the rare repeats are redrawn.
 LIST_LIMIT = 200_000
 
-GIVES_UP = "?"  # the answer of the sloppy teacher of lookup
+GIVES_UP = "?"  # the sloppy teacher's answer in lookup
 
 Problem = tuple[str, str, str]  # content, answer, key; problems with the same key are always in the same split
 
 
 @dataclass(frozen=True)
 class Task:
-    """One family of problems, each determined by its number."""
+    """A family of problems, each determined by its number."""
 
     about: str
-    difficulty: int  # the default
+    difficulty: int  # default difficulty
     space: Callable[[int], int]  # difficulty -> number of problems
     problem: Callable[[int, int], Problem]  # number, difficulty -> problem
     reject: Callable[[str, str], str]  # content, answer -> a wrong answer of the same length
-    tool: bool = False  # the answer can only be looked up in the row's table
-    solve: Callable[[str], list[str]] | None = None  # content -> the steps to the answer
+    tool: bool = False  # the answer is only in the row's table
+    solve: Callable[[str], list[str]] | None = None  # content -> steps to the answer
 
 
 def _pairs(difficulty: int) -> int:
@@ -80,12 +80,12 @@ def _chain(number: int, difficulty: int) -> Problem:
 
 def _lookup(number: int, difficulty: int) -> Problem:
     key = f"{number:0{difficulty}d}"
-    # The = marks where in the tool's result to look: a small model rarely learns to copy bare digits.
+    # The = marks the value in the tool's result: a small model rarely learns to copy bare digits.
     return f"{key}?", f"={10 + _stable(f'lookup/{key}') % 90}", key
 
 
 def add_up(content: str, slip: int | None = None) -> list[str]:
-    """The additions that solve "a+b+c=", one per step. Step `slip` is wrong, and later steps build on it.
+    """Return the additions that solve "a+b+c=", one per step. Step `slip` is wrong, and later steps build on it.
 
     >>> add_up("3+8+5="), add_up("3+8+5=", slip=0)
     (['3+8=11', '11+5=16'], ['3+8=17', '17+5=22'])
@@ -102,28 +102,28 @@ def add_up(content: str, slip: int | None = None) -> list[str]:
 
 
 def change_digit(content: str, answer: str) -> str:
-    """The answer with one digit changed, chosen by a hash of the content; never to a leading zero."""
+    """Change one digit of the answer, chosen by a hash of the content; never to a leading zero."""
     draw = _stable(f"{content}{answer}")
-    places = [place for place, character in enumerate(answer) if character.isdigit()]
-    place = places[draw % len(places)]
-    lowest = 1 if place == places[0] and len(places) > 1 else 0
-    others = [digit for digit in "0123456789"[lowest:] if digit != answer[place]]
-    return answer[:place] + others[draw // len(places) % len(others)] + answer[place + 1 :]
+    positions = [i for i, character in enumerate(answer) if character.isdigit()]
+    i = positions[draw % len(positions)]
+    lowest = 1 if i == positions[0] and len(positions) > 1 else 0
+    others = [digit for digit in "0123456789"[lowest:] if digit != answer[i]]
+    return answer[:i] + others[draw // len(positions) % len(others)] + answer[i + 1 :]
 
 
 def _without_carries(content: str, answer: str) -> str:
-    """The sum without carries if it is wrong and as long as the answer; else one digit changed."""
+    """Return the sum without carries if it is wrong and as long as the answer; otherwise change one digit."""
     slip = forget_carries(content)
     return slip if slip != answer and len(slip) == len(answer) else change_digit(content, answer)
 
 
 def _swap(content: str, answer: str) -> str:
-    """The answer with two adjacent characters swapped; if all are equal, one is changed."""
-    places = [place for place in range(len(answer) - 1) if answer[place] != answer[place + 1]]
-    if not places:
+    """Swap two adjacent characters of the answer; if all characters are equal, change one."""
+    positions = [i for i in range(len(answer) - 1) if answer[i] != answer[i + 1]]
+    if not positions:
         return chr(ord(answer[0]) + (-1 if answer[0] in "z9" else 1)) + answer[1:]
-    place = places[_stable(content) % len(places)]
-    return answer[:place] + answer[place + 1] + answer[place] + answer[place + 2 :]
+    i = positions[_stable(content) % len(positions)]
+    return answer[:i] + answer[i + 1] + answer[i] + answer[i + 2 :]
 
 
 def _slip_last(content: str, answer: str) -> str:
@@ -149,7 +149,7 @@ TASKS = {
         lambda difficulty: 10 ** (difficulty + 1), _chain, _slip_last, solve=add_up,
     ),
     "lookup": Task(
-        "a value that only the tool lookup knows; difficulty = digits of the key", 3,
+        "a value that only the tool lookup returns; difficulty = digits of the key", 3,
         lambda difficulty: 10**difficulty, _lookup, change_digit, tool=True,
     ),
 }  # fmt: skip
@@ -159,12 +159,12 @@ def make_rows(
     name: str, *, split: str = "train", size: int | None = None, seed: int = 0, difficulty: int | None = None,
     sloppy: float = 0.0, boxed: float = 0.0,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Rows of a built-in task: `prompt`, `answer`, the `completion` to imitate, and a `chosen` and `rejected` one.
+    """Generate rows of a built-in task: `prompt`, `answer`, the `completion` to imitate, `chosen` and `rejected`.
 
-    Rows repeat if size exceeds the number of problems, except in `eval`, where that is an error. Two options make the
-    completions of a `sft` split an imperfect teacher, so that RL has something to improve: `sloppy` is the probability
-    that addition forgets its carries (37+58= 85), or that lookup gives up without calling the tool ("?"); `boxed`
-    (addition only) is the probability that the answer is in brackets ([95]).
+    Rows repeat if size exceeds the number of problems, except in `eval`, where that is an error. Two options add errors
+    to the completions of an `sft` split, so that RL has something to improve. `sloppy` is the probability that addition
+    forgets its carries (37+58= 85), or that lookup answers "?" without calling the tool. `boxed` (addition only) is the
+    probability that the answer is in brackets ([95]).
     """
     if name not in TASKS:
         raise UserError(f"task:{name}: no such built-in task; {suggest(name, TASKS)}")
@@ -174,10 +174,10 @@ def make_rows(
         raise UserError(f"task:{name}: size={size} must be 1 or more")
     for option, chance, tasks in (("sloppy", sloppy, ("addition", "lookup")), ("boxed", boxed, ("addition",))):
         if not 0.0 <= chance <= 1.0:
-            raise UserError(f"task:{name}: {option}={chance} is a probability, between 0 and 1")
+            raise UserError(f"task:{name}: {option}={chance} must be between 0 and 1")
         if chance > 0 and (name not in tasks or split != "sft"):
-            places = " and ".join(f"task:{task}:split=sft" for task in tasks)
-            raise UserError(f"task:{name}: {option}={chance} has no effect here; it is for {places}")
+            readers = " and ".join(f"task:{task}:split=sft" for task in tasks)
+            raise UserError(f"task:{name}: {option}={chance} has no effect here; it is for {readers}")
     task = TASKS[name]
     difficulty = task.difficulty if difficulty is None else difficulty
     if not 1 <= difficulty <= 100:
@@ -187,7 +187,7 @@ def make_rows(
     rows = [_row(task, content, answer) for content, answer, _ in problems]
     if task.solve:
         _add_steps(rows, random.Random(f"{name}/{split}/{difficulty}/{seed}/steps"))
-    # Separate random streams: problems and their order do not depend on the teacher.
+    # Separate random streams: problems and their order do not depend on sloppy and boxed.
     slips, boxes = (random.Random(f"{name}/{split}/{difficulty}/{seed}/{what}") for what in ("sloppy", "boxed"))
     for row in rows:
         if slips.random() < sloppy:
@@ -198,7 +198,7 @@ def make_rows(
 
 
 def bucket(name: str, key: str) -> int:
-    """0..99, the same on every machine and Python version."""
+    """Return 0..99, the same on every machine and Python version."""
     return _stable(f"{name}/{key}") % 100
 
 
@@ -207,7 +207,7 @@ def _stable(text: str) -> int:
 
 
 def forget_carries(content: str) -> str:
-    """The result of "a+b=" without carries: 37+58 -> 85.
+    """Compute "a+b=" without carries: 37+58 -> 85.
 
     >>> forget_carries("37+58="), forget_carries("9+1=")
     ('85', '0')
@@ -228,7 +228,7 @@ def _row(task: Task, content: str, answer: str) -> dict[str, Any]:
 
 
 def _tool_row(content: str, answer: str) -> dict[str, Any]:
-    """The call in the format of tool_format=pythonic: a few tokens, even for a byte tokenizer."""
+    """Write the call as tool_format=pythonic: few tokens, even for a byte tokenizer."""
     key = content.rstrip("?")
     turns = (("assistant", f"[lookup('{key}')]"), ("tool", answer), ("assistant", answer))
     completion = [{"role": role, "content": text} for role, text in turns]
@@ -237,7 +237,7 @@ def _tool_row(content: str, answer: str) -> dict[str, Any]:
 
 
 def _add_steps(rows: list[dict[str, Any]], rng: random.Random) -> None:
-    """Half of the solutions are right; the others fail at some step, and from there on every label is False."""
+    """Add solutions, half of them right; the others fail at a random step, and all labels from there on are False."""
     for row in rows:
         content = row["prompt"][0]["content"]
         num_steps = content.count("+")
@@ -262,14 +262,14 @@ def _choose(name: str, task: Task, split: str, size: int | None, difficulty: int
             )
         wanted = len(pool)
     chosen: list[Problem] = []
-    while len(chosen) < wanted:  # whole passes over the pool, each shuffled anew
+    while len(chosen) < wanted:  # whole passes over the pool, each reshuffled
         rng.shuffle(pool)
         chosen += pool[: wanted - len(chosen)]
     return chosen
 
 
 def _sample(name: str, task: Task, split: str, size: int, difficulty: int, rng: random.Random) -> list[Problem]:
-    """Distinct problems of a space too large to enumerate; the split has at least twice as many as wanted."""
+    """Sample distinct problems of a space too large to enumerate; the split has at least twice as many as wanted."""
     space = task.space(difficulty)
     chosen: dict[int, Problem] = {}
     while len(chosen) < size:

@@ -10,17 +10,17 @@ Messages = list[dict[str, Any]]  # [{"role": "user", "content": "..."}], as chat
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One prompt to complete.
+    """A prompt to complete.
 
     >>> Prompt(source="sums.jsonl:3", prompt="2+2=", ids=[50, 43, 50, 61], columns={"answer": "4"})
     """
 
-    source: str  # where the row came from, for messages: "sums.jsonl:3", "task:addition:17"
-    prompt: str | Messages  # as rewards get it; a list of messages if the row is conversational
-    ids: list[int]  # what the engine gets, generation prompt included
-    columns: dict[str, Any] = field(default_factory=dict)  # every other column of the row, for the rewards
-    settings: dict[str, Any] = field(default_factory=dict)  # what the chat template gets besides the messages
-    weight: float = 1.0  # how often the row appears in one epoch
+    source: str  # origin of the row, for messages: "sums.jsonl:3", "task:addition:17"
+    prompt: str | Messages  # as passed to rewards; messages if the row is conversational
+    ids: list[int]  # as passed to the engine, including the generation prompt
+    columns: dict[str, Any] = field(default_factory=dict)  # all other columns of the row, for the rewards
+    settings: dict[str, Any] = field(default_factory=dict)  # other inputs of the chat template, such as tools
+    weight: float = 1.0  # number of times per epoch
 
     @property
     def conversational(self) -> bool:
@@ -29,10 +29,10 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetPrompt(Prompt):
-    """A prompt with its target, the true completion that completions are compared with.
+    """A prompt with its target: the true completion, to which sampled completions are compared.
 
-    columns["ground_truth"] is the target as text; columns["remaining_turns"] are the messages after its first turn, if
-    the conversation goes on.
+    columns["ground_truth"] is the target as text. If the conversation continues, columns["remaining_turns"] contains
+    the messages after the target's first turn.
     """
 
     target_ids: list[int]  # follow `ids`; include the end-of-turn token
@@ -41,7 +41,7 @@ class TargetPrompt(Prompt):
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One sequence to imitate: token ids, and which of them are trained."""
+    """A sequence to imitate: token ids and a loss mask."""
 
     source: str
     ids: list[int]
@@ -57,13 +57,13 @@ class Pair:
     prompt_ids: list[int]
     chosen_ids: list[int]
     rejected_ids: list[int]
-    margin: float | None = None  # how much better the chosen response is, if the data has it (reward models)
+    margin: float | None = None  # by how much the chosen response is better, if known (reward models)
     weight: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Labelled:
-    """A prompt with one response that is desirable or not."""
+    """A prompt with one response, labelled desirable or undesirable."""
 
     source: str
     prompt_ids: list[int]
@@ -74,7 +74,7 @@ class Labelled:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """A solution in steps, each labelled at its last token."""
+    """A solution in steps with a label at the last token of each step."""
 
     source: str
     ids: list[int]

@@ -1,14 +1,14 @@
-"""The user's own code: modules and files that flags name, imported once and shared by everything that names them.
+"""Import the user's modules and files that flags name, once per process.
 
-    module = load_module("my_code", "data_format=my_code.shorten")  # my_code.py in the working folder, else installed
+    module = load_module("my_code", "data_format=my_code.shorten")  # my_code.py in the working folder, or installed
     factory = attribute_of(module, "shorten", "data_format=my_code.shorten")
     name, function = find_callable("my_rewards.py:short", "reward_funcs=my_rewards.py:short")
 
-`label` is what the user typed; every error message begins with it.
+`label` is the setting as the user wrote it; every error message starts with it.
 
-A user's project may have a package `data` or a file trainer.py, but in this process those names are ours
-(strop_names.py). Import statements in the user's files still get the user's module if it has the name they ask for, and
-ours otherwise. The user's module is then loaded under another name, `_user_folder_0.data.x` for data/x.py.
+A user's project may have a package `data` or a file trainer.py, but in this process those names are strop's
+(strop_names.py). Import statements in the user's files still get the user's module if it exists, and strop's otherwise.
+The user's module is then loaded under another name: data/x.py as `_user_folder_0.data.x`.
 """
 
 from __future__ import annotations
@@ -34,41 +34,39 @@ PYTHON = "python"  # prefix of callables that cannot be imported by name
 
 
 def find_callable(spec: str, label: str) -> tuple[str, Any]:
-    """(name, function or class) for my_module.fn in the working folder or installed, or FILE.py:fn."""
+    """Return (name, function or class) for FILE.py:fn, or my_module.fn in the working folder or installed."""
     path, colon, attribute = spec.rpartition(":")
     if colon and path.endswith(".py"):
         module = load_file(Path(path).expanduser().resolve(), label)
     else:
         name, dot, attribute = spec.rpartition(".")
         if not dot or colon:
-            raise UserError(f"{label}: names no function; give my_module.function or path/to/file.py:function")
+            raise UserError(f"{label}: not a function name; use my_module.function or path/to/file.py:function")
         module = load_module(name, label)
-    found = attribute_of(module, attribute, label)
-    if not callable(found):
-        raise UserError(f"{label}: is a {type(found).__name__}, not a function; name something callable")
-    return attribute, found
+    value = attribute_of(module, attribute, label)
+    if not callable(value):
+        raise UserError(f"{label}: must be a function, not {type(value).__name__}")
+    return attribute, value
 
 
 def load_module(name: str, label: str) -> ModuleType:
-    """import_beside; raises ValueError with the cause."""
+    """Call import_beside; raise UserError with the cause."""
     try:
         return import_beside(name)
-    except (Exception, SystemExit) as error:  # importing runs the user's code, a script's sys.exit() included
+    except (Exception, SystemExit) as error:  # importing runs the user's code, which may call sys.exit()
         if is_missing(name, error):
-            raise UserError(
-                f"{label}: there is no module {name!r}, neither in {Path.cwd()} nor installed; check the name"
-            ) from None
+            raise UserError(f"{label}: no module {name!r} in {Path.cwd()} or installed; check the name") from None
         raise UserError(f"{label}: cannot be imported ({describe_error(error)}{where_raised(error)})") from None
 
 
 def load_file(path: Path, label: str) -> ModuleType:
-    """The file as a module; raises ValueError with the cause."""
+    """Import a file as a module; raise UserError with the cause."""
     if not path.is_file():
         raise UserError(f"{label}: the file {path} does not exist; check the path")
     _search(Path.cwd())
     try:
         return _run_file(path)
-    except (Exception, SystemExit) as error:  # as above
+    except (Exception, SystemExit) as error:
         raise UserError(f"{label}: cannot be imported ({describe_error(error)}{where_raised(error)})") from None
 
 
@@ -82,31 +80,29 @@ def attribute_of(module: ModuleType, attribute: str, label: str) -> Any:
 
 
 def import_name(call: Callable[..., Any]) -> str:
-    """module.name if it can be imported that way; else python:module.name, which is refused when it is read again.
+    """Return module.name if that can be imported; otherwise python:module.name, which reading a config rejects.
 
-    An object, such as the record of a loss, has no name of its own: it is looked for in the modules that are loaded.
+    An object without a name, such as a loss record, is searched for in all loaded modules.
     """
     if not hasattr(call, "__qualname__"):
-        homes = {getattr(part, "__module__", "") for part in vars(call).values() if callable(part)}  # of its functions
-        loaded = sorted(sys.modules.items(), key=lambda item: item[0] not in homes)
-        for module, found in loaded:
-            names = {} if module in ("__main__", "__mp_main__") else getattr(found, "__dict__", {})
+        likely = {getattr(value, "__module__", "") for value in vars(call).values() if callable(value)}
+        for module, loaded in sorted(sys.modules.items(), key=lambda item: item[0] not in likely):
+            names = {} if module in ("__main__", "__mp_main__") else getattr(loaded, "__dict__", {})
             for name, value in list(names.items()):
                 if value is call and not name.startswith("_"):
                     return f"{module}.{name}"
     named = call if hasattr(call, "__qualname__") else type(call)
     module, name = named.__module__, named.__qualname__
-    found = getattr(sys.modules.get(module), name, None) if module != "__main__" else None
-    return f"{module}.{name}" if found is call else f"{PYTHON}:{module}.{name}"
+    imported = getattr(sys.modules.get(module), name, None) if module != "__main__" else None
+    return f"{module}.{name}" if imported is call else f"{PYTHON}:{module}.{name}"
 
 
 def find_record(flag: str, spec: str | Callable[..., Any], known: Mapping[str, R], kind: type[R], what: str) -> R:
-    """The record that a flag names: a built-in one (`known`), or a record or function of the user's."""
+    """Return the record that a flag names: a built-in record (`known`), or the user's record or function."""
     if isinstance(spec, str) and spec not in known:
         refuse_python_object(spec, flag)
         if "." not in spec:
-            hint = f"{suggest(spec, known)}; one of yours is my_module.my_{what}"
-            raise UserError(f"{flag}={spec}: no such {what}, {hint}")
+            raise UserError(f"{flag}={spec}: no such {what}; {suggest(spec, known)}, or pass my_module.my_{what}")
         _, spec = find_callable(spec, f"{flag}={spec}")
     if isinstance(spec, str):
         return known[spec]
@@ -114,11 +110,11 @@ def find_record(flag: str, spec: str | Callable[..., Any], known: Mapping[str, R
 
 
 def refuse_python_object(spec: str, flag: str) -> None:
-    """A name that import_name wrote for an object that no import finds again."""
+    """Raise for a name that import_name wrote for an object that cannot be imported."""
     if spec.startswith(f"{PYTHON}:"):
         raise UserError(
-            f"{flag}={spec}: was a Python object that no import finds again; resume the run from the program that "
-            f"started it, with RunConfig(resume=FOLDER), or name another by --{flag.replace('_', '-')}"
+            f"{flag}={spec}: a Python object that cannot be imported; resume from the program that started the run, "
+            f"with RunConfig(resume=FOLDER), or pass another --{flag.replace('_', '-')}"
         )
 
 
@@ -126,17 +122,17 @@ def refuse_python_object(spec: str, flag: str) -> None:
 
 
 def describe_error(error: BaseException) -> str:
-    """Type and message in one printable line."""
+    """Return type and message in one printable line."""
     return printable(" ".join(f"{type(error).__name__}: {error}".split()))
 
 
 def printable(text: str) -> str:
-    """Escape control characters (\\x1b): foreign text must not control the user's terminal."""
+    """Escape control characters such as \\x1b, which could control the user's terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)
 
 
 def where_raised(error: BaseException, call: Callable[..., Any] | None = None) -> str:
-    """Where in the user's code it was raised, as "(FILE, line N)" after a space; empty if nowhere there."""
+    """Return " (FILE, line N)" in the user's code, or "" if the error was not raised there."""
     frames = users_part(error)
     home = getattr(sys.modules.get(getattr(call, "__module__", "")), "__file__", None)
     frames = [frame for frame in frames if frame.filename == home] or frames
@@ -144,7 +140,7 @@ def where_raised(error: BaseException, call: Callable[..., Any] | None = None) -
 
 
 def users_part(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames of its traceback in the user's code."""
+    """Return the traceback's frames in the user's code."""
     return [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -153,7 +149,7 @@ def users_part(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def is_missing(name: str, error: BaseException) -> bool:
-    """Whether the import failed because this module is missing, not one that it imports."""
+    """Return whether this module is missing, rather than a module that it imports."""
     return isinstance(error, ModuleNotFoundError) and bool(error.name) and f"{name}.".startswith(f"{error.name}.")
 
 
@@ -161,37 +157,37 @@ def is_missing(name: str, error: BaseException) -> bool:
 
 
 def import_beside(name: str) -> ModuleType:
-    """The module of that name in the working folder, else an installed one; errors of the import propagate.
+    """Import the module from the working folder, or an installed module; errors of the import propagate.
 
-    The import is an ordinary one, so every caller gets the same module. Only if the name is already taken by a module
-    outside the folder (a library, or a package of ours) is the file loaded under another name.
+    The file is loaded under another name only if a module outside the folder already has this name (a library, or a
+    strop package). Otherwise it is an ordinary import, and every caller gets the same module.
     """
     folder = Path.cwd()
     _search(folder)
-    beside = module_file(folder, name)
+    file = module_file(folder, name)
     importlib.invalidate_caches()  # the file may be newer than the cached directory listing
-    if _hides(folder, name):
+    if _is_hidden(folder, name):
         return importlib.import_module(f"{_alias(folder)}.{name}")
-    if beside is not None and _in_use_elsewhere(name.partition(".")[0], folder):
-        return _run_file(beside)
+    if file is not None and _in_use_elsewhere(name.partition(".")[0], folder):
+        return _run_file(file)
     module = importlib.import_module(name)
-    if beside is None or Path(getattr(module, "__file__", None) or "").resolve() == beside.resolve():
+    if file is None or Path(getattr(module, "__file__", None) or "").resolve() == file.resolve():
         return module
-    return _run_file(beside)  # an earlier working folder had a module of that name
+    return _run_file(file)  # an earlier working folder had a module of this name
 
 
 def _in_use_elsewhere(package: str, folder: Path) -> bool:
     loaded = sys.modules.get(package)
     if loaded is None:
         return False
-    places = [loaded.__file__] if getattr(loaded, "__file__", None) else list(getattr(loaded, "__path__", []))
+    paths = [loaded.__file__] if getattr(loaded, "__file__", None) else list(getattr(loaded, "__path__", []))
     inside = {path.resolve() for path in (folder / f"{package}.py", folder / package / "__init__.py", folder / package)}
-    return not any(Path(place).resolve() in inside for place in places)
+    return not any(Path(path).resolve() in inside for path in paths)
 
 
 def _run_file(path: Path) -> ModuleType:
     name = f"_user_file_{path}"
-    if name in sys.modules:  # two functions of one file share its globals, as with any import
+    if name in sys.modules:  # functions of one file share its globals, as with any import
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path, loader=_UserLoader(name, path, path.parent))
     assert spec is not None and spec.loader is not None, path
@@ -205,22 +201,22 @@ def _run_file(path: Path) -> ModuleType:
     return module
 
 
-# User modules with the same names as ours.
+# User modules with the same names as strop's.
 
-_folders: dict[Path, str] = {}  # user's folder -> package under which its modules with our names are loaded
+_folders: dict[Path, str] = {}  # user's folder -> package under which its modules with strop's names are loaded
 
 
 def _search(folder: Path) -> None:
     """Make modules in the user's folder importable."""
     if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))  # not removed: the user's module may import its neighbours later
+        sys.path.insert(0, str(folder))  # not removed: the user's module may import others of its folder later
     _alias(folder)
     if _UserModules not in sys.meta_path:
         sys.meta_path.insert(sys.meta_path.index(PathFinder), _UserModules)
 
 
 def _alias(folder: Path) -> str:
-    """Name of a package without a file whose submodules are those of the folder."""
+    """Return the name of a package without a file whose submodules are the folder's modules."""
     if folder not in _folders:
         package = ModuleType(f"_user_folder_{len(_folders)}")
         package.__path__ = [str(folder)]
@@ -229,13 +225,13 @@ def _alias(folder: Path) -> str:
     return _folders[folder]
 
 
-def _hides(folder: Path, name: str) -> bool:
-    """Whether the folder has this module but our package of the same name would hide it."""
+def _is_hidden(folder: Path, name: str) -> bool:
+    """Return whether the folder has this module but strop's package of the same name would hide it."""
     return name.partition(".")[0] in NAMES and folder != ROOT and module_file(folder, name) is not None
 
 
 class _UserModules:
-    """Finder for modules in the user's folders, which gives them _UserLoader."""
+    """Finder that loads modules in the user's folders with _UserLoader."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -251,44 +247,43 @@ class _UserModules:
 
 
 class _UserLoader(SourceFileLoader):
-    """Runs a user's file with an __import__ that prefers the user's modules over ours of the same name."""
+    """Loader whose __import__ prefers the user's modules over strop's of the same name."""
 
     def __init__(self, name: str, file: Path, home: Path) -> None:
         super().__init__(name, str(file))
         self.home = home
 
     def exec_module(self, module: ModuleType) -> None:
-        folders = [folder for folder in dict.fromkeys([self.home, Path.cwd()]) if _has_our_names(folder)]
+        folders = [folder for folder in dict.fromkeys([self.home, Path.cwd()]) if _has_strop_names(folder)]
         if folders:
             vars(module)["__builtins__"] = _Builtins({**vars(builtins), "__import__": _importer(folders)})
         super().exec_module(module)
 
 
 class _Builtins(dict):
-    """Python's builtins with another __import__; builtins added later are found too."""
+    """Python's builtins with another __import__, including builtins that are added later."""
 
     def __missing__(self, name: str) -> Any:
         return vars(builtins)[name]
 
 
-def _has_our_names(folder: Path) -> bool:
-    found = (
-        (folder / f"{name}.py" for name in NAMES),
-        (path for name in NAMES for path in (folder / name).rglob("*.py")),
+def _has_strop_names(folder: Path) -> bool:
+    return folder != ROOT and any(
+        (folder / f"{name}.py").is_file() or any(path.is_file() for path in (folder / name).rglob("*.py"))
+        for name in NAMES
     )
-    return folder != ROOT and any(path.is_file() for paths in found for path in paths)
 
 
 def _importer(folders: Sequence[Path]) -> Callable[..., ModuleType]:
-    def import_theirs(
+    def import_user_module(
         name: str,
         globals: Mapping[str, Any] | None = None,
         locals: Mapping[str, Any] | None = None,
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> ModuleType:
-        asked = [name, *(f"{name}.{item}" for item in fromlist or ())]
-        folder = next((f for f in folders if level == 0 and any(_hides(f, one) for one in asked)), None)
+        modules = [name, *(f"{name}.{item}" for item in fromlist or ())]
+        folder = next((f for f in folders if level == 0 and any(_is_hidden(f, module) for module in modules)), None)
         if folder is None:
             return builtins.__import__(name, globals, locals, fromlist, level)
         alias = _alias(folder)
@@ -297,4 +292,4 @@ def _importer(folders: Sequence[Path]) -> Callable[..., ModuleType]:
         importlib.import_module(f"{alias}.{name}")
         return sys.modules[f"{alias}.{name.partition('.')[0]}"]
 
-    return import_theirs
+    return import_user_module

@@ -239,9 +239,9 @@ def test_broken_template_file_is_named(refused):
 # data ------------------------------------------------------------------------------------------------------------
 
 PROMPTS = {
-    "malformed line": (rows(GOOD) + '{"prompt": "1+2=\n', "rows.jsonl:2: is not valid JSON"),
+    "malformed line": (rows(GOOD) + '{"prompt": "1+2=\n', "rows.jsonl:2: not valid JSON"),
     "number of 5000 digits": (rows(GOOD) + '{"answer": ' + "1" * 5000 + "}\n", "rows.jsonl:2: cannot be read as JSON"),
-    "not objects": ("[1, 2]\n", "rows.jsonl:1: is a JSON list"),
+    "not objects": ("[1, 2]\n", "rows.jsonl:1: must be a JSON object"),
     "no rows": ("", "data=rows.jsonl", "no rows"),
     "no prompt": (rows(GOOD, {"question": "1+2?"}), "rows.jsonl:2: has neither 'prompt' nor", "question"),
     "prompt null": (rows(GOOD, {"prompt": None}), "rows.jsonl:2: has neither 'prompt' nor"),
@@ -252,11 +252,11 @@ PROMPTS = {
     "not a prompt": (rows(GOOD, {"prompt": 5}), "rows.jsonl:2: messages=5"),
     "wrong key": (rows(GOOD, {"prompt": [{"by": "human", "value": "x"}]}), "rows.jsonl:2: messages[0]", "'by'"),
     "wrong role": (rows(GOOD, {"prompt": [message("x", "usr")]}), "rows.jsonl:2: messages[0]: role='usr'"),
-    "content null": (rows(GOOD, {"prompt": [message(None)]}), "rows.jsonl:2: messages[0]: its content is None"),
+    "content null": (rows(GOOD, {"prompt": [message(None)]}), "rows.jsonl:2: messages[0]: content is None"),
     "ends with the answer": (rows({"prompt": [message("x"), message("y", "assistant")]}), "rows.jsonl:1", "assistant"),
     "no user turn": (rows({"messages": [message("x", "assistant")]}), "rows.jsonl:1: 'messages' has no user turn"),
-    "half a character": (rows(GOOD) + '{"prompt": "\\ud83d"}\n', "rows.jsonl:2: the text holds half a character"),
-    "over the context": (rows(GOOD, {"prompt": "1" * 600}), "rows.jsonl:2", "600 tokens", "context of 512"),
+    "half a character": (rows(GOOD) + '{"prompt": "\\ud83d"}\n', "rows.jsonl:2: the text contains half a character"),
+    "over the context": (rows(GOOD, {"prompt": "1" * 600}), "rows.jsonl:2", "600 prompt tokens", "context of 512"),
 }
 EXAMPLES = {
     "completion only": ({"completion": "3"}, "rows.jsonl:2: has none of 'messages', 'conversations', 'prompt' with"),
@@ -264,10 +264,10 @@ EXAMPLES = {
     "empty prompt": ({"prompt": "", "completion": "3"}, "rows.jsonl:2: the prompt is empty"),
     "completion not text": ({"prompt": [message("x")], "completion": 3}, "rows.jsonl:2: the completion is a int"),
     "text not text": ({"text": 3}, "rows.jsonl:2: the text is a int"),
-    "instruction not text": ({"instruction": 3, "output": "3"}, "rows.jsonl:2: its 'instruction' or 'input'"),
+    "instruction not text": ({"instruction": 3, "output": "3"}, "rows.jsonl:2: 'instruction' or 'input'"),
     "role of another tool": ({"messages": [message("x", "human")]}, "rows.jsonl:2: messages[0]: role='human'"),
     "opens with the answer": ({"messages": [message("x", "assistant")]}, "rows.jsonl:2: messages", "assistant turn"),
-    "half a character": ({"prompt": "x", "completion": "\ud83d"}, "rows.jsonl:2: the text holds half a character"),
+    "half a character": ({"prompt": "x", "completion": "\ud83d"}, "rows.jsonl:2: the text contains half a character"),
 }
 
 
@@ -277,7 +277,7 @@ def test_prompts(refused, here):
         prompts_in("rows.jsonl", max_completion_length=4, context_length=512)
 
     check_sentences(PROMPTS, load)
-    refused([*GRPO, *MODEL, *DATA], "rows.jsonl:2", "600 tokens", "context of 512")  # the last of them, by the command
+    refused([*GRPO, *MODEL, *DATA], "rows.jsonl:2", "600 prompt tokens", "context of 512")
 
 
 def test_examples(refused, here):
@@ -286,7 +286,7 @@ def test_examples(refused, here):
         load_examples(("rows.jsonl",), TOKENIZER, max_length=64)
 
     check_sentences(EXAMPLES, load)
-    refused([*SFT, *MODEL, *DATA], "rows.jsonl:2: the text holds half a character")
+    refused([*SFT, *MODEL, *DATA], "rows.jsonl:2: the text contains half a character")
 
 
 def test_rows_of_another_method_name_it(refused):
@@ -319,7 +319,7 @@ FILES = {
     "not parquet": ("r.parquet", b"x", "data=r.parquet", "parquet"),
     "not gzip": ("r.jsonl.gz", b"x", "data=r.jsonl.gz"),
     "damaged gzip": ("r.jsonl.gz", gzip.compress(rows(*[GOOD] * 9).encode())[:12] + b"x" * 40, "data=r.jsonl.gz"),
-    "json of numbers": ("r.json", b"[1, 2]", "r.json:1", "must be an object"),
+    "json of numbers": ("r.json", b"[1, 2]", "r.json:1", "must be a JSON object"),
     "json of one number": ("r.json", b"5", "data=r.json"),
     "of no known kind": ("r.txt", b"x", "data=r.txt", ".jsonl"),
 }
@@ -515,7 +515,7 @@ def test_tokenizer_that_gives_no_ids(refused):
     tokenizer["model"]["merges"] = []
     Path("m/tokenizer.json").write_text(json.dumps(tokenizer))
     for data in (TASK, DATA):
-        refused([*GRPO, "--model", "m", *data], ":1: tokenizer: gives no ids for the non-empty text", "+")
+        refused([*GRPO, "--model", "m", *data], ":1: tokenizer: returns no ids for the non-empty text", "+")
 
 
 def test_models_that_are_not_there(refused_all, monkeypatch):
@@ -525,8 +525,8 @@ def test_models_that_are_not_there(refused_all, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "cache")
     names = {"./no": "no such folder", "/no": "no such folder", "~/no": "no such folder", "a/b/no": "no such folder",
              "builtin:huge": "builtin:tiny", "rows.jsonl": "no such folder", ".": "neither",
-             "no-such/model": "is no folder here, nor in the cache of the hub"}  # fmt: skip
-    refused_all({"data": ([*GRPO, *MODEL, "--data", "no-such/data"], "data=no-such/data: is no local file")})
+             "no-such/model": "no such folder, not in the hub cache"}  # fmt: skip
+    refused_all({"data": ([*GRPO, *MODEL, "--data", "no-such/data"], "data=no-such/data: no such local file")})
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: pytest.fail("asks the hub"))
     refused_all({name: ([*GRPO, "--model", name, *TASK], f"model={name}:", part) for name, part in names.items()})
 
@@ -599,14 +599,14 @@ def test_ebft_settings(refused_all):
 
 GOOD_TARGET, GOOD_TEXT = GOOD_SFT, {"text": "1+2=3 and 3+4=7"}
 TARGETS = {
-    "no target": ({"prompt": "1+2="}, "rows.jsonl:2: has no true completion", "prompt"),
-    "target null": ({"prompt": "1+2=", "ground_truth": None}, "rows.jsonl:2: has no true completion"),
-    "empty target": ({"prompt": "1+2=", "completion": " "}, "rows.jsonl:2: the true completion is empty"),
+    "no target": ({"prompt": "1+2="}, "rows.jsonl:2: has no target", "prompt"),
+    "target null": ({"prompt": "1+2=", "ground_truth": None}, "rows.jsonl:2: has no target"),
+    "empty target": ({"prompt": "1+2=", "completion": " "}, "rows.jsonl:2: the target is empty"),
     "no assistant": ({"messages": [message("x")]}, "rows.jsonl:2: has no assistant turn"),
-    "plain text": (GOOD_TEXT, "rows.jsonl:2: has a 'text' but no prompt", "--mode strided"),
+    "plain text": (GOOD_TEXT, "rows.jsonl:2: has 'text' but no prompt", "--mode strided"),
     "target not text": (
         {"prompt": "1+2=", "completion": 3},
-        "rows.jsonl:2: the prompt is text but the true completion",
+        "rows.jsonl:2: the prompt is text but the target",
     ),
 }
 
@@ -632,10 +632,10 @@ def test_ebft_documents_without_room_for_an_anchor(refused):
     Path("rows.jsonl").write_text(rows(GOOD_TEXT, GOOD_TEXT))
     for more in ([], ["--ce-coef", 0.1]):
         argv = [*STRIDED, *long, *more, *MODEL]
-        refused([*argv, *DATA], "documents=2: none has room for context_length + generate_max_len = 48 tokens")
+        refused([*argv, *DATA], "documents=2: none has context_length + generate_max_len = 48 tokens")
     Path("long.jsonl").write_text(rows({"text": "1+2=3 " * 20}))
     refused(
-        [*STRIDED, *long, *MODEL, "--data", "long.jsonl", "--eval-data", "rows.jsonl"], "documents=2: none has room"
+        [*STRIDED, *long, *MODEL, "--data", "long.jsonl", "--eval-data", "rows.jsonl"], "documents=2: none has"
     )
 
 
@@ -655,10 +655,10 @@ def test_ebft_feature_model_of_a_shorter_context(refused):
     shutil.copytree(TINY, "m")
     Path("m/config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": 7}))
     Path("rows.jsonl").write_text(rows(GOOD_TARGET))
-    refused([*STRUCTURED, *MODEL, *DATA, "--feature-model", "m"], "rows.jsonl:1", "prompt of 4 tokens", "context of 7")
+    refused([*STRUCTURED, *MODEL, *DATA, "--feature-model", "m"], "rows.jsonl:1", "4 prompt tokens", "context of 7")
     Path("rows.jsonl").write_text(rows(GOOD_TEXT))
     argv = [*STRIDED, "--generate-max-len", 4, "--feature-model", "m", *MODEL, *DATA]
-    refused(argv, "documents=1: none has room", "longest: 7")
+    refused(argv, "documents=1: none has", "longest: 7")
 
 
 def test_ebft_what_the_cases_above_spoil_is_good_by_itself(here, capsys):
@@ -683,7 +683,7 @@ def finished(tmp_path_factory):
 
 
 RESUMES = {
-    "other data": (["--resume", "run", *TASK], "2 rows, now 8"),
+    "other data": (["--resume", "run", *TASK], "2 rows then, 8 now"),
     "data that is gone": (["--resume", "run", "--data", "no.jsonl"], "data=no.jsonl"),
     "other weights": (["--resume", "run", "--lora.r", 4], "resume=run/checkpoints/step-00000002", "lora_A"),
     "other method": (["--resume", "run", "--method", "sft"], "--method=sft", "grpo"),

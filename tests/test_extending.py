@@ -452,7 +452,7 @@ def test_a_record_given_from_python_is_saved_by_name_and_found_again():
         assert saved == name and PolicyLossConfig(loss_type=saved).loss is given
     nameless = config_to_tree(PolicyLossConfig(loss_type=PolicyLoss(loss.topr)))["loss_type"]
     assert nameless.startswith("python:")
-    with pytest.raises(ValueError, match="^loss_type=python:.*: was a Python object that no import finds again"):
+    with pytest.raises(ValueError, match="^loss_type=python:.*: a Python object that cannot be imported"):
         PolicyLossConfig(loss_type=nameless)
 
 

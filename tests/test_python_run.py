@@ -76,7 +76,7 @@ def test_a_function_that_no_import_finds_is_named_at_resume(tmp_path):
     assert [row["step"] for row in rows] == [1, 2] and all(row["reward/short/mean"] < 0 for row in rows)
     done = run("--resume", "runs/grpo", "--max-steps", 3, cwd=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    sentence = "error: reward_funcs=python:__main__.short: was a Python object that no import finds again; resume"
+    sentence = "error: reward_funcs=python:__main__.short: a Python object that cannot be imported; resume"
     assert done.stderr.splitlines()[-1].startswith(sentence)
 
 

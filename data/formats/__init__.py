@@ -1,1 +1,1 @@
-"""Row formats: how the columns of a row become the columns that a loader in data/rows/ reads."""
+"""Row formats: convert the columns of a row to the columns that a loader in data/rows/ reads."""

@@ -1,9 +1,9 @@
-"""The ebft_* formats: a conversation, or a question with its answer, as a prompt with its target.
+"""The ebft_* formats: convert a conversation, or a question with its answer, to a prompt with its target.
 
-    EBFT_FORMATS            {"prompt", "ground_truth"}, and "remaining_turns" if the conversation goes on (targets.py)
-    EBFT_STRIDED_FORMATS    what data/rows/sft.py reads: {"prompt", "completion"}, {"messages"}, {"text"} (documents.py)
+    EBFT_FORMATS            {"prompt", "ground_truth"}, and "remaining_turns" if the conversation continues (targets.py)
+    EBFT_STRIDED_FORMATS    rows for data/rows/sft.py: {"prompt", "completion"}, {"messages"}, {"text"} (documents.py)
 
-A target stays a message, so that keys such as tool_calls and reasoning_content reach the chat template.
+A target remains a message, so that keys such as tool_calls and reasoning_content reach the chat template.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ THOUGHT = [
         ("<|begin_of_thought|>", "<|end_of_thought|>"),
     )
 ]
-# A format that makes several rows of one returns a list.
+# A format that splits a row into several returns a list.
 TargetFormat = Callable[[Columns], Columns | list[Columns]]
 
 
 def turns_of(columns: Columns) -> Messages:
-    """The messages of a row, their content as text."""
+    """Return the messages of a row, with their content as text."""
     return clean_messages(conversation_of(columns))
 
 
 def last_turn(columns: Columns) -> Columns:
-    """The last assistant turn is the target, everything before it the prompt."""
+    """Use the last assistant turn as the target and everything before it as the prompt."""
     messages = turns_of(columns)
     return _target(columns, messages, _assistant_turns(messages)[-1])
 
 
 def _first_turn(columns: Columns) -> Columns:
-    """The first assistant turn is the target; later turns, up to the assistant's last, are remaining_turns."""
+    """Use the first assistant turn as the target, and later turns up to the assistant's last as remaining_turns."""
     messages = turns_of(columns)
     turns = _assistant_turns(messages)
-    rest = messages[turns[0] + 1 : turns[-1] + 1]  # turns without an answer have no target
-    made = _target(columns, messages, turns[0])
-    return {**made, "remaining_turns": rest} if rest else made
+    later = messages[turns[0] + 1 : turns[-1] + 1]  # turns after the last answer have no target
+    row = _target(columns, messages, turns[0])
+    return {**row, "remaining_turns": later} if later else row
 
 
 def _all_turns(columns: Columns) -> list[Columns]:
-    """One row per assistant turn, each after the conversation as it is in the data."""
+    """Return one row per assistant turn; its prompt is the conversation before the turn."""
     messages = turns_of(columns)
-    return [_target(columns, messages, number) for number in _assistant_turns(messages)]
+    return [_target(columns, messages, index) for index in _assistant_turns(messages)]
 
 
 def _opencode(columns: Columns) -> Columns:
@@ -63,52 +63,52 @@ def _opencode(columns: Columns) -> Columns:
 
 
 def _split_thinking(columns: Columns) -> Columns:
-    """Thoughts of earlier turns become reasoning_content; those of the target get <think> tags."""
+    """Move the thoughts of earlier turns to reasoning_content; put <think> tags around the target's thoughts."""
     messages = [_split(message) for message in turns_of(columns)]
-    made = _target(columns, messages, _assistant_turns(messages)[-1])
-    (last,) = made["ground_truth"]
+    row = _target(columns, messages, _assistant_turns(messages)[-1])
+    (last,) = row["ground_truth"]
     thought = last.get("reasoning_content")
     if thought:
         last = {name: value for name, value in last.items() if name != "reasoning_content"}
         last["content"] = f"<think>\n{thought}\n</think>\n\n{last['content']}"
-    return {**made, "ground_truth": [last]}
+    return {**row, "ground_truth": [last]}
 
 
 def _split(message: dict[str, Any]) -> dict[str, Any]:
     content = message["content"]
     for opening, closing in THOUGHT if message["role"] == "assistant" else ():
-        found = re.search(f"{opening}(.*?){closing}", content, re.DOTALL)
-        if found:
-            answer = content[: found.start()] + content[found.end() :]
-            return {**message, "content": answer.strip(), "reasoning_content": found.group(1).strip()}
+        match = re.search(f"{opening}(.*?){closing}", content, re.DOTALL)
+        if match:
+            answer = content[: match.start()] + content[match.end() :]
+            return {**message, "content": answer.strip(), "reasoning_content": match.group(1).strip()}
     return message
 
 
 def _answer_only(columns: Columns) -> Columns:
-    """The last assistant turn without its thoughts."""
-    made = last_turn(columns)
-    last = {name: value for name, value in made["ground_truth"][0].items() if name != "reasoning_content"}
+    """Use the last assistant turn without its thoughts as the target."""
+    row = last_turn(columns)
+    last = {name: value for name, value in row["ground_truth"][0].items() if name != "reasoning_content"}
     for opening, closing in THOUGHT:
         last["content"] = re.sub(rf"{opening}.*?{closing}\s*", "", last["content"], flags=re.DOTALL)
     last["content"] = last["content"].strip()
     if not last["content"] and not last.get("tool_calls"):
         raise UserError("the last assistant turn is empty without its thoughts; remove the row")
-    return {**made, "ground_truth": [last]}
+    return {**row, "ground_truth": [last]}
 
 
 def _assistant_turns(messages: Messages) -> list[int]:
-    """Indices of the assistant's messages."""
-    found = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    if not found:
-        raise UserError("has no assistant turn, so there is no true completion; remove the row")
-    return found
+    """Return the indices of the assistant's messages."""
+    indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not indices:
+        raise UserError("has no assistant turn to use as the target; remove the row")
+    return indices
 
 
-def _target(columns: Columns, messages: Messages, number: int) -> Columns:
-    if number == 0:
-        raise UserError("the conversation opens with an assistant turn; put a user turn before it")
+def _target(columns: Columns, messages: Messages, index: int) -> Columns:
+    if index == 0:
+        raise UserError("the conversation starts with an assistant turn; add a user turn before it")
     rest = {name: value for name, value in columns.items() if name not in CONVERSATION}
-    return {**rest, "prompt": messages[:number], "ground_truth": [messages[number]]}
+    return {**rest, "prompt": messages[:index], "ground_truth": [messages[index]]}
 
 
 def _strided_structured(columns: Columns) -> Columns:
@@ -117,21 +117,20 @@ def _strided_structured(columns: Columns) -> Columns:
 
 
 def _strided_text(columns: Columns) -> Columns:
-    """Plain text: every token is part of the document."""
     return {"text": text_of(columns, "question", "text")}
 
 
 def _strided_chat(columns: Columns) -> Columns:
-    """Every assistant turn is trained."""
+    """Train every assistant turn."""
     messages = turns_of(columns)
     _assistant_turns(messages)
     return {"messages": messages, **for_template(columns)}
 
 
 def _strided_last(columns: Columns) -> Columns:
-    """Only the last assistant turn is trained."""
-    made = last_turn(columns)
-    return {"prompt": made["prompt"], "completion": made["ground_truth"], **for_template(columns)}
+    """Train only the last assistant turn."""
+    row = last_turn(columns)
+    return {"prompt": row["prompt"], "completion": row["ground_truth"], **for_template(columns)}
 
 
 EBFT_FORMATS: dict[str, TargetFormat] = {
@@ -151,9 +150,9 @@ EBFT_STRIDED_FORMATS: dict[str, Format] = {
 }
 
 
-def refuse_formats(specs: Sequence[str], data_format: str, others: Mapping[str, Any], mode: str) -> None:
-    """Refuse formats of the other mode."""
+def reject_formats(specs: Sequence[str], data_format: str, formats: Mapping[str, Any], mode: str) -> None:
+    """Raise if a spec uses one of these formats, which belong to the other mode."""
     for spec in parse_specs(specs):
         name = spec.format or data_format
-        if name in others:
-            raise UserError(f"data_format={name}: gives rows for --mode {mode}; set that, or choose another format")
+        if name in formats:
+            raise UserError(f"data_format={name}: only works with --mode {mode}; set it, or use another --data-format")

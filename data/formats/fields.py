@@ -1,6 +1,6 @@
-"""Reading the fields of a row: text, messages, responses. Errors name the field and what is wrong with it.
+"""Read the fields of a row: text, messages and responses. Errors name the field.
 
-Messages are {"role", "content"} or, in ShareGPT data, {"from": "human", "value"}; the keys decide which.
+Messages are {"role", "content"} or, in ShareGPT data, {"from": "human", "value"}; the keys tell them apart.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ NOT_FOR_TEMPLATE = "fix the row, or rename the column if it is not for the chat 
 def need(columns: Columns, *names: str) -> None:
     for name in names:
         if name in columns and columns[name] is None:
-            raise UserError(f"{name!r} is null; fill it in, remove the row or choose another format")
+            raise UserError(f"{name!r} is null; fill it in, remove the row or use another --data-format")
         if name not in columns:
-            raise UserError(f"has no {name!r} (its columns: {listed(columns)}); rename one or choose another format")
+            raise UserError(f"has no {name!r} (its columns: {listed(columns)}); rename one or set --data-format")
 
 
 def listed(columns: Columns) -> str:
-    """Names of the columns for an error message; null ones are marked."""
+    """List the column names for an error message, with null columns marked."""
     return ", ".join(name if value is not None else f"{name} (null)" for name, value in columns.items()) or "none"
 
 
@@ -41,7 +41,7 @@ def user_turn(text: str) -> Messages:
 
 
 def text_of(columns: Columns, *names: str) -> str:
-    """The text of the first of these columns that is present."""
+    """Return the text of the first of these columns that is present."""
     name = next((name for name in names if columns.get(name) is not None), None)
     if name is None and len(names) == 1:
         need(columns, *names)
@@ -49,32 +49,38 @@ def text_of(columns: Columns, *names: str) -> str:
         raise UserError(f"has none of {', '.join(map(repr, names))} (its columns: {listed(columns)})")
     value = columns[name]
     if not isinstance(value, str):
-        raise UserError(f"{name!r} is a {type(value).__name__}, not text; fix the row or choose another format")
+        raise UserError(f"{name!r} is a {type(value).__name__}, not text; fix the row or use another --data-format")
     if not value.strip():
         raise UserError(f"{name!r} is empty; fill it in or remove the row")
     return value
 
 
 def system_turn(columns: Columns, name: str = "system") -> Messages:
-    """The system message of a row, or nothing if the column is absent or empty."""
+    """Return the system message of a row, or [] if the column is absent or empty."""
     value = columns.get(name)
     if value is not None and not isinstance(value, str):
         raise UserError(f"{name!r} is a {type(value).__name__}, not text; fix the row")
     return [{"role": "system", "content": value}] if value else []
 
 
+def user_prompt(columns: Columns, options: FormatOptions) -> str:
+    """Format the prompt of user_defined; an absent or empty system text becomes ""."""
+    system = "".join(turn["content"] for turn in system_turn(columns, options.field_system))
+    return options.prompt_format.format(prompt=text_of(columns, options.field_prompt), system=system)
+
+
 def parse_bool(value: Any) -> bool | None:
-    """True or false as bool, 0 or 1, or text; None if it is neither."""
+    """Parse a bool, 0 or 1, or text; return None if it is neither true nor false."""
     if isinstance(value, str):
         return BOOL_TEXTS.get(value.strip().lower())
     return bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None
 
 
 def with_nested(columns: Columns, options: FormatOptions) -> Columns:
-    """The row with the nested columns that options name as a.b: key b of the object in column a."""
+    """Add the nested columns that options name as a.b: key b of the object in column a."""
     dotted = [value for name, value in vars(options).items() if name.startswith("field_") and "." in value]
-    found = {name: _nested(columns, name) for name in dotted if name not in columns}
-    return {**columns, **{name: value for name, value in found.items() if value is not None}}
+    nested = {name: _nested(columns, name) for name in dotted if name not in columns}
+    return {**columns, **{name: value for name, value in nested.items() if value is not None}}
 
 
 def _nested(columns: Columns, name: str) -> Any:
@@ -87,17 +93,17 @@ def _nested(columns: Columns, name: str) -> Any:
 
 
 def conversation_of(columns: Columns, options: FormatOptions = DEFAULT) -> Messages:
-    """The messages of a row, from the column of field_messages or one of CONVERSATION.
+    """Return the messages of a row, from the column field_messages or one of CONVERSATION.
 
-    If a ShareGPT row has the system text in a separate column, it becomes the first message.
+    The system column of a ShareGPT row becomes its first message.
     """
     name = options.field_messages
     if name == DEFAULT.field_messages:
         name = next((name for name in CONVERSATION if columns.get(name) is not None), None)
     if name is None:
         raise UserError(
-            f"has neither 'messages' nor 'conversations' (its columns: {listed(columns)}); rename one or choose "
-            "another format"
+            f"has neither 'messages' nor 'conversations' (its columns: {listed(columns)}); rename one or set "
+            "--data-format"
         )
     need(columns, name)
     messages = messages_of(columns[name], name, options)
@@ -107,18 +113,18 @@ def conversation_of(columns: Columns, options: FormatOptions = DEFAULT) -> Messa
 
 
 def is_sharegpt(value: Any) -> bool:
-    """Whether it is a list of messages with `from` and `value`, or one such message."""
+    """Return whether the value is a message with `from` and `value`, or a list of such messages."""
     if isinstance(value, list):
         return bool(value) and is_sharegpt(value[0])
     return isinstance(value, dict) and {"from", "value"} <= value.keys() and not {"role", "content"} & value.keys()
 
 
 def messages_of(value: Any, name: str, options: FormatOptions = DEFAULT) -> Messages:
-    """The messages with keys and roles of the data mapped to ours; other keys such as tool_calls are kept."""
+    """Map keys and roles to `role`, `content` and ROLES; keep other keys such as tool_calls."""
     if not isinstance(value, list) or not value:
-        found = "empty" if value == [] else f"a {type(value).__name__}"
-        raise UserError(f"{name!r} is {found}, not a list of messages; fix the row or choose another format")
-    return [_message(message, f"{name}[{number}]", options) for number, message in enumerate(value)]
+        kind = "empty" if value == [] else f"a {type(value).__name__}"
+        raise UserError(f"{name!r} is {kind}, not a list of messages; fix the row or use another --data-format")
+    return [_message(message, f"{name}[{index}]", options) for index, message in enumerate(value)]
 
 
 def _message(value: Any, where: str, options: FormatOptions) -> dict[str, Any]:
@@ -131,15 +137,15 @@ def _message(value: Any, where: str, options: FormatOptions) -> dict[str, Any]:
         key = getattr(options, setting)
         if key not in value and not (setting == "content_key" and calls):
             keys = ", ".join(map(str, value))
-            raise UserError(f"{where} has no {key!r} (its keys: {keys}); fix the row, or see format.{setting}")
+            raise UserError(f"{where} has no {key!r} (its keys: {keys}); fix the row, or set format.{setting}")
     role, content = value[options.role_key], value.get(options.content_key)
     role = options.role_names.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
         raise UserError(
-            f"{where}: role {role!r} is unknown; chat_template.* can map it with format.roles, as in user=human"
+            f"{where}: role {role!r} is unknown; map it with chat_template.* and format.roles, such as user=human"
         )
     if not isinstance(content, (str, list)) and not (content is None and calls):
-        raise UserError(f"{where}: its content is {content!r}, not text; fix the row")
+        raise UserError(f"{where}: content is {content!r}, not text; fix the row")
     mapped = (options.role_key, options.content_key)
     extra = {key: item for key, item in value.items() if key not in mapped and item is not None}
     return {"role": role, "content": content, **extra}
@@ -154,30 +160,29 @@ def _sharegpt_message(value: dict[str, Any], where: str, options: FormatOptions)
     if sender == "function_call":
         return {"role": role, "content": "", "tool_calls": _tool_calls(text, where)}
     if not isinstance(text, str):
-        raise UserError(f"{where}: its value is {text!r}, not text; fix the row")
+        raise UserError(f"{where}: value is {text!r}, not text; fix the row")
     extra = {key: item for key, item in value.items() if key not in ("from", "value") and item is not None}
     return {"role": role, "content": text, **extra}
 
 
 def _tool_calls(text: Any, where: str) -> list[dict[str, Any]]:
-    """Calls written as JSON, {"name", "arguments"} or a list of those."""
+    """Parse calls in JSON: {"name", "arguments"}, or a list of these."""
+    tool_calls = []
     try:
         calls = json.loads(text) if isinstance(text, str) else text
-        calls = calls if isinstance(calls, list) else [calls]
-        made = []
-        for call in calls:
+        for call in calls if isinstance(calls, list) else [calls]:
             arguments = call["arguments"]
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-            made.append({"type": "function", "function": {"name": call["name"], "arguments": arguments}})
+            tool_calls.append({"type": "function", "function": {"name": call["name"], "arguments": arguments}})
     except (ValueError, TypeError, KeyError):
-        made = []
-    if not made:
-        raise UserError(f'{where}: its function_call is not JSON of the form {{"name", "arguments"}}; fix the row')
-    return made
+        tool_calls = []
+    if not tool_calls:
+        raise UserError(f'{where}: function_call is not JSON with "name" and "arguments"; fix the row')
+    return tool_calls
 
 
 def response_after(prompt: Messages, value: Any, name: str, options: FormatOptions = DEFAULT) -> Messages:
-    """The assistant message of a response that is text, a message, or a list that may repeat the prompt."""
+    """Return the assistant message of a response: text, a message, or a list that may repeat the prompt."""
     if isinstance(value, str):
         messages = [{"role": "assistant", "content": value}]
     elif isinstance(value, dict):
@@ -187,11 +192,11 @@ def response_after(prompt: Messages, value: Any, name: str, options: FormatOptio
     *before, last = messages
     if before and before != prompt[-len(before) :]:
         raise UserError(
-            f"{name!r} has {len(messages)} messages that are not the prompt with one answer; a response is one "
-            "assistant message, and the turns before it must be those of the prompt"
+            f"{name!r} has {len(messages)} messages that are not the prompt and one answer; a response is one "
+            "assistant message, optionally after the turns of the prompt"
         )
     if last["role"] != "assistant":
-        raise UserError(f"{name!r} ends with a {last['role']} message; the last must be the assistant's")
+        raise UserError(f"{name!r} ends with a {last['role']} message; it must end with the assistant's")
     content = last["content"]
     if isinstance(content, str) and not content.strip() and not last.get("tool_calls"):
         raise UserError(f"{name!r} is empty; fill it in or remove the row")
@@ -199,17 +204,17 @@ def response_after(prompt: Messages, value: Any, name: str, options: FormatOptio
 
 
 def for_template(columns: Columns) -> Columns:
-    """What a row passes to the chat template besides messages: tools, and settings of the template."""
-    found = {name: columns[name] for name in ("tools", "chat_template_kwargs") if columns.get(name) not in (None, "")}
+    """Return the row's inputs of the chat template other than messages: tools and chat_template_kwargs."""
+    inputs = {name: columns[name] for name in ("tools", "chat_template_kwargs") if columns.get(name) not in (None, "")}
     for name, kind in (("tools", list), ("chat_template_kwargs", dict)):
-        if isinstance(found.get(name), str):  # tables whose rows differ in shape store them as JSON
+        if isinstance(inputs.get(name), str):  # tables store these as JSON if rows differ in shape
             try:
-                found[name] = json.loads(found[name])
+                inputs[name] = json.loads(inputs[name])
             except json.JSONDecodeError as error:
                 raise UserError(f"{name!r} is not valid JSON ({error.msg}); {NOT_FOR_TEMPLATE}") from None
-        if name in found and not isinstance(found[name], kind):
-            raise UserError(f"{name!r} is a {type(found[name]).__name__}, not a {kind.__name__}; {NOT_FOR_TEMPLATE}")
-    for number, tool in enumerate(found.get("tools", ())):
+        if name in inputs and not isinstance(inputs[name], kind):
+            raise UserError(f"{name!r} is a {type(inputs[name]).__name__}, not a {kind.__name__}; {NOT_FOR_TEMPLATE}")
+    for index, tool in enumerate(inputs.get("tools", ())):
         if not isinstance(tool, dict):
-            raise UserError(f"tools[{number}] is {tool!r}, not the JSON schema of a tool; {NOT_FOR_TEMPLATE}")
-    return found
+            raise UserError(f"tools[{index}] is {tool!r}, not a JSON schema; {NOT_FOR_TEMPLATE}")
+    return inputs

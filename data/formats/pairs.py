@@ -1,13 +1,13 @@
-"""Pair formats: how a row becomes a prompt with a chosen and a rejected response, for all pair methods.
+"""Pair formats: convert a row to a prompt with a chosen and a rejected response, for all pair methods.
 
-A format is a function (columns, options) -> {"prompt", "chosen", "rejected"}, of one of two kinds:
+A format is a function (columns, options) -> {"prompt", "chosen", "rejected"} of one of two kinds:
 
-    text        three strings. The chatml, llama3 and zephyr families write their own delimiters and close responses.
-    messages    a prompt of messages and one assistant message each, rendered by the tokenizer's chat template;
+    text        three strings. The chatml and llama3 families write delimiters and close responses.
+    messages    a prompt of messages and one assistant message per response, rendered by the tokenizer's chat template;
                 `tools` and `chat_template_kwargs` are passed on, and messages keep keys such as reasoning_content.
 
-zephyr.nectar pairs the best with the worst of a row's ranked answers; in Nectar rank 1 is the best. axolotl's format of
-that name sorts by rank and takes the last two, so that its chosen answer is the worst of all.
+zephyr.nectar pairs the best and the worst of a row's ranked answers; rank 1 is the best. axolotl's format of the same
+name sorts by rank and takes the last two, so its chosen answer is the worst of all.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from data.formats.fields import (
     response_after,
     system_turn,
     text_of,
+    user_prompt,
     user_turn,
 )
 from data.types import Messages
@@ -39,15 +40,15 @@ PairFormat = Callable[[Columns, FormatOptions], Columns]
 
 @dataclass(frozen=True)
 class Family:
-    """Delimiters of a family of text formats."""
+    """The delimiters of a family of text formats."""
 
     opening: str
     close: str
-    gap: str  # after a closed turn, but never after a response: an engine stops at `close`
+    gap: str  # between turns; not after a response, because an engine stops at `close`
 
     def prompt(self, turns: Messages) -> str:
-        written = [self.opening.format(role=turn["role"]) + turn["content"] + self.close + self.gap for turn in turns]
-        return "".join(written) + self.opening.format(role="assistant")
+        texts = [self.opening.format(role=turn["role"]) + turn["content"] + self.close + self.gap for turn in turns]
+        return "".join(texts) + self.opening.format(role="assistant")
 
 
 FAMILIES = {
@@ -56,7 +57,7 @@ FAMILIES = {
 }
 ZEPHYR_PROMPT = "<|system|>\n</s>\n<|user|>\n{prompt}</s>\n<|assistant|>\n"
 
-# Columns of the prompt, the chosen and the rejected response in the text formats; the first present one is used.
+# Columns of the prompt, the chosen and the rejected response in the text formats; the first that is present is used.
 TEXT_COLUMNS = {
     "default": (
         ("prompt", "input", "question", "instruction"),
@@ -71,13 +72,13 @@ TEXT_COLUMNS = {
 
 
 def two_message_chat(columns: Columns, name: str) -> str:
-    """The assistant's text in a conversation of one user and one assistant message."""
+    """Return the assistant's text of a conversation with one user and one assistant message."""
     messages = messages_of(columns.get(name), name)
     roles = [message["role"] for message in messages]
     if roles != ["user", "assistant"]:
         raise UserError(
-            f"{name!r} has the messages {', '.join(roles)}; this format takes user, assistant; use "
-            "chat_template.argilla_chat for longer conversations"
+            f"{name!r} has the messages {', '.join(roles)}, not user, assistant; use "
+            "--data-format chat_template.argilla_chat for longer conversations"
         )
     return text_of({name: messages[1]["content"]}, name)
 
@@ -96,13 +97,13 @@ def _ultra(family: Family, columns: Columns, options: FormatOptions) -> Columns:
 
 
 def _argilla_chat(family: Family, columns: Columns, options: FormatOptions) -> Columns:
-    """Conversations of any length that are equal up to their last message."""
+    """Read conversations of any length that are equal up to their last message."""
     pair = _template_argilla_chat(columns, DEFAULT)
     turns = pair["prompt"]
     if turns[0]["role"] != "system":
         turns = [*system_turn(columns), *turns]
-    for number, turn in enumerate(turns):
-        text_of({f"chosen[{number}]": turn["content"]}, f"chosen[{number}]")
+    for index, turn in enumerate(turns):
+        text_of({f"chosen[{index}]": turn["content"]}, f"chosen[{index}]")
     chosen, rejected = (text_of({name: pair[name][0]["content"]}, name) for name in ("chosen", "rejected"))
     return {"prompt": family.prompt(turns), "chosen": chosen + family.close, "rejected": rejected + family.close}
 
@@ -112,22 +113,16 @@ def _nectar(columns: Columns, options: FormatOptions) -> Columns:
     need(columns, "answers")
     answers = columns["answers"]
     if not isinstance(answers, list) or len(answers) < 2:
-        raise UserError("'answers' is not a list of two or more; a pair needs a better and a worse one")
-    for number, answer in enumerate(answers):
+        raise UserError("'answers' is not a list of two or more answers")
+    for index, answer in enumerate(answers):
         rank = answer.get("rank") if isinstance(answer, dict) else None
         if isinstance(rank, bool) or not isinstance(rank, (int, float)):
-            raise UserError(f"answers[{number}] has the rank {rank!r}, not a number; fix the row")
+            raise UserError(f"answers[{index}] has rank {rank!r}, not a number; fix the row")
     best, worst = (pick(answers, key=lambda answer: answer["rank"]) for pick in (min, max))  # rank 1 is the best
     if best["rank"] == worst["rank"]:
-        raise UserError(f"'answers' all have the rank {best['rank']}; none is better than another")
+        raise UserError(f"'answers' all have rank {best['rank']}; remove the row")
     chosen, rejected = text_of(best, "answer"), text_of(worst, "answer")
     return {"prompt": ZEPHYR_PROMPT.format(prompt=prompt), "chosen": chosen, "rejected": rejected}
-
-
-def user_prompt(columns: Columns, options: FormatOptions) -> str:
-    """The prompt of user_defined; an absent or empty system text becomes ""."""
-    system = "".join(turn["content"] for turn in system_turn(columns, options.field_system))
-    return options.prompt_format.format(prompt=text_of(columns, options.field_prompt), system=system)
 
 
 def _user_defined(columns: Columns, options: FormatOptions) -> Columns:
@@ -149,17 +144,17 @@ def _template_default(columns: Columns, options: FormatOptions) -> Columns:
 
 
 def _template_argilla_chat(columns: Columns, options: FormatOptions) -> Columns:
-    """Whole conversations that are equal up to their last message."""
+    """Read whole conversations that are equal up to their last message."""
     need(columns, options.field_chosen, options.field_rejected)
     chosen = messages_of(columns[options.field_chosen], options.field_chosen, options)
     messages_of(columns[options.field_rejected], options.field_rejected, options)
     if len(chosen) < 2:
-        raise UserError(f"{options.field_chosen!r} has one message; it needs the turns before the answer too")
+        raise UserError(f"{options.field_chosen!r} has one message; add the turns before the answer")
     return _responses(columns, chosen[:-1], options)
 
 
 def _template_argilla(columns: Columns, options: FormatOptions) -> Columns:
-    """Like argilla_chat, alternating user and assistant; `system`, and `prompt` for the user text of a single turn."""
+    """Read argilla_chat rows that alternate user and assistant, with `system`, and `prompt` for a single user turn."""
     pair = _template_argilla_chat(columns, options)
     turns = pair["prompt"]
     opening = [turns.pop(0)] if turns[0]["role"] == "system" else system_turn(columns)
@@ -187,7 +182,7 @@ def _responses(columns: Columns, prompt: Messages, options: FormatOptions) -> Co
 
 
 def _passthrough(columns: Columns, options: FormatOptions) -> Columns:
-    """Rows that already have prompt, chosen and rejected, as text or as messages."""
+    """Read rows that already have prompt, chosen and rejected, as text or as messages."""
     need(columns, "prompt", "chosen", "rejected")
     if isinstance(columns["prompt"], str):
         return {name: text_of(columns, name) for name in ("prompt", "chosen", "rejected")}
@@ -195,18 +190,18 @@ def _passthrough(columns: Columns, options: FormatOptions) -> Columns:
 
 
 def _sharegpt(columns: Columns, options: FormatOptions) -> Columns:
-    """Turns in `conversations` with one message each in `chosen` and `rejected`, or whole conversations in both."""
+    """Read `conversations` with one message each in `chosen` and `rejected`, or whole conversations in both."""
     need(columns, options.field_chosen, options.field_rejected)
     if all(columns.get(name) is None for name in {*CONVERSATION, options.field_messages}):
         return _template_argilla_chat(columns, options)
     return _responses(columns, conversation_of(columns, options), options)
 
 
-QUESTIONS = ("question", "input", "instruction", "query", "system")  # columns of the prompt in other formats
+QUESTIONS = ("question", "input", "instruction", "query", "system")  # prompt columns of other formats
 
 
 def _auto(columns: Columns, options: FormatOptions) -> Columns:
-    """TRL's forms: text or messages, with a prompt column or a common prefix of both responses as the prompt."""
+    """Read TRL's rows: text or messages, with a prompt column or the responses' common prefix as the prompt."""
     need(columns, "chosen", "rejected")
     prompt = columns.get("prompt")
     if prompt is None and columns.get("conversations") is not None:
@@ -215,11 +210,11 @@ def _auto(columns: Columns, options: FormatOptions) -> Columns:
     if isinstance(prompt, list) or (prompt is not None and all(texts)):
         return _passthrough(columns, options)
     if prompt is None and all(texts):
-        asked = [name for name in QUESTIONS if isinstance(columns.get(name), str) and columns[name].strip()]
-        if asked:  # using the common prefix as the prompt would silently drop the question
+        questions = [name for name in QUESTIONS if isinstance(columns.get(name), str) and columns[name].strip()]
+        if questions:  # using the common prefix as the prompt would silently drop the question
             raise UserError(
-                f"has no 'prompt', but {' and '.join(map(repr, asked))}; name its format (chatml.intel takes question, "
-                "chatml.icr input, chatml.argilla instruction), or rename the column to 'prompt'"
+                f"has no 'prompt', but {' and '.join(map(repr, questions))}; rename the column to 'prompt', or set "
+                "--data-format (chatml.intel for question, chatml.icr for input, chatml.argilla for instruction)"
             )
         return _shared_text(text_of(columns, "chosen"), text_of(columns, "rejected"))
     chosen, rejected = (messages_of(columns[name], name) for name in ("chosen", "rejected"))
@@ -228,22 +223,22 @@ def _auto(columns: Columns, options: FormatOptions) -> Columns:
     if not shared and len(chosen) == len(rejected) == 1 and isinstance(prompt, str):
         shared = user_turn(text_of(columns, "prompt"))
     if not shared:
-        raise UserError("'chosen' and 'rejected' share no message to take as the prompt; add a 'prompt'")
+        raise UserError("'chosen' and 'rejected' share no message to use as the prompt; add a 'prompt'")
     return _responses(columns, shared, DEFAULT)
 
 
 def _shared_text(chosen: str, rejected: str) -> Columns:
     if chosen == rejected:
-        raise UserError("'chosen' and 'rejected' are the same text, which leaves no response; add a 'prompt'")
+        raise UserError("'chosen' and 'rejected' are the same text, so there is no response; add a 'prompt'")
     length = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False)))
-    if length == min(len(chosen), len(rejected)):  # one continues the other: its last word is the response
+    if length == min(len(chosen), len(rejected)):  # one continues the other: start the response at the last common word
         end = len(chosen[:length].rstrip())
         length = max(chosen.rfind(space, 0, end) for space in " \n\t")
     elif chosen[length - 1] == " ":  # a space belongs to the word after it
         length -= 1
     prompt = chosen[: max(length, 0)]
     if not prompt.strip():
-        raise UserError("'chosen' and 'rejected' share no beginning to take as the prompt; add a 'prompt'")
+        raise UserError("'chosen' and 'rejected' share no prefix to use as the prompt; add a 'prompt'")
     return {"prompt": prompt, "chosen": chosen[length:], "rejected": rejected[length:]}
 
 
@@ -262,7 +257,7 @@ for _name, _family in FAMILIES.items():
     PAIR_FORMATS |= {f"{_name}.{kind}": partial(_text_pair, _family, names) for kind, names in TEXT_COLUMNS.items()}
     PAIR_FORMATS[f"{_name}.argilla_chat"] = partial(_argilla_chat, _family)
     PAIR_FORMATS[f"{_name}.ultra"] = partial(_ultra, _family)
-# A family's bare name is an alias of its default, and vice versa.
+# NAME and NAME.default are aliases.
 for _name in ("chatml", "llama3", "chat_template"):
     PAIR_FORMATS[_name] = PAIR_FORMATS[f"{_name}.default"]
 for _name in ("user_defined", "passthrough"):
@@ -270,7 +265,7 @@ for _name in ("user_defined", "passthrough"):
 
 _RESPONSES = {"field_chosen", "field_rejected"}
 _MESSAGES = {"role_key", "content_key", "roles"}
-# The options that each format reads; setting one that no format in use reads is an error.
+# The options that each format reads. Setting an option that no format in use reads is an error.
 PAIR_OPTIONS: dict[str, set[str]] = {
     "user_defined": {"field_prompt", "field_system", "prompt_format", "chosen_format", "rejected_format", *_RESPONSES},
     "chat_template.default": {"field_messages", *_RESPONSES, *_MESSAGES},

@@ -1,16 +1,15 @@
-"""Data formats: how the columns of a row become the columns a loader reads.
+"""Data formats: convert the columns of a row to the columns that a loader reads.
 
-A format is a function from columns to columns. PROMPT_FORMATS give a `prompt` (other columns are for the rewards),
-SFT_FORMATS give a `prompt` with a `completion`. A dotted name is a user's own transform, imported from the working
-folder:
+A format is a function from columns to columns. PROMPT_FORMATS return a `prompt` (other columns are for the rewards),
+SFT_FORMATS return a `prompt` with a `completion`. A dotted name is a user's transform in the working folder:
 
-    def my_transform(cfg):                                      # --data-format my_module.my_transform
+    def my_transform(cfg):                  # --data-format my_module.my_transform; cfg is the run's config
         def transform(example, tokenizer=None):
             return {"prompt": [{"role": "user", "content": example["problem"]}], "answer": example["solution"]}
         return transform, {"remove_columns": ["problem"]}
 
-If my_transform has a parameter dataset_idx (or **kwargs), it also gets the index of its --data entry, from 0. With
-{"batched": True} transform gets a dict of lists, up to batch_size (1000) rows, and returns one, as in datasets.map.
+If my_transform has a parameter dataset_idx (or **kwargs), it also gets the index of its --data entry. With
+{"batched": True}, transform maps a dict of lists, up to batch_size (1000) rows, to another, as in datasets.map.
 """
 
 from __future__ import annotations
@@ -33,26 +32,26 @@ from data.formats.fields import (
     listed,
     messages_of,
     need,
-    system_turn,
     text_of,
+    user_prompt,
     user_turn,
     with_nested,
 )
+from data.formats.progress import with_progress
 from data.hints import other_methods, suggest
-from data.progress import shown
 from data.sources import DataSpec, Row, load_rows, parse_spec
 from data.types import Messages
 from data.user_code import attribute_of, describe_error, load_module
 
 Format = Callable[[Columns], Columns]
-# Settings of datasets.map that a transform may return. Those in NO_EFFECT change its speed, not the rows.
+# Settings of datasets.map that a transform may return. NO_EFFECT settings only change its speed and are ignored.
 MAP_SETTINGS = {"remove_columns", "batched", "batch_size"}
 NO_EFFECT = {"num_proc", "desc", "load_from_cache_file", "keep_in_memory", "writer_batch_size"}
 
 
 @dataclass(frozen=True)
 class WithOptions:
-    """A format with options, such as the name of a column, set for the run or for one --data entry."""
+    """A format with options, such as a column name, set for the run or for one --data entry."""
 
     function: Callable[[Columns, FormatOptions], Columns]
     reads: frozenset[str]
@@ -62,13 +61,13 @@ class WithOptions:
         return self.function(with_nested(columns, self.options), self.options)
 
     def then(self, after: Format) -> WithOptions:
-        """The same format, followed by another function."""
+        """Return this format followed by another function."""
         return replace(self, function=lambda columns, options: after(self.function(columns, options)))
 
 
 @dataclass(frozen=True)
 class Batched:
-    """A user's transform of many rows at a time; the format `then` reads what it returns."""
+    """A user's transform of several rows at a time, followed by the format `then`."""
 
     name: str
     function: Callable[[Columns], Any]
@@ -78,40 +77,43 @@ class Batched:
 
 
 def formatted_rows(
-    specs: Sequence[str], formats: Mapping[str, Format], *, data_format: str, tokenizer: Any, cfg: Any
+    specs: Sequence[str], formats: Mapping[str, Format], *, data_format: str, tokenizer: Any, cfg: object
 ) -> Iterator[tuple[DataSpec, Row]]:
-    """Rows of all specs with their format applied; format= in a spec overrides data_format."""
+    """Yield the rows of all specs with their format applied; format= in a spec overrides data_format.
+
+    cfg is the run's config; it is only passed to a user's transform, in all loaders.
+    """
     for spec, row, function in rows_and_formats(specs, formats, data_format=data_format, tokenizer=tokenizer, cfg=cfg):
         yield spec, Row(source=row.source, columns=apply(function, row))
 
 
 def rows_and_formats(
-    specs: Sequence[str], formats: Mapping[str, Format], *, data_format: str, tokenizer: Any, cfg: Any
+    specs: Sequence[str], formats: Mapping[str, Format], *, data_format: str, tokenizer: Any, cfg: object
 ) -> Iterator[tuple[DataSpec, Row, Format]]:
-    """Rows of all specs before formatting, each with its format, for callers that may skip bad rows."""
+    """Yield the unformatted rows of all specs with their format, for callers that may skip bad rows."""
     parsed = parse_specs(specs)
     functions = [
-        _find(spec, spec.format or data_format, formats, tokenizer, cfg, dataset_idx)
+        _find_format(spec, spec.format or data_format, formats, tokenizer, cfg, dataset_idx)
         for dataset_idx, spec in enumerate(parsed)
     ]
     for spec, function in zip(parsed, functions, strict=True):
         rows = load_rows(spec)
         if isinstance(function, Batched):
-            rows, function = _in_batches(function, rows), function.then
-        for row in shown(rows, spec.path):
+            rows, function = _transform_batches(function, rows), function.then
+        for row in with_progress(rows, spec.path):
             yield spec, row, function
 
 
 def parse_specs(specs: Sequence[str]) -> list[DataSpec]:
     if not specs:
-        raise UserError("data=(): nothing to read; give at least one file, hub id or task:NAME")
+        raise UserError("--data is empty; pass a file, a hub id or task:NAME")
     if isinstance(specs, str):
         raise UserError(f"data={specs}: must be a list of paths; write [{specs}]")
     return [parse_spec(spec) for spec in specs]
 
 
 def apply(function: Callable[..., Any], row: Row, *args: Any) -> Any:
-    """Call a function on a row's columns; its ValueErrors get the row's source prepended."""
+    """Call a function on a row's columns; prepend the row's source to its ValueErrors."""
     try:
         return function(row.columns, *args)
     except ValueError as error:
@@ -126,7 +128,7 @@ def _auto_prompt(columns: Columns) -> Columns:
         return _chat_prompt(columns, FormatOptions())
     if messages is None:
         raise UserError(
-            f"has neither 'prompt' nor 'messages' (its columns: {listed(columns)}); rename a column or set data_format"
+            f"has neither 'prompt' nor 'messages' (its columns: {listed(columns)}); rename one or set --data-format"
         )
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise UserError("'messages' must be a list of {'role', 'content'} objects")
@@ -141,7 +143,7 @@ def _up_to_user(messages: Messages, name: str) -> Messages:
 
 
 def _chat_prompt(columns: Columns, options: FormatOptions) -> Columns:
-    """A conversation in any column, with any role names: the part up to its last user turn."""
+    """Use a conversation up to its last user turn as the prompt."""
     prompt = _up_to_user(conversation_of(columns, options), options.field_messages)
     return {
         **(_without(columns, options.field_messages) if "." in options.field_messages else columns),
@@ -158,7 +160,7 @@ def _gsm8k(columns: Columns) -> Columns:
     need(columns, "question", "answer")
     _, marker, number = str(columns["answer"]).rpartition("####")
     if not marker:
-        raise UserError("'answer' has no '####' before its result; use data_format=question_answer")
+        raise UserError("'answer' has no '####' before its result; use --data-format question_answer")
     return {**_question_answer(columns), "answer": number.strip().replace(",", "")}
 
 
@@ -182,12 +184,11 @@ def _auto_sft(columns: Columns) -> Columns:
         return _alpaca_sft(columns)
     raise UserError(
         "has none of 'messages', 'conversations', 'prompt' with 'completion', 'text', 'instruction' with 'output' (its "
-        f"columns: {listed(columns)}); rename a column or set data_format"
+        f"columns: {listed(columns)}); rename a column or set --data-format"
     )
 
 
 def _chat_sft(columns: Columns, options: FormatOptions) -> Columns:
-    """A conversation in any column, with any role names."""
     return {**_without(columns, *CONVERSATION), "messages": conversation_of(columns, options)}
 
 
@@ -202,16 +203,13 @@ def _alpaca_sft(columns: Columns) -> Columns:
 
 
 def _completion_sft(columns: Columns, options: FormatOptions) -> Columns:
-    """Plain text in any column."""
     return {"text": text_of(columns, options.field_text)}
 
 
 def _user_defined_sft(columns: Columns, options: FormatOptions) -> Columns:
-    """Prompt and completion as text, each in a column and a format of its own."""
-    system = "".join(turn["content"] for turn in system_turn(columns, options.field_system))
     completion = text_of(columns, options.field_completion)
     return {
-        "prompt": options.prompt_format.format(prompt=text_of(columns, options.field_prompt), system=system),
+        "prompt": user_prompt(columns, options),
         "completion": options.completion_format.format(completion=completion),
     }
 
@@ -219,7 +217,7 @@ def _user_defined_sft(columns: Columns, options: FormatOptions) -> Columns:
 def _instruction(columns: Columns) -> Messages:
     parts = [columns["instruction"], columns.get("input")]
     if not all(part is None or isinstance(part, str) for part in parts):
-        raise UserError("its 'instruction' or 'input' is not text; fix the row")
+        raise UserError("'instruction' or 'input' is not text; fix the row")
     return user_turn("\n\n".join(part for part in parts if part))
 
 
@@ -242,77 +240,72 @@ SFT_FORMATS: dict[str, Format] = {
     "chat_template": WithOptions(_chat_sft, CHAT_OPTIONS),
     "sharegpt": WithOptions(_chat_sft, CHAT_OPTIONS),
     "question_answer": _question_answer_sft,
-    "gsm8k": _question_answer_sft,  # the whole solution is trained, result marker included
+    "gsm8k": _question_answer_sft,  # trains the whole solution, including the result marker
     "alpaca": _alpaca_sft,
     "completion": WithOptions(_completion_sft, frozenset({"field_text"})),
     "user_defined": WithOptions(_user_defined_sft, USER_OPTIONS),
 }
 
 
-def _find(
-    spec: DataSpec, name: str, formats: Mapping[str, Format], tokenizer: Any, cfg: Any, dataset_idx: int
+def _find_format(
+    spec: DataSpec, name: str, formats: Mapping[str, Format], tokenizer: Any, cfg: object, dataset_idx: int
 ) -> Format | Batched:
     if name in formats:
-        return _with_own(spec, name, formats) if spec.format_options else formats[name]
+        return _with_entry_options(spec, name, formats) if spec.format_options else formats[name]
     family = name.partition(".")[0]
-    ours = any(known.startswith(f"{family}.") for known in formats) and not Path(f"{family}.py").is_file()
-    if "." not in name or ours:
-        raise UserError(f"data_format={name}: no such format; {suggest(name, formats)} or give my_module.my_transform")
+    is_built_in = any(known.startswith(f"{family}.") for known in formats) and not Path(f"{family}.py").is_file()
+    if "." not in name or is_built_in:
+        raise UserError(f"data_format={name}: no such format; {suggest(name, formats)} or use my_module.my_transform")
     if spec.format_options:
-        _with_own(spec, name, formats)
+        _with_entry_options(spec, name, formats)
     transform = load_transform(name, formats["auto"], tokenizer, cfg, dataset_idx)
     return transform if isinstance(transform, Batched) else lambda columns: formats["auto"](transform(columns))
 
 
-def _with_own(spec: DataSpec, name: str, formats: Mapping[str, Format]) -> Format:
-    """The format with the options of this --data entry."""
-    found = formats.get(name)
+def _with_entry_options(spec: DataSpec, name: str, formats: Mapping[str, Format]) -> Format:
+    """Return the format with the options of this --data entry."""
+    function = formats.get(name)
     for option, value in spec.format_options.items():
-        if not isinstance(found, WithOptions) or option not in found.reads:
+        if not isinstance(function, WithOptions) or option not in function.reads:
             readers = [known for known, other in formats.items() if option in getattr(other, "reads", ())]
             raise UserError(
                 f"data={spec.path}: {option}={value} has no effect on format={name}; "
                 + (f"it is for {', '.join(sorted(readers))}" if readers else "no format of this method reads it")
             )
     try:
-        return replace(found, options=replace(found.options, **spec.format_options))
+        return replace(function, options=replace(function.options, **spec.format_options))
     except ValueError as error:  # an invalid format string or role
         raise UserError(f"data={spec.path}: {error}") from None
 
 
-def load_transform(name: str, then: Format, tokenizer: Any, cfg: Any, dataset_idx: int = 0) -> Format | Batched:
-    """A user's transform by dotted name: module.factory(cfg) -> fn, or (fn, {"remove_columns": [...]}).
-
-    A factory with a parameter dataset_idx gets the index of its --data entry, from 0.
-    """
+def load_transform(name: str, then: Format, tokenizer: Any, cfg: object, dataset_idx: int) -> Format | Batched:
+    """Load a user's transform by dotted name: module.factory(cfg) -> fn, or (fn, {"remove_columns": [...]})."""
     module, _, attribute = name.rpartition(".")
     factory = attribute_of(load_module(module, f"data_format={name}"), attribute, f"data_format={name}")
     if not callable(factory):
-        raise UserError(f"data_format={name}: is a {type(factory).__name__}, not a function; name a function of cfg")
+        raise UserError(f"data_format={name}: must be a function of the config, not {type(factory).__name__}")
     try:
-        made = factory(cfg, dataset_idx=dataset_idx) if _takes(factory, "dataset_idx") else factory(cfg)
-    except Exception as error:  # the user's code, whatever it raises
+        result = factory(cfg, dataset_idx=dataset_idx) if _takes(factory, "dataset_idx") else factory(cfg)
+    except Exception as error:  # the user's code may raise anything
         raise UserError(f"data_format={name}: failed when called with the config ({describe_error(error)})") from None
-    function, settings = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
+    function, settings = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not callable(function) or not isinstance(settings, dict):
         raise UserError(
-            f"data_format={name}: returned {type(made).__name__}; it is called with the config and must return a "
-            'function of an example, or (function, {"remove_columns": [...]})'
+            f"data_format={name}: returned {type(result).__name__}; called with the config, it must return a function "
+            'of a row, or (function, {"remove_columns": [...]})'
         )
     unknown = sorted(settings.keys() - MAP_SETTINGS - NO_EFFECT)
     if unknown:
-        raise UserError(
-            f"data_format={name}: the setting {unknown[0]!r} is unknown; only "
-            f"{', '.join(sorted(MAP_SETTINGS))} are supported"
-        )
+        supported = ", ".join(sorted(MAP_SETTINGS))
+        raise UserError(f"data_format={name}: the setting {unknown[0]!r} is unknown; only {supported} are supported")
     removed = settings.get("remove_columns", [])
     if not settings.get("batched"):
         return _row_transform(name, function, removed, tokenizer)
     size = settings.get("batch_size", 1000)
     if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
-        raise UserError(f"data_format={name}: batch_size={size!r} is not a whole number; give one, or leave it out")
+        raise UserError(f"data_format={name}: batch_size={size!r} is not an integer")
     extra = _tokenizers(function, tokenizer)
-    size = size if size is not None and size > 0 else sys.maxsize  # as in datasets: all rows at once
+    size = size if size is not None and size > 0 else sys.maxsize  # all rows in one batch, as in datasets
     return Batched(name, lambda batch: function(batch, **extra), size, removed, then)
 
 
@@ -327,58 +320,58 @@ def _tokenizers(function: Callable[..., Any], tokenizer: Any) -> dict[str, Any]:
     return {key: tokenizer for key in ("tokenizer", "processing_class") if key in parameters}
 
 
-def _kept(columns: Columns, removed: Any) -> Columns:
+def _remove(columns: Columns, removed: Any) -> Columns:
     if removed == "__all__":
         return {}
     return _without(columns, *([removed] if isinstance(removed, str) else removed or ()))
 
 
 def _row_transform(name: str, function: Callable[..., Any], removed: Any, tokenizer: Any) -> Format:
-    """Merge what the function returns into the row, as datasets.map does, after removing `removed` columns."""
+    """Remove the `removed` columns and merge the function's result into the row, as datasets.map does."""
     extra = _tokenizers(function, tokenizer)
 
     def transform(columns: Columns) -> Columns:
         try:
             result = function(dict(columns), **extra)
-        except Exception as error:  # the user's code, whatever it raises
+        except Exception as error:  # the user's code may raise anything
             raise UserError(f"data_format={name} failed on this row ({describe_error(error)})") from None
         if not isinstance(result, dict):
             raise UserError(f"data_format={name} returned {type(result).__name__} for this row; it must return a dict")
-        return {**_kept(columns, removed), **result}
+        return {**_remove(columns, removed), **result}
 
     return transform
 
 
-def _in_batches(transform: Batched, rows: Sequence[Row]) -> list[Row]:
-    """The rows that a batched transform returns; if their number changes, they are numbered within their batch."""
-    made: list[Row] = []
+def _transform_batches(transform: Batched, rows: Sequence[Row]) -> list[Row]:
+    """Apply a batched transform; if it changes the number of rows, they are numbered within their batch."""
+    transformed: list[Row] = []
     for start in range(0, len(rows), transform.size):
-        part = rows[start : start + transform.size]
-        where = f"{part[0].source} to {part[-1].source}" if len(part) > 1 else part[0].source
-        names = dict.fromkeys(name for row in part for name in row.columns)
-        batch = {name: [row.columns.get(name) for row in part] for name in names}
+        chunk = rows[start : start + transform.size]
+        where = f"{chunk[0].source} to {chunk[-1].source}" if len(chunk) > 1 else chunk[0].source
+        names = dict.fromkeys(name for row in chunk for name in row.columns)
+        batch = {name: [row.columns.get(name) for row in chunk] for name in names}
         try:
-            returned = transform.function({name: list(values) for name, values in batch.items()})
-        except Exception as error:  # the user's code, whatever it raises
+            result = transform.function({name: list(values) for name, values in batch.items()})
+        except Exception as error:  # the user's code may raise anything
             raise UserError(
                 f"{where}: data_format={transform.name} failed on these rows ({describe_error(error)})"
             ) from None
-        if not isinstance(returned, Mapping) or not all(isinstance(values, list) for values in returned.values()):
+        if not isinstance(result, Mapping) or not all(isinstance(values, list) for values in result.values()):
             raise UserError(f"{where}: data_format={transform.name} is batched; it must return a dict of lists")
-        columns = {**_kept(batch, transform.removed), **returned}
+        columns = {**_remove(batch, transform.removed), **result}
         lengths = {len(values) for values in columns.values()}
         if len(lengths) > 1:
             counts = ", ".join(f"{name}: {len(values)}" for name, values in columns.items())
             raise UserError(
-                f"{where}: data_format={transform.name} leaves columns of different lengths ({counts}); return all of "
-                "one length, and name in remove_columns those that are not"
+                f"{where}: data_format={transform.name} returned columns of different lengths ({counts}); return equal "
+                "lengths, or list the other columns in remove_columns"
             )
         count = lengths.pop() if lengths else 0
-        sources = [row.source for row in part] if count == len(part) else [f"{where}#{n + 1}" for n in range(count)]
-        made += [
+        sources = [row.source for row in chunk] if count == len(chunk) else [f"{where}#{n + 1}" for n in range(count)]
+        transformed += [
             Row(source=source, columns={name: values[n] for name, values in columns.items()})
             for n, source in enumerate(sources)
         ]
-    if not made:
-        raise UserError(f"data_format={transform.name}: left none of the {len(rows)} rows; give other data")
-    return made
+    if not transformed:
+        raise UserError(f"data_format={transform.name}: returned no rows for {len(rows)} rows")
+    return transformed

@@ -1,7 +1,7 @@
-"""Unpaired formats: how a row becomes a prompt with one response and a label, desirable or not.
+"""Unpaired formats: convert a row to a prompt with one response and a label, true if desirable.
 
-A format is a function (columns, options) -> {"prompt", "completion", "label"}. Rows with a pair instead use the pair
-format of the same name, and the loader makes two rows of each: chosen is desirable, rejected is not.
+A format is a function (columns, options) -> {"prompt", "completion", "label"}. The pair format of the same name reads
+rows that contain a pair, and the loader splits them in two: chosen is desirable, rejected is not.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from data.formats.fields import (
     response_after,
     system_turn,
     text_of,
+    user_prompt,
     user_turn,
 )
-from data.formats.pairs import FAMILIES, PAIR_FORMATS, PAIR_OPTIONS, Family, PairFormat, user_prompt
+from data.formats.pairs import FAMILIES, PAIR_FORMATS, PAIR_OPTIONS, Family, PairFormat
 from data.types import Messages
 
 
@@ -43,7 +44,7 @@ def _text(family: Family, prompt: str, columns: Columns, options: FormatOptions)
 
 
 def _argilla_chat(family: Family, columns: Columns, options: FormatOptions) -> Columns:
-    """A conversation in `completion`, or its turns in `chosen` and the answer in `completion`."""
+    """Read a conversation from `completion`, or its turns from `chosen` and the answer from `completion`."""
     need(columns, "completion")
     completion = messages_of(columns["completion"], "completion")
     turns = completion[:-1]
@@ -53,8 +54,8 @@ def _argilla_chat(family: Family, columns: Columns, options: FormatOptions) -> C
     (answer,) = response_after(turns, completion, "completion")
     if turns[0]["role"] != "system":
         turns = [*system_turn(columns), *turns]
-    for number, turn in enumerate(turns):
-        text_of({f"message {number}": turn["content"]}, f"message {number}")
+    for index, turn in enumerate(turns):
+        text_of({f"message {index}": turn["content"]}, f"message {index}")
     text = text_of({"completion": answer["content"]}, "completion")
     return {"prompt": family.prompt(turns), "completion": text + family.close, "label": label_of(columns)}
 
@@ -69,7 +70,7 @@ def _user_defined(columns: Columns, options: FormatOptions) -> Columns:
 
 
 def _auto(columns: Columns, options: FormatOptions) -> Columns:
-    """TRL's forms: a prompt and a completion, as text or messages; also a conversation that ends with its answer."""
+    """Read TRL's rows: a prompt and a completion, as text or messages, or a conversation that ends with the answer."""
     if columns.get("completion") is None:
         name = "messages" if columns.get("conversations") is None else "conversations"
         need(columns, name)
@@ -87,18 +88,18 @@ def _auto(columns: Columns, options: FormatOptions) -> Columns:
 
 def _conversation(columns: Columns, prompt: Messages, completion: Any, name: str) -> Columns:
     if not prompt:
-        raise UserError(f"{name!r} has one message; it needs the turns before the answer too")
+        raise UserError(f"{name!r} has one message; add the turns before the answer")
     answer = response_after(prompt, completion, name)
     return {"prompt": prompt, "completion": answer, "label": label_of(columns), **for_template(columns)}
 
 
 def _either(unpaired: PairFormat | None, pair: PairFormat | None, columns: Columns, options: FormatOptions) -> Columns:
-    """Read a row as a pair if it has both responses and no labelled completion, else as unpaired."""
+    """Read a row as a pair if it has both responses and no labelled completion, otherwise as unpaired."""
     if unpaired is None:
         return pair(columns, options)
     label, *responses = (columns.get(name) for name in (options.field_label, options.field_completion, "messages"))
-    own = label is not None and any(response is not None for response in responses)
-    return pair(columns, options) if _has_pair(columns, options) and not own else unpaired(columns, options)
+    is_labelled = label is not None and any(response is not None for response in responses)
+    return pair(columns, options) if _has_pair(columns, options) and not is_labelled else unpaired(columns, options)
 
 
 def _has_pair(columns: Columns, options: FormatOptions) -> bool:
@@ -122,8 +123,8 @@ def _registry() -> dict[str, PairFormat]:
 
 
 UNPAIRED_FORMATS: dict[str, PairFormat] = _registry()
-_OWN = {"field_prompt", "field_system", "field_completion", "field_label", "prompt_format", "completion_format"}
+_UNPAIRED = {"field_prompt", "field_system", "field_completion", "field_label", "prompt_format", "completion_format"}
 UNPAIRED_OPTIONS: dict[str, set[str]] = {
     **PAIR_OPTIONS,
-    **{name: {*_OWN, *PAIR_OPTIONS[name]} for name in ("user_defined", "user_defined.default")},
+    **{name: {*_UNPAIRED, *PAIR_OPTIONS[name]} for name in ("user_defined", "user_defined.default")},
 }

@@ -1,1 +1,1 @@
-"""One loader per record of data/types.py: formatted rows become token ids, masks and labels."""
+"""Loaders, one per record of data/types.py: convert formatted rows to token ids, masks and labels."""

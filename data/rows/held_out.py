@@ -1,8 +1,8 @@
-"""Rows to train on and rows to hold out: --val-set-size takes some out of --data, --dedup removes equal rows.
+"""Split rows into training and held-out rows: --val-set-size holds out rows of --data, --dedup removes duplicates.
 
     rows, held_out = train_and_held_out(cfg.data, cfg.run.seed, read)
 
-Which rows are held out follows from the seed and the number of rows: the same after a resume and on every rank.
+The split depends only on the seed and the row count, so it is the same after a resume and on every rank.
 """
 
 from __future__ import annotations
@@ -14,23 +14,33 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from data.errors import UserError
 
 T = TypeVar("T")
-NOT_CONTENT = ("source", "weight")  # where a row comes from and how often it is taken
+NOT_CONTENT = ("source", "weight")  # fields that do not change how a row is trained
+
+
+class DataSettings(Protocol):
+    """The settings used here, a part of trainer's DataConfig."""
+
+    data: Sequence[str]
+    eval_data: Sequence[str]
+    val_set_size: float
+    dedup: bool
+    max_eval_rows: int
 
 
 def train_and_held_out(
-    data: Any,  # DataConfig
+    data: DataSettings,
     seed: int,
-    read: Callable[[Sequence[str]], list[T]],  # the rows of some specs
-    read_eval: Callable[[Sequence[str]], list[T]] | None = None,  # those of held-out ones, if they are read otherwise
+    read: Callable[[Sequence[str]], list[T]],  # loads the rows of specs
+    read_eval: Callable[[Sequence[str]], list[T]] | None = None,  # loads held-out rows; None: read
     *,
-    read_again: bool = False,  # rows taken out of data.data are read by read_eval, too
+    read_again: bool = False,  # load the rows held out of data.data again, with read_eval
 ) -> tuple[list[T], list[T]]:
-    """The rows to train on, and the held-out rows, of which a method uses the first max_eval_rows."""
+    """Return the training rows and the held-out rows; a method evaluates on the first max_eval_rows."""
     read_eval = read_eval or read
     rows = _distinct(read(data.data), "data") if data.dedup else read(data.data)
     if data.val_set_size == 0:
@@ -38,45 +48,45 @@ def train_and_held_out(
         if data.dedup and held_out:
             held_out = _distinct(held_out, "eval_data", known={content_key(row) for row in rows})
         return rows, held_out
-    chosen = held_out_numbers(len(rows), data.val_set_size, seed)
-    kept = [row for number, row in enumerate(rows) if number not in chosen]
-    held_out = [rows[number] for number in sorted(chosen)]
+    indices = held_out_numbers(len(rows), data.val_set_size, seed)
+    train_rows = [row for i, row in enumerate(rows) if i not in indices]
+    held_out = [rows[i] for i in sorted(indices)]
     if read_again:
         sources = {row.source for row in held_out}
         held_out = [row for row in read_eval(data.data) if row.source in sources]
-    used = "" if len(held_out) <= data.max_eval_rows else f", of which the first {data.max_eval_rows} are evaluated"
-    print(f"data: held out {len(held_out)} of {len(rows)} rows by val_set_size={data.val_set_size:g}{used}",
+    limit = "" if len(held_out) <= data.max_eval_rows else f"; evaluating on the first {data.max_eval_rows}"
+    print(f"data: held out {len(held_out)} of {len(rows)} rows (val_set_size={data.val_set_size:g}){limit}",
           file=sys.stderr)  # fmt: skip
-    return kept, held_out
+    return train_rows, held_out
 
 
 def held_out_numbers(num_rows: int, size: float, seed: int) -> set[int]:
-    """Which of num_rows rows are held out: a fraction of them (size below 1), rounded up, or that many."""
+    """Return the indices of the held-out rows: `size` rows, or if below 1 this fraction of them, rounded up."""
     count = math.ceil(size * num_rows) if size < 1 else int(size)
     if count >= num_rows:
         raise UserError(
-            f"val_set_size={size:g}: takes {count} of {num_rows} rows, so none is left to train on; lower it"
+            f"val_set_size={size:g}: holds out {count} of {num_rows} rows, leaving none to train on; lower it"
         )
     return set(random.Random(f"{seed}/held out").sample(range(num_rows), count))
 
 
 def content_key(row: Any) -> bytes:
-    """Equal for rows that are trained alike: all fields of the record but its source and weight."""
+    """Hash all fields of a record except its source and weight, so that rows that are trained alike are equal."""
     content = {field.name: getattr(row, field.name) for field in fields(row) if field.name not in NOT_CONTENT}
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=repr).encode()).digest()
 
 
 def _distinct(rows: list[T], name: str, known: set[bytes] | None = None) -> list[T]:
-    """The first of all rows with the same content, and none that is `known`."""
-    seen, kept = set(known or ()), []
+    """Drop rows whose content repeats an earlier row or is in `known`."""
+    seen, distinct = set(known or ()), []
     for row in rows:
         key = content_key(row)
         if key not in seen:
             seen.add(key)
-            kept.append(row)
-    if len(kept) < len(rows):
-        also = " or the training rows" if known is not None else ""
-        print(f"{name}: removed {len(rows) - len(kept)} of {len(rows)} rows that repeat others{also}", file=sys.stderr)
-    if not kept:
-        raise UserError(f"dedup=True: all {len(rows)} rows of eval_data are among the training rows; give other rows")
-    return kept
+            distinct.append(row)
+    if num_removed := len(rows) - len(distinct):
+        others = "other rows" if known is None else "other rows or training rows"
+        print(f"{name}: removed {num_removed} of {len(rows)} rows that repeat {others}", file=sys.stderr)
+    if not distinct:
+        raise UserError(f"dedup=True: all {len(rows)} rows of eval_data are training rows; pass other --eval-data")
+    return distinct

@@ -1,13 +1,13 @@
-"""NeMo Gym rows, unmodified: prompts for the engine, and the row itself for the gym's servers.
+"""Load unmodified NeMo Gym rows: prompts for the engine, and the original row for the gym's servers.
 
     {"responses_create_params": {"input": [{"role": "user", "content": "2+2="}], "tools": [...]},
      "agent_ref": {"type": "responses_api_agents", "name": "math_simple_agent"}, "answer": "4"}
 
     prompts = load_nemo_gym(["math.jsonl:split=train[:500]@math"], tokenizer, folder="~/Gym")
 
-Every turn of the input stays in the prompt, system and developer messages included. The columns for the rewards are the
-row's own fields plus three: `verify_extra`, the whole row as JSON (in a table, rows with different fields would be
-filled with nulls, which the servers refuse), `nemo_gym_ref`, the server the row is for, and `nemo_gym_index`.
+The prompt contains every turn of the input, including system and developer messages. The columns for the rewards are
+the row's fields plus three: `verify_extra`, the whole row as JSON (a table would fill missing fields with nulls, which
+the servers reject), `nemo_gym_ref`, the server for the row, and `nemo_gym_index`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from data.sources import Row, load_rows, parse_spec
 from data.types import Messages, Prompt
 
 Columns = dict[str, Any]
-OWN = ("verify_extra", "nemo_gym_ref", "nemo_gym_index")
+RESERVED = ("verify_extra", "nemo_gym_ref", "nemo_gym_index")
 
 
 def load_nemo_gym(
@@ -33,7 +33,7 @@ def load_nemo_gym(
     system_prompt: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
     max_prompt_length: int | None = None, context_length: int | None = None, max_completion_length: int = 0,
 ) -> list[Prompt]:  # fmt: skip
-    """All rows of all datasets, in order. Prompts over max_prompt_length tokens are left out; the number is logged."""
+    """Load the rows of all datasets, in order. Skip prompts longer than max_prompt_length and log how many."""
     prompts: list[Prompt] = []
     num_rows = num_tools = 0
     for text in datasets:
@@ -44,21 +44,21 @@ def load_nemo_gym(
             columns = apply(nemo_gym_columns, row, server, num_rows - 1)
             columns["nemo_gym_ref"]["source"] = row.source
             params = row.columns["responses_create_params"]
-            # A gym row has its settings of the chat template in its metadata, as JSON.
-            own = (params.get("metadata") or {}).get("chat_template_kwargs")
-            shown = Row(source=row.source, columns={"prompt": columns.pop("prompt"), "chat_template_kwargs": own})
-            made = apply(tokenise_prompt, shown, tokenizer, system_prompt, chat_template_kwargs)
-            if not fits(row.source, made.ids, max_prompt_length, context_length, max_completion_length):
+            # A gym row's metadata contains its chat template settings, as JSON.
+            kwargs = (params.get("metadata") or {}).get("chat_template_kwargs")
+            prompt = Row(source=row.source, columns={"prompt": columns.pop("prompt"), "chat_template_kwargs": kwargs})
+            rendered = apply(tokenise_prompt, prompt, tokenizer, system_prompt, chat_template_kwargs)
+            if not fits(row.source, rendered.ids, max_prompt_length, context_length, max_completion_length):
                 continue
             num_tools += bool(params.get("tools"))
             prompts.append(
-                Prompt(source=row.source, prompt=made.prompt, ids=made.ids, columns=columns, settings=made.settings,
-                       weight=spec.weight)
+                Prompt(source=row.source, prompt=rendered.prompt, ids=rendered.ids, columns=columns,
+                       settings=rendered.settings, weight=spec.weight)
             )  # fmt: skip
     log_left_out(len(prompts), num_rows, max_prompt_length)
     if num_tools and not multi_turn:
         print(
-            f"data: {num_tools} of {len(prompts)} rows offer tools, which a single turn cannot call and is not shown; "
+            f"data: ignoring the tools of {num_tools} of {len(prompts)} rows, which need several turns; "
             "use --nemo-gym.multi-turn",
             file=sys.stderr,
         )
@@ -66,7 +66,7 @@ def load_nemo_gym(
 
 
 def split_dataset(text: str, folder: str | None) -> tuple[str, str | None]:
-    """(data spec, server name or None) of PATH[:split=...][@SERVER]; relative paths start from the folder.
+    """Split PATH[:split=...][@SERVER] into (data spec, server name or None); paths are relative to the folder.
 
     >>> split_dataset("math.jsonl:split=train[:5]@math", "/gym")
     ('/gym/math.jsonl:split=train[:5]', 'math')
@@ -74,22 +74,22 @@ def split_dataset(text: str, folder: str | None) -> tuple[str, str | None]:
     path, at, server = text.rpartition("@")
     path, name = (path, server.strip()) if at else (text, None)
     if not path.strip() or name == "":
-        raise UserError(f"nemo_gym.datasets={text}: is not of the form PATH@SERVER; give a path, and a name after @")
-    place = Path(path.strip()).expanduser()  # before joining: ~/rows.jsonl is not relative to the folder
-    return str(place if place.is_absolute() or folder is None else Path(folder).expanduser() / place), name
+        raise UserError(f"nemo_gym.datasets={text}: must be PATH or PATH@SERVER")
+    file = Path(path.strip()).expanduser()  # before joining: ~/rows.jsonl is not relative to the folder
+    return str(file if file.is_absolute() or folder is None else Path(folder).expanduser() / file), name
 
 
 def nemo_gym_columns(columns: Columns, server: str | None, index: int) -> Columns:
-    """The row's own fields, `prompt`, and OWN."""
+    """Return the row's fields, `prompt` and the RESERVED columns."""
     params = columns.get("responses_create_params")
     if not isinstance(params, dict):
-        raise UserError("has no 'responses_create_params' object; it is not a row of NeMo Gym")
+        raise UserError("has no 'responses_create_params' object, so it is not a NeMo Gym row")
     name = _agent_name(columns)
-    taken = next((field for field in OWN if field in columns), None)
-    if taken:
-        raise UserError(f"has a field {taken!r}, which is ours; rename it")
+    reserved = next((field for field in RESERVED if field in columns), None)
+    if reserved:
+        raise UserError(f"the field name {reserved!r} is reserved; rename it")
     if server is None and name is None:
-        raise UserError("has no agent_ref, and its dataset no server; write PATH@SERVER in nemo_gym.datasets")
+        raise UserError("has no agent_ref, and its dataset has no server; write PATH@SERVER in --nemo-gym.datasets")
     fields = {key: value for key, value in columns.items() if key != "responses_create_params" and value is not None}
     return {
         **fields,
@@ -101,7 +101,7 @@ def nemo_gym_columns(columns: Columns, server: str | None, index: int) -> Column
 
 
 def input_messages(items: Any) -> Messages:
-    """Chat messages of a Responses API input: text, or a list of messages, tool calls and their outputs."""
+    """Convert a Responses API input, text or a list of items, to chat messages."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not isinstance(items, list) or not items:
@@ -110,14 +110,14 @@ def input_messages(items: Any) -> Messages:
 
 
 def item_messages(items: Sequence[Any], where: str) -> Messages:
-    """Responses API items as chat messages; text and calls of one model turn become one message."""
+    """Convert messages, tool calls and their outputs to chat messages; text and calls of a turn become one message."""
     messages: Messages = []
-    for number, item in enumerate(items):
+    for index, item in enumerate(items):
         if not isinstance(item, dict):
-            raise UserError(f"{where}[{number}]: is a {type(item).__name__}, not an object")
+            raise UserError(f"{where}[{index}]: must be an object, not {type(item).__name__}")
         kind = item.get("type") or "message"
         if kind == "message":
-            messages.append({"role": item.get("role"), "content": _text(item.get("content"), f"{where}[{number}]")})
+            messages.append({"role": item.get("role"), "content": _text(item.get("content"), f"{where}[{index}]")})
         elif kind == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
@@ -128,8 +128,8 @@ def item_messages(items: Sequence[Any], where: str) -> Messages:
             output = item.get("output")
             text = output if isinstance(output, str) else json.dumps(output)
             messages.append({"role": "tool", "content": text, "tool_call_id": item.get("call_id")})
-        elif kind != "reasoning":  # reasoning is not a message; the token ids of an episode include it
-            raise UserError(f"{where}[{number}]: type={kind} is not known; give messages, calls and their outputs")
+        elif kind != "reasoning":  # not a message; the token ids of an episode include it
+            raise UserError(f"{where}[{index}]: type={kind} is unknown; use messages, calls and their outputs")
     return messages
 
 
@@ -140,11 +140,11 @@ def _text(content: Any, where: str) -> str:
         isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
     ):
         return "".join(part["text"] for part in content)
-    raise UserError(f"{where}: its content is not text; only text is supported")
+    raise UserError(f"{where}: content is not text; only text is supported")
 
 
 def _agent_name(columns: Columns) -> str | None:
-    """Name of an agent, or in older rows of a resource server; only the head server knows which."""
+    """Return the name of an agent or, in older rows, a resource server; only the head server knows which."""
     ref = columns.get("agent_ref")
     if ref is None:
         return None

@@ -1,7 +1,7 @@
-"""Preference pairs: a prompt with a chosen and a rejected response, as token ids.
+"""Load preference pairs: a prompt with a chosen and a rejected response, as token ids.
 
-The prompt, and the prompt with each response, are tokenised as one text each; the prompt is their common prefix. A
-response is never tokenised on its own: that could insert a BOS, or split tokens that the model sees merged.
+The prompt alone and the prompt with each response are tokenised; the prompt's ids are their common prefix. A response
+is never tokenised alone, which could insert a BOS or split tokens that the model sees merged.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from data.chat import (
     check_delimiters,
     common_prefix,
     end_ids,
+    list_unwritten,
     render_prompt,
     render_responses,
-    unwritten,
 )
 from data.errors import UserError
 from data.format_options import FormatOptions
@@ -38,8 +38,8 @@ class Rendered(NamedTuple):
     prompt_ids: list[int]
     responses: list[list[int]]  # ids after the prompt, one list per response
     notes: tuple[str, ...]  # remarks about the row, for the log
-    takes_system: bool  # whether system_prompt applies to it
-    by_template: bool  # whether the chat template renders it
+    takes_system: bool  # system_prompt applies to the row
+    by_template: bool  # the chat template renders the row
     value: Any = None  # margin or labels
 
 
@@ -55,38 +55,38 @@ def load_pairs(
     specs: Sequence[str], tokenizer: Any, *, data_format: str = "auto", system_prompt: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None, max_length: int | None = 1024,
     max_prompt_length: int | None = None, context_length: int | None = None, too_long: TooLong = "cut",
-    bad_rows: BadRows = "error", options: FormatOptions | None = None, cfg: Any = None,
+    bad_rows: BadRows = "error", options: FormatOptions | None = None, cfg: object = None,
     margins: bool = False,
 ) -> list[Pair]:  # fmt: skip
-    """Read pairs from every spec, in order. The number of rows cut, left out or skipped is logged in one line.
+    """Load the pairs of all specs, in order. Log the number of truncated, skipped and bad rows in one line.
 
-    A pair is left out if its prompt exceeds max_prompt_length, or leaves no room for a response within max_length (or
-    the model's context). Longer responses are cut on the right, or left out with too_long="drop".
+    A pair is skipped if its prompt exceeds max_prompt_length, or leaves no room for a response within max_length (or
+    the model's context). Longer responses are truncated on the right, or the pair is skipped with too_long="drop".
     margins: read the column `margin`, which most losses do not use.
     """
     formats = bind(PAIR_FORMATS, PAIR_OPTIONS, specs, tokenizer, data_format, system_prompt, options)
     limits = limits_of(max_length, max_prompt_length, context_length, too_long)
-    found = read_responses(
+    rows = read_responses(
         specs, formats, partial(render_pair, margins=margins), limits, tokenizer=tokenizer, data_format=data_format,
         system_prompt=system_prompt, kwargs=chat_template_kwargs, bad_rows=bad_rows, cfg=cfg,
     )  # fmt: skip
     return [
         Pair(source=row.source, prompt_ids=rendered.prompt_ids, chosen_ids=chosen, rejected_ids=rejected,
              margin=rendered.value, weight=spec.weight)
-        for spec, row, rendered, (chosen, rejected) in found
+        for spec, row, rendered, (chosen, rejected) in rows
     ]  # fmt: skip
 
 
 def read_responses(
     specs: Sequence[str], formats: Mapping[str, Format], render: Callable[..., Rendered], limits: Limits, *,
     tokenizer: Any, data_format: str, system_prompt: str | None, kwargs: Mapping[str, Any] | None, bad_rows: BadRows,
-    cfg: Any,
+    cfg: object,
 ) -> list[tuple[DataSpec, Row, Rendered, list[list[int]]]]:  # fmt: skip
-    """Every row that fits, rendered, with the ids of its responses; what happened to the others is logged."""
-    make = partial(render, tokenizer=tokenizer, system_prompt=system_prompt, kwargs=kwargs)
-    tally, found, takes_system, by_template = Tally(), [], False, False
+    """Return every row that fits, rendered, with the ids of its responses; log the other rows."""
+    render = partial(render, tokenizer=tokenizer, system_prompt=system_prompt, kwargs=kwargs)
+    tally, rows, takes_system, by_template = Tally(), [], False, False
     for spec, row, rendered in read_rows(
-        specs, formats, make, tally, data_format=data_format, tokenizer=tokenizer, cfg=cfg, bad_rows=bad_rows
+        specs, formats, render, tally, data_format=data_format, tokenizer=tokenizer, cfg=cfg, bad_rows=bad_rows
     ):
         takes_system |= rendered.takes_system
         by_template |= rendered.by_template
@@ -95,24 +95,22 @@ def read_responses(
             continue
         if len(responses) == 2 and responses[0] == responses[1]:
             tally.note("whose chosen response equals the rejected one")
-        found.append((spec, row, rendered, responses))
-    if not found:
-        name = "max_prompt_length" if any("max_prompt_length" in what for what in tally.notes) else "max_length"
-        left_out = "; ".join(f"{count} {what}" for what, count in tally.notes.items())
-        raise UserError(
-            f"{name}={getattr(limits, name)}: none of the {tally.num_rows} rows fits ({left_out}); raise it"
-        )
+        rows.append((spec, row, rendered, responses))
+    if not rows:
+        name = "max_prompt_length" if any("max_prompt_length" in note for note in tally.notes) else "max_length"
+        notes = "; ".join(f"{count} {note}" for note, count in tally.notes.items())
+        raise UserError(f"{name}={getattr(limits, name)}: none of the {tally.num_rows} rows fits ({notes}); raise it")
     check_system(system_prompt, takes_system)
     check_effect(kwargs, by_template)
     tally.log()
-    return found
+    return rows
 
 
 def bind(
     formats: Mapping[str, PairFormat], options_read: Mapping[str, set[str]], specs: Sequence[str], tokenizer: Any,
     data_format: str, system_prompt: str | None, options: FormatOptions | None,
 ) -> dict[str, Format]:  # fmt: skip
-    """The formats with the options filled in; refuses settings that have no effect on the formats in use."""
+    """Return the formats with the options filled in; raise if an option has no effect on the formats in use."""
     options = options or FormatOptions()
     used = {spec.format or data_format for spec in parse_specs(specs)}
     for name in used & formats.keys():
@@ -130,8 +128,8 @@ def bind(
             )
     bound: dict[str, Format] = {}
     for name, function in formats.items():
-        filled = partial(_with_system, name, function, system_prompt)
-        bound[name] = WithOptions(filled, frozenset(options_read.get(name, ())), options)
+        with_system = partial(_with_system, name, function, system_prompt)
+        bound[name] = WithOptions(with_system, frozenset(options_read.get(name, ())), options)
     return bound
 
 
@@ -141,12 +139,12 @@ def _with_system(
     system = _system_column(name, options) if system_prompt is not None else None
     if system is not None and not columns.get(system):
         columns = {**columns, system: system_prompt}
-    made = {"margin": columns.get("margin"), **function(columns, options)}
-    return {**made, "takes_system": system is not None or not isinstance(made["prompt"], str)}
+    pair = {"margin": columns.get("margin"), **function(columns, options)}
+    return {**pair, "takes_system": system is not None or not isinstance(pair["prompt"], str)}
 
 
 def _system_column(name: str, options: FormatOptions) -> str | None:
-    """The column of the system text in a text format, for which system_prompt is the default."""
+    """Return the column of the system text in a text format; system_prompt is its default value."""
     family = name.partition(".")[0]
     if family in FAMILIES:
         return "system"
@@ -157,7 +155,7 @@ def limits_of(
     max_length: int | None, max_prompt_length: int | None, context_length: int | None, too_long: TooLong
 ) -> Limits:
     if max_length is not None and max_length < 2:
-        raise UserError(f"max_length={max_length}: must be 2 or more, a prompt and a response")
+        raise UserError(f"max_length={max_length}: must be 2 or more, for a prompt and a response")
     if max_prompt_length is not None and max_prompt_length < 1:
         raise UserError(f"max_prompt_length={max_prompt_length}: must be 1 or more")
     if too_long not in ("cut", "drop"):
@@ -167,20 +165,20 @@ def limits_of(
 
 
 def fit(rendered: Rendered, limits: Limits, tally: Tally) -> list[list[int]] | None:
-    """The responses, cut to fit; None if the row is left out."""
+    """Return the responses, truncated to fit; None to skip the row."""
     length, limit = len(rendered.prompt_ids), limits.max_length
     if limits.max_prompt_length is not None and length > limits.max_prompt_length:
-        tally.note(f"left out, the prompt is over max_prompt_length={limits.max_prompt_length}")
+        tally.note(f"skipped, prompt longer than max_prompt_length={limits.max_prompt_length}")
         return None
     if limit is not None and length >= limit:
-        tally.note(f"left out, the prompt alone takes up max_length={limit}")
+        tally.note(f"skipped, no room for a response within max_length={limit}")
         return None
     responses = rendered.responses
     if limit is not None and length + max(map(len, responses)) > limit:
         if limits.too_long == "drop":
-            tally.note(f"left out, over max_length={limit}")
+            tally.note(f"skipped, longer than max_length={limit}")
             return None
-        tally.note(f"cut to max_length={limit}")
+        tally.note(f"truncated to max_length={limit}")
         responses = [ids[: limit - length] for ids in responses]
     tally.note(*rendered.notes)
     return responses
@@ -189,7 +187,7 @@ def fit(rendered: Rendered, limits: Limits, tally: Tally) -> list[list[int]] | N
 def render_pair(
     columns: Columns, tokenizer: Any, system_prompt: str | None, kwargs: Mapping[str, Any] | None, margins: bool
 ) -> Rendered:
-    """Ids of a row {"prompt", "chosen", "rejected"}, with its margin if `margins`."""
+    """Tokenise a row {"prompt", "chosen", "rejected"}, with its margin if `margins`."""
     rendered = render_row(columns, ("chosen", "rejected"), tokenizer, system_prompt, kwargs)
     return rendered._replace(value=_margin(columns.get("margin"))) if margins else rendered
 
@@ -198,45 +196,42 @@ def render_row(
     columns: Columns, names: Sequence[str], tokenizer: Any, system_prompt: str | None,
     kwargs: Mapping[str, Any] | None,
 ) -> Rendered:  # fmt: skip
-    """Ids of a prompt, and of the responses in the named columns that follow it."""
+    """Tokenise a prompt and the responses in the named columns."""
     prompt = columns["prompt"]
     responses = [columns[name] for name in names]
     by_template, notes = not isinstance(prompt, str), []
     if not by_template:
-        head = render_prompt(tokenizer, prompt)
-        wholes = [_closed(render_prompt(tokenizer, prompt + response), tokenizer) for response in responses]
+        prompt_ids = render_prompt(tokenizer, prompt)
+        sequences = [_close(render_prompt(tokenizer, prompt + response), tokenizer) for response in responses]
     else:
         settings = template_settings(columns, kwargs)
-        head, wholes = render_responses(tokenizer, prompt, responses, system_prompt, settings, notes)
+        prompt_ids, sequences = render_responses(tokenizer, prompt, responses, system_prompt, settings, notes)
         for response in responses:
-            notes += unwritten(tokenizer, prompt + response, settings, first_trained=len(prompt))
+            notes += list_unwritten(tokenizer, prompt + response, settings, first_trained=len(prompt))
         notes = list(dict.fromkeys(notes))
-    length = min(common_prefix(head, whole) for whole in wholes)
+    length = min(common_prefix(prompt_ids, ids) for ids in sequences)
     if length == 0:
-        raise UserError(
-            "the prompt has no token of its own, all its text merges into the response's tokens; lengthen it"
-        )
-    if length < len(head):
-        notes.append("whose prompt ends within a token of the response; that token counts as response")
-    responses = [whole[length:] for whole in wholes]
-    return Rendered(head[:length], responses, tuple(notes), columns["takes_system"], by_template)
+        raise UserError("the prompt's text merges completely into the response's tokens; lengthen the prompt")
+    if length < len(prompt_ids):
+        notes.append("whose prompt ends inside a token of the response, which counts as response")
+    responses = [ids[length:] for ids in sequences]
+    return Rendered(prompt_ids[:length], responses, tuple(notes), columns["takes_system"], by_template)
 
 
-def _closed(ids: list[int], tokenizer: Any) -> list[int]:
-    """The ids with EOS appended, unless they end with it or with an end-of-turn token."""
+def _close(ids: list[int], tokenizer: Any) -> list[int]:
+    """Append EOS, unless the ids end with EOS or an end-of-turn token."""
     eos = tokenizer.eos_token_id
     if ids and ids[-1] in {eos, *_closing_ids(tokenizer)}:
         return ids
     if eos is None:
-        raise UserError("tokenizer: has no eos token, so text could not teach where to stop; set one, or use messages")
+        raise UserError("tokenizer: has no eos token to end a response; set --special-tokens, or use messages")
     return [*ids, eos]
 
 
 def _closing_ids(tokenizer: Any) -> set[int]:
-    """End-of-turn tokens of the current template, and of all families whose delimiters this tokenizer has."""
+    """Return the end-of-turn ids of the current template and of all families whose delimiters the tokenizer has."""
     known = tokenizer.get_added_vocab()
-    found = {known[tokens[-1]] for tokens in DELIMITERS.values() if tokens[-1] in known}
-    return found | set(end_ids(tokenizer))
+    return {known[tokens[-1]] for tokens in DELIMITERS.values() if tokens[-1] in known} | set(end_ids(tokenizer))
 
 
 def _margin(value: Any) -> float | None:

@@ -1,4 +1,4 @@
-"""Prompts for methods that sample: token ids, with all other columns kept for the rewards."""
+"""Load prompts for methods that sample: token ids, with all other columns for the rewards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from data.chat import clean_messages, render_prompt, unwritten, with_system
+from data.chat import clean_messages, list_unwritten, render_prompt, with_system
 from data.errors import UserError
 from data.formats.registry import PROMPT_FORMATS, Columns, apply, formatted_rows
 from data.formats.template_settings import check_effect, template_settings
@@ -17,21 +17,18 @@ from data.types import Messages, Prompt
 class Rendered(NamedTuple):
     """The prompt of a row."""
 
-    prompt: str | Messages  # as rewards get it
-    ids: list[int]  # as the engine gets it
-    settings: dict[str, Any]  # what the chat template got besides the messages
+    prompt: str | Messages  # as passed to rewards
+    ids: list[int]  # as passed to the engine
+    settings: dict[str, Any]  # inputs of the chat template other than messages
     notes: list[str]  # remarks about the row, for the log
 
 
 def load_prompts(
     specs: Sequence[str], tokenizer: Any, *, data_format: str = "auto", system_prompt: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None, max_prompt_length: int | None = None,
-    context_length: int | None = None, max_completion_length: int = 0, cfg: Any = None,
+    context_length: int | None = None, max_completion_length: int = 0, cfg: object = None,
 ) -> list[Prompt]:  # fmt: skip
-    """Read prompts from every spec, in order. Prompts over max_prompt_length tokens are left out; the number is logged.
-
-    A row's `tools` and `chat_template_kwargs` go to the chat template. cfg is only passed to a user's transform.
-    """
+    """Load the prompts of all specs, in order. Skip prompts longer than max_prompt_length and log how many."""
     check_room(max_completion_length, context_length)
     prompts = []
     tally = Tally()
@@ -59,7 +56,7 @@ def check_room(max_completion_length: int, context_length: int | None) -> None:
     if context_length is not None and max_completion_length >= context_length:
         raise UserError(
             f"max_completion_length={max_completion_length}: leaves no room for a prompt in the model's context of "
-            f"{context_length}; lower it"
+            f"{context_length} tokens; lower it"
         )
 
 
@@ -67,33 +64,32 @@ def fits(
     source: str, ids: Sequence[int], max_prompt_length: int | None, context_length: int | None,
     max_completion_length: int,
 ) -> bool:  # fmt: skip
-    """Whether to keep a prompt; one that leaves no room for a completion is refused."""
+    """Return whether to keep a prompt; raise if it leaves no room for a completion."""
     if max_prompt_length is not None and len(ids) > max_prompt_length:
         return False
     if context_length is not None and len(ids) + max_completion_length > context_length:
         raise UserError(
-            f"{source}: its prompt of {len(ids)} tokens and max_completion_length={max_completion_length} do "
-            f"not fit the model's context of {context_length}; shorten either, or leave such rows out with "
-            f"max_prompt_length={max(context_length - max_completion_length, 0)}"
+            f"{source}: {len(ids)} prompt tokens + max_completion_length={max_completion_length} exceed the model's "
+            f"context of {context_length}; lower --max-completion-length, or skip long prompts with "
+            f"--max-prompt-length {max(context_length - max_completion_length, 0)}"
         )
     return True
 
 
 def log_left_out(num_kept: int, num_rows: int, max_prompt_length: int | None) -> None:
-    """Log how many prompts were too long; it is an error if all are."""
+    """Log how many prompts were too long; raise if all of them were."""
     if not num_kept:
         raise UserError(f"max_prompt_length={max_prompt_length}: all {num_rows} prompts are longer; raise it")
     if num_kept < num_rows:
-        left_out = num_rows - num_kept
-        print(f"data: left out {left_out} of {num_rows} prompts over {max_prompt_length=} tokens", file=sys.stderr)
+        num_skipped = num_rows - num_kept
+        print(f"data: skipped {num_skipped} of {num_rows} prompts longer than {max_prompt_length=}", file=sys.stderr)
 
 
 def log_plain(prompts: Sequence[Prompt], tokenizer: Any) -> None:
     """Log if the model has a chat template that no prompt uses."""
     if getattr(tokenizer, "chat_template", None) and not any(prompt.conversational for prompt in prompts):
         print(
-            "data: the prompts are plain text and go to the model unchanged, without its chat template; "
-            "give messages to use it",
+            "data: the prompts are plain text and are not rendered with the chat template; use messages to render them",
             file=sys.stderr,
         )
 
@@ -101,7 +97,7 @@ def log_plain(prompts: Sequence[Prompt], tokenizer: Any) -> None:
 def tokenise_prompt(
     columns: Columns, tokenizer: Any, system_prompt: str | None, kwargs: Mapping[str, Any] | None
 ) -> Rendered:
-    """The prompt of a row; kwargs are --chat-template-kwargs, which the row's own settings override."""
+    """Render the prompt of a row; kwargs are --chat-template-kwargs, which the row's settings override."""
     prompt = columns["prompt"]
     if prompt == [] or (isinstance(prompt, str) and not prompt.strip()):
         raise UserError("the prompt is empty; remove the row or fill it in")
@@ -110,10 +106,10 @@ def tokenise_prompt(
     prompt = clean_messages(prompt)
     last = prompt[-1]
     if last["role"] == "assistant":
-        raise UserError("the prompt ends with an assistant turn; it must end where the assistant is to answer")
+        raise UserError("the prompt ends with an assistant turn; end it before the assistant's answer")
     if not last["content"].strip():
         raise UserError("the prompt is empty (its last message has no text); remove the row or fill it in")
     settings = template_settings(columns, kwargs)
     ids = render_prompt(tokenizer, prompt, system_prompt, settings)
-    notes = unwritten(tokenizer, prompt, settings, first_trained=len(prompt))
+    notes = list_unwritten(tokenizer, prompt, settings, first_trained=len(prompt))
     return Rendered(with_system(prompt, system_prompt), ids, settings, notes)

@@ -1,4 +1,4 @@
-"""SFT examples: conversations, prompts with completions, or plain text, as token ids with a loss mask."""
+"""Load SFT rows: conversations, prompts with completions, or plain text, as token ids with a loss mask."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from data.chat import (
     ASSISTANT,
     Trained,
     clean_messages,
+    list_unwritten,
     render_completion,
     render_conversation,
     render_prompt,
-    unwritten,
 )
 from data.errors import UserError
 from data.formats.registry import SFT_FORMATS, Columns, Format, apply, formatted_rows
@@ -25,43 +25,42 @@ from data.types import Example, Messages
 def load_examples(
     specs: Sequence[str], tokenizer: Any, *, data_format: str = "auto", system_prompt: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None, max_length: int = 1024, context_length: int | None = None,
-    cfg: Any = None, formats: Mapping[str, Format] = SFT_FORMATS, trained: Trained = ASSISTANT,
+    cfg: object = None, formats: Mapping[str, Format] = SFT_FORMATS, trained: Trained = ASSISTANT,
 ) -> list[Example]:  # fmt: skip
-    """Read examples from every spec, in order, cut on the right to max_length tokens (or the context, if shorter).
+    """Load the rows of all specs, in order, truncated on the right to max_length tokens (or the context, if shorter).
 
-    Examples without a trained token are dropped; the numbers of cuts and drops are logged. A row's `tools` and
-    `chat_template_kwargs` go to the chat template. `trained` says which turns and end tokens are.
+    Rows without a trained token are skipped; the numbers of truncated and skipped rows are logged.
     """
     if max_length < 2:
-        raise UserError(f"max_length={max_length}: must be 2 or more, a token and the one it predicts")
+        raise UserError(f"max_length={max_length}: must be 2 or more, because the first token is never trained")
     limit = max_length if context_length is None else min(max_length, context_length)
-    examples, num_cut, conversational, only_text, tally = [], 0, False, True, Tally()
+    examples, num_truncated, conversational, only_text, tally = [], 0, False, True, Tally()
     for spec, row in formatted_rows(specs, formats, data_format=data_format, tokenizer=tokenizer, cfg=cfg):
         tally.num_rows += 1
         conversational |= not _is_text(row.columns)
         only_text &= _is_text(row.columns) and row.columns.get("completion") is None
         ids, mask, notes = apply(_tokenise, row, tokenizer, system_prompt, chat_template_kwargs, trained)
         tally.note(*notes)
-        num_cut += len(ids) > limit
+        num_truncated += len(ids) > limit
         ids, mask = ids[:limit], [False, *mask[1:limit]]  # nothing predicts the first token
         if any(mask):
             examples.append(Example(source=row.source, ids=ids, mask=mask, weight=spec.weight))
-    num_rows, num_dropped = tally.num_rows, tally.num_rows - len(examples)
-    if not examples and not num_cut:
+    num_rows, num_skipped = tally.num_rows, tally.num_rows - len(examples)
+    if not examples and not num_truncated:
         roles = "an assistant turn" if trained.roles == ASSISTANT.roles else f"a turn of {', '.join(trained.roles)}"
         raise UserError(f"data: none of the {num_rows} rows has {roles} to train; check the roles")
     if not examples:
-        raise UserError(f"data: none of the {num_rows} rows has a token to train within max_length={limit}; raise it")
-    if num_cut:
-        print(f"data: cut {num_cut} of {num_rows} examples to {limit} tokens", file=sys.stderr)
-    if num_dropped:
-        print(f"data: left out {num_dropped} of {num_rows} examples with no trained token", file=sys.stderr)
+        raise UserError(f"max_length={limit}: none of the {num_rows} rows has a trained token within it; raise it")
+    if num_truncated:
+        print(f"data: truncated {num_truncated} of {num_rows} rows to {limit} tokens", file=sys.stderr)
+    if num_skipped:
+        print(f"data: skipped {num_skipped} of {num_rows} rows without a trained token", file=sys.stderr)
     check_system(system_prompt, conversational)
     check_effect(chat_template_kwargs, conversational)
     if trained.roles != ASSISTANT.roles and not conversational:
-        raise UserError("roles_to_train: has no effect, all rows are plain text; give messages, or leave it out")
+        raise UserError("roles_to_train: has no effect on plain text; use messages, or remove --roles-to-train")
     if trained.inputs and only_text:
-        raise UserError("train_on_inputs=True: has no effect on plain text, all of which is trained; leave it out")
+        raise UserError("train_on_inputs=True: has no effect on plain text, which is always trained; remove the flag")
     tally.log()
     return examples
 
@@ -75,7 +74,7 @@ def _is_text(columns: Columns) -> bool:
 def _tokenise(
     columns: Columns, tokenizer: Any, system_prompt: str | None, kwargs: Mapping[str, Any] | None, trained: Trained
 ) -> tuple[list[int], list[bool], list[str]]:
-    """Ids, mask, and remarks about the row."""
+    """Return ids, mask and notes about the row."""
     if columns.get("messages") is not None:
         return _conversation(columns["messages"], 0, columns, tokenizer, system_prompt, kwargs, trained)
     with_end = trained.eos != "none"
@@ -87,7 +86,7 @@ def _tokenise(
     if isinstance(prompt, str):
         if not isinstance(completion, str):
             raise UserError(
-                "the prompt is text but the completion is not; give both as text, or the prompt as messages"
+                "the prompt is text but the completion is not; use text for both, or messages for the prompt"
             )
         ids, start = render_completion(tokenizer, prompt, completion)
         answer = _with_eos(ids[start:], tokenizer)
@@ -95,11 +94,11 @@ def _tokenise(
         return ids[:start] + answer, [*mask[:-1], with_end], []
     prompt = clean_messages(prompt)
     if prompt[-1]["role"] == "assistant":
-        raise UserError("the prompt ends with an assistant turn; it must end where the completion begins")
+        raise UserError("the prompt ends with an assistant turn; end it before the completion")
     if not isinstance(completion, (str, list)):
-        raise UserError(f"the completion is a {type(completion).__name__}; give text or messages")
+        raise UserError(f"the completion is a {type(completion).__name__}; use text or messages")
     answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-    # Assistant turns within the prompt are context and not trained.
+    # Assistant turns in the prompt are context and not trained.
     first = 0 if trained.inputs else len(prompt)
     return _conversation(prompt + clean_messages(answer), first, columns, tokenizer, system_prompt, kwargs, trained)
 
@@ -114,7 +113,7 @@ def _conversation(
         tokenizer, messages, system_prompt, first_trained=first_trained, settings=settings, notes=notes,
         trained=trained,
     )  # fmt: skip
-    return ids, mask, notes + unwritten(tokenizer, messages, settings, first_trained=first_trained)
+    return ids, mask, notes + list_unwritten(tokenizer, messages, settings, first_trained=first_trained)
 
 
 def _tokenise_text(text: Any, tokenizer: Any, with_end: bool) -> tuple[list[int], list[bool]]:
@@ -129,7 +128,5 @@ def _tokenise_text(text: Any, tokenizer: Any, with_end: bool) -> tuple[list[int]
 def _with_eos(ids: list[int], tokenizer: Any) -> list[int]:
     eos = tokenizer.eos_token_id
     if eos is None:
-        raise UserError(
-            "tokenizer: has no eos token, so plain text could not teach where to stop; set one, or use messages"
-        )
+        raise UserError("tokenizer: has no eos token to end plain text; set --special-tokens, or use messages")
     return ids if ids and ids[-1] == eos else [*ids, eos]

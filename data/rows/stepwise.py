@@ -1,7 +1,7 @@
-"""Solutions in steps, each labelled right or wrong: token ids with one label at the last token of a step.
+"""Load solutions in steps, each labelled right or wrong: token ids with one label at the last token of a step.
 
-ids = prompt, then for each step its own ids and the separator's; the last token of the separator carries the label of
-the step. Steps are tokenised one by one, as a process reward model gets them when it scores.
+The ids are the prompt, then each step followed by the separator, whose last token carries the label of the step. Steps
+are tokenised separately, as when a process reward model scores them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNLABELLED = -100
 
 class Solution(NamedTuple):
     prompt_ids: list[int]
-    ids: list[int]  # of all steps, separators included
+    ids: list[int]  # all steps, including separators
     labels: list[int]
     conversational: bool
 
@@ -32,30 +32,30 @@ def load_steps(
     specs: Sequence[str], tokenizer: Any, *, data_format: str = "stepwise_supervised", step_separator: str = "\n",
     system_prompt: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
     max_length: int | None = 1024, max_completion_length: int | None = None, context_length: int | None = None,
-    last_step_only: bool = False, bad_rows: BadRows = "error", cfg: Any = None,
+    last_step_only: bool = False, bad_rows: BadRows = "error", cfg: object = None,
 ) -> list[Steps]:  # fmt: skip
-    """Read solutions from every spec, in order. Long ones are cut on the right; the number is logged.
+    """Load the solutions of all specs, in order. Truncate long solutions on the right and log how many.
 
-    max_completion_length limits the steps, max_length (or the model's context) the whole row. Rows without a label left
-    are dropped. last_step_only labels only the last step.
+    max_completion_length limits the steps, max_length (or the model's context) the whole row. Rows without a label
+    within these limits are skipped. last_step_only labels only the last step.
     """
-    for name, value, least in (
+    for name, value, minimum in (
         ("max_length", max_length, 2),
         ("max_completion_length", max_completion_length, 1),
         ("context_length", context_length, 2),
     ):
-        if value is not None and value < least:
-            raise UserError(f"{name}={value}: must be {least} or more")
+        if value is not None and value < minimum:
+            raise UserError(f"{name}={value}: must be {minimum} or more")
     limit = min((length for length in (max_length, context_length) if length is not None), default=None)
     separator = separator_ids(tokenizer, step_separator)
     tally = Tally()
-    make = partial(
+    render = partial(
         render_steps, tokenizer=tokenizer, separator=separator, system_prompt=system_prompt, kwargs=chat_template_kwargs
     )
     rows: list[Steps] = []
     conversational = False
     for spec, row, solution in read_rows(
-        specs, STEP_FORMATS, make, tally, data_format=data_format, tokenizer=tokenizer, cfg=cfg, bad_rows=bad_rows
+        specs, STEP_FORMATS, render, tally, data_format=data_format, tokenizer=tokenizer, cfg=cfg, bad_rows=bad_rows
     ):
         conversational |= solution.conversational
         labels = _last_only(solution.labels) if last_step_only else solution.labels
@@ -63,10 +63,11 @@ def load_steps(
         labels = [UNLABELLED] * len(solution.prompt_ids) + labels[:max_completion_length]
         ids, labels = ids[:limit], labels[:limit]
         if all(label == UNLABELLED for label in labels):
-            tally.note("left out, no label within the length allowed")
+            tally.note("skipped, no label within the length limits")
             continue
         if len(ids) < len(solution.prompt_ids) + len(solution.ids):
-            tally.note(f"cut to max_length={limit}" if len(ids) == limit else f"cut to {max_completion_length=}")
+            setting = f"max_length={limit}" if len(ids) == limit else f"{max_completion_length=}"
+            tally.note(f"truncated to {setting}")
         rows.append(Steps(source=row.source, ids=ids, labels=labels, weight=spec.weight))
     if not rows:
         raise UserError(
@@ -80,22 +81,21 @@ def load_steps(
 
 
 def separator_ids(tokenizer: Any, step_separator: str) -> list[int]:
-    """Ids of the separator, which must not be empty: the label of a step is on its last token."""
     if not step_separator:
-        raise UserError("step_separator='': must not be empty, the label of a step is on its last token")
+        raise UserError("step_separator='': must not be empty, because its last token carries the label of a step")
     return render_text(tokenizer, step_separator)
 
 
 def render_steps(
     columns: Columns, tokenizer: Any, separator: list[int], system_prompt: str | None, kwargs: Mapping[str, Any] | None
 ) -> Solution:
-    """Ids and labels of a row {"prompt", "completions", "labels"}."""
+    """Tokenise a row {"prompt", "completions", "labels"}."""
     prompt = columns["prompt"]
     ids, labels = [], []
     for step, label in zip(columns["completions"], columns["labels"], strict=True):
-        part = render_text(tokenizer, step) + separator
-        ids += part
-        labels += [UNLABELLED] * (len(part) - 1) + [label]
+        step_ids = render_text(tokenizer, step) + separator
+        ids += step_ids
+        labels += [UNLABELLED] * (len(step_ids) - 1) + [label]
     conversational = not isinstance(prompt, str)
     settings = template_settings(columns, kwargs) if conversational else None
     return Solution(render_prompt(tokenizer, prompt, system_prompt, settings), ids, labels, conversational)
@@ -112,17 +112,17 @@ def _stepwise_supervised(columns: Columns) -> Columns:
     steps, labels = columns["completions"], columns["labels"]
     for name, value in (("completions", steps), ("labels", labels)):
         if not isinstance(value, list) or not value:
-            raise UserError(f"{name!r} is {value!r}; it must be a list with an entry for each step")
+            raise UserError(f"{name!r} is {value!r}; it must be a list with one entry per step")
     if len(steps) != len(labels):
         raise UserError(f"has {len(steps)} completions and {len(labels)} labels; each step needs one label")
-    for number, step in enumerate(steps):
-        if not isinstance(step, str):  # an empty step has its label on the separator
-            raise UserError(f"completions[{number}] is a {type(step).__name__}, not text; fix the row")
-    for number, label in enumerate(labels):
+    for index, step in enumerate(steps):
+        if not isinstance(step, str):  # a step may be empty: the label is on the separator
+            raise UserError(f"completions[{index}] is a {type(step).__name__}, not text; fix the row")
+    for index, label in enumerate(labels):
         if parse_bool(label) is None:
-            raise UserError(f"labels[{number}] is {label!r}; it must be true or false (or 1 or 0)")
-    made = {"prompt": prompt, "completions": steps, "labels": [int(bool(parse_bool(label))) for label in labels]}
-    return {**made, **for_template(columns)}
+            raise UserError(f"labels[{index}] is {label!r}; it must be true or false (or 1 or 0)")
+    labels = [int(bool(parse_bool(label))) for label in labels]
+    return {"prompt": prompt, "completions": steps, "labels": labels, **for_template(columns)}
 
 
 STEP_FORMATS: dict[str, Format] = {"auto": _stepwise_supervised, "stepwise_supervised": _stepwise_supervised}

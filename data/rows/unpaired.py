@@ -1,4 +1,4 @@
-"""Unpaired preferences: a prompt with one response, desirable or not. A pair becomes two of them."""
+"""Load unpaired preferences: a prompt with one response, labelled desirable or not. A pair becomes two rows."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ def load_labelled(
     specs: Sequence[str], tokenizer: Any, *, data_format: str = "auto", system_prompt: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None, max_length: int | None = 1024,
     max_prompt_length: int | None = None, context_length: int | None = None, too_long: TooLong = "cut",
-    bad_rows: BadRows = "error", options: FormatOptions | None = None, cfg: Any = None,
+    bad_rows: BadRows = "error", options: FormatOptions | None = None, cfg: object = None,
 ) -> list[Labelled]:  # fmt: skip
-    """Read responses from every spec, in order; lengths and bad rows are handled as in load_pairs.
+    """Load the responses of all specs, in order, with the limits of load_pairs.
 
-    A pair gives its chosen response as desirable, then its rejected one as undesirable.
+    A pair becomes two rows: the chosen response as desirable, then the rejected response as undesirable.
     """
     formats = bind(UNPAIRED_FORMATS, UNPAIRED_OPTIONS, specs, tokenizer, data_format, system_prompt, options)
     limits = limits_of(max_length, max_prompt_length, context_length, too_long)
-    found = read_responses(
+    rows = read_responses(
         specs, formats, render_labelled, limits, tokenizer=tokenizer, data_format=data_format,
         system_prompt=system_prompt, kwargs=chat_template_kwargs, bad_rows=bad_rows, cfg=cfg,
     )  # fmt: skip
     labelled = [
         Labelled(source=row.source if name == "completion" else f"{row.source} {name}", prompt_ids=rendered.prompt_ids,
                  completion_ids=ids, label=label, weight=spec.weight)
-        for spec, row, rendered, responses in found
+        for spec, row, rendered, responses in rows
         for name, label, ids in zip(*rendered.value, responses, strict=True)
     ]  # fmt: skip
     if len({row.label for row in labelled}) == 1:
         kind, other = ("desirable", "undesirable") if labelled[0].label else ("undesirable", "desirable")
         print(
-            f"data: all {len(labelled)} responses are {kind} and none is {other}; KTO learns from the difference, so "
-            "add rows of the other label",
+            f"data: all {len(labelled)} responses are {kind} and none is {other}; KTO needs both, add rows with the "
+            "other label",
             file=sys.stderr,
         )
     return labelled
@@ -49,7 +49,7 @@ def load_labelled(
 def render_labelled(
     columns: Columns, tokenizer: Any, system_prompt: str | None, kwargs: Mapping[str, Any] | None
 ) -> Rendered:
-    """Ids of a row {"prompt", "completion", "label"} or of a pair; value = (columns, labels) of its responses."""
+    """Tokenise a row {"prompt", "completion", "label"} or a pair; value = (columns, labels) of its responses."""
     if "completion" in columns:
         names, labels = ("completion",), (columns["label"],)
     else:

@@ -21,7 +21,7 @@ SPECIALS = {
 
 
 def make_tokenizer(kind: str = "chatml", *, bos: str | None = None, merges: tuple[tuple[str, str], ...] = ()):
-    """Byte-level BPE with only the given merges; with bos, it opens plain text with it as Llama's tokenizers do."""
+    """Byte-level BPE with only the given merges; bos is prepended to plain text, as in Llama's tokenizers."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {piece: number for number, piece in enumerate([*alphabet, *(left + right for left, right in merges)])}
     core = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
@@ -38,7 +38,7 @@ def make_tokenizer(kind: str = "chatml", *, bos: str | None = None, merges: tupl
 
 
 def make_metaspace_tokenizer(*, bos: bool = True):
-    """Like SentencePiece: a space is part of the word after it, and every text is opened with one."""
+    """Like SentencePiece: a space is part of the word after it, and one is prepended to every text."""
     words = ["\u2581Once", "\u2581upon", "\u2581a", "\u2581time", "\u2581ab", "bc"]
     letters = ["\u2581", *"Onceupatimb=+245 "]
     pieces = dict.fromkeys(["<unk>", "<s>", "</s>", *letters, *words])
@@ -54,7 +54,7 @@ def make_metaspace_tokenizer(*, bos: bool = True):
 
 @pytest.fixture
 def write(tmp_path):
-    """write(row, ...) is the path of a JSON lines file with these rows."""
+    """write(row, ...) writes a JSON lines file and returns its path."""
 
     def write_rows(*rows, name: str = "rows.jsonl") -> str:
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -114,7 +114,7 @@ R1 = (  # opens a thought for the model, and removes thoughts from every turn
 
 @pytest.fixture
 def templated():
-    """templated("R1") is a tokenizer with that template."""
+    """templated("R1") returns a tokenizer with that template."""
 
     def make(name: str):
         tokenizer = make_tokenizer("chatml")

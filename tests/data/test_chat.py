@@ -10,6 +10,7 @@ import pytest
 
 from data import chat
 from data.chat import (
+    TemplateTimeout,
     end_of_turn_id,
     render_conversation,
     render_prompt,
@@ -43,9 +44,9 @@ def template(request):
 
 @pytest.fixture
 def tokenizer(template, tokenizer_of):
-    made = tokenizer_of(template, bos=BOS.get(template))
-    set_chat_template(made, template)
-    return made
+    tokenizer = tokenizer_of(template, bos=BOS.get(template))
+    set_chat_template(tokenizer, template)
+    return tokenizer
 
 
 def test_prompt_text_of_built_in_templates(template, tokenizer):
@@ -59,8 +60,8 @@ def test_system_prompt(template, tokenizer):
     text = tokenizer.decode(render_prompt(tokenizer, [USER], "Be brief."))
     assert text.index("Be brief.") < text.index("2+2=")
     assert ("system" in text) == (template != "gemma")  # gemma has no such role
-    own = [{"role": "system", "content": "Own."}, USER]
-    assert render_prompt(tokenizer, own, "Be brief.") == render_prompt(tokenizer, own, None)
+    with_own = [{"role": "system", "content": "Own."}, USER]
+    assert render_prompt(tokenizer, with_own, "Be brief.") == render_prompt(tokenizer, with_own, None)
     assert with_system([USER], "x") == [{"role": "system", "content": "x"}, USER]
 
 
@@ -80,7 +81,7 @@ def test_stop_ids_without_template(tokenizer_of):
 
 
 def trained_pieces(tokenizer, ids, mask):
-    """Texts of the runs of trained tokens."""
+    """Decode the runs of trained tokens."""
     runs, run = [], []
     for token, on in zip([*ids, None], [*mask, False], strict=True):
         if on:
@@ -118,7 +119,7 @@ def test_template_without_end_token_trains_to_the_end_of_the_turn(tokenizer_of, 
 
 
 def test_template_that_rewrites_earlier_turns(tokenizer_of, tmp_path):
-    """Like Qwen3's: the last answer gets an empty thinking block, earlier ones none."""
+    """Like Qwen3's: the last answer gets an empty thinking block, earlier answers do not."""
     path = tmp_path / "thinking.jinja"
     path.write_text(
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
@@ -132,7 +133,7 @@ def test_template_that_rewrites_earlier_turns(tokenizer_of, tmp_path):
     assert trained_pieces(tokenizer, ids, mask) == ["4<|im_end|>", "<think></think>six\n6<|im_end|>"]
 
 
-def test_a_merge_across_the_boundary_is_refused(tokenizer_of):
+def test_a_merge_across_the_boundary_is_rejected(tokenizer_of):
     tokenizer = tokenizer_of("chatml", merges=(("\u010a", "\u010a"),))  # two newlines are one token
     set_chat_template(tokenizer, "chatml")
     good = [USER, {"role": "assistant", "content": "4"}]
@@ -141,17 +142,17 @@ def test_a_merge_across_the_boundary_is_refused(tokenizer_of):
         render_conversation(tokenizer, [USER, {"role": "assistant", "content": "\n\n4"}])
 
 
-def test_end_token_inside_an_answer_is_refused(chatml):
+def test_end_token_inside_an_answer_is_rejected(chatml):
     with pytest.raises(ValueError, match=r"messages\[1\].*<\|im_end\|>"):
         render_conversation(chatml, [USER, {"role": "assistant", "content": "4<|im_end|>5"}])
 
 
 def test_delimiters_must_be_single_tokens(tokenizer_of):
-    with pytest.raises(ValueError, match=r"chat_template=llama3: its delimiter '<\|start_header_id\|>' is \d+ tokens"):
+    with pytest.raises(ValueError, match=r"chat_template=llama3: .*'<\|start_header_id\|>' is 19 tokens"):
         set_chat_template(tokenizer_of("chatml"), "llama3")
 
 
-def test_a_template_may_be_written_out(tokenizer_of):
+def test_a_template_may_be_jinja_text(tokenizer_of):
     tokenizer = tokenizer_of("chatml")
     set_chat_template(tokenizer, "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
     assert tokenizer.chat_template.startswith("{% for")
@@ -159,20 +160,20 @@ def test_a_template_may_be_written_out(tokenizer_of):
         set_chat_template(tokenizer, "{% for %}")
 
 
-def test_template_refusals(tokenizer_of, tmp_path):
+def test_template_errors(tokenizer_of, tmp_path):
     tokenizer = tokenizer_of("chatml")
     set_chat_template(tokenizer, "tokenizer_default")
     with pytest.raises(ValueError, match="chat_template=tokenizer_default: .* no chat template"):
         render_prompt(tokenizer, [USER], None)
-    with pytest.raises(ValueError, match="chat_template=chatlm: neither a file nor a built-in"):
+    with pytest.raises(ValueError, match="chat_template=chatlm: "):
         set_chat_template(tokenizer, "chatlm")
     broken = tmp_path / "broken.jinja"
     broken.write_text("{% for m in messages %}")
-    with pytest.raises(ValueError, match="chat_template: cannot render"):
+    with pytest.raises(ValueError, match="broken.jinja: chat_template: "):
         set_chat_template(tokenizer, str(broken))
 
 
-def test_plain_text_gets_one_bos_only_where_the_tokenizer_adds_it(tokenizer_of):
+def test_plain_text_gets_one_bos_only_if_the_tokenizer_adds_it(tokenizer_of):
     plain = tokenizer_of("llama3")
     assert plain.decode(render_prompt(plain, "2+2=")) == "2+2="
     adding = tokenizer_of("llama3", bos="<|begin_of_text|>")
@@ -181,17 +182,17 @@ def test_plain_text_gets_one_bos_only_where_the_tokenizer_adds_it(tokenizer_of):
     assert adding.decode(render_text(adding, "4")) == "4"
 
 
-def test_a_tokenizer_that_gives_no_ids_is_refused():
+def test_a_tokenizer_that_gives_no_ids_is_rejected():
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
     silent = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab={"x": 0}, merges=[])))
     assert silent("2+2=")["input_ids"] == []
     for render in (render_prompt, render_text):
-        with pytest.raises(ValueError, match=r"tokenizer: gives no ids for the non-empty text '2\+2='"):
+        with pytest.raises(ValueError, match=r"tokenizer: .* no ids .* '2\+2='"):
             render(silent, "2+2=")
     silent.chat_template = "{{ messages[0].content }}"
-    with pytest.raises(ValueError, match="gives no ids"):
+    with pytest.raises(ValueError, match=" no ids "):
         render_prompt(silent, [USER])
 
 
@@ -222,9 +223,9 @@ NO_TEXT = [
 ]
 
 
-def test_other_parts_are_refused_by_type(tokenizer):
+def test_other_parts_are_rejected_by_type(tokenizer):
     for part, kind in NO_TEXT:
-        with pytest.raises(ValueError, match=rf"messages\[0\]: its content has a part of type {kind}; only text"):
+        with pytest.raises(ValueError, match=rf"messages\[0\]: .*{kind}"):
             render_prompt(tokenizer, [{"role": "user", "content": [*PARTS, part]}])
 
 
@@ -238,10 +239,10 @@ def test_null_or_no_content_next_to_calls_is_empty_text(templated):
         assert "None" not in tokenizer.decode(ids)
 
 
-def test_null_content_alone_is_refused(chatml):
+def test_null_content_alone_is_rejected(chatml):
     for calls in (None, []):
         turns = [USER, {"role": "assistant", "content": None, "tool_calls": calls}]
-        with pytest.raises(ValueError, match=r"messages\[1\]: its content is None, not text"):
+        with pytest.raises(ValueError, match=r"messages\[1\]: content is None"):
             render_conversation(chatml, turns)
 
 
@@ -258,29 +259,28 @@ def test_a_template_that_needs_null_content_gets_it(templated):
         assert trained_pieces(tokenizer, *render_conversation(tokenizer, turns)) == ["call add<|im_end|>"]
 
 
-def test_calls_that_the_template_does_not_write_are_refused(tokenizer):
+def test_calls_that_the_template_does_not_write_are_rejected(tokenizer):
     for content in [None, "", "Adding."]:
         turns = [USER, {"role": "assistant", "content": content, "tool_calls": [CALL]}]
         result = {"role": "tool", "content": "4"}
-        unseen = r"messages\[1\]: has tool_calls that the chat template does not write; use a template that writes them"
-        with pytest.raises(ValueError, match=unseen):
+        with pytest.raises(ValueError, match=r"messages\[1\]: .* tool_calls"):
             render_conversation(tokenizer, turns)
-        with pytest.raises(ValueError, match=unseen):
+        with pytest.raises(ValueError, match=r"messages\[1\]: .* tool_calls"):
             render_prompt(tokenizer, [*turns, result])
 
 
-def test_a_call_that_is_dropped_next_to_another_is_refused(templated):
+def test_a_call_that_is_dropped_next_to_another_is_rejected(templated):
     tokenizer = templated("CALLS")
     tokenizer.chat_template = tokenizer.chat_template.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
     one = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     render_conversation(tokenizer, [USER, one])
-    with pytest.raises(ValueError, match=r"messages\[3\]: has tool_calls that the chat template does not write"):
+    with pytest.raises(ValueError, match=r"messages\[3\]: .* tool_calls"):
         render_conversation(tokenizer, [USER, one, USER, {**one, "tool_calls": [CALL, CALL]}])
 
 
-def test_malformed_calls_are_refused(templated):
+def test_malformed_calls_are_rejected(templated):
     for calls in ["[", "x", {"name": "add"}, ["add"], [{"function": {"arguments": {}}}]]:
-        with pytest.raises(ValueError, match=r"messages\[1\]: its tool_calls are not"):
+        with pytest.raises(ValueError, match=r"messages\[1\]: tool_calls"):
             render_conversation(templated("CALLS"), [USER, {"role": "assistant", "content": "", "tool_calls": calls}])
 
 
@@ -327,11 +327,10 @@ def test_a_prompt_that_opens_a_thought(templated):
     turns = [USER, {"role": "assistant", "content": "<b>4</b>"}, *TURNS[2:]]
     ids, mask = render_conversation(tokenizer, turns, notes=notes)
     assert trained_pieces(tokenizer, ids, mask) == ["<b>4</b><|im_end|>", "six\n6<|im_end|>"]
-    assert notes == ["whose answer does not begin with '<think>\\n', which the chat template puts before what a model "
-                     "writes"]  # fmt: skip
+    assert len(notes) == 1 and r"'<think>\n'" in notes[0]
 
 
-def test_thoughts_and_the_switch_that_leaves_them_out(templated):
+def test_thoughts_and_the_switch_that_removes_them(templated):
     tokenizer = templated("QWEN3")
     turns = [*TURNS[:3], {"role": "assistant", "content": "6", "reasoning_content": "3 twice"}]
     pieces = trained_pieces(tokenizer, *render_conversation(tokenizer, turns))
@@ -347,12 +346,12 @@ def test_thoughts_and_the_switch_that_leaves_them_out(templated):
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}"
 
 
-def test_a_template_that_never_ends_is_refused_by_its_name(chatml, tmp_path, monkeypatch):
+def test_a_template_that_never_ends_is_rejected_by_name(chatml, tmp_path, monkeypatch):
     monkeypatch.setattr(chat, "SECONDS", 0.5)
     path = tmp_path / "endless.jinja"
     path.write_text(LOOPS)
     started = time.monotonic()
-    with pytest.raises(ValueError, match=r"^chat_template=\S+endless.jinja: did not end within 0.5 s; use another"):
+    with pytest.raises(ValueError, match=r"^chat_template=\S+endless.jinja: .* 0.5 s"):
         set_chat_template(chatml, str(path))
     path.write_text("{% for i in range(10**12) %}{% endfor %}")
     with pytest.raises(ValueError, match=r"endless.jinja: .*Range too big"):
@@ -360,7 +359,7 @@ def test_a_template_that_never_ends_is_refused_by_its_name(chatml, tmp_path, mon
     assert time.monotonic() - started < 30
 
 
-def test_a_row_on_which_a_template_does_not_end_is_refused_in_any_thread(chatml, tmp_path, monkeypatch):
+def test_a_row_that_makes_a_template_loop_is_rejected_in_any_thread(chatml, tmp_path, monkeypatch):
     path = tmp_path / "odd.jinja"
     path.write_text(
         "{% for m in messages %}{% if m.content == 'loop' %}" + LOOPS + "{% endif %}{{ m.content }}{% endfor %}"
@@ -371,32 +370,32 @@ def test_a_row_on_which_a_template_does_not_end_is_refused_in_any_thread(chatml,
     def render(content: str) -> str:
         try:
             return chatml.decode(render_prompt(chatml, [{"role": "user", "content": content}], None))
-        except ValueError as error:
-            return str(error)
+        except TemplateTimeout as error:
+            assert str(error).startswith(f"chat_template={path}: ")
+            return "late"
 
-    late = f"chat_template={path}: did not end within 0.5 s; use another template"
     with ThreadPoolExecutor(3) as threads:
-        assert list(threads.map(render, ["a", "loop", "b", "c"])) == ["a", late, "b", "c"]
-        assert list(threads.map(render, ["d", "e", "f"])) == ["d", "e", "f"], "the threads go on"
-    assert render("loop") == late and render("g") == "g"
+        assert list(threads.map(render, ["a", "loop", "b", "c"])) == ["a", "late", "b", "c"]
+        assert list(threads.map(render, ["d", "e", "f"])) == ["d", "e", "f"], "the threads continue"
+    assert render("loop") == "late" and render("g") == "g"
     chatml.chat_template = LOOPS + "{{ messages }}"
-    with pytest.raises(ValueError, match=r"chat_template=tokenizer_default \(of .*\): did not end within 0.5 s"):
+    with pytest.raises(TemplateTimeout, match=r"chat_template=tokenizer_default \(of .*\): .* 0.5 s"):
         render_prompt(chatml, [USER], None)
 
 
 def test_finishing_at_the_time_limit_returns_or_raises(monkeypatch):
-    monkeypatch.setattr(chat, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(chat, "POLL_SECONDS", 0.001)
     monkeypatch.setattr(chat, "_watchdog", None)  # a new one with that interval
-    ways = {"done": 0, "late": 0}
+    outcomes = {"done": 0, "late": 0}
     for turn in range(300):
         try:
             value = chat.within(0.004, lambda turn=turn: time.sleep(0.002 + 0.00001 * turn) or turn)
         except TimeoutError:
-            ways["late"] += 1
+            outcomes["late"] += 1
         else:
             assert value == turn
-            ways["done"] += 1
+            outcomes["done"] += 1
     time.sleep(0.05)  # an exception on its way would hit here
-    assert sum(ways.values()) == 300 and chat._running == {}
+    assert sum(outcomes.values()) == 300 and chat._running == {}
     with pytest.raises(KeyError):
         chat.within(5, lambda: {}["gone"])

@@ -1,4 +1,4 @@
-"""Whether the hub is asked, and what is made of its silence."""
+"""The check of whether the hub is reachable."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import httpx
 from data.hub import unreachable
 
 
-def test_a_refused_connection_is_a_reason_and_a_client_that_cannot_be_used_is_not(monkeypatch):
+def test_a_refused_connection_is_a_reason_but_an_unusable_client_is_not(monkeypatch):
     unreachable.cache_clear()
     assert unreachable("http://127.0.0.1:9").startswith("http://127.0.0.1:9: ")  # nothing listens on the discard port
 
@@ -16,5 +16,5 @@ def test_a_refused_connection_is_a_reason_and_a_client_that_cannot_be_used_is_no
 
     monkeypatch.setattr(httpx, "head", no_socks)
     unreachable.cache_clear()
-    assert unreachable("http://127.0.0.1:9") == "", "the hub's own client may reach it"
+    assert unreachable("http://127.0.0.1:9") == "", "the hub's client may reach it"
     unreachable.cache_clear()

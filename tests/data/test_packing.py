@@ -12,7 +12,7 @@ from data.packing import Item, make_batches
 
 @st.composite
 def grouped_items(draw):
-    """Groups that share a prompt, possibly empty; completions may be empty too. Ids are unique."""
+    """Groups that share a prompt. Prompts and completions may be empty. Ids are unique."""
     items, first = [], 1
     for _ in range(draw(st.integers(1, 5))):
         num_prompt = draw(st.integers(0, 6))
@@ -29,11 +29,9 @@ def spans(batch):
     return [getattr(batch, name).tolist() for name in ("prefix_start", "prefix_stop", "own_start", "own_stop")]
 
 
-def visible_tokens(batch, row, place):
-    """Ids that a place attends to, in the order of their places."""
-    a, b, c, d = (
-        int(getattr(batch, name)[row, place]) for name in ("prefix_start", "prefix_stop", "own_start", "own_stop")
-    )
+def visible_tokens(batch, row, column):
+    """Ids that a token attends to, in row order."""
+    a, b, c, d = (span[row][column] for span in spans(batch))
     return batch.input_ids[row, a:b].tolist() + batch.input_ids[row, c:d].tolist()
 
 
@@ -120,7 +118,7 @@ def test_shared_prompts_need_the_flag_and_packing():
 
 
 def test_group_over_the_budget_is_split_with_a_prompt_each():
-    lengths = (4, 1, 3, 2, 2)  # after a prompt of 2, 6 at a time: 4 + 2 and 3 + 2 + 1
+    lengths = (4, 1, 3, 2, 2)  # a prompt of 2 leaves 6 tokens: 4 + 2 and 3 + 2 + 1
     items = [Item([7, 7, *[9] * n], [False] * 2 + [True] * n, 2) for n in lengths]
     batches = make_batches(items, max_tokens=8, share_prompt=True)
     assert sorted(batch.rows for batch in batches) == [[0, 3], [1, 2, 4]]
@@ -131,7 +129,7 @@ def test_group_over_the_budget_is_split_with_a_prompt_each():
     assert {tuple(batch.rows): batch.num_computed for batch in batches} == {(0,): 6, (1, 3): 5, (2,): 5, (4,): 4}
 
 
-def test_groups_are_cut_where_accumulation_cuts():
+def test_groups_are_split_between_accumulation_chunks():
     items = [Item([7, 7, n], [False, False, True], 2) for n in range(4)]
     batches = make_batches(items, accumulation=2, max_tokens=100, share_prompt=True)
     assert [batch.rows for batch in batches] == [[0, 1], [2, 3]] and [b.num_computed for b in batches] == [4, 4]
@@ -145,8 +143,7 @@ def test_a_trained_prompt_is_predicted_from_the_shared_one():
     assert batch.target.tolist() == [2, 3, 9] and batch.index.tolist() == [0, 1, 1]
 
 
-def test_pairs_share_their_own_prompt_alone():
-    """Not that of the next pair, and only if both have it."""
+def test_pairs_share_a_prompt_only_within_a_pair():
     shared, other = [Item([1, 2, n], [False, False, True], 2) for n in (5, 6)], [7, 8, 9]
     (batch,) = make_batches([*shared, *shared], max_tokens=99, together=2, share_prompt=True)
     assert batch.input_ids.tolist() == [[1, 2, 5, 6, 1, 2, 5, 6]] and batch.num_computed == 8 < batch.num_tokens == 12
@@ -159,7 +156,7 @@ def test_pairs_share_their_own_prompt_alone():
         assert make_batches(shared, max_tokens=99, together=2, **how)[0].num_computed == 6
 
 
-def test_rows_are_filled_up_to_a_multiple():
+def test_rows_are_padded_to_a_multiple():
     items = [Item([5, 6, 7], [False, True, True], 1), Item([5, 9], [False, True], 1)]
     (batch,) = make_batches(items, max_tokens=5, share_prompt=True, multiple=8, pad_id=77)
     assert batch.input_ids.tolist() == [[5, 6, 7, 9, 77, 77, 77, 77]]
@@ -192,8 +189,7 @@ def test_first_fit_fills_gaps():
     assert [batch.rows for batch in make_batches(items, max_tokens=10)] == [[0, 2], [1, 3]]
 
 
-def test_rows_as_long_as_the_longest_sequence():
-    """Where attention computes all pairs of positions of a row."""
+def test_rows_are_as_long_as_the_longest_sequence_for_dense_masks():
     items = [Item([n] * n, [False] + [True] * (n - 1)) for n in (2, 4, 1, 3, 2)]
     (batch,) = make_batches(items, max_tokens=12, one_row=False)
     assert batch.input_ids.tolist() == [[4, 4, 4, 4], [3, 3, 3, 1], [2, 2, 2, 2]] and batch.rows == [1, 3, 2, 0, 4]
@@ -236,10 +232,10 @@ def test_to_moves_every_tensor():
     one_row=st.booleans(),
     multiple=st.sampled_from([1, 4, 16]),
 )
-def test_every_place_attends_to_its_sequence_up_to_itself(
+def test_every_token_attends_to_its_sequence_up_to_itself(
     items, budget, accumulation, share_prompt, packing, one_row, multiple
 ):
-    """The whole contract: a predicting place attends to its item from the first token to itself, in order."""
+    """The whole contract: a predictor attends to its item from the first token to itself, in order."""
     how = dict(accumulation=accumulation, packing=packing, one_row=one_row, share_prompt=share_prompt)
     how["multiple"] = multiple
     batches = make_batches(items, max_tokens=budget, **how)
@@ -267,9 +263,9 @@ def test_every_place_attends_to_its_sequence_up_to_itself(
             order.append((int(slot), len(seen)))
         assert order == sorted(order)
         for row in range(num_rows):
-            for place in range(width):
-                seen = visible_tokens(batch, row, place)
-                assert seen and seen[-1] == batch.input_ids[row, place]  # itself last: nothing from later places
+            for column in range(width):
+                seen = visible_tokens(batch, row, column)
+                assert seen and seen[-1] == batch.input_ids[row, column]  # itself last: nothing from later columns
                 assert all(seen) == (seen[-1] > 0) and (all(seen) or not any(seen))  # tokens attend only to tokens
     expected = [(n, t) for n, item in enumerate(items) for t, m in zip(item.ids, item.mask, strict=True) if m]
     assert trained(batches) == expected

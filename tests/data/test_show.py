@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from data.show import ShowConfig, main, quantile_of, with_training
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write_rows(*rows) -> str:
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(tmp_path / "rows.jsonl")
-
-    return write_rows
-
 
 PAIR = {"prompt": "2+2?", "chosen": "4", "rejected": "five"}
 USER = {"role": "user", "content": "2+2?"}
@@ -25,13 +13,13 @@ OPENING = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
 
 def test_pairs(write, capsys):
     assert main(["--data", write(PAIR, PAIR), "--data-format", "chatml.prompt_pairs", "--rows", "1"]) == 0
-    told = capsys.readouterr().out
-    assert f"rows.jsonl:1 chosen: 14 tokens, 2 trained\n{OPENING}4<|im_end|>\n(12 not trained, 2 trained)\n" in told
+    output = capsys.readouterr().out
+    assert f"rows.jsonl:1 chosen: 14 tokens, 2 trained\n{OPENING}4<|im_end|>\n(12 not trained, 2 trained)\n" in output
     assert (
-        f"rows.jsonl:1 rejected: 17 tokens, 5 trained\n{OPENING}five<|im_end|>\n(12 not trained, 5 trained)\n" in told
+        f"rows.jsonl:1 rejected: 17 tokens, 5 trained\n{OPENING}five<|im_end|>\n(12 not trained, 5 trained)\n" in output
     )
-    assert "rows.jsonl:2" not in told and "tokens in 2 rows" in told and told.count("Under each text: how many") == 1
-    assert [line.split()[1::2] for line in told.split("\n") if "prompt" in line][-1] == ["prompt"] + ["12"] * 6
+    assert "rows.jsonl:2" not in output and "tokens in 2 rows" in output and output.count("Below each text") == 1
+    assert [line.split()[1::2] for line in output.split("\n") if "prompt" in line][-1] == ["prompt"] + ["12"] * 6
 
 
 @pytest.mark.parametrize(
@@ -69,12 +57,12 @@ def test_targets_and_documents(write, capsys):
         in capsys.readouterr().out
     )
     assert main(["--data", path, "--data-format", "ebft_strided_chat.transform", "--max-length", "28"]) == 0
-    told = capsys.readouterr()
+    output = capsys.readouterr()
     assert (
-        "rows.jsonl:1 document: 28 tokens, 3 trained\n" in told.out
-        and "(12 not trained, 2 trained, 13 not trained, 1 trained)\n" in told.out
+        "rows.jsonl:1 document: 28 tokens, 3 trained\n" in output.out
+        and "(12 not trained, 2 trained, 13 not trained, 1 trained)\n" in output.out
     )
-    assert "cut 1 of 1 examples to 28 tokens" in told.err
+    assert "truncated 1 of 1 rows to 28 tokens" in output.err
     assert main(["--data", write({"prompt": "2+2=", "ground_truth": "4"}), "--kind", "truths"]) == 0
     assert "truth: 6 tokens, 2 trained\n2+2=4<|im_end|>\n(4 not trained, 2 trained)\n" in capsys.readouterr().out
 
@@ -97,21 +85,21 @@ def test_a_transform_gets_the_config_of_training(write, capsys, tmp_path, monkey
         "data:\n- path: rows.jsonl\n  split: train[1:]\nmax_completion_length: 32\n"
     )
     assert main(["--config", "run.yaml"]) == 0
-    told = capsys.readouterr().out
-    assert "\ntrainer.methods.rloo 4 show_transform.make None: b\n" in told and "tokens in 1 rows" in told
+    output = capsys.readouterr().out
+    assert "\ntrainer.methods.rloo 4 show_transform.make None: b\n" in output and "tokens in 1 rows" in output
     assert main(["--config", "run.yaml", "--data", path]) == 0
     assert "tokens in 2 rows" in capsys.readouterr().out
     assert main([]) == 2
-    assert "error: data: required; give --data, or --config" in capsys.readouterr().err
+    assert "error: --data is required" in capsys.readouterr().err
 
 
 def test_options_and_lengths(write, capsys):
     path = write({"q": "2+2?", "chosen": "4", "rejected": "5"})
     flags = ["--data", path, "--data-format", "user_defined", "--format.field-prompt", "q", "--max-length", "5"]
     assert main([*flags, "--format.prompt-format", "{prompt}"]) == 0
-    told = capsys.readouterr()
-    assert "chosen: 5 tokens, 1 trained\n2+2?4\n(4 not trained, 1 trained)\n" in told.out
-    assert "1 cut to max_length=5" in told.err
+    output = capsys.readouterr()
+    assert "chosen: 5 tokens, 1 trained\n2+2?4\n(4 not trained, 1 trained)\n" in output.out
+    assert "1 truncated to max_length=5" in output.err
 
 
 @pytest.mark.parametrize(
@@ -119,7 +107,7 @@ def test_options_and_lengths(write, capsys):
     [
         (["--rows", "-1"], "error: rows=-1"),
         (["--model", "no/such/folder"], "error: model=no/such/folder: no such folder"),
-        (["--kind", "sft", "--bad-rows", "skip"], "error: bad_rows: has no effect on rows of kind=sft"),
+        (["--kind", "sft", "--bad-rows", "skip"], "error: bad_rows: has no effect with kind=sft"),
         (["--data-format", "chatml.intell"], "did you mean 'chatml.intel'"),
         (["--data-format", "my_module.fn"], "error: kind=auto: cannot be inferred"),
         (["--kind", "stepwise"], "rows.jsonl:1: has no 'completions'"),
@@ -128,8 +116,8 @@ def test_options_and_lengths(write, capsys):
 def test_errors_are_one_sentence(write, capsys, monkeypatch, flags, message):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main(["--data", write(PAIR), *flags]) == 2
-    told = capsys.readouterr().err
-    assert message in told and told.count("\n") == 1
+    output = capsys.readouterr().err
+    assert message in output and output.count("\n") == 1
 
 
 def test_unknown_columns_name_the_formats_that_read_them(write, capsys):
@@ -139,14 +127,13 @@ def test_unknown_columns_name_the_formats_that_read_them(write, capsys):
         ({"question": "2+2?", "answer": "4"}, "columns question, answer: set --data-format question_answer"),
         ({"question": "2+2?", "level": 1},
          "columns question, level: set --data-format question_answer and --kind prompts"),
-        ({"query": "2+2?", "response": "4"}, "columns query, response: no format reads them; rename them, for example "
-         "to prompt and completion, or give --kind"),
+        ({"query": "2+2?", "response": "4"}, "columns query, response: no format reads them"),
         ({"instruction": "2+2?", "chosen_response": "4", "rejected_response": "5"},
          "columns instruction, chosen_response, rejected_response: set --data-format chatml or chatml.argilla or"),
     ):  # fmt: skip
         assert main(["--data", write(row)]) == 2
-        told = capsys.readouterr().err
-        assert told.startswith(f"error: {sentence}") and told.count("\n") == 1, told
+        output = capsys.readouterr().err
+        assert output.startswith(f"error: {sentence}") and output.count("\n") == 1, output
 
 
 def test_quantiles():
@@ -164,14 +151,13 @@ def test_settings_of_the_chat_template(write, tmp_path, capsys):
     kwargs = ["--chat-template-kwargs", '{"style": "Well: "}']
     path = write({"prompt": [USER]}, {"prompt": [USER], "chat_template_kwargs": {"style": "Hm: "}})
     assert main(["--data", path, *template, *kwargs]) == 0
-    told = capsys.readouterr().out
-    assert f"{OPENING}Well: \n" in told and f"{OPENING}Hm: \n" in told
+    output = capsys.readouterr().out
+    assert f"{OPENING}Well: \n" in output and f"{OPENING}Hm: \n" in output
     assert main(["--data", path, *kwargs]) == 2
     assert "the chat template does not read 'style'" in capsys.readouterr().err
 
 
 def test_a_config_file_cannot_enable_remote_code(write, tmp_path):
-    """Only the flag can; other settings of the file apply."""
     rows = write({"prompt": "2+2=", "answer": "4"})
     file = tmp_path / "run.yaml"
     text = "method: grpo\nmodel: builtin:tiny\ntrust_remote_code: true\nsystem_prompt: Hi\n"

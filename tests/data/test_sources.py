@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.sources import DataSpec, load_rows, parse_spec, slice_rows
+from data.sources import SUFFIXES, DataSpec, load_rows, parse_spec, slice_rows
 
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(10)]
 
@@ -40,11 +40,10 @@ def test_parse_spec():
         path="task:addition", split="sft", options={"size": 5, "seed": 3, "difficulty": 2, "sloppy": 0.25}
     )
     assert parse_spec("C:/rows.jsonl:weight=2").path == "C:/rows.jsonl"
-    own = parse_spec(
-        r"a.jsonl:format=chat_template,field_messages=a.b,roles=user=human|person,assistant=gpt,split=train"
-    )
-    assert own.format_options == {"field_messages": "a.b", "roles": "user=human|person,assistant=gpt"}
-    assert own.split == "train"
+    options = "field_messages=a.b,roles=user=human|person,assistant=gpt"
+    spec = parse_spec(f"a.jsonl:format=chat_template,{options},split=train")
+    assert spec.format_options == {"field_messages": "a.b", "roles": "user=human|person,assistant=gpt"}
+    assert spec.split == "train"
     assert parse_spec(r"a.jsonl:prompt_format=Well\, {prompt} ,weight=2").format_options == {
         "prompt_format": "Well, {prompt} "
     }
@@ -52,42 +51,26 @@ def test_parse_spec():
 
 BAD_SPECS = [
     ("a.jsonl:splt=train", "unknown key 'splt'; did you mean 'split'"),
-    ("a.jsonl:split=train,weight", "'weight' is not of the form key=value"),
+    ("a.jsonl:split=train,weight", "'weight' is not key=value"),
     ("a.jsonl:weight=much", "weight=much is not a number"),
     ("a.jsonl:weight=0", "weight=0.0 must be above 0"),
     ("a.jsonl:weight=nan", "weight=nan must be above 0"),
-    ("task:addition:size=2.5", "size=2.5 is not a whole number"),
-    ("a.jsonl:size=5", "size is only for built-in tasks"),
-    ("a.jsonl:name=main", "name=main is only for hub datasets"),
-    ("a.jsonl:split=a,split=b", "split is given twice"),
-    ("", "has no path"),
+    ("task:addition:size=2.5", "size=2.5 is not an integer"),
+    ("a.jsonl:size=5", "size is only for"),
+    ("a.jsonl:name=main", "name=main is only for"),
+    ("a.jsonl:split=a,split=b", "split is set twice"),
+    ("", "no path"),
 ]
 
 
-def test_parse_spec_refusals():
+def test_parse_spec_errors():
     for text, message in BAD_SPECS:
         with pytest.raises(ValueError, match=message):
             parse_spec(text)
 
 
-LOCAL_FILES = [
-    "r.jsonl",
-    "r.json",
-    "r.csv",
-    "r.jsonl.gz",
-    "r.json.gz",
-    "r.csv.gz",
-    "r.parquet",
-    "R.JSONL",
-    "r.ndjson",
-    "r.ndjson.gz",
-    "r.tsv",
-    "r.tsv.gz",
-]
-
-
 def test_local_files(tmp_path):
-    for name in LOCAL_FILES:
+    for name in ("R.JSONL", *(f"r{suffix}" for suffix in SUFFIXES)):
         path = tmp_path / name
         if name.endswith(".parquet"):
             import pyarrow
@@ -104,7 +87,7 @@ def test_local_files(tmp_path):
         assert rows[2].source == f"{path}:3"
 
 
-def test_jsonl_lines_are_counted_with_blank_ones(tmp_path):
+def test_line_numbers_of_jsonl_include_blank_lines(tmp_path):
     path = tmp_path / "r.jsonl"
     path.write_text('{"prompt": "a"}\n\n{"prompt": "b\u2028c"}\n', encoding="utf-8")
     rows = load_rows(parse_spec(str(path)))
@@ -127,19 +110,20 @@ def test_csv_with_quotes_bom_and_long_fields(tmp_path):
 
 
 BAD_FILES = [
-    ("r.jsonl", b'{"a": 1}\n{"a": \n', r"r.jsonl:2: is not valid JSON \(.*column"),
-    ("r.jsonl", b'{"a": 1}\n[1]\n', "r.jsonl:2: is a JSON list; a row must be an object"),
-    ("r.json", b'[\n{"a": 1},\n{"a" 2}]', "r.json:3: is not valid JSON"),
-    ("r.json", b"3", "holds a int; give a list of objects"),
-    ("r.json", b'{"a": 1}\n{"a": }\n', "r.json:2: is not valid JSON"),
-    ("r.csv", b"a,b\n1,2\n3\n", "r.csv:2: does not have as many fields"),
-    ("r.csv", b"a,b\n1,2,3\n", "r.csv:1: does not have as many fields"),
-    ("r.jsonl", b"", "holds no rows"),
-    ("r.jsonl", b'{"a": "\xff"}', r"is not UTF-8 text \(byte 7\)"),
+    ("r.jsonl", b'{"a": 1}\n{"a": \n', r"r.jsonl:2: not valid JSON \(.*column"),
+    ("r.jsonl", b'{"a": 1}\n[1]\n', "r.jsonl:2: must be a JSON object, not list"),
+    ("r.json", b'[\n{"a": 1},\n{"a" 2}]', "r.json:3: not valid JSON"),
+    ("r.json", b"3", "must contain a list of objects, not int"),
+    ("r.json", b'{"a": 1}\n{"a": }\n', "r.json:2: not valid JSON"),
+    ("r.csv", b"a,b\n1,2\n3\n", "r.csv:2: the number of fields"),
+    ("r.csv", b"a,b\n1,2,3\n", "r.csv:1: the number of fields"),
+    ("r.jsonl", b"", "contains no rows"),
+    ("r.jsonl", b'{"a": "\xff"}', r"not UTF-8 text \(byte 7\)"),
     ("r.jsonl.gz", b"not gzip", "cannot be read"),
     ("r.parquet", b"not parquet", "cannot be read as parquet"),
-    ("r.dat", b"hello", "the file type is not known from its name"),
-    ("r.txt", b"hello", "plain text has no rows; write it as .jsonl"),
+    ("r.dat", b"hello", "unknown file type"),
+    ("r.txt", b"hello", "plain text has no rows; .*jsonl"),
+    ("r.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 1000)[:30], "cannot be read"),  # damaged
 ]
 
 
@@ -149,12 +133,6 @@ def test_bad_files(tmp_path):
         with pytest.raises(ValueError, match=message) as caught:
             load_rows(parse_spec(str(tmp_path / name)))
         assert "\n" not in str(caught.value)
-
-
-def test_damaged_gzip(tmp_path):
-    (tmp_path / "r.jsonl.gz").write_bytes(gzip.compress(b'{"a": 1}\n' * 1000)[:30])
-    with pytest.raises(ValueError, match="cannot be read"):
-        load_rows(parse_spec(str(tmp_path / "r.jsonl.gz")))
 
 
 def test_missing_file():
@@ -176,9 +154,9 @@ def test_split_of_a_local_file(tmp_path):
     assert answers("train[:20%]+train[90%:]") == [0, 1, 9]
     assert load_rows(parse_spec(f"{path}:split=train[4:6]"))[0].source == f"{path}:5"  # the line in the file
     for split, message in {
-        "test": "split=test does not exist, a file has only train",
-        "train[5:5]": "holds no rows",
-        "train[:3": "not understood",
+        "test": "split=test does not exist",
+        "train[5:5]": r"split=train\[5:5\] contains no rows",
+        "train[:3": r"split=train\[:3: invalid",
         "train[:200%]": "percentage",
     }.items():
         with pytest.raises(ValueError, match=message):
@@ -190,7 +168,7 @@ BOUND = st.one_of(st.just(""), st.integers(-100, 100).map(str))
 
 @settings(max_examples=60, deadline=None)
 @given(start=BOUND, stop=BOUND, percent=st.booleans(), num_rows=st.integers(0, 130))
-def test_slices_are_those_of_datasets(start, stop, percent, num_rows):
+def test_slices_match_datasets(start, stop, percent, num_rows):
     import datasets
 
     sign = "%" if percent else ""
@@ -225,5 +203,5 @@ def test_network_failure_is_one_sentence(monkeypatch):
     with pytest.raises(ValueError) as caught:
         load_rows(parse_spec("no-such-owner/no-such-set:name=main,split=train[:5]"))
     message = str(caught.value)
-    assert message.startswith("data=no-such-owner/no-such-set: is no") and "\n" not in message
-    assert "HF_HUB_OFFLINE is set" in message and "; check the path" in message
+    assert message.startswith("data=no-such-owner/no-such-set: ") and "\n" not in message
+    assert "HF_HUB_OFFLINE is set" in message

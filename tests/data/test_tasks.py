@@ -20,7 +20,7 @@ def pair(row):
 
 
 def check(name: str, text: str) -> str:
-    """The answer, computed from the text alone."""
+    """Compute the answer from the text."""
     body = text.removesuffix("=")
     if name == "reverse":
         return body.removeprefix("reverse ")[::-1]
@@ -38,7 +38,7 @@ def test_addition_row():
 
 
 SOLVABLE = [name for name, task in TASKS.items() if not task.tool]
-# Difficulties at which listing all problems is quick.
+# Difficulties with few enough problems to list quickly.
 SMALL = {"sort": 3, "steps": 2, "reverse": 2, "multiplication": 1, "subtraction": 1}
 
 
@@ -98,7 +98,7 @@ def test_a_lookup_is_answered_only_by_its_table():
         assert [(turn["role"], turn["content"]) for turn in row["completion"]] == [
             ("assistant", f"[lookup('{key}')]"), ("tool", row["answer"]), ("assistant", row["answer"])
         ]  # fmt: skip
-    assert len({row["answer"] for row in rows}) > 80  # so that guessing does not pay
+    assert len({row["answer"] for row in rows}) > 80  # too many to guess
     assert {len(content(row)) for row in make_rows("lookup", size=50, difficulty=5)} == {6}
 
 
@@ -116,7 +116,7 @@ def test_subtraction_can_go_negative():
     assert min(answers) < 0 < max(answers)
 
 
-def test_addition_splits_share_no_unordered_pair_whatever_the_seed():
+def test_addition_splits_share_no_unordered_pair_for_any_seed():
     pairs = {
         split: {pair(row) for seed in (0, 1) for row in make_rows("addition", split=split, seed=seed)}
         for split in SPLITS
@@ -124,7 +124,7 @@ def test_addition_splits_share_no_unordered_pair_whatever_the_seed():
     for one, other in itertools.combinations(SPLITS, 2):
         assert not pairs[one] & pairs[other]
     total = sum(map(len, pairs.values()))
-    fractions = {split: len(found) / total for split, found in pairs.items()}
+    fractions = {split: len(keys) / total for split, keys in pairs.items()}
     assert abs(fractions["sft"] - 0.5) < 0.05 and abs(fractions["train"] - 0.4) < 0.05
     assert abs(fractions["eval"] - 0.1) < 0.03
 
@@ -141,23 +141,23 @@ def test_splits_share_no_content():
 def test_large_spaces_are_sampled_without_repeats_and_stay_disjoint():
     splits = {split: make_rows("addition", split=split, size=400, difficulty=9) for split in SPLITS}
     pairs = {split: {pair(row) for row in rows} for split, rows in splits.items()}
-    assert all(len(found) == 400 for found in pairs.values())
-    for split, found in pairs.items():
-        assert all(bucket("addition", f"{a},{b}") in SPLITS[split] for a, b in found)
+    assert all(len(keys) == 400 for keys in pairs.values())
+    for split, keys in pairs.items():
+        assert all(bucket("addition", f"{a},{b}") in SPLITS[split] for a, b in keys)
 
 
 def test_bucket_is_stable():
     assert [bucket("addition", key) for key in ("0,0", "37,58", "99,99")] == [74, 55, 74]
 
 
-def test_seed_decides_rows():
+def test_the_seed_determines_rows():
     assert make_rows("addition", size=20, seed=1) == make_rows("addition", size=20, seed=1)
     assert make_rows("addition", size=20, seed=1) != make_rows("addition", size=20, seed=2)
 
 
 def test_default_sizes_and_difficulty():
     rows = {split: make_rows("addition", split=split) for split in ("train", "sft", "eval")}
-    assert [len(found) for found in rows.values()] == [4096, 8192, 500]
+    assert [len(split) for split in rows.values()] == [4096, 8192, 500]
     operands = {n for row in rows["train"] for n in pair(row)}
     assert (min(operands), max(operands)) == (0, 99)
     assert max(n for row in make_rows("addition", difficulty=1) for n in pair(row)) == 9
@@ -199,22 +199,19 @@ def test_sloppy_rows():
     assert sloppy == make_rows("addition", split="sft", size=1000, seed=5, sloppy=0.5)
 
 
-REFUSALS = [
+ERRORS = [
     (dict(name="adition"), "did you mean 'addition'"),
     (dict(name="addition", split="test"), "split=test does not exist"),
     (dict(name="addition", size=0), "size=0"),
     (dict(name="addition", difficulty=0), "difficulty=0"),
     (dict(name="addition", sloppy=0.5), "sloppy=0.5 has no effect"),
     (dict(name="sort", split="sft", sloppy=0.5), "sloppy=0.5 has no effect"),
-    (
-        dict(name="lookup", split="sft", boxed=0.5),
-        "boxed=0.5 has no effect here; it is for task:addition:split=sft",
-    ),
+    (dict(name="lookup", split="sft", boxed=0.5), "boxed=0.5 has no effect .* task:addition:split=sft"),
     (dict(name="addition", split="sft", sloppy=2.0), "sloppy=2.0"),
 ]
 
 
-def test_refusals():
-    for call, message in REFUSALS:
+def test_errors():
+    for call, message in ERRORS:
         with pytest.raises(ValueError, match=message):
             make_rows(**call)

@@ -1,4 +1,4 @@
-"""The templates of Qwen, rendered: system messages, tools, calls, results and thoughts; special and eot tokens."""
+"""The Qwen templates: system messages, tools, calls, results and thoughts; special and end-of-turn tokens."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ def rendered(tokenizer_of):
 def test_qwen_25_writes_its_system_message_unless_there_is_one(rendered):
     asked = turn("user", "2+2=") + ANSWERING
     assert rendered("qwen_25", [USER], prompt=True) == turn("system", DEFAULT) + asked
-    own = [{"role": "system", "content": "Be brief."}, USER]
-    assert rendered("qwen_25", own, prompt=True) == turn("system", "Be brief.") + asked
+    messages = [{"role": "system", "content": "Be brief."}, USER]
+    assert rendered("qwen_25", messages, prompt=True) == turn("system", "Be brief.") + asked
     assert rendered("qwen_25", [USER, ANSWER]) == turn("system", DEFAULT) + turn("user", "2+2=") + turn(
         "assistant", "4"
     )
     assert rendered("qwen_25", [USER], prompt=True, tools=[TOOL]) == turn("system", f"{DEFAULT}\n\n{TOOLS}") + asked
 
 
-def test_qwen3_has_no_system_message_of_its_own(rendered):
+def test_qwen3_has_no_default_system_message(rendered):
     asked = turn("user", "2+2=") + ANSWERING
     assert rendered("qwen3", [USER], prompt=True) == asked
     assert rendered("qwen3", [USER], prompt=True, tools=[TOOL]) == turn("system", TOOLS) + asked
-    own = [{"role": "system", "content": "Be brief."}, USER]
-    assert rendered("qwen3", own, prompt=True) == turn("system", "Be brief.") + asked
-    assert rendered("qwen3", own, prompt=True, tools=[TOOL]) == turn("system", f"Be brief.\n\n{TOOLS}") + asked
+    messages = [{"role": "system", "content": "Be brief."}, USER]
+    assert rendered("qwen3", messages, prompt=True) == turn("system", "Be brief.") + asked
+    assert rendered("qwen3", messages, prompt=True, tools=[TOOL]) == turn("system", f"Be brief.\n\n{TOOLS}") + asked
 
 
 @pytest.mark.parametrize("arguments", [CALL["function"]["arguments"], json.dumps(CALL["function"]["arguments"])])
@@ -93,9 +93,9 @@ def test_calls_and_their_results(name, arguments, rendered):
 def test_qwen3_keeps_thoughts_after_the_last_question(rendered):
     thought = {**ANSWER, "reasoning_content": "two and two"}
     inline = {"role": "assistant", "content": "<think>\ntwo and two\n</think>\n\n4"}
-    kept, empty = "<think>\ntwo and two\n</think>\n\n4", "<think>\n\n</think>\n\n4"
+    thinking, empty = "<think>\ntwo and two\n</think>\n\n4", "<think>\n\n</think>\n\n4"
     for answer in (thought, inline):
-        assert rendered("qwen3", [USER, answer]) == turn("user", "2+2=") + turn("assistant", kept)
+        assert rendered("qwen3", [USER, answer]) == turn("user", "2+2=") + turn("assistant", thinking)
         assert rendered("qwen3", [USER, answer, USER, ANSWER]) == (
             turn("user", "2+2=") + turn("assistant", "4") + turn("user", "2+2=") + turn("assistant", empty)
         )
@@ -107,7 +107,7 @@ def test_qwen3_keeps_thoughts_after_the_last_question(rendered):
     )  # fmt: skip
 
 
-def test_qwen3_answers_without_thinking_if_told(rendered):
+def test_qwen3_answers_without_thinking_on_request(rendered):
     asked = turn("user", "2+2=") + ANSWERING
     assert rendered("qwen3", [USER], prompt=True, enable_thinking=False) == asked + "<think>\n\n</think>\n\n"
     assert rendered("qwen3", [USER], prompt=True, enable_thinking=True) == asked
@@ -119,11 +119,11 @@ def test_special_tokens_are_set_and_never_added(tokenizer_of):
     set_special_tokens(tokenizer, {"eos_token": "<|im_end|>", "pad_token": "<|im_start|>", "bos_token": "<|im_start|>"})
     assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token) == ("<|im_end|>", *["<|im_start|>"] * 2)
     assert stop_ids(tokenizer) == (tokenizer.convert_tokens_to_ids("<|im_end|>"),) and len(tokenizer) == size
-    with pytest.raises(ValueError, match=r"special_tokens=pad_token: the tokenizer has no token '<\|pad\|>', and a"):
+    with pytest.raises(ValueError, match=r"special_tokens=pad_token: .*'<\|pad\|>'"):
         set_special_tokens(tokenizer, {"pad_token": "<|pad|>"})
-    with pytest.raises(ValueError, match="special_tokens=additional_special_tokens: is not a special token; use pad_t"):
+    with pytest.raises(ValueError, match="special_tokens=additional_special_tokens: "):
         set_special_tokens(tokenizer, {"additional_special_tokens": ["<|im_end|>"]})
-    with pytest.raises(ValueError, match="eot_tokens: the tokenizer has no token '</turn>'"):
+    with pytest.raises(ValueError, match="eot_tokens: .*'</turn>'"):
         set_special_tokens(tokenizer, {}, ["</turn>"])
 
 
@@ -136,14 +136,14 @@ CALLING = (  # closes a turn that calls a tool with another token, as Llama's te
 
 def test_eot_tokens_end_turns_in_data_and_in_sampling(tokenizer_of):
     tokenizer = tokenizer_of("llama3")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|eom_id|>"]})  # as the model's own files would
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|eom_id|>"]})  # as the model's files would
     tokenizer.chat_template = CALLING
     turns = [USER, {"role": "assistant", "content": "call add"}, {"role": "tool", "content": "4"}, ANSWER]
     eot, eom = tokenizer.convert_tokens_to_ids(["<|eot_id|>", "<|eom_id|>"])
     ids, mask = render_conversation(tokenizer, turns)
     trained = [id for id, trains in zip(ids, mask, strict=True) if trains]
     assert tokenizer.decode(trained) == "call add<|eom_id|>4<|eot_id|>"  # the turn is trained up to the next one
-    with pytest.raises(ValueError, match="does not close the response's turn"):
+    with pytest.raises(ValueError, match="does not close"):
         render_responses(tokenizer, [USER], [turns[1:2]])
     set_special_tokens(tokenizer, {}, ["<|eom_id|>"])
     assert end_of_turn_id(tokenizer) == eot and end_ids(tokenizer) == (eot, eom)
@@ -152,5 +152,5 @@ def test_eot_tokens_end_turns_in_data_and_in_sampling(tokenizer_of):
     head, (whole,) = render_responses(tokenizer, [USER], [turns[1:2]])
     assert tokenizer.decode(whole[len(head) :]) == "call add<|eom_id|>"
     text = {"role": "assistant", "content": "odd<|eom_id|>text"}
-    with pytest.raises(ValueError, match=r"the assistant's text holds the template's own end-of-turn token '<\|eom_id"):
+    with pytest.raises(ValueError, match=r"messages\[1\]: .*'<\|eom_id\|>'"):
         render_conversation(tokenizer, [USER, text])

@@ -1,4 +1,4 @@
-"""Modules in the user's folder: imported once, and never in place of a module that is in use."""
+"""Modules in the user's folder: imported once, and never replacing a module that is in use."""
 
 from __future__ import annotations
 
@@ -61,25 +61,24 @@ def test_error_messages(here):
     (here / "fine_mod.py").write_text("def shorten(): ...\n")
     (here / "needs_mod.py").write_text("\nimport absent_package\n")
     (here / "exits_mod.py").write_text("import sys\nsys.exit('usage')\n")
-    for name, sentence in {
-        "nowhere_mod": f"x=y: there is no module 'nowhere_mod', neither in {here} nor installed; check the name",
-        "fine_mod.deep": f"x=y: there is no module 'fine_mod.deep', neither in {here} nor installed; check the name",
-        "needs_mod": "x=y: cannot be imported (ModuleNotFoundError: No module named 'absent_package' "
-        "(needs_mod.py, line 2))",
-        "exits_mod": "x=y: cannot be imported (SystemExit: usage (exits_mod.py, line 2))",
+    for name, message in {
+        "nowhere_mod": f"x=y: no module 'nowhere_mod' in {here} or installed",
+        "fine_mod.deep": f"x=y: no module 'fine_mod.deep' in {here} or installed",
+        "needs_mod": "x=y: .*ModuleNotFoundError: No module named 'absent_package' .needs_mod.py, line 2.",
+        "exits_mod": "x=y: .*SystemExit: usage .exits_mod.py, line 2.",
     }.items():
-        for _ in range(2):  # a failed import leaves nothing behind
-            with pytest.raises(ValueError) as caught:
+        for _ in range(2):  # a failed import can be repeated
+            with pytest.raises(ValueError, match=message) as caught:
                 load_module(name, "x=y")
-            assert str(caught.value) == sentence and caught.value.__suppress_context__
+            assert caught.value.__suppress_context__
     with pytest.raises(ValueError, match="x=y: .*fine_mod.py has no 'shortn'; did you mean 'shorten'"):
         attribute_of(load_module("fine_mod", "x=y"), "shortn", "x=y")
     with pytest.raises(ValueError, match="x=y: sys has no 'no_such_thing'"):  # a builtin module has no file
         attribute_of(sys, "no_such_thing", "x=y")
-    with pytest.raises(ValueError, match="x=y: the file .*gone.py does not exist; check the path"):
+    with pytest.raises(ValueError, match="x=y: the file .*gone.py does not exist"):
         load_file(here / "gone.py", "x=y")
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"x=y: cannot be imported \(SystemExit: usage \(exits_mod.py, line 2\)\)"):
+        with pytest.raises(ValueError, match="x=y: .*SystemExit: usage .exits_mod.py, line 2."):
             load_file(here / "exits_mod.py", "x=y")
 
 

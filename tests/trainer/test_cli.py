@@ -235,11 +235,11 @@ def test_bad_flag_is_one_sentence(fork):
         (["--base-model", "x"], "--base-model: unknown flag; did you mean --model?"),
         (["--load-in-8bit", "x"], "--load-in-8bit: unknown flag; --help-all lists them all"),
         (["--run-name", "x"], "--run-name: unknown flag; did you mean --output-dir?"),
-        (["--push-to-hub"], "--push-to-hub: unknown flag; no upload by a run, python -m trainer.push does it"),
+        (["--push-to-hub"], "--push-to-hub: unknown flag; no upload during a run, use python -m trainer.push"),
         (
             ["--model-name-or-path", "x", "--qqq", "--dataset-name", "y", "--hub-model-id", "z"],
             "--model-name-or-path: unknown flag, use --model; --qqq: unknown flag; --dataset-name: unknown flag, use "
-            "--data; --hub-model-id: unknown flag, no upload by a run, python -m trainer.push does it; --help-all "
+            "--data; --hub-model-id: unknown flag, no upload during a run, use python -m trainer.push; --help-all "
             "lists them all",
         ),
         (
@@ -273,7 +273,8 @@ def test_bad_yaml_names_file_and_key(fork):
         ("seed: [1", "c.yaml: not valid YAML in line 2: expected ',' or ']', but got '<stream end>'"),
         ("- 1", "c.yaml: not a mapping of settings; write lines such as learning_rate: 1e-6"),
         ("base_model: x\ndata: y", "c.yaml: base_model: unknown key; did you mean model?"),
-        ("datasets: [{path: x}]\nmodel: m", "c.yaml: datasets: unknown key; use data (an entry's type is format here)"),
+        ("datasets: [{path: x}]\nmodel: m", "c.yaml: datasets: unknown key; use data (an entry's type is called "
+         "format)"),
         ("rl: dpo\nlora: {rank: 1}\nlr: 1", "c.yaml: rl: unknown key, rl: dpo is method: dpo here; lora.rank: unknown "
          "key, use lora.r; lr: unknown key, use learning_rate"),
         ("lora_r: 4", "c.yaml: lora_r: unknown key; did you mean lora.r?"),
@@ -304,7 +305,7 @@ def test_bad_method_is_one_sentence(fork):
         (["dpo", "--model", "m"], "dpo: write --method dpo"),
         (["run.yaml"], "run.yaml: write --config run.yaml"),
         (["--config", "axo.yaml"], "axo.yaml: rl: unknown key, rl: dpo is method: dpo here; datasets: unknown key, "
-         "use data (an entry's type is format here)"),
+         "use data (an entry's type is called format)"),
         (["--method", "gspo"], "--method=gspo: unknown method; it is a setting of grpo: --method grpo "
          "--importance-sampling-level sequence (your own: a file here, or a dotted module path)"),
     ):  # fmt: skip

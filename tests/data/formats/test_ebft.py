@@ -1,10 +1,10 @@
-"""The ebft_* formats: prompts, targets and thoughts of a row."""
+"""The ebft_* formats: prompts, targets and thoughts."""
 
 from __future__ import annotations
 
 import pytest
 
-from data.formats.ebft import EBFT_FORMATS, EBFT_STRIDED_FORMATS, refuse_formats
+from data.formats.ebft import EBFT_FORMATS, EBFT_STRIDED_FORMATS, reject_formats
 
 
 def user(text):
@@ -19,12 +19,12 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 CHAT = [SYSTEM, user("2+2="), assistant("4"), user("3+3="), assistant("6"), user("thanks")]
 
 
-def made(name, **columns):
+def convert(name, **columns):
     return {**EBFT_FORMATS, **EBFT_STRIDED_FORMATS}[name](columns)
 
 
-def test_opencode_is_a_question_with_its_answer():
-    assert made("ebft_opencode.transform", input="2+2=", output="4", level=1) == {
+def test_opencode_reads_a_question_with_its_answer():
+    assert convert("ebft_opencode.transform", input="2+2=", output="4", level=1) == {
         "level": 1,
         "prompt": [user("2+2=")],
         "ground_truth": "4",
@@ -35,17 +35,17 @@ def test_opencode_is_a_question_with_its_answer():
         ({"input": 4, "output": "4"}, "'input' is a int, not text"),
     ):
         with pytest.raises(ValueError, match=message):
-            made("ebft_opencode.transform", **row)
+            convert("ebft_opencode.transform", **row)
 
 
-def test_multiturn_is_the_first_turn_with_the_rest_up_to_the_last_answer():
-    assert made("ebft_chat_multiturn.transform", messages=CHAT, id=7) == {
+def test_multiturn_splits_at_the_first_assistant_turn():
+    assert convert("ebft_chat_multiturn.transform", messages=CHAT, id=7) == {
         "id": 7,
         "prompt": CHAT[:2],
         "ground_truth": [assistant("4")],
         "remaining_turns": CHAT[3:5],
     }
-    assert made("ebft_chat_multiturn.transform", messages=[user("a"), assistant("b"), user("c")]) == {
+    assert convert("ebft_chat_multiturn.transform", messages=[user("a"), assistant("b"), user("c")]) == {
         "prompt": [user("a")],
         "ground_truth": [assistant("b")],
     }
@@ -53,9 +53,9 @@ def test_multiturn_is_the_first_turn_with_the_rest_up_to_the_last_answer():
 
 def test_last_turn_and_all_turns():
     last = {"prompt": CHAT[:4], "ground_truth": [assistant("6")]}
-    assert made("ebft_chat_multiturn.transform_last_turn", messages=CHAT) == last
+    assert convert("ebft_chat_multiturn.transform_last_turn", messages=CHAT) == last
     first = {"prompt": CHAT[:2], "ground_truth": [assistant("4")]}
-    assert made("ebft_chat_multiturn.transform_all_turns", messages=CHAT) == [first, last]
+    assert convert("ebft_chat_multiturn.transform_all_turns", messages=CHAT) == [first, last]
 
 
 def test_sharegpt_conversations_are_read_as_messages():
@@ -65,22 +65,22 @@ def test_sharegpt_conversations_are_read_as_messages():
         {"from": "gpt", "value": "4"},
     ]
     expected = {"prompt": [SYSTEM, user("2+2=")], "ground_truth": [assistant("4")]}
-    assert made("ebft_chat_multiturn.transform", conversations=turns, messages=None) == expected
-    assert made("ebft_chat_multiturn.transform_last_turn", conversations=CHAT[:3]) == expected
+    assert convert("ebft_chat_multiturn.transform", conversations=turns, messages=None) == expected
+    assert convert("ebft_chat_multiturn.transform_last_turn", conversations=CHAT[:3]) == expected
 
 
-def test_rows_without_a_true_turn_are_refused():
+def test_rows_without_a_target_are_rejected():
     for name in [name for name in EBFT_FORMATS if "opencode" not in name]:
         for messages, message in (
-            ([user("2+2=")], "has no assistant turn, so there is no true completion"),
-            ([assistant("4"), user("2+2=")], "opens with an assistant turn"),
+            ([user("2+2=")], "has no assistant turn"),
+            ([assistant("4"), user("2+2=")], "starts with an assistant turn"),
             ([], "'messages' is empty"),
             ([{"role": "tutor", "content": "4"}], "role 'tutor' is unknown"),
         ):
             with pytest.raises(ValueError, match=message):
-                made(name, messages=messages)
+                convert(name, messages=messages)
         with pytest.raises(ValueError, match="has neither 'messages' nor 'conversations' .its columns: text"):
-            made(name, text="abc")
+            convert(name, text="abc")
 
 
 THOUGHTS = [
@@ -96,19 +96,19 @@ THOUGHTS = [
 
 def test_thoughts_are_split_off():
     for content, thought, answer in THOUGHTS:
-        row = made(
+        row = convert(
             "ebft_reasoning.transform_split_thinking", messages=[user("<think>x</think>2+2="), assistant(content)]
         )
         expected = answer if thought is None else f"<think>\n{thought}\n</think>\n\n{answer}"
         assert row == {"prompt": [user("<think>x</think>2+2=")], "ground_truth": [assistant(expected)]}
         earlier = [user("2+2="), assistant(content), user("3+3="), assistant("6")]
-        row = made("ebft_reasoning.transform_split_thinking", messages=earlier)
+        row = convert("ebft_reasoning.transform_split_thinking", messages=earlier)
         turn = assistant(answer) if thought is None else assistant(answer, reasoning_content=thought)
         assert row == {"prompt": [user("2+2="), turn, user("3+3=")], "ground_truth": [assistant("6")]}
 
 
 def test_thoughts_in_a_key_are_written_into_the_target():
-    row = made(
+    row = convert(
         "ebft_reasoning.transform_split_thinking", messages=[user("2+2="), assistant("4", reasoning_content="add")]
     )
     assert row["ground_truth"] == [assistant("<think>\nadd\n</think>\n\n4")]
@@ -117,49 +117,48 @@ def test_thoughts_in_a_key_are_written_into_the_target():
 def test_thinking_is_kept_or_removed():
     answer = "<think>a</think>\n\n4 <think>b\nc</think> is it. "
     row = {"messages": [user("2+2="), assistant(answer, reasoning_content="x")]}
-    kept = made("ebft_reasoning.transform", **row)
-    assert kept == {"prompt": [user("2+2=")], "ground_truth": [assistant(answer, reasoning_content="x")]}
-    only = made("ebft_reasoning.transform_answer_only", **row)
-    assert only == {"prompt": [user("2+2=")], "ground_truth": [assistant("4 is it.")]}
+    for name, target in (
+        ("ebft_reasoning.transform", assistant(answer, reasoning_content="x")),
+        ("ebft_reasoning.transform_answer_only", assistant("4 is it.")),
+    ):
+        assert convert(name, **row) == {"prompt": [user("2+2=")], "ground_truth": [target]}
     with pytest.raises(ValueError, match="empty without its thoughts"):
-        made("ebft_reasoning.transform_answer_only", messages=[user("2+2="), assistant("<think>4</think> ")])
+        convert("ebft_reasoning.transform_answer_only", messages=[user("2+2="), assistant("<think>4</think> ")])
 
 
-def test_strided_formats_give_what_sft_reads():
-    assert made("ebft_reasoning.transform_strided", messages=CHAT) == {
+def test_strided_formats_return_sft_rows():
+    assert convert("ebft_reasoning.transform_strided", messages=CHAT) == {
         "prompt": CHAT[:4],
         "completion": [assistant("6")],
     }
-    assert made("ebft_strided_chat.transform", conversations=CHAT) == {"messages": CHAT}
+    assert convert("ebft_strided_chat.transform", conversations=CHAT) == {"messages": CHAT}
     with pytest.raises(ValueError, match="has no assistant turn"):
-        made("ebft_strided_chat.transform", messages=CHAT[:2])
+        convert("ebft_strided_chat.transform", messages=CHAT[:2])
     for row in (
         {"input": "q", "output": "a"},
         {"prompt": "q", "completion": "a"},
         {"question": "q", "answer": "a"},
         {"input": "q", "prompt": "no", "output": "a", "answer": "no"},  # the first column present
     ):
-        assert made("ebft_strided_structured.transform", **row) == {"prompt": "q", "completion": "a"}
+        assert convert("ebft_strided_structured.transform", **row) == {"prompt": "q", "completion": "a"}
     with pytest.raises(ValueError, match="has none of 'output', 'completion', 'answer' .its columns: input"):
-        made("ebft_strided_structured.transform", input="q")
+        convert("ebft_strided_structured.transform", input="q")
 
 
-def test_formats_of_the_other_mode_are_refused():
-    refuse_formats(["a.jsonl:format=alpaca"], "auto", EBFT_FORMATS, "structured")
-    expected = "^data_format=ebft_opencode.transform: gives rows for --mode structured; set that"
+def test_formats_of_the_other_mode_are_rejected():
+    reject_formats(["a.jsonl:format=alpaca"], "auto", EBFT_FORMATS, "structured")
     for specs, name in ((["a.jsonl"], "ebft_opencode.transform"), (["b", "a:format=ebft_opencode.transform"], "auto")):
-        with pytest.raises(ValueError, match=expected):
-            refuse_formats(specs, name, EBFT_FORMATS, "structured")
+        with pytest.raises(ValueError, match="^data_format=ebft_opencode.transform: .*--mode structured"):
+            reject_formats(specs, name, EBFT_FORMATS, "structured")
 
 
 def test_thoughts_in_text_parts_and_next_to_calls():
     parts = [{"type": "text", "text": "<think>two"}, {"type": "text", "text": "</think>4"}]
-    messages = [user("2+2="), assistant(parts)]
-    made = EBFT_FORMATS["ebft_reasoning.transform_answer_only"]({"messages": messages})
-    assert made["ground_truth"] == [assistant("4")]
-    made = EBFT_FORMATS["ebft_reasoning.transform_split_thinking"]({"messages": messages})
-    assert made["ground_truth"] == [assistant("<think>\ntwo\n</think>\n\n4")]
     calls = [{"function": {"name": "add", "arguments": {}}}]
     call = {"role": "assistant", "content": None, "reasoning_content": "add", "tool_calls": calls}
-    made = EBFT_FORMATS["ebft_reasoning.transform_split_thinking"]({"messages": [user("2+2="), call]})
-    assert made["ground_truth"] == [assistant("<think>\nadd\n</think>\n\n", tool_calls=calls)]
+    for name, answer, target in (
+        ("transform_answer_only", assistant(parts), assistant("4")),
+        ("transform_split_thinking", assistant(parts), assistant("<think>\ntwo\n</think>\n\n4")),
+        ("transform_split_thinking", call, assistant("<think>\nadd\n</think>\n\n", tool_calls=calls)),
+    ):
+        assert convert(f"ebft_reasoning.{name}", messages=[user("2+2="), answer])["ground_truth"] == [target]

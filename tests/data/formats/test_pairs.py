@@ -1,4 +1,4 @@
-"""One row of each documented format, and the decoded ids that are trained on."""
+"""One row of each documented pair format, and its decoded ids."""
 
 from __future__ import annotations
 
@@ -38,13 +38,12 @@ PROMPTS = {"chatml": (CHATML, CHATML_SYSTEM), "llama3": (LLAMA3, LLAMA3_SYSTEM)}
 
 
 @pytest.fixture
-def texts(tmp_path, tokenizer_of):
-    """The text of prompt, chosen and rejected of one row."""
+def texts(write, tokenizer_of):
+    """Return the texts of prompt, chosen and rejected of one row."""
 
     def load(row, name, tokenizer=None, **settings):
-        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
         tokenizer = tokenizer or tokenizer_of("llama3" if name.startswith("llama3") else "chatml")
-        (pair,) = load_pairs([str(tmp_path / "rows.jsonl")], tokenizer, data_format=name, **settings)
+        (pair,) = load_pairs([write(row)], tokenizer, data_format=name, **settings)
         return tuple(tokenizer.decode(ids) for ids in (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids))
 
     return load
@@ -264,13 +263,11 @@ def test_sharegpt_pairs_keep_their_system_column(texts, chatml):
     assert texts(row, "auto", chatml) == (CHATML_SYSTEM, "4<|im_end|>", "5<|im_end|>")
 
 
-def test_options_of_one_data_entry_override_those_of_the_run(tmp_path, chatml):
-    for name, question in (("one", "q"), ("two", "asked")):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({question: "2+2?", "chosen": "4", "rejected": "5"}) + "\n")
-    entries = [
-        f"{tmp_path}/one.jsonl",
-        f"{tmp_path}/two.jsonl:field_prompt=asked,prompt_format=Well\\, {{prompt}} ,weight=2",
-    ]
+def test_options_of_one_data_entry_override_those_of_the_run(write, chatml):
+    one, two = (
+        write({column: "2+2?", "chosen": "4", "rejected": "5"}, name=f"{column}.jsonl") for column in ("q", "asked")
+    )
+    entries = [one, f"{two}:field_prompt=asked,prompt_format=Well\\, {{prompt}} ,weight=2"]
     options = FormatOptions(field_prompt="q")
     pairs = load_pairs(entries, chatml, data_format="user_defined", options=options)
     assert [chatml.decode(pair.prompt_ids) for pair in pairs] == ["2+2?", "Well, 2+2? "]
@@ -289,7 +286,7 @@ def test_every_registered_format_has_a_row_here():
 ANSWERS = [{"answer": "a", "rank": 1}, {"answer": "b", "rank": 2}]
 BAD_ROWS = [
     ("chatml.intel", {"question": "q", "chosen": "a"}, r"has no 'rejected' \(its columns: question, chosen\)"),
-    ("chatml.intel", {"question": "q", "chosen": "a", "rejected": None}, "'rejected' is null; fill it in"),
+    ("chatml.intel", {"question": "q", "chosen": "a", "rejected": None}, "'rejected' is null"),
     ("chatml.intel", {"question": "", "chosen": "a", "rejected": "b"}, "'question' is empty"),
     ("llama3.icr", {"input": "q", "chosen": " ", "rejected": "b"}, "'chosen' is empty"),
     ("llama3.icr", {"input": "q", "chosen": [GOOD], "rejected": "b"}, "'chosen' is a list, not text"),
@@ -302,11 +299,11 @@ BAD_ROWS = [
     ("chatml.argilla_chat", {"chosen": [USER, GOOD], "rejected": []}, "'rejected' is empty, not a list of messages"),
     ("chatml.argilla_chat", {"chosen": [USER, GOOD], "rejected": [TURNS[2], BAD]}, "'rejected' has 2 messages that"),
     ("chatml.argilla_chat", {"chosen": [USER, USER], "rejected": [USER, BAD]}, "'chosen' ends with a user message"),
-    ("chatml.ultra", {"prompt": "q", **LONG}, "'chosen' has the messages user, assistant, user, assistant; this"),
-    ("chatml.ultra", {"prompt": "q", "chosen": [GOOD], "rejected": [BAD]}, "'chosen' has the messages assistant;"),
+    ("chatml.ultra", {"prompt": "q", **LONG}, "'chosen' has the messages user, assistant, user, assistant, not"),
+    ("chatml.ultra", {"prompt": "q", "chosen": [GOOD], "rejected": [BAD]}, "'chosen' has the messages assistant, not"),
     ("zephyr.nectar", {"prompt": "q", "answers": ANSWERS[:1]}, "'answers' is not a list of two or more"),
-    ("zephyr.nectar", {"prompt": "q", "answers": [ANSWERS[0], {"answer": "b"}]}, r"answers\[1\] has the rank None"),
-    ("zephyr.nectar", {"prompt": "q", "answers": [ANSWERS[0], ANSWERS[0]]}, "'answers' all have the rank 1"),
+    ("zephyr.nectar", {"prompt": "q", "answers": [ANSWERS[0], {"answer": "b"}]}, r"answers\[1\] has rank None"),
+    ("zephyr.nectar", {"prompt": "q", "answers": [ANSWERS[0], ANSWERS[0]]}, "'answers' all have rank 1"),
     ("zephyr.nectar", {"prompt": "q", "answers": [ANSWERS[0], {"rank": 2}]}, "has no 'answer'"),
     ("chat_template.default", {"messages": [USER], "chosen": GOOD}, "has no 'rejected'"),
     ("chat_template.default", {"messages": [], "chosen": GOOD, "rejected": BAD}, "'messages' is empty"),
@@ -314,11 +311,11 @@ BAD_ROWS = [
     ("chat_template.default", {"messages": [USER], "chosen": USER, "rejected": BAD}, "'chosen' ends with a user"),
     ("chat_template.default", {"messages": [USER], "chosen": GOOD, "rejected": ""}, "'rejected' is empty"),
     ("chat_template.default", {"messages": [{"speaker": "human", "value": "q"}], "chosen": GOOD, "rejected": BAD},
-     r"messages\[0\] has no 'role' \(its keys: speaker, value\); fix the row, or see format.role_key"),
+     r"messages\[0\] has no 'role' \(its keys: speaker, value\); .* format.role_key"),
     ("chat_template.default", {"messages": [{**USER, "role": "human"}], "chosen": GOOD, "rejected": BAD},
-     r"messages\[0\]: role 'human' is unknown; chat_template.\* can map it with format.roles"),
+     r"messages\[0\]: role 'human' is unknown; .* format.roles"),
     ("chat_template.default", {"messages": [USER], "chosen": {**GOOD, "content": 4}, "rejected": BAD},
-     "chosen: its content is 4, not text"),
+     "chosen: content is 4, not text"),
     ("chat_template.default", {"messages": [USER], "chosen": GOOD, "rejected": BAD, "tools": "{"}, "'tools' is not"),
     ("chat_template.default", {"messages": [USER], "chosen": "4<|im_end|>", "rejected": BAD}, "end-of-turn token"),
     ("chat_template.argilla", {"chosen": [USER, USER, GOOD], "rejected": [BAD]}, "they must alternate from user"),
@@ -327,9 +324,9 @@ BAD_ROWS = [
     ("passthrough", {"chosen": "a", "rejected": "b"}, "has no 'prompt'"),
     ("passthrough", {"prompt": "q", "chosen": [GOOD], "rejected": "b"}, "'chosen' is a list, not text"),
     ("auto", {"prompt": "q"}, "has no 'chosen'"),
-    ("auto", {"chosen": "abc", "rejected": "xyz"}, "share no beginning"),
+    ("auto", {"chosen": "abc", "rejected": "xyz"}, "share no prefix"),
     ("auto", {"chosen": "abc", "rejected": "abc"}, "are the same text"),
-    ("auto", {"chosen": [GOOD], "rejected": [BAD]}, "share no message to take as the prompt"),
+    ("auto", {"chosen": [GOOD], "rejected": [BAD]}, "share no message"),
     ("auto", {"chosen": "abc", "rejected": [BAD]}, "'chosen' is a str, not a list of messages"),
     ("auto", {"chosen": LONG["chosen"], "rejected": [USER, BAD, TURNS[2], BAD]}, "'chosen' has 4 messages that are"),
 ]  # fmt: skip
@@ -342,28 +339,25 @@ def test_bad_rows(texts, tokenizer_of, chatml):
             texts(row, name, tokenizer)
 
 
-NO_EFFECT = [
-    (
-        dict(prompt_format="{promt}"),
-        r"format.prompt_format='{promt}': {promt} is not known; use {prompt}, {system}",
-    ),
-    (dict(prompt_format="Q"), "leaves out {prompt}"),
-    (dict(chosen_format="{prompt}"), "{prompt} is not known; use {chosen}"),
-    (dict(rejected_format="{rejected.x}"), "{rejected.x} is not known"),
-    (dict(completion_format="{"), "double braces that are text"),
+BAD_OPTIONS = [
+    (dict(prompt_format="{promt}"), "format.prompt_format='{promt}': .*{promt}; use {prompt}, {system}"),
+    (dict(prompt_format="Q"), "format.prompt_format='Q': {prompt} is missing"),
+    (dict(chosen_format="{prompt}"), "{prompt}; use {chosen}"),
+    (dict(rejected_format="{rejected.x}"), "{rejected.x}; use {rejected}"),
+    (dict(completion_format="{"), "format.completion_format='{': "),
     (dict(field_system="s"), "format.field_system=s: has no effect"),
-    (dict(roles="human"), "'human' is not of the form role=name"),
+    (dict(roles="human"), "'human' is not role=name"),
     (dict(roles="usr=human"), "role 'usr' is unknown; did you mean 'user'"),
 ]
 
 
-def test_options_without_effect_are_refused():
-    for settings, message in NO_EFFECT:
+def test_bad_options():
+    for settings, message in BAD_OPTIONS:
         with pytest.raises(ValueError, match=message):
             FormatOptions(**settings)
 
 
 def test_a_question_is_not_dropped_silently():
     row = {"system": "Be brief", "question": "2+2?", "chosen": "14", "rejected": "15"}
-    with pytest.raises(ValueError, match="has no 'prompt', but 'question' and 'system'; name its format"):
+    with pytest.raises(ValueError, match="has no 'prompt', but 'question' and 'system'"):
         PAIR_FORMATS["auto"](row, FormatOptions())

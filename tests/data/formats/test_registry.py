@@ -1,4 +1,4 @@
-"""User transforms, imported from the working directory."""
+"""User transforms, ShareGPT rows and format options."""
 
 from __future__ import annotations
 
@@ -125,17 +125,17 @@ def test_sft_transform(rows, chatml):
         ("no_prompt", "data.jsonl:1: has neither 'prompt' nor 'messages'"),
         ("raises", "data.jsonl:1: data_format=my_transforms.raises failed on this row .KeyError: 'nothing'"),
         ("wrong", "data.jsonl:1: data_format=my_transforms.wrong returned str"),
+        ("odd_setting", "'with_indices' is unknown; only batch_size, batched, remove_columns are"),
         (
-            "odd_setting",
-            "the setting 'with_indices' is unknown; only batch_size, batched, remove_columns are",
+            "uneven",
+            "data.jsonl:1: data_format=my_transforms.uneven .* different lengths .problem: 1, ",
         ),
-        ("uneven", "data.jsonl:1: data_format=my_transforms.uneven leaves columns of different lengths .problem: 1, "),
-        ("not_lists", "data.jsonl:1: data_format=my_transforms.not_lists is batched; it must return a dict of lists"),
+        ("not_lists", "data.jsonl:1: data_format=my_transforms.not_lists is batched; .* a dict of lists"),
         ("not_a_factory", "data_format=my_transforms.not_a_factory: returned dict"),
         ("broken_factory", "failed when called with the config .RuntimeError: no such luck"),
         ("missing", "data_format=my_transforms.missing: .*my_transforms.py has no 'missing'"),
         ("numbred", "has no 'numbred'; did you mean 'numbered'"),
-        ("NUMBER", "data_format=my_transforms.NUMBER: is a int, not a function"),
+        ("NUMBER", "data_format=my_transforms.NUMBER: must be a function of the config, not int"),
     ],
 )
 def test_bad_transforms(rows, chatml, name, message):
@@ -178,7 +178,7 @@ SHAREGPT_ROWS = [
 ]
 
 
-def test_sharegpt_rows(tmp_path, chatml):
+def test_sharegpt_rows(write, chatml):
     for row, suffix in SHAREGPT_ROWS:
         chatml.chat_template = (
             "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -186,8 +186,7 @@ def test_sharegpt_rows(tmp_path, chatml):
             "<|im_end|>\n"
             "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
         )
-        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-        spec = f"{tmp_path}/rows.jsonl{suffix}"
+        spec = f"{write(row)}{suffix}"
         (example,) = load_examples([spec], chatml)
         assert chatml.decode(example.ids) == SHARED_TEXT
         trained = [token for token, is_trained in zip(example.ids, example.mask, strict=True) if is_trained]
@@ -197,60 +196,49 @@ def test_sharegpt_rows(tmp_path, chatml):
         assert prompt.prompt == turns and "a.b" not in prompt.columns
 
 
-def test_malformed_sharegpt_messages_are_refused(tmp_path, chatml):
+def test_malformed_sharegpt_messages_are_rejected(write, chatml):
     bad = [
-        ({"from": "narrator", "value": "x"}, r"conversations\[1\]: from='narrator' is unknown; use one of human, "),
-        ({"from": "gpt", "value": None}, r"conversations\[1\]: its value is None, not text"),
-        (
-            {"from": "function_call", "value": "add(2)"},
-            r"conversations\[1\]: its function_call is not JSON of the form",
-        ),
+        ({"from": "narrator", "value": "x"}, "from='narrator' is unknown; use one of human, "),
+        ({"from": "gpt", "value": None}, "value is None"),
+        ({"from": "function_call", "value": "add(2)"}, "function_call is not JSON"),
     ]
-    for message, sentence in bad:
-        (tmp_path / "rows.jsonl").write_text(json.dumps({"conversations": [SHARED[0], message]}) + "\n")
-        with pytest.raises(ValueError, match=f"rows.jsonl:1: {sentence}"):
-            load_examples([f"{tmp_path}/rows.jsonl"], chatml)
+    for turn, message in bad:
+        with pytest.raises(ValueError, match=rf"rows.jsonl:1: conversations\[1\]: {message}"):
+            load_examples([write({"conversations": [SHARED[0], turn]})], chatml)
 
 
-def test_format_options_of_one_data_entry(tmp_path, chatml):
-    """Nested names, keys and roles per entry; an option that nothing reads is refused."""
-    (tmp_path / "one.jsonl").write_text(
-        json.dumps({"request": {"input": [{"who": "person", "says": "2+2?"}, {"who": "bot", "says": "4"}]}}) + "\n"
-    )
-    (tmp_path / "two.jsonl").write_text(json.dumps({"prompt": "3+3?"}) + "\n")
-    one = (
-        f"{tmp_path}/one.jsonl:format=chat_template,field_messages=request.input,role_key=who,content_key=says,"
-        "roles=user=person|human,assistant=bot"
-    )
-    first, second = load_prompts([one, f"{tmp_path}/two.jsonl"], chatml)
+def test_format_options_of_one_data_entry(write, chatml):
+    """Nested names, keys and roles per entry; an option without effect is an error."""
+    turns = [{"who": "person", "says": "2+2?"}, {"who": "bot", "says": "4"}]
+    one, two = write({"request": {"input": turns}}, name="one.jsonl"), write({"prompt": "3+3?"}, name="two.jsonl")
+    options = "field_messages=request.input,role_key=who,content_key=says,roles=user=person|human,assistant=bot"
+    first, second = load_prompts([f"{one}:format=chat_template,{options}", two], chatml)
     assert first.prompt == [{"role": "user", "content": "2+2?"}] and second.prompt == "3+3?"
-    refused = {
-        f"{tmp_path}/two.jsonl:field_messages=x": "field_messages=x has no effect on format=auto; it is for chat",
-        f"{tmp_path}/one.jsonl:format=chat_template,prompt_format=Q{{prompt}}": "no format of this method reads it",
-        f"{tmp_path}/one.jsonl:format=chat_template,roles=usr=person": "role 'usr' is unknown",
-        f"{tmp_path}/one.jsonl:format=chat_template,field_messages=request.output": "has no 'request.output'",
-    }
-    for spec, sentence in refused.items():
-        with pytest.raises(ValueError, match=sentence):
+    for spec, message in {
+        f"{two}:field_messages=x": "field_messages=x has no effect on format=auto; it is for chat",
+        f"{one}:format=chat_template,prompt_format=Q{{prompt}}": "no format of this method reads it",
+        f"{one}:format=chat_template,roles=usr=person": "role 'usr' is unknown",
+        f"{one}:format=chat_template,field_messages=request.output": "has no 'request.output'",
+    }.items():
+        with pytest.raises(ValueError, match=message):
             load_prompts([spec], chatml)
 
 
-def test_a_null_column_is_reported_as_null(tmp_path, chatml):
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": None, "answer": "4"}) + "\n")
-    with pytest.raises(ValueError, match="rows.jsonl:1: 'question' is null; fill it in"):
-        load_prompts([f"{tmp_path}/rows.jsonl:format=question_answer"], chatml)
+def test_a_null_column_is_reported_as_null(write, chatml):
+    path = write({"question": None, "answer": "4"})
+    with pytest.raises(ValueError, match="rows.jsonl:1: 'question' is null"):
+        load_prompts([f"{path}:format=question_answer"], chatml)
     with pytest.raises(ValueError, match=r"none of 'messages', .*its columns: question \(null\), answer"):
-        load_examples([f"{tmp_path}/rows.jsonl"], chatml)
+        load_examples([path], chatml)
 
 
 def test_unimportable(rows, chatml, tmp_path):
     (tmp_path / "broken_module.py").write_text("def f(:\n")
-    sentences = {
-        "nowhere_at_all.fn": "there is no module 'nowhere_at_all', neither in .* nor installed; check the name",
-        "broken_module.fn": r"cannot be imported \(SyntaxError: .*\(broken_module.py, line 1\)",
-    }
-    for name, sentence in sentences.items():
-        with pytest.raises(ValueError, match=f"data_format={name}: {sentence}"):
+    for name, message in {
+        "nowhere_at_all.fn": "no module 'nowhere_at_all'",
+        "broken_module.fn": r".*SyntaxError: .*\(broken_module.py, line 1\)",
+    }.items():
+        with pytest.raises(ValueError, match=f"data_format={name}: {message}"):
             load_prompts([rows], chatml, data_format=name)
 
 
@@ -261,7 +249,7 @@ def test_the_factory_gets_the_index_of_its_data_entry(rows, chatml):
     assert load_prompts(entries, chatml)[1].prompt == "[('dataset_idx', 1)]"
 
 
-def test_transforms_of_one_file_share_it_and_cannot_replace_a_package_of_ours(rows, chatml, tmp_path):
+def test_transforms_of_one_file_share_it_and_cannot_replace_a_strop_package(rows, chatml, tmp_path):
     source = """
     made = []
     def count(cfg):

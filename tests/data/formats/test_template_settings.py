@@ -1,4 +1,4 @@
-"""What chat templates get besides the messages, and what they drop: the same in the loaders of all methods."""
+"""Template settings, tools, tool calls and thoughts: all loaders treat them alike."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import pytest
 
 from data.formats.fields import for_template
+from data.formats.template_settings import check_kwargs
 from data.rows.documents import load_documents
 from data.rows.pairs import load_pairs
 from data.rows.prompts import load_prompts
@@ -42,7 +43,7 @@ PROMPTS = {
 
 
 def prompt_ids(row):
-    """The ids before the first trained token, or the whole prompt."""
+    """Return the ids before the first trained token, or the whole prompt."""
     if hasattr(row, "prompt_ids"):
         return row.prompt_ids
     if hasattr(row, "labels"):
@@ -57,8 +58,8 @@ def load(method, write, tokenizer, prompt, answer, columns=None, **settings):
     else:
         loader, make = LOADERS[method]
         row = make(prompt, answer)
-    (made,) = loader([write({**row, **(columns or {})})], tokenizer, **settings)
-    return made
+    (loaded,) = loader([write({**row, **(columns or {})})], tokenizer, **settings)
+    return loaded
 
 
 ALL = [*LOADERS, *PROMPTS]
@@ -82,19 +83,19 @@ def test_settings_by_flag_and_by_row(write, templated):
             columns = {} if row is None else {"chat_template_kwargs": row}
             if method in ("pairs", "rejected"):
                 columns |= {"rejected" if method == "pairs" else "chosen": opened + "5"}
-            made = load(method, write, tokenizer, [USER], answer, columns, chat_template_kwargs=flag)
-            assert tokenizer.decode(prompt_ids(made)) == opening
+            loaded = load(method, write, tokenizer, [USER], answer, columns, chat_template_kwargs=flag)
+            assert tokenizer.decode(prompt_ids(loaded)) == opening
             if method in ("grpo", "ebft"):  # later turns of an episode use the same settings
-                assert made.settings == {**flag, **(row or {})}
+                assert loaded.settings == {**flag, **(row or {})}
 
 
 def test_tools_of_a_row_are_written(write, templated, capsys):
     for method in ALL:
         tokenizer = templated("CALLS")
         columns = {"tools": TOOLS} if method != "kto" else {"tools": json.dumps(TOOLS)}
-        made = load(method, write, tokenizer, [USER], ANSWER, columns)
+        loaded = load(method, write, tokenizer, [USER], ANSWER, columns)
         system = f"<|im_start|>system\n{json.dumps(TOOLS)}<|im_end|>\n"
-        assert tokenizer.decode(prompt_ids(made)) == system + OPENING
+        assert tokenizer.decode(prompt_ids(loaded)) == system + OPENING
         assert "tools" not in capsys.readouterr().err
 
 
@@ -104,39 +105,39 @@ def test_tools_that_are_not_written_are_counted(write, chatml, capsys):
         assert "data: of 1 rows, 1 with tools that the chat template does not write" in capsys.readouterr().err
 
 
-UNSEEN = r"rows.jsonl:1: messages\[1\]: has tool_calls that the chat template does not write"
+UNSEEN = r"rows.jsonl:1: messages\[1\]: .* tool_calls"
 
 
-def test_calls_of_an_answer_that_are_not_written_are_refused(write, chatml, templated):
+def test_calls_of_an_answer_that_are_not_written_are_rejected(write, chatml, templated):
     for method in list(LOADERS):
         with pytest.raises(ValueError, match=UNSEEN):
             load(method, write, chatml, [USER], CALLS)
         tokenizer = templated("CALLS")
-        made = load(method, write, tokenizer, [USER], CALLS)
+        loaded = load(method, write, tokenizer, [USER], CALLS)
         if method != "ebft":
             ids = {"kto": "completion_ids", "pairs": "chosen_ids", "rejected": "rejected_ids"}.get(method)
-            trained = getattr(made, ids) if ids else [t for t, on in zip(made.ids, made.mask, strict=True) if on]
+            trained = getattr(loaded, ids) if ids else [t for t, on in zip(loaded.ids, loaded.mask, strict=True) if on]
         else:
-            trained = made.target_ids
-            assert made.columns["ground_truth"] == '<call>{"name": "add", "arguments": {"a": 2}}</call>'
+            trained = loaded.target_ids
+            assert loaded.columns["ground_truth"] == '<call>{"name": "add", "arguments": {"a": 2}}</call>'
         assert tokenizer.decode(trained) == '<call>{"name": "add", "arguments": {"a": 2}}</call><|im_end|>'
 
 
-def test_calls_of_a_prompt_that_are_not_written_are_refused(write, chatml, templated):
+def test_calls_of_a_prompt_that_are_not_written_are_rejected(write, chatml, templated):
     for method in ALL:
         prompt = [USER, CALLS, {"role": "tool", "content": "4"}]
         with pytest.raises(ValueError, match=UNSEEN):
             load(method, write, chatml, prompt, ANSWER)
         tokenizer = templated("CALLS")
-        made = load(method, write, tokenizer, prompt, ANSWER)
-        ids = made.prompt_ids if method in ("pairs", "rejected", "kto") else made.ids
+        loaded = load(method, write, tokenizer, prompt, ANSWER)
+        ids = loaded.prompt_ids if method in ("pairs", "rejected", "kto") else loaded.ids
         assert '<call>{"name": "add", "arguments": {"a": 2}}</call><|im_end|>' in tokenizer.decode(ids)
 
 
 THOUGHTS = [
-    ("R1", {"content": "<think>two and two</think>4"}, "with thoughts before </think> that the chat template cuts"),
-    ("R1", {"content": "4", "reasoning_content": "hm"}, "with reasoning_content that the chat template does not"),
-    ("CALLS", {"content": "4", "reasoning": "hm"}, "with reasoning that the chat template does not write"),
+    ("R1", {"content": "<think>two and two</think>4"}, "with thoughts before </think>"),
+    ("R1", {"content": "4", "reasoning_content": "hm"}, "with reasoning_content"),
+    ("CALLS", {"content": "4", "reasoning": "hm"}, "with reasoning that"),
     ("QWEN3", {"content": "<think>two and two</think>4"}, None),
     ("QWEN3", {"content": "4", "reasoning_content": "hm"}, None),
 ]
@@ -144,30 +145,26 @@ THOUGHTS = [
 
 def test_thoughts_that_are_not_written_are_counted(write, templated, capsys):
     for method in list(LOADERS):
-        for name, answer, told in THOUGHTS:
+        for name, answer, note in THOUGHTS:
             if name == "R1" and method == "ebft":
-                with pytest.raises(
-                    ValueError, match=r"the chat template opens an answer with '<think>\\n', which the true"
-                ):
+                with pytest.raises(ValueError, match=r"the target does not start with '<think>\\n'"):
                     load(method, write, templated(name), [USER], {"role": "assistant", **answer})
                 continue
             load(method, write, templated(name), [USER], {"role": "assistant", **answer})
             error = capsys.readouterr().err
-            assert f" 1 {told}" in error if told else "that the chat" not in error, (method, name, error)
+            assert f" 1 {note}" in error if note else "that the chat" not in error, (method, name, error)
 
 
-def test_earlier_thoughts_that_are_cut_out_of_trained_turns_are_counted(write, templated, capsys):
+def test_thoughts_that_are_removed_from_earlier_turns_are_counted(write, templated, capsys):
     thought = {"role": "assistant", "content": "<think>two</think>4"}
-    load_examples([write({"messages": [USER, thought, USER, thought]}, {"messages": [USER, thought]})],
-                  templated("QWEN3"))  # fmt: skip
-    error = capsys.readouterr().err
-    assert error == ("data: of 2 rows, 1 with thoughts before </think> that the chat template cuts out of a trained "
-                     "turn\n")  # fmt: skip
+    path = write({"messages": [USER, thought, USER, thought]}, {"messages": [USER, thought]})
+    load_examples([path], templated("QWEN3"))
+    assert capsys.readouterr().err.startswith("data: of 2 rows, 1 with thoughts before </think>")
 
 
 @pytest.mark.parametrize("method", ["pairs", "grpo"])
-def test_nulls_that_a_table_adds_are_left_out(method, tmp_path, templated, monkeypatch):
-    """Arrow gives all structs of a column the same keys; JSON only has those that were written."""
+def test_nulls_that_a_table_adds_are_removed(method, tmp_path, templated, monkeypatch):
+    """Arrow gives all structs of a column the same keys; JSON does not."""
     import pyarrow
     import pyarrow.parquet
 
@@ -210,18 +207,17 @@ def test_nulls_that_a_user_wrote_stay_and_are_counted(write, templated, capsys):
     tokenizer = templated("CALLS")
     (example,) = load_examples([write(row)], tokenizer)
     assert '"arguments": {"where": null}' in tokenizer.decode(example.ids)
-    told = "data: of 1 rows, 1 with null in the arguments of a tool call, trained as it is written\n"
-    assert capsys.readouterr().err == told
+    assert "data: of 1 rows, 1 with null in the arguments" in capsys.readouterr().err
 
 
-def test_settings_without_effect_are_refused(write, templated):
+def test_settings_without_effect_are_rejected(write, templated):
     for method in ALL:
         tokenizer = templated("CALLS")
         text = {"text": "a", "prompt": "2+2=", "completion": "4", "label": True, "completions": ["4"], "labels": [True]}
         if method in ("pairs", "rejected"):
             text = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
         loader = (LOADERS | PROMPTS)[method][0]
-        with pytest.raises(ValueError, match="^chat_template_kwargs: has no effect, all rows are plain text"):
+        with pytest.raises(ValueError, match="^chat_template_kwargs: has no effect"):
             loader([write(text)], tokenizer, chat_template_kwargs={"style": "F"})
 
 
@@ -244,22 +240,20 @@ def test_a_conversation_of_targets_has_the_settings_in_all_turns(write, template
     (prompt,) = load_targets([write(row)], tokenizer)
     assert tokenizer.decode(prompt.ids) == OPENING + "<think>\n\n</think>\n\n"
     assert tokenizer.decode(prompt.target_ids) == "4<|im_end|>"
-    with pytest.raises(ValueError, match="rows.jsonl:1: the chat template opens an answer with '<think>"):
+    with pytest.raises(ValueError, match="rows.jsonl:1: the target does not start with '<think>"):
         load_targets([write({**row, "messages": talk})], tokenizer, data_format="ebft_chat_multiturn.transform")
 
 
 UNREAD = [
-    ({"enable_thinkng": False}, "the chat template does not read 'enable_thinkng', so it has no effect"),
+    ({"enable_thinkng": False}, "the chat template does not read 'enable_thinkng'"),
     ({"tokenize": True}, "'tokenize' is not a setting of the template"),
     ({"tools": []}, "'tools' is not a setting of the template"),
 ]
 
 
-def test_names_that_the_template_does_not_read_are_refused(templated):
+def test_names_that_the_template_does_not_read_are_rejected(templated):
+    check_kwargs(templated("QWEN3"), {"enable_thinking": False})
     for kwargs, message in UNREAD:
-        from data.formats.template_settings import check_kwargs
-
-        check_kwargs(templated("QWEN3"), {"enable_thinking": False})
         with pytest.raises(ValueError, match=rf"^chat_template_kwargs=\{{.*\}}: {message}"):
             check_kwargs(templated("QWEN3"), kwargs)
 
@@ -268,31 +262,28 @@ def test_names_that_the_template_does_not_read_are_refused(templated):
 def test_an_answer_that_begins_like_the_opened_text_keeps_its_first_letter(method, write, templated, capsys):
     tokenizer = templated("R1")
     columns = {"rejected": "<i>5</i>"} if method == "pairs" else {}
-    made = load(method, write, tokenizer, [USER], {"role": "assistant", "content": "<b>4</b>"}, columns)
-    assert tokenizer.decode(made.prompt_ids) == "[user]2+2=<|im_start|>"
-    trained = made.chosen_ids if method == "pairs" else made.completion_ids
+    loaded = load(method, write, tokenizer, [USER], {"role": "assistant", "content": "<b>4</b>"}, columns)
+    assert tokenizer.decode(loaded.prompt_ids) == "[user]2+2=<|im_start|>"
+    trained = loaded.chosen_ids if method == "pairs" else loaded.completion_ids
     assert tokenizer.decode(trained) == "<b>4</b><|im_end|>"
-    told = "whose answer does not begin with '<think>\\n', which the chat template puts before what a model writes"
-    assert capsys.readouterr().err.splitlines()[0] == f"data: of 1 rows, 1 {told}"
+    assert r"data: of 1 rows, 1 whose answer does not start with '<think>\n'" in capsys.readouterr().err
 
 
 NOT_TOOLS = [
     ("python", "'tools' is not valid JSON"),
     ({"a": 1}, "'tools' is a dict, not a list"),
-    (["python"], "tools[0] is 'python', not the JSON schema of a tool"),
+    (["python"], "tools[0] is 'python'"),
 ]
 
 
-def test_a_column_tools_with_other_content_is_refused():
+def test_a_column_tools_with_other_content_is_rejected():
     for tools, what in NOT_TOOLS:
-        with pytest.raises(
-            ValueError, match=re.escape(what) + ".*rename the column if it is not for the chat template"
-        ):
+        with pytest.raises(ValueError, match=re.escape(what) + ".*rename the column"):
             for_template({"tools": tools})
-        assert for_template({"tools": "", "chat_template_kwargs": None}) == {}
+    assert for_template({"tools": "", "chat_template_kwargs": None}) == {}
 
 
-def test_nulls_that_a_table_adds_within_an_object_are_left_out():
+def test_nulls_that_a_table_adds_inside_an_object_are_removed():
     call = {"function": {"name": "add", "arguments": {"theta": 1, "phi": None}}}
     turns = [{"role": "assistant", "content": None, "tool_calls": [call]}]
     cleaned = without_fillers({"request": {"input": turns, "note": None}, "messages": turns})

@@ -1,4 +1,4 @@
-"""Documents of the strided mode: prompts, trained tokens, lengths and refusals."""
+"""Documents of the strided mode: prompts, trained tokens, lengths and errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AGAIN = [USER, ANSWER, {"role": "user", "content": "33333+3="}, {"role": "assist
 
 
 def parts(tokenizer, document):
-    """The text of the prompt, and the text that is trained."""
+    """Return the text of the prompt and the trained text."""
     given = tokenizer.decode(document.ids[: document.prompt_length])
     return given, tokenizer.decode([document.ids[place] for place in document.trained()])
 
@@ -51,19 +51,18 @@ def test_prompt_and_trained_text(write, chatml):
         assert document.mask is not None and document.mask.index(True) == document.prompt_length
 
 
-def test_the_completion_is_cut_first_and_a_prompt_that_fills_the_row_leaves_it_out(write, chatml, capsys):
+def test_long_rows_are_truncated_or_skipped(write, chatml, capsys):
     rows = [{"input": "ab", "output": "cdefgh"}, {"input": "abcdefg", "output": "h"}, {"input": "abc", "output": "d"}]
     name = "ebft_strided_structured.transform"
     documents = load_documents([write(*rows)], chatml, data_format=name, max_length=5)
     assert [parts(chatml, document) for document in documents] == [("ab", "cde"), ("abc", "d<|endoftext|>")]
-    assert capsys.readouterr().err == (
-        "data: cut 2 of 3 examples to 5 tokens\ndata: left out 1 of 3 examples with no trained token\n"
-    )
+    log = "data: truncated 2 of 3 rows to 5 tokens\ndata: skipped 1 of 3 rows without a trained token\n"
+    assert capsys.readouterr().err == log
     documents = load_documents([write(*rows)], chatml, data_format=name, max_length=99, context_length=5)
     assert [len(document.ids) for document in documents] == [5, 5]
 
 
-def test_user_turns_have_no_anchors_and_are_no_targets(write, chatml):
+def test_user_turns_have_no_anchors_and_are_not_targets(write, chatml):
     (document,) = load_documents([write({"messages": AGAIN})], chatml)
     plan = StridedPlan(stride=1, context_length=1, generate_max_len=2, n_samples_per_prompt=1)
     (batch,) = make_strided([document], plan, max_tokens=1)
@@ -72,11 +71,11 @@ def test_user_turns_have_no_anchors_and_are_no_targets(write, chatml):
     assert chatml.decode(document.ids[: batch.anchor[0]]) == OPENING
     require_anchors([document], plan)
     long = StridedPlan(stride=1, context_length=1, generate_max_len=7, n_samples_per_prompt=1)
-    with pytest.raises(ValueError, match="^generate_max_len=7: none of the 1 documents has that many trained tokens"):
+    with pytest.raises(ValueError, match="^generate_max_len=7: none of the 1 documents"):
         require_anchors([document], long)
 
 
-def test_a_users_transform_and_refusals(write, chatml, tmp_path, monkeypatch):
+def test_a_users_transform_and_errors(write, chatml, tmp_path, monkeypatch):
     (tmp_path / "strided_rows.py").write_text(
         "def shorten(cfg):\n    def transform(example):\n        return {'text': example['body'][:cfg]}\n"
         "    return transform, {'remove_columns': ['body']}\n"
@@ -84,7 +83,7 @@ def test_a_users_transform_and_refusals(write, chatml, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (document,) = load_documents([write({"body": "abcdef"})], chatml, data_format="strided_rows.shorten", cfg=3)
     assert chatml.decode(document.ids) == "abc<|endoftext|>"
-    with pytest.raises(ValueError, match="^data_format=ebft_reasoning.transform: gives rows for --mode structured"):
+    with pytest.raises(ValueError, match="^data_format=ebft_reasoning.transform: .*--mode structured"):
         load_documents([write({"messages": AGAIN})], chatml, data_format="ebft_reasoning.transform")
     with pytest.raises(ValueError, match="no such format; .*ebft_strided_chat.transform"):
         load_documents([write({"messages": AGAIN})], chatml, data_format="ebft_strided_chat.transfrom")

@@ -27,8 +27,8 @@ def test_a_token_that_joins_prompt_and_response_counts_as_response(write, tokeni
     assert texts(tokenizer, pair) == ("x", "ab<|endoftext|>", "ac<|endoftext|>")
     assert pair.prompt_ids + pair.chosen_ids[:-1] == tokenizer("xab", add_special_tokens=False)["input_ids"]
     assert pair.prompt_ids + pair.rejected_ids[:-1] == tokenizer("xac", add_special_tokens=False)["input_ids"]
-    assert "1 whose prompt ends within a token of the response" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="rows.jsonl:1: the prompt has no token of its own"):
+    assert "1 whose prompt ends inside a token of the response" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="rows.jsonl:1: the prompt's text merges"):
         load_pairs([write(row("a", "b", "c"))], tokenizer)
 
 
@@ -52,7 +52,7 @@ def test_tokenizer_without_eos(write, tokenizer_of):
         load_pairs([write(row())], tokenizer)
 
 
-def test_templates_that_trim_or_add_a_thinking_stub(write, tokenizer_of):
+def test_templates_that_trim_or_add_an_empty_thought(write, tokenizer_of):
     from data.chat import set_chat_template
 
     tokenizer = tokenizer_of("llama3", bos="<|begin_of_text|>")
@@ -72,10 +72,10 @@ def test_templates_that_trim_or_add_a_thinking_stub(write, tokenizer_of):
     assert texts(tokenizer, pair) == (OPENING + "<think>", "</think>4<|im_end|>", "</think>5<|im_end|>")
 
 
-def test_templates_that_are_missing_or_rewrite_the_prompt_are_refused(write, tokenizer_of):
+def test_templates_that_are_missing_or_rewrite_the_prompt_are_rejected(write, tokenizer_of):
     tokenizer = tokenizer_of("chatml")
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-    with pytest.raises(ValueError, match="rows.jsonl:1: chat_template: writes the prompt differently once a response"):
+    with pytest.raises(ValueError, match="rows.jsonl:1: chat_template: renders the prompt differently"):
         load_pairs([write(row([USER], "4", "5"))], tokenizer)
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="rows.jsonl:1: chat_template=tokenizer_default: .* has no chat template"):
@@ -96,43 +96,39 @@ def test_lengths(write, tokenizer_of, capsys):
         ("abc", "de<|endoftext|>", "f<|endoftext|>"),
         ("abc", "def", "f<|endoftext|>"),
     ]
-    assert capsys.readouterr().err == (
-        "data: of 4 rows, 1 cut to max_length=6; 2 left out, the prompt alone takes up max_length=6\n"
-    )
+    log = "data: of 4 rows, 1 truncated to max_length=6; 2 skipped, no room for a response within max_length=6\n"
+    assert capsys.readouterr().err == log
     assert len(load_pairs([write(*rows)], tokenizer, max_length=6, too_long="drop")) == 1
-    assert "1 left out, over max_length=6" in capsys.readouterr().err
+    assert "1 skipped, longer than max_length=6" in capsys.readouterr().err
     assert len(load_pairs([write(*rows)], tokenizer, max_prompt_length=3)) == 2
-    assert capsys.readouterr().err == "data: of 4 rows, 2 left out, the prompt is over max_prompt_length=3\n"
+    assert capsys.readouterr().err == "data: of 4 rows, 2 skipped, prompt longer than max_prompt_length=3\n"
     assert len(load_pairs([write(*rows)], tokenizer, context_length=7)) == 3
-    assert capsys.readouterr().err.startswith("data: of 4 rows, 2 cut to max_length=7; 1 left out")
+    assert capsys.readouterr().err.startswith("data: of 4 rows, 2 truncated to max_length=7; 1 skipped")
     for pair in load_pairs([write(*rows)], tokenizer, max_length=4):
         assert len(pair.prompt_ids) == 3 and len(pair.chosen_ids) == len(pair.rejected_ids) == 1
-    with pytest.raises(ValueError, match=r"max_length=3: none of the 4 rows fits \(4 left out, the prompt alone"):
+    with pytest.raises(ValueError, match=r"max_length=3: none of the 4 rows fits \(4 skipped"):
         load_pairs([write(*rows)], tokenizer, max_length=3)
     with pytest.raises(ValueError, match="max_prompt_length=2: none of the 4 rows fits"):
         load_pairs([write(*rows)], tokenizer, max_prompt_length=2)
     assert len(load_pairs([write(row("a" * 2000, "b", "c"))], tokenizer, max_length=None)) == 1
 
 
-REFUSALS = [
-    (dict(max_length=1), "max_length=1: must be 2 or more"),
+ERRORS = [
+    (dict(max_length=1), "max_length=1"),
     (dict(max_prompt_length=0), "max_prompt_length=0"),
     (dict(too_long="x"), "too_long=x: must be cut or drop"),
     (dict(bad_rows="x"), "bad_rows=x: must be error or skip"),
     (dict(data_format="chatml.intell"), "data_format=chatml.intell: no such format; did you mean 'chatml.intel'?"),
     (dict(data_format="passtrough"), "did you mean 'passthrough'?"),
-    (
-        dict(data_format="llama3.intel"),
-        "data_format=llama3.intel: its delimiter '<|start_header_id|>' is 19 tokens",
-    ),
-    (dict(system_prompt="Be brief"), "system_prompt: has no effect, all rows are plain text"),
+    (dict(data_format="llama3.intel"), "data_format=llama3.intel: the delimiter '<|start_header_id|>' is 19 tokens"),
+    (dict(system_prompt="Be brief"), "system_prompt: has no effect"),
     (dict(options=FormatOptions(roles="user=human")), "format.roles=user=human: has no effect on data_format=auto"),
     (dict(options=FormatOptions(field_label="x"), data_format="user_defined"), "field_label=x: has no effect"),
 ]
 
 
-def test_refusals(write, chatml):
-    for settings, message in REFUSALS:
+def test_errors(write, chatml):
+    for settings, message in ERRORS:
         with pytest.raises(ValueError, match=message.replace("|", r"\|").replace("?", r"\?")):
             load_pairs([write(row())], chatml, **settings)
 
@@ -141,8 +137,8 @@ def test_system_prompt_replaces_a_missing_system(write, chatml):
     system = "<|im_start|>system\nBe brief<|im_end|>\n"
     rows = [{"question": "2+2?", "chosen": "4", "rejected": "5", "system": text} for text in (None, "", "Be long")]
     pairs = load_pairs([write(*rows)], chatml, data_format="chatml.intel", system_prompt="Be brief")
-    found = [texts(chatml, pair)[0] for pair in pairs]
-    assert found == [system + OPENING, system + OPENING, system.replace("brief", "long") + OPENING]
+    prompts = [texts(chatml, pair)[0] for pair in pairs]
+    assert prompts == [system + OPENING, system + OPENING, system.replace("brief", "long") + OPENING]
     (pair,) = load_pairs([write(row([USER]))], chatml, system_prompt="Be brief")
     assert texts(chatml, pair) == (system + OPENING, "4<|im_end|>", "5<|im_end|>")
     options = FormatOptions(prompt_format="{system}|{prompt}")
@@ -165,23 +161,23 @@ def test_several_datasets_with_formats_and_weights(write, chatml):
     one = write(row(), name="one.jsonl")
     two = write({"question": "2+2?", "chosen": "4", "rejected": "5"}, name="two.jsonl")
     pairs = load_pairs([one, f"{two}:format=chatml.intel,weight=0.5"], chatml)
-    found = [(pair.source.rsplit("/")[-1], pair.weight) for pair in pairs]
-    assert found == [("one.jsonl:1", 1.0), ("two.jsonl:1", 0.5)]
+    sources = [(pair.source.rsplit("/")[-1], pair.weight) for pair in pairs]
+    assert sources == [("one.jsonl:1", 1.0), ("two.jsonl:1", 0.5)]
     assert texts(chatml, pairs[1]) == (OPENING, "4<|im_end|>", "5<|im_end|>")
-    with pytest.raises(ValueError, match="data_format=llama3.intel: its delimiter .* is 19 tokens"):
-        load_pairs([one, f"{two}:format=llama3.intel"], chatml)  # what a format needs holds for that of one entry too
+    with pytest.raises(ValueError, match="data_format=llama3.intel: .* is 19 tokens"):
+        load_pairs([one, f"{two}:format=llama3.intel"], chatml)
 
 
 def test_bad_rows_are_skipped_and_the_first_is_shown(write, chatml, capsys):
     rows = [row(), row(chosen=""), {"prompt": "{x}"}, row(prompt=[{"role": "human", "content": "q"}])]
     (pair,) = load_pairs([write(*rows)], chatml, bad_rows="skip")
     assert pair.source.endswith("rows.jsonl:1")
-    told = capsys.readouterr().err
-    assert told.startswith("data: of 4 rows, 3 skipped as bad, the first: ")
-    assert told.endswith("rows.jsonl:2: 'chosen' is empty; fill it in or remove the row\n")
+    output = capsys.readouterr().err
+    assert output.startswith("data: of 4 rows, 3 skipped as bad, the first: ")
+    assert "rows.jsonl:2: 'chosen' is empty" in output
     with pytest.raises(ValueError, match="rows.jsonl:2: 'chosen' is empty"):
         load_pairs([write(*rows)], chatml)
-    with pytest.raises(ValueError, match="bad_rows=skip: none of the 1 rows can be used; the first: .*rows.jsonl:1"):
+    with pytest.raises(ValueError, match="bad_rows=skip: none of the 1 rows .*rows.jsonl:1"):
         load_pairs([write(rows[1])], chatml, bad_rows="skip")
 
 
@@ -230,7 +226,7 @@ def test_real_rows_of_text(asset, chatml, capsys, name):
     assert "data: of 40 rows" in capsys.readouterr().err
 
 
-def test_a_response_that_the_template_does_not_close_is_refused(write, tokenizer_of):
+def test_a_response_that_the_template_does_not_close_is_rejected(write, tokenizer_of):
     tokenizer = tokenizer_of("chatml")
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '[' + m.role + ']' + m.content }}"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 
 from data.chat import render_prompt
@@ -62,31 +59,28 @@ def test_system_prompt(write, chatml):
         load_prompts([write({"prompt": "hi"})], chatml, system_prompt="Be brief.")
 
 
-def test_long_prompts_are_left_out_and_counted(write, chatml, capsys):
+def test_long_prompts_are_skipped_and_counted(write, chatml, capsys):
     path = write({"prompt": "12345"}, {"prompt": "123"}, {"prompt": "1234"})
     prompts = load_prompts([path], chatml, max_prompt_length=4)
     assert [prompt.prompt for prompt in prompts] == ["123", "1234"]
     captured = capsys.readouterr()
-    said = captured.err.splitlines()
-    assert said[0] == "data: left out 1 of 3 prompts over max_prompt_length=4 tokens" and captured.out == ""
-    assert len(said) == 2 and "without its chat template" in said[1]
-    with pytest.raises(ValueError, match="max_prompt_length=2: all 3 prompts are longer"):
+    lines = captured.err.splitlines()
+    assert lines[0] == "data: skipped 1 of 3 prompts longer than max_prompt_length=4" and captured.out == ""
+    assert len(lines) == 2 and "plain text" in lines[1]
+    with pytest.raises(ValueError, match="max_prompt_length=2: all 3 prompts"):
         load_prompts([path], chatml, max_prompt_length=2)
 
 
 def test_prompt_longer_than_the_context(write, chatml):
     path = write({"prompt": "123"}, {"prompt": "12345"})
     assert len(load_prompts([path], chatml, context_length=8, max_completion_length=3)) == 2
-    with pytest.raises(ValueError, match=r"rows.jsonl:2: its prompt of 5 tokens and max_completion_length=4 .* of 8"):
+    with pytest.raises(ValueError, match=r"rows.jsonl:2: 5 prompt tokens \+ max_completion_length=4 .* of 8"):
         load_prompts([path], chatml, context_length=8, max_completion_length=4)
     assert len(load_prompts([path], chatml, context_length=8, max_completion_length=4, max_prompt_length=4)) == 1
 
 
 BAD_ROWS = [
-    (
-        {"question": "x", "id": 1},
-        r"rows.jsonl:2: has neither 'prompt' nor 'messages' \(its columns: question, id\)",
-    ),
+    ({"question": "x", "id": 1}, r"rows.jsonl:2: has neither 'prompt' nor 'messages' \(its columns: question, id\)"),
     ({"prompt": ""}, "rows.jsonl:2: the prompt is empty"),
     ({"prompt": " \n"}, "rows.jsonl:2: the prompt is empty"),
     ({"prompt": []}, "rows.jsonl:2: the prompt is empty"),
@@ -96,7 +90,7 @@ BAD_ROWS = [
     ({"prompt": [{"role": "user"}]}, r"rows.jsonl:2: messages\[0\]"),
     ({"prompt": [{"role": "assistant", "content": "x"}]}, "rows.jsonl:2: the prompt ends with an assistant turn"),
     ({"messages": [{"role": "system", "content": "x"}]}, "rows.jsonl:2: 'messages' has no user turn"),
-    ({"prompt": [{"role": "user", "content": None}]}, r"rows.jsonl:2: messages\[0\]: its content is None"),
+    ({"prompt": [{"role": "user", "content": None}]}, r"rows.jsonl:2: messages\[0\]: content is None"),
 ]
 
 
@@ -106,24 +100,21 @@ def test_bad_rows(write, chatml):
             load_prompts([write({"prompt": "fine"}, row)], chatml)
 
 
-def test_other_refusals(write, chatml, tokenizer_of):
+def test_other_errors(write, chatml, tokenizer_of):
     with pytest.raises(ValueError, match="data_format=gsm9k: no such format; did you mean 'gsm8k'"):
         load_prompts([write({"prompt": "x"})], chatml, data_format="gsm9k")
     with pytest.raises(ValueError, match="rows.jsonl:1: 'answer' has no '####'"):
         load_prompts([write({"question": "x", "answer": "3"})], chatml, data_format="gsm8k")
     with pytest.raises(ValueError, match="rows.jsonl:1: has no 'question'"):
         load_prompts([write({"prompt": "x"})], chatml, data_format="question_answer")
-    with pytest.raises(ValueError, match="nothing to read"):
+    with pytest.raises(ValueError, match="--data is empty"):
         load_prompts([], chatml)
     with pytest.raises(ValueError, match="rows.jsonl:1: chat_template=tokenizer_default: .* no chat template"):
         load_prompts([write({"prompt": user("x")})], tokenizer_of("chatml"))
 
 
-def test_gsm8k_asset(chatml):
-    if "STROP_ASSETS" not in os.environ:
-        pytest.skip("STROP_ASSETS is not set: no gsm8k file")
-    path = Path(os.environ["STROP_ASSETS"]) / "data" / "gsm8k_test.jsonl.gz"
-    prompts = load_prompts([f"{path}:format=gsm8k,split=train[:5%]"], chatml)
+def test_gsm8k_asset(chatml, asset):
+    prompts = load_prompts([f"{asset('data/gsm8k_test.jsonl.gz')}:format=gsm8k,split=train[:5%]"], chatml)
     assert len(prompts) == 66  # 5 % of 1319
     assert all(float(prompt.columns["answer"]) == int(prompt.columns["answer"]) for prompt in prompts)
     assert prompts[0].columns["answer"] == "18" and prompts[0].prompt[0]["content"].startswith("Janet")

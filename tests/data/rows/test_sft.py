@@ -1,4 +1,4 @@
-"""SFT examples: which tokens are trained, at which boundary, and bad rows."""
+"""SFT rows: trained tokens, boundaries and bad rows."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ ANSWER = {"role": "assistant", "content": "4"}
 
 
 def texts(tokenizer, example):
-    """The untrained and the trained text of an example."""
-    parts = {False: [], True: []}
-    for token, on in zip(example.ids, example.mask, strict=True):
-        parts[on].append(token)
-    return tokenizer.decode(parts[False]), tokenizer.decode(parts[True])
+    """Return the untrained and the trained text of an example."""
+    ids = {False: [], True: []}
+    for token, trained in zip(example.ids, example.mask, strict=True):
+        ids[trained].append(token)
+    return tokenizer.decode(ids[False]), tokenizer.decode(ids[True])
 
 
 OPENING = "<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n"
@@ -126,23 +126,22 @@ def test_built_in_task(chatml):
     assert texts(chatml, example)[1] == f"{int(a) + int(b)}<|im_end|>"
 
 
-def test_cut_and_left_out_are_counted(write, chatml, capsys):
+def test_truncated_and_skipped_rows_are_counted(write, chatml, capsys):
     path = write({"prompt": "abc", "completion": "defgh"}, {"prompt": "abcdef", "completion": "g"}, {"text": "ab"})
     examples = load_examples([path], chatml, max_length=5)
     assert [texts(chatml, example) for example in examples] == [("abc", "de"), ("a", "b<|endoftext|>")]
-    assert capsys.readouterr().err == (
-        "data: cut 2 of 3 examples to 5 tokens\ndata: left out 1 of 3 examples with no trained token\n"
-    )
+    log = "data: truncated 2 of 3 rows to 5 tokens\ndata: skipped 1 of 3 rows without a trained token\n"
+    assert capsys.readouterr().err == log
     assert max(len(example.ids) for example in load_examples([path], chatml, context_length=4)) == 4
-    with pytest.raises(ValueError, match="none of the 1 rows has a token to train within max_length=3"):
+    with pytest.raises(ValueError, match="max_length=3: none of the 1 rows"):
         load_examples([write({"prompt": "abc", "completion": "d"})], chatml, max_length=3)
     with pytest.raises(ValueError, match="max_length=1"):
         load_examples([path], chatml, max_length=1)
 
 
-def test_a_conversation_without_answer_is_left_out(write, chatml, capsys):
+def test_a_conversation_without_an_answer_is_skipped(write, chatml, capsys):
     assert len(load_examples([write({"messages": [USER]}, {"messages": [USER, ANSWER]})], chatml)) == 1
-    assert "left out 1 of 2" in capsys.readouterr().err
+    assert "skipped 1 of 2" in capsys.readouterr().err
 
 
 def test_system_prompt(write, chatml):
@@ -160,7 +159,7 @@ BAD_ROWS = [
     ({"prompt": "x", "completion": [ANSWER]}, "rows.jsonl:2: the prompt is text but the completion is not"),
     ({"prompt": [USER, ANSWER], "completion": "x"}, "rows.jsonl:2: the prompt ends with an assistant turn"),
     ({"text": " "}, "rows.jsonl:2: the text is empty"),
-    ({"messages": [ANSWER]}, "rows.jsonl:2: messages: the conversation opens with an assistant turn"),
+    ({"messages": [ANSWER]}, "rows.jsonl:2: messages: the conversation starts with an assistant turn"),
     ({"messages": []}, "rows.jsonl:2: messages=.*at least one message"),
 ]
 

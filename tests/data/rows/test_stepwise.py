@@ -1,8 +1,6 @@
-"""Solutions in steps: where labels are, lengths and bad rows."""
+"""Solutions in steps: label positions, lengths and bad rows."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 
@@ -10,10 +8,9 @@ from data.rows.stepwise import load_steps
 
 
 @pytest.fixture
-def load(tmp_path, tokenizer_of):
+def load(write, tokenizer_of):
     def load_rows(*rows, tokenizer=None, **settings):
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return load_steps([str(tmp_path / "rows.jsonl")], tokenizer or tokenizer_of("plain"), **settings)
+        return load_steps([write(*rows)], tokenizer or tokenizer_of("plain"), **settings)
 
     return load_rows
 
@@ -61,22 +58,22 @@ def test_bos_and_messages(load, tokenizer_of, chatml):
 def test_lengths(load, capsys):
     (row,) = load(ROW, max_length=8)
     assert row.labels == [N, N, N, N, N, 1, N, N]
-    assert capsys.readouterr().err == "data: of 1 rows, 1 cut to max_length=8\n"
+    assert capsys.readouterr().err == "data: of 1 rows, 1 truncated to max_length=8\n"
     (row,) = load(ROW, max_completion_length=3)
     assert row.labels == [N, N, N, N, N, 1]
-    assert capsys.readouterr().err == "data: of 1 rows, 1 cut to max_completion_length=3\n"
+    assert capsys.readouterr().err == "data: of 1 rows, 1 truncated to max_completion_length=3\n"
     short = {"prompt": "a", "completions": ["b"], "labels": [1]}
     (row,) = load(ROW, short, max_length=5)
     assert row.labels == [N, N, 1]
-    assert capsys.readouterr().err == "data: of 2 rows, 1 left out, no label within the length allowed\n"
+    assert "data: of 2 rows, 1 skipped, no label" in capsys.readouterr().err
     (row,) = load(ROW, short, max_length=8, last_step_only=True)
     assert row.source.endswith(":2")
-    with pytest.raises(ValueError, match="max_length=5: none of the 1 rows has a label within it"):
+    with pytest.raises(ValueError, match="max_length=5: none of the 1 rows"):
         load(ROW, context_length=5)
 
 
 BAD_ROWS = [
-    ({"labels": [True]}, "has 2 completions and 1 labels; each step needs one label"),
+    ({"labels": [True]}, "has 2 completions and 1 labels"),
     ({"labels": [True, "no"]}, r"labels\[1\] is 'no'"),
     ({"labels": [True, 2]}, r"labels\[1\] is 2"),
     ({"labels": True}, "'labels' is True; it must be a list"),
@@ -95,18 +92,17 @@ def test_bad_rows(load, capsys):
         assert "data: of 2 rows, 1 skipped as bad, the first: " in capsys.readouterr().err
 
 
-def test_invalid_settings_are_refused(load):
-    with pytest.raises(ValueError, match="step_separator='': must not be empty"):
-        load(ROW, step_separator="")
-    with pytest.raises(ValueError, match="max_length=1: must be 2 or more"):
-        load(ROW, max_length=1)
+def test_invalid_settings_are_rejected(load):
+    for name, value in (("step_separator", ""), ("max_length", 1), ("max_completion_length", 0)):
+        with pytest.raises(ValueError, match=f"{name}={value!r}: "):
+            load(ROW, **{name: value})
 
 
 def test_built_in_steps(chatml):
     rows = load_steps(["task:steps:size=200"], chatml)
     labels = [[label for label in row.labels if label != N] for row in rows]
-    assert len(rows) == 200 and all(len(found) == 3 for found in labels)
-    wrong = sum(found.count(0) for found in labels) / 600
+    assert len(rows) == 200 and all(len(row) == 3 for row in labels)
+    wrong = sum(row.count(0) for row in labels) / 600
     assert abs(wrong - 1 / 3) < 0.06
 
 

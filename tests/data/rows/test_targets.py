@@ -1,4 +1,4 @@
-"""Prompts with targets: formats, token boundaries, several turns, lengths and refusals."""
+"""Prompts with targets: formats, token boundaries, several turns, lengths and errors."""
 
 from __future__ import annotations
 
@@ -78,13 +78,11 @@ def test_sharegpt_rows(write, chatml):
     for name in ("auto", "sharegpt"):
         prompts = load_targets([write(*rows)], chatml, data_format=name)
         assert [prompt.columns["ground_truth"] for prompt in prompts] == ["4", "4"]
-        assert [chatml.decode(prompt.ids) for prompt in prompts] == [
-            "<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n"
-        ] * 2
+        assert [chatml.decode(prompt.ids) for prompt in prompts] == [OPENING] * 2
 
 
-def test_ids_are_those_of_rollouts_and_of_sft(write, chatml):
-    """Prompts are what an engine gets; the whole is what SFT trains on (minus the newline of the template)."""
+def test_ids_match_rollouts_and_sft(write, chatml):
+    """Prompts match load_prompts; prompt and target match SFT's ids, except for the template's last newline."""
     row = {"prompt": [USER, ANSWER, user("3+3=")], "completion": "6", "answer": 6}
     for change in ({}, {"prompt": "3+3="}):
         path = write({**row, **change})
@@ -115,20 +113,18 @@ def test_a_token_that_spans_prompt_and_target_belongs_to_the_target(write, token
     (prompt,) = load_targets([write({"prompt": "xa", "completion": "bc"})], tokenizer)
     assert texts(tokenizer, prompt) == ("x", "abc<|endoftext|>")
     assert prompt.ids + prompt.target_ids[:-1] == tokenizer("xabc", add_special_tokens=False)["input_ids"]
-    assert capsys.readouterr().err == (
-        "data: of 1 rows, 1 whose prompt ends within a token of the response; that token counts as response\n"
-    )
+    assert "data: of 1 rows, 1 whose prompt ends inside a token" in capsys.readouterr().err
     tokenizer = metaspace_of()
     (prompt,) = load_targets([write({"prompt": "Once upon", "completion": " a time"})], tokenizer)
     assert tokenizer.convert_ids_to_tokens(prompt.ids) == ["<s>", "\u2581Once", "\u2581upon"]
     assert tokenizer.convert_ids_to_tokens(prompt.target_ids) == ["\u2581a", "\u2581time", "</s>"]
 
 
-def test_a_conversation_goes_on_with_the_users_turns_masked(write, chatml):
+def test_user_turns_of_a_conversation_are_masked(write, chatml):
     (prompt,) = load_targets([write({"messages": CHAT, "id": 7})], chatml, data_format="ebft_chat_multiturn.transform")
     assert texts(chatml, prompt) == (OPENING, f"4<|im_end|>{BETWEEN}6<|im_end|>")
-    marked = [token for token, mine in zip(prompt.target_ids, prompt.target_mask, strict=True) if mine]
-    assert chatml.decode(marked) == "4<|im_end|>6<|im_end|>"
+    unmasked = [token for token, on in zip(prompt.target_ids, prompt.target_mask, strict=True) if on]
+    assert chatml.decode(unmasked) == "4<|im_end|>6<|im_end|>"
     assert prompt.target_mask == [True] * 2 + [False] * (len(prompt.target_mask) - 4) + [True] * 2
     assert prompt.columns == {"id": 7, "ground_truth": "4", "remaining_turns": CHAT[2:4]}
     whole, _ = load_examples([write({"messages": CHAT[:4]}, {"text": "x"})], chatml)
@@ -145,11 +141,7 @@ def test_a_conversation_goes_on_with_the_users_turns_masked(write, chatml):
 def test_one_row_per_turn(write, chatml):
     path = write({"messages": [USER, ANSWER]}, {"messages": CHAT})
     prompts = load_targets([path], chatml, data_format="ebft_chat_multiturn.transform_all_turns")
-    assert [prompt.source.rpartition("/")[2] for prompt in prompts] == [
-        "rows.jsonl:1#1",
-        "rows.jsonl:2#1",
-        "rows.jsonl:2#2",
-    ]
+    assert [prompt.source.rpartition(":")[2] for prompt in prompts] == ["1#1", "2#1", "2#2"]
     assert [texts(chatml, prompt) for prompt in prompts] == [
         (OPENING, "4<|im_end|>"),
         (OPENING, "4<|im_end|>"),
@@ -168,50 +160,50 @@ def test_lengths(write, tokenizer_of, capsys):
     assert [texts(tokenizer, prompt)[1] for prompt in prompts] == ["cd<|endoftext|>", "cde", "cde"]
     assert [prompt.columns["ground_truth"] for prompt in prompts] == ["cd", "cde", "cdef"]
     assert capsys.readouterr().err == (
-        "data: left out 1 of 4 prompts over max_prompt_length=4 tokens\n"
-        "data: of 4 rows, 2 with their true completion cut to max_completion_length=3 tokens\n"
+        "data: skipped 1 of 4 prompts longer than max_prompt_length=4\n"
+        "data: of 4 rows, 2 with the target truncated to max_completion_length=3\n"
     )
-    with pytest.raises(ValueError, match="rows.jsonl:4: its prompt of 7 tokens and max_completion_length=3 do not fit"):
-        load_targets([path], tokenizer, max_completion_length=3, context_length=9)
-    with pytest.raises(ValueError, match="^max_completion_length=9: leaves no room for a prompt"):
-        load_targets([path], tokenizer, max_completion_length=9, context_length=9)
-    with pytest.raises(ValueError, match="^max_completion_length=0: must be 1 or more"):
-        load_targets([path], tokenizer, max_completion_length=0)
-    with pytest.raises(ValueError, match="^max_prompt_length=1: all 4 prompts are longer"):
-        load_targets([path], tokenizer, max_prompt_length=1)
+    for limits, message in (
+        (dict(max_completion_length=3, context_length=9), r"rows.jsonl:4: 7 prompt tokens \+ max_completion_length=3"),
+        (dict(max_completion_length=9, context_length=9), "^max_completion_length=9: leaves no room"),
+        (dict(max_completion_length=0), "^max_completion_length=0: "),
+        (dict(max_prompt_length=1), "^max_prompt_length=1: all 4 prompts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_targets([path], tokenizer, **limits)
 
 
-def test_a_cut_target_ends_with_an_assistant_token(write, chatml, capsys):
+def test_a_truncated_target_ends_with_an_assistant_token(write, chatml, capsys):
     path = write({"messages": CHAT})
     name = "ebft_chat_multiturn.transform"
     (whole,) = load_targets([path], chatml, data_format=name)
     length = len(whole.target_ids)
     for limit in range(1, length + 1):
         (prompt,) = load_targets([path], chatml, data_format=name, max_completion_length=limit)
-        kept = limit if limit < 2 or limit > length - 2 else 2  # "4" and its end, then the user's turn, then "6" ...
-        assert prompt.target_ids == whole.target_ids[:kept]
-        assert prompt.target_mask == (None if kept <= 2 else whole.target_mask[:kept])
+        stop = limit if limit < 2 or limit > length - 2 else 2  # "4" and its end, then the user's turn, then "6" ...
+        assert prompt.target_ids == whole.target_ids[:stop]
+        assert prompt.target_mask == (None if stop <= 2 else whole.target_mask[:stop])
 
 
 NO_TARGET = [
-    ({"text": "abc"}, "auto", "has a 'text' but no prompt with a true completion; whole texts are for --mode strided"),
-    ({"prompt": "2+2="}, "auto", "has no true completion: none of 'messages'"),
-    ({"prompt": "2+2=", "ground_truth": None}, "auto", "has no true completion: none of 'messages'"),
-    ({"prompt": "2+2=", "ground_truth": ""}, "auto", "the true completion is empty; fill it in or remove the row"),
-    ({"prompt": [USER], "ground_truth": " \n"}, "auto", "the true completion is empty"),
-    ({"prompt": [USER], "ground_truth": 4}, "auto", "the true completion is a int; give text or messages"),
-    ({"prompt": "2+2=", "ground_truth": [ANSWER]}, "auto", "the prompt is text but the true completion is not"),
-    ({"prompt": "2+2=", "ground_truth": "4", "remaining_turns": CHAT[2:]}, "auto", "'remaining_turns' follow a prompt"),
-    ({"prompt": [USER], "completion": [USER]}, "auto", "the true completion begins with a user message"),
-    ({"prompt": [USER], "completion": [assistant("")]}, "auto", "the true completion has an empty assistant turn"),
-    ({"prompt": [USER], "completion": [ANSWER, ANSWER]}, "auto", "the true completion has two assistant turns"),
-    ({"messages": [USER, assistant(" ")]}, "auto", "the true completion has an empty assistant turn"),
+    ({"text": "abc"}, "auto", "has 'text' but no prompt .*--mode strided"),
+    ({"prompt": "2+2="}, "auto", "has no target: none of 'messages'"),
+    ({"prompt": "2+2=", "ground_truth": None}, "auto", "has no target: none of 'messages'"),
+    ({"prompt": "2+2=", "ground_truth": ""}, "auto", "the target is empty"),
+    ({"prompt": [USER], "ground_truth": " \n"}, "auto", "the target is empty"),
+    ({"prompt": [USER], "ground_truth": 4}, "auto", "the target is a int"),
+    ({"prompt": "2+2=", "ground_truth": [ANSWER]}, "auto", "the prompt is text but the target is not"),
+    ({"prompt": "2+2=", "ground_truth": "4", "remaining_turns": CHAT[2:]}, "auto", "'remaining_turns' need"),
+    ({"prompt": [USER], "completion": [USER]}, "auto", "the target starts with a user message"),
+    ({"prompt": [USER], "completion": [assistant("")]}, "auto", "the target has an empty assistant turn"),
+    ({"prompt": [USER], "completion": [ANSWER, ANSWER]}, "auto", "the target has two consecutive assistant turns"),
+    ({"messages": [USER, assistant(" ")]}, "auto", "the target has an empty assistant turn"),
     ({"messages": [USER]}, "auto", "has no assistant turn"),
     ({"prompt": "", "completion": "4"}, "auto", "the prompt is empty"),
     ({"prompt": [user(" ")], "completion": "4"}, "auto", "the prompt is empty"),
     ({"question": "2+2="}, "gsm8k", "has no 'answer'"),
     ({"prompt": [USER], "completion": [ANSWER, {"role": "tool", "content": "x"}, ANSWER]}, "auto",
-     "the true completion holds a tool message, .*transform_last_turn"),
+     "the target contains a tool message, .*transform_last_turn"),
 ]  # fmt: skip
 
 
@@ -222,9 +214,9 @@ def test_a_row_without_a_target_is_an_error_that_names_it(write, chatml):
             load_targets([write(good, row)], chatml, data_format=name)
 
 
-def test_strided_and_misspelt_formats_are_refused(write, chatml):
+def test_strided_and_misspelt_formats_are_rejected(write, chatml):
     path = write({"messages": CHAT})
-    with pytest.raises(ValueError, match="^data_format=ebft_strided_chat.transform: gives rows for --mode strided"):
+    with pytest.raises(ValueError, match="^data_format=ebft_strided_chat.transform: .*--mode strided"):
         load_targets([path], chatml, data_format="ebft_strided_chat.transform")
     for wrong, meant in (("ebft_opencode.transfrom", "ebft_opencode.transform"), ("chatml.intl", "chatml.intel")):
         with pytest.raises(ValueError, match=f"^data_format={wrong}: no such format; .*{meant}"):
@@ -244,15 +236,15 @@ def test_a_users_transform(write, chatml, tmp_path, monkeypatch):
     (prompt,) = load_targets(specs[:1], chatml, data_format="target_rows.pick", cfg="=")
     assert texts(chatml, prompt) == (OPENING, "4<|im_end|>")
     assert prompt.columns == {"set": 0, "ground_truth": "4"}
-    with pytest.raises(ValueError, match="bad.jsonl:1: the true completion is empty"):
+    with pytest.raises(ValueError, match="bad.jsonl:1: the target is empty"):
         load_targets(specs, chatml, data_format="target_rows.pick", cfg="=")
 
 
 def test_system_prompts_and_plain_text_are_logged(write, chatml, capsys):
     path = write({"prompt": "2+2=", "completion": "4", "question": "2+2=", "chosen": "4", "rejected": "5"})
     load_targets([path], chatml)
-    assert "the prompts are plain text and go to the model unchanged" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="^system_prompt: has no effect, all rows are plain text"):
+    assert "the prompts are plain text" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="^system_prompt: has no effect"):
         load_targets([path], chatml, system_prompt="Be brief.")
     capsys.readouterr()
     (prompt,) = load_targets([path], chatml, data_format="chatml.intel", system_prompt="Be brief.")

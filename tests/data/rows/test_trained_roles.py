@@ -1,4 +1,4 @@
-"""roles_to_train, train_on_inputs and train_on_eos: which tokens of a conversation are trained."""
+"""roles_to_train, train_on_inputs and train_on_eos: the trained tokens of a conversation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TURNS = [
 BOS = {"llama3": "<|begin_of_text|>", "gemma": "<bos>"}
 END = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "phi_3": "<|end|>",
        "phi_4": "<|im_end|>", "qwen_25": "<|im_end|>", "qwen3": "<|im_end|>"}  # fmt: skip
-CASES = {  # of the turns above; . is the end-of-turn token
+CASES = {  # trained parts of TURNS; . is the end-of-turn token
     Trained(): ["4.", "six."],
     Trained(eos="none"): ["4", "six"],
     Trained(eos="last"): ["4", "six."],
@@ -34,7 +34,7 @@ CASES = {  # of the turns above; . is the end-of-turn token
 
 
 def pieces(tokenizer, ids: list[int], mask: list[bool], end: str) -> list[str]:
-    """Decoded runs of trained tokens, with . for the end-of-turn token."""
+    """Decode the runs of trained tokens, with . for the end-of-turn token."""
     runs, open_run = [], False
     for token, trains in zip(ids, mask, strict=True):
         if trains:
@@ -57,14 +57,10 @@ def test_roles_and_end_tokens(name, trained, tokenizer_of):
     if name == "qwen3" and wanted[-1].startswith("six"):  # it writes an empty thought before the last answer
         wanted[-1] = "<think>\n\n</think>\n\n" + wanted[-1]
     got = pieces(tokenizer, ids, mask, END[name])
-    if name == "phi_4" and trained.eos == "all":  # nothing stands between an end and the next header
+    if name == "phi_4" and trained.eos == "all":  # end token and next header are adjacent
         assert "".join(got) == "".join(wanted)
     else:
         assert got == wanted
-
-
-def test_the_default_is_what_it_always_was(chatml):
-    assert render_conversation(chatml, TURNS, trained=Trained()) == render_conversation(chatml, TURNS)
 
 
 def test_results_of_tools_are_text_within_their_turn(tokenizer_of):
@@ -77,7 +73,7 @@ def test_results_of_tools_are_text_within_their_turn(tokenizer_of):
     assert pieces(tokenizer, ids, mask, "<|im_end|>") == ["4", "5", "."]
 
 
-def test_text_that_merges_with_what_is_before_it_is_refused(tokenizer_of):
+def test_text_that_merges_with_the_text_before_it_is_rejected(tokenizer_of):
     tokenizer = tokenizer_of("chatml", merges=(("r", "h"),))
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role + m.content + '<|im_end|>' }}{% endfor %}"
@@ -85,7 +81,7 @@ def test_text_that_merges_with_what_is_before_it_is_refused(tokenizer_of):
     )
     turns = [{"role": "user", "content": "hm"}, TURNS[2]]
     assert render_conversation(tokenizer, turns)
-    with pytest.raises(ValueError, match=r"messages\[0\]: the ids before this text are not a prefix .* strip white"):
+    with pytest.raises(ValueError, match=r"messages\[0\]: .* not a prefix"):
         render_conversation(tokenizer, turns, trained=Trained(("user",)))
 
 
@@ -102,9 +98,9 @@ def test_prompts_of_plain_text(chatml, write):
     text = write({"text": "2+2=4"}, name="text.jsonl")
     assert trained_text(chatml, text, Trained()) == ["+2=4."]
     assert trained_text(chatml, text, Trained(eos="none")) == ["+2=4"]
-    with pytest.raises(ValueError, match="train_on_inputs=True: has no effect on plain text, all of which is trained"):
+    with pytest.raises(ValueError, match="train_on_inputs=True: has no effect"):
         trained_text(chatml, text, Trained(inputs=True))
-    with pytest.raises(ValueError, match="roles_to_train: has no effect, all rows are plain text; give messages"):
+    with pytest.raises(ValueError, match="roles_to_train: has no effect"):
         trained_text(chatml, path, Trained(("user",)))
 
 
@@ -116,5 +112,5 @@ def test_a_prompt_of_messages_is_context_unless_inputs_are_trained(chatml, write
     ):
         (example,) = load_examples([path], chatml, trained=trained)
         assert pieces(chatml, example.ids, example.mask, "<|im_end|>") == wanted
-    with pytest.raises(ValueError, match="none of the 1 rows has a turn of user to train; check the roles"):
+    with pytest.raises(ValueError, match="none of the 1 rows has a turn of user"):
         load_examples([path], chatml, trained=Trained(("user",)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from data.format_options import FormatOptions
@@ -37,14 +35,13 @@ CHATML = PROMPTS["chatml"].format("")
 
 
 @pytest.fixture
-def load(tmp_path, tokenizer_of, chatml):
-    """(prompt, completion, label) of each row, as text."""
+def load(write, tokenizer_of, chatml):
+    """Return (prompt, completion, label) of each row, as text."""
 
     def load_rows(rows, name="auto", **settings):
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         tokenizer = tokenizer_of("llama3") if name.startswith("llama3") else chatml
-        found = load_labelled([str(tmp_path / "rows.jsonl")], tokenizer, data_format=name, **settings)
-        return [(tokenizer.decode(row.prompt_ids), tokenizer.decode(row.completion_ids), row.label) for row in found]
+        loaded = load_labelled([write(*rows)], tokenizer, data_format=name, **settings)
+        return [(tokenizer.decode(row.prompt_ids), tokenizer.decode(row.completion_ids), row.label) for row in loaded]
 
     return load_rows
 
@@ -59,14 +56,14 @@ def test_text_families(load):
             ]
             prompts = [PROMPTS[family].format(system) for system in ("", SYSTEMS[family], "")]
             answer = "4" + CLOSE[family]
-            found = load(rows, f"{family}.{kind}")
-            assert found == list(zip(prompts, [answer] * 3, [True, False, True], strict=True))
+            expected = list(zip(prompts, [answer] * 3, [True, False, True], strict=True))
+            assert load(rows, f"{family}.{kind}") == expected
 
 
 def test_rows_of_a_single_label_are_logged(load, capsys):
     rows = [{"prompt": "2+2?", "completion": "4", "label": True}] * 3
     load(rows)
-    assert "data: all 3 responses are desirable and none is undesirable; KTO learns" in capsys.readouterr().err
+    assert "data: all 3 responses are desirable and none is undesirable" in capsys.readouterr().err
     load([{**row, "label": 0} for row in rows])
     assert "data: all 3 responses are undesirable and none is desirable" in capsys.readouterr().err
     load([*rows, {**rows[0], "label": False}])
@@ -145,7 +142,7 @@ def test_built_in_task_and_sources(chatml):
 def test_lengths(load, capsys):
     rows = [{"prompt": "abc", "completion": text, "label": True} for text in ("d", "defgh")]
     assert load(rows, max_length=5) == [("abc", "d<|endoftext|>", True), ("abc", "de", True)]
-    assert capsys.readouterr().err.startswith("data: of 2 rows, 1 cut to max_length=5\n")
+    assert capsys.readouterr().err.startswith("data: of 2 rows, 1 truncated to max_length=5\n")
     with pytest.raises(ValueError, match="max_length=3: none of the 2 rows fits"):
         load(rows, max_length=3)
 

@@ -260,7 +260,7 @@ def test_what_the_other_kinds_return_is_checked_too(functions, engine):
     for name, returned, message in [
         ("texts", "abc", r"its list of completions is 'abc'; .* \(1\)"),
         ("texts", [3], "returned 3 for rows.jsonl:1, not a string"),
-        ("texts", ["x<|im_end|>y"], "rows.jsonl:1: the response: the assistant's text holds the template's own end-of"),
+        ("texts", ["x<|im_end|>y"], "rows.jsonl:1: the response: the assistant's text contains"),
         ("episode", "abc", "rows.jsonl:1: returned str; return a Completion, or a dict"),
         ("episode", {"completion_ids": [7]}, "rows.jsonl:1: has no logprobs"),
     ]:

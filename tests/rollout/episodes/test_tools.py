@@ -297,10 +297,10 @@ def test_tools_that_cannot_be_loaded_are_refused(tools_file):
     for specs, message in [
         (("calculater",), "tools=calculater: no such built-in tool; did you mean 'calculator'"),
         (("{}:nobody",), "has no 'nobody'"),
-        (("{}:number",), "is a int, not a function"),
+        (("{}:number",), "must be a function, not int"),
         (("{}:Empty",), "the class has no public method for the model to call"),
         (("calculator", "calculator"), "there is another tool called 'calculator'"),
-        (("nowhere.fn",), "there is no module 'nowhere'"),
+        (("nowhere.fn",), "no module 'nowhere'"),
     ]:
         with pytest.raises(ValueError, match=message):
             load_tools([spec.format(tools_file) for spec in specs])

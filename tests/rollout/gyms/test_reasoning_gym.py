@@ -106,10 +106,10 @@ def test_rows_are_the_same_in_every_process(task):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("reasoning_gym:chainsum", "no such task of reasoning-gym; did you mean 'chain_sum'?"),
-        ("reasoning_gym:composite", "no such task of reasoning-gym"),
+        ("reasoning_gym:chainsum", "no such task; did you mean 'chain_sum'?"),
+        ("reasoning_gym:composite", "no such task"),
         ("reasoning_gym:chain_sum:max_term=2", "unknown key 'max_term'; did you mean 'max_terms'?"),
-        ("reasoning_gym:chain_sum:min_terms=3,max_terms=2", r"refuses these settings \(max_terms must be"),
+        ("reasoning_gym:chain_sum:min_terms=3,max_terms=2", r"rejects these settings \(max_terms must be"),
         ("reasoning_gym:chain_sum:split=test", "split=test does not exist"),
         ("reasoning_gym:chain_sum:size=0", "size=0 must be 1 or more"),
         ("reasoning_gym:chain_sum:split=eval,size=100,max_terms=2,max_digits=1", "only 17 rows for split=eval"),
@@ -150,7 +150,7 @@ def test_a_verifier_uses_the_settings_its_rows_were_made_with():
 @installed
 def test_a_verifier_that_is_fooled_is_named(capsys):
     rows("reasoning_gym:game_of_life_halting:size=20")
-    assert "gives up to 1 for nonsense; look at its scores" in capsys.readouterr().err
+    assert "scores nonsense up to 1" in capsys.readouterr().err
 
 
 @installed

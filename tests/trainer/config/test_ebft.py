@@ -70,11 +70,11 @@ def test_one_rollout_cannot_be_compared(mode, estimator):
 
 
 STRIDED = {
-    "stride": ({"stride": 0}, "stride=0: too small; use 1 or more"),
-    "context": ({"context_length": 0}, "context_length=0: too small; use 1 or more"),
-    "block": ({"generate_max_len": 0}, "generate_max_len=0: too small; use 1 or more"),
-    "samples": ({"n_samples_per_prompt": 0}, "n_samples_per_prompt=0: too small; use 1 or more"),
-    "prefix": ({"min_completion_prefix": -1}, "min_completion_prefix=-1: too small; use 0 or more"),
+    "stride": ({"stride": 0}, "stride=0: must be 1 or more"),
+    "context": ({"context_length": 0}, "context_length=0: must be 1 or more"),
+    "block": ({"generate_max_len": 0}, "generate_max_len=0: must be 1 or more"),
+    "samples": ({"n_samples_per_prompt": 0}, "n_samples_per_prompt=0: must be 1 or more"),
+    "prefix": ({"min_completion_prefix": -1}, "min_completion_prefix=-1: must be 0 or more"),
     "no room": ({"max_length": 15}, "max_length=15: has no room for context_length + generate_max_len = 16 tokens"),
 }
 

@@ -323,5 +323,5 @@ def test_flags_of_a_policy_loss_are_not_there():
 def test_a_judge_that_cannot_be_found_stops_before_there_is_a_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main([*SMALL, "--judge", "no_such.judge", "--output-dir", "run"]) == 2
-    assert "judge=no_such.judge: there is no module 'no_such'" in capsys.readouterr().err
+    assert "judge=no_such.judge: no module 'no_such'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -545,5 +545,5 @@ def test_a_row_without_a_completion_is_named(tmp_path, monkeypatch, capsys):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n{"prompt": "1+2="}\n')
     monkeypatch.chdir(tmp_path)
     assert main([*RUNS["given completions"], "--output-dir", str(tmp_path / "run")]) == 2
-    assert "rows.jsonl:2: has no true completion" in capsys.readouterr().err
+    assert "rows.jsonl:2: has no target" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -211,7 +211,7 @@ def test_pairs_over_max_length_are_left_out_and_counted(tmp_path, capsys):
     data = (str(tmp_path / "pairs.jsonl"),)
     (kept,) = rm.pairs_of(make_config(max_length=20), scorer, data)
     assert kept.source.endswith("pairs.jsonl:1") and kept.chosen_ids[-1] == scorer.tokenizer.eos_token_id
-    assert "of 2 rows, 1 left out, over max_length=20" in capsys.readouterr().err
+    assert "of 2 rows, 1 skipped, longer than max_length=20" in capsys.readouterr().err
     assert len(rm.pairs_of(make_config(max_length=60), scorer, data)) == 2
     with pytest.raises(ValueError, match=r"max_length=5: none of the 2 rows fits"):
         rm.pairs_of(make_config(max_length=5), scorer, data)

@@ -32,7 +32,7 @@ from data.errors import UserError
 from rollout.servers.command import BASE
 from rollout.servers.options import LOOPBACK
 from rollout.sync.base import MIB, Calls, SyncReport, WeightSource, check_loaded, make_buckets, slowest, time_limit
-from rollout.sync.tensor_header import Spec, aligned, file_header
+from rollout.tensor_header import Spec, aligned, file_header
 
 if TYPE_CHECKING:
     from rollout.servers.client import VllmServer

@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from rollout.sync.tensor_header import DTYPES, NAMES, Spec, file_header
+from rollout.tensor_header import DTYPES, NAMES, Spec, file_header
 
 CHUNK = 16 << 20  # bytes written and hashed at once
 Slices = tuple[slice, ...]

@@ -28,8 +28,6 @@ from data.rows.targets import load_targets
 from data.strided import Document, require_anchors
 from data.types import TargetPrompt
 from rollout.engine import Engine, Sampling, Source
-from rollout.episodes.episode import EpisodeSource
-from rollout.episodes.target import TargetEpisode
 from trainer.config.checks import reject_unused
 from trainer.config.ebft import EbftConfig
 from trainer.ebft import strided, structured
@@ -86,6 +84,9 @@ def feature_network(cfg: Config, policy: Policy) -> FeatureNetwork:
 
 def target_source(cfg: Config, policy: Policy, engine: Engine, sampling: Sampling) -> Source:
     """Sample completions about as long as their targets, turn by turn; evaluations sample as in training."""
+    from rollout.episodes.episode import EpisodeSource
+    from rollout.episodes.target import TargetEpisode
+
     multiplier = cfg.gt_length_multiplier if cfg.adaptive_max_tokens else None  # --adaptive-max-tokens
     sampling = training_sampling(cfg, policy)
     return EpisodeSource(engine, sampling, TargetEpisode(policy.tokenizer, gt_length_multiplier=multiplier))

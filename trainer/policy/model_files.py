@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from data.errors import UserError
 from kernels.nf4 import Linear4bit
-from rollout.sync.tensor_header import Spec
+from rollout.tensor_header import Spec
 from trainer.files.tensor_files import write_tensors
 from trainer.policy.adapters import ADAPTER
 from trainer.policy.load import INDEX, ONE_FILE, same_layout

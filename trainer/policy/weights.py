@@ -20,7 +20,7 @@ from torch import Tensor
 
 from data.errors import UserError
 from rollout.sync.base import TensorSpec
-from rollout.sync.tensor_header import Spec, file_header
+from rollout.tensor_header import Spec, file_header
 from trainer.parallel.comm import inside
 from trainer.parallel.dtensor import gather, is_dtensor, reshard
 from trainer.policy.adapters import ADAPTER

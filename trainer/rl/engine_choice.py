@@ -19,7 +19,7 @@ from data.errors import UserError
 from data.types import Prompt
 from kernels.nf4 import num_weights
 from rollout.engines.local import PAGE
-from rollout.servers.command import check_build, find_python
+from rollout.servers.options import VllmConfig
 from trainer.config.checks import reject_unused
 from trainer.config.groups import GroupConfig, servers_asked
 from trainer.parallel.comm import from_main, is_main, on_main
@@ -73,12 +73,18 @@ def resolve_engine(
         if policy.device.type == "cuda":
             longest = max((len(prompt.ids) for prompt in prompts), default=0) + extra_tokens
             memory = measure(cfg, policy, [policy.model, *modules], longest)
-        return list(choose(cfg, memory, lambda: check_build(find_python(cfg.vllm), "cuda")))
+        return list(choose(cfg, memory, lambda: check_vllm(cfg.vllm)))
 
     choice = Choice(*from_main(on_main(decide), "engine"))
     if choice.line and is_main():
         log(choice.line)
     return replace(cfg, rollout=replace(cfg.rollout, engine=choice.engine))
+
+
+def check_vllm(vllm: VllmConfig) -> None:
+    from rollout.servers.command import check_build, find_python
+
+    check_build(find_python(vllm), "cuda")
 
 
 def choose(cfg: GroupConfig, memory: Memory | None, check_vllm: Callable[[], Any]) -> Choice:

@@ -1,8 +1,8 @@
 """--student-data-fraction: sample only a fraction of the prompts of each step, and take the others from the data.
 
-    prompts = rows_of(cfg, policy, cfg.data.data)                        # TargetPrompts: each has its completion
-    source = MixedSource(EngineSource(engine, sampling), fraction=0.5)
-    futures = source.start(groups)                                       # half of the groups come from the data
+prompts = rows_of(cfg, policy, cfg.data.data)                        # TargetPrompts: each has its completion
+source = MixedSource(EngineSource(engine, sampling), fraction=0.5)
+futures = source.start(groups)                                       # half of the groups come from the data
 """
 
 from __future__ import annotations

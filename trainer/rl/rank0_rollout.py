@@ -14,10 +14,9 @@ Token ids, log-probs and masks travel as tensors, the rest of a completion as JS
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,7 +30,6 @@ from rollout.schedule.replay import is_json
 from trainer.parallel import comm
 from trainer.policy.logps import Policy
 from trainer.policy.sharding import gathered_head, gathered_weights
-from trainer.policy.weights import PolicyWeights
 from trainer.rl.groups import Rollout
 
 T = TypeVar("T")
@@ -49,7 +47,11 @@ class Rank0Rollout:
         self.handlers: dict[str, Callable[..., Any]] = {"generate": self._generate_share}
         if in_process:  # with servers, rank 0 has a different engine and receives no commands
             self.handlers |= {"load": lambda version: engine.load(int(version)), "sleep": engine.sleep}
-            self.handlers |= CommandHandlers(policy, engine).handlers
+            self.handlers |= {"logps": self._logps}
+
+    def _logps(self) -> None:
+        sequences, temperature = comm.from_main(None, "sequences")
+        logps_on_all_ranks(self.policy, self.local, sequences, temperature)
 
     def run(self, work: Callable[[], T]) -> T | None:
         """Run on rank 0 and return its result there; other ranks serve its commands and return None."""
@@ -193,7 +195,7 @@ def from_tensors(
 # Engines and weights that need all ranks.
 
 
-class AllRanksScores(LocalEngine):
+class AllRanksLogps(LocalEngine):
     """Rank 0's log-probs of a sharded policy: all ranks run the same passes, one block gathered at a time."""
 
     def __init__(self, policy: Policy, local: LocalEngine) -> None:
@@ -208,7 +210,7 @@ class AllRanksScores(LocalEngine):
         return logps_on_all_ranks(self.policy, self.local, sequences, temperature)
 
 
-class AllRanksEngine(AllRanksScores):
+class AllRanksEngine(AllRanksLogps):
     """The in-process engine over several ranks: each samples its share of rank 0's requests."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
@@ -255,65 +257,12 @@ def generate_share(
     return [completion for rest, arrays in by_rank for completion in from_tensors(rest, arrays)]
 
 
-class SharedWeights(PolicyWeights):
-    """Sharded weights for rank 0's servers, gathered one tensor at a time by all ranks.
-
-    Only rank 0 knows when weights are needed: after a step, after a server restart, for a comparison. It always asks in
-    its main thread and inside Rank0Rollout.run.
-    """
-
-    def tensors(self) -> Generator[tuple[str, Tensor], None, None]:
-        comm.send_command(f"weights {name_of(self.dtype)}")
-        tensors = super().tensors()
-        try:
-            while (pair := next(tensors, None)) is not None:  # `yield from` would close them with this generator
-                yield pair
-        finally:
-            for _ in tensors:  # after an interrupted transfer: the other ranks gather all tensors
-                pass
-
-    def save_adapter(self, folder: Path) -> None:
-        _ = self.adapter  # raises before the command is sent if the adapter cannot be served
-        comm.send_command(f"adapter {name_of(self.dtype)}")
-        super().save_adapter(folder)
-
-
-class CommandHandlers:
-    """Rank 0's commands about weights and log-probs, as the other ranks execute them."""
-
-    def __init__(self, policy: Policy, local: LocalEngine) -> None:
-        self.policy, self.local = policy, local
-        self._weights: PolicyWeights | None = None
-        self.handlers = {"logps": self.logps, "weights": self.weights, "adapter": self.adapter}
-
-    def weights(self, dtype: str) -> None:
-        for _ in self._source(dtype).tensors():
-            pass
-
-    def adapter(self, dtype: str) -> None:
-        self._source(dtype).adapter.read()
-
-    def logps(self) -> None:
-        sequences, temperature = comm.from_main(None, "sequences")
-        logps_on_all_ranks(self.policy, self.local, sequences, temperature)
-
-    def _source(self, dtype: str) -> PolicyWeights:
-        if self._weights is None:
-            self._weights = PolicyWeights(self.policy, getattr(torch, dtype))
-        assert name_of(self._weights.dtype) == dtype, (self._weights.dtype, dtype)
-        return self._weights
-
-
 def logps_on_all_ranks(
     policy: Policy, local: LocalEngine, sequences: Sequences, temperature: float
 ) -> list[list[float]]:
     """Log-probs computed by all ranks together; only the current block and the head are gathered."""
     with comm.inside("log-probs to compare"), gathered_head(policy):
         return local.logps(sequences, temperature)
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _sampling(saved: dict[str, Any]) -> Sampling:

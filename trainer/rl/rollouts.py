@@ -125,7 +125,7 @@ class Rollouts:
             rows = training.total_steps * self.rows_per_batch
             epochs = rows / (self.steps_per_batch * self.loader.rows_per_epoch)
             self.rewards.run = TrainerState(max_steps=training.total_steps, num_train_epochs=epochs)
-        setup.check_servers(cfg, self.policy, run)
+        setup.check_engine_setup(cfg, self.policy, run)
         if is_main() and self.setup is not None:
             self.setup.connect(self.prompts, self.rewards)
         self.planner = Planner(
@@ -152,6 +152,10 @@ class Rollouts:
             self.setup.start(engine, run.dir / "logs")
         self.rank0 = Rank0Rollout(self.policy, engine, self.prompts)
         self.engine = self.rank0.engine
+        if cfg.rollout.engine == "vllm":
+            from trainer.rl.servers import WeightCommands
+
+            self.rank0.handlers |= WeightCommands(self.policy).handlers
         for name, handler in getattr(self.rewards, "handlers", {}).items():
             self.rank0.handlers[name] = handler
         open_source = self._open_source or self.setup.source

@@ -1,9 +1,11 @@
-"""Set-up of a rollout: the engine, and how completions are made with it (plain, with tools, by a user's function, in an
-environment or a gym).
+"""Set up a rollout: the engine, and how it completes prompts (plain, with tools, by a function, in an environment).
 
-    setup = RolloutSetup(cfg, policy, run.note)        # bad settings are refused before there is a run folder
-    prompts = setup.prompts(cfg.data.data)             # with tools in them, and rows of the gym
+    setup = RolloutSetup(cfg, policy, run.note)        # bad settings are rejected before the run folder exists
+    prompts = setup.prompts(cfg.data.data)             # with tool schemas, and rows of a gym
+    engine = start_engine(cfg, policy, run, prompts)
     source = setup.source(engine, sampling)            # where completions come from
+
+Edges (servers, episodes, gyms) attach here and are imported only by runs that use them.
 """
 
 from __future__ import annotations
@@ -13,8 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from data.chat import stop_ids
 from data.errors import UserError
 from data.rows.prompts import load_prompts
@@ -22,36 +22,37 @@ from data.types import Prompt
 from data.user_code import find_callable
 from rollout.engine import Engine, EngineSource, Sampling, Source
 from rollout.engines.local import LocalEngine
-from rollout.engines.vllm import VllmEngine, check_start
-from rollout.episodes.episode import EpisodeSource
-from rollout.episodes.rollout_func import RolloutFunction
-from rollout.episodes.tool_episode import ToolEpisode, show_tools
-from rollout.episodes.tools import load_tools
 from rollout.rewards.table import Rewards
 from rollout.schedule.planner import Order
-from rollout.servers.command import shares_gpu
-from rollout.servers.lease import Owner
-from rollout.servers.options import VllmConfig
-from rollout.sync.base import time_limit
 from trainer.config.blocks import RolloutConfig
 from trainer.config.checks import reject_unused
-from trainer.parallel.comm import context_size, data_size, is_main, next_command, rank0_alone, send_command, world_size
-from trainer.parallel.ranks import local_world_size
+from trainer.config.groups import GroupConfig
+from trainer.config.sampling import RewardedConfig
+from trainer.parallel.comm import context_size, data_size
 from trainer.policy.logps import Policy
-from trainer.policy.weights import PolicyWeights
-from trainer.rl.rank0_rollout import AllRanksScores, SharedWeights
 from trainer.run.run import Run
 
-MAX_ENV_TOKENS = 2048  # tokens that an environment or a function of the user may put into a prompt
+MAX_ENV_TOKENS = 2048  # tokens that an environment or a user's function may add to a prompt
 
 
 class RolloutSetup:
-    """Tools, functions, environments and gyms of one run. Gyms are imported only when a run uses them."""
+    """Tools, functions, environments and gyms of one run."""
 
-    def __init__(self, cfg: Any, policy: Policy, log: Callable[[str], None]) -> None:
+    def __init__(self, cfg: RewardedConfig, policy: Policy, log: Callable[[str], None]) -> None:
         self.cfg, self.policy = cfg, policy
-        self.toolset = load_tools(cfg.tools.tools, timeout=cfg.tools.tool_timeout) if cfg.tools.tools else None
-        self.function = RolloutFunction(cfg.tools.rollout_func) if cfg.tools.rollout_func else None
+        self.toolset: Any = None
+        self.episode: Any = None
+        if cfg.tools.tools:
+            from rollout.episodes.tool_episode import ToolEpisode
+            from rollout.episodes.tools import load_tools
+
+            self.toolset = load_tools(cfg.tools.tools, timeout=cfg.tools.tool_timeout)
+            self.episode = ToolEpisode.of(cfg.tools, self.toolset, policy.tokenizer)
+        self.function: Any = None
+        if cfg.tools.rollout_func:
+            from rollout.episodes.rollout_func import RolloutFunction
+
+            self.function = RolloutFunction(cfg.tools.rollout_func)
         self.gym: Any = None
         if cfg.nemo_gym.datasets:
             from rollout.gyms.nemo_gym import GymClient
@@ -63,9 +64,6 @@ class RolloutSetup:
 
             options = {"chat_template_kwargs": cfg.model.chat_template_kwargs, "log": log}
             self.verifiers = VerifiersEnv(cfg.verifiers, model=policy.source, **options)
-        self.episode: Any = None
-        if self.toolset is not None:
-            self.episode = ToolEpisode.of(cfg.tools, self.toolset, policy.tokenizer)
         if cfg.openenv.env is not None:
             from rollout.gyms.openenv import load_episode  # its package is an extra
 
@@ -73,7 +71,7 @@ class RolloutSetup:
 
     @property
     def columns(self) -> Sequence[str] | None:
-        """Columns that completions add to those of the data, for rewards; None: not known before they are made."""
+        """Columns that completions add to the data's, for rewards; None: unknown before sampling."""
         if self.function is not None:
             return None
         if self.cfg.nemo_gym.multi_turn:
@@ -90,9 +88,9 @@ class RolloutSetup:
 
     @property
     def extra_tokens(self) -> int:
-        """Tokens that a sequence may have besides its prompt and completion."""
+        """Tokens that a sequence may have in addition to its prompt and completion."""
         if self.cfg.nemo_gym.multi_turn:
-            return self.cfg.max_completion_length  # its agents ask for a whole answer in every turn, the last included
+            return self.cfg.max_completion_length  # agents request a full answer in every turn, including the last
         given = (self.cfg.openenv.env, self.function, self.verifiers)
         return MAX_ENV_TOKENS if any(one is not None for one in given) else 0
 
@@ -101,6 +99,8 @@ class RolloutSetup:
         prompts = prompts_of(cfg, policy, specs)
         if self.toolset is not None and prompts:
             room = None if policy.context_length is None else policy.context_length - cfg.max_completion_length
+            from rollout.episodes.tool_episode import show_tools
+
             schemas, limit = self.toolset.schemas, cfg.max_prompt_length
             prompts = show_tools(prompts, policy.tokenizer, schemas, max_prompt_length=limit, longest=room)
             self.toolset.check_rows(prompts, "eval_data" if held_out else "data")
@@ -115,7 +115,7 @@ class RolloutSetup:
         return prompts
 
     def connect(self, prompts: Sequence[Prompt], rewards: Rewards) -> None:
-        """Find the gym's servers, before anything is written."""
+        """Connect to the gym's servers, before anything is written."""
         if self.gym is not None:
             from rollout.gyms.nemo_gym import set_up_rewards
 
@@ -125,9 +125,9 @@ class RolloutSetup:
             self.verifiers.open()
 
     def start(self, engine: Engine, log_dir: Path) -> None:
-        """Start the gym's servers, if the run has its own; its agents ask the servers of `engine`."""
+        """Start the gym's servers if the run owns them; their agents query the servers of `engine`."""
         if self.gym is not None and self.cfg.nemo_gym.auto_start:
-            self.gym.start(engine.places if isinstance(engine, VllmEngine) else [], log_dir)
+            self.gym.start(getattr(engine, "places", []), log_dir)
 
     def source(self, engine: Engine, sampling: Sampling) -> Source:
         if self.cfg.nemo_gym.multi_turn:
@@ -146,6 +146,8 @@ class RolloutSetup:
 
             return OpenEnvSource(engine, sampling, self.episode)
         if self.episode is not None:
+            from rollout.episodes.episode import EpisodeSource
+
             return EpisodeSource(engine, sampling, self.episode)
         streams = sampling.for_training and self.cfg.overlap.streaming_partial_batch
         return EngineSource(engine, sampling, streams=streams)
@@ -157,20 +159,20 @@ class RolloutSetup:
 
 
 def load_curriculum(spec: str | None) -> Order | None:
-    """The user's function, or None."""
+    """The function of --curriculum, or None."""
     return None if spec is None else find_callable(spec, f"curriculum={spec}")[1]
 
 
-def prompts_of(cfg: Any, policy: Policy, specs: Sequence[str]) -> list[Prompt]:
-    """Prompts of a method that samples, with its limits on length."""
+def prompts_of(cfg: RewardedConfig, policy: Policy, specs: Sequence[str]) -> list[Prompt]:
+    """Load the prompts of a sampling method, with its length limits."""
     if not specs:
         return []
     options = {"data_format": cfg.data.data_format, "cfg": cfg, **prompt_options(cfg, policy)}
     return load_prompts(specs, policy.tokenizer, **options)
 
 
-def prompt_options(cfg: Any, policy: Policy) -> dict[str, Any]:
-    """What every loader of prompts takes."""
+def prompt_options(cfg: GroupConfig, policy: Policy) -> dict[str, Any]:
+    """Keyword arguments shared by all prompt loaders."""
     return {
         "system_prompt": cfg.model.system_prompt,
         "chat_template_kwargs": cfg.model.chat_template_kwargs,
@@ -183,82 +185,31 @@ def prompt_options(cfg: Any, policy: Policy) -> dict[str, Any]:
 # The engine.
 
 
-def check_servers(cfg: Any, policy: Policy, run: Run) -> None:
-    """Refuse what has no effect here or would keep a server from starting or answering, before there is a folder."""
+def check_engine_setup(cfg: GroupConfig, policy: Policy, run: Run) -> None:
+    """Raise if a setting cannot work with this engine and these ranks, before the run folder exists."""
     if cfg.prompts_per_step < data_size():
-        those = "processes" if context_size() == 1 else f"times {context_size()} processes that share one"
+        shares = "ranks" if context_size() == 1 else f"times {context_size()} ranks that share one"
         raise UserError(
             f"per_device_train_batch_size={cfg.run.per_device_train_batch_size}: a step has {cfg.prompts_per_step} "
-            f"groups for {data_size()} {those}; raise it, or gradient_accumulation_steps, until each gets a group"
+            f"groups for {data_size()} {shares}; raise it or --gradient-accumulation-steps until each gets a group"
         )
     if cfg.rollout.engine == "local" and policy.device.type == "cpu":
-        reject_unused(cfg.rollout, "on a CPU, whose cache grows as needed; leave it out", ("cache_gib",), "rollout.")
+        reject_unused(cfg.rollout, "on a CPU, where the cache grows as needed", ("cache_gib",), "rollout.")
     if cfg.rollout.engine == "vllm":
-        if world_size() > 1:
-            check_places(cfg, policy)
-        if is_main():
-            check_start(cfg.vllm, policy.device, run.id)
-        if cfg.overlap.vllm_sync_interval > 1 and shares_gpu(cfg.vllm, policy.device):
-            raise UserError(
-                f"vllm_sync_interval={cfg.overlap.vllm_sync_interval}: has no effect on a server that shares the "
-                "trainer's GPU, which gets its weights whenever it wakes; leave it out"
-            )
-        if cfg.overlap.async_prefetch and shares_gpu(cfg.vllm, policy.device):
-            raise UserError(
-                "async_prefetch=True: the server shares the trainer's GPU and sleeps while it trains; give it its own "
-                "with --vllm.devices or --vllm.url, or let both run at once with --vllm.colocate False "
-                "--vllm.devices 0 --vllm.gpu-memory-utilization 0.3"
-            )
+        from trainer.rl import servers
+
+        servers.check_servers(cfg, policy, run)
 
 
-def check_places(cfg: Any, policy: Policy) -> None:
-    """Servers beside several processes need GPUs of their own, and syncs within the time limit of collectives."""
-    if policy.device.type == "cuda":
-        if shares_gpu(cfg.vllm, policy.device):
-            raise UserError(
-                f"vllm.colocate={cfg.vllm.colocate}: a server shares the GPU of one process, but {world_size()} train; "
-                "give servers their own GPUs with --vllm.devices or --vllm.url"
-            )
-        if cfg.sync.backend == "ipc":
-            raise UserError(
-                f"sync.backend=ipc: needs a server on the trainer's GPU, but {world_size()} processes train on one "
-                "each; use --sync.backend process_group"
-            )
-        if is_main():  # servers of ours run on its machine
-            check_gpus(cfg.vllm, local_world_size(), torch.cuda.device_count())
-    backend = "lora" if cfg.overlap.vllm_lora_sync else cfg.sync.backend
-    if policy.is_sharded and (backend == "process_group" or (backend == "auto" and not policy.is_lora)):
-        size = sum(p.numel() for p in policy.model.parameters()) * getattr(torch, serving_dtype(cfg, policy)).itemsize
-        if cfg.parallel.timeout_s < (longest := time_limit(size)):
-            raise UserError(
-                f"parallel.timeout_s={cfg.parallel.timeout_s:g}: processes wait for each other while weights go to "
-                f"servers, which may take {longest:.0f} s when one hangs; raise it, or use --sync.backend filesystem"
-            )
-
-
-def check_gpus(vllm: VllmConfig, ours: int, there_are: int) -> None:
-    """Servers that the run starts need GPUs that no process trains on."""
-    if vllm.url:
-        return
-    taken = [number for number in vllm.devices if number < ours]
-    if taken:
-        raise UserError(
-            f"vllm.devices={' '.join(map(str, vllm.devices))}: GPU {taken[0]} is used for training, as are all below "
-            f"{ours}; name others"
-        )
-    needed = vllm.replicas * vllm.tensor_parallel_size
-    if not vllm.devices and ours + needed > there_are:
-        raise UserError(
-            f"vllm.replicas={vllm.replicas}: needs {needed} GPUs beside {ours} that train, but this machine has "
-            f"{there_are}; start fewer processes, or run servers elsewhere and name them with --vllm.url"
-        )
-
-
-def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], *, extra_tokens: int = 0) -> Engine:
-    """The engine, closed with the run; `prompts` are all that it will complete.
-
-    `unseen` is how many tokens besides a prompt and its completion a sequence may get.
-    """
+def start_engine(
+    cfg: GroupConfig,
+    policy: Policy,
+    run: Run,
+    prompts: Sequence[Prompt],  # all that it will complete
+    *,
+    extra_tokens: int = 0,  # per sequence, in addition to prompt and completion
+) -> Engine:
+    """Start the engine; it is closed with the run."""
     local = LocalEngine(
         policy.model,
         policy.tokenizer,
@@ -267,61 +218,22 @@ def start_engine(cfg: Any, policy: Policy, run: Run, prompts: Sequence[Prompt], 
         cache_gib=cfg.rollout.cache_gib,
         log=run.note,
     )
-    if cfg.rollout.engine == "local":
-        if policy.device.type == "cuda" and not policy.is_sharded:
-            local.prepare(
-                prompt_length=max(len(prompt.ids) for prompt in prompts),
-                max_tokens=cfg.max_completion_length + extra_tokens,
-                prompts=cfg.prompts_per_rollout,
-                group=cfg.num_generations,
-            )
-        return run.keep(local)
-    if not is_main():
-        next_command()  # servers take minutes to start, and the next collective has a limit
-        return local
-    dtype = serving_dtype(cfg, policy)
-    sync = replace(cfg.sync, backend="lora") if cfg.overlap.vllm_lora_sync else cfg.sync
-    longest = max(len(prompt.ids) for prompt in prompts) + cfg.max_completion_length + extra_tokens
-    engine = VllmEngine(
-        servers_for(cfg),
-        sync,
-        model=policy.source,
-        source=(SharedWeights if policy.is_sharded else PolicyWeights)(policy, getattr(torch, dtype)),
-        local=AllRanksScores(policy, local) if policy.is_sharded else local,
-        device=policy.device,
-        own_gpus=local_world_size(),
-        owner=Owner.here(run.id, str(run.dir.resolve())),
-        dtype=dtype,
-        lora_rank=cfg.lora.r if sync.backend in ("auto", "lora") else 0,
-        log_dir=run.dir / "logs",
-        max_model_len=min(longest, policy.context_length or longest),
-        trust_remote_code=cfg.model.trust_remote_code,
-        samples_ahead=cfg.overlap.async_prefetch,
-        vocab_size=policy.model.config.get_text_config().vocab_size,
-        log=run.note,
-    )
-    run.keep(engine)
-    if world_size() > 1:
-        with rank0_alone():
-            send_command("started")
-    return engine
+    longest_prompt = max(len(prompt.ids) for prompt in prompts)
+    if cfg.rollout.engine == "vllm":
+        from trainer.rl import servers
+
+        return servers.start_servers(cfg, policy, run, local, longest_prompt + cfg.max_completion_length + extra_tokens)
+    if policy.device.type == "cuda" and not policy.is_sharded:
+        local.prepare(
+            prompt_length=longest_prompt,
+            max_tokens=cfg.max_completion_length + extra_tokens,
+            prompts=cfg.prompts_per_rollout,
+            group=cfg.num_generations,
+        )
+    return run.keep(local)
 
 
-def servers_for(cfg: Any) -> VllmConfig:
-    """Settings of the servers; a gym that the run starts must be able to find them."""
-    gym = getattr(cfg, "nemo_gym", None)
-    if gym is None or not gym.auto_start:
-        return cfg.vllm
-    from rollout.gyms.auto_start import known_servers
-
-    return known_servers(cfg.vllm)
-
-
-def serving_dtype(cfg: Any, policy: Policy) -> str:
-    return str(policy.compute_dtype).removeprefix("torch.") if cfg.vllm.dtype == "auto" else cfg.vllm.dtype
-
-
-def training_sampling(cfg: Any, policy: Policy) -> Sampling:
+def training_sampling(cfg: GroupConfig, policy: Policy) -> Sampling:
     """The full distribution at the method's temperature, up to the model's end tokens or a stop string."""
     return Sampling(
         temperature=cfg.temperature,

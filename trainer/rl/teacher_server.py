@@ -70,7 +70,7 @@ class TeacherServer(TeacherPrompts):
             first = reply["data"][0]
             return str(first["id"]), first.get("max_model_len")
         except (KeyError, IndexError, TypeError, AttributeError):
-            raise UserError(f"teacher_url={self.url}: /v1/models lists no model; pass the URL of a vLLM server") from None
+            raise UserError(f"teacher_url={self.url}: /v1/models lists no model; is it a vLLM server?") from None
 
     async def _check_tokens(self, student: str) -> None:
         """Raise unless the server knows the student's last token and tokenizes texts to the same ids."""
@@ -105,7 +105,7 @@ class TeacherServer(TeacherPrompts):
                 if status == 404 and may_lack:
                     return None
                 if status == 401:
-                    raise UserError(f"teacher_url={self.url}: rejects the token; set STROP_VLLM_TOKEN to the server's API key")
+                    raise UserError(f"teacher_url={self.url}: rejects the token; set STROP_VLLM_TOKEN to its API key")
                 if 400 <= status < 500:
                     raise UserError(f"teacher_url={self.url}: rejects {path} ({status}: {error_text(reply)})")
                 if status == 200:

@@ -63,7 +63,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from data.errors import UserError
-from rollout.sync.tensor_header import aligned
+from rollout.tensor_header import aligned
 from trainer.files.atomic_folder import TMP, could_not_write, reason_of, remove_folder, sync
 from trainer.files.tensor_files import (
     Part,

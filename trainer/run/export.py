@@ -28,7 +28,7 @@ from data.chat import stop_ids
 from data.command.config_file import load_config
 from data.errors import UserError
 from rollout.servers.model_folder import resolve_model
-from rollout.sync.tensor_header import aligned
+from rollout.tensor_header import aligned
 from trainer.config.errors import load_error
 from trainer.files.atomic_folder import atomic_folder
 from trainer.files.tensor_files import TensorFiles, specs_of, write_tensors

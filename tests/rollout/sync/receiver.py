@@ -90,7 +90,7 @@ class Receiver:
         try:
             for number, piece in enumerate(self.links[rank].receive(plan)):
                 self.on_piece(rank, number)
-                assert bool(piece.right), f"bucket {number} has other bytes"
+                assert bool(piece.matches), f"bucket {number} has other bytes"
                 self.weights[rank].update({name: tensor.clone() for name, tensor in piece.tensors})
                 num_bytes += piece.num_bytes
                 piece.release()

@@ -63,9 +63,7 @@ class VllmConfig:
         if not 0 <= self.port < 65536:
             raise UserError(f"vllm.port={self.port}: must be between 0 (a free port) and 65535")
         if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
-            raise UserError(
-                f"vllm.gpu_memory_utilization={self.gpu_memory_utilization}: must be above 0 and at most 1"
-            )
+            raise UserError(f"vllm.gpu_memory_utilization={self.gpu_memory_utilization}: must be above 0 and at most 1")
         if self.devices and len(self.devices) != self.replicas * self.tensor_parallel_size:
             raise UserError(
                 f"vllm.devices={' '.join(map(str, self.devices))}: {len(self.devices)} GPUs for replicas="

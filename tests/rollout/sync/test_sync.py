@@ -130,7 +130,7 @@ def test_a_process_that_joins_in_a_workers_place_gets_no_weights(loop):
     server = Intruder()
     sync = ProcessGroupSync(random_source(), loop, device=CPU, bucket_bytes=256)
     started = time.monotonic()
-    with pytest.raises(SyncError, match=r"rank [01] of the weight group does not know the secret"):
+    with pytest.raises(SyncError, match=r"rank [01] .*secret"):
         sync.push([server], 1)
     assert server.weights == [{}] and time.monotonic() - started < 20
     sync.close()

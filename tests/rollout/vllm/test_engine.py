@@ -123,7 +123,7 @@ def test_engine_matches_the_trainer(engine, requests_, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(engine.weights.sync, "push", lambda servers, version: nothing)
         patched.setattr(engine.weights.sync, "model_name", lambda version: name)
-        with pytest.raises(ValueError, match=r"version 2, but its log-probs differ from the trainer's by"):
+        with pytest.raises(ValueError, match=r"version 2, .*log-probs differ"):
             engine.load(2)
 
 
@@ -296,7 +296,7 @@ def test_without_a_lease_another_trainers_weights_stop_the_run(tied_server, monk
             )))
             for policy, owner, proxy in zip(policies, owners, proxies, strict=True)
         ]  # fmt: skip
-        assert sum("lease" in line for line in lines) == 2
+        assert sum("has no lease" in line for line in lines) == 2
         sampling = Sampling(max_tokens=4, for_training=True)
         engines[0].load(1)
         assert len(engines[0].generate(requests_, sampling)) == len(requests_)
@@ -338,5 +338,5 @@ def test_temporary_failure_of_a_control_route_does_not_end_the_run(tied_server, 
             assert {c.versions[0][0] for c in completions} == {4}
             monkeypatch.setattr(vllm_weights, "RETRY_S", 0.5)
             left = {"/pause": 1000}
-            with pytest.raises(ValueError, match=r"version 5 .*/pause failed \(503 down for repair"):
+            with pytest.raises(ValueError, match=r"version 5 .*/pause failed \(503 down for rep"):
                 engine.load(5)

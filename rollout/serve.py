@@ -3,9 +3,9 @@
     python -m rollout.serve --config run.yaml
     python -m rollout.serve --model Qwen/Qwen2.5-0.5B-Instruct --vllm.tensor-parallel-size 2
 
-The file is the trainer's: model, lora.r, sync.backend, dtype, trust_remote_code and vllm.* are taken from it. Every
-request needs a token: that of STROP_VLLM_TOKEN, or a random one. A trainer of the same user on this machine finds it
-by itself (servers/token.py). Ctrl-C stops the servers.
+FILE is the trainer's config: the server reads model, lora.r, sync.backend, dtype, trust_remote_code and vllm.* from it.
+Every request needs a token: STROP_VLLM_TOKEN, or a random token, which a trainer of the same user on this machine finds
+automatically (servers/token.py). Ctrl-C stops the servers.
 """
 
 from __future__ import annotations
@@ -48,40 +48,40 @@ PORT = 8000
 
 @dataclass(frozen=True, kw_only=True)
 class LoraRank:
-    """Adapters that the server must be able to hold."""
+    """Adapters that the server must support."""
 
     r: int = 0
-    """Rank of the trainer's adapters; 0 if it trains all weights."""
+    """Rank of the trainer's adapters. 0: full fine-tuning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncBackend:
-    """How the trainer will send weights."""
+    """How the trainer sends weights."""
 
     backend: Backend = "auto"
-    """The trainer's --sync.backend: with auto or lora, and lora.r above 0, the server takes adapters."""
+    """The trainer's --sync.backend. With auto or lora, and lora.r above 0, the server loads adapters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
     """Start vLLM servers for a trainer in another terminal or on another machine, until Ctrl-C.
 
-    --config FILE.yaml takes model, lora.r, sync.backend, dtype, trust_remote_code and vllm.* from a trainer's file.
+    --config FILE.yaml reads model, lora.r, sync.backend, dtype, trust_remote_code and vllm.* from a trainer's config.
     """
 
     model: str
-    """Hub id, local folder, finished run folder, adapter folder (its base is served), or builtin:tiny."""
+    """Model to serve: hub id, model folder, finished run, adapter folder (serves its base), or builtin:tiny."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The trainer's --dtype; --vllm.dtype overrides it."""
     trust_remote_code: bool = False
-    """Let the hub's own Python code for this model run."""
+    """Run the model's Python code from the hub."""
     lora: LoraRank = field(default_factory=LoraRank)
     sync: SyncBackend = field(default_factory=SyncBackend)
     vllm: VllmConfig = field(default_factory=lambda: VllmConfig(port=PORT))
 
 
 def main(argv: Sequence[str] | None = None, log: Callable[[str], None] | None = None) -> int:
-    """Exit status: 0 after Ctrl-C, 2 after an error, which is printed as one sentence."""
+    """Return the exit status: 0 after Ctrl-C, 2 after an error, which is printed as one sentence."""
     log = log or (lambda text: print(text, flush=True))
     try:
         return run_command(lambda: serve(parse(sys.argv[1:] if argv is None else argv), log))
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None, log: Callable[[str], None] | None = 
 
 
 def serve(cfg: ServeConfig, log: Callable[[str], None]) -> NoReturn:
-    """Start the servers and watch them until an exception; leaves nothing running."""
+    """Start the servers and watch them until an exception, then stop all of them."""
     device = device_of(find_python(cfg.vllm))
     model = served_model(cfg.model)
     if not Path(model).is_dir():
@@ -115,58 +115,58 @@ def serve(cfg: ServeConfig, log: Callable[[str], None]) -> NoReturn:
             servers.append(server)
         wait_ready(servers, cfg.vllm.startup_timeout, log)
         paths = ", ".join(str(server.token_path) for server in servers)
-        log(f"every request needs the token in {paths}, where a trainer of this user on this machine finds it")
+        log(f"every request needs the token in {paths}; a trainer of this user on this machine finds it there")
         log(next_step(cfg, servers, visible_gpus() if device == "cuda" else []))
         while True:
-            ended = next((server for server in servers if server.poll() is not None), None)
-            if ended is not None:
-                raise UserError(
-                    f"vLLM server {ended.replica}: ended with status {ended.poll()}; its last lines are above"
-                )
+            for server in servers:
+                if server.poll() is not None:
+                    raise UserError(
+                        f"vLLM server {server.replica}: exited with status {server.poll()}; see its output above"
+                    )
             time.sleep(0.5)
 
 
 def next_step(cfg: ServeConfig, servers: Sequence[Launched], visible: Sequence[str] = ()) -> str:
-    """The command that starts a trainer on these servers; `visible`: the machine's GPUs."""
+    """Return the command that starts a trainer on these servers; `visible`: the machine's GPUs."""
     urls = [server.url for server in servers]
     if cfg.vllm.host in ("0.0.0.0", "::"):
         urls = [f"http://{socket.gethostname()}:{urlsplit(url).port}" for url in urls]
     line = f"python -m trainer --method grpo --model {cfg.model} --rollout.engine vllm --vllm.url {' '.join(urls)}"
     if cfg.vllm.colocate:
         line += " --vllm.colocate True"
-    also = f"; on another machine with the same {TOKEN} in its environment" if os.environ.get(TOKEN) else ""
+    notes = f" (on another machine, set the same {TOKEN})" if os.environ.get(TOKEN) else ""
     used = list(dict.fromkeys(gpu for server in servers for gpu in server.gpus))
-    setting, where = trainer_gpus(used, visible, bool(cfg.vllm.colocate)) if used else ("", "")
+    setting, location = trainer_gpus(used, visible, bool(cfg.vllm.colocate)) if used else ("", "")
     if setting and cfg.vllm.host in LOOPBACK:
         line = f"{setting} {line}"
-    elif setting:  # other machines can reach it, and the trainer may be on one with other GPUs
-        also += f"; on this machine with {setting}"
-    return f"ready{where}; now start the trainer{also}:\n  {line}"
+    elif setting:  # the trainer may run on another machine, with other GPUs
+        notes += f" (on this machine, with {setting})"
+    return f"ready{location}; now start the trainer{notes}:\n  {line}"
 
 
 def trainer_gpus(used: Sequence[str], visible: Sequence[str], colocate: bool) -> tuple[str, str]:
-    """(what a trainer on this machine needs in its environment, where the servers are).
+    """Return the environment for a trainer on this machine, and where the servers are.
 
     ['0'], ['0', '1'], False -> ("CUDA_VISIBLE_DEVICES=1", " on GPU 0")
     """
     free = [gpu for gpu in visible if gpu not in used]
-    where = f" on GPU {','.join(used)}"
+    location = f" on GPU {','.join(used)}"
     if colocate:
-        return (f"CUDA_VISIBLE_DEVICES={','.join(used)}" if free else ""), f"{where}, which the trainer shares"
+        return (f"CUDA_VISIBLE_DEVICES={','.join(used)}" if free else ""), f"{location}, shared with the trainer"
     if free:
-        return f"CUDA_VISIBLE_DEVICES={','.join(free)}", where
+        return f"CUDA_VISIBLE_DEVICES={','.join(free)}", location
     return "", (
-        f"{where}, and this machine has no other: a trainer on it needs --vllm.colocate True, and the server must have "
-        "been started with it too, which it was not"
+        f"{location}, and this machine has no other GPU: to train here, restart the server and the trainer with "
+        "--vllm.colocate True"
     )
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs visible to this process, as entries for CUDA_VISIBLE_DEVICES. Uses none of their memory."""
+    """Return the GPUs visible to this process as entries for CUDA_VISIBLE_DEVICES, without using their memory."""
     import torch
 
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return names or [str(number) for number in range(torch.cuda.device_count())]
+    return names or [str(index) for index in range(torch.cuda.device_count())]
 
 
 def _interrupt(*_: object) -> NoReturn:
@@ -177,35 +177,35 @@ def _interrupt(*_: object) -> NoReturn:
 
 
 def parse(argv: Sequence[str]) -> ServeConfig:
-    """argv, plus the part of a trainer's YAML file that concerns a server; flags override the file."""
+    """Parse argv and the server's part of a trainer's YAML file; flags override the file."""
     prog, table = "python -m rollout.serve", flag_table(ServeConfig)
     if any(word in HELP for word in argv):
         print_help(ServeConfig, prog)
-    given = read_argv(argv, table | CONFIG)
-    file = given.pop("config", None)
-    values = (_from_file(Path(file.words[0]), table) if file else {}) | given
+    flags = read_argv(argv, table | CONFIG)
+    file = flags.pop("config", None)
+    values = (_from_file(Path(file.words[0]), table) if file else {}) | flags
     if "vllm.url" in values:
-        raise UserError("vllm.url: is for the trainer; name the port of a server here with --vllm.port")
+        raise UserError("vllm.url: only for the trainer; set the server's port with --vllm.port")
     if "model" not in values:
-        raise UserError("model: missing; pass --model or --config FILE.yaml with a model in it")
+        raise UserError("--model is required: pass it, or --config FILE.yaml that contains a model")
     return build(ServeConfig, values, table, prog)
 
 
 def _from_file(path: Path, table: dict[str, Flag]) -> Values:
-    """The keys of a trainer's file that concern a server, with the port that its vllm.url has."""
-    taken = {}
+    """Read the server's settings from a trainer's file, with the port of its vllm.url."""
+    settings = {}
     for name, value in load_config(path).items():
         block = str(name).partition(".")[0]
         if name == "vllm" and value is None:  # an empty block
             continue
         if block == "vllm" or name in ("model", "dtype", "trust_remote_code", "lora.r", "sync.backend"):
-            taken[name] = value
+            settings[name] = value
         elif name in ("lora", "sync") and isinstance(value, dict):
-            taken[name] = {key: inner for key, inner in value.items() if f"{name}.{key}" in table}
-    values = read_tree(taken, table, str(path))
+            settings[name] = {key: inner for key, inner in value.items() if f"{name}.{key}" in table}
+    values = read_tree(settings, table, str(path))
     url = values.pop("vllm.url", None)
     port = urlsplit(url.words[0]).port if url and url.words else None
-    if port and "vllm.port" not in values:  # where the trainer of this file will connect
+    if port and "vllm.port" not in values:  # the trainer with this file connects to that port
         values["vllm.port"] = FlagValue((str(port),), str(path))
     return values
 

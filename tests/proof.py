@@ -1,5 +1,5 @@
-"""make proof: runs that take minutes, each with an outcome it must reach. Writes what was run, when, on which
-commit, and the outcome to docs/proof.md. `python -m tests.proof NAME ...` runs some and leaves the page alone.
+"""make proof: runs that take minutes, each with a required outcome. Writes the runs, date, commit and outcomes to
+docs/proof.md. `python -m tests.proof NAME ...` runs only these and does not change the page.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RECIPES = ROOT / "trainer" / "recipes"
 class Outcome:
     figure: str
     passed: bool
-    table: str = ""  # in full, where a line does not hold it
+    table: str = ""  # details that do not fit on one line
 
 
 def accuracy(rows: list[dict], name: str = "eval/exact_match/mean") -> tuple[float, float]:
@@ -40,12 +40,12 @@ def accuracy(rows: list[dict], name: str = "eval/exact_match/mean") -> tuple[flo
 
 
 def demo(scratch: Path, seed: int, *flags: str) -> Outcome:
-    """The bare demo on two threads: from at most 0.5 to at least 0.85 in under 6 minutes."""
-    started = time.monotonic()
+    """Run the default demo on two threads: from at most 0.5 to at least 0.85 in under 6 minutes."""
+    start = time.monotonic()
     run_ok(
         "--method", "grpo", "--seed", seed, "--output-dir", scratch / "run", *flags, cwd=scratch, timeout=900, threads=2
     )
-    seconds = time.monotonic() - started
+    seconds = time.monotonic() - start
     before, after = accuracy(metrics(scratch / "run"))
     return Outcome(
         f"accuracy {before:.3f} -> {after:.3f} in {seconds:.0f} s", before <= 0.5 and after >= 0.85 and seconds < 360
@@ -55,35 +55,35 @@ def demo(scratch: Path, seed: int, *flags: str) -> Outcome:
 JUDGE = """
 def by_answer(completions, answer):
     ranked = []
-    for group, wanted in zip(completions, answer):
-        right = [messages[-1]["content"].strip() == wanted for messages in group]
-        ranked.append(None if len(set(right)) == 1 else sorted(range(len(group)), key=lambda i: not right[i]))
+    for group, expected in zip(completions, answer):
+        correct = [messages[-1]["content"].strip() == expected for messages in group]
+        ranked.append(None if len(set(correct)) == 1 else sorted(range(len(group)), key=lambda i: not correct[i]))
     return ranked
 """
 
 
 def online_dpo(scratch: Path, seed: int, *flags: str) -> Outcome:
-    """The bare demo of online DPO on two threads: from at most 0.5 to at least 0.9."""
+    """Run the default online DPO demo on two threads: from at most 0.5 to at least 0.9."""
     (scratch / "my_judge.py").write_text(JUDGE)
-    started = time.monotonic()
+    start = time.monotonic()
     argv = ("--method", "online_dpo", "--seed", seed, "--output-dir", scratch / "run", *flags)
     run_ok(*argv, cwd=scratch, timeout=1800, threads=2)
-    seconds = time.monotonic() - started
+    seconds = time.monotonic() - start
     before, after = accuracy(metrics(scratch / "run"))
     return Outcome(f"accuracy {before:.3f} -> {after:.3f} in {seconds:.0f} s", before <= 0.5 and after >= 0.9)
 
 
 def ppo(scratch: Path, seed: int, *flags: str) -> Outcome:
-    """The bare command: 0.90 or more, and a critic that explains the rewards while there is something to learn.
+    """Run the default command: accuracy at least 0.90, and a critic that explains the rewards during learning.
 
-    Explained variance is of values before the rollout was trained on; the median over the steps whose mean train reward
-    is between 0.4 and 0.8. The first of them are those of a critic that has seen nothing.
+    Explained variance uses values from before training on the rollout. The figure is its median over the steps with a
+    mean train reward between 0.4 and 0.8, which include the first steps of an untrained critic.
     """
-    started = time.monotonic()
+    start = time.monotonic()
     run_ok(
         "--method", "ppo", "--seed", seed, "--output-dir", scratch / "run", *flags, cwd=scratch, timeout=1800, threads=2
     )
-    seconds = time.monotonic() - started
+    seconds = time.monotonic() - start
     rows = metrics(scratch / "run")
     before, after = accuracy(rows)
     explained = [
@@ -100,14 +100,14 @@ def ppo(scratch: Path, seed: int, *flags: str) -> Outcome:
 
 
 def demo_vllm(scratch: Path, *flags: str) -> Outcome:
-    """The demo with completions from a real server, against the same with completions made in process."""
-    started = time.monotonic()
+    """Run the demo with a real server and with the local engine, and compare."""
+    start = time.monotonic()
     common = ("--method", "grpo", *flags)
     run_ok(
         *common, "--rollout.engine", "vllm", "--output-dir", scratch / "vllm", cwd=scratch, timeout=1800, threads=2,
         STROP_TEST_RUN=str(scratch),
     )  # fmt: skip
-    seconds = time.monotonic() - started
+    seconds = time.monotonic() - start
     left = processes_with(f"STROP_TEST_RUN={scratch}")
     run_ok(*common, "--output-dir", scratch / "local", cwd=scratch, timeout=900, threads=2)
     before, after = accuracy(metrics(scratch / "vllm"))
@@ -118,28 +118,31 @@ def demo_vllm(scratch: Path, *flags: str) -> Outcome:
 
 
 def sft(scratch: Path) -> Outcome:
-    """The bare SFT command: held-out loss falls to a third."""
+    """Run the default SFT command: the held-out loss falls to less than a third."""
     run_ok("--method", "sft", "--output-dir", scratch / "run", cwd=scratch, timeout=900)
     before, after = accuracy(metrics(scratch / "run"), "eval/nll")
     return Outcome(f"held-out nll {before:.3f} -> {after:.3f}", after < before / 3)
 
 
 def two_stages(scratch: Path) -> Outcome:
-    """Format first, then correctness, chained by the run folder."""
+    """Train format, then correctness, chained by the run folder."""
     run_ok("--config", RECIPES / "two_stage_1_format.yaml", "--output-dir", scratch / "a", cwd=scratch, timeout=900)
     run_ok(
         "--config", RECIPES / "two_stage_2_correct.yaml", "--model", scratch / "a", "--output-dir", scratch / "b",
         cwd=scratch, timeout=900,
     )  # fmt: skip
     form = accuracy(metrics(scratch / "a"), "eval/regex/mean")
-    right = accuracy(metrics(scratch / "b"), "eval/last_number/mean")
-    kept = accuracy(metrics(scratch / "b"), "eval/regex/mean")[1]
-    figure = f"form {form[0]:.2f} -> {form[1]:.2f}; right {right[0]:.2f} -> {right[1]:.2f}, form kept {kept:.2f}"
-    return Outcome(figure, form[1] > 0.95 and right[1] > 0.85 and kept > 0.95)
+    correct = accuracy(metrics(scratch / "b"), "eval/last_number/mean")
+    final_form = accuracy(metrics(scratch / "b"), "eval/regex/mean")[1]
+    figure = (
+        f"format {form[0]:.2f} -> {form[1]:.2f}; correct {correct[0]:.2f} -> {correct[1]:.2f}, "
+        f"format afterwards {final_form:.2f}"
+    )
+    return Outcome(figure, form[1] > 0.95 and correct[1] > 0.85 and final_form > 0.95)
 
 
 def kills(scratch: Path, times: int = 5) -> Outcome:
-    """kill -9 at random steps, several times in one run, resumed each time: the metrics of an unbroken run."""
+    """kill -9 and resume one run at several random steps: its metrics equal an unbroken run's."""
     run_ok(*GRPO, "--output-dir", scratch / "whole", cwd=scratch)
     rng = random.Random(time.time_ns())
     steps = sorted(rng.randrange(1, STEPS) for _ in range(times))
@@ -153,8 +156,9 @@ def kills(scratch: Path, times: int = 5) -> Outcome:
 
 
 def reproducible(scratch: Path, pairs: int = 10) -> Outcome:
-    """Two runs of one command at a time, on two threads each, beside a process that only takes time; in every other
-    pair the second is killed after step 4 and resumed. One seed for each pair."""
+    """Run pairs of one command concurrently, on two threads each, with a busy process competing for the CPU. In every
+    other pair, the second run is killed after step 4 and resumed. Each pair has its own seed.
+    """
 
     def whole(argv: list, folder: Path) -> None:
         run_ok(*argv, "--output-dir", folder, cwd=scratch, timeout=900, threads=2)
@@ -163,7 +167,7 @@ def reproducible(scratch: Path, pairs: int = 10) -> Outcome:
         start_and_kill(argv, folder, at_step=4, threads=2, timeout=900)
         whole(["--resume"], folder)
 
-    equal = {False: 0, True: 0}  # by whether the second was killed
+    equal = {False: 0, True: 0}  # whether the second run was killed -> number of equal pairs
     for pair in range(pairs):
         argv = ["--method", "grpo", "--max-steps", 12, "--save-steps", 3, "--seed", pair]
         killed, folders = pair % 2 == 1, (scratch / f"{pair}-a", scratch / f"{pair}-b")
@@ -187,7 +191,7 @@ def reproducible(scratch: Path, pairs: int = 10) -> Outcome:
 
 
 def soak(scratch: Path, num_steps: int = 500) -> Outcome:
-    """A long run of small steps: resident memory must not grow after the first tenth."""
+    """Run many small steps: resident memory must not grow after the first tenth."""
     run_ok(
         "--method", "grpo", "--max-steps", num_steps, "--per-device-train-batch-size", 16, "--save-steps", 100,
         "--logging-steps", 100, "--output-dir", scratch / "run", cwd=scratch, timeout=1800,
@@ -198,7 +202,7 @@ def soak(scratch: Path, num_steps: int = 500) -> Outcome:
 
 
 def disk_full(scratch: Path) -> Outcome:
-    """A file-size limit met in the middle of a run's checkpoint: the earlier checkpoint stays, and resumes."""
+    """Hit a file-size limit during a save: the earlier checkpoint survives and resumes."""
     argv = [*map(str, GRPO), "--output-dir", str(scratch / "run"), "--save-steps", "4", "--max-steps", "4"]
     run_ok(*argv, cwd=scratch)
     command = f"ulimit -f 1000; exec {sys.executable} -m trainer --resume --output-dir run --max-steps 8"
@@ -211,18 +215,18 @@ def disk_full(scratch: Path) -> Outcome:
     return Outcome(f"exit {failed.returncode}, then resumed from step 4 to {steps[-1]}", passed)
 
 
-def preference(scratch: Path, method: str, name: str, least: float) -> Outcome:
-    """A pair method's bare command: 500 held-out pairs whose two responses have the same length."""
-    started = time.monotonic()
+def preference(scratch: Path, method: str, name: str, minimum: float) -> Outcome:
+    """Run a pair method's default command: 500 held-out pairs with responses of equal length."""
+    start = time.monotonic()
     run_ok("--method", method, "--output-dir", scratch / "run", cwd=scratch, timeout=900, threads=2)
-    seconds = time.monotonic() - started
+    seconds = time.monotonic() - start
     before, after = accuracy(metrics(scratch / "run"), name)
     figure = f"{name.removeprefix('eval/reward/')} {before:.3f} -> {after:.3f} in {seconds:.0f} s"
-    return Outcome(figure, after >= least and seconds < 180)
+    return Outcome(figure, after >= minimum and seconds < 180)
 
 
 def process_reward(scratch: Path) -> Outcome:
-    """Per-step macro F1 at least 0.1 above always saying the more frequent label."""
+    """Per-step macro F1 must exceed the majority-class baseline by at least 0.1."""
     run_ok("--method", "prm", "--output-dir", scratch / "run", cwd=scratch, timeout=900, threads=2)
     last = metrics(scratch / "run")[-1]
     f1, majority = last["eval/reward/macro_f1"], last["eval/reward/macro_f1_majority"]
@@ -230,28 +234,28 @@ def process_reward(scratch: Path) -> Outcome:
 
 
 def reward_model_in_grpo(scratch: Path) -> Outcome:
-    """A reward model trained here as the only reward of GRPO: its score rises, and so does the true accuracy."""
+    """Train a reward model and use it as GRPO's only reward: its score rises."""
     run_ok("--method", "rm", "--output-dir", scratch / "rm", cwd=scratch, timeout=900, threads=2)
     run_ok(
         "--method", "grpo", "--reward-funcs", f"model:{scratch / 'rm'}", "exact_match", "--reward-weights", "1", "0",
         "--max-steps", "40", "--output-dir", scratch / "run", cwd=scratch, timeout=900, threads=2,
     )  # fmt: skip
     rows = metrics(scratch / "run")
-    score, right = accuracy(rows, "eval/model/mean"), accuracy(rows)
-    figure = f"its score {score[0]:.2f} -> {score[1]:.2f}, exact_match (weight 0) {right[0]:.2f} -> {right[1]:.2f}"
+    score, correct = accuracy(rows, "eval/model/mean"), accuracy(rows)
+    figure = f"score {score[0]:.2f} -> {score[1]:.2f}, exact_match (weight 0) {correct[0]:.2f} -> {correct[1]:.2f}"
     return Outcome(figure, score[1] > score[0])
 
 
 def tools(scratch: Path) -> Outcome:
-    """A tool that has to be called: the format by SFT, the use of it by GRPO."""
-    started = time.monotonic()
+    """Train tool calls: their format with SFT, their use with GRPO."""
+    start = time.monotonic()
     run_ok("--config", RECIPES / "sft_tools.yaml", "--output-dir", scratch / "a", cwd=scratch, timeout=900, threads=2)
     run_ok(
         "--config", RECIPES / "grpo_tools.yaml", "--model", scratch / "a", "--output-dir", scratch / "b", cwd=scratch,
         timeout=900, threads=2,
     )  # fmt: skip
     before, after = accuracy(metrics(scratch / "b"))
-    seconds = time.monotonic() - started
+    seconds = time.monotonic() - start
     return Outcome(f"success {before:.2f} -> {after:.2f} in {seconds:.0f} s", before < 0.3 and after > 0.8)
 
 
@@ -276,11 +280,11 @@ PROOFS: dict[str, tuple[str, Callable[[Path], Outcome]]] = {
         for seed in range(3)
     },
     "demo-vllm": (
-        "the same with `--rollout.engine vllm` (`make vllm-cpu`): within 0.05 of `local`, no process left",
+        "the same with `--rollout.engine vllm` (`make vllm-cpu`): within 0.05 of `local`, no processes left",
         lambda path: demo_vllm(path),
     ),
     "demo-vllm-lora": (
-        "the same with `--lora.r 16 --learning-rate 3e-3`, adapters by folder",
+        "the same with `--lora.r 16 --learning-rate 3e-3` and adapter folders",
         lambda path: demo_vllm(path, "--lora.r", "16", "--learning-rate", "3e-3"),
     ),
     "online-dpo-0": ("`python -m trainer --method online_dpo`, seed 0", lambda path: online_dpo(path, 0)),
@@ -298,8 +302,11 @@ PROOFS: dict[str, tuple[str, Callable[[Path], Outcome]]] = {
     "tools": ("`sft_tools.yaml`, then `grpo_tools.yaml`: 90 held-out keys at temperature 1", tools),
     "two-stages": ("two-stage recipe, chained by run folders", two_stages),
     **{
-        method: (f"`python -m trainer --method {method}`", partial(preference, method=method, name=name, least=least))
-        for method, name, least in [
+        method: (
+            f"`python -m trainer --method {method}`",
+            partial(preference, method=method, name=name, minimum=low),
+        )
+        for method, name, low in [
             ("dpo", "eval/reward/accuracy", 0.9),
             ("ipo", "eval/reward/accuracy", 0.9),
             ("simpo", "eval/reward/accuracy", 0.9),
@@ -311,7 +318,7 @@ PROOFS: dict[str, tuple[str, Callable[[Path], Outcome]]] = {
     },
     **{
         f"ebft-{mode}": (
-            f"`python -m trainer --method ebft --mode {mode}`: held-out features, beside SFT on the same rows",
+            f"`python -m trainer --method ebft --mode {mode}`: held-out features, vs. SFT on the same rows",
             lambda path, mode=mode: Outcome(*proof_ebft.tiny(path, mode)),
         )
         for mode in ("structured", "strided")
@@ -335,22 +342,22 @@ PROOFS: dict[str, tuple[str, Callable[[Path], Outcome]]] = {
         "with `kill -9` after step 4: metrics and samples equal bit for bit",
         reproducible,
     ),
-    "disk-full": ("file-size limit met while saving, then `--resume`", disk_full),
+    "disk-full": ("file-size limit reached during a save, then `--resume`", disk_full),
     "soak": ("soak run", soak),
     "ranks": (
-        "every method on two gloo processes against one, replicate and fsdp, full and LoRA: 20 steps of SGD in float64",
+        "every method on two gloo ranks vs. one, replicate and fsdp, full and LoRA: 20 steps of SGD in float64",
         lambda path: Outcome(*proof_ranks.grid(path)),
     ),
     "faults": (
-        "killed ranks, SIGTERM, NaN, no space, ranks that sleep",
+        "killed ranks, SIGTERM, NaN, full disk, hanging ranks",
         lambda path: Outcome(*proof_ranks.faults(path)),
     ),
     "async": (
-        "`--async-prefetch` on a vLLM server, three seeds: within 0.05 of runs that wait",
+        "`--async-prefetch` on a vLLM server, three seeds: within 0.05 of synchronous runs",
         lambda path: Outcome(*proof_async.learns(path)),
     ),
     "async-overlap": (
-        "1.5 s added to every sampling and every training: async at most 0.65 of the time",
+        "1.5 s added to every sampling and training phase: async takes at most 0.65 of the time",
         lambda path: Outcome(*proof_async.overlaps(path)),
     ),
     "async-soak": (
@@ -381,7 +388,7 @@ def main(names: list[str]) -> int:
 
 
 def write_table(results: dict[str, Outcome]) -> None:
-    """Replace the table between the markers of the page; longer tables of single entries go below it."""
+    """Replace the table between the page's markers; append the detail tables."""
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout
     lines = [
         f"Written by `make proof` on {time.strftime('%Y-%m-%d')}, commit {commit.strip()}, {platform.machine()}, "
@@ -394,7 +401,7 @@ def write_table(results: dict[str, Outcome]) -> None:
     ]
     before, begin, rest = PAGE.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
-    assert begin and end, f"{PAGE} has lost its markers"
+    assert begin and end, f"{PAGE} has no markers"
     table = "\n".join(lines) + "\n"
     PAGE.write_text(before + begin + table + end + after)
     print(table)

@@ -1,4 +1,4 @@
-"""Proofs of rollouts that run beside training, on one real vLLM server: they learn, they overlap, they do not leak."""
+"""Proofs for async rollouts with a real vLLM server: they learn, overlap with training and do not leak."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ASYNC = ("--async-prefetch",)
 
 @contextlib.contextmanager
 def served(scratch: Path) -> Iterator[dict[str, Any]]:
-    """A server of the tiny model for several runs, each of which brings its own weights: flags and environment."""
+    """Serve the tiny model for several runs, which each send their weights; yield flags and environment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -48,7 +48,7 @@ def served(scratch: Path) -> Iterator[dict[str, Any]]:
 
 
 def learns(scratch: Path) -> tuple[str, bool]:
-    """Three seeds: the last held-out accuracy of async runs is within 0.05 of that of runs that wait."""
+    """Three seeds: the final held-out accuracy of async runs is within 0.05 of synchronous runs."""
     finals: dict[str, list[float]] = {"sync": [], "async": []}
     oldest = 0.0
     with served(scratch) as server:
@@ -63,12 +63,12 @@ def learns(scratch: Path) -> tuple[str, bool]:
                     oldest = max(oldest, *(row.get("rollout/staleness_max", 0.0) for row in rows))
     gaps = [abs(a - b) for a, b in zip(finals["sync"], finals["async"], strict=True)]
     shown = {name: " ".join(f"{x:.3f}" for x in values) for name, values in finals.items()}
-    figure = f"sync {shown['sync']}, async {shown['async']}, samples up to {oldest:.0f} step old"
+    figure = f"sync {shown['sync']}, async {shown['async']}, staleness at most {oldest:.0f} step"
     return figure, max(gaps) <= 0.05 and oldest == 1
 
 
 def overlaps(scratch: Path, seconds: float = 1.5, num_steps: int = 16) -> tuple[str, bool]:
-    """The same added to each training and to each sampling: the async run takes at most 0.65 of the time."""
+    """Add the same delay to every training and sampling phase: the async run takes at most 0.65 of the time."""
     walls = {}
     with served(scratch) as server:
         for name, extra in (("sync", ()), ("async", ASYNC)):
@@ -86,7 +86,7 @@ def overlaps(scratch: Path, seconds: float = 1.5, num_steps: int = 16) -> tuple[
 
 
 def soak(scratch: Path, num_steps: int = 1000) -> tuple[str, bool]:
-    """Many small async steps: memory, threads and open files (sockets among them) do not grow after the first fifth."""
+    """Run many small async steps: memory, threads and open files (including sockets) stop growing after a fifth."""
     with served(scratch) as server:
         folder = scratch / "run"
         argv = [*server["flags"], *ASYNC, "--prefetch-depth", 2, "--replay-buffer-size", 16, "--max-steps", num_steps,
@@ -95,17 +95,17 @@ def soak(scratch: Path, num_steps: int = 1000) -> tuple[str, bool]:
         command = [sys.executable, "-m", "trainer", *map(str, argv)]
         with (scratch / "run.log").open("wb") as log:
             process = subprocess.Popen(command, env=environment() | server["env"], cwd=scratch, stdout=log, stderr=log)
-        seen: dict[int, tuple[float, int, int]] = {}
+        usages: dict[int, tuple[float, int, int]] = {}  # by step
         try:
             while process.poll() is None:
                 with contextlib.suppress(OSError, IndexError, ValueError):
-                    seen[metrics(folder)[-1]["step"]] = usage(process.pid)
+                    usages[metrics(folder)[-1]["step"]] = usage(process.pid)
                 time.sleep(2)
         finally:
             process.kill()
         assert process.wait() == 0, (scratch / "run.log").read_text()[-3000:]
-    steps = sorted(step for step in seen if num_steps * 0.2 <= step < num_steps)
-    early, late = seen[steps[0]], seen[steps[-1]]
+    steps = sorted(step for step in usages if num_steps * 0.2 <= step < num_steps)
+    early, late = usages[steps[0]], usages[steps[-1]]
     figure = ", ".join(
         f"{name} {a:g} -> {b:g}" for name, a, b in zip(("MiB", "threads", "files"), early, late, strict=True)
     )
@@ -114,7 +114,7 @@ def soak(scratch: Path, num_steps: int = 1000) -> tuple[str, bool]:
 
 
 def usage(pid: int) -> tuple[float, int, int]:
-    """Resident MiB, threads, open files of a process."""
+    """Return a process's resident MiB, threads and open files."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     resident = int(status["VmRSS"].split()[0]) / 1024
     return round(resident), int(status["Threads"]), len(os.listdir(f"/proc/{pid}/fd"))

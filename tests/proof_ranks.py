@@ -1,4 +1,4 @@
-"""Proofs over several processes: the grid of methods, and what comes of faults. Each also gives a table."""
+"""Proofs with several ranks: the grid of methods, and faults. Each also returns a table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT_64, LIMIT_32, LIMIT_METRICS = 1e-9, 1e-5, 1e-5
 
 
 def grid(scratch: Path) -> tuple[str, bool, str]:
-    """Every method, two gloo processes against one: 20 steps of SGD in float64, and a gradient in float32."""
+    """Compare two gloo ranks with one for every method: 20 steps of SGD in float64, and a float32 gradient."""
     rows, worst = [], {"weights": 0.0, "float32": 0.0, "metrics": 0.0}
     for mode in ("replicate", "fsdp"):
         done = two_ok("tests.ranks.grid", mode, cwd=scratch, timeout=3600)
@@ -37,22 +37,22 @@ def grid(scratch: Path) -> tuple[str, bool, str]:
         *rows,
     ]
     figure = (
-        f"{len(rows)} entries; largest difference of weights {worst['weights']:.1e} of the way they went, of metrics "
-        f"{worst['metrics']:.1e}, of a float32 gradient {worst['float32']:.1e}"
+        f"{len(rows)} entries; maximum differences: weights {worst['weights']:.1e} of their total change, metrics "
+        f"{worst['metrics']:.1e}, float32 gradient {worst['float32']:.1e}"
     )
     passed = len(rows) == 4 * len(METHODS) and worst["weights"] < LIMIT_64 and worst["float32"] < LIMIT_32
     return figure, passed and worst["metrics"] < LIMIT_METRICS, "\n".join(table)
 
 
 class Fault(NamedTuple):
-    """What was done to a run, what it said, and what the resumed one came to."""
+    """A fault, the run's message, and the result of resuming."""
 
-    done: str
+    name: str
     exit_code: int | str
-    said: str
-    saved: int | None  # last step reported as saved when the fault came
-    resumed: int | None  # step that the next start went on from
-    equal: bool | None  # metrics of the whole run are those of one without fault; None: there was nothing to resume
+    message: str
+    saved: int | None  # last step reported as saved before the fault
+    resumed: int | None  # step that the next start resumed from
+    equal: bool | None  # metrics equal those of a run without a fault; None: nothing was resumed
 
     @property
     def passed(self) -> bool:
@@ -65,43 +65,37 @@ EACH = (*SFT, "--per-device-train-batch-size", "8", "--max-steps", str(STEPS))
 
 
 def faults(scratch: Path) -> tuple[str, bool, str]:
-    """One row for each fault, on runs of SFT with a checkpoint every two steps."""
+    """Inject every fault into an SFT run with a checkpoint every two steps; one table row each."""
     run_ok(*ONE, "--output-dir", scratch / "whole", cwd=scratch)
     two_ok("trainer", *EACH, "--output-dir", scratch / "whole-two", cwd=scratch)
-    found = [fault(scratch) for fault in FAULTS]
-    lines = [
-        "| fault | exit code | said | saved | resumed from | metrics as without it |",
-        "|---|---|---|---|---|---|",
-    ]
-    for fault in found:
+    results = [fault(scratch) for fault in FAULTS]
+    lines = ["| fault | exit code | message | saved | resumed from | metrics |", "|---|---|---|---|---|---|"]
+    for fault in results:
         equal = {True: "equal", False: "DIFFER", None: "-"}[fault.equal]
         steps = ["-" if step is None else f"step {step}" for step in (fault.saved, fault.resumed)]
-        said = fault.said.replace("|", "/").replace(f"{scratch}/", "")
-        said = said if len(said) < 260 else f"{said[:100]} ... {said[-120:]}"
-        lines.append(f"| {fault.done} | {fault.exit_code} | {said} | {' | '.join(steps)} | {equal} |")
-    passed = sum(fault.passed for fault in found)
-    return (
-        f"{passed} of {len(found)} faults: nothing reported as saved was lost",
-        passed == len(found),
-        "\n".join(lines),
-    )
+        message = fault.message.replace("|", "/").replace(f"{scratch}/", "")
+        message = message if len(message) < 260 else f"{message[:100]} ... {message[-120:]}"
+        lines.append(f"| {fault.name} | {fault.exit_code} | {message} | {' | '.join(steps)} | {equal} |")
+    passed = sum(fault.passed for fault in results)
+    figure = f"{passed} of {len(results)} faults: no saved checkpoint was lost"
+    return figure, passed == len(results), "\n".join(lines)
 
 
 def saved_in(folder: Path) -> int | None:
-    """The newest checkpoint that is whole: one that the run had reported."""
+    """Return the step of the newest complete checkpoint."""
     steps = [step for step, path in list_checkpoints(folder / "checkpoints") if not find_problem(path)]
     return max(steps, default=None)
 
 
 def resume(folder: Path, *flags: str) -> int | None:
-    """Go on with one process, to the end; the step it went on from."""
+    """Resume on one rank and run to the end; return the step that it resumed from."""
     done = run_ok("--resume", folder, *flags, cwd=folder.parent)
-    return gone_on(done.stderr)
+    return resumed_from(done.stderr)
 
 
-def gone_on(text: str) -> int | None:
-    found = re.search(r"resuming after step (\d+)", text)
-    return int(found[1]) if found else None
+def resumed_from(text: str) -> int | None:
+    match = re.search(r"resuming after step (\d+)", text)
+    return int(match[1]) if match else None
 
 
 def same(folder: Path, whole: str) -> bool:
@@ -109,11 +103,11 @@ def same(folder: Path, whole: str) -> bool:
 
 
 def last_line(text: str, part: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if part in line), "nothing")
+    return next((line.strip() for line in reversed(text.splitlines()) if part in line), "none")
 
 
 def patched(scratch: Path, patch: str, *argv: Any) -> subprocess.CompletedProcess[str]:
-    """The real entry point of one process, with a line run before it."""
+    """Run the real entry point in one process, after the code in `patch`."""
     command = [sys.executable, "-c", START.format(patch=patch), *map(str, argv)]
     return subprocess.run(command, cwd=scratch, env=environment(), capture_output=True, text=True, timeout=600)
 
@@ -132,7 +126,7 @@ def killed_rank(scratch: Path) -> Fault:
         code = process.wait(timeout=600)
     text = log.read_text()
     return Fault("`kill -9` of rank 1 of 2, `torchrun --max-restarts 1`", code, last_line(text, "resuming after"),
-                 saved, gone_on(text), same(folder, "whole-two"))  # fmt: skip
+                 saved, resumed_from(text), same(folder, "whole-two"))  # fmt: skip
 
 
 def terminated(scratch: Path) -> Fault:
@@ -149,20 +143,20 @@ def terminated(scratch: Path) -> Fault:
 
 NAN = """
 import trainer.methods.sft as sft
-made = [0]
+num_passes = [0]
 backward = sft.backward
 def poisoned(policy, *rest):
-    sums = backward(policy, *rest)
-    made[0] += 1
-    if made[0] == 4:
+    metrics = backward(policy, *rest)
+    num_passes[0] += 1
+    if num_passes[0] == 4:
         next(p for p in policy.model.parameters() if p.grad is not None).grad.fill_(float("nan"))
-    return sums
+    return metrics
 sft.backward = poisoned
 """
 
 
 def not_a_number(scratch: Path) -> Fault:
-    """The rows are good at the second try: the run goes on as if nothing had been."""
+    """The NaN does not recur after resuming, so the metrics equal those of an unbroken run."""
     folder = scratch / "nan"
     done = patched(scratch, NAN, *ONE, "--output-dir", folder)
     saved = saved_in(folder)
@@ -173,14 +167,14 @@ def not_a_number(scratch: Path) -> Fault:
 def skipped(scratch: Path) -> Fault:
     folder = scratch / "skipped"
     done = patched(scratch, NAN, *ONE, "--nan-policy", "skip", "--output-dir", folder)
-    found, whole = (repeatable(metrics(path)) for path in (folder, scratch / "whole"))
-    assert found[:4] == whole[:4] and saved_in(folder) == STEPS, "the steps before are equal, and the run ends"
+    rows, expected = (repeatable(metrics(path)) for path in (folder, scratch / "whole"))
+    assert rows[:4] == expected[:4] and saved_in(folder) == STEPS, "equal until the NaN; then the run finishes"
     return Fault("the same, `--nan-policy skip`", done.returncode, last_line(done.stdout + done.stderr, "not finite"),
                  None, None, None)  # fmt: skip
 
 
 def no_space(scratch: Path) -> Fault:
-    """A limit on the size of files, met in the middle of the second checkpoint."""
+    """Hit a file-size limit during the second checkpoint."""
     folder = scratch / "full"
     run_ok(*ONE, "--max-steps", "2", "--output-dir", folder, cwd=scratch)
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))"
@@ -203,10 +197,10 @@ import os, signal, sys, time
 from trainer import __main__ as entry
 from trainer.parallel import comm
 import trainer.methods.sft as sft
-backward, made = sft.backward, [0]
+backward, num_passes = sft.backward, [0]
 def late(policy, *rest):
-    made[0] += 1
-    if made[0] == 4 and comm.rank() == 1 and not os.path.exists("slept"):
+    num_passes[0] += 1
+    if num_passes[0] == 4 and comm.rank() == 1 and not os.path.exists("slept"):
         open("slept", "w").write(max(os.listdir("sleepy/checkpoints")))
         time.sleep(600)
     return backward(policy, *rest)
@@ -216,21 +210,21 @@ sys.exit(entry.main())
 
 
 def sleeping_rank(scratch: Path) -> Fault:
-    """The launcher starts all again when the one that waited has ended."""
+    """The launcher restarts all ranks after the waiting rank times out."""
     folder = scratch / "sleepy"
     (scratch / "sleepy_entry.py").write_text(SLEEPY)
     done = two("sleepy_entry", *EACH, "--parallel.timeout-s", "40", "--output-dir", folder, cwd=scratch, timeout=580,
                launcher=("--max-restarts", "1"), PYTHONPATH=f"{ROOT}{os.pathsep}{scratch}")  # fmt: skip
     saved = int((scratch / "slept").read_text().removeprefix("step-"))
-    said = last_line(done.stderr, "has waited")
-    return Fault("rank 1 sleeps in step 4, limit 40 s, `torchrun --max-restarts 1`", done.returncode, said, saved,
-                 gone_on(done.stderr), same(folder, "whole-two"))  # fmt: skip
+    message = last_line(done.stderr, "has waited")
+    return Fault("rank 1 sleeps in step 4, limit 40 s, `torchrun --max-restarts 1`", done.returncode, message, saved,
+                 resumed_from(done.stderr), same(folder, "whole-two"))  # fmt: skip
 
 
 def code_of(text: str) -> int | str:
-    """Exit code of the process that failed first, as torchrun tells it."""
-    found = re.findall(r"exitcode\s*: (-?\d+)", text)
-    return int(found[-1]) if found else "none"
+    """Return the exit code of the first failed process, as torchrun reports it."""
+    codes = re.findall(r"exitcode\s*: (-?\d+)", text)
+    return int(codes[-1]) if codes else "none"
 
 
 FAULTS: list[Callable[[Path], Fault]] = [

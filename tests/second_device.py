@@ -1,10 +1,10 @@
-"""A second device for machines that have none: the CPU under another name, and an error where the two meet.
+"""Simulate a second device on a CPU-only machine: the CPU under another name, with errors for mixed operations.
 
     with second_device():            # pick_device() is torch.device("cpu", 0)
-        main(["--method", "dpo"])    # RuntimeError where on a GPU a tensor in main memory would meet one there
+        main(["--method", "dpo"])    # RuntimeError wherever a GPU run would mix CPU and GPU tensors
 
-Tensors made on or moved to cpu:0 are marked, and so is whatever is computed from them; those on plain cpu are not.
-Operations on both are refused as torch refuses them between CUDA and the CPU, backward passes left aside.
+Tensors created on or moved to cpu:0 are marked, and so are results computed from them; tensors on plain cpu are not.
+Operations that mix both raise an error, as torch does for CUDA and CPU. Backward passes are not checked.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
-DEVICE = torch.device("cpu", 0)  # torch itself takes it for the CPU, and it is not equal to torch.device("cpu")
+DEVICE = torch.device("cpu", 0)  # torch treats it as the CPU, but it does not equal torch.device("cpu")
 MARK = "_on_second_device"
 ALLOWED = {"copy_", "__get__", "__set__", "_has_compatible_shallow_copy_type"}  # between devices
-SIZES = {"view_as", "expand_as", "reshape_as"}  # they read no more of the other tensor
-INDEXING = {"__getitem__", "__setitem__"}  # indices may be in main memory
+SIZES = {"view_as", "expand_as", "reshape_as"}  # read only the size of the other tensor
+INDEXING = {"__getitem__", "__setitem__"}  # indices may be on the CPU
 
 
 def is_marked(x: Tensor) -> bool:
     return getattr(x, MARK, False)
 
 
-def mark(found: Any) -> Any:
-    for x in tree_leaves(found):
+def mark(result: Any) -> Any:
+    for x in tree_leaves(result):
         if isinstance(x, Tensor):
             setattr(x, MARK, True)
-    return found
+    return result
 
 
 def target_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
-    """Where a call puts its result, if it says so."""
+    """Return the explicit device of a call's result, or None."""
     name = func.__name__
     if name in ("cpu", "cuda"):
         return torch.device(name)
@@ -61,25 +61,26 @@ class SecondDevice(TorchFunctionMode):
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         target = target_of(func, args, kwargs)
         if target is not None:
-            found = func(*args, **kwargs)
-            if any(found is x and is_marked(x) != (target == DEVICE) for x in tensors):  # torch sees nothing to move
-                found = found.view_as(found)
-            return mark(found) if target == DEVICE else found
+            result = func(*args, **kwargs)
+            if any(result is x and is_marked(x) != (target == DEVICE) for x in tensors):  # torch moves nothing
+                result = result.view_as(result)
+            return mark(result) if target == DEVICE else result
         marked = any(map(is_marked, tensors[:1] if func.__name__ in SIZES else tensors))
         if marked and func.__name__ not in ALLOWED:
-            self.refuse(func, args, tensors)
-        found = func(*args, **kwargs)
-        return mark(found) if marked and func.__name__ not in ("tolist", "item") else found
+            self.check(func, args, tensors)
+        result = func(*args, **kwargs)
+        return mark(result) if marked and func.__name__ not in ("tolist", "item") else result
 
-    def refuse(self, func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> None:
-        name, own = func.__name__, tensors[:1] if func.__name__ in SIZES else tensors
+    def check(self, func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> None:
+        """Raise if the call mixes tensors of both devices."""
+        name, operands = func.__name__, tensors[:1] if func.__name__ in SIZES else tensors
         if name == "numpy":
             raise RuntimeError("numpy: the tensor is on the second device; use cpu() first")
         if name in INDEXING and is_marked(args[0]):
-            own = [x for x in args[2:] if isinstance(x, Tensor)]  # the value
-        apart = [tuple(x.shape) for x in own if x.dim() > 0 and not is_marked(x)]
-        if apart:
-            raise RuntimeError(f"{name}: tensors on both devices, those of shape {apart} in main memory")
+            operands = [x for x in args[2:] if isinstance(x, Tensor)]  # the assigned value
+        on_cpu = [tuple(x.shape) for x in operands if x.dim() > 0 and not is_marked(x)]
+        if on_cpu:
+            raise RuntimeError(f"{name}: tensors on both devices; shapes on the CPU: {on_cpu}")
 
 
 @contextlib.contextmanager
@@ -90,20 +91,20 @@ def second_device() -> Iterator[None]:
 
     load = transformers.PreTrainedModel.from_pretrained.__func__
 
-    def load_in_main_memory(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        # transformers fills buffers of a model within modes of its own, which ours would get in the way of.
+    def load_on_cpu(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        # transformers fills buffers under its own torch function modes, which SecondDevice would disturb.
         with _pop_mode_temporarily():
             return load(cls, *args, **kwargs)
 
-    picked = comm.pick_device
-    holders = [module for module in list(sys.modules.values()) if getattr(module, "pick_device", None) is picked]
-    for module in holders:
+    pick_device = comm.pick_device
+    modules = [module for module in list(sys.modules.values()) if getattr(module, "pick_device", None) is pick_device]
+    for module in modules:
         module.pick_device = lambda: DEVICE
-    transformers.PreTrainedModel.from_pretrained = classmethod(load_in_main_memory)
+    transformers.PreTrainedModel.from_pretrained = classmethod(load_on_cpu)
     try:
         with SecondDevice():
             yield
     finally:
         transformers.PreTrainedModel.from_pretrained = classmethod(load)
-        for module in holders:
-            module.pick_device = picked
+        for module in modules:
+            module.pick_device = pick_device

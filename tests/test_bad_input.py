@@ -474,7 +474,7 @@ def test_rewards_that_never_apply_are_no_crash(refused, capsys):
 TASK = ["--data", "task:addition:size=8"]
 CONFIG = json.loads((TINY / "config.json").read_text())
 SPOILED = {  # file -> its new content, None to take it away
-    "no config": ({"config.json": None}, "holds neither config.json"),
+    "no config": ({"config.json": None}, "contains neither config.json"),
     "config not json": ({"config.json": b"{"}, "config.json", "not a valid JSON"),
     "config of another kind": ({"config.json": b'{"model_type": "t5"}'}, "T5Config"),
     "config of an unknown kind": ({"config.json": b'{"model_type": "nosuch"}'}, "nosuch"),

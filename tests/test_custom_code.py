@@ -224,7 +224,7 @@ def test_adapters_in_pickles_are_refused(marker, tmp_path, data, capfd):
     shutil.copy(TINY / "model.safetensors", inner / "adapter_model.safetensors")
     change(inner / "adapter_config.json", base_model_name_or_path=str(folder))
     assert train(["--method", "sft", "--model", str(inner), *TASK.split()]) == 2
-    assert "holds an adapter, not the base model of one" in capfd.readouterr().err
+    assert "contains an adapter, not a base model" in capfd.readouterr().err
     assert not marker.exists()
 
 

@@ -1,4 +1,4 @@
-"""No tensor in main memory meets one on the device, in any method: held without a GPU (tests/second_device.py)."""
+"""No method mixes CPU and GPU tensors; tested without a GPU (tests/second_device.py)."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ EXTRA = {
     "ppo-model": ("ppo", "--value-model", "builtin:tiny", "--lora.r", "4", "--beta", "0.1", "--kl-in-reward"),
     "ebft-white": ("ebft-structured", "--use-whitening", "--ce-coef", "0.1", "--embed-method", "mean_pooling"),
 }  # fmt: skip
-# The rest runs code of one of EXTRA (simpo that of cpo) with another formula, or less of it.
-LESS = ("dpo", "ipo", "simpo", "kto", "grpo", "ebft-structured")
-CASES = {name: (name,) for name in METHODS if name not in LESS} | EXTRA
+# These run a subset of the code of an EXTRA case (simpo: of cpo), or the same code with another formula.
+COVERED = ("dpo", "ipo", "simpo", "kto", "grpo", "ebft-structured")
+CASES = {name: (name,) for name in METHODS if name not in COVERED} | EXTRA
 
 
-def test_the_two_devices_are_kept_apart():
+def test_second_device_rejects_mixed_operations():
     with second_device():
-        near, far = torch.arange(3), torch.arange(3, device=DEVICE)
-        assert (near + near).device == torch.device("cpu") and (far * 2).device == DEVICE
-        assert far.cpu().device == torch.device("cpu") and near.to(DEVICE).device == far.device != near.device
-        assert torch.equal(far[near == 1], near[near == 1].to(DEVICE)), "an index may be in main memory"
-        for meet in (lambda: near[far == 1], lambda: near + far, lambda: torch.cat([near, far]), far.numpy):
+        cpu, gpu = torch.arange(3), torch.arange(3, device=DEVICE)
+        assert (cpu + cpu).device == torch.device("cpu") and (gpu * 2).device == DEVICE
+        assert gpu.cpu().device == torch.device("cpu") and cpu.to(DEVICE).device == gpu.device != cpu.device
+        assert torch.equal(gpu[cpu == 1], cpu[cpu == 1].to(DEVICE)), "an index may be on the CPU"
+        for mix in (lambda: cpu[gpu == 1], lambda: cpu + gpu, lambda: torch.cat([cpu, gpu]), gpu.numpy):
             with pytest.raises(RuntimeError, match="second device|both devices"):
-                meet()
+                mix()
         weight = torch.nn.Linear(3, 2).to(DEVICE).weight
         (weight * torch.ones(3, device=DEVICE)).sum().backward()
         assert weight.device == weight.grad.device == DEVICE
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_keeps_to_its_device(case, tmp_path, monkeypatch):
+def test_step_does_not_mix_devices(case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in method_names():  # so that all that name pick_device are there
+    for name in method_names():  # second_device patches pick_device in every imported module
         import_module(f"trainer.methods.{name}")
     method, *flags = CASES[case]
     with second_device():

@@ -1,6 +1,6 @@
-"""SIGTERM: the step ends, a checkpoint is written, nothing is left behind, and the resumed run equals an unbroken one.
+"""SIGTERM: the step finishes, a checkpoint is saved, no process is left, and the resumed run equals an unbroken one.
 
-Runs of the real entry point. `PATCHES` are lines run in the process before it, to be at a known place.
+Tests run the real entry point. `PATCHES` is code that runs first, to stop the run at a known point.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SFT = [
 TERM = "os.kill(os.getpid(), signal.SIGTERM)"
 START = (
     "import os, signal, sys, time\n"
-    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in the background of a shell
+    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell ignores SIGINT for background jobs
     "from trainer import __main__ as entry\n{patch}\nsys.exit(entry.main())"
 )
 PATCHES = {
@@ -58,17 +58,17 @@ def start(argv: list, cwd: Path, patch: str = "", **env: str) -> subprocess.Pope
 
 
 def run_here(*argv: object) -> None:
-    """A run that needs no process of its own."""
+    """Run in this process."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as environment() sets it for the processes: sums depend on it
+    torch.set_num_threads(1)  # as in environment(): rounding depends on it
     try:
         assert main([str(word) for word in argv]) == 0
     finally:
         torch.set_num_threads(threads)
 
 
-def ended(process: subprocess.Popen[str], timeout: float = 120) -> str:
-    """Its last words, once it has ended as a stopped run does."""
+def last_line(process: subprocess.Popen[str], timeout: float = 120) -> str:
+    """Wait for a run stopped by SIGTERM; return the last line of its stderr."""
     try:
         out, err = process.communicate(timeout=timeout)
     finally:
@@ -80,13 +80,13 @@ def ended(process: subprocess.Popen[str], timeout: float = 120) -> str:
 
 def wait_for_line(process: subprocess.Popen[str], text: str) -> None:
     assert process.stdout is not None
-    assert any(text in line for line in process.stdout), f"ended without a line {text!r}"
+    assert any(text in line for line in process.stdout), f"the process ended without a line {text!r}"
 
 
 def steps_saved(folder: Path) -> list[int]:
-    found = list_checkpoints(folder / "checkpoints")
-    assert not [problem for _, path in found if (problem := find_problem(path))]
-    return [step for step, _ in found]
+    checkpoints = list_checkpoints(folder / "checkpoints")
+    assert not [problem for _, path in checkpoints if (problem := find_problem(path))]
+    return [step for step, _ in checkpoints]
 
 
 def test_sigterm_saves_and_the_resumed_run_equals_an_unbroken_one(tmp_path):
@@ -96,10 +96,10 @@ def test_sigterm_saves_and_the_resumed_run_equals_an_unbroken_one(tmp_path):
     wait_for_line(process, f"step 3/{STEPS}")
     assert len(processes_with(marker)) > 1, "a reward worker is running"
     process.send_signal(signal.SIGTERM)
-    said = ended(process)
-    (step,) = steps_saved(tmp_path / "run")  # though save_steps is 0
-    assert step % 2 == 0 and 4 <= step < STEPS, "after all the steps on one batch of completions"
-    assert said == f"stopped by SIGTERM after step {step}, saved; continue with --resume {tmp_path / 'run'}"
+    line = last_line(process)
+    (step,) = steps_saved(tmp_path / "run")  # although save_steps is 0
+    assert step % 2 == 0 and 4 <= step < STEPS, "after all steps on one rollout"
+    assert line == f"stopped by SIGTERM after step {step}, saved; continue with --resume {tmp_path / 'run'}"
     assert not processes_with(marker)
     assert not (tmp_path / "run" / "final").exists()
     run_here("--resume", tmp_path / "run")
@@ -108,49 +108,50 @@ def test_sigterm_saves_and_the_resumed_run_equals_an_unbroken_one(tmp_path):
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_sigterm_while_loading_ends_at_once_and_leaves_no_folder(tmp_path):
+def test_sigterm_while_loading_ends_immediately_and_leaves_no_folder(tmp_path):
     process = start([*SFT, "--output-dir", tmp_path / "run"], tmp_path, PATCHES["loading"])
     wait_for_line(process, "here")
     process.send_signal(signal.SIGTERM)
-    assert "while loading; there was nothing to save" in ended(process, timeout=20)
+    assert "while loading; there was nothing to save" in last_line(process, timeout=20)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
-def test_sigterm_while_the_folder_is_made_leaves_one_that_can_be_resumed(tmp_path):
+def test_sigterm_while_creating_the_folder_leaves_a_resumable_folder(tmp_path):
     process = start([*SFT, "--output-dir", tmp_path / "run"], tmp_path, PATCHES["folder"])
-    assert "before the first step" in ended(process)
+    assert "before the first step" in last_line(process)
     assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "config.yaml", "run_id"}
 
 
 def test_sigterm_during_a_save_lets_it_finish(tmp_path):
     process = start([*SFT, "--output-dir", tmp_path / "run"], tmp_path, PATCHES["save"])
-    assert "after step 2, saved" in ended(process)
+    assert "after step 2, saved" in last_line(process)
     assert steps_saved(tmp_path / "run") == [2]
 
 
 @pytest.mark.slow
-def test_step_that_does_not_end_is_cut_off_after_the_grace(tmp_path):
+def test_hanging_step_is_aborted_after_the_grace_period(tmp_path):
     argv = [*SFT, "--output-dir", tmp_path / "run", "--stop-grace-s", 0.5]
     process = start(argv, tmp_path, PATCHES["hang"])
     wait_for_line(process, "here")
-    begun = time.monotonic()
+    start_time = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    assert "had not ended after stop_grace_s=0.5" in ended(process)
-    assert 0.5 <= time.monotonic() - begun < 10
-    assert steps_saved(tmp_path / "run") == [2]  # step 3 was done, and step 4 under way
+    assert "stop_grace_s=0.5" in last_line(process)
+    assert 0.5 <= time.monotonic() - start_time < 10
+    assert steps_saved(tmp_path / "run") == [2]  # step 3 was finished, step 4 was running
 
 
 @pytest.mark.slow
-def test_step_that_fails_after_sigterm_is_a_stop_and_not_an_error(tmp_path):
-    """Whoever stops a whole job stops its servers too; the trainer's last step then has nobody to ask."""
+def test_step_that_fails_after_sigterm_counts_as_a_stop(tmp_path):
+    """Stopping a job also stops its servers, so the trainer's last step may fail."""
     process = start([*SFT, "--output-dir", tmp_path / "run"], tmp_path, PATCHES["failure"])
-    assert "stopped by SIGTERM, the step could not end (no server is left)" in ended(process)
+    line = last_line(process)
+    assert "stopped by SIGTERM" in line and "(no server is left)" in line
     assert steps_saved(tmp_path / "run") == [2]
 
 
 @pytest.mark.slow
-def test_ctrl_c_says_where_to_continue(tmp_path):
+def test_ctrl_c_prints_how_to_continue(tmp_path):
     process = start([*SFT, "--output-dir", tmp_path / "run"], tmp_path, PATCHES["hang"])
     wait_for_line(process, "here")
     process.send_signal(signal.SIGINT)
@@ -178,18 +179,18 @@ with stop.end_on_sigterm():
 """
 
 
-def test_signal_to_a_fork_is_its_own():
+def test_signal_to_a_fork_does_not_stop_the_parent():
     done = subprocess.run([sys.executable, "-c", FORK], env=environment(), cwd=Path(__file__).parents[1], timeout=60)
     assert done.returncode == 0
 
 
 @pytest.mark.vllm
-@pytest.mark.slow  # starts a server of its own
-def test_servers_are_not_left_behind(tmp_path):
+@pytest.mark.slow  # starts a server
+def test_sigterm_ends_the_servers(tmp_path):
     marker = f"STROP_TEST_RUN={tmp_path}"
     argv = [*GRPO[:-2], "--rollout.engine", "vllm", "--output-dir", tmp_path / "run"]
     process = start(argv, tmp_path, **dict([marker.split("=", 1)]))
     wait_for_line(process, f"step 3/{STEPS}")
     process.send_signal(signal.SIGTERM)
-    assert "saved" in ended(process)
+    assert "saved" in last_line(process)
     assert not processes_with(marker)

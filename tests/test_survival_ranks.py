@@ -1,4 +1,4 @@
-"""kill -9 of a whole job at once, launcher, processes and server: what was saved is there, and the run goes on."""
+"""kill -9 of a whole job (launcher, ranks and server): saved checkpoints survive, and the run resumes."""
 
 from __future__ import annotations
 
@@ -45,32 +45,32 @@ def wait_for(process: subprocess.Popen[bytes], run: Path, step: int, timeout: fl
 def with_children(pids: Iterable[int]) -> set[int]:
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-    found = set(pids)
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
+    tree = set(pids)
+    while more := {pid for pid, parent in parents.items() if parent in tree} - tree:
+        tree |= more
+    return tree
 
 
 def kill_all(process: subprocess.Popen[bytes], run: Path) -> int:
-    """Everything that the job has started, at once; the number of processes."""
-    found = with_children(processes_with(f"STROP_TEST_RUN={run}"))  # vLLM's write their names over their environment
-    for pid in found:
-        with contextlib.suppress(ProcessLookupError):  # gone with its parent
+    """Kill all processes of the job; return their number."""
+    pids = with_children(processes_with(f"STROP_TEST_RUN={run}"))  # vLLM's titles overwrite the environment in /proc
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # ended with its parent
             os.kill(pid, signal.SIGKILL)
     process.wait(timeout=30)
     deadline = time.monotonic() + 30
     while processes_with(f"STROP_TEST_RUN={run}"):
-        assert time.monotonic() < deadline, "a process outlived its SIGKILL"
+        assert time.monotonic() < deadline, "a process survived SIGKILL"
         time.sleep(0.1)
-    return len(found)
+    return len(pids)
 
 
 @pytest.mark.vllm
-@pytest.mark.slow  # starts a server of its own three times
+@pytest.mark.slow  # starts a server three times
 @pytest.mark.parametrize("flags", [(), ("--async-prefetch", "--lora.r", 8)])
-def test_server_and_trainer_killed_together_lose_nothing_that_was_saved(flags, tmp_path):
+def test_checkpoints_survive_killing_server_and_trainer(flags, tmp_path):
     run = tmp_path / "run"
     argv: tuple[Any, ...] = (*GRPO, *flags, "--output-dir", run)
     for at_step in (3, 6):
@@ -78,19 +78,19 @@ def test_server_and_trainer_killed_together_lose_nothing_that_was_saved(flags, t
         try:
             wait_for(process, run, at_step)
             saved, rows = steps_saved(run), metrics(run)
-            assert saved, "something was reported as saved"
-            assert kill_all(process, run) >= 5, "the launcher, two processes, the guard, its server and more"
+            assert saved
+            assert kill_all(process, run) >= 5, "at least the launcher, two ranks, the guard and its server"
         finally:
             kill_all(process, run)
-        assert set(saved) <= set(steps_saved(run))  # all of them whole
+        assert set(saved) <= set(steps_saved(run))
         newest = max(steps_saved(run))
-        kept = [row for row in repeatable(rows) if row["step"] <= max(saved)]
-        assert repeatable(metrics(run))[: len(kept)] == kept
+        saved_rows = [row for row in repeatable(rows) if row["step"] <= max(saved)]
+        assert repeatable(metrics(run))[: len(saved_rows)] == saved_rows
         argv = ("--resume", run)
     process = start(run, *argv)
     assert process.wait(timeout=900) == 0, text(run)[-3000:]
     assert f"resuming after step {newest} of {STEPS}" in text(run)
-    assert repeatable(metrics(run))[: len(kept)] == kept
+    assert repeatable(metrics(run))[: len(saved_rows)] == saved_rows
     assert [row["step"] for row in metrics(run)] == list(range(STEPS + 1))
     assert max(row["policy/sync_gap"] for row in metrics(run)[1:]) < 1e-3
     assert (run / "final").is_dir() and not processes_with(f"STROP_TEST_RUN={run}")

@@ -1,17 +1,17 @@
-"""One vLLM server over HTTP: token ids in, token ids and log-probs out, and the calls that control it.
+"""HTTP client of one vLLM server: token ids in, token ids and log-probs out, plus control calls.
 
     server = VllmServer("http://127.0.0.1:8000", token="secret")
     await server.connect()
     segment = await server.generate([5, 6, 7], Sampling(max_tokens=8, stop_ids=(2,)), seed=11, max_tokens=8)
     -> Segment(ids=[9, 8, 2], logps=[-0.1, -1.2, -0.3], finish="stop")
 
-Works with vLLM 0.24 and 0.32, and with others that have the same routes. Every reply is checked; a server whose reply
-fails a check has failed. Nothing is sent twice here: the pool decides which completions to retry, and
-engines/weights.py repeats a weight sync as a whole. With an `owner`, connect() takes the server's lease.
+Works with vLLM 0.24 and 0.32, and with other versions that have the same routes. Every reply is checked; an invalid
+reply counts as a server failure. The client never retries: the pool decides which completions to retry, and
+engines/weights.py repeats a whole weight sync. With an `owner`, connect() takes the server's lease.
 
-In this file: VllmServer; the functions that build requests and check replies; HttpClient, HTTP/1.1 over asyncio streams
-with only what VllmServer needs. Why not httpx: 512 concurrent requests with replies of 256 tokens cost it 9 s of CPU
-(each request searches the whole connection pool), and HttpClient 0.1 s; parsing the JSON takes 0.4 s either way.
+HttpClient is HTTP/1.1 over asyncio streams with only what VllmServer needs. Why not httpx: for 512 concurrent requests
+with replies of 256 tokens it takes 9 s of CPU (each request searches the whole connection pool), HttpClient 0.1 s;
+parsing the JSON takes 0.4 s either way.
 """
 
 from __future__ import annotations
@@ -36,40 +36,40 @@ from rollout.servers.command import BASE, OLDEST, TOKEN
 from rollout.servers.lease import LEASE, RENEW_LIMIT_S, SESSION, Owner, refusal
 from rollout.servers.options import LOOPBACK
 
-CONTROL_S = 60.0  # pause, resume and the like, which wait for at most one step of the engine
+CONTROL_S = 60.0  # timeout of pause, resume etc., which wait for at most one engine step
 ADAPTER_S = 120.0
 SLEEP_S = 300.0  # level 1 copies the weights to main memory
-SLOW = 10.0  # tokens per second: a slower completion times out. --vllm.timeout is added
+SLOW = 10.0  # tokens per second; a slower completion times out, after --vllm.timeout in addition
 GENERATE = "/inference/v1/generate"
 GENERATE_ROUTE = "/strop/generate"  # rollout/servers/worker/strop_generate.py
 VERSION_ROUTE = "/update_weight_version"  # not in 0.24
-ROUTES = ("/pause", "/resume", "/is_paused", "/collective_rpc", "/get_world_size")  # without them it cannot be trained
+ROUTES = ("/pause", "/resume", "/is_paused", "/collective_rpc", "/get_world_size")  # required for weight sync
 EXTENSION = "strop_worker.Worker"
 SERVE = "start it with python -m rollout.serve"
 
 SEED_MASK = 2**63 - 1
-FINAL_ONLY = 2  # one reply at the end; 0.24 would otherwise build every prefix of the completion
+FINAL_ONLY = 2  # one reply at the end; otherwise 0.24 builds every prefix of the completion
 LOGP_SLACK = 1e-3  # logit minus logsumexp may round to just above 0
-NO_LOGP = -9999.0  # vLLM's value for a log-prob that is missing or not a number
-LOWEST_TEMPERATURE = 0.01  # vLLM raises temperatures between 0 and this to it
+NO_LOGP = -9999.0  # vLLM's value for a missing or NaN log-prob
+LOWEST_TEMPERATURE = 0.01  # vLLM raises temperatures in (0, 0.01) to this
 FINISHES = ("stop", "length", "abort")
 
-KEEP_S = 2.0  # reuse idle connections this long; uvicorn closes them after 5 s, our own servers later
+KEEP_S = 2.0  # reuse idle connections this long; uvicorn closes them after 5 s, servers started by strop later
 CONNECT_S = 10.0
 STREAM_LIMIT = 2**20
-BODY_LIMIT = 2**30  # larger than any reply; a length beyond it is garbage
+BODY_LIMIT = 2**30  # bytes, more than any valid reply
 
 
 class ServerError(Exception):
-    """This server failed (no connection, 5xx, garbage, timeout); another one may succeed."""
+    """This server failed (no connection, 5xx, invalid reply, timeout); another server may succeed."""
 
 
 class LateError(ServerError):
-    """No answer in time."""
+    """The request timed out."""
 
 
 class RefusedError(UserError):
-    """The server refuses the request (4xx): repeating it, here or elsewhere, would not help."""
+    """The server rejected the request (4xx); retrying it on any server would not help."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -78,27 +78,27 @@ class RefusedError(UserError):
 
 @dataclass(frozen=True)
 class ServerInfo:
-    version: str  # of vLLM
-    model_len: int  # most tokens of prompt and completion together
+    version: str  # vLLM's version
+    model_len: int  # maximum tokens of prompt plus completion
     workers: int
-    extension: bool  # it runs our worker extension: weights can be sent
+    extension: bool  # runs strop's worker extension, which receives weights
     lora: bool
     dtype: str  # "float32"
     instance: str  # changes when the server is restarted
-    device_uuids: tuple[str, ...]  # of the workers' GPUs, if the extension reports them
-    model: str  # folder or name it was started with
-    sleep_mode: bool = False  # it can release its memory to the trainer
-    marks_tokens: bool = False  # with the weights' version, as 0.32 does; and its metrics tell a sleep from a pause
+    device_uuids: tuple[str, ...]  # the workers' GPUs, if the extension reports them
+    model: str  # folder or hub id from its command line
+    sleep_mode: bool = False  # can release its memory to the trainer
+    marks_tokens: bool = False  # as in 0.32: marks tokens with the weight version; metrics distinguish sleep from pause
 
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """State of a server that answers."""
+    """State of a responding server."""
 
     instance: str
     paused: bool
-    dirty: bool  # a weight transfer broke off
-    foreign: str | None = None  # the tag of another trainer's weights that have replaced ours
+    dirty: bool  # a weight transfer was interrupted
+    foreign: str | None = None  # tag of another trainer's weights, if they have replaced this trainer's
 
 
 class VllmServer:
@@ -109,39 +109,41 @@ class VllmServer:
         token: str | None = None,
         timeout: float = 240.0,
         vocab_size: int | None = None,
-        owner: Owner | None = None,  # the trainer that will change its weights; None: completions only
+        owner: Owner | None = None,  # the trainer that will change the weights; None: completions only
     ) -> None:
         self.url = url.rstrip("/")
         self.owner = owner
         self.timeout = timeout
         self.vocab_size = vocab_size
         self.info: ServerInfo | None = None
-        self.has_generate_route = False  # it has our own route, which is faster
+        self.has_generate_route = False  # serves /strop/generate, which is faster than vLLM's route
         self.tag: str | None = None  # version that 0.32 marks tokens with, from set_version
-        self.mark: str | None = None  # tag of the weights that its workers held when last seen
-        self.leased = False  # it supports leases, and we hold its lease
+        self.mark: str | None = None  # last known tag of the workers' weights
+        self.leased = False  # the server supports leases, and this trainer holds its lease
         self._http = HttpClient(self.url, token, {SESSION: owner.session} if owner else None)
 
     async def connect(self) -> None:
-        """Read the server's settings, and refuse one that cannot serve us correctly."""
+        """Read the server's settings and take its lease; raise if the server cannot sample or sync correctly."""
         self.tag = None
         version = str((await self._json("GET", "/version", timeout=CONTROL_S)).get("version"))
         config = await self._config()
         model, parallel = config["model_config"], config["parallel_config"]
         if model["logprobs_mode"] != "processed_logprobs":
             raise RefusedError(
-                f"vllm.url={self.url}: its log-probs leave out the temperature "
-                f"(logprobs_mode={model['logprobs_mode']}); start it with --logprobs-mode processed_logprobs"
+                f"vllm.url={self.url}: logprobs_mode={model['logprobs_mode']} ignores the temperature; "
+                "start the server with --logprobs-mode processed_logprobs"
             )
         routes = await self._routes(version)
         for route in ROUTES:
             if route not in routes:
                 raise RefusedError(
-                    f"vllm.url={self.url}: vLLM {version} has no {route}, which weight sync needs; "
+                    f"vllm.url={self.url}: vLLM {version} lacks the route {route}, which weight sync needs; "
                     f"install vllm {OLDEST} or newer there"
                 )
         if GENERATE not in routes:
-            raise RefusedError(f"vllm.url={self.url}: does not take token ids; start it with --enable-scale-out")
+            raise RefusedError(
+                f"vllm.url={self.url}: does not accept token ids; start the server with --enable-scale-out"
+            )
         status, reply = await self._send("GET", GENERATE_ROUTE, b"", timeout=CONTROL_S)
         self.has_generate_route = status == 200
         if self.has_generate_route and self._http.host in LOOPBACK:
@@ -167,18 +169,17 @@ class VllmServer:
             self.leased = await self._lease("take", CONTROL_S)
 
     async def renew(self) -> None:
-        """Extend the lease by a minute; LeaseError if somebody else has held it since."""
+        """Extend the lease by a minute; raise LeaseError if another trainer has taken it."""
         if self.leased:
             await self._lease("renew", RENEW_LIMIT_S)
 
     async def release(self) -> None:
-        """Release the lease, for the next trainer."""
         if self.leased:
             self.leased = False
             await self._lease("release", RENEW_LIMIT_S)
 
     async def refuse_other(self, run: str) -> None:
-        """LeaseError while another run holds the lease; does not take it."""
+        """Raise LeaseError if another run holds the lease; does not take the lease."""
         status, reply = await self._send("GET", LEASE, b"", timeout=CONTROL_S)
         error = refusal(self.url, reply, run) if status == 200 else None
         if error is not None and json.loads(reply)["holder"]["run"] != run:
@@ -189,13 +190,13 @@ class VllmServer:
         prompt_ids: list[int],
         sampling: Sampling,
         *,
-        seed: int | None,  # None: the server's random numbers
+        seed: int | None,  # None: unseeded
         max_tokens: int,
         model: str = BASE,
-        version: int | None = None,  # of the weights: keeps prefix caches of different versions apart
+        version: int | None = None,  # weight version; separates the prefix caches of different versions
         timeout: float | None = None,
     ) -> Segment:
-        """One completion, or its first part if the server is paused meanwhile (finish "abort").
+        """Sample one completion, or its first part if the server is paused in the meantime (finish "abort").
 
         The time limit is `timeout` plus 1 / SLOW seconds per token.
         """
@@ -209,7 +210,7 @@ class VllmServer:
             request["cache_salt"] = f"v{version}"
         tag = self.tag
         route = GENERATE_ROUTE if self.has_generate_route else GENERATE
-        reply = await self._make(route, request, (timeout or self.timeout) + max_tokens / SLOW, max_tokens)
+        reply = await self._complete(route, request, (timeout or self.timeout) + max_tokens / SLOW, max_tokens)
         try:
             return read_segment(reply, sampling, max_tokens=max_tokens, vocab_size=self.vocab_size, tag=tag)
         except ValueError as error:
@@ -218,7 +219,7 @@ class VllmServer:
     async def logps(
         self, ids: list[int], *, model: str = BASE, version: int | None = None, timeout: float | None = None
     ) -> list[float]:
-        """Log-probs of ids[1:] at temperature 1."""
+        """Return log-probs of ids[1:] at temperature 1."""
         self._check_prompt(ids, 1)
         request: dict[str, Any] = {
             "model": model,
@@ -227,29 +228,28 @@ class VllmServer:
         }
         if version is not None:
             request["cache_salt"] = f"v{version}"
-        reply = await self._make(GENERATE, request, timeout or self.timeout, 1)
+        reply = await self._complete(GENERATE, request, timeout or self.timeout, 1)
         try:
             return read_scores(reply, ids)
         except ValueError as error:
             raise ServerError(f"{self.url}: {error}") from error
 
     async def pause(self) -> None:
-        """Stop; running requests return what they have. Clears the prefix cache."""
+        """Stop sampling and clear the prefix cache; running requests return their tokens so far."""
         await self._json("POST", "/pause?mode=abort&clear_cache=true", {}, timeout=CONTROL_S)
 
     async def resume(self) -> None:
         await self._json("POST", "/resume", {}, timeout=CONTROL_S)
 
     async def rpc(self, method: str, *, timeout: float, **kwargs: Any) -> list[Any]:
-        """Call a method of every worker; one result each.
+        """Call a method on every worker and return one result each.
 
-        Only the client times out: a server with several workers that did would take a late answer for that of the next
-        call.
+        Only the client times out: a server with several workers would mistake a late answer for the next call's.
         """
         reply = await self._json("POST", "/collective_rpc", {"method": method, "kwargs": kwargs}, timeout=timeout)
         results = reply.get("results")
         if not isinstance(results, list):
-            raise ServerError(f"{self.url}: {method} came back without results")
+            raise ServerError(f"{self.url}: {method} returned no results")
         return results
 
     async def load_adapter(self, name: str, path: str) -> None:
@@ -261,20 +261,20 @@ class VllmServer:
         await self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout=CONTROL_S)
 
     async def sleep(self, level: int = 1) -> None:
-        """Release GPU memory; level 1 keeps the weights in main memory, level 2 drops them."""
+        """Release GPU memory. Level 1 keeps the weights in main memory, level 2 drops them."""
         await self._call("POST", f"/sleep?level={level}&mode=abort", {}, timeout=SLEEP_S)
 
     async def wake(self, *tags: str) -> None:
-        """Take memory again: all of it, or "weights" first and "kv_cache" after the weights have been sent."""
+        """Reallocate memory: all of it, or "weights" first and "kv_cache" after the weights have been sent."""
         query = urlencode([("tags", tag) for tag in tags])
         await self._call("POST", f"/wake_up{'?' if query else ''}{query}", {}, timeout=SLEEP_S)
 
     async def is_sleeping(self) -> bool:
-        """Whether the server has released memory that it has not taken again.
+        """Return whether the server has released memory and not reallocated it.
 
-        vLLM also reports a paused server as asleep. The metrics of 0.32 tell the two apart, if the server keeps metrics
-        (our servers that can sleep do). Those of 0.24 do not: a server of which only the weights are awake counts as
-        awake. Without metrics a paused server counts as asleep; calling wake() on it is harmless, but resumes it.
+        vLLM also reports a paused server as asleep. In 0.32, metrics distinguish the two, if enabled (strop enables
+        them on servers that can sleep). In 0.24 they do not: a server with only its weights awake counts as awake.
+        Without metrics, a paused server counts as asleep; calling wake() on it is harmless, but resumes it.
         """
         assert self.info is not None, "connect() first"
         if (await self._json("GET", "/is_sleeping", timeout=CONTROL_S)).get("is_sleeping") is not True:
@@ -284,9 +284,9 @@ class VllmServer:
         return not is_awake((await self._call("GET", "/metrics", None, timeout=CONTROL_S)).decode("utf-8", "replace"))
 
     async def set_version(self, version: int) -> None:
-        """Set the tag of the workers' weights; 0.32 also marks tokens with it, and replies are checked for it.
+        """Set the tag of the workers' weights. vLLM 0.32 also marks tokens with the tag, which every reply must match.
 
-        The tag contains the run's random id, since two trainers both have a version 12.
+        The tag contains the random run id, because two trainers can both have a version 12.
         """
         assert self.info is not None, "connect() first"
         tag = self.owner.tag(version) if self.owner is not None else str(version)
@@ -299,7 +299,7 @@ class VllmServer:
         self.tag = tag
 
     async def check(self, timeout: float) -> ServerStatus:
-        """ServerError unless the API, the engine and the workers all answer in time."""
+        """Return the server's status; raise ServerError unless the API, the engine and all workers respond in time."""
         info = self.info
         try:
             async with asyncio.timeout(timeout):
@@ -309,7 +309,7 @@ class VllmServer:
                 paused = (await self._json("GET", "/is_paused", timeout=timeout)).get("is_paused") is True
                 instance = str((await self._config()).get("instance_id"))
         except TimeoutError as error:
-            raise ServerError(f"{self.url}: its engine has not answered for {timeout:g} s") from error
+            raise ServerError(f"{self.url}: no response from the engine for {timeout:g} s") from error
         except RefusedError as error:
             raise ServerError(str(error)) from error
         for worker in replies:
@@ -321,9 +321,7 @@ class VllmServer:
         return ServerStatus(instance=instance, paused=paused, dirty=dirty, foreign=foreign)
 
     def _is_foreign(self, tag: str | None) -> bool:
-        """Whether another trainer has loaded its weights since we last looked, which a server without leases does not
-        prevent.
-        """
+        """Return whether another trainer has replaced the weights, which a server without leases does not prevent."""
         if self.owner is None or tag is None or tag == self.mark:
             return False
         return not tag.startswith(f"{self.owner.run}:")
@@ -332,36 +330,36 @@ class VllmServer:
         self._http.close()
 
     def _check_prompt(self, ids: list[int], max_tokens: int) -> None:
-        """Refuse prompts that vLLM would refuse or, worse, truncate silently."""
+        """Raise for prompts that vLLM would reject or, worse, truncate silently."""
         if not ids:
-            raise RefusedError("prompt_ids=[]: an empty prompt; give at least one token")
+            raise RefusedError("prompt_ids=[]: empty prompt; pass at least one token")
         if self.info is not None and len(ids) + max_tokens > self.info.model_len:
             raise RefusedError(
-                f"max_tokens={max_tokens}: the prompt of {len(ids)} tokens and its completion do not fit the "
-                f"server's context of {self.info.model_len}; raise vllm.max_model_len or lower max_completion_length"
+                f"max_tokens={max_tokens}: {len(ids)} prompt tokens + {max_tokens} exceed the server's context of "
+                f"{self.info.model_len}; raise --vllm.max-model-len or lower --max-completion-length"
             )
         if min(ids) < 0 or (self.vocab_size is not None and max(ids) >= self.vocab_size):
             raise RefusedError(
-                f"prompt_ids: an id outside the model's vocabulary of {self.vocab_size}; "
-                "the tokenizer does not belong to this model"
+                f"prompt_ids: an id is outside the model's vocabulary of {self.vocab_size}; "
+                "use the model's own tokenizer"
             )
 
     async def _routes(self, version: str) -> frozenset[str]:
-        """The routes that it serves, from /openapi.json: requests made to fail would fill its log. A server without
-        that list (--disable-fastapi-docs) counts as having all that its version may have; the first request finds out.
+        """Return the server's routes from /openapi.json, since failing test requests would fill its log. A server
+        without that file (--disable-fastapi-docs) is assumed to have all routes of its version.
         """
         status, listed = await self._send("GET", "/openapi.json", b"", timeout=CONTROL_S)
         try:
             return frozenset(json.loads(listed)["paths"]) if status == 200 else frozenset(known_routes(version))
         except (KeyError, TypeError, ValueError) as error:
-            raise ServerError(f"{self.url}: /openapi.json came back without a list of routes") from error
+            raise ServerError(f"{self.url}: /openapi.json contains no list of routes") from error
 
-    async def _make(self, route: str, request: dict[str, Any], limit: float, max_tokens: int) -> dict[str, Any]:
+    async def _complete(self, route: str, request: dict[str, Any], limit: float, max_tokens: int) -> dict[str, Any]:
         try:
             return await self._json("POST", route, request, timeout=limit, reuse=True)
         except LateError as error:
             raise LateError(
-                f"{error}, the most that {max_tokens} token{'s' * (max_tokens != 1)} may take; if it is only slow, "
+                f"{error}, the limit for {max_tokens} token{'s' * (max_tokens != 1)}; if the server is only slow, "
                 "raise --vllm.timeout or lower --vllm.max-in-flight"
             ) from error
 
@@ -372,27 +370,27 @@ class VllmServer:
             if error.status != 404:
                 raise
             raise RefusedError(
-                f"vllm.url={self.url}: its control routes are off (VLLM_SERVER_DEV_MODE); {SERVE}", 404
+                f"vllm.url={self.url}: control routes are disabled (VLLM_SERVER_DEV_MODE); {SERVE}", 404
             ) from error
         config = reply.get("vllm_config")
         if not isinstance(config, dict) or not {"model_config", "parallel_config"} <= set(config):
-            raise ServerError(f"{self.url}: /server_info came back without a configuration")
+            raise ServerError(f"{self.url}: /server_info contains no configuration")
         return config
 
     async def _lease(self, action: str, timeout: float) -> bool:
-        """Whether the server supports leases; LeaseError if somebody else holds it. Idempotent for one session, so a
-        request whose reply was lost may be repeated.
+        """Return whether the server supports leases; raise LeaseError if another trainer holds the lease. Idempotent
+        per session, so a request whose reply was lost may be repeated.
         """
         assert self.owner is not None, "only a trainer has a lease"
         status, reply = await self._send("POST", LEASE, self.owner.ask(action), timeout=timeout)
-        if status == 404:  # a plain vLLM
+        if status == 404:  # vLLM without strop's middleware
             return False
-        self._refuse_lost(status, reply)
+        self._raise_if_lost(status, reply)
         if status != 200:
             raise ServerError(f"{self.url}: {LEASE} failed ({status} {error_text(reply)})")
         return True
 
-    def _refuse_lost(self, status: int, reply: bytes) -> None:
+    def _raise_if_lost(self, status: int, reply: bytes) -> None:
         error = refusal(self.url, reply, self.owner.run if self.owner else "") if status == 409 else None
         if error is not None:
             raise error
@@ -404,24 +402,24 @@ class VllmServer:
         try:
             value = json.loads(reply)
         except ValueError as error:
-            raise ServerError(f"{self.url}: {path} came back with {reply[:60]!r}, which is not JSON") from error
+            raise ServerError(f"{self.url}: {path} returned {reply[:60]!r}, not JSON") from error
         if not isinstance(value, dict):
-            raise ServerError(f"{self.url}: {path} came back with {reply[:60]!r}, which is not an object")
+            raise ServerError(f"{self.url}: {path} returned {reply[:60]!r}, not a JSON object")
         return value
 
     async def _call(
         self, method: str, path: str, body: dict[str, Any] | None, *, timeout: float, reuse: bool = False
     ) -> bytes:
-        """The body of a 200; RefusedError if the request was at fault, ServerError if the server was."""
+        """Return the body of a 200; raise RefusedError for a bad request, ServerError for a server failure."""
         data = b"" if body is None else json.dumps(body).encode()
         status, reply = await self._send(method, path, data, timeout=timeout, reuse=reuse)
         if status == 200:
             return reply
-        self._refuse_lost(status, reply)
+        self._raise_if_lost(status, reply)
         route = quote(path.split("?")[0])
         # 408 and 429 mean that the server is busy, not that the request is wrong.
         if 400 <= status < 500 and status not in (408, 429):
-            raise RefusedError(f"vllm.url={self.url}: refuses {route} ({status} {error_text(reply)})", status)
+            raise RefusedError(f"vllm.url={self.url}: rejected {route} ({status} {error_text(reply)})", status)
         raise ServerError(f"{self.url}: {route} failed ({status} {error_text(reply)})")
 
     async def _send(
@@ -433,24 +431,24 @@ class VllmServer:
         except ConnectError as error:
             raise ServerError(f"vllm.url={self.url}: cannot be reached ({error}); is the server up?") from error
         except TimeoutError as error:
-            raise LateError(f"{self.url}: {route} has not answered for {timeout:g} s") from error
+            raise LateError(f"{self.url}: no response from {route} for {timeout:g} s") from error
         except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
             raise ServerError(f"{self.url}: {route} failed ({type(error).__name__}: {error})") from error
         if status == 401:
             raise RefusedError(
-                f"vllm.url={self.url}: needs another token; set {TOKEN} to the one it was started with, or unset it if "
-                "this user started the server on this machine",
+                f"vllm.url={self.url}: wrong token; set {TOKEN} to the server's token, or unset {TOKEN} if this user "
+                "started the server on this machine",
                 status,
             )
         return status, reply
 
 
-# requests and replies: plain functions, no connection ------------------------------------------------------------
+# requests and replies --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens from one request to one server, hence from one version of the weights."""
+    """Tokens from one request to one server, hence from one weight version."""
 
     ids: list[int]
     logps: list[float]
@@ -458,10 +456,10 @@ class Segment:
 
 
 def check_sampling(sampling: Sampling, *, training: bool) -> None:
-    """Refuse settings that the server would not follow exactly, and those that would bias a training sample."""
+    """Raise for settings that vLLM does not follow exactly, or that would bias training samples."""
     if not (sampling.temperature == 0 or LOWEST_TEMPERATURE <= sampling.temperature < math.inf):
         raise UserError(
-            f"temperature={sampling.temperature}: vLLM samples at {LOWEST_TEMPERATURE} or above; give 0 for greedy"
+            f"temperature={sampling.temperature}: vLLM's minimum is {LOWEST_TEMPERATURE}; set 0 for greedy decoding"
         )
     engine.check_sampling(replace(sampling, for_training=training))
 
@@ -470,11 +468,11 @@ def sampling_params(sampling: Sampling, seed: int | None, max_tokens: int) -> di
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
         "max_tokens": max_tokens,
-        "logprobs": 0,  # of the sampled token only
-        # Stop at our stop ids only, not at those of the model's generation_config.
+        "logprobs": 0,  # only the sampled token's
+        # Stop only at these ids, not at the generation_config's.
         "stop_token_ids": list(sampling.stop_ids),
         "ignore_eos": True,
-        "detokenize": bool(sampling.stop),  # stop strings are searched in text
+        "detokenize": bool(sampling.stop),  # stop strings are matched in text
         "output_kind": FINAL_ONLY,
     }
     if sampling.stop:
@@ -491,7 +489,7 @@ def sampling_params(sampling: Sampling, seed: int | None, max_tokens: int) -> di
 def read_segment(
     reply: dict[str, Any], sampling: Sampling, *, max_tokens: int, vocab_size: int | None = None, tag: str | None = None
 ) -> Segment:
-    """The completion of a reply, or ValueError; `tag`: the version that 0.32 must have marked every token with."""
+    """Parse and check a reply; raise ValueError if it is invalid. `tag`: the version mark that 0.32 must report."""
     try:
         (choice,) = reply["choices"]
         ids, finish = choice["token_ids"] or [], choice["finish_reason"]
@@ -499,41 +497,41 @@ def read_segment(
         spans = choice.get("weight_versions") or []
         versions = {span["version"] for span in spans}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"a reply of another shape ({type(error).__name__}: {error})") from error
+        raise UserError(f"malformed reply ({type(error).__name__}: {error})") from error
     if not all(type(i) is int for i in ids):
-        raise UserError("token ids that are not integers")
+        raise UserError("token ids are not integers")
     if finish not in FINISHES:
-        raise UserError(f"finish_reason={finish!r}: is none of {', '.join(FINISHES)}")
+        raise UserError(f"finish_reason={finish!r}: not one of {', '.join(FINISHES)}")
     if len(ids) > max_tokens or (finish == "length" and len(ids) != max_tokens):
-        raise UserError(f"{len(ids)} tokens (finish_reason={finish}) where {max_tokens} were asked for")
+        raise UserError(f"{len(ids)} tokens with finish_reason={finish} and max_tokens={max_tokens}")
     if ids and (min(ids) < 0 or (vocab_size is not None and max(ids) >= vocab_size)):
-        raise UserError(f"a token id outside the vocabulary of {vocab_size}")
+        raise UserError(f"a token id is outside the vocabulary of {vocab_size}")
     if finish == "stop" and not sampling.stop and (not ids or ids[-1] not in sampling.stop_ids):
         raise UserError(f"stopped at token {ids[-1:]}, which is not in stop_ids")
     _check_logps(logps, len(ids))
     if tag is not None and versions - {tag}:
-        raise UserError(f"tokens of weight version {', '.join(sorted(map(str, versions)))}, and it should hold {tag}")
+        raise UserError(f"tokens are from weight version {', '.join(sorted(map(str, versions)))}, expected {tag}")
     return Segment(ids, logps, finish)
 
 
 def _logps_of(logprobs: dict[str, Any] | None) -> list[float]:
-    """Log-probs from the reply of vLLM's own route."""
+    """Return the log-probs in a reply of vLLM's own route."""
     return [token["logprob"] for token in (logprobs or {}).get("content") or []]
 
 
 def read_scores(reply: dict[str, Any], ids: list[int]) -> list[float]:
-    """Log-probs of ids[1:] out of prompt_logprobs: [None, {"7": {"logprob": -0.3, ..}}, ..]."""
+    """Return log-probs of ids[1:] from prompt_logprobs: [None, {"7": {"logprob": -0.3, ..}}, ..]."""
     try:
         entries = reply["prompt_logprobs"]
         logps = [entry[str(i)]["logprob"] for entry, i in zip(entries[1:], ids[1:], strict=True)]
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"scores of another shape ({type(error).__name__}: {error})") from error
+        raise UserError(f"malformed prompt_logprobs ({type(error).__name__}: {error})") from error
     _check_logps(logps, len(ids) - 1)
     return logps
 
 
 def read_keep_alive(reply: bytes) -> float:
-    """For how long our own route's server keeps idle connections; 0 if it does not say."""
+    """Return how long a server with strop's route keeps idle connections, in seconds; 0 if unknown."""
     try:
         return float(json.loads(reply)["keep_alive"])
     except (KeyError, TypeError, ValueError):
@@ -541,19 +539,19 @@ def read_keep_alive(reply: bytes) -> float:
 
 
 def known_routes(version: str) -> tuple[str, ...]:
-    """Routes to expect of a server that does not list them."""
+    """Return the routes to expect from a server that does not list them."""
     return (GENERATE, *ROUTES) + (() if version.startswith("0.24.") else (VERSION_ROUTE,))
 
 
 def is_awake(metrics: str) -> bool:
-    """Whether /metrics reports all engines of a server as awake; without such lines it does not count as awake."""
+    """Return whether /metrics reports all engines as awake; False without sleep-state metrics."""
     lines = [line for line in metrics.splitlines() if line.startswith("vllm:engine_sleep_state{")]
     values = [line.rpartition(" ")[2] for line in lines if 'sleep_state="awake"' in line]
     return bool(values) and all(float(value) == 1 for value in values)
 
 
 def error_text(body: bytes) -> str:
-    """The message inside an error reply, on one line."""
+    """Return the message of an error reply, on one line."""
     text = body.decode("utf-8", "replace")
     try:
         error = json.loads(text)
@@ -571,12 +569,12 @@ def _check_logps(logps: list[Any], num_ids: int) -> None:
     if not logps:
         return
     if not all(type(logp) in (float, int) for logp in logps):
-        raise UserError("log-probs that are not numbers")
-    # The sum first: it shows every NaN, which min and max may miss.
+        raise UserError("log-probs are not numbers")
+    # Check the sum first: it propagates NaN, which min and max may miss.
     if not math.isfinite(sum(logps)) or min(logps) <= NO_LOGP:
-        raise UserError("log-probs that are not finite; if every server says so, the weights have diverged")
+        raise UserError("log-probs are not finite; if all servers report this, the weights have diverged")
     if max(logps) > LOGP_SLACK:
-        raise UserError(f"a log-prob of {max(logps):g}, above 0")
+        raise UserError(f"log-prob {max(logps):g} is above 0")
 
 
 # HTTP ------------------------------------------------------------------------------------------------------------
@@ -586,11 +584,11 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class ConnectError(OSError):
-    """No connection, so nothing was sent; the text is the reason in a few words."""
+    """No connection, so nothing was sent; the message is a short reason."""
 
 
 class HttpClient:
-    """Connections to one server, as many as there are concurrent requests.
+    """Connections to one server, one per concurrent request.
 
     client = HttpClient("http://127.0.0.1:8000", token="secret")
     status, body = await client.send("POST", "/pause", b"{}", timeout=60)
@@ -599,9 +597,9 @@ class HttpClient:
     def __init__(self, url: str, token: str | None = None, headers: Mapping[str, str] | None = None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"vllm.url={url}: is not an address; give one such as http://127.0.0.1:8000")
+            raise UserError(f"vllm.url={url}: not a URL; pass a value such as http://127.0.0.1:8000")
         if token is not None and not (token.isascii() and token.isprintable()):
-            raise UserError("STROP_VLLM_TOKEN: has characters that a header cannot hold; use letters and digits")
+            raise UserError("STROP_VLLM_TOKEN: contains characters not allowed in a header; use letters and digits")
         self.host = parts.hostname
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self.base = parts.path.rstrip("/")
@@ -617,11 +615,11 @@ class HttpClient:
     async def send(
         self, method: str, path: str, body: bytes = b"", *, timeout: float, reuse: bool = False
     ) -> tuple[int, bytes]:
-        """Status and body. ConnectError without a connection; OSError, EOFError or ValueError if the server fails;
-        TimeoutError after `timeout`.
+        """Send a request; return status and body. Raises ConnectError without a connection, TimeoutError after
+        `timeout`, and OSError, EOFError or ValueError if the server fails.
 
-        `reuse` takes an open connection if there is one. The server may be closing it at that moment, so use it only
-        for requests that can be repeated.
+        `reuse` takes an open connection if there is one. The server may be closing it at that moment, so use `reuse`
+        only for requests that can be repeated.
         """
         end = asyncio.get_running_loop().time() + timeout
         reader, writer = (self._take() if reuse else None) or await self._connect(min(CONNECT_S, timeout))
@@ -631,7 +629,7 @@ class HttpClient:
                 writer.write(f"{method} {self.base}{path} HTTP/1.1\r\n{self.head}{length}".encode() + body)
                 status, reply, stays_open = await _read(reader)
         except BaseException:
-            # Also on cancellation: the server sees the connection close and drops the request.
+            # Even on cancellation: the server sees the connection close and drops the request.
             writer.transport.abort()
             raise
         if stays_open:
@@ -651,12 +649,12 @@ class HttpClient:
         except TimeoutError as error:
             raise ConnectError(f"no connection within {seconds:g} s") from error
         except OSError as error:
-            # A host name with several addresses fails with the errors of all in one text.
+            # For a host name with several addresses, one message contains the errors of all addresses.
             refused = isinstance(error, ConnectionRefusedError) or f"[Errno {errno.ECONNREFUSED}]" in str(error)
             raise ConnectError("connection refused" if refused else (error.strerror or str(error)).lower()) from error
 
     def _take(self) -> Connection | None:
-        """The most recently used connection, if it is fresh and still open."""
+        """Return the most recently used connection that is fresh and still open, or None."""
         while self.idle:
             since, (reader, writer) = self.idle.pop()
             if time.monotonic() - since < self.keep_s and not reader.at_eof() and not writer.is_closing():
@@ -672,13 +670,13 @@ class HttpClient:
 
 
 async def _read(reader: asyncio.StreamReader) -> tuple[int, bytes, bool]:
-    """(status, body, whether the connection stays open) of one reply."""
+    """Read one reply: (status, body, whether the connection stays open)."""
     status = 100
     while status < 200:  # 1xx replies only announce the real one
         lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         words = lines[0].split(" ", 2)
         if not words[0].startswith("HTTP/1.") or len(words) < 2 or not words[1].isdigit():
-            raise UserError(f"the reply begins with {lines[0][:60]!r}, which is not HTTP")
+            raise UserError(f"not an HTTP reply: {lines[0][:60]!r}")
         status = int(words[1])
     headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
     stays_open = words[0] == "HTTP/1.1" and headers.get("connection", "").lower() != "close"
@@ -704,12 +702,12 @@ async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
 def _length(text: str, base: int) -> int:
     size = int(text, base)
     if not 0 <= size <= BODY_LIMIT:
-        raise UserError(f"a reply of {text} bytes is not one of vLLM's")
+        raise UserError(f"invalid reply length {text}")
     return size
 
 
 def allow_connections(wanted: int) -> None:
-    """Raise the limit on open files: each request is one, and many systems allow a process only 1024 by default."""
+    """Raise the limit on open files: each request needs one, and the default is often only 1024 per process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < limit:

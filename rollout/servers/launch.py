@@ -1,15 +1,12 @@
-"""Start, await and stop vLLM servers of our own.
+"""Start and stop local vLLM servers and wait until they are ready.
 
     server = launch(VllmConfig(), model="trainer/tiny", lora_rank=8, log_dir=Path("runs/dev/logs"))
     with server:
         wait_ready([server], timeout=600)
         httpx.get(f"{server.url}/v1/models", headers=server.headers)
 
-Each server is the child of worker/strop_guard.py, which ends it when this process dies, even by kill -9. If the guard
-is killed too, the next start finds what is left through the server's scratch folder and removes it.
-
-In this file: Launched (one server's processes), launch, wait_ready, stop_all; ports and leftovers; reading the
-server's log for the phase of its start and the cause of a failure.
+Each server is a child of worker/strop_guard.py, which ends it when this process dies, even by kill -9. If the guard is
+killed too, the next start finds the leftovers through the server's scratch folder and removes them.
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ LOCK = "guard.lock"  # in a scratch folder: locked while its guard is alive
 
 
 class Launched:
-    """One server and its processes. As a context manager, it stops the server at the end."""
+    """One server and its processes. The context manager stops the server on exit."""
 
     def __init__(
         self, cfg: VllmConfig, *, replica: int, token: str | None, log_path: Path | None, **serve: Any
@@ -57,10 +54,10 @@ class Launched:
         self.cfg = cfg
         self.replica = replica
         self.token = token
-        self.log_path = log_path  # None: the server writes to our stderr
+        self.log_path = log_path  # None: the server inherits stderr
         self.url = ""
         self.num_starts = 0
-        self.was_ready = False  # since it was last started
+        self.was_ready = False  # since the last start
         self._serve = serve
         self._guard: subprocess.Popen[bytes] | None = None
         self._group: int | None = None
@@ -84,45 +81,45 @@ class Launched:
 
     @property
     def token_path(self) -> Path | None:
-        """File in which a trainer of this user on this machine finds the token."""
+        """File where a trainer of the same user on this machine finds the token."""
         return None if self._token_file is None else self._token_file.path
 
     @property
     def gpus(self) -> list[str]:
-        """Its entries for CUDA_VISIBLE_DEVICES; empty on a CPU."""
+        """The server's entries for CUDA_VISIBLE_DEVICES; empty on a CPU."""
         return list(self._serve.get("gpus", ()))
 
     @property
     def is_stopped(self) -> bool:
-        """Whether stop() was called: it does not start again."""
+        """True after stop(): the server cannot be restarted."""
         return self._closed
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the guard and of the server's process group; empty once it has ended."""
+        """Process ids of the guard and the server's process group; empty once the server has ended."""
         guard = [self._guard.pid] if self._guard is not None and self._guard.poll() is None else []
         return guard + (group_members(self._group) if self._group is not None else [])
 
     def poll(self) -> int | None:
-        """Exit status once the server has ended (above 128: that signal), else None."""
+        """Return the exit status (128 + N after signal N), or None while the server runs."""
         return None if self._guard is None else self._guard.poll()
 
     def cause(self) -> str:
-        """Why it ended, in one line."""
+        """Return why the server ended, in one line."""
         status = self.poll() or 0
         if status == 128 + signal.SIGILL:
-            return "its CPU lacks an instruction that this dtype needs (SIGILL); use --vllm.dtype float32"
-        if status == 128 + signal.SIGKILL and not self._text().strip():
-            return "it was killed (SIGKILL)"
-        return cause_of(self._text()) if self.log_path else f"it ended with status {status}; see above"
+            return "the CPU lacks an instruction for this dtype (SIGILL); use --vllm.dtype float32"
+        if status == 128 + signal.SIGKILL and not self._log_text().strip():
+            return "killed (SIGKILL)"
+        return cause_of(self._log_text()) if self.log_path else f"exit status {status}; see the output above"
 
     def phase(self) -> str:
-        return phase_of(self._text())
+        return phase_of(self._log_text())
 
     def restart(self) -> None:
-        """End what is left of it and start it again: on another port if we chose the port, with a new log file.
+        """End the server's processes and start it again with a new log file, and a new port unless --vllm.port is set.
 
-        ValueError if stop() was called, before or meanwhile.
+        Raises ValueError if stop() is called before or during the restart.
         """
         with self._lock:
             self._end()
@@ -131,8 +128,8 @@ class Launched:
             self._start()
 
     def stop(self) -> None:
-        """End every process of this server for good and wait until they are gone. May be called twice and from any
-        thread: a restart in progress is abandoned, or awaited and then ended.
+        """End the server for good and wait until all its processes are gone. Idempotent and thread-safe: a restart in
+        progress is abandoned, or finishes and is then ended.
         """
         if os.getpid() != self._owner:  # a forked child that exits must not end its parent's server
             return
@@ -150,13 +147,13 @@ class Launched:
         guard = self._guard
         if guard is None or guard.stdin is None or guard.stdin.closed:
             return
-        if not self.was_ready:  # a server that is still loading reacts slowly to TERM, and has nothing to finish
+        if not self.was_ready:  # a loading server reacts slowly to TERM and has no request to finish
             guard.send_signal(signal.SIGINT)
         with contextlib.suppress(OSError):
             guard.stdin.close()
         try:
             guard.wait(STOP_WAIT)
-        except subprocess.TimeoutExpired:  # somebody suspended the guard itself
+        except subprocess.TimeoutExpired:  # the guard itself is suspended
             guard.kill()
             guard.wait()
         if self._group is not None and group_members(self._group):
@@ -165,12 +162,12 @@ class Launched:
         self._group = None
         remove_leftovers(Path(self._scratch))  # nothing to do unless the guard was killed
 
-    def _text(self) -> str:
+    def _log_text(self) -> str:
         return read_tail(self.log_path) if self.log_path else ""
 
     def _start(self) -> None:
         if self._closed:
-            raise UserError(f"vLLM server {self.replica}: was stopped and does not start again")
+            raise UserError(f"vLLM server {self.replica}: stopped and cannot be restarted")
         self._port = reserve(self.cfg.host, self.cfg.port + self.replica if self.cfg.port else 0)
         port = self._port.getsockname()[1]
         try:
@@ -187,17 +184,17 @@ class Launched:
             raise
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.cfg.host, self.cfg.host)
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        # vLLM leaves sockets and files in the temporary folder; this one is deleted when it ends. The path of a socket
-        # has at most 107 characters, so the folder must not have a long path.
-        home = tempfile.gettempdir()
-        parent = Path(home if len(home) <= 40 else "/tmp")
+        # vLLM leaves sockets and files in its temporary folder, so each server gets one that is deleted when it ends.
+        # A socket path has at most 107 characters, so the folder's path must be short.
+        temporary = tempfile.gettempdir()
+        parent = Path(temporary if len(temporary) <= 40 else "/tmp")
         sweep(parent)
         self._scratch = tempfile.mkdtemp(prefix=SCRATCH, dir=parent)
-        env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(home) / f"torchinductor_{os.getuid()}"))  # kept
+        env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(temporary) / f"torchinductor_{os.getuid()}"))  # not deleted
         env |= {"TMPDIR": self._scratch, "STROP_GUARDED": "1"}
         lock = (Path(self._scratch) / f"new-{LOCK}").open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX)  # inherited by the guard, and held until it ends in any way
-        Path(lock.name).rename(Path(self._scratch) / LOCK)  # so nobody sees it unlocked while the guard is alive
+        fcntl.flock(lock, fcntl.LOCK_EX)  # inherited by the guard and held until the guard ends in any way
+        Path(lock.name).rename(Path(self._scratch) / LOCK)  # so LOCK is never visible unlocked while the guard is alive
         read_end, write_end = os.pipe()
         guard = [sys.executable, str(WORKER / "strop_guard.py"), "--scratch", self._scratch, "--pid-fd", str(write_end)]
         try:
@@ -208,7 +205,7 @@ class Launched:
                 stderr=output,
                 env=env,
                 pass_fds=(write_end, lock.fileno()),
-                start_new_session=True,  # Ctrl-C reaches only us, and we end the server
+                start_new_session=True,  # Ctrl-C reaches only this process, which then ends the server
             )
         finally:
             os.close(write_end)
@@ -239,11 +236,11 @@ def launch(
     trust_remote_code: bool = False,
     grouped: bool = False,
 ) -> Launched:
-    """Start one server and return at once; wait_ready waits for it.
+    """Start one server without waiting for it; see wait_ready.
 
-    `first_gpu`: the first GPU to use if --vllm.devices names none; the one after the trainer's, or 0 with colocate. The
-    token is that of STROP_VLLM_TOKEN or a random one. There always is one: without a token anybody who reaches the
-    server could replace its weights.
+    `first_gpu`: first GPU to use if --vllm.devices is empty: the GPU after the trainer's, or 0 with colocate. The token
+    is STROP_VLLM_TOKEN or random. A token is always set: without it, anyone who can reach the server could replace its
+    weights.
     """
     check_host(cfg)
     token = os.environ.get(TOKEN) or secrets.token_urlsafe(32)
@@ -270,45 +267,45 @@ def launch(
 
 
 def check_host(cfg: VllmConfig) -> None:
-    """A server that other machines can reach needs a token that its trainer can know, not a random one."""
+    """Raise if other machines can reach the server without STROP_VLLM_TOKEN: a trainer cannot know a random token."""
     if cfg.host not in LOOPBACK and not os.environ.get(TOKEN):
         raise UserError(
-            f"vllm.host={cfg.host}: anybody who reaches it could replace the weights; give server and trainer a token: "
-            f"export {TOKEN}=$(python -c 'import secrets; print(secrets.token_urlsafe(32))')"
+            f"vllm.host={cfg.host}: other machines could replace the weights; set the same token for server and "
+            f"trainer: export {TOKEN}=$(python -c 'import secrets; print(secrets.token_urlsafe(32))')"
         )
 
 
 def gpus_of(cfg: VllmConfig, replica: int, first_gpu: int) -> list[str]:
-    """Entries for CUDA_VISIBLE_DEVICES; --vllm.devices counts within the GPUs visible to this process."""
+    """Return the replica's entries for CUDA_VISIBLE_DEVICES; --vllm.devices indexes GPUs visible to this process."""
     size = cfg.tensor_parallel_size
     start = replica * size
-    numbers = cfg.devices[start : start + size] or range(first_gpu + start, first_gpu + start + size)
+    indices = cfg.devices[start : start + size] or range(first_gpu + start, first_gpu + start + size)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return [str(number) for number in numbers]
+        return [str(index) for index in indices]
     names = [name.strip() for name in visible.split(",") if name.strip()]
-    if max(numbers) >= len(names):
+    if max(indices) >= len(names):
         raise UserError(
-            f"vllm.devices={' '.join(map(str, numbers))}: CUDA_VISIBLE_DEVICES={visible} shows {len(names)} GPUs, "
-            f"counted from 0; show more, or lower --vllm.replicas or --vllm.tensor-parallel-size"
+            f"vllm.devices={' '.join(map(str, indices))}: CUDA_VISIBLE_DEVICES={visible} has only {len(names)} GPUs "
+            f"(indices start at 0); add GPUs to it, or lower --vllm.replicas or --vllm.tensor-parallel-size"
         )
-    return [names[number] for number in numbers]
+    return [names[index] for index in indices]
 
 
 def wait_ready(launched: Sequence[Launched], timeout: float, log: Log = print) -> None:
-    """Return when every server answers; ValueError says which one failed and why. Stops none of them."""
-    begun = time.monotonic()
-    waiting = {server: ("", begun) for server in launched}  # the phase logged last, and when
+    """Return once all servers respond. Raise ValueError if one fails, with the cause; stop no server."""
+    start = time.monotonic()
+    waiting = {server: ("", start) for server in launched}  # last logged phase and its time
     with httpx.Client(timeout=5.0, trust_env=False) as client:
         while waiting:
             for server in list(waiting):
                 name = f"vLLM server {server.replica}"
-                seconds = time.monotonic() - begun
+                seconds = time.monotonic() - start
                 if server.is_stopped:
-                    raise UserError(f"{name}: was stopped before it was ready")
+                    raise UserError(f"{name}: stopped before it was ready")
                 if server.poll() is not None:
-                    where = f" (log: {server.log_path})" if server.log_path else ""
-                    raise UserError(f"{name}: did not start: {server.cause()}{where}")
+                    log_hint = f" (log: {server.log_path})" if server.log_path else ""
+                    raise UserError(f"{name}: failed to start: {server.cause()}{log_hint}")
                 if is_up(client, server):
                     server.was_ready = True
                     log(f"{name}: ready after {seconds:.0f} s")
@@ -316,7 +313,7 @@ def wait_ready(launched: Sequence[Launched], timeout: float, log: Log = print) -
                 elif seconds > timeout:
                     raise UserError(
                         f"vllm.startup_timeout={timeout:g}: {name.replace('vLLM ', '')} is still {server.phase()}; "
-                        f"raise it, or see {server.log_path or 'above'}"
+                        f"raise --vllm.startup-timeout, or see {server.log_path or 'the output above'}"
                     )
                 else:
                     waiting[server] = _log_progress(server, name, seconds, waiting[server], log)
@@ -325,7 +322,7 @@ def wait_ready(launched: Sequence[Launched], timeout: float, log: Log = print) -
 
 
 def stop_all(launched: Sequence[Launched]) -> None:
-    """Stop all at the same time, since each may take seconds."""
+    """Stop all servers concurrently, since each may take seconds."""
     with ThreadPoolExecutor(max(len(launched), 1)) as threads:
         list(threads.map(Launched.stop, launched))
 
@@ -336,7 +333,7 @@ def is_up(client: httpx.Client, server: Launched) -> bool:
     except httpx.HTTPError:
         return False
     if status == 401:
-        raise UserError(f"vllm.port={server.url.rpartition(':')[2]}: another server answers there; take another port")
+        raise UserError(f"vllm.port={server.url.rpartition(':')[2]}: used by another server; choose another port")
     return status == 200
 
 
@@ -348,40 +345,37 @@ def _log_progress(server: Launched, name: str, seconds: float, last: tuple[str, 
     return phase, now
 
 
-# ports, and what a killed guard leaves behind --------------------------------------------------------------------
+# ports, and leftovers of a killed guard --------------------------------------------------------------------------
 
 
 def reserve(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen. It reserves `port` (0: a free one) for a server that sets SO_REUSEADDR and
-    SO_REUSEPORT, as vLLM does, so that nobody else can take it before the server binds it.
+    """Return a bound socket that does not listen. It reserves `port` (0: a free port) for a server that sets
+    SO_REUSEADDR and SO_REUSEPORT, as vLLM does: no other process can bind the port first.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         if port:
-            with socket.socket(family, socket.SOCK_STREAM) as probe:  # vLLM 0.24 would share a port with another vLLM
+            with socket.socket(family, socket.SOCK_STREAM) as probe:  # two vLLM 0.24 servers would share the port
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((host, port))
                 probe.listen(1)
-        held = socket.socket(family, socket.SOCK_STREAM)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held.bind((host, port))
-    except socket.gaierror:
-        raise UserError(f"vllm.host={host}: is not an address of this machine; use 127.0.0.1") from None
+        reserved = socket.socket(family, socket.SOCK_STREAM)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind((host, port))
     except PermissionError:
-        raise UserError(f"vllm.port={port}: is not allowed for this user; take one above 1023, or 0") from None
+        raise UserError(f"vllm.port={port}: not allowed for this user; use a port above 1023, or 0") from None
     except OSError as error:
-        what = "is in use; stop what uses it, or pass 0 for a free one"
-        if "assign" in str(error):
-            raise UserError(f"vllm.host={host}: is not an address of this machine; use 127.0.0.1") from None
-        raise UserError(f"vllm.port={port}: {what}") from None
-    return held
+        if isinstance(error, socket.gaierror) or "assign" in str(error):
+            raise UserError(f"vllm.host={host}: not an address of this machine; use 127.0.0.1") from None
+        raise UserError(f"vllm.port={port}: in use; stop the process that uses it, or pass 0 for a free port") from None
+    return reserved
 
 
 def sweep(parent: Path) -> None:
-    """Remove what is left of this user's servers whose guard was killed."""
+    """Remove leftovers of this user's servers whose guard was killed."""
     for scratch in parent.glob(f"{SCRATCH}*"):
-        with contextlib.suppress(OSError):  # another user's, a living guard's, or being removed
+        with contextlib.suppress(OSError):  # another user's folder, locked by a living guard, or being removed
             if scratch.stat().st_uid == os.getuid():
                 with (scratch / LOCK).open("r+") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -398,26 +392,26 @@ def remove_leftovers(scratch: Path) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     for name in shared:
-        if SHARED.fullmatch(name):  # never delete anything else, whatever the file says
+        if SHARED.fullmatch(name):  # never delete anything else, whatever the file contains
             with contextlib.suppress(OSError):
                 os.unlink(name)
     shutil.rmtree(scratch, ignore_errors=True)
 
 
 def processes_in(scratch: Path) -> list[int]:
-    """Processes whose TMPDIR is `scratch`: a server and everything it started."""
-    found = []
-    mark = f"TMPDIR={scratch}".encode()
+    """Return the processes whose TMPDIR is `scratch`: a server and its descendants."""
+    pids = []
+    variable = f"TMPDIR={scratch}".encode()
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        with contextlib.suppress(OSError):  # gone meanwhile, or another user's
-            if name.isdigit() and mark in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
-                found.append(int(name))
-    return found
+        with contextlib.suppress(OSError):  # the process has ended or belongs to another user
+            if name.isdigit() and variable in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+                pids.append(int(name))
+    return pids
 
 
 def group_members(group: int) -> list[int]:
-    """Living processes of a process group, from /proc; only its leader on systems without /proc."""
-    found = []
+    """Return the living processes of a process group from /proc; without /proc, only the leader."""
+    pids = []
     try:
         entries = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     except OSError:
@@ -425,8 +419,8 @@ def group_members(group: int) -> list[int]:
     for pid in entries:
         with contextlib.suppress(OSError):
             if os.getpgid(pid) == group and not _is_zombie(pid):
-                found.append(pid)
-    return sorted(found)
+                pids.append(pid)
+    return sorted(pids)
 
 
 def _is_zombie(pid: int) -> bool:
@@ -440,9 +434,9 @@ def _is_zombie(pid: int) -> bool:
 
 
 TAIL_BYTES = 2**18
-LONGEST = 240  # characters of a cause
+MAX_CAUSE = 240  # characters
 
-# The pattern found last in the log gives the current phase.
+# The last match in the log gives the current phase.
 PHASES = (
     (re.compile(r"Resolved architecture|non-default args"), "reading the model's config"),
     (re.compile(r"Initializing a V1 LLM engine|Starting EngineCore|world_size=\d+ rank="), "starting the engine"),
@@ -452,7 +446,7 @@ PHASES = (
     (re.compile(r"Capturing CUDA graphs|Graph capturing"), "capturing CUDA graphs"),
     (re.compile(r"init engine|Available routes|Application startup"), "opening its port"),
 )
-# such as "(EngineCore pid=7) ERROR 11-15 07:58:37 [core.py:9] "
+# Example: "(EngineCore pid=7) ERROR 11-15 07:58:37 [core.py:9] "
 PREFIX = re.compile(
     r"^(?:\([\w-]+(?: [\w-]+=\S+)*\)\s*)?(?:(?:ERROR|WARNING|INFO|DEBUG|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\]\s?)?"
 )
@@ -464,7 +458,7 @@ ECHOES = ("Engine core initialization failed", "WorkerProc initialization failed
 
 
 def read_tail(path: Path) -> str:
-    """The end of a log that may be long."""
+    """Return the last TAIL_BYTES of a log."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
@@ -474,30 +468,30 @@ def read_tail(path: Path) -> str:
 
 
 def phase_of(text: str) -> str:
-    """What a starting server is doing, in words."""
-    found = [(match.start(), words) for pattern, words in PHASES for match in pattern.finditer(text)]
-    return max(found)[1] if found else "importing vLLM"
+    """Return the phase of a starting server, in words."""
+    phases = [(match.start(), words) for pattern, words in PHASES for match in pattern.finditer(text)]
+    return max(phases)[1] if phases else "importing vLLM"
 
 
 def cause_of(text: str) -> str:
-    """The line that best explains why a server ended: the first error that does not just repeat another process's."""
+    """Return the log line that best explains why a server ended: the first error that does not repeat another's."""
     lines = [PREFIX.sub("", line) for line in text.splitlines()]
     for line in lines:
-        found = USAGE.match(line) or VALIDATION.match(line)
-        if found:
-            return _shortened(found[1].strip())
-    errors = [found for line in lines if (found := ERROR.match(line))]
-    causes = [found for found in errors if found[2] and not any(echo in found[2] for echo in ECHOES)]
+        match = USAGE.match(line) or VALIDATION.match(line)
+        if match:
+            return _shorten(match[1].strip())
+    errors = [match for line in lines if (match := ERROR.match(line))]
+    causes = [match for match in errors if match[2] and not any(echo in match[2] for echo in ECHOES)]
     if causes:
-        return _shortened(f"{causes[0][1]}: {causes[0][2].strip()}")
+        return _shorten(f"{causes[0][1]}: {causes[0][2].strip()}")
     if errors:
         return errors[0][0].strip()
-    return next((line.strip() for line in reversed(lines) if line.strip()), "its log is empty")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "the log is empty")
 
 
-def _shortened(text: str) -> str:
-    """The first sentences: vLLM goes on with advice about variables to set."""
-    if len(text) <= LONGEST:
+def _shorten(text: str) -> str:
+    """Return the first sentences: vLLM adds advice about environment variables."""
+    if len(text) <= MAX_CAUSE:
         return text
-    end = text.rfind(". ", 0, LONGEST)
-    return text[:end] if end > 0 else text[:LONGEST] + "..."
+    end = text.rfind(". ", 0, MAX_CAUSE)
+    return text[:end] if end > 0 else text[:MAX_CAUSE] + "..."

@@ -1,7 +1,7 @@
 """An asyncio loop in a background thread, so that requests continue while the main thread trains.
 
 loop = Loop()
-future = loop.start(pool.generate(request, sampling))   # returns at once: a concurrent.futures.Future
+future = loop.start(pool.generate(request, sampling))   # a concurrent.futures.Future
 sampled = loop.run(pool.generate(request, sampling))    # waits
 loop.close()
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class Loop:
-    """Runs coroutines in a background thread; start and run may be called from any other thread."""
+    """Run coroutines in a background thread. start and run may be called from any other thread."""
 
     def __init__(self, name: str = "rollout") -> None:
         self._loop = asyncio.new_event_loop()
@@ -27,12 +27,12 @@ class Loop:
         """Start the coroutine; cancelling the future cancels it."""
         if self._loop.is_closed():
             work.close()
-            raise RuntimeError("loop: is closed; nothing can be started on it")
+            raise RuntimeError("the loop is closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
-        """Start and wait; a timeout or Ctrl-C cancels the coroutine."""
-        assert threading.current_thread() is not self._thread, "run() inside its own loop would deadlock"
+        """Start the coroutine and wait for it; a timeout or Ctrl-C cancels it."""
+        assert threading.current_thread() is not self._thread, "run() inside the loop would deadlock"
         future = self.start(work)
         try:
             return future.result(timeout)
@@ -41,7 +41,7 @@ class Loop:
             raise
 
     def close(self) -> None:
-        """Cancel what is running and end the thread; further calls do nothing."""
+        """Cancel running coroutines and end the thread. Idempotent."""
         if self._loop.is_closed():
             return
         if self._loop.is_running():
@@ -61,8 +61,8 @@ class Loop:
 
 
 async def together(work: Sequence[Awaitable[Any]]) -> list[Any]:
-    """All results in order; if one fails, or this is cancelled, the others are cancelled too."""
-    tasks = [asyncio.ensure_future(one) for one in work]
+    """Return all results in order; on a failure or cancellation, cancel the others."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in work]
     try:
         return list(await asyncio.gather(*tasks))
     finally:

@@ -13,11 +13,11 @@ BUILTIN = {"builtin:tiny": TINY, "builtin:tiny_teacher": TINY / "teacher"}
 
 
 def resolve_model(name: str) -> str:
-    """A --model value -> hub id or folder that holds weights or an adapter."""
+    """Return the hub id, or the folder with weights or an adapter, of a --model value."""
     if name in BUILTIN:
         return str(BUILTIN[name])
     if name.startswith("builtin:"):
-        raise UserError(f"model={name}: unknown built-in model; there is {', '.join(BUILTIN)}")
+        raise UserError(f"model={name}: unknown built-in model; use one of {', '.join(BUILTIN)}")
     folder = Path(name).expanduser()
     if not folder.is_dir():
         if name.startswith((".", "/", "~")) or name.count("/") > 1 or folder.exists():
@@ -30,48 +30,48 @@ def resolve_model(name: str) -> str:
     if (folder / "final").is_dir():
         return str(folder / "final")
     if (folder / "metrics.jsonl").exists() or (folder / "config.yaml").exists():
-        raise UserError(f"model={name}: this run has not finished, it has no final/; finish it with --resume {name}")
-    raise UserError(f"model={name}: holds neither config.json nor adapter_config.json nor a finished run")
+        raise UserError(f"model={name}: this run has not finished (no final/); finish it with --resume {name}")
+    raise UserError(f"model={name}: contains neither config.json nor adapter_config.json nor a finished run")
 
 
 def read_adapter(folder: str) -> dict[str, Any]:
-    """The settings of a saved LoRA adapter."""
+    """Return the settings of a saved LoRA adapter."""
     try:
-        saved = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
+        settings = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"model={folder}: its adapter_config.json cannot be read ({reason})") from None
-    if not isinstance(saved, dict) or saved.get("peft_type") != "LORA":
-        raise UserError(f"model={folder}: adapter_config.json is not that of a LoRA adapter; only those are supported")
-    if not saved.get("base_model_name_or_path"):
-        raise UserError(f"model={folder}: adapter_config.json names no base_model_name_or_path; write it in")
-    return saved
+        raise UserError(f"model={folder}: adapter_config.json cannot be read ({reason})") from None
+    if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
+        raise UserError(f"model={folder}: adapter_config.json is not a LoRA adapter's; only LoRA is supported")
+    if not settings.get("base_model_name_or_path"):
+        raise UserError(f"model={folder}: adapter_config.json lacks base_model_name_or_path; add it")
+    return settings
 
 
 def check_adapter_weights(folder: str) -> None:
-    """Refuse an adapter without safetensors: peft would fall back to adapter_model.bin, which is a pickle."""
+    """Raise for an adapter without safetensors: peft would fall back to adapter_model.bin, which is a pickle."""
     if not (Path(folder) / "adapter_model.safetensors").is_file():
         raise UserError(
-            f"model={folder}: has no adapter_model.safetensors, and a .bin file is a pickle, which is never loaded; "
+            f"model={folder}: has no adapter_model.safetensors, and .bin files (pickles) are never loaded; "
             "save the adapter again with peft's save_pretrained"
         )
 
 
 def check_base(folder: str) -> None:
-    """Refuse an adapter in place of a base model: transformers would apply it silently, even from a .bin file."""
+    """Raise for an adapter in place of a base model: transformers would apply it silently, even from a .bin file."""
     if (Path(folder) / "adapter_config.json").is_file():
-        raise UserError(f"model={folder}: holds an adapter, not the base model of one; merge it into its base first")
+        raise UserError(f"model={folder}: contains an adapter, not a base model; merge it into its base first")
 
 
 def trust_hint(error: Exception) -> str:
-    """What to append to the error of a model that needs its own code to be run."""
+    """Return the hint to append if a model failed to load because it needs custom code; otherwise an empty string."""
     return "; if you trust its code, pass --trust-remote-code" if "trust_remote_code" in str(error) else ""
 
 
 def served_model(name: str) -> str:
-    """What a server loads for a --model value: an adapter's base (the adapter is sent later), else the model."""
-    found = resolve_model(name)
-    if (Path(found) / "adapter_config.json").exists():
-        found = resolve_model(str(read_adapter(found)["base_model_name_or_path"]))
-    folder = Path(found).expanduser()
-    return str(folder.resolve()) if folder.is_dir() else found
+    """Return the model that a server loads for a --model value: an adapter's base, since the adapter is sent later."""
+    model = resolve_model(name)
+    if (Path(model) / "adapter_config.json").exists():
+        model = resolve_model(str(read_adapter(model)["base_model_name_or_path"]))
+    folder = Path(model).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else model

@@ -460,7 +460,7 @@ def test_a_base_in_4_bits_is_never_sharded(capsys):
 
 def test_command_refuses_in_one_sentence(capsys, tmp_path):
     for argv, said in (
-        (["--model", str(tmp_path)], "holds neither config.json"),
+        (["--model", str(tmp_path)], "contains neither config.json"),
         (["--shap", "qwen3-8b"], "--shap: unknown flag; did you mean --shape?"),
         (["--shape", "qwen3-8b", "--gpus", "x"], "--gpus=x: expected a whole number"),
         (["--shape", "qwen3-8b", "--gpu", "tpu"], "--gpu=tpu: expected one of here, h200"),

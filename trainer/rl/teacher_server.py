@@ -105,7 +105,7 @@ class TeacherServer(TeacherPrompts):
                 if status == 404 and may_lack:
                     return None
                 if status == 401:
-                    raise UserError(f"teacher_url={self.url}: rejects the token; set STROP_VLLM_TOKEN to its API key")
+                    raise UserError(f"teacher_url={self.url}: wrong token; set STROP_VLLM_TOKEN to its API key")
                 if 400 <= status < 500:
                     raise UserError(f"teacher_url={self.url}: rejects {path} ({status}: {error_text(reply)})")
                 if status == 200:

@@ -1,1 +1,1 @@
-"""Files that vLLM servers load through PYTHONPATH without the repository: they import only torch, vLLM, each other."""
+"""Modules that vLLM servers import through PYTHONPATH, without the repository. They need only torch and vLLM."""

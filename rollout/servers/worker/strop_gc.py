@@ -1,28 +1,28 @@
-"""Garbage collection of a server's processes: at pauses, not while they generate.
+"""Collect garbage in a server's processes at pauses, not during sampling.
 
-    calm()      at every pause: collect; the first time, also freeze what is left and raise the thresholds
+    collect()   at every pause; the first call also freezes the remaining objects and raises the thresholds
 
-A full collection visits every object of the process and stops the step that it falls into. vLLM freezes its objects
-when a process starts, but the engine's process goes on to make more of them: requests, blocks, cached graphs. Reference
-counts free nearly everything that a step makes; what they miss are cycles. So a collection runs when the server is
-paused anyway: in the API process after /pause and /sleep (strop_generate), in each worker's process, which is also the
-engine's unless a server has several workers, when its weights are marked (strop_worker). A server that is never paused
-still collects its youngest objects once YOUNG more have been made than freed, so its memory is bounded.
+A full collection visits every object of the process and stalls the current step. vLLM freezes its objects when a
+process starts, but the engine then allocates more: requests, blocks, cached graphs. Reference counting frees nearly all
+objects of a step; only cycles remain. So a collection runs while the server is paused: in the API process after /pause
+and /sleep (strop_generate), and in each worker's process when its weights are marked (strop_worker). With one worker,
+that process is also the engine's. A server that is never paused still collects its youngest generation after YOUNG net
+allocations, so its memory is bounded.
 
-The server finds this file through PYTHONPATH; it imports nothing outside the standard library.
+Imports only the standard library.
 """
 
 from __future__ import annotations
 
 import gc
 
-# Objects made and not freed since the last collection of the youngest generation; collections of it between two of the
-# next; and so on. 100,000 objects are some 20 MB and take about 10 ms; a full collection practically never comes.
+# Thresholds per generation: net allocations, then collections of the previous generation. 100,000 objects are about
+# 20 MB and take about 10 ms; a full collection almost never runs.
 YOUNG, MIDDLE, OLD = 100_000, 50, 1000
 
 
-def calm() -> int:
-    """Collect now, and from now on hardly ever by itself; returns the number of objects freed."""
+def collect() -> int:
+    """Collect now and make automatic collections rare; return the number of freed objects."""
     freed = gc.collect()
     if gc.get_threshold()[0] != YOUNG:
         gc.freeze()

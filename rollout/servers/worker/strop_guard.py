@@ -1,15 +1,15 @@
-"""Runs a command in its own process group, and ends the group when the process that started this one is gone.
+"""Run a command in its own process group and end the group when the process that started the guard is gone.
 
     python strop_guard.py [--pid-fd N] [--scratch FOLDER] -- COMMAND ...
 
-The starter holds the other end of our stdin. When it closes it, or dies by any signal, stdin reaches its end and the
-group gets TERM, 15 seconds, KILL. SIGTERM to this process does the same; SIGINT gives the group only one second. If the
-command ends by itself, its exit status is passed on and what it left running is ended too. Then the shared memory that
-a killed group leaves behind is removed, and the folder --scratch. The command's process id, which is also the group's,
-is written to file descriptor --pid-fd.
+The starter has the other end of the guard's stdin. When the starter closes it or dies by any signal, the guard reads
+end-of-file and sends the group TERM and, 15 seconds later, KILL. SIGTERM to the guard does the same; SIGINT shortens
+the delay to one second. If the command ends by itself, the guard returns its exit status and ends its remaining
+processes. Finally the guard removes the shared memory of a killed group and the --scratch folder. It writes the
+command's process id, which is also the group's, to file descriptor --pid-fd.
 
-If this process itself is killed, none of that happens. So the names of the shared memory are recorded in --scratch,
-where rollout/servers/launch.py finds them when it stops the server or starts the next one.
+A killed guard cannot clean up. So it records the names of the shared memory in --scratch, where
+rollout/servers/launch.py finds them when it stops the server or starts the next one.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ import sys
 import time
 
 GRACE = 15.0  # seconds between TERM and KILL
-SHORT_GRACE = 1.0  # after SIGINT: the server has not served anybody yet
-CHECK = 1.0  # seconds between checks of our parent: a fork of it may keep stdin open after its death
+SHORT_GRACE = 1.0  # after SIGINT: the server has served no request yet
+CHECK = 1.0  # seconds between checks of the parent: its fork may keep stdin open after its death
 RECORD_S = 5.0  # seconds between searches for shared memory
-RECORD = "shared_memory"  # file in --scratch: one path a line
-# Names of Python's multiprocessing, whose resource tracker removes them unless it is killed too. vLLM's are 400 MB.
+RECORD = "shared_memory"  # file in --scratch: one path per line
+# Names from Python's multiprocessing. Its resource tracker removes them unless it is killed too. vLLM's take 400 MB.
 SHARED = re.compile(r"(/dev/shm/(?:psm_|sem\.mp-)\w+)$", re.MULTILINE)
-SUBREAPER, DEATH_SIGNAL = 36, 1  # of Linux's prctl
+SUBREAPER, DEATH_SIGNAL = 36, 1  # Linux's prctl options
 
 
 def prctl(option: int, value: int) -> None:
-    """Linux only; other systems go without."""
+    """Call Linux's prctl; a no-op on other systems."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def end_with_guard() -> None:
-    """Runs in the command's process before it starts: kill -9 of the guard must end the command too."""
+    """Make kill -9 of the guard end the command too; runs in the command's process before it starts."""
     prctl(DEATH_SIGNAL, signal.SIGTERM)
 
 
@@ -53,9 +53,9 @@ def run(command: list[str], pid_fd: int | None, scratch: str | None = None) -> i
     os.set_blocking(write_end, False)
     os.set_blocking(read_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    asked: list[int] = []
+    received: list[int] = []  # signals
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda got, _frame: asked.append(got))
+        signal.signal(number, lambda got, _frame: received.append(got))
     signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes select
     parent = os.getppid()
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=end_with_guard)
@@ -64,30 +64,30 @@ def run(command: list[str], pid_fd: int | None, scratch: str | None = None) -> i
         os.close(pid_fd)
     watched = [0, read_end]
     recorded: set[str] = set()
-    looked = time.monotonic()
-    while child.poll() is None and not asked and os.getppid() == parent:
+    recorded_at = time.monotonic()
+    while child.poll() is None and not received and os.getppid() == parent:
         ready, _, _ = select.select(watched, [], [], CHECK)
         if read_end in ready:
             os.read(read_end, 4096)
         if 0 in ready and not os.read(0, 4096):
             break
-        if scratch and time.monotonic() - looked > RECORD_S:
+        if scratch and time.monotonic() - recorded_at > RECORD_S:
             recorded = record(shared_memory(child.pid) | recorded, recorded, scratch)
-            looked = time.monotonic()
-    end_group(child, SHORT_GRACE if signal.SIGINT in asked else GRACE, recorded)
+            recorded_at = time.monotonic()
+    end_group(child, SHORT_GRACE if signal.SIGINT in received else GRACE, recorded)
     status = child.wait()
     return 128 - status if status < 0 else status
 
 
 def end_group(child: subprocess.Popen[bytes], grace: float, recorded: set[str]) -> None:
-    """TERM, grace, KILL for what is left of the group; returns when nothing is.
+    """Send the group TERM and, after the grace period, KILL; return when no process is left.
 
     `recorded`: shared memory that the group had earlier, in case all its processes have been killed.
     """
     shared = set(recorded)
     try:
         for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
-            shared |= shared_memory(child.pid)  # again before KILL: a starting process may have made more
+            shared |= shared_memory(child.pid)  # again before KILL: a starting process may have allocated more
             if not signal_group(child, number, seconds):
                 break
     finally:
@@ -97,38 +97,38 @@ def end_group(child: subprocess.Popen[bytes], grace: float, recorded: set[str]) 
 
 
 def shared_memory(group: int) -> set[str]:
-    """Shared-memory files that processes of the group have mapped."""
-    found: set[str] = set()
+    """Return the shared-memory files mapped by processes of the group."""
+    paths: set[str] = set()
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        with contextlib.suppress(OSError, ValueError):  # not a process, or gone meanwhile
+        with contextlib.suppress(OSError, ValueError):  # not a process, or it has ended
             if os.getpgid(int(name)) == group:
-                found |= shared_memory_of(int(name))
-    return found
+                paths |= shared_memory_of(int(name))
+    return paths
 
 
 def shared_memory_of(pid: int) -> set[str]:
-    """Shared-memory files that a process has mapped; none if it is gone."""
+    """Return the shared-memory files mapped by a process; empty if it has ended."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
         return set(SHARED.findall(maps.read()))
     return set()
 
 
-def record(found: set[str], recorded: set[str], scratch: str) -> set[str]:
-    """Write the names to the scratch folder, atomically; returns those that are recorded."""
-    if found == recorded:
+def record(names: set[str], recorded: set[str], scratch: str) -> set[str]:
+    """Write the names to the scratch folder atomically; return the recorded names."""
+    if names == recorded:
         return recorded
     path = os.path.join(scratch, RECORD)
     try:
         with open(f"{path}.tmp", "w", encoding="utf-8") as file:
-            file.write("".join(f"{name}\n" for name in sorted(found)))
+            file.write("".join(f"{name}\n" for name in sorted(names)))
         os.replace(f"{path}.tmp", path)
-    except OSError:  # a full disk must not end the server; tried again next time
+    except OSError:  # a full disk must not end the server; retried next time
         return recorded
-    return found
+    return names
 
 
 def signal_group(child: subprocess.Popen[bytes], number: int, seconds: float) -> bool:
-    """Send the signal; returns whether the group still has a member after that many seconds."""
+    """Send the signal; return whether the group still has a member after `seconds`."""
     try:
         os.killpg(child.pid, number)
     except ProcessLookupError:
@@ -142,8 +142,8 @@ def signal_group(child: subprocess.Popen[bytes], number: int, seconds: float) ->
 
 
 def is_alive(child: subprocess.Popen[bytes]) -> bool:
-    """Whether the group has a living member; reaps the dead ones."""
-    if child.poll() is not None:  # not before: Popen must reap the child itself, for its status
+    """Return whether the group has a living member; reap dead members."""
+    if child.poll() is not None:  # not earlier: Popen must reap the child itself to get its status
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-child.pid, os.WNOHANG)[0]:
                 pass
@@ -164,7 +164,7 @@ def main(argv: list[str]) -> int:
     try:
         return run(command, int(options["--pid-fd"]) if "--pid-fd" in options else None, options.get("--scratch"))
     except OSError as error:
-        print(f"{command[0]}: could not be started ({error.strerror})", file=sys.stderr)
+        print(f"{command[0]}: failed to start ({error.strerror})", file=sys.stderr)
         return 127
     finally:
         if "--scratch" in options:

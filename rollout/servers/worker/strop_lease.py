@@ -1,4 +1,4 @@
-"""One trainer at a time: only the holder of a server's lease may change its weights; others get 409.
+"""Limit a server to one trainer at a time: only the lease holder may change its weights; others get 409.
 
     python -m vllm.entrypoints.openai.api_server --middleware strop_lease.Lease ...
 
@@ -7,11 +7,10 @@
     -> 200 {"holder": {"run": "c0..", "folder": .., "since": 1794809412.0}, "expires_in": 60.0}
     -> 409 {"error": .., "holder": {..}, "expires_in": 41.3}
 
-The lease lives in the API server's process, whose event loop runs one request at a time between awaits: taking it is
-atomic, and it ends with the server. It expires LEASE_S after its last renewal. `run` is the same for every --resume of
-a run, so a resumed run takes its lease back at once; `session` identifies one process, so the process that lost the
-lease is refused from then on, even if it still runs. The server finds this file through PYTHONPATH; it imports nothing
-outside the standard library.
+The lease lives in the API server's process, whose event loop runs one request at a time between awaits: taking the
+lease is atomic, and the lease ends with the server. It expires LEASE_S after its last renewal. `run` is the same for
+every --resume of a run, so a resumed run takes its lease back immediately. `session` identifies one process, so a
+process that lost the lease stays locked out, even if it still runs. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from strop_token import Receive, Send, read, reply
 PATH = "/strop/lease"
 HEADER = b"strop-session"
 LEASE_S = 60.0
-FIELDS = ("run", "folder", "host", "pid", "user")  # of the holder, shown to those who are refused
-# Allowed on a server that somebody else trains: completions and reads. Everything else changes it.
+FIELDS = ("run", "folder", "host", "pid", "user")  # the holder, as shown to rejected trainers
+# Allowed without the lease: completions and reads. Everything else changes the server.
 OPEN = (
     "/v1/", "/v2/", "/cohere/", "/strop/", "/inference/v1/generate", "/tokenize", "/detokenize", "/pooling", "/score",
     "/rerank", "/classify", "/generative_scoring", "/invocations", "/ping",
@@ -38,12 +37,12 @@ READS = ("strop_info", "check_health")  # worker methods that change nothing
 
 
 class Lease:
-    """ASGI middleware that serves PATH and refuses changes by anybody but the holder."""
+    """ASGI middleware that serves PATH and rejects changes by anyone but the lease holder."""
 
     def __init__(self, app: Callable[..., Awaitable[None]], clock: Callable[[], float] = time.monotonic) -> None:
         self.app = app
         self.clock = clock
-        self.holder: dict[str, Any] | None = None  # the last one, even after the lease has expired
+        self.holder: dict[str, Any] | None = None  # the last holder, even after the lease has expired
         self.session: str | None = None
         self.until = 0.0
 
@@ -56,30 +55,31 @@ class Lease:
             return
         if changes(scope) and not self.may_change(scope):
             if scope["path"] != RPC:
-                await self.refuse(send)
+                await self.reject(send)
                 return
             body = await read(receive)
             if body is None:
-                return  # the client has left
+                return  # the client has disconnected
             if not only_reads(body):
-                await self.refuse(send)
+                await self.reject(send)
                 return
-            receive = again(body, receive)
+            receive = replay(body, receive)
         await self.app(scope, receive, send)
 
     @property
     def left(self) -> float:
-        """Seconds until the lease expires; 0 when nobody holds it."""
+        """Seconds until the lease expires; 0 if the lease is free."""
         return max(0.0, self.until - self.clock()) if self.holder is not None else 0.0
 
     def may_change(self, scope: dict[str, Any]) -> bool:
-        """A session other than the last holder's has lost the lease, even if nobody holds it now: the weights are
-        another trainer's. A request without a session does not come from a trainer, and may change a free server.
+        """Return whether the request may change the server. A session other than the last holder's has lost the lease,
+        even if the lease is free: the weights are another trainer's. A request without a session does not come from a
+        trainer and may change a free server.
         """
-        named = [value.decode("latin-1") for name, value in scope.get("headers", ()) if name == HEADER]
-        if not named:
+        sessions = [value.decode("latin-1") for name, value in scope.get("headers", ()) if name == HEADER]
+        if not sessions:
             return self.left == 0.0
-        return self.holder is None or named == [self.session]
+        return self.holder is None or sessions == [self.session]
 
     async def answer(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["method"] != "POST":
@@ -89,24 +89,24 @@ class Lease:
         if body is None:
             return
         try:
-            asked = json.loads(body)
-            action, session, run = asked["action"], str(asked["session"]), str(asked["run"])
+            request = json.loads(body)
+            action, session, run = request["action"], str(request["session"]), str(request["run"])
             granted = {"take": self.can_take(run), "renew": self.can_renew(session), "release": session == self.session}
             allowed = granted[action]
         except (KeyError, TypeError, ValueError):
-            await reply(send, 400, {"error": "lease: needs action (take, renew or release), session and run"})
+            await reply(send, 400, {"error": "lease: requires action (take, renew or release), session and run"})
             return
-        # No await between the check and the change: two trainers that ask at the same time cannot both get it.
+        # No await between the check and the change: two concurrent trainers cannot both get the lease.
         if action == "release":
             if allowed:
                 self.until = 0.0
         elif allowed:
             if session != self.session or self.holder is None:
-                self.holder = {name: asked.get(name) for name in FIELDS} | {"since": time.time()}
+                self.holder = {name: request.get(name) for name in FIELDS} | {"since": time.time()}
                 self.session = session
             self.until = self.clock() + LEASE_S
         else:
-            await self.refuse(send)
+            await self.reject(send)
             return
         await reply(send, 200, self.state())
 
@@ -114,20 +114,22 @@ class Lease:
         return self.left == 0.0 or self.holder is None or self.holder["run"] == run
 
     def can_renew(self, session: str) -> bool:
-        """Also after it expired, if nobody took it meanwhile, and on a restarted server, which has no holder."""
+        """Return whether the session may renew: even an expired lease, unless another trainer took it since. On a
+        restarted server, which has no holder, any session may.
+        """
         return self.holder is None or session == self.session
 
     def state(self) -> dict[str, Any]:
         left = self.left
         return {"holder": self.holder if left else None, "expires_in": left}
 
-    async def refuse(self, send: Send) -> None:
+    async def reject(self, send: Send) -> None:
         error = "another trainer holds the lease on this server, or has held it since"
         await reply(send, 409, {"error": error, "holder": self.holder, "expires_in": self.left})
 
 
 def changes(scope: dict[str, Any]) -> bool:
-    """Whether a request may change what a server computes."""
+    """Return whether a request may change the server's results."""
     path = scope["path"]
     return scope["method"] not in ("GET", "HEAD", "OPTIONS") and (path.startswith(CLOSED) or not path.startswith(OPEN))
 
@@ -139,11 +141,11 @@ def only_reads(body: bytes) -> bool:
         return False
 
 
-def again(body: bytes, receive: Receive) -> Receive:
-    """A receive() that replays a body that was read already."""
-    waiting = [{"type": "http.request", "body": body, "more_body": False}]
+def replay(body: bytes, receive: Receive) -> Receive:
+    """Return a receive() that first replays a body that was already read."""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def get() -> dict[str, Any]:
-        return waiting.pop() if waiting else await receive()
+        return messages.pop() if messages else await receive()
 
     return get

@@ -1,17 +1,16 @@
-"""Replace all weights of a running vLLM model, through vLLM's layerwise reload.
+"""Replace all weights of a running vLLM model with vLLM's layerwise reload.
 
     with Loading(worker) as loading:
-        loading.begin()                 # initialize_layerwise_reload: every parameter goes to the meta device
-        loading.add(piece)              # model.load_weights fills layer after layer; once per bucket
+        loading.begin()                 # initialize_layerwise_reload: every parameter moves to the meta device
+        loading.add(piece)              # once per bucket: model.load_weights fills layers in order
         loading.finish()                # check everything, then finalize_layerwise_reload
 
-vLLM packs, fuses and shards weights while it loads them, so they cannot simply be copied; its reload takes checkpoint
-names. Between begin and finish the model cannot run, so all of it happens within one call of the worker.
+vLLM packs, fuses and shards weights as it loads them, so they cannot simply be copied; its reload takes checkpoint
+names. Between begin and finish the model cannot run, so everything happens within one worker call.
 
-Added here: layers wrapped for LoRA are unwrapped meanwhile, every parameter must get all its elements, bytes are
-checked against the sender's checksum, and after a failure every incomplete layer gets its old tensors back.
-
-Uses functions that vLLM 0.24 and 0.32 both have.
+In addition to vLLM's reload, this file unwraps LoRA layers during the load, checks that every parameter receives all
+its elements and that bytes match the sender's checksum, and after a failure restores the old tensors of every
+incomplete layer. Uses only functions that vLLM 0.24 and 0.32 both have.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from torch import Tensor, nn
 
 
 class Loading:
-    """One change of all weights: begin, add pieces, finish. Leaving without finish restores the old tensors."""
+    """One replacement of all weights: begin, add pieces, finish. Exiting without finish restores the old tensors."""
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
         self.model: nn.Module = worker.model_runner.get_model()
         self.config = worker.vllm_config
-        self.begun = False
+        self.started = False
         self.num_bytes = 0
         self.num_tensors = 0
         self.seconds = {"wait": 0.0, "load": 0.0, "finish": 0.0}
-        self._right: list[Tensor] = []  # per piece: whether its checksum matches
+        self._matches: list[Tensor] = []  # per piece: whether its checksum matches
         self._names: set[str] = set()
         self._contexts = contextlib.ExitStack()
         self._clock = time.monotonic()
@@ -52,7 +51,7 @@ class Loading:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
-            if self.begun:
+            if self.started:
                 self._restore()
         finally:
             self._contexts.close()
@@ -64,7 +63,7 @@ class Loading:
         self._lap("wait")
         self._contexts.enter_context(without_lora(self.model, self.config.lora_config is not None))
         self._contexts.enter_context(torch.device(self.worker.device))
-        self.begun = True
+        self.started = True
         initialize_layerwise_reload(self.model)
         self._lap("load")
 
@@ -74,10 +73,10 @@ class Loading:
         self.num_bytes += piece.num_bytes
         self.num_tensors += len(piece.tensors)
         self._names.update(name for name, _ in piece.tensors)
-        if piece.right is not None:
-            self._right.append(piece.right)
+        if piece.matches is not None:
+            self._matches.append(piece.matches)
         self.model.load_weights(iter(piece.tensors))
-        keep_pending(self.model, piece)
+        copy_pending(self.model, piece)
         synchronize(self.worker.device)
         piece.release()
         self._lap("load")
@@ -86,43 +85,38 @@ class Loading:
         """Check that all bytes arrived and every layer is complete, then make the model runnable again."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        if not self.begun:
+        if not self.started:
             raise ValueError("no weights were sent")
-        wrong = [i for i, right in enumerate(self._right) if not bool(right)]
-        if wrong:
-            raise ValueError(f"bucket {wrong[0]} arrived with other bytes than were sent ({len(wrong)} such buckets)")
-        self._check_names()
-        missing = incomplete(self.model, is_tied(self.config))
-        if missing:
-            raise ValueError(f"{len(missing)} layers did not get all their weights, {missing[0]} for one")
-        finalize_layerwise_reload(self.model, self.config.model_config)
-        pack_again(self.model)
-        self.begun = False
-        self._contexts.close()  # LoRA wrappers are back from here on
-        self._drop_caches()
-        synchronize(self.worker.device)
-        self._lap("finish")
-
-    def _check_names(self) -> None:
-        if is_tied(self.config) and "lm_head.weight" in self._names:
+        corrupted = [i for i, matches in enumerate(self._matches) if not bool(matches)]
+        if corrupted:
+            raise ValueError(f"{len(corrupted)} buckets arrived corrupted (checksum mismatch), first: {corrupted[0]}")
+        tied = is_tied(self.config)
+        if tied and "lm_head.weight" in self._names:
             raise ValueError("lm_head.weight was sent, but this server ties it to the embeddings and would ignore it")
-
-    def _drop_caches(self) -> None:
-        """Drop what was computed with the old weights; pausing the server has cleared the prefix cache already."""
+        missing = incomplete(self.model, tied)
+        if missing:
+            raise ValueError(f"{len(missing)} layers did not receive all their weights, e.g. {missing[0]}")
+        finalize_layerwise_reload(self.model, self.config.model_config)
+        repack(self.model)
+        self.started = False
+        self._contexts.close()  # restores the LoRA wrappers
+        # Drop caches computed with the old weights; the pause has already cleared the prefix cache.
         self.worker.reset_mm_cache()
         self.worker.reset_encoder_cache()
         runner = self.worker.model_runner
-        if hasattr(runner, "reset_lora_state"):  # 0.32: adapters are read again with the new base
+        if hasattr(runner, "reset_lora_state"):  # 0.32: reload adapters with the new base
             runner.reset_lora_state()
+        synchronize(self.worker.device)
+        self._lap("finish")
 
     def _restore(self) -> None:
-        """Restore the old tensors of every incomplete layer, so that none stays on the meta device."""
+        """Restore the old tensors of every incomplete layer, so that no layer stays on the meta device."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         for _, info in unfinished(self.model):
             info.loaded_weights, info.load_numel = [], 0  # tells finalize that nothing was loaded
         finalize_layerwise_reload(self.model, self.config.model_config)
-        pack_again(self.model)
+        repack(self.model)
         synchronize(self.worker.device)
 
     def _lap(self, phase: str) -> None:
@@ -132,7 +126,7 @@ class Loading:
 
 
 def unfinished(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """Layers that initialize has emptied and that are not loaded again yet, with vLLM's record of each."""
+    """Yield layers that were emptied and are not loaded yet, each with vLLM's record."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for layer in model.modules():
@@ -141,8 +135,8 @@ def unfinished(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
             yield layer, info
 
 
-def keep_pending(model: nn.Module, piece: Piece) -> None:
-    """Copy the tensors that vLLM keeps until the rest of their layer arrives: their buffer will be reused."""
+def copy_pending(model: nn.Module, piece: Piece) -> None:
+    """Copy the tensors that vLLM keeps until their layer is complete: their buffer will be reused."""
     if not piece.is_borrowed:
         return
     storages = {tensor.untyped_storage().data_ptr() for _, tensor in piece.tensors}
@@ -154,25 +148,25 @@ def keep_pending(model: nn.Module, piece: Piece) -> None:
 
 
 def incomplete(model: nn.Module, tied: bool) -> list[str]:
-    """Names of layers that got fewer elements than they have."""
+    """Return the names of layers that received fewer elements than they have."""
     from vllm.model_executor.layers.attention import Attention, MLAAttention
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     names = {module: name for name, module in model.named_modules()}
     missing = []
     for layer, info in unfinished(model):
-        if isinstance(layer, Attention | MLAAttention):  # scales of a quantised KV cache stay as they are
+        if isinstance(layer, Attention | MLAAttention):  # scales of a quantised KV cache are not in the checkpoint
             continue
-        if tied and isinstance(layer, ParallelLMHead):  # shares the tensor of the embeddings
+        if tied and isinstance(layer, ParallelLMHead):  # shares the embedding tensor
             continue
-        need = elements(layer)
-        if info.load_numel < need:
-            missing.append(f"{names[layer]} ({info.load_numel} of {need} elements)")
+        num_elements = count_elements(layer)
+        if info.load_numel < num_elements:
+            missing.append(f"{names[layer]} ({info.load_numel} of {num_elements} elements)")
     return missing
 
 
-def elements(layer: nn.Module) -> int:
-    """Elements of the layer's own parameters that a checkpoint holds, so without padding of the vocabulary."""
+def count_elements(layer: nn.Module) -> int:
+    """Count the elements of the layer's own parameters in a checkpoint, without vocabulary padding."""
     total = 0
     for name, parameter in layer._parameters.items():
         if parameter is None:
@@ -189,11 +183,11 @@ def is_tied(config: Any) -> bool:
     return bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
 
 
-def pack_again(model: nn.Module) -> None:
-    """On a CPU, matrix products use a packed copy of the weight: pack again every layer that still has its weight.
+def repack(model: nn.Module) -> None:
+    """Repack every layer that still has its weight: on a CPU, matrix products use a packed copy of the weight.
 
-    vLLM's reload packs the layer that was loaded. A head tied to the embeddings is another layer and would keep its old
-    copy, without an error. Layers whose weight is dropped after packing were packed when they were loaded.
+    vLLM's reload packs only loaded layers. A head tied to the embeddings is a separate layer and would silently keep
+    its old copy. Layers whose weight is dropped after packing were packed when they were loaded.
     """
     for layer in model.modules():
         weight = layer._parameters.get("weight")
@@ -203,7 +197,7 @@ def pack_again(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def without_lora(model: nn.Module, enabled: bool) -> Iterator[None]:
-    """Put plain layers in place of those wrapped for LoRA, whose names no checkpoint has, for the duration."""
+    """Replace LoRA wrappers, whose names no checkpoint has, with their base layers inside the context."""
     wrapped = []
     if enabled:
         from vllm.lora.layers import BaseLayerWithLoRA
@@ -222,12 +216,12 @@ def without_lora(model: nn.Module, enabled: bool) -> Iterator[None]:
 
 
 def files(folder: str, device: torch.device) -> Iterator[Piece]:
-    """The safetensors files of a folder, in the order of their names."""
+    """Yield the safetensors files in a folder, in name order."""
     from safetensors import safe_open
 
     paths = sorted(Path(folder).glob("*.safetensors"))
     if not paths:
-        raise ValueError(f"path={folder}: holds no safetensors files that this server can see")
+        raise ValueError(f"path={folder}: no safetensors files are visible to this server")
     for path in paths:
         with safe_open(path, "pt", device="cpu") as file:
             tensors = [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118, not a dict

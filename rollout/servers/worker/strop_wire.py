@@ -1,17 +1,16 @@
-"""How weights travel between the trainer and a server's workers. Both sides run this file; it needs torch only.
+"""Transfer weights from the trainer to a server's workers. Both sides run this file, which needs only torch.
 
 Weights are sent in buckets: a flat byte buffer with tensors at known offsets and a checksum in its last 8 bytes. A link
 moves buckets from the trainer to the workers: over a process group (nccl or gloo, one broadcast per bucket), or through
-two buffers that both processes have mapped (CUDA IPC on one GPU, a file in /dev/shm on a CPU), used in turns. Both
-sides meet at a TCPStore of the trainer; each attempt has its own prefix, so keys left by a failed one are never read.
+two buffers that both processes map (CUDA IPC on one GPU, a file in /dev/shm on a CPU) and use alternately. Both sides
+meet at the trainer's TCPStore. Each attempt has its own prefix, so keys of a failed attempt are never read.
 
-A TCPStore accepts every connection and lists its keys. So every link has a secret, which workers get with the join
-call, over the authenticated control route. Keys in the store are HMACs under the secret, and the members of a new
-process group prove to each other that they hold it: a process without the secret cannot join. A relay between members
+A TCPStore accepts every connection and lists its keys. So every link has a secret, which workers receive with the join
+call over the authenticated control route. Keys in the store are HMACs under the secret, and the members of a new
+process group prove to each other that they know the secret: a process without it cannot join. A relay between members
 is not detected, and nothing is encrypted: keep the port in a private network.
 
-In this file: buckets; the store and waiting; the process group; shared buffers; the worker's end of a link (join,
-GroupLink, SharedLink). The trainer's end is Link in rollout/sync/base.py.
+The trainer's end of a link is Link in rollout/sync/base.py.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 SUM_BYTES = 8
-CODE_BYTES = 32  # of sha256
-BLOCK = 1024  # words per block of the checksum
-POLL_S = 0.25  # how often a waiting side checks whether the other one has given up
-DROP_S = 3.0  # seconds for a group to end; it takes a millisecond unless the other side hangs
-END = "end"  # key that the trainer sets when it gives up
+CODE_BYTES = 32  # sha256
+BLOCK = 1024  # words per checksum block
+POLL_S = 0.25  # how often a waiting side checks whether the other side has aborted
+DROP_S = 3.0  # maximum seconds for a group to end; it takes a millisecond unless the other side hangs
+END = "end"  # key that the trainer sets when it aborts
 
 
 class PeerError(RuntimeError):
-    """The other side is gone, late or has given up; this side is not the cause."""
+    """The other side is gone, late or has aborted; this side is not the cause."""
 
     strop_peer = True
 
@@ -53,17 +52,17 @@ class PeerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Piece:
-    """The tensors of one bucket, or of one file, under their checkpoint names, ready to load."""
+    """The tensors of one bucket or one file, under their checkpoint names."""
 
     tensors: list[tuple[str, Tensor]]
     num_bytes: int
-    right: Tensor | None = None  # () bool: the checksum matches
+    matches: Tensor | None = None  # () bool: the checksum matches
     is_borrowed: bool = False  # the tensors are views of a buffer that is reused after release
     release: Callable[[], None] = lambda: None
 
 
 def checksum(data: Tensor) -> Tensor:  # () int64
-    """Sum of the bytes (a multiple of 4), weighted by block so that swapped blocks change it too."""
+    """Sum the 32-bit words, weighted by block so that swapped blocks change the sum. The size is a multiple of 4."""
     words = data.view(torch.int32)
     whole = len(words) // BLOCK * BLOCK
     blocks = words[:whole].view(-1, BLOCK).sum(dim=1, dtype=torch.int64)
@@ -72,18 +71,18 @@ def checksum(data: Tensor) -> Tensor:  # () int64
 
 
 def span(bucket: dict[str, Any], buffer: Tensor) -> Tensor:
-    """The part of the buffer that is sent."""
+    """Return the part of the buffer to send: the bucket and its checksum."""
     return buffer[: bucket["size"] + SUM_BYTES]
 
 
 def seal(bucket: dict[str, Any], buffer: Tensor) -> None:
-    """Write the checksum behind the bytes."""
+    """Write the checksum after the bytes."""
     size = bucket["size"]
     buffer[size : size + SUM_BYTES].view(torch.int64).copy_(checksum(buffer[:size]))
 
 
 def views(bucket: dict[str, Any], buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The bucket's tensors as views of the buffer."""
+    """Yield the bucket's tensors as views of the buffer."""
     for name, dtype_name, shape, offset in bucket["tensors"]:
         dtype = getattr(torch, dtype_name)
         num_bytes = dtype.itemsize * math.prod(shape)
@@ -101,10 +100,10 @@ def piece_of(bucket: dict[str, Any], buffer: Tensor, release: Callable[[], None]
 
 
 class Store:
-    """Keys that one side sets and the other polls; can be closed, unlike torch's own store.
+    """Keys that one side sets and the other polls; can be closed, unlike torch's store.
 
-    torch's store listens as long as anything refers to it, even a frame in an old traceback, and sides that wait in it
-    stop only when it ends. A key is stored as its HMAC, so nobody without the secret can set it.
+    torch's store listens as long as anything references it, even a frame in an old traceback, and waiting sides stop
+    only when it ends. Keys are stored as HMACs, so a process without the secret cannot set them.
     """
 
     def __init__(self, inner: Any, prefix: str, secret: str) -> None:
@@ -133,47 +132,47 @@ class Store:
 
 
 def code(secret: str, *parts: bytes) -> bytes:
-    """HMAC of these parts under the secret; CODE_BYTES long."""
+    """Return the HMAC of these parts under the secret, CODE_BYTES long."""
     return hmac.digest(secret.encode(), b"".join(len(part).to_bytes(8, "big") + part for part in parts), "sha256")
 
 
 def new_store(host: str, prefix: str, secret: str, timeout: float) -> tuple[Store, int]:
-    """The trainer's store and its port, a free one that is bound at once, at that address only."""
+    """Create the trainer's store on a free port of this address only; return the store and the port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     limit = timedelta(seconds=timeout)
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.bind((host, 0))
         listener.listen(128)
         port = listener.getsockname()[1]
-        handle = listener.detach()  # the store owns it from now on
+        handle = listener.detach()  # now owned by the store
         return Store(dist.TCPStore(host, port, None, True, limit, False, master_listen_fd=handle), prefix, secret), port
 
 
 def wait_keys(store: Store, keys: list[str], deadline: float, check: Callable[[], None]) -> None:
-    """Wait until all keys are set; `check` raises when waiting has become pointless.
+    """Poll until all keys are set; `check` raises if the other side has aborted.
 
-    By polling: torch's own wait prints a warning every time it ends without an answer.
+    torch's own wait prints a warning on every timeout.
     """
     wait_until(lambda: store.has(keys), deadline, check, keys[0])
 
 
 def wait_until(done: Callable[[], bool], deadline: float, check: Callable[[], None], what: str) -> None:
-    """Poll without blocking, so that a dead peer is noticed whatever the backend does."""
-    looked = time.monotonic()
+    """Poll without blocking, so that a dead peer is detected with any backend."""
+    checked = time.monotonic()
     pause = 1e-5
     while not done():
         now = time.monotonic()
         if now > deadline:
             raise PeerError(f"timed out waiting for {what}")
-        if now - looked > POLL_S:
-            looked = now
+        if now - checked > POLL_S:
+            checked = now
             check()
         time.sleep(pause)
         pause = min(2 * pause, 1e-3)
 
 
 def wait_work(work: Any, deadline: float, check: Callable[[], None]) -> None:
-    """Wait until the collective is done."""
+    """Wait until the collective has finished."""
     wait_until(work.is_completed, deadline, check, "a bucket")
     try:
         work.wait()
@@ -182,7 +181,7 @@ def wait_work(work: Any, deadline: float, check: Callable[[], None]) -> None:
 
 
 def address_towards(host: str) -> str:
-    """Our own address on the route to `host`."""
+    """Return this machine's address on the route to `host`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing
@@ -195,7 +194,7 @@ def address_towards(host: str) -> str:
 def make_group(
     store: Store, rank: int, world: int, *, backend: str, device: torch.device, host: str, timeout: float
 ) -> Any:
-    """A separate process group: the default group of either side is not touched."""
+    """Create a separate process group, without changing either side's default group."""
     limit = timedelta(seconds=timeout)
     try:
         if backend == "gloo":
@@ -204,18 +203,18 @@ def make_group(
             options._timeout = limit
             return dist.ProcessGroupGloo(store.inner, rank, world, options)
         with environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"), torch.cuda.device(device):
-            # 2: clean up after a failure, but do not end the process.
+            # 2: clean up after a failure without ending the process.
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
             group = dist.ProcessGroupNCCL(store.inner, rank, world, options)
             group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
             return group
-    except RuntimeError as error:  # gloo and nccl: another member did not come
+    except RuntimeError as error:  # gloo and nccl: another member did not join
         raise PeerError(f"the group could not be created: {str(error)[:200]}") from None
 
 
 def broadcast(group: Any, data: Tensor) -> Any:
-    """Start sending from rank 0 to all others."""
+    """Start a broadcast from rank 0."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
@@ -225,24 +224,22 @@ def broadcast(group: Any, data: Tensor) -> Any:
 def check_members(
     group: Any, rank: int, world: int, secret: str, *, device: torch.device, deadline: float, check: Callable[[], None]
 ) -> None:
-    """Raise unless every member of a new group holds the secret.
+    """Raise unless every member of a new group knows the secret.
 
-    Each sends a random challenge, then an HMAC of its rank and all challenges, so an old proof cannot be replayed.
+    Each member sends a random challenge, then an HMAC of its rank and all challenges, so a proof cannot be replayed.
     """
 
     def exchange(payload: bytes) -> list[bytes]:
         sent = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)  # (CODE_BYTES,)
-        got = [torch.empty_like(sent) for _ in range(world)]
-        wait_work(group.allgather([got], [sent]), deadline, check)
-        return [one.cpu().numpy().tobytes() for one in got]
+        received = [torch.empty_like(sent) for _ in range(world)]
+        wait_work(group.allgather([received], [sent]), deadline, check)
+        return [data.cpu().numpy().tobytes() for data in received]
 
     challenges = exchange(secrets.token_bytes(CODE_BYTES))
     proofs = exchange(code(secret, b"member", str(rank).encode(), *challenges))
     for other, proof in enumerate(proofs):
         if not hmac.compare_digest(proof, code(secret, b"member", str(other).encode(), *challenges)):
-            raise PeerError(
-                f"rank {other} of the weight group does not hold the secret: another process is in its place"
-            )
+            raise PeerError(f"rank {other} of the weight group does not know the secret: an unknown process has joined")
 
 
 @contextlib.contextmanager
@@ -258,14 +255,14 @@ def environment(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
-def drop_group(held: list[Any], backend: str) -> None:
-    """End the group in the list, whatever it is doing. It comes in a list because nothing else may refer to it."""
+def drop_group(only_reference: list[Any], backend: str) -> None:
+    """End the group in the list, whatever its state. The list must contain the only reference to it."""
     if backend == "nccl":
-        held[0].abort()  # shutdown would wait for collectives that never end
+        only_reference[0].abort()  # shutdown would wait for collectives that never end
         return
-    # A gloo group ends with its last reference, and then waits for its collectives, that is, for the other side. Not
-    # forever, but a process that exits meanwhile aborts.
-    end = threading.Thread(target=held.clear, daemon=True)
+    # A gloo group ends with its last reference, and its destructor waits for the other side's collectives. The wait is
+    # limited, but a process that exits during it aborts.
+    end = threading.Thread(target=only_reference.clear, daemon=True)
     end.start()
     end.join(DROP_S)
 
@@ -274,7 +271,7 @@ def drop_group(held: list[Any], backend: str) -> None:
 
 
 def share(buffer: Tensor, path: str | None = None) -> dict[str, Any]:
-    """What another process needs to map the buffer, as JSON. For CUDA, call it once per process that will open it."""
+    """Return a JSON handle to map the buffer in another process. For CUDA, call this once per opening process."""
     if buffer.device.type != "cuda":
         return {"kind": "file", "path": path, "size": len(buffer)}
     _, handle, size, offset, counter, counter_offset, event, wait = buffer.untyped_storage()._share_cuda_()
@@ -292,7 +289,7 @@ def share(buffer: Tensor, path: str | None = None) -> dict[str, Any]:
 
 
 def open_shared(shared: dict[str, Any], device: torch.device) -> Tensor:
-    """Map the buffer of `share` in another process of the same machine."""
+    """Map a buffer from `share` in another process on the same machine."""
     if shared["kind"] == "file":
         return torch.from_file(shared["path"], shared=True, size=shared["size"], dtype=torch.uint8)
     storage = torch.UntypedStorage._new_shared_cuda(
@@ -313,7 +310,7 @@ def open_shared(shared: dict[str, Any], device: torch.device) -> Tensor:
 
 def join(
     *,
-    rank: int,  # of this worker in its server
+    rank: int,  # this worker's rank in its server
     device: torch.device,
     host: str,
     port: int,
@@ -323,23 +320,23 @@ def join(
     world: int,
     backend: str,
     timeout: float,
-    staging: list[list[dict[str, Any]]] | None = None,  # per worker of this server, for ipc
+    staging: list[list[dict[str, Any]]] | None = None,  # for ipc: shared buffers per worker of this server
 ) -> GroupLink | SharedLink:
-    """Connect to the trainer's store, and with process_group enter the group."""
+    """Connect to the trainer's store and, with process_group, join the group."""
     tcp = dist.TCPStore(host, port, None, False, timedelta(seconds=timeout), wait_for_workers=False)
     store = Store(tcp, prefix, secret)
-    number = rank_offset + rank
+    group_rank = rank_offset + rank
     if backend == "ipc":
         assert staging is not None
-        shared = SharedLink(prefix, store, number, [open_shared(one, device) for one in staging[rank]])
-        store.set(f"here/{number}")
+        shared = SharedLink(prefix, store, group_rank, [open_shared(handle, device) for handle in staging[rank]])
+        store.set(f"here/{group_rank}")
         return shared
-    store.set(f"here/{number}")  # the trainer enters the group, which blocks, once all are here
-    group = make_group(store, number, world, backend=backend, device=device, host=host, timeout=timeout)
+    store.set(f"here/{group_rank}")  # once all workers are here, the trainer joins the group, which blocks
+    group = make_group(store, group_rank, world, backend=backend, device=device, host=host, timeout=timeout)
     link = GroupLink(prefix, store, group, backend, device)
     try:
         check_members(
-            group, number, world, secret, device=device, deadline=time.monotonic() + timeout, check=link.check
+            group, group_rank, world, secret, device=device, deadline=time.monotonic() + timeout, check=link.check
         )
     except BaseException:
         del group  # a gloo group ends with its last reference
@@ -359,7 +356,7 @@ class GroupLink:
     device: torch.device
 
     def receive(self, plan: dict[str, Any]) -> Iterator[Piece]:
-        """The buckets of the plan, one by one; the caller loads each before it takes the next."""
+        """Yield the buckets of the plan; the caller must load each bucket before taking the next."""
         deadline = time.monotonic() + plan["timeout"]
         buckets = plan["buckets"]
         size = max(bucket["size"] for bucket in buckets) + SUM_BYTES
@@ -367,7 +364,7 @@ class GroupLink:
         work = broadcast(self.group, span(buckets[0], buffers[0]))
         for i, bucket in enumerate(buckets):
             wait_work(work, deadline, self.check)
-            if i + 1 < len(buckets):  # into the buffer whose tensors are loaded by now
+            if i + 1 < len(buckets):  # into the buffer whose tensors are already loaded
                 work = broadcast(self.group, span(buckets[i + 1], buffers[(i + 1) % 2]))
             yield piece_of(bucket, buffers[i % 2])
 
@@ -375,10 +372,10 @@ class GroupLink:
         check_end(self.store)
 
     def close(self) -> None:
-        held = [self.group]
+        only_reference = [self.group]
         self.group = None
         self.store.close()
-        drop_group(held, self.backend)
+        drop_group(only_reference, self.backend)
 
 
 @dataclass
@@ -387,16 +384,16 @@ class SharedLink:
 
     prefix: str
     store: Store
-    number: int
+    group_rank: int
     buffers: list[Tensor]
 
     def receive(self, plan: dict[str, Any]) -> Iterator[Piece]:
-        """The buckets of the plan, one by one; Piece.release tells the trainer that the buffer is free."""
+        """Yield the buckets of the plan; Piece.release reports the buffer as free to the trainer."""
         deadline = time.monotonic() + plan["timeout"]
         turn = plan["turn"]
         for i, bucket in enumerate(plan["buckets"]):
             wait_keys(self.store, [f"{turn}/ready/{i}"], deadline, lambda: check_end(self.store))
-            done = f"{turn}/done/{i}/{self.number}"
+            done = f"{turn}/done/{i}/{self.group_rank}"
             yield piece_of(bucket, self.buffers[i % 2], lambda done=done: self.store.set(done))
 
     def close(self) -> None:
@@ -406,4 +403,4 @@ class SharedLink:
 
 def check_end(store: Store) -> None:
     if store.has([END]):
-        raise PeerError("the trainer gave up")
+        raise PeerError("the trainer aborted the transfer")

@@ -1,19 +1,20 @@
-"""The worker extension of our vLLM servers, which takes new weights: `--worker-extension-cls strop_worker.Worker`.
+"""vLLM worker extension that receives new weights: `--worker-extension-cls strop_worker.Worker`.
 
     strop_join(link)            connect to the trainer (strop_wire.join)
-    strop_receive(plan)         take all weights from the link: receive a bucket, load it (strop_load), confirm
-    strop_reload(path, version) take all weights from the safetensors files of a folder
-    strop_mark(tag)             remember whose weights these are; collects garbage (strop_gc)
-    strop_info()                version, tag, dirty, link: for health checks, and whether to join again
+    strop_receive(plan)         receive all weights over the link: receive a bucket, load it (strop_load), confirm
+    strop_reload(path, version) load all weights from the safetensors files in a folder
+    strop_mark(tag)             set the owner tag of the weights and collect garbage (strop_gc)
+    strop_info()                return version, tag, dirty and link, for health checks and to decide whether to rejoin
 
 vLLM mixes the class into every worker and finds this file through PYTHONPATH. The trainer calls the methods by name
-through /collective_rpc with JSON arguments. Each answers with a dict; a failure is {"error": reason}, not an exception:
-with several workers vLLM would raise the first one and leave the other answers in its queue, for the next call to find.
+through /collective_rpc with JSON arguments. Each returns a dict. A failure is {"error": reason}, not an exception: with
+several workers, vLLM would raise the first exception and leave the other replies in its queue for the next call.
 
-strop_receive and strop_reload replace all weights within one call, so no forward pass sees half a model. If one fails,
-the worker is dirty, and strop_info reports it, until a later one succeeds.
+strop_receive and strop_reload replace all weights within one call, so no forward pass sees mixed weights. If a call
+fails, the worker is dirty, and strop_info reports this until a later call succeeds.
 
-The worker also ends itself and its engine when the API server is gone: vLLM's engine would survive its kill -9.
+The worker also ends itself and its engine when the API server is gone: vLLM's engine would survive kill -9 of the API
+server.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from typing import Any
 
 @dataclass
 class State:
-    """What the extension remembers between calls."""
+    """State that the extension keeps between calls."""
 
-    version: int | None = None  # None: the weights the server was started with
-    tag: str | None = None  # whose version that is, "RUN:12", as its trainer calls it
-    dirty: bool = False  # a change of weights has started and not been finished
-    link: Any = None  # strop_wire.Link to the trainer
-    seconds: dict[str, float] = field(default_factory=dict)  # phases of the last change
+    version: int | None = None  # None: the initial weights
+    tag: str | None = None  # owner tag of that version, "RUN:12"
+    dirty: bool = False  # a weight change has started and not finished
+    link: Any = None  # GroupLink or SharedLink to the trainer
+    seconds: dict[str, float] = field(default_factory=dict)  # duration of each phase of the last change
 
 
 class Worker:
-    """The extension. Names begin with strop_, since vLLM refuses names that its own worker has."""
+    """The extension. Names begin with strop_, because vLLM rejects names that its own worker has."""
 
     def strop_info(self) -> dict[str, Any]:
         state = strop_state(self)
@@ -60,16 +61,16 @@ class Worker:
         }
 
     def strop_mark(self, tag: str) -> dict[str, Any]:
-        """Remember whose weights these are: another trainer that loads its weights leaves its own tag. The server is
-        paused now, so this is also the time to collect garbage.
+        """Set the owner tag: another trainer that replaces the weights sets its own. Also collects garbage, because the
+        server is paused.
         """
         import strop_gc
 
         strop_state(self).tag = tag
-        return {"freed": strop_gc.calm()}
+        return {"freed": strop_gc.collect()}
 
     def strop_join(self, link: dict[str, Any]) -> dict[str, Any]:
-        """Connect to the trainer, which waits at a store; `link`: the arguments of strop_wire.join."""
+        """Connect to the trainer, which waits at a store; `link`: arguments of strop_wire.join."""
         import strop_wire
 
         def join() -> dict[str, Any]:
@@ -83,24 +84,24 @@ class Worker:
         return answer(self, lambda: leave(self) or {})
 
     def strop_receive(self, plan: dict[str, Any]) -> dict[str, Any]:
-        """Take all weights from the trainer; `plan`: version, buckets and timeout, from rollout/sync/process_group.py
-        or ipc.py.
+        """Receive all weights from the trainer; `plan`: version, buckets and timeout, from
+        rollout/sync/process_group.py or ipc.py.
         """
 
         def receive() -> dict[str, Any]:
             link = strop_state(self).link
             if link is None:
-                raise ValueError("this worker has not joined the trainer, or has lost it; join again")
+                raise ValueError("this worker has no connection to the trainer; call strop_join again")
             return load_weights(self, link.receive(plan), plan["version"])
 
         result = answer(self, receive)
-        if "error" in result:  # a broken group cannot be used again
+        if "error" in result:  # a broken group cannot be reused
             leave(self)
         free_memory(self.device)
         return result
 
     def strop_reload(self, path: str, version: int) -> dict[str, Any]:
-        """Take all weights from the safetensors files of a folder."""
+        """Load all weights from the safetensors files in a folder."""
         import strop_load
 
         return answer(self, lambda: load_weights(self, strop_load.files(path, self.device), version))
@@ -113,7 +114,7 @@ def load_weights(worker: Any, pieces: Iterator[Any], version: int) -> dict[str, 
     state = strop_state(worker)
     with strop_load.Loading(worker) as loading:
         for piece in pieces:
-            if not loading.begun:  # nothing is touched before the first bytes have arrived
+            if not loading.started:  # change nothing before the first bytes arrive
                 state.dirty = True
                 loading.begin()
             loading.add(piece)
@@ -123,16 +124,16 @@ def load_weights(worker: Any, pieces: Iterator[Any], version: int) -> dict[str, 
 
 
 def answer(worker: Any, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The reply of a call, or {"error": reason} if it raised."""
-    started = time.monotonic()
+    """Return the call's reply, or {"error": reason} if it raises."""
+    start = time.monotonic()
     try:
         result = call()
-    except Exception as error:  # vLLM and torch may raise anything: report it to the trainer, keep serving
+    except Exception as error:  # vLLM and torch may raise anything: report it to the trainer and keep serving
         traceback.print_exc()
-        text = " ".join(str(error).split()) or "no reason given"
+        text = " ".join(str(error).split()) or "no message"
         result = {"error": f"{type(error).__name__}: {text[:500]}", "peer": getattr(error, "strop_peer", False)}
     state = strop_state(worker)
-    return {**result, "rank": worker.rank, "dirty": state.dirty, "seconds": time.monotonic() - started}
+    return {**result, "rank": worker.rank, "dirty": state.dirty, "seconds": time.monotonic() - start}
 
 
 def strop_state(worker: Any) -> State:
@@ -147,27 +148,27 @@ def leave(worker: Any) -> None:
 
 
 def free_memory(device: Any) -> None:
-    """Free the memory of buffers and temporary layers: a server has little to spare besides its cache."""
+    """Free buffers and temporary layers: a server has little memory left outside its KV cache."""
     import strop_gc
     import torch
 
-    strop_gc.calm()  # some may be held by cycles
+    strop_gc.collect()  # reference cycles may keep some alive
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def device_uuid(device: Any) -> str | None:
-    """Which GPU this is, whatever number CUDA_VISIBLE_DEVICES gives it; None for a CPU."""
+    """Return the GPU's UUID, which does not depend on CUDA_VISIBLE_DEVICES; None for a CPU."""
     import torch
 
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def end_with_server(grace: float = 10.0, every: float = 1.0) -> None:
-    """Start a thread that ends this process and those between it and the API server once one has lost its parent.
+    """Start a thread that ends this process and its ancestors below the API server once any of them loses its parent.
 
-    vLLM runs a worker in its engine's process or in a child of it. Linux's parent-death signal would not do: it is also
-    sent when only the thread that started a process ends.
+    vLLM runs a worker in the engine's process or in a child of it. Linux's parent-death signal does not work here: it
+    is also sent when only the thread that started a process ends.
     """
     chain = [os.getpid()]  # up to the API server, which leads the process group
     while (parent := parent_of(chain[-1])) > 1 and os.getpgid(parent) == os.getpgrp():
@@ -188,7 +189,7 @@ def end_with_server(grace: float = 10.0, every: float = 1.0) -> None:
 
 
 def parent_of(pid: int) -> int:
-    """The parent's process id; 0 if the process is gone, or on a system without /proc."""
+    """Return the parent's process id; 0 if the process has ended or the system has no /proc."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
             return int(stat.read().rpartition(")")[2].split()[1])
@@ -196,7 +197,7 @@ def parent_of(pid: int) -> int:
         return 0
 
 
-# Only in a worker of a server that our guard started: there the API server leads the process group. If the server was
-# started by hand, the leader may be a shell that exits.
+# Only under strop_guard.py, where the API server leads the process group. If the server was started by hand, the leader
+# may be a shell that exits.
 if __name__ == "strop_worker" and os.environ.get("STROP_GUARDED") == "1":
     end_with_server()

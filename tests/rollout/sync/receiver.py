@@ -90,7 +90,7 @@ class Receiver:
         try:
             for index, piece in enumerate(self.links[rank].receive(plan)):
                 self.on_piece(rank, index)
-                assert bool(piece.right), f"bucket {index}: wrong checksum"
+                assert bool(piece.matches), f"bucket {index}: wrong checksum"
                 self.weights[rank].update({name: tensor.clone() for name, tensor in piece.tensors})
                 num_bytes += piece.num_bytes
                 piece.release()

@@ -1,7 +1,7 @@
-"""Two real vLLM servers for all tests of this folder: the tiny model (tied, with LoRA), and an untied copy of it.
+"""Two real vLLM servers shared by all tests in this folder: the tiny model (tied, with LoRA) and an untied copy.
 
-Each start costs most of a minute of CPU time, so tests share these two. The tied one is started as a user starts it, by
-`python -m rollout.serve`, the other by launch(). test_end.py runs last and ends both: how they end is tested on them.
+Each start takes most of a minute of CPU time. `python -m rollout.serve` starts the tied server, launch() the untied
+one. test_end.py runs last and tests how both end.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ START_S = 400.0
 
 @dataclass(frozen=True)
 class Server:
-    """A running server, and the folder of the weights it was started with."""
+    """A running server and the folder of its initial weights."""
 
     url: str
     token: str
     model_folder: Path
     log_path: Path
-    group: int  # its process group: API server, engine
+    group: int  # process group of API server and engine
     guard: int
-    starter: subprocess.Popen[bytes] | Launched  # rollout.serve, or what launch() returned
+    starter: subprocess.Popen[bytes] | Launched  # rollout.serve, or launch()'s result
 
     @property
     def headers(self) -> dict[str, str]:
@@ -54,12 +54,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.vllm)
-    items.sort(key=lambda item: item.path == HERE / "test_end.py")  # stable: the others keep their order
+    items.sort(key=lambda item: item.path == HERE / "test_end.py")  # stable: all other tests keep their order
 
 
 @pytest.fixture(scope="session")
 def vllm_python() -> str:
-    """The interpreter that has vLLM, or a skip."""
+    """The interpreter with vLLM; skips without one."""
     try:
         return find_python(VllmConfig())
     except ValueError as error:
@@ -68,7 +68,7 @@ def vllm_python() -> str:
 
 @pytest.fixture(scope="session")
 def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """tied: a copy of the tiny model; untied: the same with a head of its own, far from the embedding."""
+    """tied: a copy of the tiny model; untied: a copy with a separate head, far from the embedding."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -87,8 +87,8 @@ def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def serve_env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Environment for `python -m rollout.serve`, with empty folders of its own for scratch files and tokens."""
-    scratch = Path(tempfile.mkdtemp(prefix="strop-test-"))  # pytest's folders are too long for the names of sockets
+    """Environment for `python -m rollout.serve`, with separate empty folders for scratch files and tokens."""
+    scratch = Path(tempfile.mkdtemp(prefix="strop-test-"))  # pytest's paths are too long for sockets
     runtime = tmp_path_factory.mktemp("runtime")
     runtime.chmod(0o700)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch), "XDG_RUNTIME_DIR": str(runtime)}
@@ -98,7 +98,7 @@ def serve_env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
 
 
 def start_serve(env: dict[str, str], model: Path, log: Path, *argv: str) -> subprocess.Popen[bytes]:
-    """`python -m rollout.serve` with a trainer's file, as a user starts it."""
+    """Start `python -m rollout.serve` with a trainer's config."""
     config = log.with_suffix(".yaml")
     config.write_text(f"method: grpo\nmodel: {model}\nlearning_rate: 1e-4\nlora: {{r: 8}}\nvllm: {{port: 0}}\n")
     command = [sys.executable, "-m", "rollout.serve", "--config", str(config), *argv]
@@ -113,7 +113,7 @@ def _servers(
     serve_env: dict[str, str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, Server]]:
-    """Both at once: most of a start is imports, and two cores do two of them in little more time than one."""
+    """Start both servers concurrently: imports dominate, so two starts on two cores take little longer than one."""
     logs = tmp_path_factory.mktemp("vllm_logs")
     device = device_of(vllm_python)
     cuda = ("--vllm.devices", "0", "--vllm.gpu-memory-utilization", "0.1") if device == "cuda" else ()
@@ -125,7 +125,7 @@ def _servers(
     launched = None
     try:
         shared = {"devices": (0,), "gpu_memory_utilization": 0.1} if device == "cuda" else {}
-        # With vLLM's metrics; the tied one is without.
+        # Only the untied server has vLLM's metrics.
         cfg = VllmConfig(max_model_len=LENGTH, dtype="float32", log_stats=True, **shared)
         launched = launch(cfg, model=str(model_folders["untied"]), log_dir=logs, device=device, grouped=True)
         wait_ready([launched], cfg.startup_timeout)
@@ -154,7 +154,7 @@ def _servers(
 
 @pytest.fixture(scope="session")
 def tied_server(_servers: dict[str, Server]) -> Server:
-    """Embedding and head are one tensor; adapters up to rank 8 can be loaded."""
+    """Embedding and head share a tensor; loads adapters up to rank 8."""
     return _servers["tied"]
 
 
@@ -169,18 +169,18 @@ def processes_of(server: Server) -> list[int]:
 
 
 def engine_pids(server: Server) -> list[int]:
-    """The processes that compute; /health and /metrics are answered by another one."""
+    """Return the processes that compute; another process serves /health and /metrics."""
     names = {pid: b" ".join(command_of(pid)) for pid in processes_of(server)}
-    found = [pid for pid, name in names.items() if b"EngineCore" in name]
-    assert found, names
-    return found
+    pids = [pid for pid, name in names.items() if b"EngineCore" in name]
+    assert pids, names
+    return pids
 
 
 @contextlib.contextmanager
 def slowed(server: Server) -> Iterator[None]:
-    """The engine computes a fifth of the time: tests can act while completions are half done, on any machine."""
+    """Suspend the engine four fifths of the time, so that tests can act on unfinished completions on any machine."""
     pids = engine_pids(server)
-    over = threading.Event()
+    done = threading.Event()
 
     def send(signal_number: int) -> None:
         for pid in pids:
@@ -188,18 +188,18 @@ def slowed(server: Server) -> Iterator[None]:
                 os.kill(pid, signal_number)
 
     def brake() -> None:
-        while not over.is_set():
+        while not done.is_set():
             send(signal.SIGSTOP)
-            over.wait(0.04)
+            done.wait(0.04)
             send(signal.SIGCONT)
-            over.wait(0.01)
+            done.wait(0.01)
 
     thread = threading.Thread(target=brake)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        done.set()
         thread.join()
 
 
@@ -208,7 +208,7 @@ def children(pid: int) -> list[int]:
 
 
 def command_of(pid: int) -> list[bytes]:
-    """The words a process was started with; none if it has ended since it was listed."""
+    """Return a process's argv; empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -218,5 +218,5 @@ def command_of(pid: int) -> list[bytes]:
 def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"not so after {seconds} s"
+        assert time.monotonic() < deadline, f"timed out after {seconds} s"
         time.sleep(0.05)

@@ -15,19 +15,19 @@ Change = Callable[[str, int, bytes], tuple[int, bytes]]
 
 
 class Proxy:
-    """Passes requests on; `change(path, status, body)` rewrites replies, `hang` and `cut` name paths to spoil.
+    """Forwards requests. `change(path, status, body)` rewrites replies; `hang` and `cut` are sets of failing paths.
 
-    A `plain` one stands for a vLLM without our lease: it knows no such route, and forgets whose request it is.
+    A `plain` proxy acts like vLLM without the lease: it has no lease route and drops the session header.
     """
 
     def __init__(self, url: str, token: str, *, plain: bool = False) -> None:
         self.upstream = HttpClient(url, token)
-        self.place, self.plain = (url, token), plain
+        self.target, self.plain = (url, token), plain
         self.change: Change = lambda path, status, body: (status, body)
-        self.hang: set[str] = set()  # no answer, ever
-        self.cut: set[str] = set()  # half an answer, then the connection closes
-        self.seen: list[tuple[str, dict[str, Any]]] = []
-        self.dropped = 0  # requests whose client hung up first
+        self.hang: set[str] = set()  # never reply
+        self.cut: set[str] = set()  # send half a reply, then close the connection
+        self.seen: list[tuple[str, dict[str, Any]]] = []  # requests
+        self.dropped = 0  # requests whose client disconnected first
         self.port = 0
         self.clients: set[asyncio.StreamWriter] = set()
         self.server: asyncio.Server | None = None
@@ -41,7 +41,7 @@ class Proxy:
         self.port = self.server.sockets[0].getsockname()[1]
 
     async def kill(self) -> None:
-        """As a server process that is killed: nothing listens, and open connections break."""
+        """Act like a killed server process: stop listening and break open connections."""
         assert self.server is not None
         self.server.close()
         for writer in list(self.clients):
@@ -81,18 +81,18 @@ class Proxy:
         return False
 
     async def _upstream(self, method: str, path: str, body: bytes, session: list[str]) -> tuple[int, bytes]:
-        asks = (method, path) == ("GET", GENERATE_ROUTE)  # whether the route is there
-        if path in self.hang and not asks:
+        is_probe = (method, path) == ("GET", GENERATE_ROUTE)  # the client checks for the route
+        if path in self.hang and not is_probe:
             await asyncio.sleep(3600)
         if self.plain and path == LEASE:
             return 404, b'{"detail": "Not Found"}'
-        upstream = self.upstream if self.plain or not session else HttpClient(*self.place, {SESSION: session[0]})
+        upstream = self.upstream if self.plain or not session else HttpClient(*self.target, {SESSION: session[0]})
         status, reply = await upstream.send(method, path, body, timeout=60)
-        return (status, reply) if asks else self.change(path, status, reply)
+        return (status, reply) if is_probe else self.change(path, status, reply)
 
 
 def rewrite(path: str, edit: Callable[[dict[str, Any]], None]) -> Change:
-    """A change that edits the JSON of one path."""
+    """Return a change that edits the JSON replies of one path."""
 
     def change(this: str, status: int, body: bytes) -> tuple[int, bytes]:
         if this != path:
@@ -106,11 +106,11 @@ def rewrite(path: str, edit: Callable[[dict[str, Any]], None]) -> Change:
 
 @asynccontextmanager
 async def proxies(url: str, token: str, count: int = 1) -> AsyncIterator[list[Proxy]]:
-    made = [Proxy(url, token) for _ in range(count)]
-    for proxy in made:
+    started = [Proxy(url, token) for _ in range(count)]
+    for proxy in started:
         await proxy.start()
     try:
-        yield made
+        yield started
     finally:
-        for proxy in made:
+        for proxy in started:
             await proxy.kill()

@@ -1,4 +1,4 @@
-"""The client and the pool against a real server: numbers, seeds, stops, interruptions."""
+"""The client and the pool with a real server: log-probs, seeds, stops and interruptions."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def ready_pool(servers, **options):
     return pool
 
 
-def test_connect_learns_what_the_server_is(tied_server, untied_server):
+def test_connect_reads_the_server_settings(tied_server, untied_server):
     log = tied_server.log_path
     size = log.stat().st_size
 
@@ -85,10 +85,10 @@ def test_connect_learns_what_the_server_is(tied_server, untied_server):
     assert (tied.dtype, tied.workers) == ("float32", 1)
     assert (tied.extension, tied.model_len) == (True, 256)
     assert tied.instance != untied.instance and not tied.sleep_mode
-    assert b"ERROR" not in log.read_bytes()[size:]  # asking leaves no trace
+    assert b"ERROR" not in log.read_bytes()[size:]
 
 
-def test_logps_are_those_of_transformers(tied_server, untied_server):
+def test_completion_logps_match_transformers(tied_server, untied_server):
     for fixture, temperature in ((tied_server, 0.7), (untied_server, 1.0), (untied_server, 0.0)):
         sampling = Sampling(temperature=temperature, max_tokens=24, stop_ids=(EOS,))
 
@@ -105,7 +105,7 @@ def test_logps_are_those_of_transformers(tied_server, untied_server):
             assert largest_gap(segment.logps, expected) <= 1e-4
 
 
-def test_our_route_says_what_vllm_s_own_says(untied_server):
+def test_strop_route_matches_vllms_route(untied_server):
     samplings = [
         Sampling(max_tokens=24, **options)
         for options in (
@@ -118,92 +118,79 @@ def test_our_route_says_what_vllm_s_own_says(untied_server):
 
     async def work(server):
         assert server.has_generate_route
-        made = []
+        segments = []
         for server.has_generate_route in (True, False):
             calls = [
                 server.generate(prompt, sampling, seed=i, max_tokens=24, version=3)
                 for sampling in samplings
                 for i, prompt in enumerate(prompts(untied_server.model_folder))
             ]
-            made.append(await asyncio.gather(*calls))
-        return made
+            segments.append(await asyncio.gather(*calls))
+        return segments
 
-    ours, theirs = with_server(untied_server, work)
-    for one, other in zip(ours, theirs, strict=True):
-        assert (one.ids, one.finish) == (other.ids, other.finish)
-        assert largest_gap(one.logps, other.logps) <= 1e-5
+    for strop, vllm in zip(*with_server(untied_server, work), strict=True):
+        assert (strop.ids, strop.finish) == (vllm.ids, vllm.finish)
+        assert largest_gap(strop.logps, vllm.logps) <= 1e-5
 
 
-def test_our_route_refuses_what_vllm_refuses(tied_server):
+def test_strop_route_rejects_invalid_requests(tied_server):
     async def work(server):
-        found = []
         good = {"model": "base", "token_ids": [5, 6], "sampling_params": {"max_tokens": 2, "logprobs": 0}}
-        for change in (
-            {"model": "nobody"},
-            {"sampling_params": {"temperature": -1.0}},
-            {"sampling_params": {"warmth": 1.0}},
-            {"token_ids": [5] * 300},
+        for change, status, message in (
+            ({"model": "missing"}, 404, "missing: not found"),
+            ({"sampling_params": {"temperature": -1.0}}, 400, "temperature"),
+            ({"sampling_params": {"warmth": 1.0}}, 400, "warmth"),
+            ({"token_ids": [5] * 300}, 400, "256"),
         ):
-            with pytest.raises(RefusedError) as caught:
+            with pytest.raises(RefusedError, match=message) as caught:
                 await server._json("POST", GENERATE_ROUTE, good | change, timeout=30)
-            found.append((caught.value.status, str(caught.value)))
+            assert caught.value.status == status
         assert len((await server._json("POST", GENERATE_ROUTE, good, timeout=30))["choices"][0]["logps"]) == 2
-        return found
 
-    model, low, unknown, long = with_server(tied_server, work)
-    assert model[0] == 404 and "nobody: not found" in model[1]
-    assert [status for status, _ in (low, unknown, long)] == [400] * 3
-    assert "temperature" in low[1] and "warmth" in unknown[1] and "256" in long[1]
+    with_server(tied_server, work)
 
 
-async def counted(server, name):
-    """A metric of the server itself."""
+async def server_metric(server, name):
     text = (await server._call("GET", "/metrics", None, timeout=30)).decode()
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"vllm:{name}{{"))
 
 
-async def tokens_made(server):
-    return await counted(server, "generation_tokens_total")
+async def num_sampled(server):
+    return await server_metric(server, "generation_tokens_total")
 
 
 async def some_tokens(server, task, before):
-    """Wait until the server has sampled tokens for a task; `before`: tokens_made when it began."""
-    while await tokens_made(server) <= before + 8:
-        assert not task.done(), "it should take longer than a look"
+    """Wait until the server has sampled tokens for a task; `before`: num_sampled at its start."""
+    while await num_sampled(server) <= before + 8:
+        assert not task.done(), "the completion finished too early"
         await asyncio.sleep(0.02)
 
 
-def test_a_completion_whose_client_leaves_is_ended(untied_server):
-    """Or it would run on beside those of the next step."""
-
+def test_completion_ends_when_its_client_disconnects(untied_server):
     async def work(server):
         for server.has_generate_route in (True, False):
             task = asyncio.ensure_future(server.generate([5, 6, 7], Sampling(max_tokens=240), seed=1, max_tokens=240))
-            while not await counted(server, "num_requests_running"):
-                assert not task.done(), "it should take longer than a look"
+            while not await server_metric(server, "num_requests_running"):
+                assert not task.done(), "the completion finished too early"
             task.cancel()
             async with asyncio.timeout(30):
-                while await counted(server, "num_requests_running"):
+                while await server_metric(server, "num_requests_running"):
                     pass
-            made = await tokens_made(server)
-            assert made == await tokens_made(server)
+            count = await num_sampled(server)
+            assert count == await num_sampled(server)
 
     with slowed(untied_server):
         with_server(untied_server, work)
 
 
-def test_scores_are_those_of_transformers_at_temperature_one(untied_server):
+def test_prompt_logps_match_transformers_at_temperature_1(untied_server):
     folder = untied_server.model_folder
     ids = [*range(5, 45), EOS, 7, 8]
-
-    async def work(server):
-        return await server.logps(ids)
-
-    scores = with_server(untied_server, work)
-    assert largest_gap(scores, logps_by_transformers(folder, ids[:1], ids[1:], 1.0)) <= 1e-4
+    logps = with_server(untied_server, lambda server: server.logps(ids))
+    assert largest_gap(logps, logps_by_transformers(folder, ids[:1], ids[1:], 1.0)) <= 1e-4
 
 
-def test_a_seed_fixes_a_completion(tied_server):
+def test_seed_determines_the_completion(tied_server):
     sampling = Sampling(temperature=1.5, max_tokens=24)
     prompt = prompts(tied_server.model_folder)[0]
 
@@ -216,8 +203,8 @@ def test_a_seed_fixes_a_completion(tied_server):
     assert a != c and c != negative and free != other_free
 
 
-def test_only_our_stop_ids_end_a_completion(tied_server):
-    """The model's generation_config names an end-of-text id; a Sampling without it goes on."""
+def test_only_sampling_stop_ids_end_a_completion(tied_server):
+    """The model's generation_config has an end-of-text id; a Sampling without it does not stop there."""
     prompt = prompts(tied_server.model_folder)[1]
 
     async def work(server):
@@ -229,10 +216,10 @@ def test_only_our_stop_ids_end_a_completion(tied_server):
     assert (free.finish, len(free.ids)) == ("length", 64)
     assert EOS in free.ids
     end = free.ids.index(EOS) + 1
-    assert (stopped.finish, stopped.ids) == ("stop", free.ids[:end])  # the stop token is kept
+    assert (stopped.finish, stopped.ids) == ("stop", free.ids[:end])  # includes the stop token
 
 
-def test_a_stop_string_ends_with_the_token_that_completes_it(tied_server):
+def test_stop_string_ends_a_completion_at_its_last_token(tied_server):
     folder = tied_server.model_folder
     tokenizer, prompt = tokenizer_at(folder), prompts(folder)[0]
     sampling = Sampling(temperature=1.5, max_tokens=64)
@@ -253,15 +240,15 @@ def test_a_stop_string_ends_with_the_token_that_completes_it(tied_server):
     assert check.texts([stopped.ids], [True]) == [whole[: whole.index(stops.stop[0])]]
 
 
-def test_wrong_requests_are_refused_and_never_sent_again(tied_server):
+def test_invalid_requests_are_not_retried(tied_server):
     prompt = prompts(tied_server.model_folder)[0]
 
     async def work(server):
-        with pytest.raises(RefusedError, match="do not fit the server's context of 256"):
+        with pytest.raises(RefusedError, match="max_tokens=256: .*context of 256"):
             await server.generate(prompt, Sampling(max_tokens=256), seed=1, max_tokens=256)
-        with pytest.raises(RefusedError, match="404 .*nobody"):
-            await server.generate(prompt, Sampling(), seed=1, max_tokens=3, model="nobody")
-        with pytest.raises(RefusedError, match="refuses /v1/load_lora_adapter"):
+        with pytest.raises(RefusedError, match="404 .*missing"):
+            await server.generate(prompt, Sampling(), seed=1, max_tokens=3, model="missing")
+        with pytest.raises(RefusedError, match="rejected /v1/load_lora_adapter"):
             await server.load_adapter("x", "/nowhere")
         pool = await ready_pool([server])
         pool.members[0].server.vocab_size = None
@@ -272,39 +259,21 @@ def test_wrong_requests_are_refused_and_never_sent_again(tied_server):
     with_server(tied_server, work)
 
 
-def test_a_wrong_token_is_one_sentence(tied_server):
-    async def work():
-        with pytest.raises(RefusedError, match="needs another token; set STROP_VLLM_TOKEN"):
-            await VllmServer(tied_server.url, token="wrong").connect()
-
-    asyncio.run(work())
-
-
-def test_servers_that_would_serve_wrongly_are_refused(tied_server):
-    def unpaused(value):
-        value["paths"].pop("/pause")
-
-    def mode(value):
+def test_connect_rejects_unusable_servers(tied_server):
+    def raw_logprobs(value):
         value["vllm_config"]["model_config"]["logprobs_mode"] = "raw_logprobs"
 
     info = "/server_info?config_format=json"
 
-    def closed(value):
-        value["paths"].pop(GENERATE)
-
-    def status(path, code):
-        return lambda this, old, body: (code, b'{"error":"off"}') if this == path else (old, body)
-
     async def work():
+        with pytest.raises(RefusedError, match="wrong token; set STROP_VLLM_TOKEN"):
+            await VllmServer(tied_server.url, token="wrong").connect()
         async with proxies(tied_server.url, tied_server.token) as (proxy,):
             for change, message in (
-                (
-                    rewrite("/openapi.json", unpaused),
-                    "has no /pause, which weight sync needs; install vllm 0.24 or newer",
-                ),
-                (rewrite(info, mode), "logprobs_mode=raw_logprobs.*--logprobs-mode processed_logprobs"),
-                (status(info, 404), "control routes are off"),
-                (rewrite("/openapi.json", closed), "does not take token ids"),
+                (rewrite("/openapi.json", lambda value: value["paths"].pop("/pause")), "lacks the route /pause"),
+                (rewrite("/openapi.json", lambda value: value["paths"].pop(GENERATE)), "--enable-scale-out"),
+                (rewrite(info, raw_logprobs), "logprobs_mode=raw_logprobs.*--logprobs-mode processed_logprobs"),
+                (lambda path, status, body: (404 if path == info else status, body), "VLLM_SERVER_DEV_MODE"),
             ):
                 proxy.change = change
                 with pytest.raises(RefusedError, match=message):
@@ -313,46 +282,46 @@ def test_servers_that_would_serve_wrongly_are_refused(tied_server):
     asyncio.run(work())
 
 
-def test_an_interrupted_greedy_run_equals_an_unbroken_one(untied_server):
-    """Emptied twice in the middle, each time given a new version; spans say which version made what."""
+def test_interrupted_greedy_completions_equal_uninterrupted_ones(untied_server):
+    """The server is drained twice, each time for a new version; `versions` records which version sampled what."""
     requests = [Request(prompt_ids=prompt, seed=i) for i, prompt in enumerate(prompts(untied_server.model_folder))]
     sampling = Sampling(temperature=0.0, max_tokens=200)
 
     async def work(server):
         pool = await ready_pool([server])
-        unbroken = await pool.generate_all(requests, sampling)
+        expected = await pool.generate_all(requests, sampling)
         (member,) = pool.members
         with slowed(untied_server):
-            before = await tokens_made(server)
+            before = await num_sampled(server)
             task = asyncio.ensure_future(pool.generate_all(requests, sampling))
             for version in (2, 3):
                 await some_tokens(server, task, before)
                 await pool.empty(member)
                 assert (member.state, member.in_flight, member.tasks) == ("updating", 0, set())
-                before = await tokens_made(server)
+                before = await num_sampled(server)
                 await pool.refill(member, version)
-        broken = await task
+        interrupted = await task
         server.tag = None
-        return pool, unbroken, broken
+        return pool, expected, interrupted
 
-    pool, unbroken, broken = with_server(untied_server, work)
-    for one, other in zip(unbroken, broken, strict=True):
-        assert other.ids == one.ids
-        assert largest_gap(other.logps, one.logps) <= 1e-4
-        assert one.versions == [(1, 200)] and one.resumes == 0
-        versions = [version for version, _ in other.versions]
+    pool, expected, interrupted = with_server(untied_server, work)
+    for a, b in zip(expected, interrupted, strict=True):
+        assert b.ids == a.ids
+        assert largest_gap(b.logps, a.logps) <= 1e-4
+        assert a.versions == [(1, 200)] and a.resumes == 0
+        versions = [version for version, _ in b.versions]
         assert versions == sorted(set(versions)) and set(versions) <= {1, 2, 3}
-        assert sum(count for _, count in other.versions) == 200
-    interrupted = [one for one in broken if one.resumes]
-    assert len(interrupted) == pool.counts["resumed_samples"] > 0
-    assert any(len(one.versions) > 1 for one in interrupted)
+        assert sum(count for _, count in b.versions) == 200
+    resumed = [sampled for sampled in interrupted if sampled.resumes]
+    assert len(resumed) == pool.counts["resumed_samples"] > 0
+    assert any(len(sampled.versions) > 1 for sampled in resumed)
 
 
-def test_tokens_leave_the_engine_in_groups_and_garbage_is_collected_at_a_pause(untied_server):
+def test_paused_completion_returns_tokens_and_marking_collects_garbage(untied_server):
     async def work(server):
         sampling = Sampling(temperature=0.0, max_tokens=240)
         with slowed(untied_server):
-            before = await tokens_made(server)
+            before = await num_sampled(server)
             task = asyncio.ensure_future(server.generate([5, 6, 7], sampling, seed=1, max_tokens=240))
             await some_tokens(server, task, before)
             await server.pause()
@@ -368,7 +337,7 @@ def test_tokens_leave_the_engine_in_groups_and_garbage_is_collected_at_a_pause(u
     assert b"strop_scheduler.scheduler" in untied_server.log_path.read_bytes()
 
 
-def test_samples_after_an_interruption_use_another_part_of_their_seed(untied_server):
+def test_resumed_completions_use_another_seed(untied_server):
     request = Request(prompt_ids=prompts(untied_server.model_folder)[0], seed=7)
     sampling = Sampling(temperature=1.5, max_tokens=200)
 
@@ -379,7 +348,7 @@ def test_samples_after_an_interruption_use_another_part_of_their_seed(untied_ser
             proxy.seen.clear()
             pool = await ready_pool([through])
             with slowed(untied_server):
-                before = await tokens_made(server)
+                before = await num_sampled(server)
                 task = asyncio.ensure_future(pool.generate(request, sampling))
                 await some_tokens(server, task, before)
                 await pool.empty(pool.members[0])
@@ -393,13 +362,13 @@ def test_samples_after_an_interruption_use_another_part_of_their_seed(untied_ser
     assert second["sampling_params"]["max_tokens"] == 200 - count
     assert (first["cache_salt"], second["cache_salt"]) == ("v1", "v2")
     expected = logps_by_transformers(untied_server.model_folder, request.prompt_ids, sampled.ids, 1.5)
-    # Three times the usual limit: the second part begins with a prefill, which rounds in another way.
+    # Three times the usual limit: the second segment starts with a prefill, which rounds differently.
     assert largest_gap(sampled.logps, expected) <= 3e-4
 
 
 @pytest.mark.parametrize("decodes", [True, False])
-def test_a_stop_string_across_an_interruption_is_not_missed(untied_server, decodes):
-    """The proxy ends a greedy completion early, in the middle of what will be the stop string."""
+def test_stop_string_across_an_interruption_is_found(untied_server, decodes):
+    """The proxy interrupts a greedy completion in the middle of the stop string."""
     folder = untied_server.model_folder
     tokenizer, prompt = tokenizer_at(folder), prompts(folder)[2]
 
@@ -435,7 +404,7 @@ def test_a_stop_string_across_an_interruption_is_not_missed(untied_server, decod
     assert largest_gap(sampled.logps, whole.logps) <= 1e-4
 
 
-def test_tokens_of_a_version_the_server_should_not_hold_are_found(tied_server):
+def test_tokens_of_another_weight_version_are_detected(tied_server):
     prompt, sampling = prompts(tied_server.model_folder)[0], Sampling(max_tokens=3)
 
     async def work(server):
@@ -446,27 +415,27 @@ def test_tokens_of_a_version_the_server_should_not_hold_are_found(tied_server):
         other = VllmServer(tied_server.url, token=tied_server.token)
         await other.connect()
         await other.set_version(6)
-        with pytest.raises(ServerError, match="tokens of weight version 6, and it should hold 5"):
+        with pytest.raises(ServerError, match="weight version 6, expected 5"):
             await server.generate(prompt, sampling, seed=1, max_tokens=3)
 
     with_server(tied_server, work)
 
 
-@pytest.mark.parametrize("counts", [True, False])
-def test_sleep_and_wake_are_answered(tied_server, untied_server, counts):
-    fixture = untied_server if counts else tied_server  # conftest.py starts one with metrics and one without
+@pytest.mark.parametrize("has_metrics", [True, False])
+def test_sleep_and_wake(tied_server, untied_server, has_metrics):
+    fixture = untied_server if has_metrics else tied_server
     prompt = prompts(fixture.model_folder)[0]
 
     async def work(server):
-        can_tell = counts and server.info.marks_tokens
+        distinguishes_pause = has_metrics and server.info.marks_tokens
         assert not await server.is_sleeping()
         await server.pause()
-        assert await server.is_sleeping() is not can_tell  # it is only paused
+        assert await server.is_sleeping() is not distinguishes_pause
         await server.resume()
         await server.sleep(1)
         assert await server.is_sleeping()
         await server.wake("weights")
-        assert await server.is_sleeping()  # half of it
+        assert await server.is_sleeping()  # without its KV cache
         await server.wake()
         assert not await server.is_sleeping()
         await server.resume()
@@ -476,7 +445,7 @@ def test_sleep_and_wake_are_answered(tied_server, untied_server, counts):
     assert len(with_server(fixture, work).ids) == 3
 
 
-def test_five_hundred_requests_at_a_time_each_come_back_once(untied_server):
+def test_512_concurrent_requests(untied_server):
     folder = untied_server.model_folder
     tokens = [prompt for prompt in prompts(folder, 16) for _ in range(32)]
     requests = [Request(prompt_ids=prompt, seed=i) for i, prompt in enumerate(tokens)]
@@ -488,6 +457,6 @@ def test_five_hundred_requests_at_a_time_each_come_back_once(untied_server):
 
     pool, sampled = with_server(untied_server, work)
     assert len(sampled) == 512 and pool.members[0].in_flight == 0 and pool.counts["retries"] == 0
-    for request, one in list(zip(requests, sampled, strict=True))[::37]:
-        expected = logps_by_transformers(folder, request.prompt_ids, one.ids, 1.0)
-        assert largest_gap(one.logps, expected) <= 1e-4
+    for request, completion in list(zip(requests, sampled, strict=True))[::37]:
+        expected = logps_by_transformers(folder, request.prompt_ids, completion.ids, 1.0)
+        assert largest_gap(completion.logps, expected) <= 1e-4

@@ -1,4 +1,4 @@
-"""How real servers end. Runs after all other tests of this folder, and ends the servers that they share."""
+"""How real servers end. Runs after all other tests in this folder and ends the shared servers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rollout.servers.worker.strop_guard import shared_memory
 from tests.rollout.vllm.conftest import processes_of, wait_for
 
 
-def test_an_engine_ends_by_itself_when_its_guard_and_its_api_server_are_killed(untied_server):
-    """Nobody is left to end it; stop(), or the next start, removes what lies about."""
+def test_engine_ends_when_its_guard_and_api_server_are_killed(untied_server):
+    """stop(), or the next start, removes the leftovers."""
     launched, scratch = untied_server.starter, Path(untied_server.starter._scratch)
     assert scratch.exists() and len(processes_of(untied_server)) >= 3  # guard, API server, engine
     shared = shared_memory(untied_server.group)
@@ -24,7 +24,7 @@ def test_an_engine_ends_by_itself_when_its_guard_and_its_api_server_are_killed(u
     assert not [path for path in shared if Path(path).exists()]
 
 
-def test_ctrl_c_of_serve_leaves_nothing(tied_server, serve_env):
+def test_ctrl_c_of_serve_leaves_no_process_or_file(tied_server, serve_env):
     serve, shared = tied_server.starter, shared_memory(tied_server.group)
     serve.send_signal(signal.SIGINT)
     assert serve.wait(60) == 0 and not group_members(tied_server.group)

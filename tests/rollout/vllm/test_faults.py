@@ -1,4 +1,4 @@
-"""Servers that die, hang, cut connections or answer nonsense: every request still gets exactly one right completion."""
+"""Servers that die, hang, cut connections or send garbage: every request still gets exactly one correct completion."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ GREEDY = Sampling(temperature=0.0, max_tokens=32)
 
 @asynccontextmanager
 async def watched(servers, **options):
-    """A pool of connected servers that all hold version 1, with its watch, and what it said."""
-    said = []
-    pool = Pool(servers, log=said.append, **options)
+    """A watched pool of connected servers with version 1, and its log lines."""
+    lines = []
+    pool = Pool(servers, log=lines.append, **options)
     await pool.connect()
     for member in pool.members:
         await pool.empty(member)
         await pool.refill(member, 1)
     watch = asyncio.ensure_future(pool.watch(heartbeat_s=0.2, check_s=2.0))
     try:
-        yield pool, said
+        yield pool, lines
     finally:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
@@ -41,7 +41,7 @@ async def watched(servers, **options):
 async def until(condition, seconds=30.0):
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, f"timed out after {seconds} s"
         await asyncio.sleep(0.02)
 
 
@@ -51,7 +51,7 @@ def client(proxy, **options):
 
 @pytest.fixture(scope="module")
 def expected(untied_server):
-    """What an undisturbed server makes of REQUESTS."""
+    """Completions of REQUESTS from an undisturbed server."""
 
     async def work():
         server = VllmServer(untied_server.url, token=untied_server.token)
@@ -64,40 +64,40 @@ def expected(untied_server):
     return asyncio.run(work())
 
 
-def test_a_server_killed_in_the_middle_loses_no_request(untied_server, expected):
+def test_killed_server_loses_no_request(untied_server, expected):
     async def work():
         async with (
             proxies(untied_server.url, untied_server.token, 2) as (one, two),
-            watched([client(one), client(two)]) as (pool, said),
+            watched([client(one), client(two)]) as (pool, lines),
         ):
             task = asyncio.ensure_future(pool.generate_all(REQUESTS, GREEDY))
             await until(lambda: any(path == GENERATE_ROUTE and body for path, body in two.seen))
             await two.kill()
             sampled = await task
             assert pool.members[1].state == "out" and pool.members[0].state == "ready"
-            assert any("out" in line and two.url in line for line in said)
+            assert any("out" in line and two.url in line for line in lines)
             assert pool.metrics()["rollout/server_out"] >= 1 and pool.metrics()["rollout/servers_ready"] == 1
-            await two.start()  # the same server at the same address: only the way to it was cut
+            await two.start()  # the same server at the same address
             await until(lambda: pool.members[1].state == "ready")
             return [one.ids for one in sampled]
 
     assert asyncio.run(work()) == expected
 
 
-def test_a_server_that_someone_restarted_gets_weights_first(untied_server):
+def test_server_restarted_by_another_process_gets_weights_first(untied_server):
     def other(value):
         value["vllm_config"]["instance_id"] = "another"
 
     async def work():
         async with (
             proxies(untied_server.url, untied_server.token) as (proxy,),
-            watched([client(proxy)]) as (pool, said),
+            watched([client(proxy)]) as (pool, lines),
         ):
             (member,) = pool.members
             proxy.change = rewrite("/server_info?config_format=json", other)
             await until(lambda: member.needs_weights)
             assert member.version is None and member.server.info.instance == "another"
-            assert any("restarted: not by us" in line for line in said)
+            assert any("restarted: by another process" in line for line in lines)
             task = asyncio.ensure_future(pool.generate(REQUESTS[0], GREEDY))
             await until(lambda: pool._waiting)
             assert not task.done() and member.needs_weights
@@ -109,7 +109,7 @@ def test_a_server_that_someone_restarted_gets_weights_first(untied_server):
     asyncio.run(work())
 
 
-def test_our_own_server_is_started_again_and_rejoins_after_weights(untied_server, expected):
+def test_dead_server_is_restarted_and_gets_weights_first(untied_server, expected):
     async def work():
         async with proxies(untied_server.url, untied_server.token, 2) as (one, two):
             spare = two.port
@@ -121,7 +121,7 @@ def test_our_own_server_is_started_again_and_rejoins_after_weights(untied_server
                 asyncio.run_coroutine_threadsafe(two.start(), loop).result(10)
                 return client(two)
 
-            async with watched([client(one)], restart=restart) as (pool, said):
+            async with watched([client(one)], restart=restart) as (pool, lines):
                 (member,) = pool.members
                 task = asyncio.ensure_future(pool.generate_all(REQUESTS, GREEDY))
                 await until(lambda: member.in_flight == len(REQUESTS))
@@ -129,31 +129,31 @@ def test_our_own_server_is_started_again_and_rejoins_after_weights(untied_server
                 await until(lambda: member.needs_weights)
                 assert member.server.url == two.url and not task.done()
                 assert pool.metrics()["rollout/server_restarts"] == 1
-                assert not await pool.refill(member, 2) and member.needs_weights  # a gate that was never closed
+                assert not await pool.refill(member, 2) and member.needs_weights  # was not drained
                 await pool.empty(member)
                 assert await pool.refill(member, 2)
                 sampled = await task
                 assert {version for one in sampled for version, _ in one.versions} == {2}
-                assert any("restarting" in line for line in said)
+                assert any("restarting" in line for line in lines)
                 await one.start()
                 return [one.ids for one in sampled]
 
     assert asyncio.run(work()) == expected
 
 
-def test_a_server_that_cannot_be_started_is_given_up_in_the_end(untied_server, monkeypatch):
+def test_server_that_cannot_restart_is_lost(untied_server, monkeypatch):
     monkeypatch.setattr("rollout.servers.pool.RESTARTS", 1)
 
     def restart(index):
-        raise ValueError("vllm.port=8000: is taken; free it or name another")
+        raise ValueError("vllm.port=8000: in use")
 
     async def work():
         async with proxies(untied_server.url, untied_server.token) as (proxy,):
-            async with watched([client(proxy)], restart=restart) as (pool, said):
+            async with watched([client(proxy)], restart=restart) as (pool, lines):
                 await proxy.kill()
                 with pytest.raises(ServerError, match="no server is left"):
                     await pool.generate(REQUESTS[0], GREEDY)
-                assert any("could not be started again (vllm.port=8000: is taken" in line for line in said)
+                assert any("restart failed (vllm.port=8000: in use)" in line for line in lines)
                 assert pool.members[0].lost
             await proxy.start()
 
@@ -169,19 +169,19 @@ def positive(value):
 
 
 GARBAGE = [
-    (spoil_body(b"<html>"), "which is not JSON"),
-    (spoil_body(b"[]"), "which is not an object"),
-    (spoil_body(b'{"choices": [{}]}'), "another shape"),
-    (rewrite(GENERATE_ROUTE, positive), "a log-prob of 1.5, above 0"),
+    (spoil_body(b"<html>"), "not JSON"),
+    (spoil_body(b"[]"), "not a JSON object"),
+    (spoil_body(b'{"choices": [{}]}'), "malformed reply"),
+    (rewrite(GENERATE_ROUTE, positive), "log-prob 1.5 is above 0"),
     (lambda path, status, body: (502, b"Bad Gateway") if path == GENERATE_ROUTE else (status, body), "502 Bad Gateway"),
 ]
 
 
-def test_garbage_and_cut_connections_are_asked_for_again_elsewhere(untied_server, expected):
+def test_garbage_and_cut_connections_are_retried_on_another_server(untied_server, expected):
     async def work():
         async with (
             proxies(untied_server.url, untied_server.token, 2) as (good, bad),
-            watched([client(bad), client(good)]) as (pool, said),
+            watched([client(bad), client(good)]) as (pool, lines),
         ):
             member = pool.members[0]
             for change, message in GARBAGE:
@@ -190,26 +190,26 @@ def test_garbage_and_cut_connections_are_asked_for_again_elsewhere(untied_server
                     await member.server.generate([5, 6, 7], GREEDY, seed=1, max_tokens=32)
                 retries = pool.counts["retries"]
                 assert [one.ids for one in await pool.generate_all(REQUESTS, GREEDY)] == expected
-                assert any("doubted" in line and message in line for line in said)
+                assert any("doubted" in line and message in line for line in lines)
                 assert pool.counts["retries"] > retries
                 bad.change = lambda path, status, body: (status, body)
                 await until(lambda: member.state == "ready")
                 member.strikes = 0  # as after a good reply
-                pool._home.clear()  # prompts go to both again
+                pool._home.clear()  # route prompts to both servers again
             bad.cut.add(GENERATE_ROUTE)
             return [one.ids for one in await pool.generate_all(REQUESTS, GREEDY)]
 
     assert asyncio.run(work()) == expected
 
 
-def test_one_server_that_only_answers_garbage_fails_the_request_in_the_end(untied_server):
+def test_request_fails_if_the_only_server_sends_garbage(untied_server):
     async def work():
         async with (
             proxies(untied_server.url, untied_server.token) as (bad,),
-            watched([client(bad)], retries=1) as (pool, said),
+            watched([client(bad)], retries=1) as (pool, lines),
         ):
             bad.change = spoil_body(b"{}")
-            with pytest.raises(ServerError, match="a completion failed 2 times, last: .*another shape"):
+            with pytest.raises(ServerError, match="a completion failed 2 times; .*malformed reply"):
                 await pool.generate(REQUESTS[0], GREEDY)
             bad.change = lambda path, status, body: (status, body)
             return (await pool.generate(REQUESTS[0], GREEDY)).finish_reason
@@ -217,26 +217,26 @@ def test_one_server_that_only_answers_garbage_fails_the_request_in_the_end(untie
     assert asyncio.run(work()) == "length"
 
 
-def test_a_request_that_takes_too_long_is_asked_for_elsewhere(untied_server, expected, monkeypatch):
+def test_slow_request_is_retried_on_another_server(untied_server, expected, monkeypatch):
     monkeypatch.setattr("rollout.servers.client.SLOW", 160.0)  # tokens per second
 
     async def work():
         async with (
             proxies(untied_server.url, untied_server.token, 2) as (good, bad),
-            watched([client(bad), client(good)], timeout=3.0) as (pool, said),
+            watched([client(bad), client(good)], timeout=3.0) as (pool, lines),
         ):
             bad.hang.add(GENERATE_ROUTE)
-            begin = time.monotonic()
+            start = time.monotonic()
             sampled = await pool.generate_all(REQUESTS, GREEDY)
-            assert 3.2 <= time.monotonic() - begin < 30  # 3 s, and 0.2 for 32 tokens
-            assert any("has not answered for 3.2 s" in line and "--vllm.timeout" in line for line in said)
+            assert 3.2 <= time.monotonic() - start < 30  # 3 s, plus 0.2 s for 32 tokens
+            assert any("for 3.2 s" in line and "--vllm.timeout" in line for line in lines)
             return [one.ids for one in sampled]
 
     assert asyncio.run(work()) == expected
 
 
-def test_a_request_that_reached_a_paused_server_is_taken_back(untied_server):
-    """It would sit in the server's queue until the end of the update, and then run with weights we do not know of."""
+def test_request_that_reaches_a_paused_server_is_cancelled(untied_server):
+    """It would stay in the server's queue until the update ends, and then run with unknown weights."""
 
     async def work():
         async with (
@@ -244,12 +244,12 @@ def test_a_request_that_reached_a_paused_server_is_taken_back(untied_server):
             watched([client(proxy)]) as (pool, _),
         ):
             (member,) = pool.members
-            proxy.hang.add(GENERATE_ROUTE)  # as if it arrived late
+            proxy.hang.add(GENERATE_ROUTE)  # as if the request arrived late
             task = asyncio.ensure_future(pool.generate(REQUESTS[0], GREEDY))
             await until(lambda: any(path == GENERATE_ROUTE and body for path, body in proxy.seen))
-            begin = time.monotonic()
+            start = time.monotonic()
             await pool.empty(member)
-            assert time.monotonic() - begin < 20 and member.in_flight == 0
+            assert time.monotonic() - start < 20 and member.in_flight == 0
             proxy.hang.clear()
             await pool.refill(member, 2)
             sampled = await task
@@ -261,10 +261,10 @@ def test_a_request_that_reached_a_paused_server_is_taken_back(untied_server):
     asyncio.run(work())
 
 
-def test_a_hung_engine_is_noticed_though_health_says_ok(untied_server, expected):
+def test_hung_engine_is_detected_although_health_returns_200(untied_server, expected):
     async def work():
         server = VllmServer(untied_server.url, token=untied_server.token)
-        async with watched([server], timeout=60.0) as (pool, said):
+        async with watched([server], timeout=60.0) as (pool, lines):
             (member,) = pool.members
             task = asyncio.ensure_future(pool.generate_all(REQUESTS, GREEDY))
             await until(lambda: member.in_flight == len(REQUESTS))
@@ -273,7 +273,7 @@ def test_a_hung_engine_is_noticed_though_health_says_ok(untied_server, expected)
             try:
                 status, _ = await server._http.send("GET", "/health", timeout=5)
                 assert status == 200
-                with pytest.raises(ServerError, match="its engine has not answered for 1 s"):
+                with pytest.raises(ServerError, match="engine for 1 s"):
                     await server.check(1.0)
                 await until(lambda: member.state == "out")
                 assert member.tasks == set() or all(task.cancelling() for task in member.tasks)
@@ -281,30 +281,30 @@ def test_a_hung_engine_is_noticed_though_health_says_ok(untied_server, expected)
             finally:
                 for pid in engine_pids(untied_server):
                     os.kill(pid, signal.SIGCONT)
-            sampled = await task  # it is the same process with the same weights: it goes on
-            assert any("has not answered for 2 s" in line for line in said)
-            assert any(line.endswith("back") for line in said)
+            sampled = await task  # continues in the same process with the same weights
+            assert any("engine for 2 s" in line for line in lines)
+            assert any(line.endswith("back") for line in lines)
             return [one.ids for one in sampled]
 
     assert asyncio.run(work()) == expected
 
 
-def test_a_server_paused_by_someone_else_is_put_out(untied_server):
+def test_server_paused_by_another_process_is_put_out(untied_server):
     async def work():
         server = VllmServer(untied_server.url, token=untied_server.token)
-        async with watched([server]) as (pool, said):
+        async with watched([server]) as (pool, lines):
             (member,) = pool.members
             await server.pause()
             try:
                 await until(lambda: member.needs_weights)
-                assert any("paused: not by us" in line for line in said)
+                assert any("paused: by another process" in line for line in lines)
             finally:
                 await server.resume()
 
     asyncio.run(work())
 
 
-def test_one_that_missed_an_update_gets_weights_before_it_returns(untied_server):
+def test_server_that_missed_an_update_gets_weights_first(untied_server):
     async def work():
         async with (
             proxies(untied_server.url, untied_server.token, 2) as (one, two),
@@ -314,7 +314,7 @@ def test_one_that_missed_an_update_gets_weights_before_it_returns(untied_server)
             await two.kill()
             await until(lambda: second.state == "out")
             pool.version = 2
-            await pool.refill(first, 2)  # as an adapter would: no gate
+            await pool.refill(first, 2)  # as for an adapter: without draining
             await two.start()
             await until(lambda: second.needs_weights)
             sampled = await pool.generate_all(REQUESTS, GREEDY)

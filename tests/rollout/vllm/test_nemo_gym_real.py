@@ -1,6 +1,6 @@
-"""The real, unmodified servers of NeMo Gym, and our vLLM server as the model behind its agents.
+"""Unmodified NeMo Gym servers, with a vLLM server as the model of their agents.
 
-Needs STROP_NEMO_PYTHON, an interpreter that has nemo-gym and reasoning-gym (Python 3.12), and the assets.
+Needs STROP_NEMO_PYTHON, an interpreter with nemo-gym and reasoning-gym (Python 3.12), and the assets.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ RESULT = '{"city":"SF","weather_description":"The weather in SF is cold."}'
 def gym_python() -> str:
     python = os.environ.get("STROP_NEMO_PYTHON")
     if not python:
-        pytest.skip("STROP_NEMO_PYTHON is unset: it names an interpreter that has nemo-gym")
+        pytest.skip("STROP_NEMO_PYTHON is unset: set it to an interpreter with nemo-gym")
     return python
 
 
 @pytest.fixture(scope="module")
 def rows(gym_python: str) -> Path:
-    """The folder of the gym's resource servers, with the rows they ship."""
-    ask = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
-    found = subprocess.run([gym_python, "-c", ask], capture_output=True, text=True, check=True)
-    return Path(found.stdout.strip()) / "resources_servers"
+    """The folder of the gym's resource servers, with their example rows."""
+    code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    done = subprocess.run([gym_python, "-c", code], capture_output=True, text=True, check=True)
+    return Path(done.stdout.strip()) / "resources_servers"
 
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory) -> Path:
-    """The tiny model, made to call get_weather on the first shipped question and to answer from what it says."""
+    """The tiny model, trained to call get_weather on the first example question and to answer from its result."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = tmp_path_factory.mktemp("caller") / "model"
@@ -78,7 +78,7 @@ def caller(tmp_path_factory) -> Path:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     system = "You are a helpful personal assistant that aims to be helpful and reduce any pain points the user has."
     messages = [
-        {"role": "system", "content": system},  # vLLM's own reading of developer, for a template that has no such role
+        {"role": "system", "content": system},  # vLLM maps developer to system if the template lacks that role
         {"role": "user", "content": "what's it like in sf?"},
         {"role": "assistant", "content": "", "tool_calls": [CALL]},
         {"role": "tool", "content": RESULT},
@@ -139,11 +139,11 @@ def config(**settings: Any) -> NemoGymConfig:
     return NemoGymConfig(**{"datasets": ("x",), "head_port": HEAD_PORT, **settings})
 
 
-def said(text: str) -> Completion:
+def completion_of(text: str) -> Completion:
     return Completion(prompt_ids=[1], ids=[5], logps=[-1.0], finish_reason="stop", text=text, versions=[(0, 1)])
 
 
-def test_the_real_servers_verify_the_rows_they_ship(gym_python, rows, asset, tmp_path, tokenizer_of_tiny):
+def test_gym_servers_verify_their_example_rows(gym_python, rows, asset, tmp_path, tokenizer_of_tiny):
     gym_process = start_gym(gym_python, asset("tools/nemo_gym_servers.py"), tmp_path / "gym.log")
     gym = GymClient(config(), lambda text: None)
     try:
@@ -154,25 +154,25 @@ def test_the_real_servers_verify_the_rows_they_ship(gym_python, rows, asset, tmp
         rewards = load_rewards(["nemo_gym:verify"])
         set_up_rewards(rewards, gym, "stop")
         puzzles = [prompt for prompt in prompts if "answer" in prompt.columns]
-        right = rewards.score(puzzles, [said(f"<answer>{p.columns['answer']}</answer>") for p in puzzles])
-        wrong = rewards.score(puzzles, [said("<answer>no</answer>") for _ in puzzles])
+        right = rewards.score(puzzles, [completion_of(f"<answer>{p.columns['answer']}</answer>") for p in puzzles])
+        wrong = rewards.score(puzzles, [completion_of("<answer>no</answer>") for _ in puzzles])
         assert len(puzzles) == 5
         assert [value for (value,) in right.values] == [1.0] * 5
         assert [value for (value,) in wrong.values] == [0.0] * 5
-        # A counter that nobody increments has its first value, but only for the session that set it.
+        # A counter that is never incremented keeps its initial value, but only in its own session.
         counters = [expecting(p, p.columns["initial_count"]) for p in prompts if "initial_count" in p.columns]
-        assert rewards.score(counters, [said("x")] * 5).values == [[1.0]] * 5
-        assert rewards.score([expecting(p, -1) for p in counters], [said("x")] * 5).values == [[0.0]] * 5
-        # A row without what its server needs is refused by name.
+        assert rewards.score(counters, [completion_of("x")] * 5).values == [[1.0]] * 5
+        assert rewards.score([expecting(p, -1) for p in counters], [completion_of("x")] * 5).values == [[0.0]] * 5
+        # A row without a field that its server needs is rejected by name.
         bare = dataclasses.replace(puzzles[0], columns=puzzles[0].columns | {"verify_extra": without(puzzles[0])})
         with pytest.raises(ValueError, match="reasoning_gym/verify answered 422 .*question"):
-            rewards.score([bare], [said("x")])
+            rewards.score([bare], [completion_of("x")])
     finally:
         gym.close()
         stop(gym_process)
 
 
-def test_an_agent_plays_a_whole_episode_with_our_server_as_its_model(gym_python, rows, tmp_path, policy, caller):
+def test_agent_plays_an_episode_with_a_vllm_server(gym_python, rows, tmp_path, policy, caller):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     name = "example_single_tool_call"
@@ -180,8 +180,8 @@ def test_an_agent_plays_a_whole_episode_with_our_server_as_its_model(gym_python,
     started["config_paths"] = (f"resources_servers/{name}/configs/{name}.yaml",)
     tokenizer = AutoTokenizer.from_pretrained(caller)
     model = AutoModelForCausalLM.from_pretrained(caller, dtype=torch.float32)
-    told: list[str] = []
-    gym = GymClient(config(multi_turn=True, prefix_mismatch="stop", **started), told.append)
+    lines: list[str] = []
+    gym = GymClient(config(multi_turn=True, prefix_mismatch="stop", **started), lines.append)
     try:
         dataset = f"{rows}/{name}/data/example.jsonl:split=train[:1]@{name}"
         prompts = load_nemo_gym([dataset], tokenizer, multi_turn=True)
@@ -192,11 +192,11 @@ def test_an_agent_plays_a_whole_episode_with_our_server_as_its_model(gym_python,
         groups = run_groups(source, [[Request.of(prompts[0], seed) for seed in (1, 2, 1)]])
         check_weather(groups[0], prompts[0], tokenizer)
         assert groups[0][0].ids == groups[0][2].ids  # the seed reaches vLLM
-        assert not [line for line in told if "failed" in line or "answered" in line]
-        own = LocalEngine(model, tokenizer)
+        assert not [line for line in lines if "failed" in line or "answered" in line]
+        local = LocalEngine(model, tokenizer)
         for completion in groups[0]:
-            (scored,) = own.logps([(completion.prompt_ids, completion.ids)], temperature=0.5)
-            gaps = [abs(a - b) for a, b, m in zip(scored, completion.logps, completion.mask, strict=True) if m]
+            (expected,) = local.logps([(completion.prompt_ids, completion.ids)], temperature=0.5)
+            gaps = [abs(a - b) for a, b, m in zip(expected, completion.logps, completion.mask, strict=True) if m]
             assert max(gaps) < 1e-3, gaps
     finally:
         gym.close()
@@ -208,8 +208,8 @@ def test_an_agent_plays_a_whole_episode_with_our_server_as_its_model(gym_python,
 REASONING = "resources_servers/reasoning_gym/configs/reasoning_gym.yaml"
 
 
-def test_the_servers_that_the_rows_need_are_started_from_the_gyms_files(gym_python, rows, tmp_path, tokenizer_of_tiny):
-    """The stateful one too: reasoning_gym's agent, which its file describes as well, is not needed to verify."""
+def test_auto_start_starts_only_the_servers_that_rows_need(gym_python, rows, tmp_path, tokenizer_of_tiny):
+    """Including a stateful server, but not reasoning_gym's agent, which verification does not need."""
     counter = "example_session_state_mgmt"
     names = {"reasoning_gym": "reasoning_gym", counter: f"{counter}_resources_server"}  # folder -> server
     files = [f"resources_servers/{folder}/configs/{folder}.yaml" for folder in names]
@@ -224,24 +224,24 @@ def test_the_servers_that_the_rows_need_are_started_from_the_gyms_files(gym_pyth
         rewards = load_rewards(["nemo_gym:verify"])
         set_up_rewards(rewards, gym, "stop")
         puzzles = [prompt for prompt in prompts if "answer" in prompt.columns]
-        right = rewards.score(puzzles, [said(f"<answer>{p.columns['answer']}</answer>") for p in puzzles])
+        right = rewards.score(puzzles, [completion_of(f"<answer>{p.columns['answer']}</answer>") for p in puzzles])
         assert right.values == [[1.0]] * 5
         counters = [expecting(p, p.columns["initial_count"]) for p in prompts if "initial_count" in p.columns]
-        assert rewards.score(counters, [said("x")] * 5).values == [[1.0]] * 5
+        assert rewards.score(counters, [completion_of("x")] * 5).values == [[1.0]] * 5
     finally:
         gym.close()
     assert not any("ray" in path.read_text().lower() for path in tmp_path.glob("gym-*.log"))
 
 
-def test_a_run_starts_the_gym_and_its_agents_ask_the_runs_own_vllm(gym_python, vllm_python, rows, tmp_path):
-    """Two steps of GRPO in episodes; reasoning_gym's score of a sum is the reward, and nothing is left running."""
+def test_run_starts_the_gym_and_its_agents_use_the_runs_vllm(gym_python, vllm_python, rows, tmp_path):
+    """Two GRPO steps in episodes with reasoning_gym's score as the reward; no process is left."""
     sums = [(a, b) for a in (12, 25, 38, 41) for b in (17, 23, 36, 44)]
-    made = [
+    examples = [
         {"responses_create_params": {"input": [{"role": "user", "content": f"{a}+{b}="}]}, "question": f"{a}+{b}=",
          "answer": str(a + b), "metadata": {"source_dataset": "chain_sum"}}
         for a, b in sums
     ]  # fmt: skip
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in examples))
     run_ok(
         "--method", "grpo", "--model", "builtin:tiny", "--rollout.engine", "vllm", "--reward-funcs", "env",
         "--nemo-gym.multi-turn", "--nemo-gym.auto-start", "--nemo-gym.python", gym_python,
@@ -274,8 +274,7 @@ def check_weather(group: list[Completion], prompt: Prompt, tokenizer: Any) -> No
         assert [m["role"] for m in completion.messages] == ["assistant", "tool", "assistant"]
         assert completion.messages[1]["content"] == RESULT
         assert completion.text == "It is cold."
-        theirs = [i for i, made in zip(completion.ids, completion.mask, strict=True) if not made]
-        text = tokenizer.decode(theirs)
+        text = tokenizer.decode([i for i, sampled in zip(completion.ids, completion.mask, strict=True) if not sampled])
         assert RESULT in text and "tool_call" not in text and "It is cold." not in text
         assert completion.ids[-1] == END and completion.mask[-1]
 

@@ -1,4 +1,4 @@
-"""Rollouts ahead of training over a real server: weights change while groups run, and every token says by which."""
+"""Async rollouts with a real server: weights change while groups run, and every token records its version."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from trainer.policy.logps import Policy
 from trainer.policy.weights import PolicyWeights
 
 CPU = torch.device("cpu")
-LIMIT = 1e-3  # float32 on any machine, at contexts of 80 tokens and weights moved several times; see wrong_version
+LIMIT = 1e-3  # float32 on any machine, with contexts of 80 tokens and weights changed several times; see wrong_version
 STEPS = 4
-LONG = Sampling(max_tokens=80, for_training=True)  # no stop ids: a completion outlasts several loads
+LONG = Sampling(max_tokens=80, for_training=True)  # no stop ids, so that a completion outlasts several loads
 
 
 def make_engine(server: Any, monkeypatch: Any, *, backend: str, rank: int = 0) -> tuple[VllmEngine, Policy]:
@@ -48,7 +48,7 @@ def make_engine(server: Any, monkeypatch: Any, *, backend: str, rank: int = 0) -
 
 @pytest.fixture(params=["process_group", "lora"])
 def pair(request: Any, tied_server: Any, monkeypatch: Any) -> Iterator[tuple[VllmEngine, Policy]]:
-    if request.param == "lora":  # an adapter needs its own base, and tests before this one may have changed it
+    if request.param == "lora":  # an adapter needs its base, which earlier tests may have changed
         base, _ = make_engine(tied_server, monkeypatch, backend="process_group")
         base.load(0)
         base.close()
@@ -66,7 +66,7 @@ def make_producer(engine: VllmEngine, sampling: Sampling, **options: Any) -> Pro
 
 
 def train(policy: Policy, step: int) -> dict[str, torch.Tensor]:
-    """Other weights, and a copy of those there were."""
+    """Change the weights; return a copy of the previous weights."""
     weights = {name: p.detach().clone() for name, p in policy.model.named_parameters() if p.requires_grad}
     generator = torch.Generator().manual_seed(step)
     with torch.no_grad():
@@ -78,25 +78,25 @@ def train(policy: Policy, step: int) -> dict[str, torch.Tensor]:
 
 
 def gaps(engine: VllmEngine, completions: list[Completion], version: int) -> list[float]:
-    """Of the tokens that this version made, between its log-probs there and here."""
-    found = []
-    scored = engine.local.logps([(c.prompt_ids, c.ids) for c in completions], 1.0)
-    for completion, row in zip(completions, scored, strict=True):
-        at = 0
-        for of, count in completion.versions:
-            pairs = zip(completion.logps[at : at + count], row[at : at + count], strict=True)
+    """Return log-prob differences between server and trainer for the tokens sampled by this version."""
+    differences = []
+    expected = engine.local.logps([(c.prompt_ids, c.ids) for c in completions], 1.0)
+    for completion, row in zip(completions, expected, strict=True):
+        start = 0
+        for sampled_by, count in completion.versions:
+            pairs = zip(completion.logps[start : start + count], row[start : start + count], strict=True)
             # Relative for unlikely tokens: float32 has 7 digits, and these contexts are long.
-            found += [abs(a - b) / max(1.0, abs(a)) for a, b in pairs if of == version]
-            at += count
-        assert at == len(completion.ids)
-    return found
+            differences += [abs(a - b) / max(1.0, abs(a)) for a, b in pairs if sampled_by == version]
+            start += count
+        assert start == len(completion.ids)
+    return differences
 
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_groups_run_while_weights_change_within_the_bound_and_each_token_is_of_the_version_it_names(pair, tied_server):
+def test_async_groups_stay_within_max_staleness_and_record_versions(pair, tied_server):
     engine, policy = pair
     interval = 1 if engine.weights.sync.needs_pause else 2
     producer = make_producer(engine, LONG, depth=2, max_staleness=2, last_step=STEPS)
@@ -125,26 +125,26 @@ def test_groups_run_while_weights_change_within_the_bound_and_each_token_is_of_t
     spans = [len(c.versions) for c in completions]
     if engine.weights.sync.needs_pause:
         assert max(spans) > 1
-    else:  # nothing is interrupted: a completion keeps the adapter that it began with
+    else:  # not interrupted: a completion keeps its first adapter
         assert set(spans) == {1}
     for version in loaded:
         with torch.no_grad():
             for name, p in policy.model.named_parameters():
                 if p.requires_grad:
                     p.copy_(weights[version][name])
-        found = gaps(engine, completions, version)
-        assert max(found, default=0.0) < LIMIT, f"version {version}: {max(found)}"
-        num_tokens += len(found)
+        differences = gaps(engine, completions, version)
+        assert max(differences, default=0.0) < LIMIT, f"version {version}: {max(differences)}"
+        num_tokens += len(differences)
         wrong_version = [gap for other in loaded if other != version for gap in gaps(engine, completions, other)]
         assert max(wrong_version) > 30 * LIMIT, f"version {version}: {max(wrong_version)}"
     assert num_tokens == sum(len(c.ids) for c in completions) == STEPS * 8 * 80
 
 
 @pytest.mark.parametrize("pair", ["process_group"], indirect=True)
-def test_closing_ends_what_runs_and_leaves_nothing_behind(pair):
+def test_close_ends_running_requests_and_leaks_nothing(pair):
     engine, policy = pair
     engine.load(0)
-    engine.generate([Request(prompt_ids=[5], seed=0)], Sampling(max_tokens=2))  # connections that stay
+    engine.generate([Request(prompt_ids=[5], seed=0)], Sampling(max_tokens=2))  # opens connections
     threads, files = threading.active_count(), open_files()
     for step in range(1, 3):
         producer = make_producer(engine, LONG, depth=1)
@@ -159,11 +159,11 @@ def test_closing_ends_what_runs_and_leaves_nothing_behind(pair):
         assert len(producer.planner.pending) == 4 and list(engine.in_use()) == [step]
         train(policy, step)
     assert threading.active_count() <= threads
-    assert open_files() <= files + 32  # the connections of two batches of 16 requests, kept
+    assert open_files() <= files + 32  # idle connections of two batches of 16 requests
 
 
 @pytest.mark.parametrize("pair", ["process_group"], indirect=True)
-def test_a_group_that_a_server_refuses_stops_the_run_with_its_prompt(pair):
+def test_group_rejected_by_the_server_stops_the_run_with_its_prompt(pair):
     engine, _ = pair
     engine.load(0)
     producer = make_producer(engine, Sampling(max_tokens=100_000, for_training=True))
@@ -173,7 +173,7 @@ def test_a_group_that_a_server_refuses_stops_the_run_with_its_prompt(pair):
 
 
 @pytest.mark.parametrize("pair", ["process_group"], indirect=True)
-def test_a_coroutine_in_the_loop_completes_turn_by_turn(pair):
+def test_coroutines_in_the_loop_sample_several_turns(pair):
     engine, _ = pair
     engine.load(7)
 
@@ -193,30 +193,30 @@ def test_a_coroutine_in_the_loop_completes_turn_by_turn(pair):
 
 
 @pytest.mark.parametrize("pair", ["lora"], indirect=True)
-def test_weights_are_compared_while_groups_run_and_those_go_on_afterwards(pair, tied_server):
+def test_probe_interrupts_running_groups_which_then_continue(pair, tied_server):
     engine, policy = pair
     engine.load(0)
-    sampling = Sampling(max_tokens=240, for_training=True)  # what the context holds
+    sampling = Sampling(max_tokens=240, for_training=True)  # fills the context
     requests = [Request(prompt_ids=[5, 17, 30 + i], seed=i) for i in range(6)]
-    # How fast a server is nobody knows: sooner or later in a group's life, until it was in the middle of its tokens.
+    # The server's speed is unknown: try delays until a probe interrupts a group between its tokens.
     for delay in (0.2, 0.1, 0.3, 0.05, 0.5, 0.15, 0.4, 0.8):
         with slowed(tied_server):
             future = engine.submit(requests, sampling)
             time.sleep(delay)
             for _ in range(2):
-                assert engine.probe(engine.pool.members)  # vLLM with adapters dies of it while others are in the batch
+                assert engine.probe(engine.pool.members)  # without an interruption, vLLM with adapters would crash
         completions = future.result(60)
         assert [c.versions for c in completions] == [[(0, 240)]] * 6
         assert engine.metrics()["rollout/server_out"] == 0
-        found = gaps(engine, completions, 0)
-        assert len(found) == 6 * 240 and max(found) < LIMIT
+        differences = gaps(engine, completions, 0)
+        assert len(differences) == 6 * 240 and max(differences) < LIMIT
         if engine.metrics()["rollout/resumed_samples"]:
             break
-    assert engine.metrics()["rollout/resumed_samples"], "no group was in the middle of its tokens; try other delays"
+    assert engine.metrics()["rollout/resumed_samples"], "no probe interrupted a group; try other delays"
 
 
 @pytest.mark.parametrize("pair", ["process_group"], indirect=True)
-def test_a_server_that_comes_back_between_syncs_gets_the_weights_of_today_with_all_others(pair):
+def test_server_that_returns_between_syncs_gets_the_current_weights(pair):
     engine, policy = pair
     engine.load(0)
     train(policy, 1)

@@ -1,4 +1,4 @@
-"""Weights from two processes to a real server: each way they can go, a transfer that breaks off, and whole runs."""
+"""Weight sync from two ranks to a real server: every backend, an interrupted transfer and complete runs."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ def sync(server: Server, num_syncs: int, *cases: str, cwd: Path, timeout: float 
     print(*(line for line in done.stderr.splitlines() if line.startswith("server ")), sep="\n")
     for result in results:
         print(json.dumps(result))
-        assert result["gap"] < 1e-3, result  # of log-probs, after the first sync, the last and some between
-        assert result["moved"] > 0.1, result  # what the first and the last version differ by
+        assert result["gap"] < 1e-3, result  # log-prob difference after the first, the last and some other syncs
+        assert result["moved"] > 0.1, result  # difference between the first and the last version
     return results
 
 
 @pytest.mark.slow
-def test_weights_of_two_processes_reach_a_server_each_way(tied_server, monkeypatch, tmp_path):
+def test_every_backend_syncs_from_two_ranks(tied_server, monkeypatch, tmp_path):
     own_weights(tied_server, monkeypatch)
     results = sync(tied_server, 4, "fsdp:lora+lora", "fsdp:filesystem", "fsdp:process_group+lora+broken", cwd=tmp_path)
     assert results[-1]["servers_out"] > 0
 
 
 @pytest.mark.slow
-def test_untied_heads_copies_of_shards_and_whole_copies(untied_server, tmp_path):
+def test_untied_head_with_fsdp_copies_and_replicate(untied_server, tmp_path):
     sync(untied_server, 4, "fsdp:process_group", "copies:filesystem", "replicate:process_group", cwd=tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["fsdp:process_group", "fsdp:filesystem", "fsdp:lora+lora"])
-def test_two_hundred_syncs_in_a_row(case, tied_server, monkeypatch, tmp_path):
+def test_200_consecutive_syncs(case, tied_server, monkeypatch, tmp_path):
     own_weights(tied_server, monkeypatch)
     (result,) = sync(tied_server, 200, case, cwd=tmp_path, timeout=900)
     assert result["servers_out"] == 0
@@ -61,7 +61,7 @@ def test_two_hundred_syncs_in_a_row(case, tied_server, monkeypatch, tmp_path):
         ("--parallel.mode", "replicate", "--sync.backend", "process_group"),
     ],
 )
-def test_a_run_of_two_processes_is_that_of_one(flags, tied_server, monkeypatch, tmp_path):
+def test_two_ranks_train_like_one(flags, tied_server, monkeypatch, tmp_path):
     own_weights(tied_server, monkeypatch)
     server = ("--vllm.url", tied_server.url)
     alone = [*RUN, *server, *flags[2:], "--per-device-train-batch-size", 32, "--output-dir", tmp_path / "one"]
@@ -69,11 +69,11 @@ def test_a_run_of_two_processes_is_that_of_one(flags, tied_server, monkeypatch, 
     own_weights(tied_server, monkeypatch)
     together = [*RUN, *server, *flags, "--per-device-train-batch-size", 16, "--output-dir", tmp_path / "two"]
     two_ok("trainer", *together, cwd=tmp_path, **{TOKEN: tied_server.token})
-    ours, theirs = metrics(tmp_path / "two"), metrics(tmp_path / "one")
-    assert [row["step"] for row in ours] == [row["step"] for row in theirs] == [0, 1, 2, 3]
-    for row in ours[1:]:
+    two, one = metrics(tmp_path / "two"), metrics(tmp_path / "one")
+    assert [row["step"] for row in two] == [row["step"] for row in one] == [0, 1, 2, 3]
+    for row in two[1:]:
         assert row["policy/sync_gap"] < 1e-3 and row["rollout/server_out"] == 0, row
-    if "--async-prefetch" in flags:  # what a completion was made by depends on the clock
-        assert max(row["rollout/staleness_max"] for row in ours[1:]) > 0
+    if "--async-prefetch" in flags:  # weight versions of completions depend on timing
+        assert max(row["rollout/staleness_max"] for row in two[1:]) > 0
     else:
-        alike(ours, theirs, limit=2e-4)
+        alike(two, one, limit=2e-4)

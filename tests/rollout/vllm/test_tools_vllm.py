@@ -1,4 +1,4 @@
-"""Episodes over a real server: each at its pace, token-exact, over syncs, and gone when they are cancelled."""
+"""Episodes with a real server: token-exact, across syncs, and cancelled by close."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def engine(tied_server: Any, monkeypatch: Any) -> Iterator[VllmEngine]:
 
 
 def always_calls(engine: VllmEngine, max_turns: int = 3) -> ToolEpisode:
-    """The tiny model knows no tools, so whatever it says is taken for a call."""
+    """Return an episode that parses any text as a call, since the tiny model cannot call tools."""
     episode = ToolEpisode(load_tools(("lookup",)), engine.local.tokenizer, tool_format="pythonic", max_turns=max_turns)
     episode.parse = lambda text: Parsed("", [Call(name="lookup", arguments={"key": "ab"})])
     return episode
@@ -48,19 +48,19 @@ def groups_of(count: int, copies: int = 4) -> list[list[Request]]:
 
 
 def check(engine: VllmEngine, completions: Any) -> None:
-    """Log-probs behind all that stands before them, results of tools included, are those of the trainer."""
-    scored = engine.local.logps([(c.prompt_ids, c.ids) for c in completions], 1.0)
-    for completion, logps in zip(completions, scored, strict=True):
+    """Check that log-probs match the trainer's, given the full context with tool results."""
+    local = engine.local.logps([(c.prompt_ids, c.ids) for c in completions], 1.0)
+    for completion, logps in zip(completions, local, strict=True):
         mask = completion.mask or [True] * len(completion.ids)
-        expected = [logp if own else 0.0 for logp, own in zip(logps, mask, strict=True)]
+        expected = [logp if sampled else 0.0 for logp, sampled in zip(logps, mask, strict=True)]
         assert completion.logps == pytest.approx(expected, abs=LIMIT)
 
 
 def test_episodes_with_tools_are_token_exact(engine):
     source = EpisodeSource(engine, SAMPLING, always_calls(engine))
     groups = run_groups(source, groups_of(4), engine.poll)
-    made = [c for group in groups for c in group]
-    check(engine, made)
+    completions = [c for group in groups for c in group]
+    check(engine, completions)
     assert [len(group) for group in groups] == [4] * 4
     for i, group in enumerate(groups):
         for completion in group:
@@ -70,15 +70,15 @@ def test_episodes_with_tools_are_token_exact(engine):
             assert set(results) <= {f"value {i}"}
             text = engine.local.tokenizer.decode(completion.ids)
             assert text.count(f"<|im_start|>tool\nvalue {i}<|im_end|>") == len(results)
-    assert max(c.columns["num_turns"] for c in made) == 3
-    assert run_groups(source, groups_of(4), engine.poll) == groups  # seeds fix what every turn draws
+    assert max(c.columns["num_turns"] for c in completions) == 3
+    assert run_groups(source, groups_of(4), engine.poll) == groups  # seeds determine every turn
 
 
-def test_a_sync_in_the_middle_of_episodes_shows_in_their_versions(engine):
+def test_sync_during_episodes_is_recorded_in_their_versions(engine):
     loaded = threading.Event()
 
     async def episode(client, prompt, seed):
-        while seed % 100 == 3 and not loaded.is_set():  # of each group, one begins behind the sync
+        while seed % 100 == 3 and not loaded.is_set():  # one episode per group starts after the sync
             await asyncio.sleep(0.01)
         return await always_calls(engine)(client, prompt, seed)
 
@@ -88,14 +88,15 @@ def test_a_sync_in_the_middle_of_episodes_shows_in_their_versions(engine):
     change(engine.policy, seed=1)
     engine.load(1)
     loaded.set()
-    made = [c for future in futures for c in future.result(60)]
-    seen = {version for c in made for version, _ in c.versions}
-    assert seen <= {0, 1} and 1 in seen
-    assert all(sum(count for _, count in c.versions) == c.trained for c in made)
-    assert all([version for version, _ in c.versions] == sorted({version for version, _ in c.versions}) for c in made)
+    completions = [c for future in futures for c in future.result(60)]
+    for c in completions:
+        versions = [version for version, _ in c.versions]
+        assert sum(count for _, count in c.versions) == c.trained and versions == sorted(set(versions))
+    used = {version for c in completions for version, _ in c.versions}
+    assert used <= {0, 1} and 1 in used
 
 
-def test_a_users_coroutine_runs_over_the_server(engine, tmp_path):
+def test_user_coroutine_samples_from_the_server(engine, tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(
         "async def twice(client, prompt, seed):\n"
@@ -103,12 +104,12 @@ def test_a_users_coroutine_runs_over_the_server(engine, tmp_path):
         "    return {'completion_ids': made.ids, 'logprobs': made.logps, 'version': client.version}\n"
     )
     source = RolloutFunction(f"{path}:twice").source(engine, SAMPLING)
-    made = [c for group in run_groups(source, groups_of(2), engine.poll) for c in group]
-    check(engine, made)
-    assert [c.columns for c in made] == [{"version": 0}] * 8
+    completions = [c for group in run_groups(source, groups_of(2), engine.poll) for c in group]
+    check(engine, completions)
+    assert [c.columns for c in completions] == [{"version": 0}] * 8
 
 
-def test_closing_ends_what_runs_and_leaves_the_engine_usable(engine):
+def test_close_cancels_episodes_and_leaves_the_engine_usable(engine):
     async def episode(client, prompt, seed):
         for turn in range(1000):
             await client.generate(prompt.ids, turn_seed(seed, turn), max_tokens=4)

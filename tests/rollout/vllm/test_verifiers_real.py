@@ -1,4 +1,4 @@
-"""Two steps of GRPO in a verifiers environment of two turns, with a real vLLM server as the model."""
+"""Two GRPO steps in a two-turn verifiers environment, with a real vLLM server as the model."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def test_two_grpo_steps_in_a_verifiers_environment(vllm_python, tmp_path, capfd)
         assert row["rollout/left_out_turns"] < 1
         assert 1.0 <= row["reward/env/mean"] <= 2.0 and row["reward/std"] > 0
         assert row["optim/grad_norm"] > 0
-        assert row["policy/behaviour_gap"] < 1e-4  # the trainer computes the same log-probs of the same ids
+        assert row["policy/behaviour_gap"] < 1e-4
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert [m["role"] for m in samples[0]["messages"]] == ["assistant", "user", "assistant"]

@@ -384,13 +384,13 @@ def test_resolve_model_says_what_is_wrong(tmp_path):
     a_file = tmp_path / "weights.safetensors"
     a_file.touch()
     for name, message in [
-        ("builtin:huge", "model=builtin:huge: unknown built-in model; there is builtin:tiny"),
+        ("builtin:huge", "model=builtin:huge: unknown built-in model; use one of builtin:tiny"),
         (str(tmp_path / "nowhere"), "no such folder"),
         ("./nowhere", "model=./nowhere: no such folder"),
         ("runs/grpo/first", "no such folder"),
         (str(a_file), "no such folder"),
         (str(unfinished), "this run has not finished.*--resume"),
-        (str(empty), "holds neither config.json nor adapter_config.json nor a finished run"),
+        (str(empty), "contains neither config.json nor adapter_config.json nor a finished run"),
     ]:
         with pytest.raises(ValueError, match=message):
             resolve_model(name)

@@ -14,7 +14,7 @@ the vLLM server needs a fixed address:
     policy_model.responses_api_models.vllm_model: base_url http://127.0.0.1:8000/v1, api_key the token, model base,
         return_token_id_information true
 
-The trainer's temperature, length limit, seed and stop ids override those of the row. An agent's reply to /run becomes
+The trainer's temperature, length limit, seed and stop ids override the row's. An agent's reply to /run becomes
 one Completion (gym_source.py).
 """
 
@@ -238,7 +238,7 @@ class GymClient:
         raise UserError("no server of the gym is named; write PATH@SERVER in --nemo-gym.datasets")
 
     def agent_of(self, ref: dict[str, Any]) -> tuple[str, str]:
-        """Return (name, address) of the row's agent: the dataset's, the row's, or that of the resource server."""
+        """Return (name, address) of the row's agent: the dataset's, the row's, or the resource server's."""
         agents = self.addresses.agents
         server, name = ref.get("server"), ref.get("name")
         if server in agents:

@@ -40,10 +40,9 @@ class RewardConfig:
         if not isinstance(self.reward_funcs, (tuple, list)):  # from Python, a function instead of a tuple
             raise UserError(f"reward_funcs={self.reward_funcs}: must be a tuple; write (my_function,)")
         parse_weights(self.reward_weights, len(self.reward_funcs) or 1)
-        if self.reward_num_workers < 0:
-            raise UserError(f"reward_num_workers={self.reward_num_workers}: must be 0 (in this process) or more")
-        if self.reward_none_limit < 0:
-            raise UserError(f"reward_none_limit={self.reward_none_limit}: must be 0 (never stop) or more")
+        for name, zero in (("reward_num_workers", "no workers"), ("reward_none_limit", "never stop")):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name}={getattr(self, name)}: must be 0 ({zero}) or more")
         if not 0 < self.reward_timeout < math.inf:
             raise UserError(f"reward_timeout={self.reward_timeout}: must be above 0 and finite")
         if self.reward_memory_gb is not None and not 0 < self.reward_memory_gb < math.inf:

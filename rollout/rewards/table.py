@@ -342,22 +342,17 @@ class Rewards:
                 blamed = rows if row is None else [rows[row]]
                 if self._on_error == "stop":
                     raise UserError(fault.message(function, blamed))
-                self._report(function, fault, blamed, len(faulty), len(rows))
+                if (function.name, fault.kind) not in self._reported:
+                    self._reported.add((function.name, fault.kind))
+                    self._log(
+                        f"{fault.message(function, blamed)}; {len(faulty)} of {len(rows)} rows in this call get no "
+                        "reward, and later faults of this kind are only counted (reward_on_error=none)"
+                    )
             if faulty:
                 last = part.scores[faulty[-1]].message(function, [rows[faulty[-1]]])
             bad.update(low + i for i in faulty)
             column += [None if isinstance(score, Fault) else score for score in part.scores]
         return column, last
-
-    def _report(
-        self, function: RewardFunction, fault: Fault, prompts: list[Prompt], num_failed: int, num_rows: int
-    ) -> None:
-        if (function.name, fault.kind) not in self._reported:
-            self._reported.add((function.name, fault.kind))
-            self._log(
-                f"{fault.message(function, prompts)}; {num_failed} of {num_rows} rows in this call get no reward, and "
-                "later faults of this kind are only counted (reward_on_error=none)"
-            )
 
     def _score_here(
         self, function: RewardFunction, scoring: Scoring, pending: Future[Any] | None, first_log: CallLog

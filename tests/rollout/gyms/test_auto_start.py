@@ -26,7 +26,7 @@ from rollout.servers.command import TOKEN
 from rollout.servers.options import VllmConfig
 from tests.entry import ROOT, environment, metrics, processes_with, run_ok
 from tests.rollout.gyms.small_gym import make_gym, write_config
-from tests.rollout.gyms.test_nemo_gym import math_row, prompt_of, rewards_of, said
+from tests.rollout.gyms.test_nemo_gym import completion_of, math_row, prompt_of, rewards_of
 
 VLLM = [("http://127.0.0.1:8000", "secret")]
 ROWS = [json.dumps(math_row(f"1{n}+2=", answer=str(12 + n))) + "\n" for n in range(8)]
@@ -232,12 +232,12 @@ def test_completions_are_verified_and_a_dead_server_is_reported(gym, tmp_path):
         client.start([], tmp_path / "logs")
         assert [server.name for server in client.servers.running] == ["sums"]
         rewards = rewards_of(client)
-        assert rewards.score([prompt, prompt], [said("= 3"), said("4")]).values == [[1.0], [0.0]]
+        assert rewards.score([prompt, prompt], [completion_of("= 3"), completion_of("4")]).values == [[1.0], [0.0]]
         pid = get(f"{client.servers.running[0].url}/config")["pid"]
         os.kill(pid, signal.SIGKILL)
         client.servers.running[0].guard.wait(20)
         with pytest.raises(ValueError, match=f"the gym's server sums has ended .*see {tmp_path}/logs/gym-sums.log"):
-            rewards.score([prompt], [said("3")])
+            rewards.score([prompt], [completion_of("3")])
     finally:
         client.close()
 

@@ -43,12 +43,12 @@ def replay():
 
 
 def client(replay: Replay, **settings: Any) -> GymClient:
-    said: list[str] = []
+    lines: list[str] = []
     gym = GymClient(
         NemoGymConfig(**{"datasets": ("rows.jsonl",), "head_port": replay.port, "server_timeout": 5.0, **settings}),
-        said.append,
+        lines.append,
     )
-    gym.said = said
+    gym.lines = lines
     return gym
 
 
@@ -59,7 +59,7 @@ def prompt_of(row: dict[str, Any], server: str, index: int = 0) -> Prompt:
     return Prompt(source=f"rows.jsonl:{index + 1}", prompt=messages, ids=[1, 7, 9], columns=columns)
 
 
-def said(text: str) -> Completion:
+def completion_of(text: str) -> Completion:
     return Completion(prompt_ids=[1], ids=[5], logps=[-1.0], finish_reason="stop", text=text, versions=[(0, 1)])
 
 
@@ -102,7 +102,7 @@ def test_recorded_verifications_return_in_order_with_one_session_each(recordings
     with Replay(recordings) as replay:
         gym = client(replay)
         gym.connect(prompts, multi_turn=False)
-        table = rewards_of(gym).score(prompts, [said(text) for text in texts])
+        table = rewards_of(gym).score(prompts, [completion_of(text) for text in texts])
         gym.loop.run(gym.post(f"http://127.0.0.1:{replay.port}/seed_session", {}, "counter"))  # another row, later
         gym.close()
     assert [value for (value,) in table.values] == [1.0, 0.0, 1.0] * 4
@@ -118,30 +118,30 @@ def test_recorded_verifications_return_in_order_with_one_session_each(recordings
 
 
 def test_an_added_system_prompt_reaches_the_verifier_and_other_rows_get_no_reward(replay):
-    replay.add("/verify", [{"content": "Think."}, {"content": "q"}], {"reward": 0.25}, said="a")
+    replay.add("/verify", [{"content": "Think."}, {"content": "q"}], {"reward": 0.25}, text="a")
     prompt = prompt_of(math_row("q"), "reasoning_gym")
     prompt = replace(prompt, prompt=[{"role": "system", "content": "Think."}, *prompt.prompt])
     other = Prompt(source="sums.jsonl:1", prompt=[{"role": "user", "content": "x"}], ids=[1], columns={"answer": "4"})
     gym = client(replay)
     gym.connect([prompt, other], multi_turn=False)
-    table = rewards_of(gym).score([prompt, other], [said("a"), said("a")])
+    table = rewards_of(gym).score([prompt, other], [completion_of("a"), completion_of("a")])
     gym.close()
     assert (table.values, table.failed) == ([[0.25], [None]], 0)
 
 
 def test_a_rejected_row_loses_its_reward_or_stops_the_run(replay):
-    replay.add("/verify", "q", {"reward": 1.0}, said="a")
+    replay.add("/verify", "q", {"reward": 1.0}, text="a")
     prompts = [prompt_of(math_row(question), "reasoning_gym", i) for i, question in enumerate(("q", "unknown", "q"))]
     gym = client(replay)
     gym.connect(prompts, multi_turn=False)
-    table = rewards_of(gym, "none").score(prompts, [said("a")] * 3)
+    table = rewards_of(gym, "none").score(prompts, [completion_of("a")] * 3)
     assert table.values == [[1.0], [None], [1.0]]
     assert table.failed == 1
     why = "rows.jsonl:2: reasoning_gym/verify answered 422 (body.question: Field required)"
-    rewards_of(gym, "none").score(prompts, [said("a")] * 3)
-    assert [why in line for line in gym.said if "422" in line] == [True]
+    rewards_of(gym, "none").score(prompts, [completion_of("a")] * 3)
+    assert [why in line for line in gym.lines if "422" in line] == [True]
     with pytest.raises(ValueError) as caught:
-        rewards_of(gym, "stop").score(prompts, [said("a")] * 3)
+        rewards_of(gym, "stop").score(prompts, [completion_of("a")] * 3)
     gym.close()
     assert why in str(caught.value)
     assert "reward_funcs=nemo_gym:verify" in str(caught.value)
@@ -150,12 +150,12 @@ def test_a_rejected_row_loses_its_reward_or_stops_the_run(replay):
 
 @pytest.mark.parametrize("fault", [500, CLOSE], ids=["500", "closed"])
 def test_a_request_that_fails_once_is_retried_with_a_new_session(replay, fault):
-    replay.add("/verify", "q", {"reward": 1.0}, said="a")
+    replay.add("/verify", "q", {"reward": 1.0}, text="a")
     prompt = prompt_of(math_row("q"), "reasoning_gym")
     gym = client(replay)
     gym.connect([prompt], multi_turn=False)
     replay.faults.extend([None, fault])
-    table = rewards_of(gym, "none").score([prompt], [said("a")])
+    table = rewards_of(gym, "none").score([prompt], [completion_of("a")])
     gym.close()
     assert table.values == [[1.0]]
     assert replay.sessions == 2
@@ -173,24 +173,24 @@ def test_a_request_that_fails_once_is_retried_with_a_new_session(replay, fault):
     ids=["500", "garbage", "nan", "text", "late"],
 )
 def test_a_server_fault_is_logged_once_and_gives_no_reward(replay, fault, message):
-    replay.add("/verify", "q", {"reward": 1.0}, said="a")
+    replay.add("/verify", "q", {"reward": 1.0}, text="a")
     prompt = prompt_of(math_row("q"), "reasoning_gym")
     gym = client(replay, retries=0, verify_timeout=2.0 if fault == LATE else 60.0)
     gym.connect([prompt], multi_turn=False)
     replay.faults.extend([None, fault])
-    table = rewards_of(gym, "none").score([prompt], [said("a")])
+    table = rewards_of(gym, "none").score([prompt], [completion_of("a")])
     gym.close()
     assert (table.values, table.failed) == ([[None]], 1)
-    assert gym.said[-1].startswith(f"NeMo Gym: rows.jsonl:1: {message}")
+    assert gym.lines[-1].startswith(f"NeMo Gym: rows.jsonl:1: {message}")
 
 
 def test_max_connections_limits_concurrent_verifications(replay):
-    replay.add("/verify", "q", {"reward": 1.0}, said="a")
+    replay.add("/verify", "q", {"reward": 1.0}, text="a")
     prompts = [prompt_of(math_row("q"), "reasoning_gym", i) for i in range(12)]
     gym = client(replay, max_connections=4)
     gym.connect(prompts, multi_turn=False)
     replay.faults.extend([0.1] * 24)
-    table = rewards_of(gym).score(prompts, [said("a")] * 12)
+    table = rewards_of(gym).score(prompts, [completion_of("a")] * 12)
     gym.close()
     assert table.values == [[1.0]] * 12
     assert replay.most_at_once == 4
@@ -199,7 +199,7 @@ def test_max_connections_limits_concurrent_verifications(replay):
 def test_the_reward_requires_a_training_run():
     rewards = load_rewards(["nemo_gym:verify"])
     with pytest.raises(ValueError, match="--nemo-gym.datasets"):
-        rewards.score([prompt_of(math_row("q"), "reasoning_gym")], [said("a")])
+        rewards.score([prompt_of(math_row("q"), "reasoning_gym")], [completion_of("a")])
 
 
 # discovery -------------------------------------------------------------------------------------------------------
@@ -445,7 +445,7 @@ def test_a_failed_episode_is_not_trained_and_logged_once(replay):
             assert completion.columns["env_reward"] is None
             assert completion.columns["env_failed"] == 1.0
             assert completion.prompt_ids == [1, 7, 9]
-        assert sum(why in line for line in gym.said) == 1
+        assert sum(why in line for line in gym.lines) == 1
         if fault != LATE:
             ((good,),) = run_groups(source, [[Request.of(prompt, 1)]])
             assert good.columns["env_reward"] == 1.0
@@ -480,7 +480,7 @@ def test_prefix_mismatch_decides_about_a_prompt_that_does_not_continue(replay):
                     run_groups(source, [[Request.of(prompt, 1)]])
                 continue
             ((completion,),) = run_groups(source, [[Request.of(prompt, 1)]])
-            assert sum("the prompt of a turn" in line for line in gym.said) == 1
+            assert sum("the prompt of a turn" in line for line in gym.lines) == 1
             if rule == "last":
                 assert (completion.prompt_ids, completion.ids) == ([1, 2, 4], [5, 6])
                 assert completion.columns["env_reward"] == 1.0

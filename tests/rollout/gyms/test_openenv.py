@@ -212,7 +212,7 @@ def test_an_episode_is_one_sequence_with_the_model_turns_in_the_mask(tiny):
     end = len(ids) - ids[::-1].index(tokenizer.eos_token_id)  # the template puts a newline after the last turn
     assert completion.prompt_ids + completion.ids == ids[:end]
     assert [False] * len(completion.prompt_ids) + completion.mask == mask[:end]
-    assert completion.logps == [-0.5 if made else 0.0 for made in completion.mask]
+    assert completion.logps == [-0.5 if flag else 0.0 for flag in completion.mask]
     assert completion.versions == [(3, 6)] and completion.trained == 6
     assert completion.finish_reason == "stop" and completion.text == "7"
     assert completion.messages == [*whole[1:], {"role": "user", "content": "yes"}]

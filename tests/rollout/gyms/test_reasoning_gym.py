@@ -26,13 +26,13 @@ def rows(spec: str) -> list[dict]:
     return [row.columns for row in load_rows(parse_spec(spec))]
 
 
-def said(text: str) -> list[dict]:
+def message_of(text: str) -> list[dict]:
     return [{"role": "assistant", "content": text}]
 
 
-def verdicts(made: list[dict], texts: list[str]) -> list[float | None]:
-    columns = {name: [row.get(name) for row in made] for name in ("metadata", "answer", "reasoning_gym")}
-    return score([said(text) for text in texts], **columns)
+def verdicts(examples: list[dict], texts: list[str]) -> list[float | None]:
+    columns = {name: [row.get(name) for row in examples] for name in ("metadata", "answer", "reasoning_gym")}
+    return score([message_of(text) for text in texts], **columns)
 
 
 def test_the_answer_is_the_last_tag_or_the_whole_text():
@@ -55,9 +55,9 @@ def test_without_the_package_the_error_names_the_extra():
 
 @installed
 def test_rows_of_a_task_with_its_settings():
-    made = rows("reasoning_gym:chain_sum:size=40,max_terms=2,max_digits=1")
-    assert len(made) == 40
-    for row in made:
+    examples = rows("reasoning_gym:chain_sum:size=40,max_terms=2,max_digits=1")
+    assert len(examples) == 40
+    for row in examples:
         expression = row["metadata"]["expression"]
         assert row["answer"] == str(eval(expression))
         assert row["prompt"] == [{"role": "user", "content": f"State the final answer to the following arithmetic "
@@ -68,9 +68,9 @@ def test_rows_of_a_task_with_its_settings():
 
 @installed
 def test_a_list_is_written_with_bars():
-    made = rows("reasoning_gym:basic_arithmetic:size=10,operators=+|-,max_terms=2,min_terms=2")
-    assert all("*" not in row["prompt"][0]["content"] and "/" not in row["prompt"][0]["content"] for row in made)
-    assert made[0]["reasoning_gym"]["options"]["operators"] == ["+", "-"]
+    examples = rows("reasoning_gym:basic_arithmetic:size=10,operators=+|-,max_terms=2,min_terms=2")
+    assert all("*" not in row["prompt"][0]["content"] and "/" not in row["prompt"][0]["content"] for row in examples)
+    assert examples[0]["reasoning_gym"]["options"]["operators"] == ["+", "-"]
 
 
 @installed
@@ -123,26 +123,26 @@ def test_bad_specs_are_rejected(spec, message):
 @pytest.mark.parametrize("task", ["arc_agi", "rearc", "countdown"])
 def test_only_the_correct_answer_scores_1(task):
     """arc_agi and rearc compare tuples: naively read from JSON, the correct board scores 0.05."""
-    made = rows(f"reasoning_gym:{task}:size=3")
-    through_json = json.loads(json.dumps(made))
-    assert verdicts(through_json, [row["answer"] for row in made]) == [1.0, 1.0, 1.0]
-    assert verdicts(through_json, [f"<answer>{row['answer']}</answer>" for row in made]) == [1.0, 1.0, 1.0]
+    examples = rows(f"reasoning_gym:{task}:size=3")
+    through_json = json.loads(json.dumps(examples))
+    assert verdicts(through_json, [row["answer"] for row in examples]) == [1.0, 1.0, 1.0]
+    assert verdicts(through_json, [f"<answer>{row['answer']}</answer>" for row in examples]) == [1.0, 1.0, 1.0]
     assert max(verdicts(through_json, ["I do not know"] * 3)) < 0.5
 
 
 @installed
 def test_a_text_on_which_the_verifier_fails_scores_0():
-    made = rows("reasoning_gym:prime_factorization:size=2")
-    assert verdicts(made, ["two times three", made[1]["answer"]]) == [0.0, 1.0]
+    examples = rows("reasoning_gym:prime_factorization:size=2")
+    assert verdicts(examples, ["two times three", examples[1]["answer"]]) == [0.0, 1.0]
 
 
 @installed
 def test_the_verifier_uses_the_settings_of_the_rows():
     """decimal_arithmetic rounds to the decimals in its settings; the defaults would compare more digits."""
-    made = rows("reasoning_gym:decimal_arithmetic:size=1,min_num_decimal_places=1,max_num_decimal_places=1")
-    close = str(float(made[0]["answer"]) + 0.01)
-    assert verdicts(made, [close]) == [1.0]
-    without = [{**made[0], "reasoning_gym": None}]
+    examples = rows("reasoning_gym:decimal_arithmetic:size=1,min_num_decimal_places=1,max_num_decimal_places=1")
+    close = str(float(examples[0]["answer"]) + 0.01)
+    assert verdicts(examples, [close]) == [1.0]
+    without = [{**examples[0], "reasoning_gym": None}]
     assert verdicts(without, [close]) == [0.0]
 
 
@@ -155,7 +155,7 @@ def test_a_verifier_that_rewards_nonsense_is_reported(capsys):
 @installed
 def test_rows_of_other_data_get_none():
     columns = {"metadata": [None, {"difficulty": 3}], "answer": ["1", "2"]}
-    assert score([said("1"), said("2")], **columns) == [None, None]
+    assert score([message_of("1"), message_of("2")], **columns) == [None, None]
 
 
 @installed

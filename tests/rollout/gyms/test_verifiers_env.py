@@ -177,12 +177,12 @@ def test_recorded_requests_get_the_engine_tokens_and_become_one_sequence():
     assert first.prompt_ids == PROMPT and first.seed == 7 and second.seed != 7
     assert sampling.stop_ids == (0, 2)  # the run's and the renderer's
     assert sampling.max_tokens == 40 and talk.asked[1][1].max_tokens == 40 - 2 - len(BETWEEN)
-    made = read_episode(episode_of(talk.trace), {"t": talk}, VerifiersConfig(env="x"), prompt_ids=[9])
-    assert made.prompt_ids == PROMPT and made.ids == [18, 2, *BETWEEN, 18, 2]
-    assert made.mask == [True, True, *[False] * len(BETWEEN), True, True]
-    assert made.logps == [-0.5, -0.5, *[0.0] * len(BETWEEN), -0.5, -0.5]
-    assert made.versions == [(3, 4)] and made.finish_reason == "stop"
-    assert made.columns["env_reward"] == 1.5 and made.columns["num_turns"] == 2
+    completion = read_episode(episode_of(talk.trace), {"t": talk}, VerifiersConfig(env="x"), prompt_ids=[9])
+    assert completion.prompt_ids == PROMPT and completion.ids == [18, 2, *BETWEEN, 18, 2]
+    assert completion.mask == [True, True, *[False] * len(BETWEEN), True, True]
+    assert completion.logps == [-0.5, -0.5, *[0.0] * len(BETWEEN), -0.5, -0.5]
+    assert completion.versions == [(3, 4)] and completion.finish_reason == "stop"
+    assert completion.columns["env_reward"] == 1.5 and completion.columns["num_turns"] == 2
 
 
 def test_a_request_may_lower_the_limit_and_a_retry_counts_once():
@@ -200,8 +200,8 @@ def test_an_episode_without_tokens_left_is_stopped_and_scored():
         (_, (status, reply)) = answer(talk, *RECORDED)
         assert status == 400 and OUT_OF_TOKENS in reply["error"]["message"]
         assert talk.trace.stopped == OUT_OF_TOKENS
-        made = read_episode(episode_of(talk.trace), {"t": talk}, VerifiersConfig(env="x"), prompt_ids=[9])
-        assert made.ids == [18, 2] and made.finish_reason == "length"
+        completion = read_episode(episode_of(talk.trace), {"t": talk}, VerifiersConfig(env="x"), prompt_ids=[9])
+        assert completion.ids == [18, 2] and completion.finish_reason == "length"
 
 
 def test_a_server_error_and_an_image_stop_the_run():
@@ -241,15 +241,15 @@ def test_messages_start_with_the_first_model_turn():
         node({"role": "assistant", "content": "It is cold.", "tool_calls": None}, sampled=True),
     ]
     rewards = {"right": SimpleNamespace(score=3.0), "unscored": None}
-    made = read(Trace(branches=[SimpleNamespace(nodes=nodes)], rewards=rewards))
+    completion = read(Trace(branches=[SimpleNamespace(nodes=nodes)], rewards=rewards))
     function = {"name": "get", "arguments": '{"x": 1}'}
-    assert made.messages == [
+    assert completion.messages == [
         {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "type": "function", "function": function}]},
         {"role": "tool", "content": "cold", "tool_call_id": "a"},
         {"role": "assistant", "content": "It is cold."},
     ]
-    assert made.text == "It is cold." and made.columns["tool_calls"] == 1
-    assert made.columns["reward_components"] == {"right": 3.0}
+    assert completion.text == "It is cold." and completion.columns["tool_calls"] == 1
+    assert completion.columns["reward_components"] == {"right": 3.0}
 
 
 def test_exactly_one_agent_is_trained():
@@ -300,16 +300,16 @@ class Engine:
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    made = Engine(lambda text, seed: f"{seed % 10}")
-    yield made
-    made.loop.close()
+    completion = Engine(lambda text, seed: f"{seed % 10}")
+    yield completion
+    completion.loop.close()
 
 
 def load(args: dict[str, Any] | None = None, env: str = str(TOY), **settings: Any) -> VerifiersEnv:
-    said: list[str] = []
-    made = VerifiersEnv(VerifiersConfig(env=env, args=args or {}, **settings), model=str(TINY), log=said.append)
-    made.said = said
-    return made
+    lines: list[str] = []
+    completion = VerifiersEnv(VerifiersConfig(env=env, args=args or {}, **settings), model=str(TINY), log=lines.append)
+    completion.lines = lines
+    return completion
 
 
 def run(env: VerifiersEnv, engine: Engine, copies: int = 2, sampling: Sampling = SAMPLING) -> list[list[Completion]]:
@@ -332,22 +332,22 @@ def test_a_toy_environment_plays_its_rows_in_two_turns(engine):
     groups = run(env, engine)
     assert [len(group) for group in groups] == [2, 2, 2]
     for prompt, group in zip(prompts, groups, strict=True):
-        for number, made in enumerate(group):
-            first, second = (tiny_tokenizer().decode(part) for part in sampled_parts(made))
-            assert made.prompt_ids == prompt.ids  # as the package renders it: the same template
+        for number, completion in enumerate(group):
+            first, second = (tiny_tokenizer().decode(part) for part in sampled_parts(completion))
+            assert completion.prompt_ids == prompt.ids  # as the package renders it: the same template
             assert first == f"{number}<|im_end|>"
-            assert made.versions == [(3, 4)] and made.finish_reason == "stop"
-            assert [m["role"] for m in made.messages] == ["assistant", "user", "assistant"]
+            assert completion.versions == [(3, 4)] and completion.finish_reason == "stop"
+            assert [m["role"] for m in completion.messages] == ["assistant", "user", "assistant"]
             odd = sum(text[0] in "13579" for text in (first, second)) / 2
-            assert made.columns["reward_components"] == {"odd": odd, "rounds": 2.0}
-            assert made.columns["env_reward"] == odd + 0.5 * 2
-            assert made.columns["left_out_turns"] == 0
-    assert "--verifiers.renderer" in env.said[0]
+            assert completion.columns["reward_components"] == {"odd": odd, "rounds": 2.0}
+            assert completion.columns["env_reward"] == odd + 0.5 * 2
+            assert completion.columns["left_out_turns"] == 0
+    assert "--verifiers.renderer" in env.lines[0]
 
 
-def sampled_parts(made: Completion) -> list[list[int]]:
+def sampled_parts(completion: Completion) -> list[list[int]]:
     parts: list[list[int]] = [[]]
-    for token, own in zip(made.ids, made.mask, strict=True):
+    for token, own in zip(completion.ids, completion.mask, strict=True):
         if own:
             parts[-1].append(token)
         elif parts[-1]:
@@ -363,23 +363,23 @@ def test_prefix_mismatch_decides_about_a_prompt_that_does_not_continue(engine, r
         with pytest.raises(ValueError, match="verifiers.prefix_mismatch=stop: .*toy_verifiers.py:0: "):
             run(env, engine)
         return
-    ((made, _),) = run(env, engine)
+    ((completion, _),) = run(env, engine)
     if rule == "last":
-        assert made.columns["left_out_turns"] == 1 and made.trained == 2
-        assert "hm<|im_end|>" in tiny_tokenizer().decode(made.prompt_ids)
+        assert completion.columns["left_out_turns"] == 1 and completion.trained == 2
+        assert "hm<|im_end|>" in tiny_tokenizer().decode(completion.prompt_ids)
     else:
-        assert made.columns["env_failed"] == 1.0 and made.trained == 0
-    assert sum("the prompt of a turn" in line for line in env.said) == 1
+        assert completion.columns["env_failed"] == 1.0 and completion.trained == 0
+    assert sum("the prompt of a turn" in line for line in env.lines) == 1
 
 
 @needs_package
 def test_failed_episodes_are_not_trained_and_too_many_stop_the_run(engine, monkeypatch):
     broken = {"agent": {"harness": {"id": "toy_verifiers", "fails": True}}}
     env = load(broken, rows=2)
-    made = [one for group in run(env, engine) for one in group]
-    assert {one.columns["env_failed"] for one in made} == {1.0} and {one.trained for one in made} == {0}
-    assert {one.columns["env_reward"] for one in made} == {None}
-    assert sum("the toy is broken" in line for line in env.said) == 1
+    completion = [one for group in run(env, engine) for one in group]
+    assert {one.columns["env_failed"] for one in completion} == {1.0} and {one.trained for one in completion} == {0}
+    assert {one.columns["env_reward"] for one in completion} == {None}
+    assert sum("the toy is broken" in line for line in env.lines) == 1
     monkeypatch.setattr("rollout.gyms.gym_source.MAX_FAILURES", 3)
     with pytest.raises(ValueError, match=r"verifiers: \d consecutive episodes failed, .*toy is broken"):
         run(load(broken, rows=2), engine)
@@ -388,10 +388,10 @@ def test_failed_episodes_are_not_trained_and_too_many_stop_the_run(engine, monke
 @needs_package
 def test_an_episode_that_runs_out_of_tokens_is_scored(engine):
     env = load({"taskset": {"rounds": 5}}, rows=1)
-    ((made, _),) = run(env, engine, sampling=SAMPLING)
-    assert len(made.ids) <= 40 and made.finish_reason == "length"
-    assert made.columns["num_turns"] == 3 and made.columns["env_failed"] == 0.0
-    assert made.columns["reward_components"]["rounds"] == 3.0
+    ((completion, _),) = run(env, engine, sampling=SAMPLING)
+    assert len(completion.ids) <= 40 and completion.finish_reason == "length"
+    assert completion.columns["num_turns"] == 3 and completion.columns["env_failed"] == 0.0
+    assert completion.columns["reward_components"]["rounds"] == 3.0
 
 
 @needs_package
@@ -407,8 +407,8 @@ def test_a_late_episode_fails_and_dead_servers_stop_the_run(engine, monkeypatch)
 
     monkeypatch.setattr(engine, "complete", never)
     env = load(rows=1, timeout=3.0)
-    ((made, _),) = run(env, engine)
-    assert made.columns["env_failed"] == 1.0 and "timeout=3 s" in env.said[-1]
+    ((completion, _),) = run(env, engine)
+    assert completion.columns["env_failed"] == 1.0 and "timeout=3 s" in env.lines[-1]
     assert len(cancelled) == 2  # also on the servers
 
     async def dead(request, sampling):
@@ -446,7 +446,7 @@ def test_an_environment_that_fails_to_start_reports_the_reason(monkeypatch):
     monkeypatch.setattr(env.env, "start", start)
     with pytest.raises(ValueError, match=r"\(RuntimeError: no port is free\)"):
         env.open()
-    assert env.said == [] and env.loop is None
+    assert env.lines == [] and env.loop is None
 
 
 @needs_package

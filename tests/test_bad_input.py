@@ -426,10 +426,10 @@ WRONG = {
     "text": ("returned 'good' for rows.jsonl:",),
     "raises": ("raised ZeroDivisionError: division by zero on rows.jsonl:2", "(mine.py, line 6)"),
     "raises_async": ("raised RuntimeError: two lines on rows.jsonl:", "(mine.py, line 7)"),
-    "column": ("asks for 'solution', which no row of data has (not rows.jsonl:1", "answer"),
+    "column": ("requires 'solution', which no row of data has (first: rows.jsonl:1", "answer"),
     "exits": ("raised SystemExit: 3 on rows.jsonl:",),
-    "huge": ("returned 1e+308 for rows.jsonl:", "rewards are float32, return one within +-1e+15"),
-    "long": ("returned a number of 5001 digits for rows.jsonl:", "within +-1e+15"),
+    "huge": ("returned 1e+308 for rows.jsonl:", "+-1e+15"),
+    "long": ("returned a number of 5001 digits for rows.jsonl:", "+-1e+15"),
     "escape": ("raised RuntimeError: red \\x1b[31m and \\x07 bell on rows.jsonl:",),
 }
 

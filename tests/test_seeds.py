@@ -310,7 +310,7 @@ def test_the_reward_of_math_env_takes_texts_and_not_what_its_own_transform_makes
     row = {"question": "2+2=", "answer": 4, "completion": "FINAL ANSWER: 4"}
     data = write_rows(snippets / "b.jsonl", row)
     assert check(["--check", "math_env.math_reward", "--data", data, "--data-format", "math_env.math_transform"]) == 2
-    assert "reward_funcs=math_env.math_reward: asks for 'answers', which" in capsys.readouterr().err
+    assert "reward_funcs=math_env.math_reward: requires 'answers', which" in capsys.readouterr().err
 
 
 def test_transforms(snippets):

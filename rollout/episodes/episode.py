@@ -1,6 +1,6 @@
-"""Episodes: completions that need several calls of the model. An episode is a coroutine that asks for tokens.
+"""Episodes: completions that need several calls of the model. An episode is a coroutine that requests tokens.
 
-    async def episode(client, prompt, seed) -> Completion:      # turns.py has what most episodes need
+    async def episode(client, prompt, seed) -> Completion:      # turns.py has helpers for most episodes
         first = await client.generate(prompt.ids, seed)
         ...
 
@@ -8,8 +8,8 @@
     futures = source.start(groups)                              # one per group of requests (source.py)
 
 With vLLM, episodes run in the engine's loop, each at its own pace. With the in-process engine they run in lockstep:
-once every episode waits for tokens, all are sampled in one call. An episode that waits for something else then holds up
-the others, so tools need a time limit.
+once every episode waits for tokens, all are sampled in one call. An episode that waits for something else delays all
+episodes, so tools need a time limit.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from rollout.servers.loop import together
 
 
 class Client(Protocol):
-    """Through which an episode asks for tokens."""
+    """Interface through which an episode requests tokens."""
 
     sampling: Sampling
-    """How all turns are sampled; max_tokens limits the whole episode, and the episode has to respect it."""
+    """Sampling settings of all turns. The episode must keep its total length within max_tokens."""
     tokenizer: Any
 
     @property
@@ -38,14 +38,14 @@ class Client(Protocol):
         """Version of the weights that would sample the next token."""
 
     async def generate(self, prompt_ids: Sequence[int], seed: int, max_tokens: int | None = None) -> Completion:
-        """One turn after these ids; max_tokens None: the sampling's. Every turn needs another seed (turn_seed)."""
+        """Sample one turn after these ids. Every turn needs its own seed (turn_seed)."""
 
 
 Episode = Callable[[Client, Prompt, int], Awaitable[Completion]]
 
 
 class EpisodeSource:
-    """Source of episodes, for either engine."""
+    """Source of episodes, for both engines."""
 
     def __init__(self, engine: Any, sampling: Sampling, episode: Episode) -> None:
         self.engine, self.sampling, self.episode = engine, sampling, episode
@@ -53,7 +53,7 @@ class EpisodeSource:
         self._running: set[Future[list[Completion]]] = set()
 
     def start(self, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
-        """Start all episodes; with the in-process engine they have ended when this returns."""
+        """Start all episodes; the in-process engine also finishes them before this returns."""
         if self._lockstep is not None:
             return self._lockstep.run(self.episode, groups)
         client = ServerClient(self.engine, self.sampling)
@@ -68,7 +68,7 @@ class EpisodeSource:
         return futures
 
     def close(self) -> None:
-        """Cancel what is running; may be called twice."""
+        """Cancel running episodes. May be called twice."""
         for future in list(self._running):
             future.cancel()
         if self._lockstep is not None:
@@ -76,7 +76,7 @@ class EpisodeSource:
 
 
 class ServerClient:
-    """Client for vLLM: every call is a separate request, in the engine's loop."""
+    """Client for vLLM: every call is a separate request in the engine's loop."""
 
     def __init__(self, engine: Any, sampling: Sampling) -> None:
         self.engine, self.sampling, self.tokenizer = engine, sampling, engine.local.tokenizer
@@ -91,11 +91,11 @@ class ServerClient:
 
 
 class LocalClient:
-    """Client for the in-process engine: a request waits until every episode has made one."""
+    """Client for the in-process engine: a request waits until every episode has a pending request."""
 
     def __init__(self, lockstep: Lockstep) -> None:
         self.sampling, self.tokenizer = lockstep.sampling, lockstep.engine.tokenizer
-        self.num_asked = 0  # calls that have no answer yet
+        self.num_pending = 0  # unanswered requests
         self._lockstep = lockstep
 
     @property
@@ -109,7 +109,7 @@ class LocalClient:
         return await self._lockstep.ask(self, Request(prompt_ids=list(prompt_ids), seed=seed), limit)
 
 
-class Asked(NamedTuple):
+class PendingRequest(NamedTuple):
     client: LocalClient
     request: Request
     max_tokens: int
@@ -117,17 +117,17 @@ class Asked(NamedTuple):
 
 
 class Lockstep:
-    """Runs episodes in the calling thread and samples for all of them at once."""
+    """Runs episodes in the calling thread and samples for all of them in one call."""
 
     def __init__(self, engine: Any, sampling: Sampling) -> None:
         self.engine, self.sampling = engine, sampling
         self._loop = asyncio.new_event_loop()  # kept for the whole run, so users' coroutines can keep connections
-        self._clients: set[LocalClient] = set()  # of the episodes that have not ended
-        self._asked: list[Asked] = []
+        self._clients: set[LocalClient] = set()  # clients of running episodes
+        self._pending: list[PendingRequest] = []
         self._quiet = asyncio.Event()  # every episode waits for tokens, or none is left
 
     def run(self, episode: Episode, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
-        """Run all episodes to their end; a group with a failed episode gets its error."""
+        """Run all episodes to their end; a failed episode sets its error on its group's future."""
         try:
             outcomes = self._loop.run_until_complete(self._drive(episode, groups))
         finally:
@@ -144,16 +144,16 @@ class Lockstep:
         return futures
 
     async def ask(self, client: LocalClient, request: Request, max_tokens: int) -> Completion:
-        asked = Asked(client, request, max_tokens, self._loop.create_future())
-        self._asked.append(asked)
-        client.num_asked += 1
-        self._look()
+        pending = PendingRequest(client, request, max_tokens, self._loop.create_future())
+        self._pending.append(pending)
+        client.num_pending += 1
+        self._check_quiet()
         try:
-            return await asked.answer
+            return await pending.answer
         except asyncio.CancelledError:
-            if asked in self._asked:  # the episode does not need it any more
-                self._asked.remove(asked)
-                client.num_asked -= 1
+            if pending in self._pending:  # the episode no longer needs the tokens
+                self._pending.remove(pending)
+                client.num_pending -= 1
             raise
 
     def close(self) -> None:
@@ -165,57 +165,57 @@ class Lockstep:
     async def _drive(
         self, episode: Episode, groups: Sequence[Sequence[Request]]
     ) -> list[list[Completion] | BaseException]:
-        work = [together([self._begin(episode, request) for request in requests]) for requests in groups]
+        work = [together([self._start_episode(episode, request) for request in requests]) for requests in groups]
         done = asyncio.gather(*work, return_exceptions=True)
         while not done.done():
             quiet = asyncio.ensure_future(self._quiet.wait())
             await asyncio.wait([done, quiet], return_when=asyncio.FIRST_COMPLETED)
             quiet.cancel()
-            await asyncio.sleep(0)  # let an episode make several requests at once
+            await asyncio.sleep(0)  # let an episode send several requests
             self._quiet.clear()
-            asked, self._asked = self._asked, []
-            for one in asked:
-                one.client.num_asked -= 1
-            self._answer(asked)
+            pending, self._pending = self._pending, []
+            for item in pending:
+                item.client.num_pending -= 1
+            self._answer(pending)
         return await done
 
-    def _begin(self, episode: Episode, request: Request) -> asyncio.Task[Completion]:
+    def _start_episode(self, episode: Episode, request: Request) -> asyncio.Task[Completion]:
         client = LocalClient(self)
         self._clients.add(client)
         task = asyncio.ensure_future(episode(client, request.prompt, request.seed))
 
         def ended(_: Any) -> None:
             self._clients.discard(client)
-            self._look()
+            self._check_quiet()
 
         task.add_done_callback(ended)
         return task
 
-    def _look(self) -> None:
-        if all(client.num_asked for client in self._clients):
+    def _check_quiet(self) -> None:
+        if all(client.num_pending for client in self._clients):
             self._quiet.set()
 
-    def _answer(self, asked: list[Asked]) -> None:
-        """Sample for all of them in one call, each up to its own limit."""
-        if not asked:
+    def _answer(self, pending: list[PendingRequest]) -> None:
+        """Sample for all pending requests in one call, each up to its own limit."""
+        if not pending:
             return
-        requests = [replace(one.request, max_tokens=one.max_tokens, conversation=one.client) for one in asked]
+        requests = [replace(item.request, max_tokens=item.max_tokens, conversation=item.client) for item in pending]
         try:
-            made = self.engine.generate(requests, self.sampling)
-        except Exception as error:  # of the engine: pass it to all that wait
-            for one in asked:
-                one.answer.set_exception(error)
+            completions = self.engine.generate(requests, self.sampling)
+        except Exception as error:  # the engine failed: pass the error to all waiting episodes
+            for item in pending:
+                item.answer.set_exception(error)
             return
-        for one, completion in zip(asked, made, strict=True):
-            one.answer.set_result(completion)
+        for item, completion in zip(pending, completions, strict=True):
+            item.answer.set_result(completion)
 
     def _cancel_all(self) -> None:
-        """Leave no task running, whether the caller was interrupted or an episode left one behind."""
+        """Cancel all tasks, after an interrupt or if an episode did not finish its own tasks."""
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()
         if tasks:
             self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self._clients.clear()
-        self._asked.clear()
+        self._pending.clear()
         self._quiet.clear()

@@ -1,4 +1,4 @@
-"""Flags of episodes: tools (`--tools`, ...), or a user function that makes the completions (`--rollout-func`)."""
+"""Episode flags: tools (`--tools`, ...), or a user function that produces the completions (`--rollout-func`)."""
 
 from __future__ import annotations
 
@@ -13,37 +13,36 @@ ToolFormat = Literal["auto", "hermes", "llama3_json", "pythonic"]
 
 @dataclass(frozen=True, kw_only=True)
 class ToolConfig:
-    """Tools that the model may call over several turns, or a function that makes the completions itself."""
+    """Tools that the model may call over several turns, or a function that produces the completions."""
 
     tools: tuple[str, ...] = ()
-    """Functions the model may call: calculator, lookup, my_module.fn, FILE.py:fn, or a class (one per episode)."""
+    """Tools the model may call: calculator, lookup, my_module.fn, FILE.py:fn, or a class (one object per episode)."""
     tool_format: ToolFormat = "auto"
-    """How the model writes a call: hermes (Qwen too), llama3_json, pythonic; auto reads it off the chat template."""
+    """Format of a tool call: hermes (also Qwen), llama3_json or pythonic. auto: detect it from the chat template."""
     max_turns: int = 8
-    """Turns of the model in one episode; a call in the last one is not answered."""
+    """Maximum model turns per episode. A call in the last turn is not answered."""
     max_tool_tokens: int | None = None
-    """Tokens of one tool result, the rest is cut; None: only max_completion_length, over all turns, limits it."""
+    """Maximum tokens per tool result; longer results are truncated. None: limited only by max_completion_length."""
     tool_timeout: float = 10.0
-    """Seconds one tool call may take; after that the model gets an error."""
+    """Seconds that one tool call may take before the model gets an error."""
     rollout_func: str | None = None
-    """Your function instead of the engine's sampling, my_module.fn or FILE.py:fn; its signature decides the kind."""
+    """Function that samples instead of the engine: my_module.fn or FILE.py:fn. Its signature decides the kind."""
 
     def __post_init__(self) -> None:
         if self.tools and self.rollout_func:
             raise UserError(
-                f"rollout_func={self.rollout_func}: makes the completions itself, so tools={' '.join(self.tools)} "
-                "would never be called; give one of the two"
+                f"rollout_func={self.rollout_func}: never calls tools={' '.join(self.tools)}; use one of the two flags"
             )
         for field in fields(self):
             value = getattr(self, field.name)
             if not self.tools and field.name not in ("tools", "rollout_func") and value != field.default:
-                raise UserError(f"{field.name}={value}: has no effect without tools; name some with --tools")
+                raise UserError(f"{field.name}={value}: has no effect without tools; set --tools")
         if "" in self.tools:
-            raise UserError("tools='': is not a name; give calculator, lookup, my_module.fn or FILE.py:fn")
+            raise UserError("tools='': empty name; pass calculator, lookup, my_module.fn or FILE.py:fn")
         if self.rollout_func == "":
-            raise UserError("rollout_func='': is not a name; give my_module.fn or FILE.py:fn, or leave it out")
+            raise UserError("rollout_func='': empty name; pass my_module.fn or FILE.py:fn")
         if self.max_turns < 2 and self.tools:
-            raise UserError(f"max_turns={self.max_turns}: must be 2 or more, a call and what the model makes of it")
+            raise UserError(f"max_turns={self.max_turns}: must be 2 or more, for a call and the answer after it")
         if self.max_tool_tokens is not None and self.max_tool_tokens < 1:
             raise UserError(f"max_tool_tokens={self.max_tool_tokens}: must be 1 or more, or None for no limit")
         if not 0 < self.tool_timeout < math.inf:

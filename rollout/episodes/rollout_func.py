@@ -1,17 +1,17 @@
-"""A user function that makes the completions, `--rollout-func my_module.fn`. Its signature decides the kind:
+"""A user function that produces the completions, `--rollout-func my_module.fn`. Its signature decides the kind:
 
-    def fn(prompts, trainer):                       # TRL: one call for all, one entry per completion
+    def fn(prompts, trainer):                       # TRL: one call for all prompts, one entry per completion
         return {"prompt_ids": [...], "completion_ids": [...], "logprobs": [...], "env_mask": [...], "score": [...]}
 
     def fn(model, processing_class, prompts, generation_config):        # the older kind, as in axolotl's documentation
         return ["a completion", ...]                # a prompt is a dict: `messages`, `prompt`, and the row's columns
 
-    async def fn(client, prompt, seed):             # ours: one call per completion, all concurrent
+    async def fn(client, prompt, seed):             # strop: one call per completion, all concurrent
         return await client.generate(prompt.ids, seed)      # a Completion, or a dict with one entry of the first kind
 
-env_mask is 1 for tokens that the model sampled and 0 for others; without it the model sampled all. Other keys become
-columns for the rewards. Missing logprobs are computed by the trainer, and texts are tokenised once. The first two kinds
-run in the training thread and block it; the third overlaps with training.
+env_mask is 1 for tokens that the model sampled and 0 for other tokens. Default: all 1. Other keys become columns for
+the rewards. The trainer computes missing logprobs. Texts are encoded once. The first two kinds run in the training
+thread and block it; the third overlaps with training.
 """
 
 from __future__ import annotations
@@ -56,41 +56,40 @@ class RolloutFunction:
         self.kind = kind_of(self.call, self.label)
 
     def source(self, engine: Any, sampling: Sampling, **settings: Any) -> Source:
-        """A source that calls this function; `settings` are added to trainer.args."""
+        """Return a source that calls this function; `settings` are added to trainer.args."""
         if self.kind == "episode":
             return EpisodeSource(engine, sampling, self.episode())
         return FunctionSource(self, engine, sampling, settings)
 
     def episode(self) -> Episode:
-        """The asynchronous kind, with its return value checked."""
+        """Wrap the asynchronous kind to check its return value."""
 
         async def run(client: Client, prompt: Prompt, seed: int) -> Completion:
             try:
                 returned = await self.call(client, prompt, seed)
-            except (Exception, SystemExit) as error:  # the user's code may raise anything
-                raise UserError(
-                    f"{self.label}: {describe_error(error)} on {prompt.source}{where_raised(error, self.call)}"
-                ) from None
-            check = Check(f"{self.label}, {prompt.source}", client.sampling, client.tokenizer)
+            except (Exception, SystemExit) as error:  # user code may raise anything
+                where = where_raised(error, self.call)
+                raise UserError(f"{self.label}: {describe_error(error)} on {prompt.source}{where}") from None
+            reader = RowReader(f"{self.label}, {prompt.source}", client.sampling, client.tokenizer)
             if isinstance(returned, Completion):
-                return check.completion(returned)
+                return reader.completion(returned)
             if not isinstance(returned, dict):
                 raise UserError(
-                    f"{check.label}: returned {type(returned).__name__}; return a Completion, or a dict with "
+                    f"{reader.label}: returned {type(returned).__name__}; return a Completion, or a dict with "
                     "completion_ids and logprobs"
                 )
             if returned.get("logprobs") is None:
                 raise UserError(
-                    f"{check.label}: has no logprobs, and the weights may have changed by the time they could be "
-                    "computed; return those that client.generate gave"
+                    f"{reader.label}: no logprobs, which cannot be computed later because the weights may change; "
+                    "return the logps from client.generate"
                 )
-            return check.row({"prompt_ids": prompt.ids, **returned}, client.version)
+            return reader.row({"prompt_ids": prompt.ids, **returned}, client.version)
 
         return run
 
 
 def kind_of(call: Callable[..., Any], label: str) -> Kind:
-    """Which of the three signatures the function has."""
+    """Return the kind of the function's signature."""
     try:
         parameters = list(inspect.signature(call).parameters.values())
     except (TypeError, ValueError):
@@ -104,14 +103,14 @@ def kind_of(call: Callable[..., Any], label: str) -> Kind:
         return "texts"
     elif names[:1] == ["prompts"] and len(names) >= 2 >= len(required):
         return "batch"
-    raise UserError(f"{label}: takes ({', '.join(names)}); it must be one of {SIGNATURES}")
+    raise UserError(f"{label}: unknown signature ({', '.join(names)}); use {SIGNATURES}")
 
 
 class Trainer:
-    """The `trainer` argument of TRL's kind: the parts that make sense here."""
+    """The `trainer` argument of TRL's kind, as far as strop supports it."""
 
     def __init__(self, engine: Any, sampling: Sampling, settings: dict[str, Any], seed: int) -> None:
-        local = getattr(engine, "local", engine)  # the engine in this process: every engine has one
+        local = getattr(engine, "local", engine)  # every engine has an in-process engine
         self.engine, self.sampling = engine, sampling
         self.processing_class, self.model = local.tokenizer, local.model
         limits = {"max_completion_length": sampling.max_tokens, "temperature": sampling.temperature}
@@ -126,7 +125,7 @@ class Trainer:
 
 
 class FunctionSource:
-    """Source that calls a synchronous function once for all groups."""
+    """Source that calls a synchronous function once for all requests."""
 
     def __init__(self, function: RolloutFunction, engine: Any, sampling: Sampling, settings: dict[str, Any]) -> None:
         self.function, self.engine, self.sampling, self.settings = function, engine, sampling, settings
@@ -136,8 +135,8 @@ class FunctionSource:
         requests = [request for group in groups for request in group]
         if not requests:
             return [finished([]) for _ in groups]
-        made = iter(self._texts(requests) if self.function.kind == "texts" else self._rows(requests))
-        return [finished([next(made) for _ in group]) for group in groups]
+        completions = iter(self._texts(requests) if self.function.kind == "texts" else self._rows(requests))
+        return [finished([next(completions) for _ in group]) for group in groups]
 
     def close(self) -> None:
         """Nothing was started."""
@@ -153,49 +152,50 @@ class FunctionSource:
             )
         for name in ("prompt_ids", "completion_ids"):
             if name not in returned:
-                raise UserError(f"{self.label}: returned no {name!r} (but {', '.join(map(str, returned))})")
-        columns = {name: _listed(self.label, name, value, len(requests)) for name, value in returned.items()}
+                raise UserError(f"{self.label}: returned {', '.join(map(str, returned))}, but no {name!r}")
+        columns = {name: _as_list(self.label, name, value, len(requests)) for name, value in returned.items()}
         rows = [{name: values[i] for name, values in columns.items()} for i in range(len(requests))]
-        made = [self._check(request).row(row, self.engine.version) for request, row in zip(requests, rows, strict=True)]
-        return self._scored(made, [row.get("logprobs") is None for row in rows])
+        version = self.engine.version
+        completions = [self._reader(request).row(row, version) for request, row in zip(requests, rows, strict=True)]
+        return self._fill_logps(completions, [row.get("logprobs") is None for row in rows])
 
     def _texts(self, requests: Sequence[Request]) -> list[Completion]:
-        """The older kind: a list of strings, tokenised here."""
-        known = {
+        """The older kind: a list of strings, encoded here."""
+        arguments = {
             "model": self.local.model,
-            "processing_class": _documented(self.local.tokenizer),
+            "processing_class": _with_axolotl_argument(self.local.tokenizer),
             "prompts": [_as_dict(request.prompt) for request in requests],
             "generation_config": self._generation_config(),
         }
         names = inspect.signature(self.function.call).parameters
-        returned = self._call(requests, **{name: value for name, value in known.items() if name in names})
-        texts = _listed(self.label, "list of completions", returned, len(requests))
-        made = []
+        returned = self._call(requests, **{name: value for name, value in arguments.items() if name in names})
+        texts = _as_list(self.label, "list of completions", returned, len(requests))
+        completions = []
         for request, text in zip(requests, texts, strict=True):
             if not isinstance(text, str):
-                raise UserError(f"{self.label}: returned {text!r:.60} for {request.prompt.source}, not a string")
-            made.append(self._check(request).text(request.prompt, text, self.engine.version))
-        return self._scored(made, [True] * len(made))
+                raise UserError(f"{self.label}: returned {text!r:.60} for {request.prompt.source}; return a string")
+            completions.append(self._reader(request).text(request.prompt, text, self.engine.version))
+        return self._fill_logps(completions, [True] * len(completions))
 
-    def _scored(self, made: list[Completion], unknown: Sequence[bool]) -> list[Completion]:
-        """Fill in missing log-probs, with the trainer's model at the run's temperature."""
-        sequences = [(c.prompt_ids, c.ids) for c, missing in zip(made, unknown, strict=True) if missing]
-        scored = iter(self.local.logps(sequences, self.sampling.temperature) if sequences else ())
-        return [_masked(c, next(scored)) if missing else c for c, missing in zip(made, unknown, strict=True)]
+    def _fill_logps(self, completions: list[Completion], is_missing: Sequence[bool]) -> list[Completion]:
+        """Compute missing log-probs with the trainer's model at the run's temperature."""
+        sequences = [(c.prompt_ids, c.ids) for c, missing in zip(completions, is_missing, strict=True) if missing]
+        logps = iter(self.local.logps(sequences, self.sampling.temperature) if sequences else ())
+        return [_masked(c, next(logps)) if missing else c for c, missing in zip(completions, is_missing, strict=True)]
 
     def _call(self, requests: Sequence[Request], *args: Any, **kwargs: Any) -> Any:
         call = self.function.call
         try:
-            with _evaluating(self.local.model, requests[0].seed):
+            with _evaluation_mode(self.local.model, requests[0].seed):
                 return call(*args, **kwargs)
-        except (Exception, SystemExit) as error:  # the user's code may raise anything
+        except (Exception, SystemExit) as error:  # user code may raise anything
             rows = f"{requests[0].prompt.source} to {requests[-1].prompt.source}"
             raise UserError(
                 f"{self.label}: {describe_error(error)} on rows {rows}{where_raised(error, call)}"
             ) from None
 
-    def _check(self, request: Request) -> Check:
-        return Check(f"{self.label}, {request.prompt.source}", self.sampling, self.local.tokenizer)
+    def _reader(self, request: Request) -> RowReader:
+        return RowReader(f"{self.label}, {request.prompt.source}", self.sampling, self.local.tokenizer)
 
     def _generation_config(self) -> Any:
         from transformers import GenerationConfig
@@ -211,8 +211,8 @@ class FunctionSource:
         )
 
 
-class Check:
-    """Turns what a user function returned for one row into a Completion, or raises an error that names the row."""
+class RowReader:
+    """Converts a user function's return value for one row to a Completion; errors name the row."""
 
     def __init__(self, label: str, sampling: Sampling, tokenizer: Any) -> None:
         self.label, self.sampling, self.tokenizer = label, sampling, tokenizer
@@ -222,7 +222,7 @@ class Check:
         logps = None if row.get("logprobs") is None else _plain(row["logprobs"])
         mask = None if row.get("env_mask") is None else _plain(row["env_mask"])
         if mask is not None and (not isinstance(mask, list) or any(flag not in (0, 1) for flag in mask)):
-            raise UserError(f"{self.label}: its env_mask is not a list of 0 and 1; give 1 where the model wrote")
+            raise UserError(f"{self.label}: env_mask is not a list of 0 and 1; set 1 for sampled tokens")
         mask = None if mask is None else [bool(flag) for flag in mask]
         sampled = ids if mask is None else [token for token, flag in zip(ids, mask, strict=False) if flag]
         columns = {name: value for name, value in row.items() if name not in TOKENS}
@@ -240,7 +240,7 @@ class Check:
         )
 
     def text(self, prompt: Prompt, text: str, version: int) -> Completion:
-        """A string, tokenised together with its prompt and closed with the end token; truncated if too long."""
+        """Encode a string together with its prompt, append the end token, and truncate to max_tokens."""
         try:
             if isinstance(prompt.prompt, str):
                 ids, start = render_completion(self.tokenizer, prompt.prompt, text)
@@ -251,54 +251,54 @@ class Check:
                 start = common_prefix(head, ids)
         except ValueError as error:
             raise UserError(f"{self.label}: {error}") from None
-        made = ids[start : start + self.sampling.max_tokens]
-        whole = len(ids) - start <= self.sampling.max_tokens
+        completion_ids = ids[start : start + self.sampling.max_tokens]
+        fits = len(ids) - start <= self.sampling.max_tokens
         return self.completion(
             Completion(
                 prompt_ids=ids[:start],
-                ids=made,
-                logps=[0.0] * len(made),
-                finish_reason="stop" if whole else "length",
-                text=text if whole else self._decode(made),
-                versions=[(version, len(made))],
+                ids=completion_ids,
+                logps=[0.0] * len(completion_ids),
+                finish_reason="stop" if fits else "length",
+                text=text if fits else self._decode(completion_ids),
+                versions=[(version, len(completion_ids))],
                 columns={"retokenised": 1.0},
             )
         )
 
     def completion(self, completion: Completion) -> Completion:
-        """Refuse values that would fail later, where the row is no longer known."""
+        """Raise for values that would fail later, when the row is no longer known."""
         ids, logps, mask = completion.ids, completion.logps, completion.mask
         if not ids:
-            raise UserError(f"{self.label}: a completion without tokens; return at least the end token")
+            raise UserError(f"{self.label}: the completion has no tokens; return at least the end token")
         if len(ids) > self.sampling.max_tokens:
             raise UserError(
-                f"{self.label}: {len(ids)} completion_ids are more than max_completion_length="
-                f"{self.sampling.max_tokens}; cut them, or raise it"
+                f"{self.label}: {len(ids)} completion_ids exceed max_completion_length={self.sampling.max_tokens}; "
+                "truncate them or raise --max-completion-length"
             )
         if not isinstance(logps, list) or not all(isinstance(x, float | int) and math.isfinite(x) for x in logps):
-            raise UserError(f"{self.label}: its logprobs are not a list of finite numbers; give one per token")
+            raise UserError(f"{self.label}: logprobs is not a list of finite numbers; return one per token")
         for name, values in (("logprobs", logps), ("env_mask", ids if mask is None else mask)):
             if len(values) != len(ids):
-                raise UserError(f"{self.label}: {len(values)} entries in {name} for {len(ids)} completion_ids")
+                raise UserError(f"{self.label}: {len(values)} {name} for {len(ids)} completion_ids; return one each")
         if completion.finish_reason not in ("stop", "length"):
             raise UserError(f"{self.label}: finish_reason={completion.finish_reason!r}: must be 'stop' or 'length'")
         bad = [name for name in completion.columns if not isinstance(name, str) or name in RESERVED]
         if bad:
-            raise UserError(f"{self.label}: the column {bad[0]!r} has a name that rewards already use; rename it")
+            raise UserError(f"{self.label}: the column name {bad[0]!r} is reserved for rewards; rename the column")
         return _masked(completion, logps)
 
     def _ids(self, row: dict[str, Any], name: str) -> list[int]:
         ids = _plain(row[name]) if name in row else None
         if not isinstance(ids, list) or not all(isinstance(x, int) and not isinstance(x, bool) for x in ids):
-            raise UserError(f"{self.label}: its {name} are {_shown(row.get(name))}, not a list of token ids")
+            raise UserError(f"{self.label}: {name}={_shown(row.get(name))}: not a list of token ids")
         outside = [x for x in ids if not 0 <= x < len(self.tokenizer)]
         if outside:
             size = len(self.tokenizer)
-            raise UserError(f"{self.label}: id {outside[0]} in {name} is outside the tokenizer's vocabulary of {size}")
+            raise UserError(f"{self.label}: {name} contains {outside[0]}, but the tokenizer has {size} tokens")
         return ids
 
     def _finish_reason(self, ids: list[int], mask: list[bool] | None) -> Literal["stop", "length"]:
-        """stop if the last token ends a turn or was not sampled; otherwise the completion was truncated."""
+        """Return stop if the last token ends a turn or was not sampled; otherwise the completion is truncated."""
         stops = {*self.sampling.stop_ids, self.tokenizer.eos_token_id, end_of_turn_id(self.tokenizer)}
         ended = bool(ids) and (ids[-1] in stops or (mask is not None and len(mask) == len(ids) and not mask[-1]))
         return "stop" if ended or self._decode(ids).endswith(self.sampling.stop or ("\0",)) else "length"
@@ -308,9 +308,9 @@ class Check:
 
 
 def _masked(completion: Completion, logps: Sequence[float]) -> Completion:
-    """With these log-probs, which are 0 for tokens that the model did not sample."""
+    """Set these log-probs, with 0 for tokens that the model did not sample."""
     mask = completion.mask or [True] * len(completion.ids)
-    return replace(completion, logps=[float(x) if own else 0.0 for x, own in zip(logps, mask, strict=True)])
+    return replace(completion, logps=[float(x) if flag else 0.0 for x, flag in zip(logps, mask, strict=True)])
 
 
 def _as_dict(prompt: Prompt) -> dict[str, Any]:
@@ -318,29 +318,29 @@ def _as_dict(prompt: Prompt) -> dict[str, Any]:
     return {**prompt.columns, "prompt": prompt.prompt, "messages": [dict(message) for message in messages]}
 
 
-def _documented(tokenizer: Any) -> Any:
-    """The tokenizer, whose apply_chat_template also takes `tokenize` under the name used in axolotl's example."""
+def _with_axolotl_argument(tokenizer: Any) -> Any:
+    """Return a copy whose apply_chat_template accepts `processing_class` for `tokenize`, as in axolotl's example."""
 
     def apply_chat_template(*args: Any, processing_class: bool | None = None, **kwargs: Any) -> Any:
-        given = {} if processing_class is None else {"tokenize": processing_class}
-        return tokenizer.apply_chat_template(*args, **given, **kwargs)
+        options = {} if processing_class is None else {"tokenize": processing_class}
+        return tokenizer.apply_chat_template(*args, **options, **kwargs)
 
     wrapped = copy.copy(tokenizer)
     wrapped.apply_chat_template = apply_chat_template
     return wrapped
 
 
-def _listed(label: str, name: str, value: Any, count: int) -> list[Any]:
+def _as_list(label: str, name: str, value: Any, count: int) -> list[Any]:
     value = _plain(value)
     if value is None and name in ("logprobs", "env_mask"):
         return [None] * count
     if not isinstance(value, list) or len(value) != count:
-        raise UserError(f"{label}: its {name} is {_shown(value)}; return a list with one entry per prompt ({count})")
+        raise UserError(f"{label}: {name}={_shown(value)}: must be a list with one entry per prompt ({count})")
     return value
 
 
 def _plain(value: Any) -> Any:
-    """numpy arrays, tensors and tuples as lists."""
+    """Convert numpy arrays, tensors and tuples to lists."""
     if hasattr(value, "tolist"):
         return value.tolist()
     return list(value) if isinstance(value, tuple) else value
@@ -351,8 +351,8 @@ def _shown(value: Any) -> str:
 
 
 @contextmanager
-def _evaluating(model: torch.nn.Module, seed: int) -> Iterator[None]:
-    """Evaluation mode, uncompiled, without gradients; the seed is of the rows only, so a resumed run draws the same."""
+def _evaluation_mode(model: torch.nn.Module, seed: int) -> Iterator[None]:
+    """Run the model in evaluation mode, uncompiled, with no gradients and with a seed that a resumed run repeats."""
     training = [module for module in model.modules() if module.training]
     device = next(model.parameters()).device
     model.eval()

@@ -1,4 +1,4 @@
-"""Parse tool calls in a model's text, in the formats that models are trained on.
+"""Parse tool calls in the model's text, in the formats that models are trained on.
 
     hermes        <tool_call>{"name": "lookup", "arguments": {"key": "ab"}}</tool_call>     Hermes, Qwen
     llama3_json   {"name": "lookup", "parameters": {"key": "ab"}}                           Llama 3.1 and later
@@ -7,7 +7,7 @@
     parse = find_format("auto", tokenizer)
     parse('[lookup(key="ab")]') -> Parsed(content="", calls=[Call(name="lookup", arguments={"key": "ab"})])
 
-A malformed call is returned as a Call with an error, so that the model can be shown what was wrong.
+A malformed call is returned as a Call with an error, which is shown to the model.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import Any, NamedTuple
 
 from data.errors import UserError
 
-CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's names, which models also write in Python calls
+CONSTANTS = {"true": True, "false": False, "null": None}  # JSON names that models also write in Python calls
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call; with `error`, a malformed one."""
+    """One tool call."""
 
     name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
-    positional: tuple[Any, ...] = ()  # arguments without a name, where the format has them
-    error: str | None = None
+    positional: tuple[Any, ...] = ()  # arguments without a name, if the format allows them
+    error: str | None = None  # not None: the call is malformed
 
 
 class Parsed(NamedTuple):
@@ -43,9 +43,9 @@ Parse = Callable[[str], Parsed]
 
 
 def hermes(text: str) -> Parsed:
-    """Any number of <tool_call> blocks; text inside <think> is ignored."""
-    thought, closed, said = text.rpartition("</think>")
-    parts = re.split(r"(<tool_call>.*?(?:</tool_call>|\Z))", said, flags=re.DOTALL)
+    """Parse any number of <tool_call> blocks; ignore text inside <think>."""
+    thinking, closed, answer = text.rpartition("</think>")
+    parts = re.split(r"(<tool_call>.*?(?:</tool_call>|\Z))", answer, flags=re.DOTALL)
     calls = []
     for block in parts[1::2]:
         body = block.removeprefix("<tool_call>")
@@ -53,11 +53,11 @@ def hermes(text: str) -> Parsed:
             calls.append(Call(error="<tool_call> is not closed by </tool_call>"))
         else:
             calls.append(_json_call(body.removesuffix("</tool_call>")))
-    return Parsed((thought + closed + "".join(parts[::2])).strip(), calls)
+    return Parsed((thinking + closed + "".join(parts[::2])).strip(), calls)
 
 
 def llama3_json(text: str) -> Parsed:
-    """The whole text is one object, or several with semicolons between; an object without a name is an answer."""
+    """Parse a text that is one object, or several separated by semicolons. An object without a name is an answer."""
     tagged = text.lstrip().startswith("<|python_tag|>")
     body = text.strip().removeprefix("<|python_tag|>").strip()
     if not tagged and not re.match(r'\{\s*"(name|type)"', body):
@@ -75,7 +75,7 @@ def llama3_json(text: str) -> Parsed:
 
 
 def pythonic(text: str) -> Parsed:
-    """The whole text is a Python list of calls with literal arguments."""
+    """Parse a text that is a Python list of calls with literal arguments."""
     body = text.strip()
     if not re.match(r"\[\s*[A-Za-z_]\w*\s*\(", body):
         return Parsed(body, [])
@@ -92,7 +92,7 @@ FORMATS: dict[str, Parse] = {"hermes": hermes, "llama3_json": llama3_json, "pyth
 
 
 def find_format(name: str, tokenizer: Any) -> Parse:
-    """The parser of that name; auto takes the format that the chat template asks for."""
+    """Return the parser of this name; auto: detect the format from the chat template."""
     if name != "auto":
         return FORMATS[name]
     template = str(tokenizer.chat_template or "")
@@ -103,8 +103,8 @@ def find_format(name: str, tokenizer: Any) -> Parse:
     if "func_name1(params_name1=params_value1" in template.replace(" ", ""):
         return pythonic
     raise UserError(
-        f"tool_format=auto: the chat template does not say how to write a call; set one of {', '.join(FORMATS)}, and "
-        "show it to the model in the system prompt or by SFT"
+        f"tool_format=auto: the chat template defines no format for tool calls; set --tool-format to one of "
+        f"{', '.join(FORMATS)}, and describe it in the system prompt or train it by SFT"
     )
 
 
@@ -119,7 +119,7 @@ def _object_call(value: Any) -> Call:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return Call(error="is not an object with a name and its arguments")
     arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):  # some models write the object into a string
+    if isinstance(arguments, str):  # some models write the object as a string
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
@@ -150,7 +150,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Only JSON values, since arguments are logged: Python literals also include sets, bytes, complex numbers, ..."""
+    """Convert to JSON values, because arguments are logged; raise for other literals: sets, bytes, complex numbers."""
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""An episode with tools: turns of the model, separated by the results of its calls.
+"""An episode with tools: the model's turns, separated by the results of its calls.
 
     toolset = load_tools(("lookup",), timeout=10.0)
     episode = ToolEpisode(toolset, tokenizer, tool_format="pythonic", max_turns=4)
@@ -9,8 +9,8 @@
                      {"role": "tool", "name": "lookup", "content": "37"}, {"role": "assistant", "content": "37"}],
            columns={"num_turns": 2, "tool_calls": 1, "tool_errors": 0})
 
-max_tokens limits everything after the prompt, results included. An episode that ends because of it, or with a call in
-its last turn, has finish_reason "length". `text` is that of the last turn.
+max_tokens limits all tokens after the prompt, including results. An episode that reaches it, or that ends with a call
+in its last turn, has finish_reason "length". `text` is the text of the last turn.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rollout.episodes.turns import CALL_ID, Continuation, Transcript, turn_seed
 
 
 class ToolEpisode:
-    """An Episode (episode.py): called with a client, a prompt and a seed."""
+    """An Episode (episode.py)."""
 
     def __init__(
         self,
@@ -67,11 +67,11 @@ class ToolEpisode:
         num_calls = num_errors = 0
         for turn in range(self.max_turns):
             turns.turn = turn
-            made = await client.generate(transcript.ids, turn_seed(seed, turn), max_tokens=limit - len(transcript))
-            transcript.add(made)
-            parsed = self._read(made)
-            messages.append(self._message(made, parsed))
-            finish_reason = made.finish_reason
+            reply = await client.generate(transcript.ids, turn_seed(seed, turn), max_tokens=limit - len(transcript))
+            transcript.add(reply)
+            parsed = self._read(reply)
+            messages.append(self._message(reply, parsed))
+            finish_reason = reply.finish_reason
             if finish_reason == "length" or not parsed.calls:
                 break
             finish_reason = "length"
@@ -81,27 +81,27 @@ class ToolEpisode:
             num_calls, num_errors = num_calls + len(results), num_errors + failed
             between = self.continuation.ids(results, transcript.last_id, prompt.settings)
             if len(transcript) + len(between) >= limit:
-                break  # no token would be left for the model, so the results are not shown
+                break  # the model would have no tokens left, so the results are not added
             transcript.insert(between)
             messages += results
         self.toolset.add_rewards(turns)
         columns: dict[str, Any] = {"num_turns": turn + 1, "tool_calls": num_calls, "tool_errors": num_errors}
         if self.toolset.pays or turns.rewards:
             columns["env_reward"] = sum(turns.rewards.values())
-            columns["turn_rewards"] = [turns.rewards.get(number, 0.0) for number in range(turn + 1)]
-        return transcript.completion(finish_reason, text=made.text, messages=messages, columns=columns)
+            columns["turn_rewards"] = [turns.rewards.get(i, 0.0) for i in range(turn + 1)]
+        return transcript.completion(finish_reason, text=reply.text, messages=messages, columns=columns)
 
-    def _read(self, made: Completion) -> Parsed:
-        """Parse the calls of a turn, from its text with special tokens, since some formats begin with one."""
-        ended = made.finish_reason == "stop" and made.ids and made.ids[-1] in self.tokenizer.all_special_ids
-        ids = made.ids[:-1] if ended else made.ids
-        if made.finish_reason == "length":
-            return Parsed(made.text, [])
+    def _read(self, reply: Completion) -> Parsed:
+        """Parse the calls of a turn from its text with special tokens, because some formats start with one."""
+        ended = reply.finish_reason == "stop" and reply.ids and reply.ids[-1] in self.tokenizer.all_special_ids
+        ids = reply.ids[:-1] if ended else reply.ids
+        if reply.finish_reason == "length":
+            return Parsed(reply.text, [])
         parsed = self.parse(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        return parsed if parsed.calls else Parsed(made.text, [])
+        return parsed if parsed.calls else Parsed(reply.text, [])
 
     async def _results(self, calls: Sequence[Call], turns: Turns) -> tuple[Messages, int]:
-        """Run the calls in order, since a tool may change what the next one sees."""
+        """Run the calls in order, because a tool may change the state that the next one reads."""
         results, failed = [], 0
         for call in calls:
             text, error = await self.toolset.run(call, turns)
@@ -118,10 +118,10 @@ class ToolEpisode:
             return text
         return self.tokenizer.decode(ids[: self.max_tool_tokens], clean_up_tokenization_spaces=False)
 
-    def _message(self, made: Completion, parsed: Parsed) -> dict[str, Any]:
-        """A turn as a message; calls that could not be parsed stay in its text."""
+    def _message(self, reply: Completion, parsed: Parsed) -> dict[str, Any]:
+        """Return the turn as a message; calls that cannot be parsed stay in its text."""
         if not parsed.calls or any(call.error for call in parsed.calls):
-            return {"role": "assistant", "content": made.text}
+            return {"role": "assistant", "content": reply.text}
         functions = [{"name": call.name, "arguments": self.toolset.named(call)} for call in parsed.calls]
         calls = [{"id": CALL_ID, "type": "function", "function": function} for function in functions]
         return {"role": "assistant", "content": parsed.content, "tool_calls": calls}
@@ -136,27 +136,28 @@ def show_tools(
     longest: int | None = None,
     log: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> list[Prompt]:
-    """The prompts rendered with the schemas of the tools, as the chat template shows them to the model.
+    """Render the prompts with the tools' schemas, as the chat template shows them to the model.
 
-    Prompts that are now over max_prompt_length are left out and counted; `longest` is what the context leaves for a
-    prompt. These tools replace those of a row's own column, which nobody would run.
+    Prompts that exceed max_prompt_length are skipped and counted. `longest`: tokens that the context leaves for a
+    prompt. These tools replace a row's `tools` column, because tools named there cannot be run.
     """
-    shown = []
+    rendered = []
     for prompt in prompts:
         if not prompt.conversational:
-            raise UserError(f"{prompt.source}: is plain text, and tools need turns; give messages")
+            raise UserError(f"{prompt.source}: plain text prompts do not support tools; use messages")
         ids = render_prompt(tokenizer, prompt.prompt, settings={**prompt.settings, "tools": list(schemas)})
         if longest is not None and len(ids) > longest and (max_prompt_length is None or len(ids) <= max_prompt_length):
             raise UserError(
-                f"{prompt.source}: with the tools in it the prompt has {len(ids)} tokens, and the context leaves "
-                f"{longest}; lower max_completion_length, or leave such rows out with max_prompt_length={longest}"
+                f"{prompt.source}: the prompt has {len(ids)} tokens with the tools, but the context leaves only "
+                f"{longest}; lower --max-completion-length, or skip long prompts with --max-prompt-length {longest}"
             )
-        shown.append(replace(prompt, ids=ids))
-    if shown and all(one.ids == other.ids for one, other in zip(shown, prompts, strict=True)):
-        log("tools: the chat template does not show them to the model; describe them in the prompts, or teach by SFT")
-    kept = [prompt for prompt in shown if max_prompt_length is None or len(prompt.ids) <= max_prompt_length]
-    if shown and not kept:
+        rendered.append(replace(prompt, ids=ids))
+    if rendered and all(one.ids == other.ids for one, other in zip(rendered, prompts, strict=True)):
+        log("tools: the chat template does not show tools to the model; describe them in the prompts or train by SFT")
+    kept = [prompt for prompt in rendered if max_prompt_length is None or len(prompt.ids) <= max_prompt_length]
+    if rendered and not kept:
         raise UserError(f"max_prompt_length={max_prompt_length}: with the tools all prompts are longer; raise it")
-    if len(kept) < len(shown):
-        log(f"data: left out {len(shown) - len(kept)} of {len(shown)} prompts over {max_prompt_length=} with the tools")
+    if len(kept) < len(rendered):
+        num_skipped = len(rendered) - len(kept)
+        log(f"data: skipped {num_skipped} of {len(rendered)} prompts longer than {max_prompt_length=} with the tools")
     return kept

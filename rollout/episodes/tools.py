@@ -1,17 +1,17 @@
-"""Tools that the model calls during an episode (tool_episode.py): loading them, running a call, their JSON schemas.
+"""Tools that the model calls during an episode (tool_episode.py): load them, run a call, build their JSON schemas.
 
     toolset = load_tools(("lookup", "my_tools.py:weather"), timeout=10.0)
     toolset.schemas                                     # shown to the model by the chat template
     text, failed = await toolset.run(Call(name="weather", arguments={"city": "Bern"}), turns)
 
-A tool is a function with type hints and a docstring. A synchronous one runs in a thread, so it must be thread-safe. A
-class makes one object per episode: its public methods are tools, and it may have reset(**columns), called with the
-columns of the row, and reward() and close(), called at the end. A parameter named `episode` gets the Turns below: the
+A tool is a function with type hints and a docstring. A synchronous tool runs in a thread, so it must be thread-safe. A
+class is instantiated once per episode: its public methods are tools, and it may define reset(**columns), called with
+the row's columns, and reward() and close(), called at the end. A parameter named `episode` gets the Turns below: the
 row's columns, a dict for state, and reward(x) for the current turn. If a tool raises, or a call is invalid, the model
 gets the error as the result.
 
-The schema of a tool comes from its type hints and docstring (Args: or :param lines, which may leave parameters out).
-Built-in tools: `calculator`, and `lookup` in a table that only the tool can see.
+The schema of a tool comes from its type hints and docstring (Args: or :param lines, which may omit parameters).
+Built-in tools: `calculator`, and `lookup` in a table that the model cannot see.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from data.user_code import describe_error, find_callable
 from rollout.episodes.tool_calls import Call
 
 MAX_THREADS = 64  # concurrent calls of synchronous tools
-MAX_HUNG = 32  # hanging calls of one tool: their threads cannot be ended
-NOT_TOOLS = ("reset", "reward", "close")  # methods of a class that the model cannot call
-EPISODE = "episode"  # the parameter that gets the Turns
+MAX_HUNG = 32  # hanging calls of one tool, whose threads cannot be stopped
+RESERVED_METHODS = ("reset", "reward", "close")  # methods of a class that the model cannot call
+EPISODE = "episode"  # parameter that gets the Turns
 SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
 PYTHON = {"string": str, "integer": int, "boolean": bool, "null": NoneType, "array": list, "object": dict}
 
@@ -51,11 +51,11 @@ class Turns:
         self.columns = prompt.columns
         self.state: dict[str, Any] = {}
         self.turn = 0
-        self.rewards: dict[int, float] = {}  # by turn
-        self.objects: dict[str, Any] = {}  # of tools that are classes, by spec
+        self.rewards: dict[int, float] = {}  # turn -> reward
+        self.objects: dict[str, Any] = {}  # spec -> instance of a tool class
 
     def reward(self, value: float) -> None:
-        """Add to the reward of this turn; the reward function `env` returns the sum over all turns."""
+        """Add to this turn's reward. The reward function `env` returns the sum over all turns."""
         self.rewards[self.turn] = self.rewards.get(self.turn, 0.0) + float(value)
 
 
@@ -71,23 +71,21 @@ class Tool:
         self.needs: tuple[str, ...] = getattr(call, "needs_columns", ())
         self.call = call
         self.is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
-        self.num_hung = 0  # threads that were abandoned and still run
+        self.num_hung = 0  # abandoned threads that still run
 
     def arguments(self, call: Call) -> dict[str, Any]:
-        """The arguments of the function, or a ValueError whose text is for the model."""
+        """Return the function's arguments; a UserError's text is shown to the model."""
         if len(call.positional) > len(self.parameters):
             raise UserError(f"takes {len(self.parameters)} arguments, not {len(call.positional)}")
         arguments = dict(zip(self.parameters, call.positional, strict=False))
-        twice = arguments.keys() & call.arguments.keys()
-        if twice:
+        if twice := arguments.keys() & call.arguments.keys():
             raise UserError(f"got {min(twice)!r} twice")
         arguments |= call.arguments
         for name, value in arguments.items():
             if name not in self.parameters:
                 raise UserError(f"has no argument {name!r}; it takes {', '.join(self.parameters) or 'none'}")
-            wrong = problem(value, self.parameters[name])
-            if wrong:
-                raise UserError(f"{name!r} {wrong}")
+            if error := schema_error(value, self.parameters[name]):
+                raise UserError(f"{name!r} {error}")
         missing = [name for name in self.required if name not in arguments]
         if missing:
             raise UserError(f"needs {missing[0]!r}")
@@ -95,10 +93,10 @@ class Tool:
 
 
 @contextmanager
-def _blaming(spec: str, what: str, prompt: Prompt) -> Iterator[None]:
+def _blame(spec: str, what: str, prompt: Prompt) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # the user's code may raise anything
+    except Exception as error:  # user code may raise anything
         raise UserError(f"tools={spec}: {what} on {prompt.source} ({describe_error(error)})") from None
 
 
@@ -108,62 +106,60 @@ class Toolset:
     def __init__(self, tools: Sequence[Tool], timeout: float) -> None:
         self.tools = {tool.name: tool for tool in tools}
         self.timeout = timeout
-        self._gates: WeakKeyDictionary[Any, asyncio.Semaphore] = WeakKeyDictionary()  # by event loop
-        # Whether tools can give rewards: then an episode without any has reward 0, not None.
-        users = [tool for tool in tools if tool.spec not in BUILTIN]
-        self.pays = any(tool.takes_episode or hasattr(tool.owner, "reward") for tool in users)
+        self._gates: WeakKeyDictionary[Any, asyncio.Semaphore] = WeakKeyDictionary()  # one per event loop
+        # True if tools can give rewards; an episode without a reward then gets 0 rather than None.
+        user_tools = [tool for tool in tools if tool.spec not in BUILTIN]
+        self.pays = any(tool.takes_episode or hasattr(tool.owner, "reward") for tool in user_tools)
         self.owners = {tool.owner: tool.spec for tool in tools if tool.owner is not None}
         for tool in tools:
             if self.tools[tool.name] is not tool:
-                raise UserError(f"tools={tool.spec}: there is another tool called {tool.name!r}; rename one")
+                raise UserError(f"tools={tool.spec}: two tools are called {tool.name!r}; rename one")
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
         return [tool.schema for tool in self.tools.values()]
 
     def check_rows(self, prompts: Sequence[Prompt], what: str) -> None:
-        """Refuse rows without a column that a tool needs."""
+        """Raise if a row lacks a column that a tool needs."""
         for tool in self.tools.values():
             for name in tool.needs:
                 without = next((prompt.source for prompt in prompts if prompt.columns.get(name) is None), None)
                 if without:
-                    raise UserError(
-                        f"tools={tool.spec}: reads the column {name!r}, which {without} of {what} does not have"
-                    )
+                    raise UserError(f"tools={tool.spec}: requires the column {name!r}, which {without} of {what} lacks")
 
     def begin(self, prompt: Prompt) -> Turns:
-        """Start an episode: a new object of every class."""
+        """Start an episode: instantiate every tool class."""
         turns = Turns(prompt)
         for owner, spec in self.owners.items():
-            with _blaming(spec, "cannot begin an episode", prompt):
-                turns.objects[spec] = made = owner()
-                if hasattr(made, "reset"):
-                    made.reset(**_taken(made.reset, prompt.columns))
+            with _blame(spec, "cannot start an episode", prompt):
+                turns.objects[spec] = tool_object = owner()
+                if hasattr(tool_object, "reset"):
+                    tool_object.reset(**_accepted(tool_object.reset, prompt.columns))
         return turns
 
     def add_rewards(self, turns: Turns) -> None:
-        """Add the rewards of the objects to the last turn."""
-        for spec, made in turns.objects.items():
-            if hasattr(made, "reward"):
-                with _blaming(spec, "reward() failed", turns.prompt):
-                    turns.reward(made.reward())
+        """Add each object's reward() to the last turn."""
+        for spec, tool_object in turns.objects.items():
+            if hasattr(tool_object, "reward"):
+                with _blame(spec, "reward() failed", turns.prompt):
+                    turns.reward(tool_object.reward())
 
     def close(self, turns: Turns) -> None:
-        """End the objects of an episode, also of one that failed or was cancelled."""
-        for spec, made in turns.objects.items():
-            if hasattr(made, "close"):
-                with _blaming(spec, "close() failed", turns.prompt):
-                    made.close()
+        """Close the objects of an episode, even if it failed or was cancelled."""
+        for spec, tool_object in turns.objects.items():
+            if hasattr(tool_object, "close"):
+                with _blame(spec, "close() failed", turns.prompt):
+                    tool_object.close()
 
     def named(self, call: Call) -> dict[str, Any]:
-        """The call's arguments by name, positional ones included."""
+        """Return the call's arguments by name, including positional arguments."""
         tool = self.tools.get(call.name)
         names = list(tool.parameters) if tool else []
-        names += [str(number) for number in range(len(names), len(call.positional))]
+        names += [str(i) for i in range(len(names), len(call.positional))]
         return {**dict(zip(names, call.positional, strict=False)), **call.arguments}
 
     async def run(self, call: Call, turns: Turns) -> tuple[str, bool]:
-        """(the result as text for the model, whether it is an error)."""
+        """Return (result as text for the model, whether it is an error)."""
         if call.error is not None:
             return f"error: the call {call.error}", True
         tool = self.tools.get(call.name)
@@ -191,31 +187,31 @@ class Toolset:
             text = describe_error(error)
         if tool.num_hung >= MAX_HUNG:
             raise UserError(
-                f"tools={tool.spec}: {tool.num_hung} calls of it hang, and their threads cannot be ended; give it a "
-                "limit of its own, make it asynchronous, or raise --tool-timeout"
+                f"tools={tool.spec}: {tool.num_hung} calls hang, and their threads cannot be stopped; add a time limit "
+                "to the tool, make it async, or raise --tool-timeout"
             )
         return f"error: {without_surrogates(text)}", True
 
     async def _in_thread(self, tool: Tool, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        """Call it in a daemon thread, which is abandoned if the caller gives up."""
+        """Call the function in a daemon thread, which is abandoned if the caller is cancelled."""
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Any] = loop.create_future()
 
         def finish(set_outcome: Callable[[Any], None], value: Any) -> None:
             if outcome.done():
-                tool.num_hung -= 1  # it was abandoned, and has ended after all
+                tool.num_hung -= 1  # the thread was abandoned and has ended since
             else:
                 set_outcome(value)
 
         def work() -> None:
             try:
-                done = outcome.set_result, function(**arguments)
+                result = outcome.set_result, function(**arguments)
             except BaseException as error:  # passed to the caller instead of being printed by the thread
-                # A future cannot hold StopIteration, and SystemExit of a tool must not end the run.
+                # A future cannot store StopIteration, and a tool's SystemExit must not end the run.
                 plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
-                done = outcome.set_exception, error if plain else RuntimeError(describe_error(error))
+                result = outcome.set_exception, error if plain else RuntimeError(describe_error(error))
             if not loop.is_closed():
-                loop.call_soon_threadsafe(finish, *done)
+                loop.call_soon_threadsafe(finish, *result)
 
         threading.Thread(target=work, name="tool", daemon=True).start()
         try:
@@ -226,7 +222,7 @@ class Toolset:
 
 
 def load_tools(specs: Sequence[str], *, timeout: float = 10.0) -> Toolset:
-    """Load the tools that the user named with --tools."""
+    """Load the tools that --tools names."""
     tools: list[Tool] = []
     for spec in specs:
         label = f"tools={spec}"
@@ -235,23 +231,23 @@ def load_tools(specs: Sequence[str], *, timeout: float = 10.0) -> Toolset:
             continue
         if "." not in spec and ":" not in spec:
             raise UserError(
-                f"{label}: no such built-in tool; {suggest(spec, BUILTIN)} or give my_module.function or "
+                f"{label}: no such built-in tool; {suggest(spec, BUILTIN)} or pass my_module.function or "
                 "path/to/file.py:function"
             )
-        name, found = find_callable(spec, label)
-        if not inspect.isclass(found):
-            tools.append(Tool(spec, name, found))
+        name, function = find_callable(spec, label)
+        if not inspect.isclass(function):
+            tools.append(Tool(spec, name, function))
             continue
-        methods = {name: call for name, call in vars(found).items() if inspect.isfunction(call)}
-        public = {name: call for name, call in methods.items() if name[0] != "_" and name not in NOT_TOOLS}
+        methods = {name: call for name, call in vars(function).items() if inspect.isfunction(call)}
+        public = {name: call for name, call in methods.items() if name[0] != "_" and name not in RESERVED_METHODS}
         if not public:
-            raise UserError(f"{label}: the class has no public method for the model to call; write one")
-        tools += [Tool(spec, name, call, owner=found) for name, call in public.items()]
+            raise UserError(f"{label}: the class has no public method for the model to call; add one")
+        tools += [Tool(spec, name, call, owner=function) for name, call in public.items()]
     return Toolset(tools, timeout)
 
 
 def as_text(returned: Any) -> str:
-    """A result for the model: text unchanged, anything else as JSON if possible."""
+    """Convert a result for the model: text unchanged, other values as JSON if possible."""
     if not isinstance(returned, str):
         try:
             returned = json.dumps(returned, ensure_ascii=False)
@@ -261,12 +257,12 @@ def as_text(returned: Any) -> str:
 
 
 def without_surrogates(text: str) -> str:
-    """Lone surrogates, which JSON can hold and tokenizers refuse, become question marks."""
+    """Replace lone surrogates, which JSON may contain and tokenizers reject, by question marks."""
     return text.encode("utf-8", "replace").decode()
 
 
-def _taken(function: Callable[..., Any], columns: dict[str, Any]) -> dict[str, Any]:
-    """The columns for which the function has parameters."""
+def _accepted(function: Callable[..., Any], columns: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns that the function has parameters for."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(columns)
@@ -274,67 +270,66 @@ def _taken(function: Callable[..., Any], columns: dict[str, Any]) -> dict[str, A
 
 
 # schemas ---------------------------------------------------------------------------------------------------------
-# Ours, not transformers.utils.get_json_schema: that one refuses docstrings that leave a parameter out, reads no :param
-# lines, and writes Optional and return types differently, which would change the prompts of existing runs.
+# Not transformers.utils.get_json_schema: it rejects docstrings that omit a parameter, ignores :param lines, and writes
+# Optional and return types differently, which would change the prompts of existing runs.
 
 
 def schema_of(
     function: Callable[..., Any], label: str, name: str | None = None, skip: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """JSON schema of a function; `label` starts error messages: tools=what the user typed."""
+    """Return the JSON schema of a function. `label` starts error messages: tools=SPEC."""
     name = name or function.__name__
     doc = inspect.getdoc(function)
     if not doc:
-        raise UserError(f"{label}: {name} has no docstring; describe the tool in one, the model reads it")
+        raise UserError(f"{label}: {name} has no docstring; add one that describes the tool to the model")
     try:
         hints = get_type_hints(function if inspect.isroutine(function) else type(function).__call__)
     except Exception as error:  # evaluating hints may raise anything
-        raise UserError(f"{label}: the type hints of {name} cannot be read ({error})") from None
-    about, described = _read_doc(doc)
+        raise UserError(f"{label}: cannot read the type hints of {name} ({error})") from None
+    description, parameter_docs = _read_doc(doc)
     properties, required = {}, []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.name in (EPISODE, *skip):
             continue
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise UserError(f"{label}: {name} takes {parameter}; give its parameters names, the model calls by name")
+            raise UserError(f"{label}: {name} takes {parameter}; use named parameters, because the model calls by name")
         if parameter.name not in hints:
-            raise UserError(
-                f"{label}: {name} has no type hint for {parameter.name!r}; add one, the schema is built from type hints"
-            )
+            raise UserError(f"{label}: {name} has no type hint for {parameter.name!r}; add one for the schema")
         properties[parameter.name] = _type_schema(hints[parameter.name], f"{label}: {parameter.name!r} of {name}")
-        if parameter.name in described:
-            properties[parameter.name]["description"] = described[parameter.name]
+        if parameter.name in parameter_docs:
+            properties[parameter.name]["description"] = parameter_docs[parameter.name]
         if parameter.default is parameter.empty:
             required.append(parameter.name)
     parameters = {"type": "object", "properties": properties, "required": required}
-    return {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
-def problem(value: Any, schema: dict[str, Any]) -> str | None:
-    """What is wrong with a value, in words for the model; None if it matches the schema."""
+def schema_error(value: Any, schema: dict[str, Any]) -> str | None:
+    """Return why a value does not match the schema, as text for the model, or None."""
     if "anyOf" in schema:
-        return None if any(problem(value, one) is None for one in schema["anyOf"]) else f"cannot be {_kind(value)}"
+        matches = any(schema_error(value, option) is None for option in schema["anyOf"])
+        return None if matches else f"cannot be {_type_name(value)}"
     if "enum" in schema:
         return None if value in schema["enum"] else f"must be one of {schema['enum']}"
     kind = schema.get("type")
     if kind is None:
         return None
     if kind == "number":
-        right = isinstance(value, int | float) and not isinstance(value, bool)
+        is_valid = isinstance(value, int | float) and not isinstance(value, bool)
     else:
-        right = isinstance(value, PYTHON[kind]) and not (kind == "integer" and isinstance(value, bool))
-    if not right:
-        return f"must be {kind}, not {_kind(value)}"
+        is_valid = isinstance(value, PYTHON[kind]) and not (kind == "integer" and isinstance(value, bool))
+    if not is_valid:
+        return f"must be {kind}, not {_type_name(value)}"
     if kind == "array" and "items" in schema:
-        inside = (problem(one, schema["items"]) for one in value)
+        errors = (schema_error(item, schema["items"]) for item in value)
     elif kind == "object" and "additionalProperties" in schema:
-        inside = (problem(one, schema["additionalProperties"]) for one in value.values())
+        errors = (schema_error(item, schema["additionalProperties"]) for item in value.values())
     else:
         return None
-    return next((f"holds one that {wrong}" for wrong in inside if wrong), None)
+    return next((f"holds one that {error}" for error in errors if error), None)
 
 
-def _kind(value: Any) -> str:
+def _type_name(value: Any) -> str:
     if isinstance(value, float):
         return "number"
     return next((name for name, kind in PYTHON.items() if type(value) is kind), type(value).__name__)
@@ -349,41 +344,41 @@ def _type_schema(hint: Any, label: str) -> dict[str, Any]:
     if origin is Literal:
         return {"enum": list(args)}
     if origin in (Union, UnionType):
-        return {"anyOf": [_type_schema(one, label) for one in args]}
+        return {"anyOf": [_type_schema(option, label) for option in args]}
     if hint is list or origin is list:
         return {"type": "array", **({"items": _type_schema(args[0], label)} if args else {})}
     if hint is dict or (origin is dict and args[0] is str):
         return {"type": "object", **({"additionalProperties": _type_schema(args[1], label)} if args else {})}
     raise UserError(
         f"{label} is a {getattr(hint, '__name__', hint)}, which JSON cannot express; use str, int, float, bool, list, "
-        "dict[str, ...], Literal or a union of them"
+        "dict[str, ...], Literal or a union of these"
     )
 
 
 def _read_doc(doc: str) -> tuple[str, dict[str, str]]:
-    """(description, descriptions of parameters) of a docstring, with Args: or :param lines or neither."""
+    """Return (description, parameter descriptions) from a docstring with Args: lines, :param lines or neither."""
     sections = r"^\s*(?:Args|Arguments|Parameters|Returns|Raises|Examples?):|^\s*:\w+"
-    about = re.split(sections, doc, flags=re.MULTILINE)[0]
-    described = dict(re.findall(r"^\s*:param (?:[\w.\[\], ]+ )?(\w+):\s*(.+)$", doc, flags=re.MULTILINE))
+    description = re.split(sections, doc, flags=re.MULTILINE)[0]
+    parameter_docs = dict(re.findall(r"^\s*:param (?:[\w.\[\], ]+ )?(\w+):\s*(.+)$", doc, flags=re.MULTILINE))
     section = re.search(r"^(?:Args|Arguments|Parameters):\s*\n((?:[ \t]+.*\n?|\s*\n)+)", doc, flags=re.MULTILINE)
     if section:
         indent = len(section[1]) - len(section[1].lstrip())
         name = None
         for line in section[1].splitlines():
-            found = re.match(r"^(\s+)(\w+)\s*(?:\([^)]*\))?:\s*(.*)$", line)
-            if found and len(found[1]) == indent:
-                name = found[2]
-                described[name] = found[3].strip()
+            match = re.match(r"^(\s+)(\w+)\s*(?:\([^)]*\))?:\s*(.*)$", line)
+            if match and len(match[1]) == indent:
+                name = match[2]
+                parameter_docs[name] = match[3].strip()
             elif name and line.strip():
-                described[name] += f" {line.strip()}"
-    return " ".join(about.split()), described
+                parameter_docs[name] += f" {line.strip()}"
+    return " ".join(description.split()), parameter_docs
 
 
 # built-in tools --------------------------------------------------------------------------------------------------
 
 
-MAX_LENGTH = 200  # characters of an expression
-MAX_BITS = 512  # of an intermediate integer: powers of powers would otherwise never end
+MAX_LENGTH = 200  # characters per expression
+MAX_BITS = 512  # per intermediate integer; nested powers would otherwise never end
 OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

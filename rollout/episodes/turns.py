@@ -1,13 +1,13 @@
-"""Several turns as one token sequence: Transcript collects the ids, Continuation renders what stands between turns.
+"""Several turns as one token sequence: Transcript collects the ids, Continuation renders the text between turns.
 
     transcript = Transcript(prompt.ids)
-    made = await client.generate(transcript.ids, turn_seed(seed, 0))
-    transcript.add(made)                                            # a turn of the model: trained
+    turn = await client.generate(transcript.ids, turn_seed(seed, 0))
+    transcript.add(turn)                                            # a model turn: trained
     transcript.insert(continuation.ids([{"role": "tool", "content": "37"}], transcript.last_id))    # not trained
     ...
-    return transcript.completion("stop", text=made.text, messages=messages, columns={"num_turns": 2})
+    return transcript.completion("stop", text=turn.text, messages=messages, columns={"num_turns": 2})
 
-Sampled turns are never tokenised again: their ids stay as sampled, and only new text is tokenised.
+Sampled turns keep their ids; only new text is encoded.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from data.errors import UserError
 from data.types import Messages
 from rollout.engine import Completion
 
-MARK = "strop"  # text of a placeholder turn, and a name, that no template rewrites
-CALL_ID = "strop0000"  # nine characters: some templates require it
+MARK = "strop"  # text of a placeholder turn, and a tool name, that no template rewrites
+CALL_ID = "strop0000"  # nine characters, which some templates require
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Seed of a turn: the episode's seed for the first, derived ones for the others, which must not draw the same."""
+    """Return the seed of a turn: the episode's seed for the first, a derived seed for each later turn."""
     if turn == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest(), "big")
@@ -37,28 +37,28 @@ class Transcript:
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self.prompt_ids = list(prompt_ids)
-        self.made: list[int] = []  # all ids after the prompt
+        self.completion_ids: list[int] = []  # all tokens after the prompt
         self.logps: list[float] = []
         self.mask: list[bool] = []
         self.versions: list[tuple[int, int]] = []
 
     def __len__(self) -> int:
-        """Number of tokens after the prompt, trained or not."""
-        return len(self.made)
+        """Return the number of tokens after the prompt, trained or not."""
+        return len(self.completion_ids)
 
     @property
     def ids(self) -> list[int]:
-        """The prompt of the next turn."""
-        return self.prompt_ids + self.made
+        """Prompt of the next turn."""
+        return self.prompt_ids + self.completion_ids
 
     @property
     def last_id(self) -> int:
         return self.ids[-1]
 
     def add(self, turn: Completion) -> None:
-        """Append a turn of the model, which must have been sampled from exactly these ids."""
+        """Append a model turn, which must have been sampled from exactly these ids."""
         assert turn.prompt_ids == self.ids, f"the turn was sampled after {turn.prompt_ids}, not {self.ids}"
-        self.made += turn.ids
+        self.completion_ids += turn.ids
         self.logps += turn.logps
         self.mask += turn.mask if turn.mask is not None else [True] * len(turn.ids)
         for version, count in turn.versions:
@@ -67,8 +67,8 @@ class Transcript:
             self.versions.append((version, count))
 
     def insert(self, ids: Sequence[int]) -> None:
-        """Append tokens that the model did not sample: it sees them and is not trained on them."""
-        self.made += ids
+        """Append tokens that the model reads but did not sample and is not trained on."""
+        self.completion_ids += ids
         self.logps += [0.0] * len(ids)
         self.mask += [False] * len(ids)
 
@@ -80,10 +80,10 @@ class Transcript:
         messages: Messages | None = None,
         columns: dict[str, Any] | None = None,
     ) -> Completion:
-        """The episode as one completion; `versions` counts sampled tokens only."""
+        """Return the episode as one completion; `versions` counts only sampled tokens."""
         return Completion(
             prompt_ids=list(self.prompt_ids),
-            ids=list(self.made),
+            ids=list(self.completion_ids),
             logps=list(self.logps),
             finish_reason=finish_reason,
             text=text,
@@ -95,11 +95,11 @@ class Transcript:
 
 
 class Continuation:
-    """The ids that the chat template puts between the end of a turn and the start of the next one.
+    """Renders the ids that the chat template puts between the end of a turn and the start of the next one.
 
-    Rendered after a placeholder turn; the text from its end-of-turn token on is taken. Tokenizers split special tokens
-    off first, so these ids do not depend on the real turn. The constructor refuses a template that rewrites earlier
-    turns: the model would be trained on a conversation that it never sees at inference.
+    Messages are rendered after a placeholder turn, and the text after its end-of-turn token is used. Tokenizers split
+    at special tokens first, so these ids do not depend on the real turn. The constructor rejects a template that
+    rewrites earlier turns: the model would be trained on a conversation that it never sees at inference.
     """
 
     def __init__(self, tokenizer: Any, role: Literal["tool", "user"] = "tool") -> None:
@@ -107,27 +107,27 @@ class Continuation:
         self.end_id = end_of_turn_id(tokenizer)
         if self.end_id is None:
             raise UserError(
-                "chat_template: closes an assistant turn with no special token, so nothing can follow it exactly; use "
-                "a template that does (chatml, llama3, gemma)"
+                "chat_template: assistant turns do not end with a special token, so a next turn cannot be appended "
+                "exactly; use a template where they do (chatml, llama3, gemma)"
             )
         self.end_text = tokenizer.convert_ids_to_tokens(self.end_id)
         self.opening = self._check()
 
     def ids(self, messages: Messages, last_id: int, settings: Mapping[str, Any] | None = None) -> list[int]:
-        """Ids after a turn that ended with last_id: these messages, up to the start of the model's next turn.
+        """Return the ids of these messages after a turn that ended with last_id, up to the model's next turn.
 
-        settings: Prompt.settings, without its tools, which are in the prompt already.
+        settings: Prompt.settings; its tools are ignored because the prompt already contains them.
         """
         settings = {name: value for name, value in (settings or {}).items() if name != "tools"}
         text = self._after(self.opening, clean_messages(messages), settings)
         ids = self._encode(self.end_text + text)
         assert ids[0] == self.end_id, f"{self.end_text!r} begins with id {ids[0]}, not {self.end_id}"
-        # A turn may also have ended with a stop string, or with another end token, which is kept.
+        # A turn may also end with a stop string, or with another end token, which is kept.
         ended = last_id in (*end_ids(self.tokenizer), *self.tokenizer.all_special_ids)
         return ids[1:] if ended else ids
 
     def _check(self) -> Messages:
-        """The placeholder turn: with a tool call if the template supports calls, else plain text."""
+        """Return the placeholder turn: with a tool call if the template supports calls, otherwise plain text."""
         call = {"id": CALL_ID, "type": "function", "function": {"name": MARK, "arguments": {MARK: MARK}}}
         plain = {"role": "assistant", "content": MARK}
         turns = [{**plain, "tool_calls": [call]}, plain] if self.role == "tool" else [plain]
@@ -140,29 +140,29 @@ class Continuation:
             except ValueError as error:
                 reasons.append(str(error))
         raise UserError(
-            f"chat_template: {reasons[-1]}; use a template that adds {self.role} turns one by one (chatml does)"
+            f"chat_template: {reasons[-1]}; use a template that appends {self.role} turns one by one, such as chatml"
         )
 
     def _check_prefix(self, opening: Messages) -> None:
         results = [self._message(text) for text in ("first result", "second result")]
-        # Without the generation prompt, with which some templates open a thinking block that later turns drop.
+        # Without the generation prompt: some templates open a thinking block with it that later turns drop.
         shown = [opening[:1], [*opening, results[0]], [*opening, results[0], opening[1], results[1]]]
         start, once, twice = (self._render(messages, generation_prompt=False) for messages in shown)
         if "first result" not in once or "second result" not in twice:
             raise UserError(f"does not show a message of the role {self.role!r}")
         if not once.startswith(start) or not twice.startswith(once):
-            raise UserError("writes earlier turns differently once others follow them")
+            raise UserError("renders earlier turns differently when turns follow them")
         if once[len(start) :] != twice[len(once) :].replace("second result", "first result"):
-            raise UserError("writes the same messages differently later on")
+            raise UserError("renders the same messages differently in a later turn")
         self._after(opening, results[:1])
 
     def _after(self, opening: Messages, messages: Messages, settings: Mapping[str, Any] | None = None) -> str:
-        """Text after the end-of-turn token of the placeholder turn."""
+        """Return the text after the end-of-turn token of the placeholder turn."""
         text = self._render([*opening, *messages], generation_prompt=True, settings=settings)
-        begin = text.find(self.end_text, text.find(MARK))
-        if MARK not in text or begin < 0:
+        end = text.find(self.end_text, text.find(MARK))
+        if MARK not in text or end < 0:
             raise UserError("does not show, or does not close, the assistant turn before these messages")
-        return text[begin + len(self.end_text) :]
+        return text[end + len(self.end_text) :]
 
     def _message(self, content: str) -> dict[str, Any]:
         if self.role == "tool":

@@ -1,15 +1,15 @@
-"""Starts the servers of NeMo Gym that a run needs, each in a process of its own, and ends them with the run.
+"""Start the NeMo Gym servers that a run needs, each in its own process, and stop them with the run.
 
-    servers = GymServers(cfg)                        # reads the gym's YAML files, in the gym's Python
-    servers.start({"my_agent"}, model, log_dir)      # these, and what they refer to; returns when all answer
+    servers = GymServers(cfg)                        # read the gym's YAML files, in the gym's Python
+    servers.start({"my_agent"}, model, log_dir)      # these and the servers they refer to; returns when all answer
     servers.stop()
 
-Each server is the child of servers/worker/strop_guard.py, as our vLLM servers are: it ends when this process does, even
-by kill -9. All listen on 127.0.0.1, at free ports, whatever the files say. The gym's own runner is not used: it starts
-ray, which listens on every interface.
+Each server is a child of servers/worker/strop_guard.py, like the vLLM servers: it ends with this process, even after
+kill -9. All servers listen on 127.0.0.1 and free ports, whatever the files contain. The gym's own runner is not used
+because it starts ray, which listens on every interface.
 
-The model behind the agents is the one that is trained: every model server that an agent refers to is directed at our
-vLLM servers, and so is whatever refers to ${policy_base_url}.
+The agents use the model in training: every model server that an agent refers to, and every ${policy_base_url}, points
+to the run's vLLM servers.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ KINDS = ("resources_servers", "responses_api_agents", "responses_api_models")
 MODELS = "responses_api_models"
 PARSE_S = 300.0  # the gym imports ray, wandb and more
 POLL_S = 0.2
-# What the gym's files refer to as the model; stands for ours until its address is known.
-STAND_IN = "strop:"
+# Values for the model variables in the gym's files; placeholders until the address is known.
+PLACEHOLDER = "strop:"
 POLICY = {"policy_base_url": "strop:base_url", "policy_api_key": "strop:api_key", "policy_model_name": "strop:model"}
-NO_MODEL = {"policy_model": {MODELS: {"dummy_model": {"entrypoint": "app.py"}}}}  # the gym's own stand-in
+NO_MODEL = {"policy_model": {MODELS: {"dummy_model": {"entrypoint": "app.py"}}}}  # the gym's placeholder
 
 
 class GymServers:
-    """The servers of the gym's files; those that were started end with stop(), or with this process."""
+    """The servers in the gym's files; started servers end with stop() or with this process."""
 
     def __init__(self, cfg: NemoGymConfig, log: Callable[[str], None] = print) -> None:
         self.cfg, self.log = cfg, log
         check_files(cfg)
         self.python = find_python(cfg)
         self.root, self.tree = self._read_files()
-        self._ports = []  # sockets that reserve them
+        self._ports = []  # sockets that reserve the ports
         for fields in servers_of(self.tree).values():
             self._ports.append(reserve(HOST, 0))
             fields |= {"host": HOST, "port": self._ports[-1].getsockname()[1]}
@@ -65,100 +65,100 @@ class GymServers:
         self._owner = os.getpid()
 
     def start(self, names: Collection[str], model: Sequence[tuple[str, str | None]], log_dir: Path) -> None:
-        """Start the named servers and all that they refer to; ValueError says which one does not come up, and why.
+        """Start the named servers and all servers they refer to; a UserError names a server that does not start.
 
-        `model`: address and token of our vLLM servers; empty without any.
+        `model`: (address, token) of the run's vLLM servers.
         """
         names = with_references(self.tree, names)
         self.tree = with_model(self.tree, names, model)
-        begun = time.monotonic()
+        started_at = time.monotonic()
         self.log(f"NeMo Gym: starting {', '.join(names)}, logs in {log_dir}/gym-*.log")
         log_dir.mkdir(parents=True, exist_ok=True)
         atexit.register(self.stop)
         env = clean_env() | {"NEMO_GYM_CONFIG_DICT": yaml.safe_dump(self.tree, allow_unicode=True)}
         try:
             for name in names:
-                folder, entrypoint = self._place(name)
-                own = folder / ".venv" / "bin" / "python"  # the gym's runner makes one for each server
-                python = str(own) if own.is_file() else self.python
+                folder, entrypoint = self._code_of(name)
+                venv = folder / ".venv" / "bin" / "python"  # the gym's runner creates one per server
+                python = str(venv) if venv.is_file() else self.python
                 argv = [python, str(LAUNCHER), "serve", str(folder), entrypoint]
                 url = f"http://{HOST}:{servers_of(self.tree)[name]['port']}"
-                env_of_it = env | {"NEMO_GYM_CONFIG_PATH": name}
-                self.running.append(GymServer(name, url, argv, env_of_it, log_dir / f"gym-{name}.log"))
-            self._wait(begun)
+                server_env = env | {"NEMO_GYM_CONFIG_PATH": name}
+                self.running.append(GymServer(name, url, argv, server_env, log_dir / f"gym-{name}.log"))
+            self._wait(started_at)
         except BaseException:
             self.stop()
             raise
-        self.log(f"NeMo Gym: ready after {time.monotonic() - begun:.0f} s")
+        self.log(f"NeMo Gym: ready after {time.monotonic() - started_at:.0f} s")
 
     def ended(self) -> str | None:
-        """What to tell of a server that has ended by itself; None while all run."""
+        """Describe a server that has ended; None while all servers run."""
         return next((server.end() for server in self.running if server.guard.poll() is not None), None)
 
     def stop(self) -> None:
-        """End every process, and wait until they are gone. May be called twice."""
-        if os.getpid() != self._owner:  # a forked child that exits must not end its parent's servers
+        """Stop every process and wait until all are gone. May be called twice."""
+        if os.getpid() != self._owner:  # a forked child that exits must not stop its parent's servers
             return
         atexit.unregister(self.stop)
         running, self.running = self.running, []
-        for server in running:  # all begin to end before the first is awaited
+        for server in running:  # signal all servers before waiting for the first
             server.guard.stdin.close()
         for server in running:
             server.await_end()
         for port in self._ports:
             port.close()
 
-    def _wait(self, begun: float) -> None:
+    def _wait(self, started_at: float) -> None:
         with httpx.Client(timeout=2.0, trust_env=False) as client:
             waiting = list(self.running)
             while waiting:
                 if ended := self.ended():
                     raise UserError(f"nemo_gym.auto_start=True: {ended}")
                 waiting = [server for server in waiting if not server.is_up(client)]
-                if waiting and time.monotonic() - begun > self.cfg.startup_s:
+                if waiting and time.monotonic() - started_at > self.cfg.startup_s:
                     late = waiting[0]
                     raise UserError(
                         f"nemo_gym.server_timeout={self.cfg.startup_s:g}: the gym's server {late.name} does not answer "
-                        f"at {late.url}, and its log ends with {late.last_line()!r}; raise it, or see {late.log_path}"
+                        f"at {late.url} (last log line: {late.last_line()!r}); raise it, or see {late.log_path}"
                     )
                 if waiting:
                     time.sleep(POLL_S)
 
-    def _place(self, name: str) -> tuple[Path, str]:
-        """(folder, file) of a server's code: in the gym's folder, or where nemo_gym is installed."""
-        kind, kept_in, fields = place_of(self.tree[name])
+    def _code_of(self, name: str) -> tuple[Path, str]:
+        """Return (folder, file) of a server's code, in the gym's folder or in the installed nemo_gym."""
+        kind, name_in_kind, fields = server_entry(self.tree[name])
         for root in (folder_of(self.cfg), self.root):
-            if (root / kind / kept_in / fields["entrypoint"]).is_file():
-                return root / kind / kept_in, fields["entrypoint"]
+            if (root / kind / name_in_kind / fields["entrypoint"]).is_file():
+                return root / kind / name_in_kind, fields["entrypoint"]
         raise UserError(
-            f"nemo_gym.dir={folder_of(self.cfg)}: has no {kind}/{kept_in}/{fields['entrypoint']}, which is the server "
-            f"{name}; name the folder that has it"
+            f"nemo_gym.dir={folder_of(self.cfg)}: no {kind}/{name_in_kind}/{fields['entrypoint']}, the code of the "
+            f"server {name}; pass the folder that contains it"
         )
 
     def _read_files(self) -> tuple[Path, dict[str, Any]]:
-        """(where nemo_gym is installed, the files of config_paths merged), as the gym itself reads them."""
+        """Return (folder of the installed nemo_gym, merged files of config_paths), parsed by the gym itself."""
         paths = [str(path) for path in config_files(self.cfg)]
-        given = json.dumps({"config_paths": paths} | POLICY | NO_MODEL)
-        argv, options = [self.python, str(LAUNCHER), "parse", given], {"capture_output": True, "text": True}
+        config = json.dumps({"config_paths": paths} | POLICY | NO_MODEL)
+        argv, options = [self.python, str(LAUNCHER), "parse", config], {"capture_output": True, "text": True}
         try:
-            done = subprocess.run(argv, cwd=folder_of(self.cfg), env=clean_env(), timeout=PARSE_S, **options)
+            result = subprocess.run(argv, cwd=folder_of(self.cfg), env=clean_env(), timeout=PARSE_S, **options)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise UserError(f"nemo_gym.python={self.python}: could not be run ({error}); name another") from None
-        lines = done.stdout.strip().splitlines()
-        if done.returncode == 0 and lines and lines[-1].startswith("{"):
-            said = json.loads(lines[-1])
-            return Path(said["root"]), said["config"]
-        cause = cause_of(done.stderr)
+            raise UserError(f"nemo_gym.python={self.python}: cannot be run ({error}); pass another") from None
+        lines = result.stdout.strip().splitlines()
+        if result.returncode == 0 and lines and lines[-1].startswith("{"):
+            reply = json.loads(lines[-1])
+            return Path(reply["root"]), reply["config"]
+        cause = cause_of(result.stderr)
         if "ModuleNotFoundError" in cause and "nemo_gym" in cause:
             raise UserError(
-                f"nemo_gym.python={self.python}: has no nemo_gym; name the interpreter that has it (Python 3.12, "
-                "pip install nemo-gym)"
+                f"nemo_gym.python={self.python}: nemo_gym is not installed; pass an interpreter that has it (Python "
+                "3.12, pip install nemo-gym)"
             )
-        raise UserError(f"nemo_gym.config_paths={' '.join(self.cfg.config_paths)}: the gym refuses them ({cause})")
+        raise UserError(f"nemo_gym.config_paths={' '.join(self.cfg.config_paths)}: the gym rejects them ({cause})")
 
 
 class GymServer:
-    """One running server of the gym, as the child of a guard."""
+    """One running server of the gym, as a child of a guard."""
 
     def __init__(self, name: str, url: str, argv: list[str], env: dict[str, str], log_path: Path) -> None:
         self.name, self.url, self.log_path = name, url, log_path
@@ -169,7 +169,7 @@ class GymServer:
                 stdout=output,
                 stderr=output,
                 env=env,
-                start_new_session=True,  # Ctrl-C reaches only us, and we end the server
+                start_new_session=True,  # Ctrl-C reaches only this process, which stops the server
             )
 
     def is_up(self, client: httpx.Client) -> bool:
@@ -180,8 +180,8 @@ class GymServer:
 
     def end(self) -> str:
         text = read_tail(self.log_path)
-        refused = [line.strip() for line in text.splitlines() if "[Errno" in line]  # uvicorn logs more lines after it
-        cause = refused[-1] if refused else cause_of(text)
+        errors = [line.strip() for line in text.splitlines() if "[Errno" in line]  # uvicorn logs more lines afterwards
+        cause = errors[-1] if errors else cause_of(text)
         return f"the gym's server {self.name} has ended ({cause}); see {self.log_path}"
 
     def last_line(self) -> str:
@@ -191,7 +191,7 @@ class GymServer:
     def await_end(self) -> None:
         try:
             self.guard.wait(STOP_WAIT)
-        except subprocess.TimeoutExpired:  # somebody suspended the guard itself; the server ends with it
+        except subprocess.TimeoutExpired:  # the guard itself is suspended; the server ends with it
             self.guard.kill()
             self.guard.wait()
 
@@ -208,30 +208,30 @@ def config_files(cfg: NemoGymConfig) -> list[Path]:
 
 
 def check_files(cfg: NemoGymConfig) -> None:
-    """Refuse a folder or a file that is not there."""
+    """Raise if the gym's folder or one of its files does not exist."""
     if not folder_of(cfg).is_dir():
-        raise UserError(f"nemo_gym.dir={cfg.dir}: is not a folder; name the folder of the gym")
-    for given, path in zip(cfg.config_paths, config_files(cfg), strict=True):
+        raise UserError(f"nemo_gym.dir={cfg.dir}: not a folder; pass the folder of the gym")
+    for name, path in zip(cfg.config_paths, config_files(cfg), strict=True):
         if not path.is_file():
-            raise UserError(f"nemo_gym.config_paths={given}: {path} is not a file; name a YAML file of the gym")
+            raise UserError(f"nemo_gym.config_paths={name}: {path} is not a file; pass a YAML file of the gym")
 
 
 def find_python(cfg: NemoGymConfig) -> str:
-    own = folder_of(cfg) / ".venv" / "bin" / "python"
-    return str(Path(cfg.python).expanduser()) if cfg.python else str(own) if own.is_file() else sys.executable
+    venv = folder_of(cfg) / ".venv" / "bin" / "python"
+    return str(Path(cfg.python).expanduser()) if cfg.python else str(venv) if venv.is_file() else sys.executable
 
 
 def clean_env() -> dict[str, str]:
-    """Our environment without what is the trainer's."""
-    kept = {key: value for key, value in os.environ.items() if key not in (*DROPPED, TOKEN)}
-    return kept | {"PYTHONUNBUFFERED": "1"}
+    """Return the environment without the trainer's variables."""
+    env = {key: value for key, value in os.environ.items() if key not in (*DROPPED, TOKEN)}
+    return env | {"PYTHONUNBUFFERED": "1"}
 
 
-# the configuration: plain functions, nothing is started ----------------------------------------------------------
+# configuration: pure functions -----------------------------------------------------------------------------------
 
 
-def place_of(entry: Any) -> tuple[str, str, dict[str, Any]] | None:
-    """(kind, folder within the kind, fields) of a server's entry; None for an entry that is no server."""
+def server_entry(entry: Any) -> tuple[str, str, dict[str, Any]] | None:
+    """Return (kind, folder within the kind, fields) of a server's entry; None for other entries."""
     for kind in KINDS:
         inner = entry.get(kind) if isinstance(entry, dict) else None
         if isinstance(inner, dict) and inner:
@@ -242,12 +242,12 @@ def place_of(entry: Any) -> tuple[str, str, dict[str, Any]] | None:
 
 
 def servers_of(tree: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Fields of every server, by name."""
-    return {name: place[2] for name, entry in tree.items() if (place := place_of(entry)) is not None}
+    """Return the fields of every server, by name."""
+    return {name: server[2] for name, entry in tree.items() if (server := server_entry(entry)) is not None}
 
 
 def references(value: Any) -> Iterator[tuple[str, str]]:
-    """(kind, name) of every server that the fields of another refer to."""
+    """Yield (kind, name) of every server that the fields of a server refer to."""
     if isinstance(value, dict):
         if value.get("type") in KINDS and isinstance(value.get("name"), str):
             yield value["type"], value["name"]
@@ -257,67 +257,65 @@ def references(value: Any) -> Iterator[tuple[str, str]]:
 
 
 def with_references(tree: dict[str, Any], names: Collection[str]) -> list[str]:
-    """The names, and those of all servers that they refer to."""
-    servers, found = servers_of(tree), sorted(names)
-    for name in found:  # grows
-        found += sorted({other for _, other in references(servers[name]) if other in servers} - set(found))
-    return found
+    """Return the names of these servers and of all servers that they refer to."""
+    servers, closure = servers_of(tree), sorted(names)
+    for name in closure:  # grows
+        closure += sorted({other for _, other in references(servers[name]) if other in servers} - set(closure))
+    return closure
 
 
 def with_model(tree: dict[str, Any], names: Sequence[str], model: Sequence[tuple[str, str | None]]) -> dict[str, Any]:
-    """The configuration with our vLLM servers in place of the stand-ins."""
+    """Return the configuration with the run's vLLM servers in place of the placeholders."""
     tree = copy.deepcopy(tree)
     servers = servers_of(tree)
-    agents = [servers[name] for name in names if place_of(tree[name])[0] == "responses_api_agents"]
-    asked = {name for fields in agents for kind, name in references(fields) if kind == MODELS and name in servers}
-    waiting = [name for name in names if name in asked or STAND_IN in json.dumps(servers[name])]
+    agents = [servers[name] for name in names if server_entry(tree[name])[0] == "responses_api_agents"]
+    referenced = {name for fields in agents for kind, name in references(fields) if kind == MODELS and name in servers}
+    waiting = [name for name in names if name in referenced or PLACEHOLDER in json.dumps(servers[name])]
     if waiting and not model:
         raise UserError(
-            f"rollout.engine=local: the gym's server {waiting[0]} asks the model that is trained, on a vLLM server; "
-            "use --rollout.engine vllm"
+            f"rollout.engine=local: the gym's server {waiting[0]} uses the model in training and requires a vLLM "
+            "server; use --rollout.engine vllm"
         )
     if len(tokens := {token for _, token in model}) > 1:
         raise UserError(
-            f"vllm.url={' '.join(url for url, _ in model)}: their tokens differ, and the gym's model server has one "
-            f"for all; start them with the same {TOKEN}"
+            f"vllm.url={' '.join(url for url, _ in model)}: their tokens differ, but the gym's model server uses one "
+            f"token; start them with the same {TOKEN}"
         )
-    ours = {"base_url": [f"{url}/v1" for url, _ in model], "api_key": next(iter(tokens), None) or "none", "model": BASE}
-    for name in asked:
+    vllm = {"base_url": [f"{url}/v1" for url, _ in model], "api_key": next(iter(tokens), None) or "none", "model": BASE}
+    for name in referenced:
         (folder, fields), *_ = tree[name][MODELS].items()
-        if folder == "dummy_model":  # no file has a model server
+        if folder == "dummy_model":  # the files contain no model server
             tree[name][MODELS] = {"vllm_model": fields}
             fields["uses_reasoning_parser"] = False
-        fields |= ours | {"return_token_id_information": True}
-    return _replaced(tree, {f"{STAND_IN}{key}": value for key, value in ours.items()})
+        fields |= vllm | {"return_token_id_information": True}
+    return _replace(tree, {f"{PLACEHOLDER}{key}": value for key, value in vllm.items()})
 
 
-def _replaced(value: Any, values: dict[str, Any]) -> Any:
+def _replace(value: Any, values: dict[str, Any]) -> Any:
     if isinstance(value, dict):
-        return {key: _replaced(inner, values) for key, inner in value.items()}
+        return {key: _replace(inner, values) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_replaced(inner, values) for inner in value]
+        return [_replace(inner, values) for inner in value]
     return values.get(value, value) if isinstance(value, str) else value
 
 
-# our vLLM servers ------------------------------------------------------------------------------------------------
+# vLLM servers ----------------------------------------------------------------------------------------------------
 
 
 def known_servers(cfg: VllmConfig) -> VllmConfig:
-    """Settings under which the gym's model server can reach our servers: a server that restarts at another port would
-    be lost to it, so the ports are chosen here.
-    """
+    """Fix the ports of the vLLM servers, because the gym's model server could not find one that restarts elsewhere."""
     if cfg.url:
         return cfg
     if cfg.replicas > 1 and not os.environ.get(TOKEN):
         raise UserError(
-            f"vllm.replicas={cfg.replicas}: the gym's model server has one token for all servers; give them one with "
+            f"vllm.replicas={cfg.replicas}: the gym's model server uses one token for all servers; set it with "
             f"export {TOKEN}=$(python -c 'import secrets; print(secrets.token_urlsafe(32))')"
         )
     while not cfg.port:
-        with contextlib.ExitStack() as held:
-            first = held.enter_context(reserve(cfg.host, 0)).getsockname()[1]
-            with contextlib.suppress(ValueError, OverflowError):  # one of the following is in use
-                for number in range(1, cfg.replicas):
-                    held.enter_context(reserve(cfg.host, first + number))
+        with contextlib.ExitStack() as reserved:
+            first = reserved.enter_context(reserve(cfg.host, 0)).getsockname()[1]
+            with contextlib.suppress(ValueError, OverflowError):  # a following port is in use
+                for offset in range(1, cfg.replicas):
+                    reserved.enter_context(reserve(cfg.host, first + offset))
                 cfg = replace(cfg, port=first)
     return cfg

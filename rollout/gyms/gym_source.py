@@ -1,16 +1,16 @@
-"""Episodes that an environment plays with our vLLM servers as the model: their turns, and those that fail.
+"""Episodes that an environment runs with the run's vLLM servers as the model: join their turns, handle failures.
 
     source = GymSource(play, loop, flag="nemo_gym", title="NeMo Gym", prefix_mismatch="last", log_once=log_once)
-    # play: async (request, number in its group) -> Completion
+    # play: async (request, index in its group) -> Completion
 
-An environment asks for one turn after the other, each time with a whole prompt. Turns become one sequence:
+An environment requests turns sequentially, each with a full prompt. The turns become one sequence:
 
     turn 1: prompt [10, 20]                            sampled [30, 31]
     turn 2: prompt [10, 20, 30, 31, 100, 101, 102]     sampled [40, 41]
     -> prompt_ids [10, 20], ids [30, 31, 100, 101, 102, 40, 41], mask [T, T, F, F, F, T, T]
 
-This needs each turn's prompt to begin with all tokens before it. Prompts are rendered from text again, so one may not:
-a template may drop tool calls or thoughts, and text may be tokenised differently (prefix_mismatch).
+This requires each turn's prompt to start with all previous tokens. Prompts are rendered again from text, so this may
+fail: a template may drop tool calls or thinking, and text may encode differently (prefix_mismatch).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from data.types import Messages, Prompt
 from rollout.engine import Completion, Request
 from rollout.servers.loop import Loop, together
 
-GIVE_UP = 100  # failures in a row after which the run stops
+MAX_FAILURES = 100  # consecutive failures that stop the run
 PrefixMismatch = Literal["last", "drop", "stop"]
 
 
@@ -38,31 +38,31 @@ class EpisodeError(Exception):
 
 
 class UnusableError(UserError):
-    """No episode of this environment can be trained on: the run stops."""
+    """No episode of this environment can be trained on, so the run stops."""
 
 
 @dataclass(frozen=True)
-class Turns:
-    """Requests to the model of which each continues the one before, as one sequence; at first a single one."""
+class TurnChain:
+    """One turn, or several turns joined to one sequence."""
 
     prompt_ids: list[int]
     ids: list[int]
-    logps: list[float]  # 0 where the model did not sample the token
+    logps: list[float]  # 0 for tokens that the model did not sample
     mask: list[bool]
     num_turns: int = 1
-    versions: tuple[tuple[int, int], ...] = ()  # (weight version, number of tokens it sampled)
+    versions: tuple[tuple[int, int], ...] = ()  # (weight version, number of tokens sampled by it)
 
 
-def chains(turns: Sequence[Turns]) -> list[Turns]:
-    """Join consecutive turns; a new chain starts where a prompt does not continue the turns before it."""
-    made: list[Turns] = []
+def join_turns(turns: Sequence[TurnChain]) -> list[TurnChain]:
+    """Join consecutive turns; start a new chain if a prompt does not continue the previous turns."""
+    joined_turns: list[TurnChain] = []
     for turn in turns:
-        seen = made[-1].prompt_ids + made[-1].ids if made else []
-        if not made or turn.prompt_ids[: len(seen)] != seen:
-            made.append(turn)
+        seen = joined_turns[-1].prompt_ids + joined_turns[-1].ids if joined_turns else []
+        if not joined_turns or turn.prompt_ids[: len(seen)] != seen:
+            joined_turns.append(turn)
             continue
-        last, between = made[-1], turn.prompt_ids[len(seen) :]
-        made[-1] = Turns(
+        last, between = joined_turns[-1], turn.prompt_ids[len(seen) :]
+        joined_turns[-1] = TurnChain(
             last.prompt_ids,
             last.ids + between + turn.ids,
             last.logps + [0.0] * len(between) + turn.logps,
@@ -70,33 +70,33 @@ def chains(turns: Sequence[Turns]) -> list[Turns]:
             last.num_turns + 1,
             last.versions + turn.versions,
         )
-    return made
+    return joined_turns
 
 
 def last_chain(
-    turns: Sequence[Turns], *, prompt_ids: list[int], max_tokens: int, short: bool, messages: Messages,
+    turns: Sequence[TurnChain], *, prompt_ids: list[int], max_tokens: int, truncated: bool, messages: Messages,
     columns: dict[str, Any],
 ) -> Completion:  # fmt: skip
-    """The last turns that form one sequence, as a Completion of at most max_tokens that ends with a sampled token.
+    """Return the last chain as a Completion of at most max_tokens that ends with a sampled token.
 
-    left_out_turns are not in it, because a later prompt did not continue them; short: the environment was cut off.
+    left_out_turns counts the turns of earlier chains. `truncated`: the environment ran out of tokens.
     """
-    chain = chains(turns)[-1] if turns else None
+    chain = join_turns(turns)[-1] if turns else None
     columns = columns | {
         "num_turns": len(turns),
         "tool_calls": sum(len(message.get("tool_calls") or ()) for message in messages),
         "left_out_turns": len(turns) - chain.num_turns if chain else 0,
     }
-    if chain is None:  # the model's answer is empty, and the environment has scored that
-        return empty(prompt_ids, columns, messages)
+    if chain is None:  # the environment scored an empty answer
+        return masked_completion(prompt_ids, columns, messages)
     length = min(len(chain.ids), max_tokens)
-    while not chain.mask[length - 1]:  # context that no sampled token follows
+    while not chain.mask[length - 1]:  # drop context that no sampled token follows
         length -= 1
     return Completion(
         prompt_ids=chain.prompt_ids,
         ids=chain.ids[:length],
         logps=chain.logps[:length],
-        finish_reason="length" if len(chain.ids) > max_tokens or short else "stop",
+        finish_reason="length" if len(chain.ids) > max_tokens or truncated else "stop",
         text=next((m["content"] for m in reversed(messages) if m["role"] == "assistant"), ""),
         versions=join_versions(chain.versions, sum(chain.mask[:length])),
         mask=chain.mask[:length],
@@ -106,7 +106,7 @@ def last_chain(
 
 
 def join_versions(versions: Sequence[tuple[int, int]], num_tokens: int) -> list[tuple[int, int]]:
-    """Those of the first num_tokens sampled tokens, neighbours with the same version as one.
+    """Return the versions of the first num_tokens sampled tokens, with equal neighbours merged.
 
     >>> join_versions([(3, 2), (3, 4), (4, 5)], 8)
     [(3, 6), (4, 2)]
@@ -121,8 +121,8 @@ def join_versions(versions: Sequence[tuple[int, int]], num_tokens: int) -> list[
     return joined
 
 
-def empty(prompt_ids: list[int], columns: dict[str, Any], messages: Messages) -> Completion:
-    """A completion with one masked token in place of none, which is not trained on."""
+def masked_completion(prompt_ids: list[int], columns: dict[str, Any], messages: Messages) -> Completion:
+    """Return a completion of one masked token, because a completion cannot be empty."""
     return Completion(
         prompt_ids=list(prompt_ids),
         ids=[prompt_ids[-1]],
@@ -137,10 +137,10 @@ def empty(prompt_ids: list[int], columns: dict[str, Any], messages: Messages) ->
 
 
 class GymSource:
-    """Source of such episodes: one call of play(request, number in its group) for each request.
+    """Source of episodes: one call of play(request, index in its group) per request.
 
-    A failed episode (EpisodeError, ValueError) becomes a completion without trained tokens and without a reward, logged
-    once per kind of failure; GIVE_UP failures in a row stop the run.
+    A failed episode (EpisodeError, ValueError) becomes a completion without trained tokens and without a reward. Each
+    kind of failure is logged once. MAX_FAILURES consecutive failures stop the run.
     """
 
     def __init__(
@@ -148,35 +148,35 @@ class GymSource:
         play: Callable[[Request, int], Awaitable[Completion]],
         loop: Loop,
         *,
-        flag: str,  # of the environment's settings, for error messages: nemo_gym
-        title: str,  # of the environment, for the log
+        flag: str,  # prefix of the environment's flags, for error messages: nemo_gym
+        title: str,  # name of the environment, for the log
         prefix_mismatch: PrefixMismatch,
         log_once: Callable[[str, str], None],  # (kind, text)
-        hint: str,  # where to look when episodes fail
+        hint: str,  # what to check if episodes fail
     ) -> None:
         self.play, self.loop, self.flag, self.title = play, loop, flag, title
         self.prefix_mismatch, self.log_once, self.hint = prefix_mismatch, log_once, hint
         self._running: set[Future[Any]] = set()
-        self._in_a_row = 0
+        self._num_failures = 0
 
     def start(self, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
-        """Start all episodes; one future per group, its completions in the order of the requests."""
+        """Start all episodes; return one future per group, with completions in request order."""
         futures = []
         for group in groups:
-            episodes = [self._episode(request, number) for number, request in enumerate(group)]
+            episodes = [self._episode(request, index) for index, request in enumerate(group)]
             futures.append(future := self.loop.start(together(episodes)))
             self._running.add(future)
             future.add_done_callback(self._running.discard)
         return futures
 
     def close(self) -> None:
-        """Cancel what runs; the environment is closed by its owner."""
+        """Cancel running episodes. The owner of the environment closes it."""
         for future in list(self._running):
             future.cancel()
 
-    async def _episode(self, request: Request, number: int) -> Completion:
+    async def _episode(self, request: Request, index: int) -> Completion:
         try:
-            completion = await self.play(request, number)
+            completion = await self.play(request, index)
         except UnusableError:
             raise
         except (EpisodeError, ValueError) as error:
@@ -184,30 +184,30 @@ class GymSource:
             return self._failed(request.prompt, kind, str(error))
         if completion.columns["left_out_turns"]:
             return self._mismatched(request.prompt, completion)
-        self._in_a_row = 0
+        self._num_failures = 0
         return completion
 
     def _mismatched(self, prompt: Prompt, completion: Completion) -> Completion:
-        """A turn's prompt does not continue the turns before it: only the turns after the last mismatch are kept."""
-        what = "the prompt of a turn is not the turns before it, token by token"
+        """Apply prefix_mismatch to an episode with a turn whose prompt does not continue the previous turns."""
+        what = "the prompt of a turn does not start with the tokens of the previous turns"
         if self.prefix_mismatch == "stop":
             raise UserError(
-                f"{self.flag}.prefix_mismatch=stop: {prompt.source}: {what}; use a chat template that keeps earlier "
-                "turns as they were, or set it to last or drop"
+                f"{self.flag}.prefix_mismatch=stop: {prompt.source}: {what}; use a chat template that does not change "
+                "earlier turns, or set prefix_mismatch to last or drop"
             )
         if self.prefix_mismatch == "drop":
             return self._failed(prompt, "prefix", what)
-        text = f"{self.title}: {prompt.source}: {what}; of such episodes only the last turns are trained on"
-        self.log_once("prefix", f"{text} (rollout/left_out_turns counts the others)")
+        text = f"{self.title}: {prompt.source}: {what}; only the turns since then are trained on"
+        self.log_once("prefix", f"{text} (rollout/left_out_turns counts the dropped turns)")
         return completion
 
     def _failed(self, prompt: Prompt, kind: str, reason: str) -> Completion:
-        self._in_a_row += 1
-        if self._in_a_row >= GIVE_UP:
+        self._num_failures += 1
+        if self._num_failures >= MAX_FAILURES:
             raise UserError(
-                f"{self.flag}: {self._in_a_row} episodes in a row have failed, the last one {prompt.source} ({reason})"
-                f"; {self.hint}"
+                f"{self.flag}: {self._num_failures} consecutive episodes failed, the last one {prompt.source} "
+                f"({reason}); {self.hint}"
             )
-        self.log_once(kind, f"{self.title}: {prompt.source}: {reason}; such episodes are not trained on")
+        self.log_once(kind, f"{self.title}: {prompt.source}: {reason}; failed episodes are not trained on")
         columns = {"env_reward": None, "env_failed": 1.0, "num_turns": 0, "tool_calls": 0, "left_out_turns": 0}
-        return empty(prompt.ids, columns, [])
+        return masked_completion(prompt.ids, columns, [])

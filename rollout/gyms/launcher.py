@@ -1,10 +1,10 @@
-"""Runs inside the gym's own Python, started by auto_start.py; imports nothing of ours.
+"""Run in the gym's Python, started by auto_start.py; imports nothing from the project.
 
-    python launcher.py parse '{"config_paths": [...]}'     # prints {"root": its folder, "config": its files, merged}
-    python launcher.py serve FOLDER app.py                 # runs one server of the gym until it is ended
+    python launcher.py parse '{"config_paths": [...]}'     # print {"root": its folder, "config": its merged files}
+    python launcher.py serve FOLDER app.py                 # run one server of the gym until it is stopped
 
-`serve` runs the server's own file as the gym's runner does, with the configuration in NEMO_GYM_CONFIG_DICT and the
-server's name in NEMO_GYM_CONFIG_PATH, but without ray: that would listen on every interface of the machine.
+`serve` runs the server's file like the gym's runner, with the configuration in NEMO_GYM_CONFIG_DICT and the server's
+name in NEMO_GYM_CONFIG_PATH, but without ray, which would listen on every interface of the machine.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import runpy
 import sys
 
 
-def parse(given: str) -> None:
+def parse(config: str) -> None:
     from nemo_gym import PARENT_DIR
     from nemo_gym.global_config import GlobalConfigDictParser, GlobalConfigDictParserConfig
     from omegaconf import OmegaConf
 
     settings = GlobalConfigDictParserConfig(
-        initial_global_config_dict=OmegaConf.create(json.loads(given)), skip_load_from_cli=True
+        initial_global_config_dict=OmegaConf.create(json.loads(config)), skip_load_from_cli=True
     )
     tree = GlobalConfigDictParser().parse(settings)
     print(json.dumps({"root": str(PARENT_DIR), "config": OmegaConf.to_container(tree, resolve=True)}))
@@ -39,5 +39,5 @@ def serve(folder: str, entrypoint: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # our folder, whose nemo_gym.py would hide the gym's package
+    sys.path.pop(0)  # this folder, whose nemo_gym.py would shadow the gym's package
     {"parse": parse, "serve": serve}[sys.argv[1]](*sys.argv[2:])

@@ -1,4 +1,4 @@
-"""python -m rollout.rewards --check: score some rows and show the scores of each reward function, without training."""
+"""python -m rollout.rewards --check: score rows with reward functions and print the scores, without training."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from data.chat import set_chat_template, stop_ids
@@ -21,44 +22,44 @@ from rollout.engines.load import load_model
 from rollout.rewards.functions import text_of
 from rollout.rewards.table import RewardTable, load_rewards
 
-SHOWN = 60  # characters of a prompt or completion in the table
+MAX_SHOWN = 60  # characters per prompt or completion in the table
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig:
     """Score rows with reward functions, without training.
 
-    Rows with a column `completion` are scored as they are. With --model, completions are sampled first.
+    By default the column `completion` is scored. With --model, completions are sampled first.
     """
 
     check: tuple[str, ...]
     """Reward functions: built-ins, module.function, or path/to/file.py:function."""
     data: tuple[str, ...]
-    """Rows to score, in the form of the trainer's --data."""
+    """Rows to score, same syntax as the trainer's --data."""
     data_format: str = "auto"
-    """How rows are read: auto, a format name, or my_module.my_transform."""
+    """Row format: auto, a format name or my_module.my_transform."""
     reward_weights: tuple[float, ...] = ()
-    """One weight per function; empty means 1 each."""
+    """One weight per function. Default: all 1."""
     num_rows: int = 8
-    """Rows scored, from the first on."""
+    """Number of rows to score, from the start of the data."""
     model: str | None = None
-    """Sample completions with this model: hub id, local folder, run folder, or builtin:tiny."""
+    """Model that samples completions: hub id, model folder, run folder or builtin:tiny."""
     num_generations: int = 1
-    """Completions sampled per row."""
+    """Completions to sample per row."""
     max_completion_length: int = 256
-    """Tokens a sampled completion may have."""
+    """Maximum tokens per sampled completion."""
     temperature: float = 1.0
-    """Sampling temperature; 0 is greedy."""
+    """Sampling temperature. 0: greedy."""
     seed: int = 0
-    """Seeds the sampling."""
+    """Sampling seed."""
     chat_template: str = "tokenizer_default"
-    """tokenizer_default, chatml, llama3, gemma, or a FILE.jinja."""
+    """Chat template: tokenizer_default, chatml, llama3, gemma or FILE.jinja."""
     chat_template_kwargs: JsonObject = field(default_factory=dict)
-    """Settings that the chat template reads, as a JSON object; a row's own column of that name wins over them."""
+    """Chat template settings, as a JSON object. A row's chat_template_kwargs column overrides them."""
     system_prompt: str | None = None
-    """System message put before every conversation that has none."""
+    """System message for conversations without one."""
     trust_remote_code: bool = False
-    """Let Python code run that comes with the model, or with a reward model."""
+    """Allow Python code that comes with the model, or with a reward model, to run."""
 
     def __post_init__(self) -> None:
         for name in ("num_rows", "num_generations", "max_completion_length"):
@@ -67,7 +68,7 @@ class CheckConfig:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 2 after an error, which is printed as one sentence."""
+    """Return the exit status: 0, or 2 after an error, which is printed as one sentence."""
     return run_command(lambda: check(parse_command(CheckConfig, argv, "python -m rollout.rewards")))
 
 
@@ -77,8 +78,8 @@ def check(cfg: CheckConfig) -> None:
     show(prompts, completions, rewards.score(prompts, completions))
 
 
-def _training(cfg: CheckConfig) -> Any:
-    """The config that a data transform gets, as in a run."""
+def _data_config(cfg: CheckConfig) -> Any:
+    """Return the config that a run would pass to the data transform; None without a transform."""
     if not uses_transform(cfg.data, cfg.data_format):
         return None
     flags = {"data": cfg.data, "data_format": cfg.data_format, "chat_template": cfg.chat_template}
@@ -88,23 +89,18 @@ def _training(cfg: CheckConfig) -> Any:
 
 def _read_completions(cfg: CheckConfig) -> tuple[list[Prompt], list[Completion]]:
     prompts, completions = [], []
-    rows = formatted_rows(cfg.data, PROMPT_FORMATS, data_format=cfg.data_format, tokenizer=None, cfg=_training(cfg))
-    for _, row in rows:
-        if len(prompts) == cfg.num_rows:
-            break
+    options = {"data_format": cfg.data_format, "tokenizer": None, "cfg": _data_config(cfg)}
+    for _, row in islice(formatted_rows(cfg.data, PROMPT_FORMATS, **options), cfg.num_rows):
         completion = row.columns.get("completion")
         if completion is None:
             raise UserError(
-                f"{row.source}: has no 'completion' (its columns: {', '.join(row.columns)}); add that column, or give "
-                "--model to sample completions first"
+                f"{row.source}: no column 'completion' (columns: {', '.join(row.columns)}); add it, or pass --model to "
+                "sample completions first"
             )
         columns = {name: value for name, value in row.columns.items() if name not in ("prompt", "completion")}
         prompts.append(Prompt(source=row.source, prompt=row.columns["prompt"], ids=[], columns=columns))
-        completions.append(
-            Completion(
-                prompt_ids=[], ids=[], logps=[], finish_reason="stop", text=_text(row.source, completion), versions=[]
-            )
-        )
+        text = _text(row.source, completion)
+        completions.append(Completion(prompt_ids=[], ids=[], logps=[], finish_reason="stop", text=text, versions=[]))
     return prompts, completions
 
 
@@ -131,7 +127,7 @@ def _sample_completions(cfg: CheckConfig) -> tuple[list[Prompt], list[Completion
         chat_template_kwargs=cfg.chat_template_kwargs,
         context_length=getattr(model.config.get_text_config(), "max_position_embeddings", None),
         max_completion_length=cfg.max_completion_length,
-        cfg=_training(cfg),
+        cfg=_data_config(cfg),
     )
     prompts = [prompt for prompt in rows[: cfg.num_rows] for _ in range(cfg.num_generations)]
     requests = [Request(prompt_ids=prompt.ids, seed=cfg.seed + i) for i, prompt in enumerate(prompts)]
@@ -144,7 +140,7 @@ def _sample_completions(cfg: CheckConfig) -> tuple[list[Prompt], list[Completion
 
 
 def show(prompts: Sequence[Prompt], completions: Sequence[Completion], table: RewardTable) -> None:
-    """Print a line per completion, then mean, std and the number of None of each function."""
+    """Print a line per completion, then the mean, std and number of None values of each function."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -152,20 +148,20 @@ def show(prompts: Sequence[Prompt], completions: Sequence[Completion], table: Re
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)  # a pipe or a file: no terminal width to fit
-    several = len(table.names) > 1
+    has_total = len(table.names) > 1
     rows = Table(show_lines=False)
     for name in ("row", "prompt", "completion"):
         rows.add_column(name, overflow="fold")
-    for name in (*table.names, *(["total"] if several else [])):
+    for name in (*table.names, *(["total"] if has_total else [])):
         rows.add_column(name, justify="right")
     for prompt, completion, values, total in zip(prompts, completions, table.values, table.totals, strict=True):
         cells = [prompt.source, _short(_last_text(prompt)), _short(completion.text)]
-        cells += [_number(value) for value in (*values, *([total] if several else []))]
+        cells += [_number(value) for value in (*values, *([total] if has_total else []))]
         rows.add_row(*(Text(cell) for cell in cells))
     console.print(rows)
 
     columns = [list(column) for column in zip(*table.values, strict=True)]
-    if several:
+    if has_total:
         columns.append(table.totals)
     for name, column in zip((*table.names, "total"), columns, strict=False):
         scored = [value for value in column if value is not None]
@@ -173,7 +169,7 @@ def show(prompts: Sequence[Prompt], completions: Sequence[Completion], table: Re
         std = _number(statistics.stdev(scored)) if len(scored) > 1 else "-"
         console.print(Text(f"{name}: mean {mean}, std {std}, None {len(column) - len(scored)} of {len(column)}"))
         if len(scored) > 1 and len(set(scored)) == 1:
-            console.print(Text(f"{name}: every score is the same; a group like this teaches nothing"))
+            console.print(Text(f"{name}: all scores are equal; a group with equal rewards carries no signal"))
 
     for name, values in table.logged.items():
         console.print(Text(f"log_metric {name}: mean {_number(statistics.fmean(values))}"))
@@ -185,7 +181,7 @@ def _last_text(prompt: Prompt) -> str:
 
 def _short(text: str) -> str:
     line = text.replace("\n", "\\n")
-    return line if len(line) <= SHOWN else f"{line[: SHOWN - 3]}..."
+    return line if len(line) <= MAX_SHOWN else f"{line[: MAX_SHOWN - 3]}..."
 
 
 def _number(value: float | None) -> str:

@@ -1,19 +1,19 @@
-"""Runs one program and its tests, and reports whether they passed. Run as a script; imports nothing of ours.
+"""Run one program and its tests, and report whether they passed. Run as a script; imports nothing from the project.
 
-    python -I code_child.py < {"program", "tests", "apart", "limits": {...}, "secret"}  # JSON on stdin
+    python -I code_child.py < {"program", "tests", "isolation", "limits": {...}, "secret"}  # JSON on stdin
 
-Two processes. The judge forks the program's process before it reads its input, so the tests, the values they expect and
-the secret that reports a pass are never in the program's memory. The tests run in the judge, where the program's
-functions are stand-ins: a call sends its arguments as data and gets the result back as data, and the judge compares.
-Lists, dicts and sets that were arguments or results are kept equal on both sides: every message carries the changes.
+There are two processes. The test process forks the program process before it reads its input, so the tests, the
+expected values and the secret that reports a pass are never in the program's memory. In the test process the program's
+functions are proxies: a call sends its arguments as data, receives the result as data, and the test process compares.
+Lists, dicts and sets that were arguments or results stay equal in both processes: every message carries the changes.
 
-A result that is an object of the program's own class stays in the program's process: the judge can iterate it and ask
-for its length, truth value and text, but it never equals data, whatever its __eq__ returns. Running such tests together
-instead would let a program choose that by returning such an object; and no honest program returns one to tests that
-compare a call with a literal or calculate with it, and only those run apart.
+A result whose class the program defined stays in the program process. The test process can iterate over it and read its
+length, truth value and text, but it never equals data, whatever its __eq__ returns. Running such tests in the program
+process instead would let a program choose that by returning such an object. No honest program returns one to tests that
+compare a call with a literal or calculate with it, and only those tests are isolated.
 
-If "apart" is None the tests run in the program's process. Some tests need that (classes, patched modules, captured
-output), and there a program can do what it wants with them.
+If "isolation" is None the tests run in the program process. Some tests need this (classes, patched modules, captured
+output), and there a program can tamper with them.
 
 This protects the trainer from accidents (endless loops, memory, forks, downloads). It is not a security boundary.
 """
@@ -35,41 +35,41 @@ from importlib import import_module
 
 GIB = 2**30
 CLONE_NEWUSER, CLONE_NEWNET, PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 0x10000000, 0x40000000, 1, 4
-REFUSED = (  # prefixes of audit events; creating a socket is allowed, since asyncio needs a pair
+BLOCKED_EVENTS = (  # prefixes of audit events; creating a socket is allowed, because asyncio needs a pair
     "socket.connect", "socket.bind", "socket.send", "socket.get", "subprocess.Popen", "os.fork", "os.exec",
     "os.posix_spawn", "os.spawn", "os.system", "pty.spawn", "os.kill",
 )  # fmt: skip
-PURE = (  # modules that behave the same in any process; tests with others run together with the program
+PURE = (  # modules that behave the same in any process; tests with other modules run in the program process
     "bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools",
     "json", "math", "numpy", "operator", "random", "re", "statistics", "string", "time", "typing",
 )  # fmt: skip
 ALIASES = {"np": "numpy"}
-HELPERS = ("unittest", "doctest", "pytest", "_pytest")  # imported again for tests that run together with a program
-BUILTINS = dict(vars(builtins))  # before a program could change them
+HELPERS = ("unittest", "doctest", "pytest", "_pytest")  # reimported for tests that run in the program process
+BUILTINS = dict(vars(builtins))  # saved before the program can change them
 run_code, compile_code = exec, compile
 
 
 def main() -> None:
-    from_judge, to_program = os.pipe()
-    from_program, to_judge = os.pipe()
+    from_tests, to_program = os.pipe()
+    from_program, to_tests = os.pipe()
     if os.fork() == 0:
         try:
             os.close(to_program)
             os.close(from_program)
             silence()
-            serve(Wire(from_judge, to_judge))
+            serve(Wire(from_tests, to_tests))
         finally:
             os._exit(1)
-    os.close(from_judge)
-    os.close(to_judge)
+    os.close(from_tests)
+    os.close(to_tests)
     job = json.load(sys.stdin)
     result = os.dup(1)
     silence()
-    cut_off()
-    hide()
+    leave_network()
+    make_undumpable()
     limit(job["limits"])
-    sys.addaudithook(refuse)
-    verdict = judge(Wire(from_program, to_program, is_judge=True), job)
+    sys.addaudithook(block_event)
+    verdict = run_tests(Wire(from_program, to_program, runs_tests=True), job)
     os.write(result, f"{job['secret']} {verdict}".encode())
     os._exit(0)
 
@@ -81,26 +81,26 @@ def silence() -> None:
     os.close(quiet)
 
 
-# Messages: pickles without classes. What is not a number, a text, a tuple or a frozenset is a persistent id:
-#     (type name, arguments)            data that its constructor makes again
+# Messages are pickles without classes. Values other than numbers, texts, tuples and frozensets are persistent ids:
+#     (type name, arguments)            data that its constructor rebuilds
 #     (number, type name, contents)     a list, dict or set that both sides know by number; contents None: as last sent
 #     (number, "object", None)          an object of the program
 
 ATOMS = {bool, int, str, bytes, type(None), tuple, frozenset}
 SHARED = {kind.__name__: kind for kind in (list, dict, set, bytearray, deque, Counter, OrderedDict)}
-LIKE = {  # a subclass as its base type
+LIKE = {  # converts an instance of a subclass to the base type
     int: int.__int__, float: float.__float__, str: str.__str__, bytes: lambda x: b"".join([x]),
     tuple: lambda x: tuple(tuple.__iter__(x)), frozenset: lambda x: frozenset(frozenset.__iter__(x)),
 }  # fmt: skip
 
 
-def made_by(module: str, name: str) -> object:
-    """A constructor that imports its module on the first call."""
+def constructor(module: str, name: str) -> object:
+    """Return a constructor that imports its module on the first call."""
     return lambda *arguments: getattr(import_module(module), name)(*arguments)
 
 
 def zone(x: object) -> object:
-    """The time zone of a datetime or time as a fixed offset, which keeps equality."""
+    """Return the time zone of a datetime or time as a fixed offset, which preserves equality."""
     offset = x.utcoffset()
     return None if offset is None else import_module("datetime").timezone(offset)
 
@@ -111,37 +111,40 @@ DATA = {  # type: (value -> constructor arguments, constructor)
     "builtins.dict_keys": (lambda x: (tuple(x),), lambda keys: dict.fromkeys(keys).keys()),
     "builtins.dict_values": (lambda x: (tuple(x),), lambda values: dict(enumerate(values)).values()),
     "builtins.dict_items": (lambda x: (tuple(x),), lambda pairs: dict(pairs).items()),
-    "decimal.Decimal": (lambda x: (str(x),), made_by("decimal", "Decimal")),
-    "fractions.Fraction": (lambda x: (x.numerator, x.denominator), made_by("fractions", "Fraction")),
-    "datetime.timezone": (lambda x: (x.utcoffset(None),), made_by("datetime", "timezone")),
-    "datetime.timedelta": (lambda x: (x.days, x.seconds, x.microseconds), made_by("datetime", "timedelta")),
-    "datetime.datetime": (lambda x: (*x.timetuple()[:6], x.microsecond, zone(x)), made_by("datetime", "datetime")),
-    "datetime.date": (lambda x: x.timetuple()[:3], made_by("datetime", "date")),
-    "datetime.time": (lambda x: (x.hour, x.minute, x.second, x.microsecond, zone(x)), made_by("datetime", "time")),
+    "decimal.Decimal": (lambda x: (str(x),), constructor("decimal", "Decimal")),
+    "fractions.Fraction": (lambda x: (x.numerator, x.denominator), constructor("fractions", "Fraction")),
+    "datetime.timezone": (lambda x: (x.utcoffset(None),), constructor("datetime", "timezone")),
+    "datetime.timedelta": (lambda x: (x.days, x.seconds, x.microseconds), constructor("datetime", "timedelta")),
+    "datetime.datetime": (lambda x: (*x.timetuple()[:6], x.microsecond, zone(x)), constructor("datetime", "datetime")),
+    "datetime.date": (lambda x: x.timetuple()[:3], constructor("datetime", "date")),
+    "datetime.time": (lambda x: (x.hour, x.minute, x.second, x.microsecond, zone(x)), constructor("datetime", "time")),
     "numpy.ndarray": (
         lambda x: (x.tolist(), x.dtype.str) if x.dtype.kind in "biufcU" else None,
-        made_by("numpy", "array"),
+        constructor("numpy", "array"),
     ),
     "numpy.generic": (lambda x: (x.item(), x.dtype.str), lambda x, kind: import_module("numpy").dtype(kind).type(x)),
-    "nan": (None, lambda: math.nan),  # [math.nan] == [math.nan], by identity
+    "nan": (None, lambda: math.nan),  # one object, because [math.nan] == [math.nan] holds by identity
     "plain": (None, lambda x: x),
 }
 
 
 class Wire:
-    """One end of the connection, and what both ends share: `things` by number, `numbers` by id, contents as `sent`."""
+    """One end of the connection, with the values that both ends share: `things` by number, `numbers` by id, contents as
+    last `sent`."""
 
-    def __init__(self, readable: int, writable: int, *, is_judge: bool = False) -> None:
+    def __init__(self, readable: int, writable: int, *, runs_tests: bool = False) -> None:
         self.reader, self.writer = os.fdopen(readable, "rb"), os.fdopen(writable, "wb")
-        self.is_judge = is_judge
+        self.runs_tests = runs_tests
         self.things: dict[int, object] = {}
         self.numbers: dict[int, int] = {}
-        self.sent: dict[int, tuple[object, ...] | bytes] = {}  # not of objects
-        self.next = itertools.count(int(is_judge), 2)  # each end numbers what it sends first
+        self.sent: dict[int, tuple[object, ...] | bytes] = {}  # without objects of the program
+        self.next = itertools.count(int(runs_tests), 2)  # each end numbers the values that it sends first
 
     def send(self, message: object) -> None:
-        """The message, the contents that changed, and what only this table still refers to: both ends forget that, so
-        the cost of a message does not grow with the number of calls."""
+        """Send the message, changed contents, and the numbers of values that only this table still refers to.
+
+        Both ends forget those values, so the cost of a message does not grow with the number of calls.
+        """
         changed = []
         for number, before in self.sent.items():
             now = contents(self.things[number])
@@ -158,8 +161,8 @@ class Wire:
         self.writer.flush()
 
     def may_forget(self, number: int) -> bool:
-        """The judge: anything. The program: what the judge can send back as it is, not objects and subclasses."""
-        return self.is_judge or SHARED.get(type(self.things[number]).__name__) is type(self.things[number])
+        """The test process may forget anything; the program only exact types, not objects and subclasses."""
+        return self.runs_tests or SHARED.get(type(self.things[number]).__name__) is type(self.things[number])
 
     def receive(self) -> object:
         unpickler = Unpickler(self.reader)
@@ -192,10 +195,10 @@ class Wire:
             (thing.update if isinstance(thing, set) else thing.extend)(now)
         self.sent[number] = now
 
-    def persistent_load(self, found: tuple) -> object:
-        if isinstance(found[0], str):
-            return DATA[found[0]][1](*found[1])
-        number, name, now = found
+    def persistent_load(self, pid: tuple) -> object:
+        if isinstance(pid[0], str):
+            return DATA[pid[0]][1](*pid[1])
+        number, name, now = pid
         if number not in self.things:
             self.share(SHARED[name]() if name in SHARED else Remote(self, number), number)
         if now is not None:
@@ -213,17 +216,17 @@ class Wire:
         name = "Missing" if base is dict and hasattr(kind, "__missing__") else name
         if id(x) in self.numbers:
             return self.numbers[id(x)], name, None
-        if base is kind or (base is not None and not self.is_judge):
+        if base is kind or (base is not None and not self.runs_tests):
             number = self.share(x)
             return number, name, self.sent[number]
         for base in kind.__mro__:
-            if base in LIKE and not self.is_judge:
+            if base in LIKE and not self.runs_tests:
                 return "plain", (LIKE[base](x),)
             path = f"{base.__module__}.{base.__qualname__}"
-            if path in DATA and (base is kind or not self.is_judge or path == "numpy.generic"):
+            if path in DATA and (base is kind or not self.runs_tests or path == "numpy.generic"):
                 if (arguments := DATA[path][0](x)) is not None:
                     return path, arguments
-        if self.is_judge:
+        if self.runs_tests:
             raise Unfit
         plain = as_plain(x)
         return (self.share(x), name, None) if plain is None else ("plain", (plain,))
@@ -246,7 +249,7 @@ def contents(thing: object) -> tuple[object, ...] | bytes:
 
 
 def as_plain(x: object) -> object:
-    """Mappings and numbers of libraries as the data that they stand for; None for other objects."""
+    """Convert mappings and numbers from libraries to plain data; return None for other objects."""
     import numbers
     from collections import UserList, UserString
     from collections.abc import Mapping
@@ -261,30 +264,30 @@ def as_plain(x: object) -> object:
         return None
 
 
-# The process of the judge.
+# The test process.
 
 
 class Unfit(BaseException):
-    """The tests pass something to the program that cannot be sent: they must run together with it."""
+    """The tests pass a value to the program that cannot be sent, so they must run in the program process."""
 
 
-def judge(wire: Wire, job: dict) -> str:
+def run_tests(wire: Wire, job: dict) -> str:
     try:
-        apart = job["apart"]
-        wire.send((job["program"], apart["imports"] if apart else "", job["limits"]))
+        isolation = job["isolation"]
+        wire.send((job["program"], isolation["imports"] if isolation else "", job["limits"]))
         if wire.receive() is not True:
             return "failed"
-        if apart is None:
+        if isolation is None:
             word = os.urandom(16).hex()
             wire.send(("tests", job["tests"], word))
             return "passed" if wire.receive() == word else "failed"
         space = {"__name__": "__main__", "__builtins__": builtins}
-        for name in apart["names"]:
+        for name in isolation["names"]:
             module = ALIASES.get(name, name)
             if module in PURE:
                 space[name] = import_module(module)
-            elif (found := ask(wire, "name", name)) is not None:
-                space[name] = found
+            elif (value := ask(wire, "name", name)) is not None:
+                space[name] = value
         run_code(compile_code(job["tests"], "<tests>", "exec"), space)
     except Unfit:
         return "unfit"
@@ -294,8 +297,11 @@ def judge(wire: Wire, job: dict) -> str:
 
 
 def ask(wire: Wire, *request: object) -> object:
-    """Ask the program's process. An exception there fails the test: tests that expect one may not mean the same apart,
-    and StopIteration would end a loop of the tests."""
+    """Send a request to the program process and return the reply.
+
+    An exception there fails the test: tests that expect one may mean something else when isolated, and StopIteration
+    would end a loop in the tests.
+    """
     wire.send(request)
     reply = wire.receive()
     if not reply:
@@ -304,8 +310,10 @@ def ask(wire: Wire, *request: object) -> object:
 
 
 class Remote:
-    """A function or object of the program. It never equals data, whatever its __eq__ returns. What only its class can
-    do (attributes, items, operators with another object) makes the tests run together with the program."""
+    """Proxy of a function or object of the program. It never equals data, whatever its __eq__ returns.
+
+    Operations that need its class (attributes, items, operators with another object) raise Unfit.
+    """
 
     __slots__ = ("number", "wire")
 
@@ -316,14 +324,14 @@ class Remote:
         return ask(self.wire, "call", self, arguments, tuple(named), tuple(named.values()))
 
     def __iter__(self) -> object:
-        """One item at a time, since it may be endless or change an item later; more at a time if there are many."""
+        """Fetch one item at a time, because the iterator may be endless or change an item later; after 100, 10000."""
         items, count = ask(self.wire, "iterate", self), itertools.count()
         while some := ask(self.wire, "take", items, 1 if next(count) < 100 else 10000):
             yield from some
 
     def __len__(self) -> int:
         length = ask(self.wire, "length", self)
-        if length is None:  # a generator; list() asks for the length too
+        if length is None:  # a generator; list() also calls len()
             raise TypeError("the result has no len()")
         return length
 
@@ -357,27 +365,27 @@ def unfit() -> object:
 
 
 class Missing(dict):
-    """A defaultdict of the program."""
+    """A defaultdict from the program."""
 
     def __missing__(self, key: object) -> object:
         return unfit()
 
 
 SHARED["Missing"] = Missing
-ALONE = (lambda things: sys.getrefcount(things[0]))({0: []})  # references to what only a dict holds
+ALONE = (lambda things: sys.getrefcount(things[0]))({0: []})  # reference count of a value that only one dict refers to
 
 
-# The process of the program.
+# The program process.
 
 
 def serve(wire: Wire) -> None:
     program, imports, limits = wire.receive()
-    cut_off()
+    leave_network()
     limit(limits)
-    sys.addaudithook(refuse)  # cannot be removed again
+    sys.addaudithook(block_event)  # cannot be removed
     space = {"__name__": "__main__", "__builtins__": builtins}
     run_code(compile_code(program, "<program>", "exec"), space)
-    run_code(compile_code(imports, "<imports>", "exec"), space)  # whose names a program may use, as in one process
+    run_code(compile_code(imports, "<imports>", "exec"), space)  # the program may use these names, as in one process
     wire.send(True)
     while True:
         op, *details = wire.receive()
@@ -387,7 +395,7 @@ def serve(wire: Wire) -> None:
             continue
         try:
             wire.send((ANSWERS[op](*details) if op != "name" else space.get(*details),))
-        except BaseException:  # the program's
+        except BaseException:  # raised by the program
             wire.send(())
 
 
@@ -412,22 +420,22 @@ ANSWERS = {
 }
 
 
-# Both.
+# Both processes.
 
 
-def cut_off() -> None:
+def leave_network() -> None:
     """Leave the network if the system allows it, and die with the parent process."""
     if not sys.platform.startswith("linux"):
         return
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.unshare(CLONE_NEWUSER | CLONE_NEWNET)  # some containers refuse it: then only the audit hook is left
+    libc.unshare(CLONE_NEWUSER | CLONE_NEWNET)  # not allowed in some containers, where only the audit hook blocks
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after unshare, which may reset it
 
 
-def hide() -> None:
-    """Prevent the program from reading this process through /proc; root outside a user namespace still can."""
+def make_undumpable() -> None:
+    """Prevent the program from reading this process through /proc, unless it is root outside a user namespace."""
     if sys.platform.startswith("linux"):
         import ctypes
 
@@ -436,7 +444,7 @@ def hide() -> None:
 
 def limit(limits: dict[str, float]) -> None:
     seconds = max(1, int(limits["seconds"]))
-    signal.alarm(seconds + 1)  # ends a sleeping program even if nobody is left to kill it
+    signal.alarm(seconds + 1)  # ends a sleeping program even if its parent is gone
     try:
         import resource
     except ImportError:  # not a POSIX system
@@ -446,7 +454,7 @@ def limit(limits: dict[str, float]) -> None:
     lower(resource, resource.RLIMIT_FSIZE, int(limits["file_mb"] * 2**20))
     lower(resource, resource.RLIMIT_NOFILE, 64)
     lower(resource, resource.RLIMIT_CORE, 0)
-    lower(resource, resource.RLIMIT_NPROC, 0)  # no threads either; counts all of the user's, and does not bind root
+    lower(resource, resource.RLIMIT_NPROC, 0)  # also no threads; counts all processes of the user, and not for root
 
 
 def lower(resource: object, which: int, value: int) -> None:
@@ -455,8 +463,8 @@ def lower(resource: object, which: int, value: int) -> None:
     resource.setrlimit(which, (value, value))
 
 
-def refuse(event: str, _arguments: tuple[object, ...]) -> None:
-    if event.startswith(REFUSED):
+def block_event(event: str, _arguments: tuple[object, ...]) -> None:
+    if event.startswith(BLOCKED_EVENTS):
         raise PermissionError(f"{event} is not available to code under test")
 
 

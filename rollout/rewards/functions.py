@@ -3,16 +3,16 @@
     exact_match                  1 if the text is the answer, up to surrounding whitespace
     last_number                  1 if the last number of the text is the last number of the answer
     tagged_format[:A,B]          1 if the text is exactly <A>...</A><B>...</B>; default think,answer
-    tagged_format_partial[:A,B]  a fifth for each of the four tags in its place, a fifth for nothing outside them
+    tagged_format_partial[:A,B]  0.2 for each of the four tags in order, 0.2 for no text outside them
     length                       number of tokens; use a negative weight to reward short completions
     regex:PATTERN                1 if the pattern occurs in the text
-    repetition[:N]               minus the share of repeated N-grams of tokens (default 3)
+    repetition[:N]               minus the fraction of repeated token N-grams (default 3)
     soft_overlong:MAX,MARGIN     0 up to MAX-MARGIN tokens, then linearly down to -1 at MAX
     math_verify                  1 if text and answer are mathematically equal (extra `rewards`)
     code[:SECONDS]               1 if the program in the text passes the row's tests (rollout/rewards/code.py)
-    env                          the reward of the completion's environment; None if it gave none
+    env                          the environment's reward; None if the environment returned none
 
-`answer` is a column of the data; rows whose answer is None get None: the reward does not apply.
+`answer` is a data column. A row whose answer is None gets None: the reward does not apply.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ NUMBER = re.compile(
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion, which is a string or a list of messages; with several turns, the last one."""
+    """Return the text of a completion, or of its last assistant turn if it is a list of messages."""
     if isinstance(completion, str):
         return completion
     turns = [message for message in completion if message.get("role") == "assistant"] or completion
     content = turns[-1].get("content") if turns else None
-    if isinstance(content, list):  # parts, of which some may be text
+    if isinstance(content, list):  # content parts; some may not be text
         return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
     return content or ""
 
@@ -66,8 +66,8 @@ def find_last_number(text: str) -> Decimal | None:
     >>> find_last_number("that makes $1,234.50 in all.")
     Decimal('1234.50')
     """
-    found = NUMBER.findall(text.replace("\u2212", "-"))
-    return Decimal(found[-1].replace(",", "")) if found else None
+    numbers = NUMBER.findall(text.replace("\u2212", "-"))
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
 def length(completion_ids: Sequence[Sequence[int]]) -> Scores:
@@ -78,7 +78,7 @@ def env(completions: Sequence[Any], env_reward: Sequence[Any] | None = None) -> 
     return [None] * len(completions) if env_reward is None else list(env_reward)
 
 
-env.made_by_episodes = ("env_reward",)  # required, but from the environment, not from the data
+env.episode_columns = ("env_reward",)  # required, but provided by the environment rather than the data
 
 
 def tagged_format(argument: str | None) -> RewardFunction:
@@ -99,13 +99,13 @@ def _tags(name: str, argument: str | None) -> list[str]:
 
 
 def _tag_parts(text: str, tags: list[str]) -> int:
-    """How many of five parts are right: each tag once and in order, and nothing outside the tags."""
-    parts, at = 0, 0
+    """Return how many of five conditions hold: each tag occurs once and in order, and no text is outside the tags."""
+    parts, end = 0, 0
     for tag in tags:
-        found = text.find(tag, at)
-        if text.count(tag) == 1 and found >= 0:
+        start = text.find(tag, end)
+        if text.count(tag) == 1 and start >= 0:
             parts += 1
-            at = found + len(tag)
+            end = start + len(tag)
     if parts == 4:
         before, _, rest = text.partition(tags[0])
         between, after = rest.split(tags[1])[1].split(tags[2])[0], rest.split(tags[3])[1]
@@ -115,11 +115,11 @@ def _tag_parts(text: str, tags: list[str]) -> int:
 
 def regex(argument: str | None) -> RewardFunction:
     if not argument:
-        raise UserError("reward_funcs=regex: has no pattern; write regex:PATTERN, for example regex:^[0-9]+$")
+        raise UserError("reward_funcs=regex: no pattern; write regex:PATTERN, for example regex:^[0-9]+$")
     try:
         pattern = re.compile(argument, re.DOTALL)
     except re.error as error:
-        raise UserError(f"reward_funcs=regex:{argument}: is not a valid pattern ({error})") from None
+        raise UserError(f"reward_funcs=regex:{argument}: invalid pattern ({error})") from None
 
     def score(completions: Sequence[Any]) -> Scores:
         return [float(pattern.search(text_of(completion)) is not None) for completion in completions]
@@ -133,15 +133,15 @@ def repetition(argument: str | None) -> RewardFunction:
     def score(completion_ids: Sequence[Sequence[int]]) -> Scores:
         scores: Scores = []
         for ids in completion_ids:
-            runs = [tuple(ids[i : i + size]) for i in range(len(ids) - size + 1)]
-            scores.append(len(set(runs)) / len(runs) - 1 if runs else 0.0)
+            ngrams = [tuple(ids[i : i + size]) for i in range(len(ids) - size + 1)]
+            scores.append(len(set(ngrams)) / len(ngrams) - 1 if ngrams else 0.0)
         return scores
 
     return score
 
 
 def soft_overlong(argument: str | None) -> RewardFunction:
-    """DAPO's soft penalty: grows over the last MARGIN tokens before MAX, so that truncation is not the first signal."""
+    """DAPO's soft penalty: it grows over the last MARGIN tokens before MAX, so truncation is not the first signal."""
     limit, margin = _whole_numbers("soft_overlong", argument or "", "MAX,MARGIN", 2)
     if not 0 < margin <= limit:
         raise UserError(f"reward_funcs=soft_overlong:{argument}: MARGIN must be above 0 and at most MAX")
@@ -161,7 +161,7 @@ def _whole_numbers(name: str, argument: str, names: str, count: int) -> list[int
 
 def math_verify(argument: str | None) -> RewardFunction:
     if argument is not None:
-        raise UserError(f"reward_funcs=math_verify:{argument}: math_verify takes no argument; remove it")
+        raise UserError(f"reward_funcs=math_verify:{argument}: takes no argument; write math_verify")
     try:
         from math_verify import parse, verify
     except ImportError:
@@ -170,7 +170,7 @@ def math_verify(argument: str | None) -> RewardFunction:
         ) from None
 
     def score(completions: Sequence[Any], answer: Sequence[Any]) -> Scores:
-        # Its time limits use signals, which only the main thread can set.
+        # math-verify's time limits use signals, which only the main thread can set.
         seconds = 5 if threading.current_thread() is threading.main_thread() else None
         scores: Scores = []
         for completion, gold in zip(completions, answer, strict=True):
@@ -186,7 +186,7 @@ def math_verify(argument: str | None) -> RewardFunction:
 
 
 def _delimited(text: str) -> str:
-    """Put a bare formula between dollars; without them math-verify parses 3\\pi as 3."""
+    """Put dollar signs around a bare formula; without them math-verify parses 3\\pi as 3."""
     prose = re.search(r"[A-Za-z]{3,}", re.sub(r"\\[A-Za-z]+", " ", text))
     if prose or "$" in text or "\\boxed" in text or "\\(" in text or "\\[" in text or not text.strip():
         return text

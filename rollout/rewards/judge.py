@@ -1,18 +1,18 @@
-"""A judge: a function of the user's that compares the completions of a prompt, for --method online_dpo --judge.
+"""A judge: a user function that compares the completions of a prompt, for --method online_dpo --judge.
 
     def shortest(completions, prompts=None, answer=None, **columns):
         return [sorted(range(len(group)), key=lambda i: len(group[i])) for group in completions]
 
-It gets one entry for each prompt: `completions[i]` is the list of those of `prompts[i]`, as strings or as messages, and
-columns of the row come by name; columns of an episode (num_turns) and `completion_ids` are lists like `completions`.
-For each prompt it returns
+Its arguments have one entry per prompt. `completions[i]` is the list of completions of `prompts[i]`, as strings or
+messages. Data columns are passed by name. Episode columns (num_turns) and `completion_ids` are lists of lists, like
+`completions`. For each prompt the judge returns one of
 
-    [2, 0, 3, 1]      places of completions from best to worst, at least two; those left out are not compared
-    0 or 1            the better one, if there are two
+    [2, 0, 3, 1]      indices of at least two completions from best to worst; the others are not compared
+    0 or 1            index of the better completion, if there are two
     None or -1        a tie
 
-The verdict is one more column in the table of rewards, 1 for the best to 0 for the worst and 0.5 for a tie. So it
-travels, is stored and is logged as rewards are. A prompt on which the judge fails follows --reward-on-error.
+The verdict becomes a column of the reward table: 1 for the best completion to 0 for the worst, 0.5 for a tie. It is
+therefore stored and logged like a reward. --reward-on-error decides what happens to a prompt on which the judge fails.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from data.user_code import find_callable
 from rollout.engine import Completion
 from rollout.rewards.calls import (
     CallLog,
+    CallScores,
     Fault,
-    Refused,
+    MissingColumnError,
     RewardFunction,
     Score,
-    Scored,
     TrainerState,
     arguments,
+    fault_of,
     log_to_stderr,
-    raised,
     score_rows,
 )
 from rollout.rewards.options import RewardConfig
@@ -54,7 +54,7 @@ def open_judged(
     *,
     trust_remote_code: bool = False,
 ) -> Judge | JudgedRewards:
-    """The judge, beside the reward functions if there are any."""
+    """Load the judge, and the reward functions if there are any."""
     judge = Judge(spec, num_generations, on_error=cfg.reward_on_error, log=log)
     if not cfg.reward_funcs:
         return judge
@@ -62,59 +62,59 @@ def open_judged(
 
 
 class Judge(Rewards):
-    """Scores by rank. Rows are whole groups of `num_generations` completions of one prompt."""
+    """Rewards from a ranking. Rows are whole groups of `num_generations` completions of one prompt."""
 
     def __init__(self, spec: str, num_generations: int, **options: Any) -> None:
-        _, found = find_callable(spec, f"judge={spec}")
+        _, function = find_callable(spec, f"judge={spec}")
 
-        @functools.wraps(found)  # keeps the signature; a coroutine is waited for below
-        def call(**given: Any) -> Any:
-            return found(**given)
+        @functools.wraps(function)  # keeps the signature; a coroutine is awaited below
+        def call(**arguments: Any) -> Any:
+            return function(**arguments)
 
-        function = RewardFunction(name=NAME, spec=spec, call=call, in_process=True, setting="judge")
-        super().__init__([function], parse_weights(None, 1), **options)
+        reward = RewardFunction(name=NAME, spec=spec, call=call, in_process=True, setting="judge")
+        super().__init__([reward], parse_weights(None, 1), **options)
         self.size = num_generations
 
-    def _score_here(self, function: RewardFunction, scoring: Scoring, pending: Any, first_log: CallLog) -> Scored:
-        """As for a reward function, prompt by prompt: a call that fails is repeated on fewer of them."""
+    def _score_here(self, function: RewardFunction, scoring: Scoring, pending: Any, first_log: CallLog) -> CallScores:
+        """Score as with a reward function, but with prompts as rows: a failed call is retried on fewer prompts."""
         num_prompts = len(scoring.prompts) // self.size
         assert num_prompts * self.size == len(scoring.prompts), (len(scoring.prompts), self.size)
 
         def call(low: int, high: int, _seconds: float = math.inf) -> Any:
             part = slice(low * self.size, high * self.size)
             try:
-                given = self._by_prompt(function, scoring.prompts[part], scoring.completions[part])
-                return verdicts(self.awaited(function.call(**given)), high - low, self.size)
-            except Refused as error:
+                by_prompt = self._by_prompt(function, scoring.prompts[part], scoring.completions[part])
+                return verdicts(self.resolve(function.call(**by_prompt)), high - low, self.size)
+            except MissingColumnError as error:
                 raise UserError(str(error)) from None
-            except (Exception, SystemExit) as error:  # the user's code may raise anything
-                return raised(error, function.call)
+            except (Exception, SystemExit) as error:  # user code may raise anything
+                return fault_of(error, function.call)
 
         stop = self._on_error == "stop"
-        found = score_rows(call, num_prompts, first=call(0, num_prompts), timeout=math.inf, stop=stop)
-        scores = [x for one in found.scores for x in ([one] * self.size if isinstance(one, Fault) else one)]
-        return Scored(scores, found.fault, None if found.row is None else found.row * self.size)
+        result = score_rows(call, num_prompts, first=call(0, num_prompts), timeout=math.inf, stop=stop)
+        scores = [x for group in result.scores for x in ([group] * self.size if isinstance(group, Fault) else group)]
+        return CallScores(scores, result.fault, None if result.row is None else result.row * self.size)
 
     def _by_prompt(
         self, function: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[Completion]
     ) -> dict[str, list[Any]]:
-        """One entry for each prompt; a list of them for what completions differ in."""
-        of_each = {"completions", "completion_ids", *(name for c in completions for name in c.columns)}
+        """Return arguments with one entry per prompt: a list for values that differ between its completions."""
+        grouped = {"completions", "completion_ids", *(name for c in completions for name in c.columns)}
         flat, size = arguments(function, prompts, completions, self._columns), self.size
         return {
-            name: [values[i : i + size] for i in range(0, len(values), size)] if name in of_each else values[::size]
+            name: [values[i : i + size] for i in range(0, len(values), size)] if name in grouped else values[::size]
             for name, values in flat.items()
         }
 
 
 def verdicts(returned: Any, num_prompts: int, size: int) -> list[list[Score] | Fault] | Fault:
-    """For each prompt the scores of its completions, or the fault of what the judge returned for it."""
+    """Return the scores of each prompt's completions, or the fault of the judge's verdict on it."""
     if hasattr(returned, "tolist"):  # numpy and torch
         returned = returned.tolist()
     if not isinstance(returned, (list, tuple)) or len(returned) != num_prompts:
         is_list = isinstance(returned, (list, tuple))
         what = f"{len(returned)} verdicts for {num_prompts} prompts" if is_list else f"{type(returned).__name__}"
-        return Fault("length", f"returned {what}", "; return a list with one verdict for each prompt")
+        return Fault("length", f"returned {what}", "; return a list with one verdict per prompt")
     return [_scores(verdict, size) for verdict in returned]
 
 
@@ -124,16 +124,16 @@ def _scores(verdict: Any, size: int) -> list[Score] | Fault:
     if verdict is None or (_is_int(verdict) and verdict == -1):
         return [TIE] * size
     if _is_int(verdict) and size == 2 and verdict in (0, 1):
-        return [float(place == verdict) for place in range(2)]
-    places = list(verdict) if isinstance(verdict, (list, tuple)) else []
-    if not all(_is_int(p) and 0 <= p < size for p in places) or not 2 <= len(places) == len(set(places)):
+        return [float(index == verdict) for index in range(2)]
+    ranking = list(verdict) if isinstance(verdict, (list, tuple)) else []
+    if not all(_is_int(i) and 0 <= i < size for i in ranking) or not 2 <= len(ranking) == len(set(ranking)):
         shown = repr(verdict) if len(repr(verdict)) <= 60 else type(verdict).__name__
         either = "0 or 1, " if size == 2 else ""
-        rest = f", which is no verdict on {size} completions; return {either}their places from best to worst, or None"
+        rest = f", not a verdict on {size} completions; return {either}their indices from best to worst, or None"
         return Fault("returned", f"returned {shown}", rest)
     scores: list[Score] = [None] * size
-    for rank, place in enumerate(places):
-        scores[place] = 1 - rank / (len(places) - 1)
+    for rank, index in enumerate(ranking):
+        scores[index] = 1 - rank / (len(ranking) - 1)
     return scores
 
 
@@ -142,12 +142,12 @@ def _is_int(value: Any) -> bool:
 
 
 class JudgedRewards:
-    """Reward functions that measure, and a judge that decides: its column is the last, with weight 0."""
+    """Reward functions that are only logged, plus a judge that decides; its column is the last, with weight 0."""
 
     def __init__(self, rewards: Rewards, judge: Judge) -> None:
         self.rewards, self.judge = rewards, judge
         self.names, self.functions = [*rewards.names, *judge.names], [*rewards.functions, *judge.functions]
-        self.score = rewards.score  # of an evaluation: one completion of a prompt has nothing to be compared with
+        self.score = rewards.score  # for evaluation, where a prompt has one completion and no comparison
         self.state_dict, self.load_state_dict = rewards.state_dict, rewards.load_state_dict
 
     @property
@@ -158,9 +158,9 @@ class JudgedRewards:
     def run(self, state: TrainerState) -> None:
         self.rewards.run = state
 
-    def check_columns(self, prompts: Sequence[Prompt], what: str, made: Sequence[str] | None = ()) -> None:
-        self.rewards.check_columns(prompts, what, made)
-        self.judge.check_columns(prompts, what, made)
+    def check_columns(self, prompts: Sequence[Prompt], what: str, added: Sequence[str] | None = ()) -> None:
+        self.rewards.check_columns(prompts, what, added)
+        self.judge.check_columns(prompts, what, added)
 
     def submit(self, prompts: Sequence[Prompt], completions: Sequence[Completion], *, step: int) -> Judging:
         return Judging(*(part.submit(prompts, completions, step=step) for part in (self.rewards, self.judge)))
@@ -175,19 +175,19 @@ class JudgedRewards:
 
 
 class Judging:
-    """Scores and verdicts of a batch, in progress."""
+    """Rewards and verdicts of a batch, in progress."""
 
-    def __init__(self, measured: Scoring, judged: Scoring) -> None:
-        self.measured, self.judged = measured, judged
+    def __init__(self, rewards: Scoring, verdicts: Scoring) -> None:
+        self.rewards, self.verdicts = rewards, verdicts
 
     def done(self) -> bool:
-        return self.measured.done()
+        return self.rewards.done()
 
     def result(self) -> RewardTable:
-        table, verdict = self.measured.result(), self.judged.result()
+        table, verdict = self.rewards.result(), self.verdicts.result()
         return RewardTable(
             names=[*table.names, *verdict.names],
-            values=[[*row, *own] for row, own in zip(table.values, verdict.values, strict=True)],
+            values=[[*row, *verdicts] for row, verdicts in zip(table.values, verdict.values, strict=True)],
             weights=[*table.weights, 0.0], totals=table.totals, failed=table.failed + verdict.failed,
             extra=table.extra, logged=table.logged, gaps=[*table.gaps, *verdict.gaps],
         )  # fmt: skip

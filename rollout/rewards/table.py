@@ -1,23 +1,23 @@
-"""Rewards: the reward functions of a run, called on batches, their scores checked and combined in a RewardTable.
+"""Rewards: call a run's reward functions on batches, check their scores and combine them in a RewardTable.
 
     rewards = load_rewards(["exact_match", "my_rewards.polite"], weights=[1.0, 0.2])
     table = rewards.score(prompts, completions)                # one Prompt and one Completion per row
-    scoring = rewards.submit(prompts, completions, step=7)     # the same in the background
+    scoring = rewards.submit(prompts, completions, step=7)     # same, in the background
     table = scoring.result()
     rewards.close()
 
-A user function names the arguments it wants: `completions`, `prompts`, `completion_ids`, or columns of the data:
+A user function names the arguments it wants: `completions`, `prompts`, `completion_ids`, or data columns:
 
     def polite(completions, prompts=None, answer=None, **columns) -> list[float | None]:
 
 It may also name TRL's `trainer_state` (global_step, max_steps, epoch), `log_extra(column, values)`, which adds a column
-to samples.jsonl, and `log_metric(name, value)`, whose mean over the calls of a step is the metric reward/log/NAME.
+to samples.jsonl, and `log_metric(name, value)`, which logs its mean over a step as the metric reward/log/NAME.
 
-With num_workers, functions run in worker processes (rollout/rewards/workers.py), except those with a state_dict or a
-model. A row on which a function fails stops the run; with on_error "none" it gets no reward at all, since a sum without
-one of its parts would mean something else.
+With num_workers, functions run in worker processes (rollout/rewards/workers.py), unless they have a state_dict or a
+model. A row on which a function fails stops the run. With on_error "none" the row gets no reward at all, because a sum
+without one of its terms would mean something else.
 
-Test one without training: python -m rollout.rewards --check my_rewards.polite --data rows.jsonl
+To test a function without training: python -m rollout.rewards --check my_rewards.polite --data rows.jsonl
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from data.types import Prompt
 from data.user_code import PYTHON, import_name
 from rollout.engine import Completion
 from rollout.rewards.calls import (
-    LARGEST,
+    MAX_REWARD,
     OFFERED,
     RESERVED,
+    BatchLog,
     CallLog,
+    CallScores,
     Fault,
-    Logged,
+    MissingColumnError,
     Outcome,
-    Refused,
     RewardFunction,
-    Scored,
     TrainerState,
     arguments,
-    checked,
+    check_scores,
+    fault_of,
     log_to_stderr,
-    raised,
-    required,
+    required_columns,
     score_rows,
 )
-from rollout.rewards.loading import find_reward, stays_here
+from rollout.rewards.loading import find_reward, runs_in_trainer
 from rollout.rewards.options import DEFAULT_REWARD, TIMEOUT, OnError, RewardConfig
 from rollout.rewards.weights import Weight, parse_weights
 from rollout.rewards.workers import WorkerPool, shards
@@ -64,10 +64,10 @@ from rollout.rewards.workers import WorkerPool, shards
 
 @dataclass(frozen=True)
 class Gap:
-    """How many rows of a batch one function gave no score."""
+    """Number of rows in a batch without a score from one function."""
 
-    none: int  # rows for which it returned None
-    failed: int  # rows on which it raised, hung, died or returned no number
+    none: int  # rows for which the function returned None
+    failed: int  # rows on which it raised, hung, died or returned something else than a number
     last: str | None  # message of the last failure
 
 
@@ -76,12 +76,12 @@ class RewardTable:
     """Scores of one batch; `values[i][k]` is function k on completion i."""
 
     names: list[str]
-    values: list[list[float | None]]  # None = the function does not apply to this row
+    values: list[list[float | None]]  # None: the function does not apply to this row
     weights: list[float]
-    totals: list[float | None]  # weighted sum of the scores; None if there are none
+    totals: list[float | None]  # weighted sum of the scores; None if the row has no score
     failed: int = 0  # rows without any reward because a function failed on them
-    extra: list[dict[str, Any]] | None = None  # per completion: values of log_extra
-    logged: dict[str, list[float]] = field(default_factory=dict)  # values of log_metric, over all calls
+    extra: list[dict[str, Any]] | None = None  # log_extra values, one dict per completion
+    logged: dict[str, list[float]] = field(default_factory=dict)  # log_metric values from all calls
     gaps: Sequence[Gap] = ()  # one per function
 
 
@@ -96,26 +96,26 @@ def load_rewards(
     log: Callable[[str], None] = log_to_stderr,
     trust_remote_code: bool = False,
 ) -> Rewards:
-    """Load every function now, so that a wrong name stops the run before anything is sampled.
+    """Load every function, so that a wrong name stops the run before anything is sampled.
 
-    A name is a built-in, `module.function` (the working folder is searched first), or `path/to/file.py:function`. From
-    Python, the function itself may be passed.
+    A name is a built-in, `module.function` (the working folder is searched first) or `path/to/file.py:function`. From
+    Python, pass a name or the function itself.
     """
     if not names:
         raise UserError("reward_funcs=(): no reward function; name at least one, for example exact_match")
     parsed = parse_weights(weights, len(names))
     functions: list[RewardFunction] = []
-    for given in names:
-        name, call = find_reward(given, trust_remote_code=trust_remote_code)
-        spec = import_name(given) if callable(given) else given
+    for function in names:
+        name, call = find_reward(function, trust_remote_code=trust_remote_code)
+        spec = import_name(function) if callable(function) else function
         if num_workers and spec.startswith(f"{PYTHON}:"):
             raise UserError(
-                f"reward_funcs={spec}: a worker cannot import it; define it at the top of a module, or set "
-                "reward_num_workers to 0"
+                f"reward_funcs={spec}: a worker cannot import this function; define it at the top level of a module, "
+                "or set --reward-num-workers 0"
             )
-        taken = {function.name for function in functions}
-        unique = next(x for x in (name, *(f"{name}_{n}" for n in range(2, len(names) + 1))) if x not in taken)
-        functions.append(RewardFunction(name=unique, spec=spec, call=call, in_process=stays_here(spec, call)))
+        used = {function.name for function in functions}
+        unique = next(x for x in (name, *(f"{name}_{n}" for n in range(2, len(names) + 1))) if x not in used)
+        functions.append(RewardFunction(name=unique, spec=spec, call=call, in_process=runs_in_trainer(spec, call)))
     remote = [function.spec for function in functions if not function.in_process]
     pool = None
     if num_workers and remote:
@@ -127,7 +127,7 @@ def load_rewards(
 def open_rewards(
     cfg: RewardConfig, log: Callable[[str], None] = log_to_stderr, *, trust_remote_code: bool = False
 ) -> Rewards:
-    """load_rewards with the flags of a run."""
+    """Call load_rewards with the flags of a run."""
     rewards = load_rewards(
         cfg.reward_funcs or (DEFAULT_REWARD,),
         cfg.reward_weights,
@@ -161,15 +161,15 @@ class Rewards:
         self._on_error = on_error
         self._log = log
         self._reported: set[tuple[str, str]] = set()  # (function, kind of fault) already logged
-        self._failed = 0  # rows since the last metrics()
-        self._columns: list[str] = []  # of all rows of the run, after check_columns
+        self._failed = 0  # failed rows since the last metrics()
+        self._columns: list[str] = []  # columns in any row of the run; set by check_columns
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.defaulted = False  # the user named no function
-        self.run = TrainerState()  # of the whole run: max_steps, num_train_epochs
+        self.defaulted = False  # True: the user named no function
+        self.run = TrainerState()  # max_steps and num_train_epochs of the run
 
     def state_at(self, step: int) -> TrainerState:
-        done = step / self.run.max_steps if self.run.max_steps else 0.0
-        return replace(self.run, global_step=step, epoch=self.run.num_train_epochs * done)
+        progress = step / self.run.max_steps if self.run.max_steps else 0.0
+        return replace(self.run, global_step=step, epoch=self.run.num_train_epochs * progress)
 
     @property
     def names(self) -> list[str]:
@@ -183,24 +183,24 @@ class Rewards:
         return [weight.at(step) for weight in self._weights]
 
     def check_columns(self, prompts: Sequence[Prompt], what: str, added: Sequence[str] | None = ()) -> None:
-        """Refuse data in which no row has a column that a function requires; `what` names the data in messages.
+        """Raise if no row has a column that a function requires; `what` names the data in messages.
 
-        A column that only some rows have is None in the others, as a null in the file would be, and that is logged.
-        Batches in which no row has it get it too, so no batch fails because of the rows that it happens to hold.
-        added: columns that completions will have besides (an environment's); None if they are not known yet.
+        A column that only some rows have is None in the other rows, like a null in the file, and this is logged.
+        It is None even in batches where no row has it, so whether a batch fails does not depend on its rows.
+        added: columns that completions add (an environment's); None: not known yet.
         """
         if not prompts:
             return
         if self.defaulted:
             self.defaulted = False
-            have = sum(prompt.columns.get("answer") is not None for prompt in prompts)
+            num_answers = sum(prompt.columns.get("answer") is not None for prompt in prompts)
             self._log(
-                f"reward_funcs: none given, so the reward is {DEFAULT_REWARD}, 1 where a completion is the row's "
-                f"'answer'; {have} of {len(prompts)} rows have one"
+                f"no --reward-funcs: using {DEFAULT_REWARD}, which is 1 if the completion equals the row's 'answer'; "
+                f"{num_answers} of {len(prompts)} rows have one"
             )
         columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns if name not in RESERVED)
         for function in self.functions:
-            for name in required(function):
+            for name in required_columns(function):
                 if name in OFFERED or name in (added or ()):
                     continue
                 if name not in columns and added is None:
@@ -208,41 +208,41 @@ class Rewards:
                     continue
                 if name not in columns:
                     raise UserError(
-                        f"{function.setting}={function.spec}: asks for {name!r}, which no row of {what} has (not "
-                        f"{prompts[0].source}, the first); it can ask for {', '.join((*OFFERED, *columns, *added))}"
+                        f"{function.setting}={function.spec}: requires {name!r}, which no row of {what} has (first: "
+                        f"{prompts[0].source}); available: {', '.join((*OFFERED, *columns, *added))}"
                     )
                 without = [prompt.source for prompt in prompts if name not in prompt.columns]
                 if without:
                     print(
-                        f"{what}: {len(without)} of {len(prompts)} rows have no {name!r} (the first: {without[0]}); "
-                        f"the reward {function.name} gets None there",
+                        f"{what}: {len(without)} of {len(prompts)} rows have no {name!r} (first: {without[0]}); "
+                        f"reward {function.name} gets None for these rows",
                         file=sys.stderr,
                     )
         self._columns = list(dict.fromkeys([*self._columns, *columns, *(added or ())]))
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion], step: int = 0) -> RewardTable:
-        """Score the batch with every function, with the weights of `step`; async functions run concurrently."""
+        """Score the batch with every function and the weights at `step`. Async functions run concurrently."""
         return self.submit(prompts, completions, step=step).result()
 
     def submit(self, prompts: Sequence[Prompt], completions: Sequence[Completion], *, step: int = 0) -> Scoring:
-        """Start scoring: workers start at once; functions of this process run when result() is called, in that thread.
+        """Start scoring: workers start immediately; other functions run in the thread that calls result().
 
-        Consecutive rows of the same prompt are a group, and a group is scored by one worker.
+        Consecutive rows of the same prompt form a group, and one worker scores the whole group.
         """
         assert len(prompts) == len(completions), (len(prompts), len(completions))
         scoring = Scoring(self, list(prompts), list(completions), step)
-        for place, function in enumerate(self.functions):
+        for index, function in enumerate(self.functions):
             if self._pool is not None and prompts and not function.in_process:
-                scoring.remote[place] = self._score_in_workers(self._pool, function, scoring)
+                scoring.remote[index] = self._submit(self._pool, function, scoring)
         return scoring
 
     def metrics(self) -> dict[str, float]:
-        """Number of failed rows since the last call."""
+        """Return the number of failed rows since the last call."""
         failed, self._failed = self._failed, 0
         return {"reward/failed_rows": float(failed)} if self._on_error == "none" else {}
 
     def close(self) -> None:
-        """Stop the workers and the loop of async functions."""
+        """Stop the workers and the event loop."""
         if self._pool is not None:
             self._pool.close()
         if self._loop is not None:
@@ -250,7 +250,7 @@ class Rewards:
             self._loop = None
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the functions that have one, by name, as JSON."""
+        """Return the JSON state of each function that has one, by name."""
         states = {}
         for function in self.functions:
             if hasattr(function.call, "state_dict"):
@@ -259,8 +259,8 @@ class Rewards:
                     states[function.name] = json.loads(json.dumps(state))
                 except (TypeError, ValueError) as error:
                     raise UserError(
-                        f"reward_funcs={function.spec}: its state_dict() cannot be saved as JSON ({error}); "
-                        "return numbers, strings, lists and dicts"
+                        f"reward_funcs={function.spec}: state_dict() cannot be saved as JSON ({error}); return "
+                        "numbers, strings, lists and dicts"
                     ) from None
         return states
 
@@ -268,21 +268,21 @@ class Rewards:
         stateful = {function.name: function for function in self.functions if hasattr(function.call, "state_dict")}
         if states.keys() != stateful.keys():
             raise UserError(
-                f"reward_funcs={self.names}: the checkpoint holds the state of {sorted(states)}, these functions keep "
-                f"that of {sorted(stateful)}; resume with the same reward functions"
+                f"reward_funcs={self.names}: the checkpoint contains state for {sorted(states)}, but "
+                f"functions with state are {sorted(stateful)}; resume with the same reward functions"
             )
         for name, state in states.items():
             stateful[name].call.load_state_dict(state)
 
-    def _score_in_workers(self, pool: WorkerPool, function: RewardFunction, scoring: Scoring) -> list[Future[Scored]]:
+    def _submit(self, pool: WorkerPool, function: RewardFunction, scoring: Scoring) -> list[Future[CallScores]]:
         prompts, completions, state = scoring.prompts, scoring.completions, self.state_at(scoring.step)
-        place = [other for other in self.functions if not other.in_process].index(function)
+        index = [other for other in self.functions if not other.in_process].index(function)
         try:
-            whole = arguments(function, prompts, completions, self._columns)
-        except Refused as error:
+            batch = arguments(function, prompts, completions, self._columns)
+        except MissingColumnError as error:
             raise UserError(str(error)) from None
         return [
-            pool.submit(place, {name: values[low:high] for name, values in whole.items()}, high - low, state)
+            pool.submit(index, {name: values[low:high] for name, values in batch.items()}, high - low, state)
             for low, high in shards(prompts, pool.num_workers)
         ]
 
@@ -290,23 +290,23 @@ class Rewards:
         prompts, weights = scoring.prompts, self.weights_at(scoring.step)
         if not prompts:
             return RewardTable(names=self.names, values=[], weights=weights, totals=[])
-        first_logs, logged = [CallLog() for _ in self.functions], Logged(len(prompts))
+        first_logs, logged = [CallLog() for _ in self.functions], BatchLog(len(prompts))
         pending = {
-            place: self._start(self._run_async(function, scoring, first_logs[place]))
-            for place, function in enumerate(self.functions)
-            if place not in scoring.remote and _is_async(function.call)
+            index: self._start(self._run_async(function, scoring, first_logs[index]))
+            for index, function in enumerate(self.functions)
+            if index not in scoring.remote and _is_async(function.call)
         }
-        scored = {  # those of this thread first: async functions and workers go on meanwhile
-            place: [self._score_here(self.functions[place], scoring, pending.get(place), first_logs[place])]
-            for place in sorted(range(len(self.functions)), key=lambda place: place in pending)
-            if place not in scoring.remote
+        scored = {  # functions of this thread first, while async functions and workers run
+            index: [self._score_here(self.functions[index], scoring, pending.get(index), first_logs[index])]
+            for index in sorted(range(len(self.functions)), key=lambda index: index in pending)
+            if index not in scoring.remote
         }
-        scored |= {place: [future.result() for future in futures] for place, futures in scoring.remote.items()}
+        scored |= {index: [future.result() for future in futures] for index, futures in scoring.remote.items()}
         columns: list[list[float | None]] = []
         gaps: list[Gap] = []
         bad: set[int] = set()
-        for place, function in enumerate(self.functions):
-            parts = scored[place]
+        for index, function in enumerate(self.functions):
+            parts = scored[index]
             logged.add(parts)
             column, last = self._without_faults(function, parts, prompts, bad)
             failed = sum(isinstance(score, Fault) for part in parts for score in part.scores)
@@ -316,10 +316,10 @@ class Rewards:
         self._failed += len(bad)
         totals = [_total(row, weights) for row in values]
         largest = max((abs(total) for total in totals if total is not None), default=0.0)
-        if largest > LARGEST:
+        if largest > MAX_REWARD:
             raise UserError(
-                f"reward_weights={' '.join(f'{weight:g}' for weight in weights)}: give a total of {largest:.3g}; "
-                f"rewards are float32, keep them within +-{LARGEST:g}"
+                f"reward_weights={' '.join(f'{weight:g}' for weight in weights)}: total reward {largest:.3g} is out of "
+                f"range; rewards are float32 and limited to +-{MAX_REWARD:g}"
             )
         extra = logged.rows if any(logged.rows) else None
         return RewardTable(
@@ -328,9 +328,9 @@ class Rewards:
         )  # fmt: skip
 
     def _without_faults(
-        self, function: RewardFunction, parts: Sequence[Scored], prompts: list[Prompt], bad: set[int]
+        self, function: RewardFunction, parts: Sequence[CallScores], prompts: list[Prompt], bad: set[int]
     ) -> tuple[list[float | None], str | None]:
-        """(scores of all parts, message of the last fault). A fault stops the run, or its row is added to `bad`."""
+        """Return (scores of all parts, message of the last fault). A fault stops the run or adds its row to `bad`."""
         column: list[float | None] = []
         last = None
         for part in parts:
@@ -341,61 +341,59 @@ class Rewards:
             if isinstance(fault, Fault):
                 blamed = rows if row is None else [rows[row]]
                 if self._on_error == "stop":
-                    raise UserError(fault.sentence(function, blamed))
-                self._report(function, fault, blamed, len(faulty), len(rows))
+                    raise UserError(fault.message(function, blamed))
+                if (function.name, fault.kind) not in self._reported:
+                    self._reported.add((function.name, fault.kind))
+                    self._log(
+                        f"{fault.message(function, blamed)}; {len(faulty)} of {len(rows)} rows in this call get no "
+                        "reward, and later faults of this kind are only counted (reward_on_error=none)"
+                    )
             if faulty:
-                last = part.scores[faulty[-1]].sentence(function, [rows[faulty[-1]]])
+                last = part.scores[faulty[-1]].message(function, [rows[faulty[-1]]])
             bad.update(low + i for i in faulty)
             column += [None if isinstance(score, Fault) else score for score in part.scores]
         return column, last
 
-    def _report(self, function: RewardFunction, fault: Fault, prompts: list[Prompt], lost: int, of: int) -> None:
-        if (function.name, fault.kind) not in self._reported:
-            self._reported.add((function.name, fault.kind))
-            self._log(
-                f"{fault.sentence(function, prompts)}; {lost} of the {of} rows of this call get no reward, and more of "
-                "this kind are only counted (reward_on_error=none)"
-            )
-
     def _score_here(
         self, function: RewardFunction, scoring: Scoring, pending: Future[Any] | None, first_log: CallLog
-    ) -> Scored:
-        """Run one function on all rows in this process, where nothing can end a call that hangs."""
+    ) -> CallScores:
+        """Run one function on all rows in this process, where a call that hangs cannot be stopped."""
         logs: list[tuple[int, CallLog]] = []
 
         def call(low: int, high: int, log: CallLog, pending: Future[Any] | None = None) -> Outcome:
             try:
-                returned = pending.result() if pending else self._run(function, scoring, log, low, high)
-                outcome = log.checked(checked(returned, high - low), high - low)
-            except Refused as error:
+                if pending:
+                    returned = pending.result()
+                else:
+                    returned = self.resolve(self._call(function, scoring, log, low, high))
+                outcome = log.check(check_scores(returned, high - low), high - low)
+            except MissingColumnError as error:
                 raise UserError(str(error)) from None
-            except (Exception, SystemExit) as error:  # the user's code may raise anything
-                return raised(error, function.call)
+            except (Exception, SystemExit) as error:  # user code may raise anything
+                return fault_of(error, function.call)
             if not isinstance(outcome, Fault):
                 logs.append((low, log))
             return outcome
 
         num_rows, stop = len(scoring.prompts), self._on_error == "stop"
         first = call(0, num_rows, first_log, pending)
-        again = lambda low, high, _seconds: call(low, high, CallLog())  # noqa: E731
-        scored = score_rows(again, num_rows, first=first, timeout=math.inf, stop=stop)
+        retry = lambda low, high, _seconds: call(low, high, CallLog())  # noqa: E731
+        scored = score_rows(retry, num_rows, first=first, timeout=math.inf, stop=stop)
         return scored._replace(logs=logs)
 
-    def _run(self, function: RewardFunction, scoring: Scoring, log: CallLog, low: int, high: int) -> Any:
-        of_rows = arguments(function, scoring.prompts[low:high], scoring.completions[low:high], self._columns)
-        returned = function.call(**of_rows, **log.arguments(function.call, self.state_at(scoring.step)))
-        return self.awaited(returned)
+    def _call(self, function: RewardFunction, scoring: Scoring, log: CallLog, low: int, high: int | None) -> Any:
+        batch = arguments(function, scoring.prompts[low:high], scoring.completions[low:high], self._columns)
+        return function.call(**batch, **log.arguments(function.call, self.state_at(scoring.step)))
 
-    def awaited(self, returned: Any) -> Any:
-        """What a function returned; if that is awaitable, its result."""
+    def resolve(self, returned: Any) -> Any:
+        """Wait for a return value that is awaitable; return any other value unchanged."""
         return self._start(_awaited(returned)).result() if inspect.isawaitable(returned) else returned
 
     async def _run_async(self, function: RewardFunction, scoring: Scoring, log: CallLog) -> Any:
-        of_rows = arguments(function, scoring.prompts, scoring.completions, self._columns)
-        return await function.call(**of_rows, **log.arguments(function.call, self.state_at(scoring.step)))
+        return await self._call(function, scoring, log, 0, None)
 
     def _start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Run it on an event loop that lives as long as this object, so that clients can keep connections."""
+        """Run the coroutine on an event loop that lives as long as this object, so clients can keep connections."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True).start()
@@ -407,17 +405,17 @@ class Scoring:
 
     def __init__(self, rewards: Rewards, prompts: list[Prompt], completions: list[Completion], step: int) -> None:
         self.prompts, self.completions, self.step = prompts, completions, step
-        self.remote: dict[int, list[Future[Scored]]] = {}  # by index of the function: a future per shard
+        self.remote: dict[int, list[Future[CallScores]]] = {}  # function index -> one future per shard
         self._rewards = rewards
         self._lock = threading.Lock()
         self._table: RewardTable | None = None
 
     def done(self) -> bool:
-        """Whether all workers have finished."""
+        """Return whether all workers have finished."""
         return all(future.done() for futures in self.remote.values() for future in futures)
 
     def result(self) -> RewardTable:
-        """The table, the same one on every call; ValueError names the function and the row at fault."""
+        """Return the table, the same one on every call. A UserError names the failing function and row."""
         with self._lock:
             if self._table is None:
                 self._table = self._rewards._table(self)
@@ -430,8 +428,8 @@ async def _awaited(awaitable: Awaitable[Any]) -> Any:
 
 def _total(values: list[float | None], weights: list[float]) -> float | None:
     parts = [weight * value for value, weight in zip(values, weights, strict=True) if value is not None]
-    if any(abs(part) > LARGEST for part in parts):
-        return max(parts, key=abs)  # refused by the caller; the sum might be NaN
+    if any(abs(part) > MAX_REWARD for part in parts):
+        return max(parts, key=abs)  # rejected by the caller; the sum might be NaN
     return math.fsum(parts) if parts else None
 
 

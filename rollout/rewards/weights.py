@@ -1,10 +1,10 @@
-"""Weights of rewards, which may change over a run.
+"""Reward weights, constant or scheduled over the run.
 
     0.5                        constant
     0:1.0,100:0.2              1.0 at step 0, 0.2 from step 100 on, linear in between
     0:0,50:0,51:1              off, then on
 
-Before the first point and after the last one, the weight is that of the point.
+The weight is constant before the first point and after the last one.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from data.errors import UserError
 
 @dataclass(frozen=True)
 class Weight:
-    """One reward's weight at every step."""
+    """Weight of one reward as a function of the step."""
 
-    points: tuple[tuple[int, float], ...]  # (step, weight), steps increasing; one point = constant
+    points: tuple[tuple[int, float], ...]  # (step, weight), in step order; one point: constant
 
     def at(self, step: int) -> float:
         """
@@ -32,59 +32,58 @@ class Weight:
         if after == 0 or after == len(self.points):
             return self.points[max(after - 1, 0)][1]
         (start, low), (end, high) = self.points[after - 1 : after + 1]
-        share = (step - start) / (end - start)
-        return low * (1 - share) + high * share
+        fraction = (step - start) / (end - start)
+        return low * (1 - fraction) + high * fraction
 
     def __repr__(self) -> str:
-        return ",".join(f"{at}:{weight:g}" for at, weight in self.points) if len(self.points) > 1 else self._only()
+        if len(self.points) == 1:
+            return repr(self.points[0][1])
+        return ",".join(f"{step}:{weight:g}" for step, weight in self.points)
 
-    def _only(self) -> str:
-        return repr(self.points[0][1])
+
+def parse_weight(value: float | str) -> Weight:
+    """Parse a number or step:weight points."""
+    if isinstance(value, str) and ":" in value:
+        points = _points(value)
+    else:
+        points = [(0, _number(value, value))]
+    if not all(math.isfinite(weight) for _, weight in points):
+        raise UserError(f"reward_weights={value}: every weight must be a finite number")
+    return Weight(tuple(points))
 
 
-def parse_weight(given: float | str) -> Weight:
-    """Parse a number or points; ValueError with a complete message."""
-    if not isinstance(given, str):
-        return _checked(Weight(((0, float(given)),)), given)
-    if ":" not in given:
-        return _checked(Weight(((0, _number(given, given)),)), given)
+def _points(value: str) -> list[tuple[int, float]]:
     points = []
-    for part in given.split(","):
+    for part in value.split(","):
         step, colon, weight = part.partition(":")
         if not colon or not step.strip().isdecimal():
             raise UserError(
-                f"reward_weights={given}: {part.strip()!r} is not step:weight; write a number, or points such as "
+                f"reward_weights={value}: {part.strip()!r} is not step:weight; pass a number, or points such as "
                 "0:1.0,100:0.2"
             )
-        points.append((int(step), _number(weight, given)))
+        points.append((int(step), _number(weight, value)))
     steps = [step for step, _ in points]
     if len(points) < 2 or steps != sorted(set(steps)):
-        raise UserError(f"reward_weights={given}: needs two points or more, their steps rising, as in 0:1.0,100:0.2")
-    return _checked(Weight(tuple(points)), given)
+        raise UserError(f"reward_weights={value}: steps must increase over at least two points, as in 0:1.0,100:0.2")
+    return points
 
 
-def parse_weights(given: Sequence[float | str] | None, num_functions: int) -> list[Weight]:
-    """One weight per function; none given means 1 each."""
-    if given is None or len(given) == 0:
+def parse_weights(values: Sequence[float | str] | None, num_functions: int) -> list[Weight]:
+    """Return one weight per function. Default: all 1."""
+    if values is None or len(values) == 0:
         return [Weight(((0, 1.0),))] * num_functions
-    weights = [parse_weight(weight) for weight in given]
+    weights = [parse_weight(value) for value in values]
     if len(weights) != num_functions:
         raise UserError(
-            f"reward_weights={weights}: {len(weights)} weights for {num_functions} reward functions; give one each"
+            f"reward_weights={weights}: {len(weights)} weights for {num_functions} reward functions; pass one each"
         )
     return weights
 
 
-def _number(text: str, given: str) -> float:
+def _number(text: float | str, value: float | str) -> float:
     try:
         return float(text)
     except ValueError:
         raise UserError(
-            f"reward_weights={given}: {text.strip()!r} is not a number; write a number, or points such as 0:1.0,100:0.2"
+            f"reward_weights={value}: {text.strip()!r} is not a number; pass a number, or points such as 0:1.0,100:0.2"
         ) from None
-
-
-def _checked(weight: Weight, given: float | str) -> Weight:
-    if not all(math.isfinite(value) for _, value in weight.points):
-        raise UserError(f"reward_weights={given}: every weight must be a finite number")
-    return weight

@@ -1,4 +1,4 @@
-"""The program of a reward worker: one line in, one call, one line out, in the main thread. Started by workers.py."""
+"""Main program of a reward worker, started by workers.py: read a line, call a function in the main thread, reply."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from rollout.rewards.calls import CallLog, Fault, TrainerState, checked, raised
+from rollout.rewards.calls import CallLog, Fault, TrainerState, check_scores, fault_of
 from rollout.rewards.loading import find_reward
 
 GIB = 2**30
@@ -24,7 +24,7 @@ GIB = 2**30
 
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[2]))
-    connection.set_inheritable(False)  # a child process of a function would keep it open
+    connection.set_inheritable(False)  # otherwise a function's child process would keep it open
     requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, requests), daemon=True).start()
     setup = requests.get()
@@ -42,13 +42,13 @@ def main() -> None:
 
 
 def _read(connection: socket.socket, requests: queue.SimpleQueue[dict[str, Any]]) -> None:
-    """Reads also while a function runs, to notice that the trainer is gone: nobody else would end a hanging call."""
+    """Read even while a function runs, to notice that the trainer has ended: nothing else would stop a hanging call."""
     try:
         with connection.makefile("rb") as lines:
             for line in lines:
                 requests.put(json.loads(line))
     finally:
-        os.killpg(0, signal.SIGKILL)  # this process and whatever its functions started
+        os.killpg(0, signal.SIGKILL)  # this process and everything its functions started
 
 
 def _answer(call: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
@@ -56,13 +56,13 @@ def _answer(call: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]
     try:
         arguments = request.get("arguments")
         if arguments is None:
-            arguments = pickle.loads(base64.b64decode(request["pickled"]))  # from the process that started us
+            arguments = pickle.loads(base64.b64decode(request["pickled"]))  # from the parent process
         returned = call(**arguments, **log.arguments(call, TrainerState(**request["state"])))
         if inspect.isawaitable(returned):
             returned = _loop().run_until_complete(_awaited(returned))
-        outcome = checked(returned, request["rows"])
-    except BaseException as error:  # the user's code may raise anything
-        outcome = raised(error, call)
+        outcome = check_scores(returned, request["rows"])
+    except BaseException as error:  # user code may raise anything
+        outcome = fault_of(error, call)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)  # a leftover alarm would interrupt the next call
     if isinstance(outcome, Fault):
@@ -72,8 +72,8 @@ def _answer(call: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]
 
 @cache
 def _loop() -> Any:
-    """One loop for all calls, so that clients can keep connections. asyncio is slow to import, and rarely needed."""
-    import asyncio
+    """Return one loop for all calls, so that clients can keep connections."""
+    import asyncio  # slow to import and rarely needed
 
     return asyncio.new_event_loop()
 
@@ -87,13 +87,13 @@ def _reply(connection: socket.socket, reply: dict[str, Any]) -> None:
 
 
 def _limit_memory(gigabytes: float) -> None:
-    """The limit is added to what is mapped now, so it does not count the interpreter and imported libraries."""
+    """Limit the address space beyond what is mapped now by the interpreter and imported libraries."""
     try:
         import resource
 
         with open("/proc/self/statm") as file:
             mapped = int(file.read().split()[0]) * resource.getpagesize()
-    except (ImportError, OSError):  # this system has no such limit, or no /proc
+    except (ImportError, OSError):  # no such limit, or no /proc
         return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = mapped + int(gigabytes * GIB)

@@ -1,16 +1,16 @@
-"""Worker processes for reward functions: a call that hangs, dies or exhausts memory costs its rows, not the run.
+"""Worker processes for reward functions: a call that hangs, dies or runs out of memory fails its rows, not the run.
 
     pool = WorkerPool(["my_rewards.polite"], num_workers=4, timeout=60, memory_gb=None, stop=True)
     future = pool.submit(0, {"completions": [...]}, 8, TrainerState())      # function 0, arguments by name
     future.result().scores
 
 Each worker is a new interpreter that loads the functions by name and runs them in its main thread, where verifiers that
-use signal.alarm work. Requests and replies are JSON lines over a socket pair; values that JSON would change are
-pickled, from us to our own child only. A thread per worker feeds it and replaces it when necessary.
+use signal.alarm work. Requests and replies are JSON lines over a socket pair. Values that JSON would change are
+pickled, only from the trainer to its own child. One thread per worker feeds it and replaces it when necessary.
 
-No library: concurrent.futures and loky cannot kill a single call that hangs. pebble can, but starts workers through
-multiprocessing, which imports the trainer's main module (torch) again, and ends neither what a function started nor a
-worker whose trainer was killed; limits, bisection and the protocol would stay here.
+Why not a library: concurrent.futures and loky cannot kill a single hanging call. pebble can, but it starts workers
+through multiprocessing, which imports the trainer's main module (torch) again, and it stops neither a function's child
+processes nor a worker whose trainer was killed. Limits, bisection and the protocol would remain here.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from typing import Any, NamedTuple
 
 from data.errors import UserError
 from data.types import Prompt
-from rollout.rewards.calls import CallLog, Fault, Outcome, Scored, TrainerState, score_rows
+from rollout.rewards.calls import CallLog, CallScores, Fault, Outcome, TrainerState, score_rows
 from strop_names import ROOT
 
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rollout.rewards.worker_child import main; main()"
-START_SECONDS = 300.0  # to import what the functions need
-GLANCE = 0.2  # seconds between checks that the process is alive
+START_SECONDS = 300.0  # to import the functions and their dependencies
+POLL_SECONDS = 0.2  # between checks that the process is alive
 CHUNK = 2**16
 CLOSED = "the rewards were closed while rows were being scored"
 
@@ -51,7 +51,7 @@ class Task(NamedTuple):
     arguments: dict[str, list[Any]]
     num_rows: int
     state: TrainerState
-    future: Future[Scored]
+    future: Future[CallScores]
 
 
 class WorkerPool:
@@ -76,17 +76,17 @@ class WorkerPool:
 
     def submit(
         self, function: int, arguments: dict[str, list[Any]], num_rows: int, state: TrainerState
-    ) -> Future[Scored]:
+    ) -> Future[CallScores]:
         assert not self._closed.is_set(), "submit after close"
-        future: Future[Scored] = Future()
+        future: Future[CallScores] = Future()
         self._tasks.put(Task(function, arguments, num_rows, state, future))
         return future
 
     def close(self) -> None:
-        """Kill the processes; calls without an answer are cancelled."""
+        """Kill the processes and cancel pending calls."""
         self._closed.set()
         for worker in self._workers:
-            worker.close()  # a running call ends at once, as if the worker had died
+            worker.close()  # a running call ends immediately, as if the worker had died
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads:
@@ -98,11 +98,11 @@ class WorkerPool:
                 task.future.cancel()
                 continue
             try:
-                task.future.set_result(self._scored(worker, task))
+                task.future.set_result(self._score(worker, task))
             except BaseException as error:  # raised by future.result()
                 task.future.set_exception(error)
 
-    def _scored(self, worker: Worker, task: Task) -> Scored:
+    def _score(self, worker: Worker, task: Task) -> CallScores:
         logs: list[tuple[int, CallLog]] = []
 
         def call(low: int, high: int, seconds: float) -> Outcome:
@@ -110,7 +110,7 @@ class WorkerPool:
             outcome, log = worker.call(task.function, part, high - low, seconds, task.state)
             if self._closed.is_set():
                 raise RuntimeError(CLOSED)
-            outcome = log.checked(self._name_limit(outcome), high - low)
+            outcome = log.check(self._name_limit(outcome), high - low)
             if not isinstance(outcome, Fault):
                 logs.append((low, log))
             return outcome
@@ -123,14 +123,14 @@ class WorkerPool:
         """Name the setting in faults that a limit caused."""
         if isinstance(outcome, Fault) and outcome.kind == "timeout":
             what = f"did not return within reward_timeout={self._timeout:g} s"
-            return Fault("timeout", what, "; raise the limit, or make the function give up earlier")
+            return Fault("timeout", what, "; raise --reward-timeout, or return earlier")
         if isinstance(outcome, Fault) and outcome.kind == "memory" and self._memory_gb is not None:
             return outcome._replace(what=f"ran out of memory (reward_memory_gb={self._memory_gb:g})")
         return outcome
 
 
 class Worker:
-    """One process, restarted after every death."""
+    """One process, restarted whenever it dies."""
 
     def __init__(self, specs: Sequence[str], memory_gb: float | None) -> None:
         self._setup = {"specs": list(specs), "memory_gb": memory_gb}
@@ -139,16 +139,16 @@ class Worker:
         self._unread = b""
         self._lock = threading.Lock()  # close() is called from another thread
         self._ready = self._closed = False
-        self._folder = os.getcwd()  # base of relative paths, even if the trainer changes its folder
+        self._folder = os.getcwd()  # base of relative paths, even if the trainer changes its working folder
         self._start()
 
     def call(
         self, function: int, arguments: dict[str, list[Any]], num_rows: int, seconds: float, state: TrainerState
     ) -> tuple[Outcome, CallLog]:
-        """(outcome, log) of one call; the function's exceptions are faults in the outcome."""
+        """Return (outcome, log) of one call; an exception of the function is a fault in the outcome."""
         self._await_start()
-        asked = {"function": function, "rows": num_rows, "state": asdict(state), **_packed(arguments)}
-        reply = self._ask(asked, seconds)
+        request = {"function": function, "rows": num_rows, "state": asdict(state), **_packed(arguments)}
+        reply = self._ask(request, seconds)
         if isinstance(reply, Fault):
             self.kill()
             return reply, CallLog()
@@ -167,7 +167,7 @@ class Worker:
         self.kill()
 
     def kill(self) -> None:
-        """Kill its process group: the worker and whatever it started."""
+        """Kill the worker and everything it started."""
         with self._lock:
             process, self._process, self._ready = self._process, None, False
             if process is None:
@@ -182,20 +182,20 @@ class Worker:
         with self._lock:
             if self._closed:
                 raise RuntimeError(CLOSED)
-            self._socket, theirs = socket.socketpair()
-            with theirs:
+            self._socket, child_socket = socket.socketpair()
+            with child_socket:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", START, json.dumps(search_path()), str(theirs.fileno())],
+                    [sys.executable, "-P", "-c", START, json.dumps(search_path()), str(child_socket.fileno())],
                     cwd=self._folder,
                     stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[child_socket.fileno()],
                     start_new_session=True,  # the trainer handles Ctrl-C
                 )
             self._unread, self._ready = b"", False
 
     def _await_start(self) -> None:
         if self._process is not None and self._process.poll() is not None:
-            self.kill()  # it ended between two calls, which is no row's fault
+            self.kill()  # it ended between two calls, so no row is to blame
         if self._process is None:
             self._start()
         if self._ready:
@@ -204,8 +204,8 @@ class Worker:
         if isinstance(reply, Fault):
             self.kill()
             raise UserError(
-                f"reward_funcs={self._setup['specs']}: a worker {reply.what} while it loaded the functions; try "
-                "reward_num_workers 0 to see why"
+                f"reward_funcs={self._setup['specs']}: a worker {reply.what} while loading the functions; run with "
+                "--reward-num-workers 0 to see why"
             )
         if "error" in reply:
             self.kill()
@@ -213,34 +213,36 @@ class Worker:
         self._ready = True
 
     def _ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any] | Fault:
-        """Send a line and read one; a fault if none comes in time or the process is dead."""
+        """Send a line and read the reply; return a fault on a timeout or if the process is dead."""
         process, connection = self._process, self._socket
         deadline = time.monotonic() + seconds
         if process is None or connection is None:
             return _death(None)
         try:
-            connection.settimeout(max(seconds, GLANCE))
+            connection.settimeout(max(seconds, POLL_SECONDS))
             connection.sendall(json.dumps(request).encode() + b"\n")
             while b"\n" not in self._unread:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return Fault("timeout", f"did not return within {seconds:g} s", "")
-                readable, _, _ = select.select([connection], [], [], min(left, GLANCE))
+                readable, _, _ = select.select([connection], [], [], min(left, POLL_SECONDS))
                 received = connection.recv(CHUNK) if readable else None
                 if received == b"" or (received is None and process.poll() is not None):
                     return _death(process)
                 self._unread += received or b""
         except TimeoutError:
             return Fault("timeout", f"did not return within {seconds:g} s", "")
-        except (OSError, ValueError):  # the other end is closed, or kill() closed ours
+        except (OSError, ValueError):  # the child closed its end, or kill() closed this one
             return _death(process)
         line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(line)
 
 
 def search_path() -> list[str]:
-    """Our packages, then installed ones, then the user's folders: a data.py or random.py there must not shadow the
-    module of that name, which this process imported before it searched them."""
+    """Return strop's packages, then installed packages, then the user's folders.
+
+    A user's data.py or random.py must not shadow the module of that name, which the trainer imported earlier.
+    """
     installed = [entry for entry in sys.path if entry.startswith((sys.prefix, sys.base_prefix))]
     return list(dict.fromkeys([str(ROOT), *installed, *sys.path]))
 
@@ -248,23 +250,24 @@ def search_path() -> list[str]:
 def _death(process: subprocess.Popen[bytes] | None) -> Fault:
     status = None
     if process is not None:
-        kill_group(process)  # it may have closed its end and still run
+        kill_group(process)  # it may have closed its socket and still be running
         status = process.wait()
     if status is not None and status < 0:
         how = f"lost its process (killed by {signal.Signals(-status).name})"
-        return Fault("died", how, "; look for what crashes it, or for memory running out")
+        return Fault("died", how, "; find the crash, or check whether the machine ran out of memory")
     return Fault("died", f"ended its process (exit status {status})", "; a reward function must return")
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process that leads its own group, and everything it started."""
+    """Kill a process group leader and everything it started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is empty
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def shards(prompts: Sequence[Prompt], num_workers: int) -> list[tuple[int, int]]:
-    """(start, end) of at most num_workers shards of whole groups, as equal as possible; a group is the consecutive rows
-    of one prompt.
+    """Return (start, end) of at most num_workers shards of similar size that contain whole groups.
+
+    A group is the consecutive rows of one prompt.
     """
     starts = [i for i, prompt in enumerate(prompts) if i == 0 or prompt.source != prompts[i - 1].source]
     if not starts:
@@ -281,7 +284,7 @@ def _packed(arguments: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether the value survives a round trip through JSON unchanged."""
+    """Return whether a round trip through JSON leaves the value unchanged."""
     if type(value) is list:
         return all(_is_plain(item) for item in value)
     if type(value) is dict:

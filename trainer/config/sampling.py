@@ -85,7 +85,13 @@ def check_rollout_setup(cfg: Any) -> None:
     names = [name for name, is_given in given.items() if is_given]
     if len(names) > 1:
         raise UserError(f"{names[0]}, {names[1]}: each of them makes the whole completion; give one")
-    check_verifiers(cfg)
+    check_verifiers(
+        cfg.verifiers,
+        has_data=bool(cfg.data.data or cfg.data.eval_data or gym.datasets),
+        engine=cfg.rollout.engine,
+        system_prompt=cfg.model.system_prompt,
+        chat_template=cfg.model.chat_template,
+    )
     if not cfg.data.data and not gym.datasets and cfg.verifiers.env is None:
         raise UserError("--data: required; name rows, or rows of a gym by --nemo-gym.datasets or --verifiers.env")
     if gym.multi_turn and (cfg.data.data or cfg.data.eval_data):

@@ -1,4 +1,4 @@
-"""Episodes in lockstep over the engine in process: what is sampled together, and what happens when one fails."""
+"""Episodes in lockstep with the in-process engine: joint sampling, and failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def groups_of(prompts, copies):
 
 
 def turns_of(count, between=(9,), cap=60):
-    """An episode of `count` turns, or of as many as the row says."""
+    """Return an episode of `count` turns, unless the row's column `turns` overrides it."""
 
     async def episode(client, prompt, seed):
         transcript = Transcript(prompt.ids)
@@ -29,9 +29,9 @@ def turns_of(count, between=(9,), cap=60):
             if number:
                 transcript.insert(between)
             limit = min(cap, client.sampling.max_tokens - len(transcript))
-            made = await client.generate(transcript.ids, turn_seed(seed, number), max_tokens=limit)
-            transcript.add(made)
-        return transcript.completion("stop", text=made.text, columns={"source": prompt.source})
+            completion = await client.generate(transcript.ids, turn_seed(seed, number), max_tokens=limit)
+            transcript.add(completion)
+        return transcript.completion("stop", text=completion.text, columns={"source": prompt.source})
 
     return episode
 
@@ -48,10 +48,10 @@ def scripted():
     yield make
     for source in sources:
         source.close()
-        source.close()  # twice is once
+        source.close()  # may be called twice
 
 
-def test_all_that_wait_are_sampled_in_one_call(scripted):
+def test_all_waiting_episodes_are_sampled_in_one_call(scripted):
     engine, source = scripted(turns_of(3))
     groups = run_groups(source, groups_of([user_prompt("a"), user_prompt("b")], 4))
     assert [len(batch) for batch in engine.batches] == [8, 8, 8]
@@ -59,31 +59,31 @@ def test_all_that_wait_are_sampled_in_one_call(scripted):
     assert [[c.versions for c in group] for group in groups][0][0] == [(3, sum(groups[0][0].mask))]
 
 
-def test_episodes_of_different_lengths_leave_the_others_together(scripted):
+def test_episodes_may_have_different_numbers_of_turns(scripted):
     prompts = [user_prompt("a", "a", turns=1), user_prompt("b", "b", turns=4), user_prompt("c", "c", turns=2)]
     engine, source = scripted(turns_of(0))
     run_groups(source, groups_of(prompts, 2))
     assert [len(batch) for batch in engine.batches] == [6, 4, 2, 2]
 
 
-def test_order_and_seeds_are_those_of_the_jobs(scripted):
+def test_order_and_seeds_follow_the_requests(scripted):
     engine, source = scripted(turns_of(1))
     groups = run_groups(source, groups_of([user_prompt("a"), user_prompt("b")], 3))
     assert [[c.text for c in group] for group in groups] == [["s0", "s1", "s2"], ["s100", "s101", "s102"]]
     assert sorted(request.seed for request in engine.batches[0]) == [0, 1, 2, 100, 101, 102]
 
 
-def test_an_episode_may_ask_for_several_at_once(scripted):
+def test_an_episode_may_send_several_requests(scripted):
     async def episode(client, prompt, seed):
-        made = await asyncio.gather(*(client.generate(prompt.ids, turn_seed(seed, n)) for n in range(3)))
-        return made[0]
+        completion = await asyncio.gather(*(client.generate(prompt.ids, turn_seed(seed, n)) for n in range(3)))
+        return completion[0]
 
     engine, source = scripted(episode)
     run_groups(source, groups_of([user_prompt("a")], 2))
     assert [len(batch) for batch in engine.batches] == [6]
 
 
-def test_an_episode_that_waits_for_something_else_is_waited_for(scripted):
+def test_sampling_waits_for_an_episode_that_waits_for_something_else(scripted):
     async def episode(client, prompt, seed):
         if seed == 1:
             await asyncio.sleep(0.05)
@@ -94,22 +94,22 @@ def test_an_episode_that_waits_for_something_else_is_waited_for(scripted):
     assert [len(batch) for batch in engine.batches] == [3]
 
 
-def test_one_that_never_asks_holds_up_nobody(scripted):
+def test_an_episode_without_a_request_does_not_delay_the_others(scripted):
     async def episode(client, prompt, seed):
-        made = await client.generate(prompt.ids, 0) if seed != 100 else None
-        return made or "nothing"
+        completion = await client.generate(prompt.ids, 0) if seed != 100 else None
+        return completion or "nothing"
 
     engine, source = scripted(episode)
     groups = run_groups(source, groups_of([user_prompt("a"), user_prompt("b")], 2))
     assert groups[1][0] == "nothing" and [len(batch) for batch in engine.batches] == [3]
 
 
-def test_a_failing_episode_fails_its_group_and_no_other(scripted):
+def test_a_failing_episode_fails_only_its_group(scripted):
     async def episode(client, prompt, seed):
-        made = await client.generate(prompt.ids, seed)
+        completion = await client.generate(prompt.ids, seed)
         if seed == 101:
             raise RuntimeError("no luck")
-        return await client.generate(prompt.ids, turn_seed(seed, 1)) if made else None
+        return await client.generate(prompt.ids, turn_seed(seed, 1)) if completion else None
 
     engine, source = scripted(episode)
     first, second, third = source.start(groups_of([user_prompt("a"), user_prompt("b"), user_prompt("c")], 2))
@@ -118,10 +118,10 @@ def test_a_failing_episode_fails_its_group_and_no_other(scripted):
         second.result()
     with pytest.raises(RuntimeError, match="no luck"):
         run_groups(source, groups_of([user_prompt("a"), user_prompt("b")], 2))
-    assert len(run_groups(source, groups_of([user_prompt("a")], 2))[0]) == 2  # and the source lives on
+    assert len(run_groups(source, groups_of([user_prompt("a")], 2))[0]) == 2  # the source still works
 
 
-def test_an_error_of_the_engine_reaches_every_group(scripted):
+def test_an_engine_error_reaches_every_group(scripted):
     engine, source = scripted(turns_of(1))
     engine.reply = lambda text, seed: 1 / 0
     for future in source.start(groups_of([user_prompt("a"), user_prompt("b")], 2)):
@@ -138,7 +138,7 @@ def test_an_interrupt_leaves_nothing_behind(scripted):
     assert len(run_groups(source, groups_of([user_prompt("a")], 2))[0]) == 2
 
 
-def test_limits_are_kept_for_each_turn_while_all_are_sampled_together(scripted):
+def test_every_turn_has_its_own_limit_in_a_joint_call(scripted):
     async def episode(client, prompt, seed):
         return await client.generate(prompt.ids, seed, max_tokens=seed + 1)
 
@@ -164,7 +164,7 @@ def test_a_long_turn_and_a_long_limit_are_sampled_together(scripted):
     assert sorted(request.max_tokens for request in engine.batches[0]) == [10, 20, 80]
 
 
-def test_a_limit_below_one_is_refused(scripted):
+def test_a_limit_below_one_is_rejected(scripted):
     async def episode(client, prompt, seed):
         return await client.generate(prompt.ids, seed, max_tokens=0)
 
@@ -175,7 +175,7 @@ def test_a_limit_below_one_is_refused(scripted):
 
 def test_tasks_and_threads_do_not_pile_up(scripted):
     async def episode(client, prompt, seed):
-        asyncio.get_running_loop().create_task(asyncio.sleep(60))  # a user who forgets one
+        asyncio.get_running_loop().create_task(asyncio.sleep(60))  # never awaited
         return await client.generate(prompt.ids, seed)
 
     _, source = scripted(episode)
@@ -185,18 +185,17 @@ def test_tasks_and_threads_do_not_pile_up(scripted):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("asyncio")]
 
 
-def test_log_probs_of_several_turns_are_those_of_one_forward_pass(make_model):
+def test_log_probs_of_several_turns_match_one_forward_pass(make_model):
     engine = LocalEngine(make_model(vocab_size=275), tiny_tokenizer())
     sampling = Sampling(max_tokens=24, stop_ids=tuple(range(0, 275, 5)))
     source = EpisodeSource(engine, sampling, turns_of(3, between=(11, 12, 13), cap=6))
     prompts = [user_prompt("ab"), user_prompt("cd")]
     for completions in run_groups(source, groups_of(prompts, 3)):
-        scored = engine.logps([(c.prompt_ids, c.ids) for c in completions], 1.0)
-        for completion, logps in zip(completions, scored, strict=True):
+        all_logps = engine.logps([(c.prompt_ids, c.ids) for c in completions], 1.0)
+        for completion, logps in zip(completions, all_logps, strict=True):
             assert len(completion.ids) == len(completion.mask) and completion.mask.count(False) == 6
-            made = [i for i, own in enumerate(completion.mask) if own]
-            assert [completion.logps[i] for i in made] == pytest.approx([logps[i] for i in made], abs=1e-5)
-            assert all(completion.logps[i] == 0.0 for i in range(len(completion.ids)) if i not in made)
+            expected = [logp if flag else 0.0 for logp, flag in zip(logps, completion.mask, strict=True)]
+            assert completion.logps == pytest.approx(expected, abs=1e-5)
     alone = engine.generate([Request(prompt_ids=prompts[0].ids, seed=0)], sampling)[0]
     source.close()
     first = run_groups(EpisodeSource(engine, sampling, turns_of(1)), [[Request.of(prompts[0], 0)]])[0][0]

@@ -1,4 +1,4 @@
-"""Episodes behind prompts with a target: the engine's own samples, limits by the target's length, later turns."""
+"""Episodes for prompts with a target: single turns, limits by the target's length, later turns."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHAT = [user("2+2="), assistant("4"), user("and"), user("3+3="), assistant("six"
 
 @pytest.fixture
 def conversation(tmp_path):
-    """A target of three turns; the last is as long as asked for."""
+    """Return a target of three turns with the given last answer."""
 
     def make(last="0", **lengths) -> TargetPrompt:
         (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [*CHAT[:-1], assistant(last)]}) + "\n")
@@ -57,7 +57,7 @@ def play(engine, episode, prompts, *, max_tokens, copies=1):
 
 
 def answers(*texts):
-    """An engine that gives these answers, by how many turns it has been shown."""
+    """Return an engine that gives these answers, by number of turns in the prompt."""
     return ScriptedEngine(lambda text, seed: texts[text.count("<|im_start|>assistant") - 1])
 
 
@@ -68,20 +68,20 @@ def tiny_engine():
     return LocalEngine(AutoModelForCausalLM.from_pretrained(TINY).eval(), tiny_tokenizer())
 
 
-def test_one_turn_is_bit_for_bit_what_the_engine_gives(tiny_engine):
+def test_one_turn_is_bit_identical_to_the_engine_sample(tiny_engine):
     prompts = load_targets(["task:addition:size=6"], tiny_tokenizer(), max_completion_length=8)
     groups = [[Request.of(prompt, 100 * n + copy) for copy in range(3)] for n, prompt in enumerate(prompts)]
     sampling = Sampling(max_tokens=8, stop_ids=(STOP,))
     expected = run_groups(EngineSource(tiny_engine, sampling), groups)
-    for multiplier in (None, 1.5):  # a limit of 64 and more is none here
+    for multiplier in (None, 1.5):  # a limit of 64 or more has no effect here
         source = EpisodeSource(tiny_engine, sampling, TargetEpisode(tiny_tokenizer(), gt_length_multiplier=multiplier))
         assert run_groups(source, groups) == expected
         source.close()
     assert len({tuple(one.ids) for group in expected for one in group}) > 6
 
 
-def test_a_limit_cuts_the_same_sample(tiny_engine):
-    """At a high temperature the tiny model rambles: a target of 50 tokens allows 75 of them, one of 2 allows 64."""
+def test_a_limit_truncates_the_same_sample(tiny_engine):
+    """At a high temperature completions are long: a target of 50 tokens allows 75, a target of 2 allows 64."""
     prompts = [single(50, "rows.jsonl:1"), single(2, "rows.jsonl:2"), single(200, "rows.jsonl:3")]
     groups = [[Request.of(prompt, n)] for n, prompt in enumerate(prompts)]
     sampling = Sampling(max_tokens=80, temperature=9.0)
@@ -110,18 +110,18 @@ def test_limits_by_hand():
     ]:
         engine = ScriptedEngine(lambda text, seed: "x" * 400)
         episode = TargetEpisode(tiny_tokenizer(), gt_length_multiplier=multiplier)
-        ((made,),) = play(engine, episode, [single(length)], max_tokens=max_tokens)
-        assert len(made.ids) == expected and made.finish_reason == "length"
-        assert made.mask is None and made.messages is None and made.columns == {}
+        ((completion,),) = play(engine, episode, [single(length)], max_tokens=max_tokens)
+        assert len(completion.ids) == expected and completion.finish_reason == "length"
+        assert completion.mask is None and completion.messages is None and completion.columns == {}
 
 
-def test_a_model_that_says_what_the_data_says_makes_the_target(conversation):
+def test_a_model_that_repeats_the_data_produces_the_target(conversation):
     prompt = conversation("0")
     engine = answers("4", "six", "0")
     ((one, other),) = play(engine, TargetEpisode(tiny_tokenizer()), [prompt], max_tokens=256, copies=2)
     assert one.prompt_ids == prompt.ids
     assert one.ids == other.ids == prompt.target_ids
-    assert one.mask == prompt.target_mask and [logp == 0.0 for logp in one.logps] == [not mine for mine in one.mask]
+    assert one.mask == prompt.target_mask and [logp == 0.0 for logp in one.logps] == [not flag for flag in one.mask]
     assert (one.finish_reason, one.text, one.columns) == ("stop", "0", {"num_turns": 3})
     assert one.messages == [*CHAT[1:-1], assistant("0")]
     assert one.versions == [(3, sum(one.mask))]
@@ -129,81 +129,86 @@ def test_a_model_that_says_what_the_data_says_makes_the_target(conversation):
     assert seeds == [sorted(turn_seed(seed, turn) for seed in (7, 8)) for turn in range(3)]
 
 
-def test_the_users_turns_follow_whatever_the_model_said(conversation):
+def test_the_user_turns_follow_any_answer(conversation):
     engine = answers("five", "no", "dunno")
-    ((made,),) = play(
+    ((completion,),) = play(
         engine, TargetEpisode(tiny_tokenizer(), gt_length_multiplier=1.5), [conversation()], max_tokens=256
     )
-    assert tiny_tokenizer().decode(made.ids) == (
+    assert tiny_tokenizer().decode(completion.ids) == (
         "five<|im_end|>\n<|im_start|>user\nand<|im_end|>\n<|im_start|>user\n3+3=<|im_end|>\n<|im_start|>assistant\n"
         "no<|im_end|>\n<|im_start|>user\n0+0=<|im_end|>\n<|im_start|>assistant\ndunno<|im_end|>"
     )
-    mine = [token for token, trained in zip(made.ids, made.mask, strict=True) if trained]
-    assert tiny_tokenizer().decode(mine) == "five<|im_end|>no<|im_end|>dunno<|im_end|>"
-    assert made.messages == [assistant("five"), *CHAT[2:4], assistant("no"), CHAT[5], assistant("dunno")]
+    sampled = [token for token, flag in zip(completion.ids, completion.mask, strict=True) if flag]
+    assert tiny_tokenizer().decode(sampled) == "five<|im_end|>no<|im_end|>dunno<|im_end|>"
+    assert completion.messages == [assistant("five"), *CHAT[2:4], assistant("no"), CHAT[5], assistant("dunno")]
 
 
-def test_a_turn_that_is_cut_ends_the_episode(conversation):
+def test_a_truncated_turn_ends_the_episode(conversation):
     prompt = conversation()
     engine = answers("4", "x" * 99, "0")
-    ((made,),) = play(engine, TargetEpisode(tiny_tokenizer(), gt_length_multiplier=1.5), [prompt], max_tokens=256)
+    ((completion,),) = play(engine, TargetEpisode(tiny_tokenizer(), gt_length_multiplier=1.5), [prompt], max_tokens=256)
     start = prompt.target_mask.index(True, prompt.target_mask.index(False))  # of the second turn
-    assert made.finish_reason == "length" and len(made.ids) == start + 64
-    assert made.columns == {"num_turns": 2} and made.text == "x" * 64
-    assert made.messages == [assistant("4"), *CHAT[2:4], assistant("x" * 64)]
+    assert completion.finish_reason == "length" and len(completion.ids) == start + 64
+    assert completion.columns == {"num_turns": 2} and completion.text == "x" * 64
+    assert completion.messages == [assistant("4"), *CHAT[2:4], assistant("x" * 64)]
     assert len(engine.batches) == 2
 
 
 @pytest.mark.parametrize("left", [-1, 0, 1, 3])
-def test_the_limit_of_the_episode_counts_the_users_turns_too(conversation, left):
-    """max_tokens leaves so many for the second answer, `six` and its end."""
+def test_the_episode_limit_includes_user_turns(conversation, left):
+    """max_tokens leaves `left` tokens for the second answer, `six` and its end token."""
     prompt = conversation()
     start = prompt.target_mask.index(True, prompt.target_mask.index(False))
-    ((made,),) = play(answers("4", "six", "0"), TargetEpisode(tiny_tokenizer()), [prompt], max_tokens=start + left)
-    assert made.finish_reason == "length"
+    ((completion,),) = play(
+        answers("4", "six", "0"), TargetEpisode(tiny_tokenizer()), [prompt], max_tokens=start + left
+    )
+    assert completion.finish_reason == "length"
     expected = prompt.target_ids[: start + left] if left > 0 else prompt.target_ids[:2]
-    assert made.ids == expected and made.columns == {"num_turns": 2 if left > 0 else 1}
-    assert made.mask == (prompt.target_mask[: len(expected)] if left > 0 else None)
+    assert completion.ids == expected and completion.columns == {"num_turns": 2 if left > 0 else 1}
+    assert completion.mask == (prompt.target_mask[: len(expected)] if left > 0 else None)
 
 
-def test_turns_have_the_limits_of_their_own_targets(conversation):
+def test_every_turn_is_limited_by_its_own_target(conversation):
     prompt = conversation("0" * 79)
     assert turn_lengths(prompt) == [2, 4, 80]
-    ((made,),) = play(
+    ((completion,),) = play(
         answers("4", "six", "y" * 300), TargetEpisode(tiny_tokenizer(), gt_length_multiplier=1.25), [prompt],
         max_tokens=256,
     )  # fmt: skip
-    assert made.text == "y" * 100 and made.columns == {"num_turns": 3}
+    assert completion.text == "y" * 100 and completion.columns == {"num_turns": 3}
 
 
-def test_a_target_that_was_cut_is_played_as_far_as_it_goes(conversation):
+def test_a_truncated_target_has_fewer_turns(conversation):
     whole = conversation()
     second = whole.target_mask.index(True, whole.target_mask.index(False))
     prompt = conversation(max_completion_length=second + 4)
     assert turn_lengths(prompt) == [2, 4]
-    ((made,),) = play(answers("4", "six", "0"), TargetEpisode(tiny_tokenizer()), [prompt], max_tokens=256)
-    assert made.ids == prompt.target_ids and (made.finish_reason, made.columns) == ("stop", {"num_turns": 2})
+    ((completion,),) = play(answers("4", "six", "0"), TargetEpisode(tiny_tokenizer()), [prompt], max_tokens=256)
+    assert completion.ids == prompt.target_ids and (completion.finish_reason, completion.columns) == (
+        "stop",
+        {"num_turns": 2},
+    )
 
 
-def test_what_the_user_says_before_each_answer():
+def test_later_turns_lists_the_user_messages_before_each_answer():
     assert later_turns([]) == [] == later_turns([user("a")])
     assert later_turns(CHAT[2:]) == [[user("and"), user("3+3=")], [user("0+0=")]]
 
 
-def test_what_is_refused(conversation):
-    with pytest.raises(ValueError, match="^gt_length_multiplier=0: must be above 0"):
+def test_target_episode_rejects(conversation):
+    with pytest.raises(ValueError, match="^gt_length_multiplier=0"):
         TargetEpisode(tiny_tokenizer(), gt_length_multiplier=0)
     engine = answers("4", "six", "0")
     engine.tokenizer = bare = type(tiny_tokenizer()).from_pretrained(TINY)
     bare.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-    with pytest.raises(ValueError, match="^chat_template: closes an assistant turn with no special token"):
+    with pytest.raises(ValueError, match="^chat_template: .*special token"):
         play(engine, TargetEpisode(bare), [conversation()], max_tokens=256)
-    one = replace(conversation(), columns={}, target_mask=None)
-    ((made,),) = play(engine, TargetEpisode(bare), [one], max_tokens=256)  # asks nothing of the template
-    assert made.text == "4"
+    single_turn = replace(conversation(), columns={}, target_mask=None)
+    ((completion,),) = play(engine, TargetEpisode(bare), [single_turn], max_tokens=256)  # works with any template
+    assert completion.text == "4"
 
 
-def test_settings_of_a_prompt_hold_in_later_turns(conversation):
+def test_prompt_settings_apply_to_later_turns(conversation):
     import copy
 
     tokenizer = copy.deepcopy(tiny_tokenizer())
@@ -212,7 +217,7 @@ def test_settings_of_a_prompt_hold_in_later_turns(conversation):
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' + (style or '') }}{% endif %}"
     )
     prompt = replace(conversation(), settings={"style": "!"})
-    ((made,),) = play(answers("4", "6", "0"), TargetEpisode(tokenizer), [prompt], max_tokens=200)
-    assert tokenizer.decode(made.ids).split("<|im_start|>assistant\n")[1:] == [
+    ((completion,),) = play(answers("4", "6", "0"), TargetEpisode(tokenizer), [prompt], max_tokens=200)
+    assert tokenizer.decode(completion.ids).split("<|im_start|>assistant\n")[1:] == [
         "!6<|im_end|>\n<|im_start|>user\n0+0=<|im_end|>\n", "!0<|im_end|>"
     ]  # fmt: skip

@@ -9,7 +9,7 @@ from rollout.episodes.tool_calls import Call, find_format, hermes, llama3_json, 
 LOOKUP = Call(name="lookup", arguments={"key": "ab"})
 
 
-def test_one_call_is_read_in_every_format():
+def test_every_format_parses_a_call():
     for parse, text in [
         (hermes, '<tool_call>\n{"name": "lookup", "arguments": {"key": "ab"}}\n</tool_call>'),
         (hermes, '<tool_call>{"name": "lookup", "arguments": "{\\"key\\": \\"ab\\"}"}</tool_call>'),
@@ -21,7 +21,7 @@ def test_one_call_is_read_in_every_format():
         assert parse(text) == ("", [LOOKUP])
 
 
-def test_an_answer_is_no_call():
+def test_an_answer_is_not_a_call():
     for parse, text in [
         (hermes, "The answer is 4."),
         (hermes, ""),
@@ -43,19 +43,19 @@ def test_several_calls_and_the_text_around_them():
     assert pythonic("[f(n=1), g()]").calls == [Call(name="f", arguments={"n": 1}), Call(name="g")]
 
 
-def test_a_call_that_is_only_thought_of_is_not_made():
+def test_calls_inside_think_are_ignored():
     thought = '<think>I could <tool_call>{"name": "f"}</tool_call></think>\nNo.'
     assert hermes(thought) == (thought, [])
     assert len(hermes('<think>hm</think><tool_call>{"name": "f"}</tool_call>').calls) == 1
 
 
-def test_python_values_of_every_kind():
+def test_python_literals_of_every_kind():
     (call,) = pythonic("[f('a', -2, n=[1, {'x': None}], yes=true, no=False, nothing=null)]").calls
     assert call.positional == ("a", -2)
     assert call.arguments == {"n": [1, {"x": None}], "yes": True, "no": False, "nothing": None}
 
 
-def test_what_means_to_be_a_call_and_is_none_says_why():
+def test_a_malformed_call_has_an_error():
     for parse, text, error in [
         (hermes, '<tool_call>{"name": "f", </tool_call>', "is not valid JSON"),
         (hermes, '<tool_call>{"name": "f"}', "is not closed by </tool_call>"),
@@ -74,7 +74,7 @@ def test_what_means_to_be_a_call_and_is_none_says_why():
         assert error in parse(text).calls[-1].error
 
 
-def test_auto_reads_the_format_off_the_chat_template():
+def test_auto_detects_the_format_from_the_chat_template():
     for template, parse in [
         ("... <tool_call>{{ call | tojson }}</tool_call>", hermes),
         ('respond {"name": ..., "parameters": ...} {{ "ipython" }}', llama3_json),
@@ -82,18 +82,12 @@ def test_auto_reads_the_format_off_the_chat_template():
     ]:
         assert find_format("auto", SimpleNamespace(chat_template=template)) is parse
         assert find_format("hermes", SimpleNamespace(chat_template=template)) is hermes
-
-
-def test_auto_refuses_a_template_without_calls():
     for template in ["{{ messages }}", None]:
-        with pytest.raises(
-            ValueError, match="tool_format=auto: the chat template does not say how .* set one of hermes, "
-        ):
+        with pytest.raises(ValueError, match="tool_format=auto: .*hermes, llama3_json, pythonic"):
             find_format("auto", SimpleNamespace(chat_template=template))
 
 
-def test_values_that_json_does_not_have_are_an_error_of_the_call():
+def test_arguments_that_json_cannot_express_are_an_error():
     for argument in ["{'a', 'b'}", "b'a'", "1j", "...", "{1: 2}", "[{3}]"]:
-        parse = find_format("pythonic", None)
-        (call,) = parse(f"[lookup({argument})]").calls
+        (call,) = pythonic(f"[lookup({argument})]").calls
         assert call.error == "its arguments are not plain values"

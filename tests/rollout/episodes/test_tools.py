@@ -1,4 +1,4 @@
-"""Tools: schemas, calls, limits, and whole episodes of them."""
+"""Tools: schemas, calls, limits and whole episodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollout.episodes.episode import EpisodeSource
 from rollout.episodes.options import ToolConfig
 from rollout.episodes.tool_calls import Call
 from rollout.episodes.tool_episode import ToolEpisode, show_tools
-from rollout.episodes.tools import Tool, Toolset, Turns, calculator, load_tools, problem, schema_of
+from rollout.episodes.tools import Tool, Toolset, Turns, calculator, load_tools, schema_error, schema_of
 from tests.rollout.episodes.test_turns import HERMES, with_template
 from tests.rollout.scripted_engine import ScriptedEngine, tiny_tokenizer, user_prompt
 
@@ -36,7 +36,7 @@ def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", where: list
     return {"city": city, "days": days}
 
 
-def test_a_schema_is_made_from_hints_and_docstring():
+def test_a_schema_comes_from_hints_and_docstring():
     assert schema_of(weather, "tools=weather") == {
         "type": "function",
         "function": {
@@ -56,7 +56,7 @@ def test_a_schema_is_made_from_hints_and_docstring():
     }
 
 
-def test_a_docstring_in_the_other_style_is_read_as_well():
+def test_a_schema_comes_from_param_lines():
     def f(a: dict[str, int], b: Any, episode: Turns) -> None:
         """Does it.
 
@@ -89,19 +89,17 @@ def starred(*x: int) -> None:
     """Does it."""
 
 
-def test_a_function_without_a_schema_is_refused():
+def test_schema_of_rejects():
     for function, message in [
-        (untyped, "untyped has no type hint for 'x'"),
-        (silent, "silent has no docstring"),
-        (exotic, "'x' of exotic is a complex, which JSON cannot express"),
+        (untyped, "untyped .*'x'"), (silent, "silent .*docstring"), (exotic, "'x' of exotic is a complex"),
         (starred, r"starred takes \*x"),
-    ]:
+    ]:  # fmt: skip
         with pytest.raises(ValueError, match=f"tools=my.f: {message}"):
             schema_of(function, "tools=my.f")
 
 
-def test_values_are_held_against_the_schema():
-    for value, schema, wrong in [
+def test_values_are_checked_against_the_schema():
+    for value, schema, error in [
         (1, {"type": "number"}, None),
         (True, {"type": "number"}, "must be number, not boolean"),
         (True, {"type": "integer"}, "must be integer, not boolean"),
@@ -114,40 +112,23 @@ def test_values_are_held_against_the_schema():
         ({"a": 1}, {"type": "object", "additionalProperties": {"type": "string"}}, "holds one that must be string"),
         ({"a": 1}, {}, None),
     ]:
-        assert (problem(value, schema) or "").startswith(wrong or "")
-        assert (problem(value, schema) is None) == (wrong is None)
+        assert (schema_error(value, schema) or "").startswith(error or "")
+        assert (schema_error(value, schema) is None) == (error is None)
 
 
-def test_the_calculator_calculates():
+def test_the_calculator_evaluates_only_arithmetic():
     for expression, value in [
-        ("2+3*4", "14"),
-        ("(3+4)/2", "3.5"),
-        ("8/2", "4"),
-        ("-7//2", "-4"),
-        ("2**10 % 1000", "24"),
+        ("2+3*4", "14"), ("(3+4)/2", "3.5"), ("8/2", "4"), ("-7//2", "-4"), ("2**10 % 1000", "24"),
         ("1/3", "0.333333333333"),
-    ]:
+    ]:  # fmt: skip
         assert calculator(expression) == value
-
-
-def test_the_calculator_does_nothing_else():
     for expression in [
-        "__import__('os')",
-        "9**9**9",
-        "9**-9**9",
-        "(-8)**0.5",
-        "2+",
-        "x",
-        "1" * 300,
-        "[1]",
-        "1<<9",
-        "'a'*9",
-        "True+1",
-    ]:
-        began = time.monotonic()
+        "__import__('os')", "9**9**9", "9**-9**9", "(-8)**0.5", "2+", "x", "1" * 300, "[1]", "1<<9", "'a'*9", "True+1",
+    ]:  # fmt: skip
+        started_at = time.monotonic()
         with pytest.raises(ValueError):
             calculator(expression)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - started_at < 10
 
 
 def run(toolset: Toolset, call: Call, turns: Turns | None = None) -> tuple[str, bool]:
@@ -158,7 +139,7 @@ def of(*functions, timeout: float = 5.0) -> Toolset:
     return Toolset([Tool(f"my.{f.__name__}", f.__name__, f) for f in functions], timeout)
 
 
-def test_a_call_is_answered_with_a_result_or_with_what_is_wrong():
+def test_a_call_returns_a_result_or_an_error():
     for call, text, failed in [
         (Call(name="lookup", arguments={"key": "ab"}), "37", False),
         (Call(name="lookup", positional=("ab",)), "37", False),
@@ -192,7 +173,7 @@ def test_results_that_are_not_text_become_json():
     assert run(of(later), Call(name="later", positional=(4,))) == ("[4]", False)
 
 
-def test_a_tool_that_hangs_costs_its_time_limit_and_in_the_end_the_run(monkeypatch):
+def test_a_hanging_tool_times_out_and_too_many_stop_the_run(monkeypatch):
     released = threading.Event()
 
     def hang() -> str:
@@ -205,7 +186,7 @@ def test_a_tool_that_hangs_costs_its_time_limit_and_in_the_end_the_run(monkeypat
         await asyncio.sleep(20)
 
     def slow_socket() -> None:
-        """Has a time limit of its own."""
+        """Has its own time limit."""
         raise TimeoutError("timed out")
 
     toolset = of(hang, sleep, timeout=0.05)
@@ -217,12 +198,12 @@ def test_a_tool_that_hangs_costs_its_time_limit_and_in_the_end_the_run(monkeypat
     tools = toolset.tools | own_limit.tools
     assert {name: tool.num_hung for name, tool in tools.items()} == {"hang": 1, "sleep": 0, "slow_socket": 0}
     monkeypatch.setattr("rollout.episodes.tools.MAX_HUNG", 2)
-    with pytest.raises(ValueError, match="tools=my.hang: 2 calls of it hang, and their threads cannot be ended"):
+    with pytest.raises(ValueError, match="tools=my.hang: 2 calls hang"):
         run(toolset, Call(name="hang"))
     released.set()
 
 
-def test_whatever_a_tool_raises_is_told_to_the_model():
+def test_the_model_gets_any_exception_of_a_tool():
     for error in [SystemExit(3), KeyboardInterrupt(), StopIteration(), MemoryError()]:
 
         def bad(error: Any = error) -> None:
@@ -293,55 +274,55 @@ def test_tools_are_found_by_name_file_and_module(tools_file, monkeypatch):
     assert list(toolset.tools["add"].parameters) == ["n"]
 
 
-def test_tools_that_cannot_be_loaded_are_refused(tools_file):
+def test_load_tools_rejects(tools_file):
     for specs, message in [
-        (("calculater",), "tools=calculater: no such built-in tool; did you mean 'calculator'"),
-        (("{}:nobody",), "has no 'nobody'"),
-        (("{}:number",), "must be a function, not int"),
-        (("{}:Empty",), "the class has no public method for the model to call"),
-        (("calculator", "calculator"), "there is another tool called 'calculator'"),
-        (("nowhere.fn",), "no module 'nowhere'"),
+        (("calculater",), "tools=calculater: .*'calculator'"),
+        (("{}:nobody",), "'nobody'"),
+        (("{}:number",), "my_tools.py:number: .*int"),
+        (("{}:Empty",), "my_tools.py:Empty: "),
+        (("calculator", "calculator"), "tools=calculator: two tools"),
+        (("nowhere.fn",), "'nowhere'"),
     ]:
         with pytest.raises(ValueError, match=message):
             load_tools([spec.format(tools_file) for spec in specs])
 
 
-def test_rows_without_what_a_tool_reads_are_refused():
+def test_rows_must_have_the_columns_of_a_tool():
     toolset = load_tools(("lookup",))
     toolset.check_rows([user_prompt("ab?", table={})], "data")
-    with pytest.raises(ValueError, match="tools=lookup: reads the column 'table', which rows.jsonl:7 of data does"):
+    with pytest.raises(ValueError, match="tools=lookup: .*'table', which rows.jsonl:7 of data"):
         toolset.check_rows([user_prompt("ab?", table={}), user_prompt("ab?", "rows.jsonl:7")], "data")
 
 
 def play(reply, toolset: Toolset, *prompts, max_tokens: int = 200, **settings: Any):
-    """Completions of one job per prompt by a model that says what `reply` gives."""
+    """Return one completion per prompt from a model that answers with `reply`."""
     engine = ScriptedEngine(reply)
     episode = ToolEpisode(toolset, tiny_tokenizer(), **{"tool_format": "pythonic", **settings})
     source = EpisodeSource(engine, Sampling(max_tokens=max_tokens, stop_ids=(2,)), episode)
     jobs = [[Request.of(prompt, seed)] for seed, prompt in enumerate(prompts)]
-    made = [group[0] for group in run_groups(source, jobs)]
+    completions = [group[0] for group in run_groups(source, jobs)]
     source.close()
-    return made
+    return completions
 
 
 def answer_with_the_last_result(text: str, seed: int) -> str:
-    """Calls once, then says what the tool said."""
+    """Call once, then repeat the tool's result."""
     if "<|im_start|>tool" not in text:
         key = text.split("user\n")[1].split("?")[0]
         return f"[lookup(key='{key}')]"
     return text.rsplit("<|im_start|>tool\n", 1)[1].split("<|im_end|>")[0]
 
 
-def test_an_episode_is_the_call_its_result_and_the_answer():
+def test_an_episode_contains_the_call_its_result_and_the_answer():
     prompt = user_prompt("ab?", table={"ab": "37"})
     (completion,) = play(answer_with_the_last_result, load_tools(("lookup",)), prompt)
     tokenizer = tiny_tokenizer()
     assert tokenizer.decode(completion.ids) == (
         "[lookup(key='ab')]<|im_end|>\n<|im_start|>tool\n37<|im_end|>\n<|im_start|>assistant\n37<|im_end|>"
     )
-    trained = [token for token, own in zip(completion.ids, completion.mask, strict=True) if own]
+    trained = [token for token, flag in zip(completion.ids, completion.mask, strict=True) if flag]
     assert tokenizer.decode(trained) == "[lookup(key='ab')]<|im_end|>37<|im_end|>"
-    assert completion.logps == [-0.5 if own else 0.0 for own in completion.mask]
+    assert completion.logps == [-0.5 if flag else 0.0 for flag in completion.mask]
     assert completion.prompt_ids == prompt.ids and completion.versions == [(3, len(trained))]
     assert completion.text == "37" and completion.finish_reason == "stop"
     call = {"name": "lookup", "arguments": {"key": "ab"}}
@@ -387,19 +368,18 @@ def test_a_call_in_the_last_turn_is_not_answered():
     assert [m["role"] for m in completion.messages] == ["assistant", "tool"] * 2 + ["assistant"]
 
 
-def test_the_limit_on_tokens_holds_for_all_turns_together():
-    for max_tokens in (10, 18, 19, 20, 33, 34, 35, 36, 49):  # the edges of each turn, and within the last one
+def test_max_tokens_limits_the_whole_episode():
+    for max_tokens in (10, 18, 19, 20, 33, 34, 35, 36, 49):  # at and around the end of each turn
         prompt = user_prompt("ab?", table={"ab": "37"})
         (completion,) = play(answer_with_the_last_result, load_tools(("lookup",)), prompt, max_tokens=max_tokens)
-        whole = 19 + 14 + 3
         assert len(completion.ids) <= max_tokens and len(completion.ids) == len(completion.logps)
-        assert completion.finish_reason == ("stop" if max_tokens >= whole else "length")
-        assert completion.mask is None or completion.mask[-1]  # results that nobody reads are left out
+        assert completion.finish_reason == ("stop" if max_tokens >= 19 + 14 + 3 else "length")
+        assert completion.mask is None or completion.mask[-1]  # results that no turn follows are dropped
         if max_tokens <= 19 + 14:
             assert len(completion.ids) == min(19, max_tokens) and completion.columns["num_turns"] == 1
 
 
-def test_a_long_result_is_cut():
+def test_a_long_result_is_truncated():
     prompt = user_prompt("ab?", table={"ab": "0123456789"})
     (completion,) = play(answer_with_the_last_result, load_tools(("lookup",)), prompt, max_tool_tokens=4)
     assert completion.messages[1]["content"] == completion.text == "0123"
@@ -412,10 +392,10 @@ def test_every_episode_has_its_own_object_state_and_rewards(tools_file):
 
     toolset = load_tools((f"{tools_file}:Counter",))
     prompts = [user_prompt("a", start=10), user_prompt("b", start=100, other=1)]
-    made = play(reply, toolset, *prompts)
-    assert [m["content"] for m in made[1].messages if m["role"] == "tool"] == ["102", "105", "it is 105"]
-    assert made[0].columns["turn_rewards"] == [0.25, 0.25, 15.0] and made[0].columns["env_reward"] == 15.5
-    assert made[1].columns["env_reward"] == 105.5
+    first, second = play(reply, toolset, *prompts)
+    assert [m["content"] for m in second.messages if m["role"] == "tool"] == ["102", "105", "it is 105"]
+    assert first.columns["turn_rewards"] == [0.25, 0.25, 15.0] and first.columns["env_reward"] == 15.5
+    assert second.columns["env_reward"] == 105.5
     assert toolset.tools["add"].call.__globals__["closed"] == [15, 105]
 
 
@@ -426,54 +406,53 @@ def test_an_episode_that_fails_closes_its_objects(tools_file):
     assert toolset.tools["add"].call.__globals__["closed"] == [7]
 
 
-def test_an_object_that_cannot_end_names_the_row(tools_file):
-    for method in ["reward", "close"]:
+def test_errors_of_an_object_name_the_row(tools_file):
+    for method, line, error in [
+        ("reward", "def reward(self):", r"reward\(\) failed"),
+        ("close", "def close(self):", r"close\(\) failed"),
+        ("reset", "def reset(self, start=0):", "cannot start an episode"),
+    ]:
         path = tools_file.with_name(f"{method}.py")
-        path.write_text(TOOLS.replace(f"def {method}(self):", f"def {method}(self):\n        1 / 0\n"))
-        with pytest.raises(ValueError, match=rf"Counter: {method}\(\) failed on rows.jsonl:1 \(ZeroDivisionError"):
+        path.write_text(TOOLS.replace(line, f"{line}\n        1 / 0\n"))
+        with pytest.raises(ValueError, match=rf"Counter: {error} on rows.jsonl:1 \(ZeroDivisionError"):
             play(lambda text, seed: "x", load_tools((f"{path}:Counter",)), user_prompt("a"))
 
 
-def test_an_object_that_cannot_begin_names_the_row(tools_file):
-    tools_file.write_text(TOOLS.replace("self.count = start", "raise OSError('no room')"))
-    with pytest.raises(ValueError, match=r"cannot begin an episode on rows.jsonl:1 \(OSError: no room\)"):
-        play(lambda text, seed: "x", load_tools((f"{tools_file}:Counter",)), user_prompt("a"))
-
-
-def test_tools_are_shown_by_the_template_and_lengths_are_checked_with_them():
-    tokenizer, toolset, said = with_template(HERMES), load_tools(("lookup",)), []
+def test_the_template_shows_tools_and_lengths_include_them():
+    tokenizer, toolset, lines = with_template(HERMES), load_tools(("lookup",)), []
     prompts = [user_prompt("ab?"), user_prompt("a" * 50)]
-    shown = show_tools(prompts, tokenizer, toolset.schemas, log=said.append)
-    assert "Look up what is stored under a key." in tokenizer.decode(shown[0].ids) and said == []
-    short = len(shown[0].ids)
-    assert len(show_tools(prompts, tokenizer, toolset.schemas, max_prompt_length=short, log=said.append)) == 1
-    assert said == [f"data: left out 1 of 2 prompts over max_prompt_length={short} with the tools"]
-    with pytest.raises(ValueError, match=f"rows.jsonl:1: with the tools in it the prompt has {short + 47} tokens"):
-        show_tools(prompts, tokenizer, toolset.schemas, longest=short)
-    with pytest.raises(ValueError, match="max_prompt_length=5: with the tools all prompts are longer"):
-        show_tools(prompts, tokenizer, toolset.schemas, max_prompt_length=5)
-    with pytest.raises(ValueError, match="rows.jsonl:1: is plain text, and tools need turns"):
-        show_tools([replace(prompts[0], prompt="ab?")], tokenizer, toolset.schemas)
-    assert show_tools(prompts, tiny_tokenizer(), toolset.schemas, log=said.append) == prompts
-    assert "the chat template does not show them to the model" in said[-1]
+    rendered = show_tools(prompts, tokenizer, toolset.schemas, log=lines.append)
+    assert "Look up what is stored under a key." in tokenizer.decode(rendered[0].ids) and lines == []
+    short = len(rendered[0].ids)
+    assert len(show_tools(prompts, tokenizer, toolset.schemas, max_prompt_length=short, log=lines.append)) == 1
+    assert lines == [f"data: skipped 1 of 2 prompts longer than max_prompt_length={short} with the tools"]
+    assert show_tools(prompts, tiny_tokenizer(), toolset.schemas, log=lines.append) == prompts
+    assert lines[1].startswith("tools: the chat template does not show")
+    for rows, limits, message in [
+        (prompts, {"longest": short}, f"rows.jsonl:1: the prompt has {short + 47} tokens"),
+        (prompts, {"max_prompt_length": 5}, "max_prompt_length=5"),
+        ([replace(prompts[0], prompt="ab?")], {}, "rows.jsonl:1: plain text"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            show_tools(rows, tokenizer, toolset.schemas, **limits)
 
 
-def test_settings_that_cannot_work_are_refused():
+def test_tool_config_rejects():
     for settings, message in [
-        (dict(max_turns=3), "max_turns=3: has no effect without tools"),
-        (dict(tool_format="hermes"), "tool_format=hermes: has no effect without tools"),
-        (dict(tools=("lookup",), max_turns=1), "max_turns=1: must be 2 or more"),
-        (dict(tools=("lookup",), max_tool_tokens=0), "max_tool_tokens=0: must be 1 or more"),
-        (dict(tools=("lookup",), tool_timeout=0.0), "tool_timeout=0.0: must be a number of seconds above 0"),
-        (dict(tools=("lookup", "")), "tools='': is not a name"),
-        (dict(rollout_func=""), "rollout_func='': is not a name"),
-        (dict(tools=("lookup",), rollout_func="a.b"), "rollout_func=a.b: makes the completions itself"),
+        (dict(max_turns=3), "max_turns=3: has no effect"),
+        (dict(tool_format="hermes"), "tool_format=hermes: has no effect"),
+        (dict(tools=("lookup",), max_turns=1), "max_turns=1"),
+        (dict(tools=("lookup",), max_tool_tokens=0), "max_tool_tokens=0"),
+        (dict(tools=("lookup",), tool_timeout=0.0), "tool_timeout=0.0"),
+        (dict(tools=("lookup", "")), "tools=''"),
+        (dict(rollout_func=""), "rollout_func=''"),
+        (dict(tools=("lookup",), rollout_func="a.b"), "rollout_func=a.b: .*tools=lookup"),
     ]:
         with pytest.raises(ValueError, match=message):
             ToolConfig(**settings)
 
 
-def test_waiting_for_a_thread_is_not_the_tools_time(monkeypatch):
+def test_waiting_for_a_thread_does_not_count_toward_the_timeout(monkeypatch):
     monkeypatch.setattr("rollout.episodes.tools.MAX_THREADS", 2)
 
     def slow() -> str:
@@ -490,7 +469,7 @@ def test_waiting_for_a_thread_is_not_the_tools_time(monkeypatch):
     assert asyncio.run(many()) == [("ok", False)] * 12
 
 
-def test_a_late_call_that_ends_after_all_no_longer_counts_as_hanging():
+def test_a_late_call_that_ends_no_longer_counts_as_hanging():
     released = threading.Event()
 
     def late() -> str:
@@ -500,7 +479,7 @@ def test_a_late_call_that_ends_after_all_no_longer_counts_as_hanging():
 
     toolset = of(late, timeout=0.05)
 
-    async def one() -> int:
+    async def count_hanging() -> int:
         await toolset.run(Call(name="late"), toolset.begin(user_prompt("?")))
         hanging = toolset.tools["late"].num_hung
         released.set()
@@ -509,13 +488,13 @@ def test_a_late_call_that_ends_after_all_no_longer_counts_as_hanging():
             await asyncio.sleep(0.01)
         return hanging
 
-    assert asyncio.run(one()) == 1
+    assert asyncio.run(count_hanging()) == 1
     assert toolset.tools["late"].num_hung == 0
 
 
-def test_half_a_character_in_a_result_does_not_end_the_run():
+def test_a_lone_surrogate_in_a_result_is_replaced():
     def echo(text: str) -> str:
-        """Says it again."""
+        """Repeats the text."""
         return text
 
     toolset = of(echo)
@@ -530,17 +509,17 @@ STYLED = (
 )
 
 
-def test_settings_of_a_prompt_hold_in_all_turns():
+def test_prompt_settings_apply_to_all_turns():
     tokenizer, toolset = with_template(STYLED), load_tools(("lookup",))
     prompt = replace(user_prompt("ab?", table={"ab": "37"}), settings={"style": "!", "tools": [{"name": "unused"}]})
-    (shown,) = show_tools([prompt], tokenizer, toolset.schemas)
-    text = tokenizer.decode(shown.ids)
+    (rendered,) = show_tools([prompt], tokenizer, toolset.schemas)
+    text = tokenizer.decode(rendered.ids)
     assert text.endswith("<|im_start|>assistant\n!") and '"lookup"' in text and "unused" not in text
     source = EpisodeSource(
         ScriptedEngine(answer_with_the_last_result),
         Sampling(max_tokens=200, stop_ids=(tokenizer.eos_token_id,)),
         ToolEpisode(toolset, tokenizer, tool_format="pythonic"),
     )
-    ((completion,),) = run_groups(source, [[Request.of(shown, 5)]])
+    ((completion,),) = run_groups(source, [[Request.of(rendered, 5)]])
     source.close()
     assert tokenizer.decode(completion.ids).split("<|im_start|>assistant\n")[1] == "!37<|im_end|>"

@@ -1,4 +1,4 @@
-"""Turns put together: transcripts, and what templates write between them."""
+"""Several turns as one sequence: transcripts, and the text that templates write between turns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollout.engine import Completion
 from rollout.episodes.turns import Continuation, Transcript, turn_seed
 from tests.rollout.scripted_engine import tiny_tokenizer
 
-# Templates in the ways of the families, written for these tests.
+# Templates in the style of model families, written for these tests.
 HERMES = (
     "{% if tools %}{{ '<|im_start|>system\n<tool_call>: ' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
     "{% for m in messages %}"
@@ -53,7 +53,7 @@ def turn(prompt_ids: list[int], ids: list[int], version: int = 0, mask: list[boo
     )  # fmt: skip
 
 
-def test_a_transcript_keeps_ids_log_probs_masks_and_versions_of_all_turns():
+def test_a_transcript_joins_ids_log_probs_masks_and_versions():
     transcript = Transcript([5, 6])
     transcript.add(turn([5, 6], [7, 2], version=4))
     transcript.insert([9, 9, 9])
@@ -74,17 +74,17 @@ def test_one_turn_alone_has_no_mask():
     assert transcript.completion("stop", text="").mask is None
 
 
-def test_a_turn_that_was_sampled_behind_other_ids_is_a_bug():
+def test_a_turn_sampled_after_other_ids_is_a_bug():
     with pytest.raises(AssertionError, match=r"sampled after \[4\]"):
         Transcript([5]).add(turn([4], [7]))
 
 
-def test_every_turn_has_a_seed_of_its_own():
+def test_every_turn_has_its_own_seed():
     assert turn_seed(11, 0) == 11
-    assert len({turn_seed(seed, number) for seed in range(50) for number in range(20)}) == 1000
+    assert len({turn_seed(seed, turn) for seed in range(50) for turn in range(20)}) == 1000
 
 
-def test_results_continue_a_turn_as_the_template_writes_them():
+def test_a_continuation_is_what_the_template_writes():
     for template, between in [
         (None, "\n<|im_start|>tool\n37<|im_end|>\n<|im_start|>assistant\n"),
         (HERMES, "\n<|im_start|>user\n<tool_response>\n37\n</tool_response><|im_end|>\n<|im_start|>assistant\n"),
@@ -99,7 +99,7 @@ def test_results_continue_a_turn_as_the_template_writes_them():
         message = {"role": "tool", "name": "f", "tool_call_id": "strop0000", "content": "37"}
         ids = continuation.ids([message], tokenizer.eos_token_id)
         assert tokenizer.decode(ids) == between
-        # The whole conversation rendered at once has the same ids, if the turn's text has those that were sampled.
+        # Rendering the whole conversation gives the same ids if the turn's text encodes to the sampled ids.
         opening = [{"role": "user", "content": "ab?"}, {"role": "assistant", "content": "abc"}]
         if template is None:
             whole = tokenizer.apply_chat_template([*opening, message], tokenize=True, add_generation_prompt=True)
@@ -107,21 +107,21 @@ def test_results_continue_a_turn_as_the_template_writes_them():
             assert whole[-len(ids) :] == ids and whole[-len(ids) - 1] == tokenizer.eos_token_id
 
 
-def test_a_turn_that_ended_without_its_token_gets_it_first():
+def test_a_missing_end_token_is_added_first():
     continuation = Continuation(tiny_tokenizer())
     message = {"role": "tool", "content": "37"}
     assert continuation.ids([message], 50) == [2, *continuation.ids([message], 2)]
-    assert continuation.ids([message], 0) == continuation.ids([message], 2)  # <|endoftext|> is an end as well
+    assert continuation.ids([message], 0) == continuation.ids([message], 2)  # <|endoftext|> also ends a turn
 
 
-def test_several_results_stand_one_after_the_other():
+def test_several_results_are_rendered_in_order():
     tokenizer = with_template(HERMES)
     messages = [{"role": "tool", "content": text} for text in ("1", "2")]
     text = tokenizer.decode(Continuation(tokenizer).ids(messages, 2))
     assert text.count("<tool_response>") == 2 and text.count("<|im_start|>user") == 1
 
 
-def test_an_observation_may_come_as_a_user_turn():
+def test_an_observation_may_be_a_user_turn():
     ids = Continuation(tiny_tokenizer(), role="user").ids([{"role": "user", "content": "go on"}], 2)
     assert tiny_tokenizer().decode(ids) == "\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
 
@@ -129,10 +129,10 @@ def test_an_observation_may_come_as_a_user_turn():
 CHATML = tiny_tokenizer().chat_template
 
 
-def test_a_template_that_cannot_continue_exactly_is_refused():
+def test_a_template_that_cannot_continue_exactly_is_rejected():
     for template, message in [
-        (CHATML.replace("in messages", "in messages[-1:]"), "writes earlier turns differently once others follow them"),
-        ("{{ messages | length }}" + CHATML, "writes earlier turns differently once others follow them"),
+        (CHATML.replace("in messages", "in messages[-1:]"), "renders earlier turns differently"),
+        ("{{ messages | length }}" + CHATML, "renders earlier turns differently"),
         (CHATML.replace("message['content']", "(message['content'] if loop.index < 4 else '')"), "does not show"),
         (
             "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -144,13 +144,13 @@ def test_a_template_that_cannot_continue_exactly_is_refused():
             "{% endfor %}",
             "does not show a message of the role 'tool'",
         ),
-        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "closes an assistant turn with no"),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "special token"),
     ]:
         with pytest.raises(ValueError, match=f"chat_template: .*(?:{message})"):
             Continuation(with_template(template))
 
 
-def test_settings_of_the_prompt_hold_between_turns_too():
+def test_prompt_settings_apply_between_turns():
     template = HERMES.replace("'<think>\n' if THINKS else ''", "'' if enable_thinking else '<think>\n\n</think>\n\n'")
     continuation = Continuation(with_template(template.replace("THINKS", "false")))
     message = {"role": "tool", "name": "f", "content": "37"}

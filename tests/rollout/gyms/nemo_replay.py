@@ -3,8 +3,8 @@
     with Replay(assets / "data" / "nemo_gym") as replay:
         client = GymClient(NemoGymConfig(datasets=("x",), head_port=replay.port))
 
-It plays back recorded exchanges: a request gets the reply of the recording with the same route, input and completion.
-Like the real thing it verifies 0.0 without a word when the cookie of /seed_session does not come back.
+It replays recorded exchanges: a request gets the reply of the recording with the same route, input and completion.
+Like the real servers it verifies 0.0 without an error if the cookie of /seed_session is missing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Replay:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(self))
         self.server.daemon_threads = True
         self.port = self.server.server_address[1]
-        self.server.handle_error = lambda *_: None  # a client that gave up: some tests want that
+        self.server.handle_error = lambda *_: None  # some tests disconnect the client
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True)
 
     def __enter__(self) -> Replay:
@@ -52,15 +52,15 @@ class Replay:
         self.server.server_close()
         self.thread.join()
 
-    def add(self, route: str, input_: Any, reply: dict[str, Any], said: str | None = None) -> None:
-        """An exchange that was not recorded."""
+    def add(self, route: str, input_: Any, reply: dict[str, Any], text: str | None = None) -> None:
+        """Add an exchange that was not recorded."""
         request: dict[str, Any] = {"responses_create_params": {"input": input_}}
-        if said is not None:
-            request["response"] = {"output": [{"content": [{"text": said}]}]}
+        if text is not None:
+            request["response"] = {"output": [{"content": [{"text": text}]}]}
         self.exchanges.append((route, {"request": request, "status": 200, "response": reply}))
 
     def config(self) -> dict[str, Any]:
-        """What the head server tells, in the shape of the real one; some listen on every interface."""
+        """Return the head server's configuration in the real format; servers listen on every interface."""
         place = {"entrypoint": "app.py", "host": "0.0.0.0", "port": self.port}
         tree: dict[str, Any] = {"head_server": {"host": "127.0.0.1", "port": self.port}}
         for name in ("reasoning_gym", "example_session_state_mgmt", "example_single_tool_call"):
@@ -88,12 +88,12 @@ class Replay:
 
 
 def fingerprint(body: dict[str, Any]) -> tuple[str, ...]:
-    """What the model was asked, and what it said."""
+    """Return the input and the texts of the output."""
     given = body.get("responses_create_params", {}).get("input", "")
     asked = given if isinstance(given, str) else "|".join(str(item.get("content")) for item in given)
     output = body.get("response", {}).get("output", [])
-    said = [part["text"] for item in output for part in item.get("content", [])]
-    return (asked, *said)
+    texts = [part["text"] for item in output for part in item.get("content", [])]
+    return (asked, *texts)
 
 
 def handler_of(replay: Replay) -> type[BaseHTTPRequestHandler]:

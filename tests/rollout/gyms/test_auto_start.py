@@ -1,4 +1,4 @@
-"""`--nemo-gym.auto-start` with a small stand-in for the gym: how its servers begin and end, and what can go wrong.
+"""`--nemo-gym.auto-start` with a small fake gym: start and stop of its servers, and errors.
 
 The real gym is in tests/rollout/vllm/test_nemo_gym_real.py.
 """
@@ -26,9 +26,9 @@ from rollout.servers.command import TOKEN
 from rollout.servers.options import VllmConfig
 from tests.entry import ROOT, environment, metrics, processes_with, run_ok
 from tests.rollout.gyms.small_gym import make_gym, write_config
-from tests.rollout.gyms.test_nemo_gym import math_row, prompt_of, rewards_of, said
+from tests.rollout.gyms.test_nemo_gym import completion_of, math_row, prompt_of, rewards_of
 
-OURS = [("http://127.0.0.1:8000", "secret")]
+VLLM = [("http://127.0.0.1:8000", "secret")]
 ROWS = [json.dumps(math_row(f"1{n}+2=", answer=str(12 + n))) + "\n" for n in range(8)]
 
 
@@ -38,8 +38,8 @@ def gym(tmp_path) -> Path:
 
 
 def config(gym: Path, **settings: Any) -> NemoGymConfig:
-    given = {"datasets": ("rows.jsonl",), "dir": str(gym), "config_paths": ("configs/all.yaml",), **settings}
-    return NemoGymConfig(auto_start=True, **given)
+    defaults = {"datasets": ("rows.jsonl",), "dir": str(gym), "config_paths": ("configs/all.yaml",)}
+    return NemoGymConfig(auto_start=True, **defaults | settings)
 
 
 def get(url: str) -> dict[str, Any]:
@@ -53,22 +53,22 @@ def await_none(setting: str, seconds: float = 20.0) -> None:
         time.sleep(0.1)
 
 
-# life and death --------------------------------------------------------------------------------------------------
+# start and stop --------------------------------------------------------------------------------------------------
 
 
-def test_the_needed_servers_and_what_they_refer_to_are_started_on_loopback_and_end(gym, tmp_path, monkeypatch):
+def test_the_needed_servers_and_their_references_start_on_loopback_and_stop(gym, tmp_path, monkeypatch):
     monkeypatch.setenv(TOKEN, "secret")
     monkeypatch.setenv("STROP_TEST_GYM", str(tmp_path))
-    told: list[str] = []
-    servers = GymServers(config(gym), told.append)
-    servers.start({"sums_agent"}, OURS, tmp_path / "logs")
+    lines: list[str] = []
+    servers = GymServers(config(gym), lines.append)
+    servers.start({"sums_agent"}, VLLM, tmp_path / "logs")
     try:
         urls = {server.name: server.url for server in servers.running}
         assert sorted(urls) == ["policy_model", "sums", "sums_agent"]  # others is not needed
         shown = get(f"{urls['sums']}/config")
-        place = {name: (fields["host"], fields["port"]) for name, fields in servers_of(shown["config"]).items()}
-        assert all(url == "http://{}:{}".format(*place[name]) for name, url in urls.items())
-        assert {host for host, _ in place.values()} == {"127.0.0.1"}  # the file says 0.0.0.0
+        addresses = {name: (fields["host"], fields["port"]) for name, fields in servers_of(shown["config"]).items()}
+        assert all(url == "http://{}:{}".format(*addresses[name]) for name, url in urls.items())
+        assert {host for host, _ in addresses.values()} == {"127.0.0.1"}  # 0.0.0.0 in the file
         assert "num_workers" not in servers_of(shown["config"])["sums"]
         assert Path(shown["cwd"]) == gym / "resources_servers" / "sums"
         assert TOKEN not in shown["environ"] and str(ROOT) not in shown["environ"]["PYTHONPATH"]
@@ -77,7 +77,7 @@ def test_the_needed_servers_and_what_they_refer_to_are_started_on_loopback_and_e
         assert proxy["return_token_id_information"] is True
         assert len(processes_with(f"STROP_TEST_GYM={tmp_path}")) == 6  # each with its guard
         assert servers.ended() is None
-        assert told[0] == f"NeMo Gym: starting sums_agent, policy_model, sums, logs in {tmp_path}/logs/gym-*.log"
+        assert lines[0] == f"NeMo Gym: starting sums_agent, policy_model, sums, logs in {tmp_path}/logs/gym-*.log"
     finally:
         servers.stop()
     servers.stop()
@@ -109,14 +109,14 @@ def test_the_servers_end_with_the_process_that_started_them(gym, tmp_path, how):
     )  # fmt: skip
     with parent:
         while (line := parent.stdout.readline()) != "up\n":
-            assert line, "it ended before its servers were up"
+            assert line, "the process ended before its servers were up"
         if how != "raise":
             assert len(processes_with(f"STROP_TEST_GYM={tmp_path}")) == 3
             parent.send_signal(getattr(signal, f"SIG{how}"))
     await_none(f"STROP_TEST_GYM={tmp_path}")
 
 
-def test_a_guard_that_is_killed_takes_its_server_along(gym, tmp_path, monkeypatch):
+def test_a_server_ends_with_its_guard(gym, tmp_path, monkeypatch):
     monkeypatch.setenv("STROP_TEST_GYM", str(tmp_path))
     servers = GymServers(config(gym), lambda text: None)
     servers.start({"others"}, [], tmp_path / "logs")
@@ -128,62 +128,56 @@ def test_a_guard_that_is_killed_takes_its_server_along(gym, tmp_path, monkeypatc
 # errors ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_there_is_said_before_anything_starts(gym, tmp_path):
+def test_missing_files_are_reported_before_anything_starts(gym, tmp_path):
     bare = tmp_path / "bare"
     shutil.copytree(gym / "configs", bare / "configs")
     write_config(gym, "configs/refused.yaml", model=False)
     (gym / "configs" / "refused.yaml").write_text("refused: true\n")
-    for settings, says in [
-        ({"dir": str(tmp_path / "no")}, f"nemo_gym.dir={tmp_path}/no: is not a folder; name the folder of the gym"),
-        ({"config_paths": ("a.yaml",)}, f"nemo_gym.config_paths=a.yaml: {gym}/a.yaml is not a file; name a YAML file"),
-        ({"dir": str(bare), "python": sys.executable}, f"nemo_gym.python={sys.executable}: has no nemo_gym; name the"),
-        ({"python": "/no/python"}, "nemo_gym.python=/no/python: could not be run"),
-        ({"config_paths": ("configs/refused.yaml",)}, "the gym refuses them (ValueError: no server of that kind)"),
+    for settings, message in [
+        ({"dir": str(tmp_path / "no")}, f"nemo_gym.dir={tmp_path}/no: "),
+        ({"config_paths": ("a.yaml",)}, f"nemo_gym.config_paths=a.yaml: {gym}/a.yaml "),
+        ({"dir": str(bare), "python": sys.executable}, f"nemo_gym.python={sys.executable}: nemo_gym is not installed"),
+        ({"python": "/no/python"}, "nemo_gym.python=/no/python: "),
+        ({"config_paths": ("configs/refused.yaml",)}, "refused.yaml: the gym rejects them (ValueError: no server of"),
     ]:
         with pytest.raises(ValueError) as caught:
             GymServers(config(gym, **settings))
-        assert says in str(caught.value) and "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match="is not a file; name a YAML file"):  # before rows are read
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="nemo_gym.config_paths=a.yaml"):  # before rows are read
         GymClient(config(gym, config_paths=("a.yaml",)))
 
 
 @pytest.mark.parametrize(
-    ("behaves", "says"),
+    ("behaves", "message"),
     [
-        (
-            "dies",
-            "nemo_gym.auto_start=True: the gym's server sums has ended (ModuleNotFoundError: No module named 'p",
-        ),
-        (
-            "port",
-            "the gym's server sums has ended (ERROR:    [Errno 98] error while attempting to bind on address: ",
-        ),
+        ("dies", "nemo_gym.auto_start=True: the gym's server sums has ended (ModuleNotFoundError: No module named 'p"),
+        ("port", "the gym's server sums has ended (ERROR:    [Errno 98] error while attempting to bind on address: "),
         ("hangs", "nemo_gym.server_timeout=2: the gym's server sums does not answer at http://127.0.0.1:"),
     ],
 )
-def test_a_server_that_does_not_come_up_is_told_with_its_log(gym, tmp_path, monkeypatch, behaves, says):
+def test_a_server_that_does_not_start_is_reported_with_its_log(gym, tmp_path, monkeypatch, behaves, message):
     monkeypatch.setenv("STROP_TEST_GYM", str(tmp_path))
     write_config(gym, behaves=behaves)
     servers = GymServers(config(gym, server_timeout=2.0 if behaves == "hangs" else 60.0), lambda text: None)
     with pytest.raises(ValueError) as caught:
         servers.start({"sums", "others"}, [], tmp_path / "logs")
-    assert says in str(caught.value)
+    assert message in str(caught.value)
     assert str(caught.value).endswith(f"see {tmp_path}/logs/gym-sums.log")
-    assert behaves != "hangs" or "its log ends with 'loading the puzzles'; raise it, or see" in str(caught.value)
+    assert behaves != "hangs" or "'loading the puzzles'" in str(caught.value)
     assert processes_with(f"STROP_TEST_GYM={tmp_path}") == []
 
 
-def test_code_that_is_missing_is_named(gym, tmp_path):
+def test_missing_server_code_is_reported(gym, tmp_path):
     (gym / "resources_servers" / "sums" / "app.py").unlink()
     servers = GymServers(config(gym), lambda text: None)
-    with pytest.raises(ValueError, match="has no resources_servers/sums/app.py, which is the server sums; name"):
+    with pytest.raises(ValueError, match="nemo_gym.dir=.*resources_servers/sums/app.py"):
         servers.start({"sums"}, [], tmp_path / "logs")
 
 
 # the configuration -----------------------------------------------------------------------------------------------
 
 
-def test_our_model_takes_the_place_of_the_stand_ins():
+def test_the_vllm_servers_replace_the_placeholders():
     agent = {"entrypoint": "app.py", "model_server": {"type": "responses_api_models", "name": "policy_model"}}
     judge = {"entrypoint": "app.py", "judges": [{"type": "responses_api_models", "name": "other"}]}
     tree = {
@@ -195,22 +189,23 @@ def test_our_model_takes_the_place_of_the_stand_ins():
     }
     assert with_references(tree, {"agent"}) == ["agent", "policy_model"]
     assert with_references(tree, {"judge", "agent"}) == ["agent", "judge", "policy_model", "other"]
-    made = with_model(tree, ["agent", "policy_model"], OURS)
-    assert made["policy_model"] == {"responses_api_models": {"vllm_model": {
+    replaced = with_model(tree, ["agent", "policy_model"], VLLM)
+    assert replaced["policy_model"] == {"responses_api_models": {"vllm_model": {
         "entrypoint": "app.py", "base_url": ["http://127.0.0.1:8000/v1"], "api_key": "secret", "model": "base",
         "return_token_id_information": True, "uses_reasoning_parser": False,
     }}}  # fmt: skip
-    assert servers_of(made)["other"]["base_url"] == ["http://127.0.0.1:8000/v1"]
-    assert "dummy_model" in tree["policy_model"]["responses_api_models"]  # its argument is left as it was
-    with pytest.raises(ValueError, match="rollout.engine=local: the gym's server policy_model asks the model"):
-        with_model(tree, ["agent", "policy_model"], [])
-    with pytest.raises(ValueError, match="rollout.engine=local: the gym's server other asks the model"):
-        with_model(tree, ["judge", "other"], [])
-    with pytest.raises(ValueError, match="their tokens differ, and the gym's model server has one for all"):
-        with_model(tree, ["agent", "policy_model"], [*OURS, ("http://127.0.0.1:8001", "another")])
+    assert servers_of(replaced)["other"]["base_url"] == ["http://127.0.0.1:8000/v1"]
+    assert "dummy_model" in tree["policy_model"]["responses_api_models"]  # the argument is unchanged
+    for names, model, message in [
+        (["agent", "policy_model"], [], "rollout.engine=local: the gym's server policy_model"),
+        (["judge", "other"], [], "rollout.engine=local: the gym's server other"),
+        (["agent", "policy_model"], [*VLLM, ("http://127.0.0.1:8001", "another")], "vllm.url=.* tokens differ"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            with_model(tree, names, model)
 
 
-def test_our_servers_get_ports_that_they_keep(monkeypatch):
+def test_vllm_servers_get_fixed_ports(monkeypatch):
     monkeypatch.delenv(TOKEN, raising=False)
     chosen = known_servers(VllmConfig())
     assert chosen.port > 0
@@ -218,7 +213,7 @@ def test_our_servers_get_ports_that_they_keep(monkeypatch):
         free.bind(("127.0.0.1", chosen.port))
     assert known_servers(VllmConfig(port=8123)).port == 8123
     assert known_servers(VllmConfig(url=("http://127.0.0.1:8000",))).port == 0
-    with pytest.raises(ValueError, match="vllm.replicas=2: the gym's model server has one token for all servers"):
+    with pytest.raises(ValueError, match="vllm.replicas=2"):
         known_servers(VllmConfig(replicas=2))
     monkeypatch.setenv(TOKEN, "secret")
     assert known_servers(VllmConfig(replicas=3)).port > 0
@@ -227,28 +222,27 @@ def test_our_servers_get_ports_that_they_keep(monkeypatch):
 # the client and whole runs ---------------------------------------------------------------------------------------
 
 
-def test_completions_are_verified_and_a_server_that_dies_is_named(gym, tmp_path):
-    told: list[str] = []
-    client = GymClient(config(gym, retries=0), told.append)
+def test_completions_are_verified_and_a_dead_server_is_reported(gym, tmp_path):
+    client = GymClient(config(gym, retries=0), lambda text: None)
     try:
-        with pytest.raises(ValueError, match="@sum: the files of nemo_gym.config_paths describe no such resource serv"):
+        with pytest.raises(ValueError, match="@sum: no such resource server in nemo_gym.config_paths"):
             client.connect([prompt_of(math_row("q"), "sum")], multi_turn=False)
         prompt = prompt_of(math_row("1+2=", answer="3"), "sums")
         client.connect([prompt], multi_turn=False)
         client.start([], tmp_path / "logs")
         assert [server.name for server in client.servers.running] == ["sums"]
         rewards = rewards_of(client)
-        assert rewards.score([prompt, prompt], [said("= 3"), said("4")]).values == [[1.0], [0.0]]
+        assert rewards.score([prompt, prompt], [completion_of("= 3"), completion_of("4")]).values == [[1.0], [0.0]]
         pid = get(f"{client.servers.running[0].url}/config")["pid"]
         os.kill(pid, signal.SIGKILL)
         client.servers.running[0].guard.wait(20)
         with pytest.raises(ValueError, match=f"the gym's server sums has ended .*see {tmp_path}/logs/gym-sums.log"):
-            rewards.score([prompt], [said("3")])
+            rewards.score([prompt], [completion_of("3")])
     finally:
         client.close()
 
 
-def test_a_run_starts_its_gym_trains_and_leaves_nothing(gym, tmp_path):
+def test_a_run_starts_its_gym_trains_and_leaves_no_process(gym, tmp_path):
     (gym / "data.jsonl").write_text("".join(ROWS))
     run_ok(
         "--method", "grpo", "--model", "builtin:tiny", "--reward-funcs", "nemo_gym:verify", "--max-steps", 2,

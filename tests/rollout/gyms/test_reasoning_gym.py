@@ -1,4 +1,4 @@
-"""reasoning-gym as data and as verifier, with the real package; skipped where it is not installed."""
+"""reasoning-gym as data and as verifier, with the real package; skipped if it is not installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from data.rows.prompts import load_prompts
 from data.sources import DataSpec, load_rows, parse_spec
 from rollout.engine import Completion
-from rollout.gyms.reasoning_gym import final_answer, load, score
+from rollout.gyms.reasoning_gym import final_answer, score
 from rollout.rewards.table import load_rewards
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -26,16 +26,16 @@ def rows(spec: str) -> list[dict]:
     return [row.columns for row in load_rows(parse_spec(spec))]
 
 
-def said(text: str) -> list[dict]:
+def message_of(text: str) -> list[dict]:
     return [{"role": "assistant", "content": text}]
 
 
-def verdicts(made: list[dict], texts: list[str]) -> list[float | None]:
-    columns = {name: [row.get(name) for row in made] for name in ("metadata", "answer", "reasoning_gym")}
-    return score([said(text) for text in texts], **columns)
+def verdicts(examples: list[dict], texts: list[str]) -> list[float | None]:
+    columns = {name: [row.get(name) for row in examples] for name in ("metadata", "answer", "reasoning_gym")}
+    return score([message_of(text) for text in texts], **columns)
 
 
-def test_the_answer_is_in_the_last_tag_or_is_the_whole_text():
+def test_the_answer_is_the_last_tag_or_the_whole_text():
     assert final_answer("<think>3</think><answer> 4 </answer> no: <answer>\n5</answer>") == "5"
     assert final_answer(" -4\n") == "-4"
     assert final_answer("<answer>4") == "<answer>4"
@@ -48,17 +48,16 @@ def test_a_spec_keeps_the_settings_of_the_task_as_text():
 
 
 @pytest.mark.skipif(INSTALLED, reason="reasoning-gym is installed")
-def test_without_the_package_both_say_what_to_install():
-    for call in (load, lambda: load_rows(parse_spec("reasoning_gym:chain_sum"))):
-        with pytest.raises(ValueError, match=r"reasoning-gym is not installed; pip install -e '.\[rewards\]'"):
-            call()
+def test_without_the_package_the_error_names_the_extra():
+    with pytest.raises(ValueError, match=r"pip install -e '.\[rewards\]'"):
+        load_rows(parse_spec("reasoning_gym:chain_sum"))
 
 
 @installed
 def test_rows_of_a_task_with_its_settings():
-    made = rows("reasoning_gym:chain_sum:size=40,max_terms=2,max_digits=1")
-    assert len(made) == 40
-    for row in made:
+    examples = rows("reasoning_gym:chain_sum:size=40,max_terms=2,max_digits=1")
+    assert len(examples) == 40
+    for row in examples:
         expression = row["metadata"]["expression"]
         assert row["answer"] == str(eval(expression))
         assert row["prompt"] == [{"role": "user", "content": f"State the final answer to the following arithmetic "
@@ -69,9 +68,9 @@ def test_rows_of_a_task_with_its_settings():
 
 @installed
 def test_a_list_is_written_with_bars():
-    made = rows("reasoning_gym:basic_arithmetic:size=10,operators=+|-,max_terms=2,min_terms=2")
-    assert all("*" not in row["prompt"][0]["content"] and "/" not in row["prompt"][0]["content"] for row in made)
-    assert made[0]["reasoning_gym"]["options"]["operators"] == ["+", "-"]
+    examples = rows("reasoning_gym:basic_arithmetic:size=10,operators=+|-,max_terms=2,min_terms=2")
+    assert all("*" not in row["prompt"][0]["content"] and "/" not in row["prompt"][0]["content"] for row in examples)
+    assert examples[0]["reasoning_gym"]["options"]["operators"] == ["+", "-"]
 
 
 @installed
@@ -86,7 +85,7 @@ def test_train_and_eval_share_no_question_whatever_the_seed():
 @installed
 @pytest.mark.parametrize("task", ["ransom_note", "list_functions"])
 def test_rows_are_the_same_in_every_process(task):
-    """When made in process, one depends on the hash seed, the other on the random module's own numbers, too."""
+    """Built in process, one task depends on the hash seed, the other also on the random module's state."""
     code = (
         "import json; from data.sources import load_rows, parse_spec;"
         f"print(json.dumps([row.columns for row in load_rows(parse_spec('reasoning_gym:{task}:size=4'))]))"
@@ -115,40 +114,40 @@ def test_rows_are_the_same_in_every_process(task):
         ("reasoning_gym:chain_sum:split=eval,size=100,max_terms=2,max_digits=1", "only 17 rows for split=eval"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_made_is_refused(spec, message):
+def test_bad_specs_are_rejected(spec, message):
     with pytest.raises(ValueError, match=message):
         load_rows(parse_spec(spec))
 
 
 @installed
 @pytest.mark.parametrize("task", ["arc_agi", "rearc", "countdown"])
-def test_the_own_answer_scores_one_and_another_does_not(task):
-    """arc_agi and rearc compare tuples: read back from JSON without care, the right board scores 0.05."""
-    made = rows(f"reasoning_gym:{task}:size=3")
-    through_json = json.loads(json.dumps(made))
-    assert verdicts(through_json, [row["answer"] for row in made]) == [1.0, 1.0, 1.0]
-    assert verdicts(through_json, [f"<answer>{row['answer']}</answer>" for row in made]) == [1.0, 1.0, 1.0]
+def test_only_the_correct_answer_scores_1(task):
+    """arc_agi and rearc compare tuples: naively read from JSON, the correct board scores 0.05."""
+    examples = rows(f"reasoning_gym:{task}:size=3")
+    through_json = json.loads(json.dumps(examples))
+    assert verdicts(through_json, [row["answer"] for row in examples]) == [1.0, 1.0, 1.0]
+    assert verdicts(through_json, [f"<answer>{row['answer']}</answer>" for row in examples]) == [1.0, 1.0, 1.0]
     assert max(verdicts(through_json, ["I do not know"] * 3)) < 0.5
 
 
 @installed
-def test_a_verifier_that_fails_on_a_text_calls_it_wrong():
-    made = rows("reasoning_gym:prime_factorization:size=2")
-    assert verdicts(made, ["two times three", made[1]["answer"]]) == [0.0, 1.0]
+def test_a_text_on_which_the_verifier_fails_scores_0():
+    examples = rows("reasoning_gym:prime_factorization:size=2")
+    assert verdicts(examples, ["two times three", examples[1]["answer"]]) == [0.0, 1.0]
 
 
 @installed
-def test_a_verifier_uses_the_settings_its_rows_were_made_with():
-    """decimal_arithmetic rounds to the decimals of its settings: with the defaults, more digits would be compared."""
-    made = rows("reasoning_gym:decimal_arithmetic:size=1,min_num_decimal_places=1,max_num_decimal_places=1")
-    close = str(float(made[0]["answer"]) + 0.01)
-    assert verdicts(made, [close]) == [1.0]
-    without = [{**made[0], "reasoning_gym": None}]
+def test_the_verifier_uses_the_settings_of_the_rows():
+    """decimal_arithmetic rounds to the decimals in its settings; the defaults would compare more digits."""
+    examples = rows("reasoning_gym:decimal_arithmetic:size=1,min_num_decimal_places=1,max_num_decimal_places=1")
+    close = str(float(examples[0]["answer"]) + 0.01)
+    assert verdicts(examples, [close]) == [1.0]
+    without = [{**examples[0], "reasoning_gym": None}]
     assert verdicts(without, [close]) == [0.0]
 
 
 @installed
-def test_a_verifier_that_is_fooled_is_named(capsys):
+def test_a_verifier_that_rewards_nonsense_is_reported(capsys):
     rows("reasoning_gym:game_of_life_halting:size=20")
     assert "scores nonsense up to 1" in capsys.readouterr().err
 
@@ -156,11 +155,11 @@ def test_a_verifier_that_is_fooled_is_named(capsys):
 @installed
 def test_rows_of_other_data_get_none():
     columns = {"metadata": [None, {"difficulty": 3}], "answer": ["1", "2"]}
-    assert score([said("1"), said("2")], **columns) == [None, None]
+    assert score([message_of("1"), message_of("2")], **columns) == [None, None]
 
 
 @installed
-def test_a_file_of_its_rows_is_scored_by_the_reward_of_that_name(asset):
+def test_the_reward_scores_rows_from_a_file(asset):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "trainer" / "tiny")

@@ -1,4 +1,4 @@
-"""A verifiers environment for tests: count in turns. The model is asked for numbers, one after the other.
+"""A verifiers environment for tests: count in turns. The model is asked for numbers sequentially.
 
 The harness runs in this process: it asks the rollout's endpoint, as a program in a sandbox would.
 """
@@ -44,7 +44,7 @@ class ToyTaskset(vf.Taskset[ToyTask, ToyConfig]):
 
 class ToyHarnessConfig(vf.HarnessConfig):
     rewrites: bool = False
-    """Change what the model has said, so that the next prompt does not continue it."""
+    """Rewrite the model's answer, so that the next prompt does not continue it."""
     fails: bool = False
 
 
@@ -59,7 +59,7 @@ class ToyHarness(vf.Harness[ToyHarnessConfig]):
         async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
             for number in range(trace.task.data.rounds):
                 reply = await client.chat.completions.create(model=ctx.model, messages=messages)
-                said = reply.choices[0].message.content or ""
-                messages.append({"role": "assistant", "content": "hm" if self.config.rewrites else said})
+                text = reply.choices[0].message.content or ""
+                messages.append({"role": "assistant", "content": "hm" if self.config.rewrites else text})
                 messages.append({"role": "user", "content": f"{number}+2="})
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")

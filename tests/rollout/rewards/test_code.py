@@ -1,4 +1,4 @@
-"""Programs that are really run, good and bad."""
+"""The `code` reward on real programs, good and bad."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from data.types import Prompt
 from rollout.engine import Completion
-from rollout.rewards.code import apart, last_block, passes, program
+from rollout.rewards.code import isolate, last_block, passes, program
 from rollout.rewards.table import load_rewards
 from tests.rollout.rewards.code_programs import ASSERTS, ATTACKS, CHECK, HONEST
 
@@ -25,10 +25,11 @@ def score(prompts: list, texts: list[str], **columns: list) -> list[float | None
         Prompt(source=f"x:{i}", prompt=prompt, ids=[1], columns={name: values[i] for name, values in columns.items()})
         for i, prompt in enumerate(prompts)
     ]
-    done = [
-        Completion(prompt_ids=[1], ids=[1], logps=[0.0], finish_reason="stop", text=text, versions=[]) for text in texts
-    ]
-    return load_rewards(["code:4"]).score(rows, done).totals
+    return load_rewards(["code:4"]).score(rows, completions(texts)).totals
+
+
+def completions(texts: list[str]) -> list[Completion]:
+    return [Completion(prompt_ids=[1], ids=[1], logps=[0.0], finish_reason="stop", text=t, versions=[]) for t in texts]
 
 
 def fenced(code: str) -> str:
@@ -42,9 +43,8 @@ def chat(text: str) -> list[dict[str, str]]:
 def test_assert_lines_decide():
     good, bad = "def double(x):\n    return 2 * x", "def double(x):\n    return x + 2"
     tests = ["assert double(2) == 4", "assert double(5) == 10"]
-    asked = chat("Write a function that doubles a number.")
     assert score(
-        [asked] * 6,
+        [chat("Write a function that doubles a number.")] * 6,
         [fenced(good), fenced(bad), good, fenced(bad) + fenced(good), "I cannot.", fenced(good)],
         tests=[tests, tests, "\n".join(tests), tests, tests, None],
     ) == [1.0, 0.0, 1.0, 1.0, 0.0, None]
@@ -66,7 +66,7 @@ def test_the_last_block_is_the_program():
 STUB = 'import math\n\ndef area(r):\n    """Of a circle."""\n'
 
 
-def test_a_completion_may_go_on_where_the_prompt_stops():
+def test_a_completion_may_continue_the_prompt():
     tests = "def check(candidate):\n    assert abs(candidate(2) - 12.566) < 0.001\n"
     pairs = [
         (STUB, "    return math.pi * r**2\n"),
@@ -76,7 +76,7 @@ def test_a_completion_may_go_on_where_the_prompt_stops():
         (chat("The area of a circle, please."), fenced("import math\ndef area(r):\n    return math.pi * r**2\n")),
     ]
     prompts, texts = [list(column) for column in zip(*pairs, strict=True)]
-    columns = {"test": [tests] * 6, "entry_point": ["area"] * 6}  # as HumanEval calls them
+    columns = {"test": [tests] * 6, "entry_point": ["area"] * 6}  # HumanEval's names
     wrong = texts[0].replace("**2", "**3")
     assert score([*prompts, STUB], [*texts, wrong], **columns) == [1.0] * 5 + [0.0]
 
@@ -86,11 +86,11 @@ def test_prose_is_not_run():
     assert program("x = 1", chat("Import taxes from (2010)?"), None) == "x = 1"
 
 
-def test_humaneval_rows_as_they_ship(asset):
+def test_humaneval_rows(asset):
     with gzip.open(asset("data/HumanEval.jsonl.gz"), "rt") as lines:
         rows = [json.loads(line) for line in lines]
-    together = [i for i, row in enumerate(rows) if apart(f"{row['test']}\ncheck({row['entry_point']})") is None]
-    assert together == [32], "it makes a random.Random"
+    together = [i for i, row in enumerate(rows) if isolate(f"{row['test']}\ncheck({row['entry_point']})") is None]
+    assert together == [32], "this test creates a random.Random"
     rows = [rows[number] for number in (0, 32, 33, 53)]
     columns = {name: [row[name] for row in rows for _ in range(2)] for name in ("test", "entry_point")}
     texts = [text for row in rows for text in (row["canonical_solution"], "    return None\n")]
@@ -98,7 +98,7 @@ def test_humaneval_rows_as_they_ship(asset):
 
 
 def failures(cases: dict[str, tuple[str, str]], seconds: float) -> set[str]:
-    """Names of the (program, tests) that do not pass."""
+    """Return the names of the (program, tests) pairs that do not pass."""
     with ThreadPoolExecutor(4) as threads:
         passed = threads.map(lambda case: passes(textwrap.dedent(case[0]), case[1], seconds), cases.values())
         return {name for name, ok in zip(cases, passed, strict=True) if not ok}
@@ -117,7 +117,7 @@ def test_ending_early_is_not_passing():
     assert failures({source: (source, tests) for source in sources}, 4.0) == {*sources}
 
 
-def test_what_the_limits_are_for():
+def test_programs_that_exceed_a_limit_fail():
     sources = [
         "while True: pass",
         "import signal, time; signal.signal(signal.SIGALRM, signal.SIG_IGN); time.sleep(100)",
@@ -138,7 +138,7 @@ def test_what_the_limits_are_for():
         assert time.perf_counter() - started < 30
 
 
-def test_ordinary_programs_have_what_they_need(monkeypatch):
+def test_ordinary_programs_work(monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "x")
     source = """
         import asyncio, collections, dataclasses, os, tempfile, time
@@ -172,35 +172,32 @@ def test_nothing_is_left_behind(tmp_path, monkeypatch):
 def test_in_workers_and_with_faults():
     rows = [Prompt(source=f"x:{i}", prompt="?", ids=[1], columns={"tests": "assert x == 1"}) for i in range(4)]
     texts = ["x = 1", "x = 2", "while True: pass", "x = 1"]
-    done = [
-        Completion(prompt_ids=[1], ids=[1], logps=[0.0], finish_reason="stop", text=text, versions=[]) for text in texts
-    ]
     rewards = load_rewards(["code:1"], num_workers=2, memory_gb=1.0)
     assert rewards.names == ["code"]
-    assert rewards.score(rows, done).totals == [1.0, 0.0, 0.0, 1.0], "a program that hangs has failed, and that is all"
+    assert rewards.score(rows, completions(texts)).totals == [1.0, 0.0, 0.0, 1.0], "a program that hangs only fails"
     rewards.close()
 
 
-def test_bad_settings_are_refused():
+def test_bad_settings_are_rejected():
     for argument in ("", "fast", "0", "nan", "1e9"):
-        with pytest.raises(ValueError, match=f"reward_funcs=code:{argument}: write code:SECONDS"):
+        with pytest.raises(ValueError, match=f"reward_funcs=code:{argument}: .*code:SECONDS"):
             load_rewards([f"code:{argument}"])
-    with pytest.raises(ValueError, match="raised ValueError: the data has neither a column 'tests' nor 'test' on x:0"):
+    with pytest.raises(ValueError, match="'tests' nor 'test' on x:0"):
         score(["?"], ["x = 1"])
 
 
-def test_tricks_earn_nothing():
-    assert apart(ASSERTS) and apart(CHECK)
+def test_attacks_earn_nothing():
+    assert isolate(ASSERTS) and isolate(CHECK)
     cases = {name: (source, CHECK) for name, source in ATTACKS.items()}
     cases |= {f"{name} (asserts)": (ATTACKS[name], ASSERTS) for name in ("equal to everything", "a tracer that jumps")}
     assert failures(cases, 3.0) == {*cases}
 
 
-def test_honest_programs_keep_their_reward():
+def test_honest_programs_pass():
     assert failures(HONEST, 10.0) == set()
 
 
-def test_which_tests_run_apart_from_the_program():
+def test_which_tests_run_in_a_separate_process():
     for tests in (
         "assert f(2) == 4",
         "METADATA = {}\n\n\ndef check(candidate):\n    assert candidate(1) == 2\n\n\ncheck(Strongest_One)\n",
@@ -236,7 +233,7 @@ def test_which_tests_run_apart_from_the_program():
         "for x in f(1):\n    assert f(2) == 2",
         "x = [1]\nf(x)\nfor y in x:\n    assert f(y) == 1",
     ):
-        assert apart(tests) is not None, tests
+        assert isolate(tests) is not None, tests
     for tests in (
         "import decimal\ndecimal.setcontext(decimal.Context(prec=3))\nassert f(1) == 1",
         "assert f(1).x == 2",
@@ -254,17 +251,17 @@ def test_which_tests_run_apart_from_the_program():
         "assert str(f(1)) == '2'",
         "for x in range(20000):\n    assert f(x) == x",
     ):
-        assert apart(tests) is None, tests
+        assert isolate(tests) is None, tests
 
 
-def test_a_result_cannot_end_a_loop_of_the_tests():
+def test_a_result_cannot_end_a_loop_in_the_tests():
     tests = "cases = [(1, 2)]\nassert all(map(lambda c: double(c[0]) == c[1], cases))"
     assert not passes("def double(x): raise StopIteration", tests, 10.0)
     assert not passes("class T:\n    def __iter__(self): raise StopIteration\ndef double(x): return T()", tests, 10.0)
     assert passes("def double(x): return 2 * x", tests, 10.0)
 
 
-def test_a_program_cannot_have_its_tests_run_together():
+def test_a_program_cannot_pull_its_tests_into_its_process():
     always = "class Any:\n    def __eq__(self, other): return True\n    def __len__(self): return 10**6\n"
     for result, tests in {
         "Any()": ASSERTS,
@@ -273,10 +270,10 @@ def test_a_program_cannot_have_its_tests_run_together():
         "(Any() for _ in range(10**4))": "x = double(2)\nassert x == 4",
         "x.append(Any())": "x = []\ndouble(x)\nassert x == [1]",
     }.items():
-        assert apart(tests) and not passes(f"{always}def double(x): return {result}\n", tests, 10.0)
+        assert isolate(tests) and not passes(f"{always}def double(x): return {result}\n", tests, 10.0)
 
 
-def test_patched_test_helpers_are_put_back():
+def test_patched_test_helpers_are_restored():
     _, tests = HONEST["unittest"]
     patched = "import unittest\nunittest.TestCase.assertEqual = lambda *a: None\ndef double(x): return 0\n"
     assert not passes(patched, tests, 10.0)

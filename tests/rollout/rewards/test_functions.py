@@ -12,27 +12,19 @@ from rollout.rewards.functions import find_last_number
 from rollout.rewards.table import load_rewards
 
 
-def score(name: str, text: str, answer: object = None, *, chat: bool = False, num_ids: int = 1) -> float | None:
-    prompt = Prompt(
-        source="x:1",
-        prompt=[{"role": "user", "content": "?"}] if chat else "?",
-        ids=[1],
-        columns={"answer": answer},
-    )
-    ids = list(range(num_ids))
-    completion = Completion(
-        prompt_ids=[1], ids=ids, logps=[0.0] * num_ids, finish_reason="stop", text=text, versions=[]
-    )
+def score(name: str, text: str = "", answer: object = None, *, chat: bool = False, ids=(0,)) -> float | None:
+    question = [{"role": "user", "content": "?"}] if chat else "?"
+    prompt = Prompt(source="x:1", prompt=question, ids=[1], columns={"answer": answer})
+    completion = Completion(prompt_ids=[1], ids=[*ids], logps=[], finish_reason="stop", text=text, versions=[])
     return load_rewards([name]).score([prompt], [completion]).totals[0]
 
 
-@pytest.mark.parametrize("chat", [False, True])
-@pytest.mark.parametrize(
-    ("text", "answer", "expected"),
-    [("95", "95", 1.0), (" 95\n", "95", 1.0), ("95", 95, 1.0), ("95.", "95", 0.0), ("", "95", 0.0), ("95", None, None)],
-)
-def test_exact_match(text, answer, expected, chat):
-    assert score("exact_match", text, answer, chat=chat) == expected
+def test_exact_match():
+    for text, answer, expected in [
+        ("95", "95", 1.0), (" 95\n", "95", 1.0), ("95", 95, 1.0), ("95.", "95", 0.0), ("", "95", 0.0),
+        ("95", None, None),
+    ]:  # fmt: skip
+        assert [score("exact_match", text, answer, chat=chat) for chat in (False, True)] == [expected] * 2, text
 
 
 def test_last_number():
@@ -89,10 +81,6 @@ def test_tagged_format():
         assert score("tagged_format:reasoning,answer", text.replace("think", "reasoning"), chat=True) == strict
 
 
-def test_length_counts_tokens():
-    assert score("length", "any", num_ids=5) == 5.0
-
-
 def test_regex():
     for pattern, text, expected in [
         ("^[0-9]+$", "42", 1.0),
@@ -103,32 +91,27 @@ def test_regex():
         assert score(f"regex:{pattern}", text) == expected
 
 
-def test_repetition_and_soft_overlong_by_hand():
-    def of(name, ids):
-        prompt = Prompt(source="x:1", prompt="?", ids=[1])
-        made = Completion(prompt_ids=[1], ids=ids, logps=[], finish_reason="stop", text="", versions=[])
-        return load_rewards([name]).score([prompt], [made]).totals[0]
-
-    assert of("repetition:2", [5, 5, 5, 5, 5]) == -0.75
-    assert of("repetition", [5, 5]) == 0.0
-    assert of("repetition", [1, 2, 3, 4]) == 0.0
-    assert of("repetition", [1, 2, 3, 1, 2, 3]) == pytest.approx(-0.25)
+def test_length_repetition_and_soft_overlong_by_hand():
+    assert score("length", ids=range(5)) == 5.0
+    assert score("repetition:2", ids=[5, 5, 5, 5, 5]) == -0.75
+    assert score("repetition", ids=[5, 5]) == score("repetition", ids=[1, 2, 3, 4]) == 0.0
+    assert score("repetition", ids=[1, 2, 3, 1, 2, 3]) == pytest.approx(-0.25)
     for num_ids, expected in [(80, 0.0), (81, -0.05), (90, -0.5), (100, -1.0), (150, -1.0)]:
-        assert of("soft_overlong:100,20", [1] * num_ids) == pytest.approx(expected)
+        assert score("soft_overlong:100,20", ids=[1] * num_ids) == pytest.approx(expected)
 
 
-def test_bad_arguments_are_refused():
-    for name, sentence in [
-        ("regex", "has no pattern; write regex:PATTERN"),
-        ("regex:(", "is not a valid pattern"),
-        ("tagged_format:think", "give two different tag names"),
-        ("tagged_format_partial:a,a", "give two different tag names"),
-        ("repetition:x", "write repetition:N with whole numbers above 0"),
-        ("soft_overlong", "write soft_overlong:MAX,MARGIN"),
-        ("soft_overlong:10,20", "MARGIN must be above 0 and at most MAX"),
-        ("math_verify:x", "takes no argument"),
+def test_bad_arguments_are_rejected():
+    for name, message in [
+        ("regex", "regex:PATTERN"),
+        ("regex:(", r"reward_funcs=regex:\(: "),
+        ("tagged_format:think", "tagged_format:think,answer"),
+        ("tagged_format_partial:a,a", "tagged_format_partial:think,answer"),
+        ("repetition:x", "repetition:N"),
+        ("soft_overlong", "soft_overlong:MAX,MARGIN"),
+        ("soft_overlong:10,20", "soft_overlong:10,20: MARGIN"),
+        ("math_verify:x", "math_verify:x: "),
     ]:
-        with pytest.raises(ValueError, match=sentence):
+        with pytest.raises(ValueError, match=message):
             load_rewards([name])
 
 
@@ -147,22 +130,21 @@ MATHS = [
 ]
 
 
-def test_math_verify():
-    for text, answer, expected in MATHS:
-        pytest.importorskip("math_verify")
-        assert score("math_verify", text, answer) == expected
-
-
-def test_math_verify_outside_the_main_thread():
+def test_math_verify_in_and_outside_the_main_thread():
     pytest.importorskip("math_verify")
-    got: list[float | None] = []
-    thread = threading.Thread(target=lambda: got.extend(score("math_verify", text, gold) for text, gold, _ in MATHS))
+    scores: list[float | None] = []
+
+    def score_all() -> None:
+        scores.extend(score("math_verify", text, answer) for text, answer, _ in MATHS)
+
+    thread = threading.Thread(target=score_all)
     thread.start()
     thread.join()
-    assert got == [expected for _, _, expected in MATHS]
+    score_all()
+    assert scores == [expected for _, _, expected in MATHS] * 2
 
 
 def test_math_verify_without_the_package_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "math_verify", None)  # what an absent package looks like to import
-    with pytest.raises(ValueError, match="math-verify is not installed; pip install 'strop\\[rewards\\]'"):
+    monkeypatch.setitem(sys.modules, "math_verify", None)  # import then raises ImportError
+    with pytest.raises(ValueError, match=r"strop\[rewards\]"):
         load_rewards(["math_verify"])

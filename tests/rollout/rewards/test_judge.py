@@ -1,4 +1,4 @@
-"""A judge: what it gets, the verdicts it may return, what happens when it fails, and its column in the table."""
+"""A judge: its arguments, its verdicts, its failures, and its column in the reward table."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ returns: list[Any] = []
 
 
 def scripted(prompts, completions, **columns):
-    """Returns what the test has put into `returns`, by prompt; an exception is raised."""
+    """Return the entries of `returns`, by prompt; raise an entry that is an exception."""
     seen.append({"prompts": prompts, "completions": completions, **columns})
-    found = [returns[int(prompt[0])] for prompt in prompts]
-    for verdict in found:
+    verdicts = [returns[int(prompt[0])] for prompt in prompts]
+    for verdict in verdicts:
         if isinstance(verdict, Exception):
             raise verdict
-    return found
+    return verdicts
 
 
 def few(completions):
@@ -77,47 +77,32 @@ def test_verdicts():
     assert scores(np.int64(1), np.array(0), size=2) == [[0, 1], [1, 0]]
 
 
-@pytest.mark.parametrize(
-    ("verdict", "size", "sentence"),
-    [
-        (2, 2, "returned 2 for rows:1, which is no verdict on 2 completions; return 0 or 1, their places from best to"),
-        (
-            0,
-            3,
-            "returned 0 for rows:1, which is no verdict on 3 completions; return their places from best to worst",
-        ),
+def test_a_bad_verdict_stops_the_run_and_names_the_prompt():
+    for verdict, size, message in [
+        (2, 2, "returned 2 for rows:1, .* 2 completions; return 0 or 1, "),
+        (0, 3, "returned 0 for rows:1, .* 3 completions; return their"),
         ([0], 3, r"returned \[0\] for rows:1"),
         ([0, 0], 2, r"returned \[0, 0\] for rows:1"),
         ([0, 3], 3, r"returned \[0, 3\] for rows:1"),
         (True, 2, "returned True for rows:1"),
         ("first", 2, "returned 'first' for rows:1"),
-        (
-            KeyError("x"),
-            2,
-            r"raised KeyError: 'x' on rows:1 \(.*_judge.py, line .*\); .*; completions\[i\] are strings",
-        ),
-    ],
-)
-def test_a_verdict_that_is_none_stops_and_names_the_prompt(verdict, size, sentence):
-    with pytest.raises(ValueError, match=f"judge={__name__}.scripted: {sentence}"):
-        scores(None, verdict, None, size=size)
-
-
-def test_whole_returns_that_do_not_fit():
-    for name, sentence in (("few", r"returned 1 verdicts for 3 prompts \(rows rows:0 to rows:2\)"),
-                           ("number", r"returned int \(rows rows:0 to rows:2\); return a list")):  # fmt: skip
-        with pytest.raises(ValueError, match=sentence):
+        (KeyError("x"), 2, r"raised KeyError: 'x' on rows:1 \(.*_judge.py, line .*completions\[i\] are strings"),
+    ]:
+        with pytest.raises(ValueError, match=f"judge={__name__}.scripted: {message}"):
+            scores(None, verdict, None, size=size)
+    for name, message in [("few", "returned 1 verdicts for 3 prompts"), ("number", "returned int")]:
+        with pytest.raises(ValueError, match=rf"{message} \(rows rows:0 to rows:2\)"):
             judge(name, 2).score(*rows(2))
 
 
-def test_with_on_error_none_a_prompt_is_left_out():
-    told: list[str] = []
-    found = scores([0, 1], ValueError("no"), [5, 6], size=2, on_error="none", log=told.append)
-    assert found == [[1, 0], [None, None], [None, None]]
-    assert len(told) == 1 and "raised ValueError: no on rows:1" in told[0] and "4 of the 6 rows" in told[0]
+def test_with_on_error_none_a_failed_prompt_gets_no_verdict():
+    lines: list[str] = []
+    verdicts = scores([0, 1], ValueError("no"), [5, 6], size=2, on_error="none", log=lines.append)
+    assert verdicts == [[1, 0], [None, None], [None, None]]
+    assert len(lines) == 1 and "raised ValueError: no on rows:1" in lines[0] and "4 of 6 rows" in lines[0]
 
 
-def test_it_gets_one_entry_for_each_prompt():
+def test_arguments_have_one_entry_per_prompt():
     seen.clear()
     returns[:] = [None, None]
     prompts, completions = rows(2, 2, num_turns=[1, 2])
@@ -129,17 +114,17 @@ def test_it_gets_one_entry_for_each_prompt():
     }]  # fmt: skip
 
 
-def test_it_may_be_a_coroutine():
+def test_a_judge_may_be_a_coroutine():
     table = judge("later", 2).score(*rows(2))
     assert [value for (value,) in table.values] == [1, 0, 0, 1, TIE, TIE]
 
 
-def test_a_column_that_no_row_has_is_refused_before_anything_is_sampled():
-    with pytest.raises(ValueError, match=f"judge={__name__}.asks: asks for 'gold', which no row of data has"):
+def test_a_column_that_no_row_has_is_reported_before_sampling():
+    with pytest.raises(ValueError, match=f"judge={__name__}.asks: requires 'gold'"):
         judge("asks", 2).check_columns(PROMPTS, "data")
 
 
-def test_beside_reward_functions_it_is_the_last_column_and_has_no_weight():
+def test_with_reward_functions_the_judge_is_the_last_column_with_weight_0():
     cfg = RewardConfig(reward_funcs=("exact_match",), reward_weights=("2",))
     rewards = open_judged(cfg, f"{__name__}.later", 2)
     assert isinstance(rewards, JudgedRewards) and rewards.names == ["exact_match", "judge"]

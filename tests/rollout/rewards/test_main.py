@@ -36,7 +36,7 @@ def files(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_rows_with_completions_are_scored_as_they_are(files, capsys):
+def test_the_completion_column_is_scored(files, capsys):
     data = write_rows(
         files / "rows.jsonl",
         {"prompt": "2+2=", "completion": "4", "answer": "4"},
@@ -56,7 +56,7 @@ def test_formats_messages_and_the_row_limit(files, capsys):
     data = write_rows(files / "rows.jsonl", *rows)
     assert main(["--check", "exact_match", "--data", data, "--data-format", "gsm8k", "--num-rows", "2"]) == 0
     out = capsys.readouterr().out
-    assert "None 0 of 2" in out and "every score is the same" in out and "total" not in out
+    assert "None 0 of 2" in out and "exact_match: all scores are equal" in out and "total" not in out
     messages = [{"role": "assistant", "content": "hello"}]
     data = write_rows(files / "chat.jsonl", {"prompt": [{"role": "user", "content": "hi"}], "completion": messages})
     assert main(["--check", "my_rewards.chatty", "--data", data]) == 0
@@ -82,35 +82,35 @@ def test_completions_are_sampled_with_a_model(files, capsys, make_model, tokeniz
     assert capsys.readouterr().out != first
 
 
-BAD = {  # arguments: what is said
-    "--check exact_match --data rows.jsonl": "rows.jsonl:2: has no 'completion' (its columns: prompt",
+BAD = {  # arguments: text of the error
+    "--check exact_match --data rows.jsonl": "rows.jsonl:2: no column 'completion' (columns: prompt",
     "--check exact_mach --data rows.jsonl": "did you mean 'exact_match'",
     "--check exact_match --data gone.jsonl": "data=gone.jsonl: no such file",
     "--check my_rewards.broken --data one.jsonl": "my_rewards.broken: returned nan for one.jsonl:1",
-    "--check length --data one.jsonl": "asks for 'completion_ids', which one.jsonl:1 does not have",
+    "--check length --data one.jsonl": "requires 'completion_ids', which one.jsonl:1",
     "--check exact_match --data odd.jsonl": "odd.jsonl:1: 'completion' is neither text nor a list",
     "--check length --data one.jsonl --model ./nowhere": "model=./nowhere: no such folder",
     "--check length --data one.jsonl --num-rows 0": "num_rows=0",
 }
 
 
-def test_bad_input_is_one_sentence(files, capsys):
+def test_bad_input_prints_one_sentence(files, capsys):
     write_rows(files / "rows.jsonl", {"prompt": "a", "completion": "b"}, {"prompt": "a"})
     write_rows(files / "one.jsonl", {"prompt": "a", "completion": "b"})
     write_rows(files / "odd.jsonl", {"prompt": "a", "completion": 5, "answer": "5"})
-    for arguments, sentence in BAD.items():
+    for arguments, message in BAD.items():
         assert main(arguments.split()) == 2, arguments
         err = capsys.readouterr().err
-        assert err.startswith("error: ") and sentence in err and err.count("\n") == 1, arguments
+        assert err.startswith("error: ") and message in err and err.count("\n") == 1, arguments
 
 
-def test_sampling_with_the_built_in_model_says_nothing_else(files, capfd):
+def test_sampling_with_the_built_in_model_prints_only_the_scores(files, capfd):
     data = write_rows(files / "rows.jsonl", {"prompt": [{"role": "user", "content": "2+2="}], "answer": "4"})
     arguments = ["--check", "exact_match", "--data", data, "--model", "builtin:tiny", "--max-completion-length", "4"]
     assert main(arguments) == 0
-    said = capfd.readouterr()
-    assert "exact_match: mean" in said.out
-    assert said.err == "", "no progress bar where nobody watches"
+    printed = capfd.readouterr()
+    assert "exact_match: mean" in printed.out
+    assert printed.err == "", "no progress bar without a terminal"
 
 
 def test_the_module_runs_as_a_command(files):
@@ -120,7 +120,7 @@ def test_the_module_runs_as_a_command(files):
     assert done.returncode == 2 and done.stderr == "error: data=gone.jsonl: no such file; check the path\n"
 
 
-def test_settings_of_the_chat_template_reach_the_prompts(files, capsys, make_model, tokenizer, monkeypatch):
+def test_chat_template_kwargs_reach_the_prompts(files, capsys, make_model, tokenizer, monkeypatch):
     import copy
 
     from rollout.engines.local import LocalEngine

@@ -1,4 +1,4 @@
-"""Rewards from models on disk, held against the models' own forward on one conversation at a time."""
+"""Rewards from models on disk, compared with the models' own forward on one conversation at a time."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_conversations_are_scored_at_the_end_of_the_answer(outcome):
     assert len({round(value, 3) for value in found}) == 3
 
 
-def test_plain_text_is_closed_by_the_end_token(outcome):
+def test_plain_text_ends_with_the_eos_token(outcome):
     model = transformers.AutoModelForSequenceClassification.from_pretrained(outcome).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(outcome)
     (found,) = score(f"model:{outcome}", ["2+2="], ["4"])
@@ -87,7 +87,7 @@ def test_plain_text_is_closed_by_the_end_token(outcome):
     "changes", [{}, {"pad_token_id": None}, {"pad_token_id": 2}], ids=["pad", "none", "pad == eos"]
 )
 def test_a_score_does_not_depend_on_the_batch(changes, tmp_path, monkeypatch):
-    """Also where the model's own config has no padding token, or the end token for one."""
+    """Even if the model's config has no padding token, or uses the eos token for padding."""
     folder = save(tmp_path, "SequenceClassification", num_labels=1, **changes)
     alone = [score(f"model:{folder}", [chat(q)], [a])[0] for q, a in zip(QUESTIONS, ANSWERS, strict=True)]
     for budget in (16384, 60, 1):
@@ -96,7 +96,7 @@ def test_a_score_does_not_depend_on_the_batch(changes, tmp_path, monkeypatch):
         assert together == pytest.approx(alone, abs=1e-5)
 
 
-def test_models_of_others_are_scored_behind_whatever_their_template_writes(tmp_path):
+def test_other_models_are_scored_after_everything_their_template_writes(tmp_path):
     folder = save(tmp_path, "SequenceClassification", num_labels=1)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -106,7 +106,7 @@ def test_models_of_others_are_scored_behind_whatever_their_template_writes(tmp_p
     assert found == pytest.approx(model(**tokenizer([text], return_tensors="pt")).logits.item(), abs=1e-5)
 
 
-def test_the_system_prompt_of_its_training_is_put_in_front(tmp_path):
+def test_the_system_prompt_from_training_is_used(tmp_path):
     strop = {"system_prompt": "Judge."}
     folder = save(tmp_path, "SequenceClassification", num_labels=1, strop=strop)
     system = {"role": "system", "content": "Judge."}
@@ -118,11 +118,11 @@ def test_the_system_prompt_of_its_training_is_put_in_front(tmp_path):
     assert bare == pytest.approx(same, abs=1e-6) and abs(bare - other) > 1e-3
 
 
-def test_steps_are_judged_at_their_separators(process):
+def test_steps_are_scored_at_their_separators(process):
     for how, combine in [("", min), (",min", min), (",mean", None), (",last", lambda p: p[-1])]:
         model = transformers.AutoModelForTokenClassification.from_pretrained(process).eval()
         tokenizer = transformers.AutoTokenizer.from_pretrained(process)
-        text = "2+2=4\n\n\n\n4+4=8\n\n8+8=15"  # an empty step between the first two is none
+        text = "2+2=4\n\n\n\n4+4=8\n\n8+8=15"  # the empty step between the first two is skipped
         (found,) = score(f"prm:{process}{how}", ["Double it:"], [text])
         ids, ends = tokenizer("Double it:")["input_ids"], []
         for step in ("2+2=4", "4+4=8", "8+8=15"):
@@ -133,7 +133,7 @@ def test_steps_are_judged_at_their_separators(process):
         assert len({round(p, 4) for p in right}) == 3
 
 
-def test_a_completion_without_a_step_gets_nothing(process):
+def test_a_completion_without_a_step_gets_0(process):
     assert score(f"prm:{process}", ["Double it:", "Double it:"], ["", "\n\n \n\n"]) == [0.0, 0.0]
 
 
@@ -151,47 +151,46 @@ def test_a_run_folder_means_its_final_model(outcome, tmp_path):
     assert score(f"model:{tmp_path}/run", ["2+2="], ["4"]) == score(f"model:{outcome}", ["2+2="], ["4"])
 
 
-def test_what_cannot_be_a_reward_model_is_refused_by_name(outcome, process, tmp_path):
+def test_load_reward_model_rejects(outcome, process, tmp_path):
     lm = tmp_path / "lm"
     transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=275, **COMMON)).save_pretrained(lm)
     three = save(tmp_path / "three", "SequenceClassification", num_labels=3)
     (tmp_path / "empty").mkdir()
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    for spec, sentence in (
-        ("model", r"reward_funcs=model: has no path; write model:PATH"),
-        ("prm:", r"reward_funcs=prm: has no path"),
-        (f"model:{tmp_path}/gone", r"gone: no such folder"),
-        (f"model:{tmp_path}/empty", r"empty: holds no model \(no config.json\) and no finished run"),
-        (f"model:{tmp_path}/adapter", r"adapter: holds an adapter of a language model"),
-        (f"model:{lm}", r"it is a LlamaForCausalLM, without the head this needs\)"),
-        (f"model:{process}", r"it is a LlamaForTokenClassification, .*; did you mean prm:"),
-        (f"prm:{outcome}", r"it is a LlamaForSequenceClassification, .*; did you mean model:"),
-        (f"model:{three}", r"its head has 3 outputs, not 1"),
-        (f"prm:{process},max", r"'max' is not a way to combine steps; use min, mean or last"),
+    for spec, message in (
+        ("model", "model: .*model:PATH"),
+        ("prm:", "prm: .*prm:PATH"),
+        (f"model:{tmp_path}/gone", "gone: no such folder"),
+        (f"model:{tmp_path}/empty", r"empty: .*\(no config.json\)"),
+        (f"model:{tmp_path}/adapter", "adapter: an adapter"),
+        (f"model:{lm}", r"LlamaForCausalLM has no SequenceClassification head\)"),
+        (f"model:{process}", "LlamaForTokenClassification .*; did you mean prm:"),
+        (f"prm:{outcome}", "LlamaForSequenceClassification .*; did you mean model:"),
+        (f"model:{three}", "3 outputs, not 1"),
+        (f"prm:{process},max", "'max'.*min, mean or last"),
     ):
-        with pytest.raises(ValueError, match=sentence) as caught:
+        with pytest.raises(ValueError, match=f"^reward_funcs=.*{message}"):
             load_rewards([spec])
-        assert str(caught.value).startswith("reward_funcs=")
 
 
-def test_a_model_without_its_head_is_refused(outcome, tmp_path):
+def test_a_model_without_its_head_is_rejected(outcome, tmp_path):
     from safetensors.torch import load_file, save_file
 
     folder = save(tmp_path, "SequenceClassification", num_labels=1)
     weights = load_file(folder / "model.safetensors")
     del weights["score.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"its weights lack score.weight, which would be random"):
+    with pytest.raises(ValueError, match="score.weight"):
         load_rewards([f"model:{folder}"])
 
 
-def test_a_row_over_the_context_is_named(outcome):
-    with pytest.raises(ValueError, match=r"does not fit the reward model's context of 64 on test:1"):
+def test_a_row_longer_than_the_context_is_reported(outcome):
+    with pytest.raises(ValueError, match="context of 64 on test:1"):
         score(f"model:{outcome}", ["2+2=", "2+2="], ["4", "4" * 70])
 
 
-def test_the_template_settings_of_its_training_are_used(tmp_path):
+def test_the_template_settings_from_training_are_used(tmp_path):
     folders = []
     for name, strop in (("none", {}), ("set", {"chat_template_kwargs": {"style": "5"}})):
         folder = save(tmp_path / name, "SequenceClassification", num_labels=1, strop={"system_prompt": None, **strop})

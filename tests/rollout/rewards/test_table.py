@@ -26,7 +26,7 @@ def write(path: Path, source: str) -> None:
 
 
 def rows(texts: list[str], *, chat: bool = False, **columns: list) -> tuple[list[Prompt], list[Completion]]:
-    """One Prompt and one Completion per text; row i comes from rows.jsonl:(i + 1)."""
+    """Return one Prompt and one Completion per text; row i comes from rows.jsonl:(i + 1)."""
     prompts = [
         Prompt(
             source=f"rows.jsonl:{i + 1}",
@@ -44,14 +44,14 @@ def rows(texts: list[str], *, chat: bool = False, **columns: list) -> tuple[list
 
 
 @pytest.fixture
-def beside(tmp_path, monkeypatch):
-    """write_rewards(source): a file my_rewards.py in the working folder."""
+def user_file(tmp_path, monkeypatch):
+    """user_file(source) writes my_rewards.py in the working folder."""
     monkeypatch.chdir(tmp_path)
     return lambda source, name="my_rewards.py": write(tmp_path / name, source)
 
 
-def test_weighted_totals_and_none(beside):
-    beside("""
+def test_weighted_totals_and_none(user_file):
+    user_file("""
         def by_length(completions):
             return [len(c) for c in completions]
         def sometimes(completions, **columns):
@@ -88,34 +88,30 @@ LOGS = """
 """
 
 
-def test_trl_arguments_are_given_to_functions_that_name_them(beside):
-    beside(LOGS)
+def test_functions_get_the_trl_arguments_they_name(user_file):
+    user_file(LOGS)
     rewards = load_rewards(["my_rewards.logs", "my_rewards.plain", "my_rewards.optional"])
     rewards.run = TrainerState(max_steps=8, num_train_epochs=2.0)
     table = rewards.score(*rows(["a", "bbb"], trainer_state=["x", "y"]), step=4)
     assert table.extra == [{"length": 1}, {"length": 3}]
     assert table.logged == {"mean_length": [2.0], "progress": [0.5], "epoch": [1.0], "called": [1.0]}
-    assert [row[1] for row in table.values] == [3.0, 3.0], "prompts, completion_ids and the column of the data"
-    with pytest.raises(ValueError, match="short: logged 1 values of 'length' for 2 completions.*; give log_extra one"):
+    assert [row[1] for row in table.values] == [3.0, 3.0], "prompts, completion_ids and the data column"
+    with pytest.raises(ValueError, match="short: logged 1 values of 'length' for 2 completions"):
         load_rewards(["my_rewards.short"]).score(*rows(["a", "b"]))
 
 
-def test_a_default_reward_is_told_with_the_rows_it_applies_to(capsys):
-    said = []
+def test_the_default_reward_is_logged_once_with_the_number_of_answers():
+    lines = []
     prompts, _ = rows(["a", "b", "c"], answer=["1", None, "3"])
-    rewards = open_rewards(RewardConfig(), said.append)
+    rewards = open_rewards(RewardConfig(), lines.append)
     rewards.check_columns(prompts, "data")
     rewards.check_columns(prompts, "eval_data")
-    assert said == [
-        "reward_funcs: none given, so the reward is exact_match, 1 where a completion is the row's 'answer'; "
-        "2 of 3 rows have one"
-    ]
-    open_rewards(RewardConfig(reward_funcs=("exact_match",)), said.append).check_columns(prompts, "data")
-    assert len(said) == 1
+    open_rewards(RewardConfig(reward_funcs=("exact_match",)), lines.append).check_columns(prompts, "data")
+    assert len(lines) == 1 and "exact_match" in lines[0] and "2 of 3 rows" in lines[0]
 
 
-def test_only_what_the_signature_takes_is_passed(beside):
-    beside("""
+def test_functions_get_only_arguments_in_their_signature(user_file):
+    user_file("""
         seen = {}
         def few(completions, answer):
             seen["few"] = (completions, answer)
@@ -138,28 +134,28 @@ def test_only_what_the_signature_takes_is_passed(beside):
     assert seen["optional"] == (["q0", "q1"], 5)
 
 
-def test_chat_prompts_give_chat_completions(beside):
-    beside("""
+def test_chat_prompts_have_chat_completions(user_file):
+    user_file("""
         seen = []
-        def look(completions, prompts):
+        def record(completions, prompts):
             seen.append((completions, prompts))
             completions.clear()
             return [1.0, 2.0]
     """)
-    rewards = load_rewards(["my_rewards.look", "my_rewards.look"])
+    rewards = load_rewards(["my_rewards.record", "my_rewards.record"])
     prompts, completions = rows(["x", "y"], chat=True)
     table = rewards.score(prompts, completions)
-    assert table.names == ["look", "look_2"]
-    assert table.values == [[1.0, 1.0], [2.0, 2.0]], "one function's damage to its lists does not reach the next"
+    assert table.names == ["record", "record_2"]
+    assert table.values == [[1.0, 1.0], [2.0, 2.0]], "a function that clears its lists does not affect the next"
     assert rewards.functions[0].call.__globals__["seen"][1][1] == [p.prompt for p in prompts]
-    beside("def one(completions): return [c == [{'role': 'assistant', 'content': 'x'}] for c in completions]", "one.py")
-    assert load_rewards(["one.one"]).score(prompts, completions).values == [[1.0], [0.0]]
+    user_file("def is_x(completions): return [c[0]['content'] == 'x' for c in completions]", "one.py")
+    assert load_rewards(["one.is_x"]).score(prompts, completions).values == [[1.0], [0.0]]
 
 
-def test_episodes_bring_their_own_messages_and_columns(beside):
-    beside("""
+def test_episodes_provide_messages_and_columns(user_file):
+    user_file("""
         seen = []
-        def look(completions, answer, num_turns, hint=None, **columns):
+        def record(completions, answer, num_turns, hint=None, **columns):
             seen.append((completions, answer, num_turns, hint, sorted(columns)))
             return [float(len(c)) for c in completions]
     """)
@@ -170,22 +166,22 @@ def test_episodes_bring_their_own_messages_and_columns(beside):
     ]
     prompts, completions = rows(["It is 4", "5"], chat=True, answer=["4", "4"], hint=["old", "old"])
     completions[0] = replace(completions[0], messages=turns, columns={"num_turns": 2, "hint": "new", "prompts": "no"})
-    rewards = load_rewards(["my_rewards.look", "last_number", "exact_match"])
+    rewards = load_rewards(["my_rewards.record", "last_number", "exact_match"])
     table = rewards.score(prompts, completions)
-    assert table.values == [[3.0, 1.0, 0.0], [1.0, 0.0, 0.0]], "built-ins read the last turn of the model"
+    assert table.values == [[3.0, 1.0, 0.0], [1.0, 0.0, 0.0]], "built-ins read the model's last turn"
     ((seen, answer, num_turns, hint, others),) = rewards.functions[0].call.__globals__["seen"]
     assert seen == [turns, [{"role": "assistant", "content": "5"}]]
     assert answer == ["4", "4"] and num_turns == [2, None] and hint == ["new", "old"]
     assert others == ["completion_ids", "prompts"]
     seen[0].clear()
-    assert len(turns) == 3, "a function's damage does not reach the transcript"
+    assert len(turns) == 3, "a function cannot modify the transcript"
     text_prompts, texts = rows(["It is 4"], answer=["4"])
     texts[0] = replace(texts[0], messages=turns, columns={"num_turns": 2})
     rewards.score(text_prompts, texts)
-    assert rewards.functions[0].call.__globals__["seen"][1][0] == ["It is 4"], "text after text"
+    assert rewards.functions[0].call.__globals__["seen"][1][0] == ["It is 4"], "a text prompt has a text completion"
 
 
-def test_env_gives_what_the_environment_gave():
+def test_env_returns_the_reward_of_the_environment():
     prompts, completions = rows(["a", "b", "c"])
     completions[0] = replace(completions[0], columns={"env_reward": 0.5})
     completions[1] = replace(completions[1], columns={"env_reward": None})
@@ -195,19 +191,19 @@ def test_env_gives_what_the_environment_gave():
     assert rewards.score(prompts[2:], completions[2:]).totals == [None]
 
 
-def test_columns_that_only_episodes_make_are_known_beforehand(beside):
-    beside("def turns(completions, num_turns):\n    return [None if n is None else -n for n in num_turns]")
+def test_columns_added_by_episodes_satisfy_the_check(user_file):
+    user_file("def turns(completions, num_turns):\n    return [None if n is None else -n for n in num_turns]")
     prompts, completions = rows(["a"], answer=["1"])
     for name, column in (("env", "env_reward"), ("my_rewards.turns", "num_turns")):
-        with pytest.raises(ValueError, match=f"reward_funcs={name}: asks for '{column}', which no row of data has"):
+        with pytest.raises(ValueError, match=f"reward_funcs={name}: requires '{column}'"):
             load_rewards([name]).check_columns(prompts, "data")
-        for made in ((column,), None):
+        for added in ((column,), None):
             rewards = load_rewards([name])
-            rewards.check_columns(prompts, "data", added=made)
-            assert rewards.score(prompts, completions).totals == [None], "an episode that failed has none"
+            rewards.check_columns(prompts, "data", added=added)
+            assert rewards.score(prompts, completions).totals == [None], "a failed episode lacks the column"
 
 
-def test_rewards_of_environments_are_imported_when_they_are_named(monkeypatch):
+def test_environment_rewards_are_imported_when_named(monkeypatch):
     class Gym:
         def __call__(self, completions):
             return [2.0] * len(completions)
@@ -222,25 +218,18 @@ def test_rewards_of_environments_are_imported_when_they_are_named(monkeypatch):
         rewards = load_rewards([spec])
         assert rewards.names == [spec.partition(":")[0]] and rewards.score(*rows(["a"])).totals == [2.0]
     for wrong, right in (("nemo_gym", "nemo_gym:verify"), ("reasoning_gym:chain_sum", "reasoning_gym")):
-        with pytest.raises(ValueError, match=f"reward_funcs={wrong}: no such reward; write {right}$"):
+        with pytest.raises(ValueError, match=f"reward_funcs={wrong}: .*{right}$"):
             load_rewards([wrong])
 
 
-def test_a_column_that_only_some_rows_have_is_none_elsewhere(beside):
-    beside("def hint(completions, hint):\n    return [None if h is None else 1.0 for h in hint]")
-    prompts, completions = rows(["x", "y"], answer=["1", "2"])
-    prompts[1].columns["hint"] = "look left"
-    assert load_rewards(["my_rewards.hint"]).score(prompts, completions).totals == [None, 1.0]
-
-
-def test_async_functions_run_together_and_beside_the_others(beside):
-    beside("""
+def test_async_functions_run_concurrently_with_each_other_and_with_sync_functions(user_file):
+    user_file("""
         import asyncio, time
-        begun = []
-        def waits():  # until all four calls of a batch have begun
-            begun.append(True)
+        started = []
+        def waits():  # until all four calls of a batch have started
+            started.append(True)
             deadline = time.monotonic() + 30
-            while len(begun) % 4:
+            while len(started) % 4:
                 assert time.monotonic() < deadline, "the four calls do not run at the same time"
                 yield
         async def slow(completions):
@@ -255,10 +244,10 @@ def test_async_functions_run_together_and_beside_the_others(beside):
                 for _ in waits():
                     await asyncio.sleep(0.01)
                 return [2.0] * len(completions)
-        async def at_once(completions):
+        async def immediate(completions):
             return [1.0] * len(completions)
         def wrapped(completions):
-            return at_once(completions)
+            return immediate(completions)
         def blocking(completions):
             for _ in waits():
                 time.sleep(0.01)
@@ -272,10 +261,10 @@ def test_async_functions_run_together_and_beside_the_others(beside):
     assert load_rewards(["my_rewards.wrapped"]).score(*rows(["a"])).values == [[1.0]]
 
 
-def test_async_functions_work_where_a_loop_is_already_running(beside):
+def test_async_functions_work_inside_a_running_loop(user_file):
     import asyncio
 
-    beside("async def fine(completions):\n    return [1.0] * len(completions)")
+    user_file("async def fine(completions):\n    return [1.0] * len(completions)")
 
     async def notebook():
         return load_rewards(["my_rewards.fine"]).score(*rows(["a"]))
@@ -283,8 +272,8 @@ def test_async_functions_work_where_a_loop_is_already_running(beside):
     assert asyncio.run(notebook()).totals == [1.0]
 
 
-def test_a_callable_object_keeps_its_state(beside):
-    beside("""
+def test_a_callable_object_keeps_its_state(user_file):
+    user_file("""
         class Curriculum:
             def __init__(self):
                 self.calls = 0
@@ -305,12 +294,12 @@ def test_a_callable_object_keeps_its_state(beside):
     second = load_rewards(["my_rewards.Curriculum", "exact_match", "my_rewards.shared"])
     second.load_state_dict(state)
     assert second.score(*rows(["a"], answer=["b"])).values == [[4.0, 0.0, 4.0]]
-    with pytest.raises(ValueError, match="the checkpoint holds the state of .*Curriculum.*resume with the same"):
+    with pytest.raises(ValueError, match=r"reward_funcs=\['exact_match'\]: .*Curriculum"):
         load_rewards(["exact_match"]).load_state_dict(state)
 
 
-def test_numpy_and_torch_scores_are_taken(beside):
-    beside("""
+def test_numpy_and_torch_scores_are_converted(user_file):
+    user_file("""
         import numpy as np, torch
         def array(completions): return np.arange(len(completions), dtype=np.float32)
         def tensor(completions): return torch.arange(len(completions))
@@ -324,11 +313,11 @@ def test_numpy_and_torch_scores_are_taken(beside):
 
 BAD_SCORES = [
     ("return [1.0]", "returned 1 scores for 3 completions \\(rows rows.jsonl:1 to rows.jsonl:3\\)"),
-    ("return None", "returned NoneType, not a list \\(rows rows.jsonl:1 to rows.jsonl:3\\); return one number per"),
+    ("return None", "returned NoneType, not a list \\(rows rows.jsonl:1 to rows.jsonl:3\\)"),
     ("return 1.0", "returned float, not a list"),
     ("return [0.0, 'high', 0.0]", "returned 'high' for rows.jsonl:2, not a number"),
     ("return [0.0, [1.0], 0.0]", "returned \\[1.0\\] for rows.jsonl:2, not a number"),
-    ("return [0.0, 0.0, float('nan')]", "returned nan for rows.jsonl:3; return a finite number"),
+    ("return [0.0, 0.0, float('nan')]", "returned nan for rows.jsonl:3"),
     ("return [float('-inf'), 0.0, 0.0]", "returned -inf for rows.jsonl:1"),
     ("return [1 / int(c) for c in completions]",
      "raised ZeroDivisionError: .* on rows.jsonl:2 \\(my_rewards.py, line 2"),
@@ -340,35 +329,34 @@ BAD_SCORES = [
 ]  # fmt: skip
 
 
-def test_bad_scores_name_the_function_and_the_row(tmp_path, monkeypatch):
+def test_bad_scores_report_the_function_and_the_row(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cases = [("def", *case) for case in BAD_SCORES] + [("async def", *BAD_SCORES[number]) for number in (0, 3, 7)]
-    for number, (kind, body, sentence) in enumerate(cases):
-        write(tmp_path / f"bad_{number}.py", f"{kind} bad(completions):\n    {body}\n")
-        rewards = load_rewards(["exact_match", f"bad_{number}.bad"])
-        sentence = sentence.replace("my_rewards.py", f"bad_{number}.py")
-        with pytest.raises(ValueError, match=f"^reward_funcs=bad_{number}.bad: {sentence}") as caught:
+    for i, (kind, body, message) in enumerate(cases):
+        write(tmp_path / f"bad_{i}.py", f"{kind} bad(completions):\n    {body}\n")
+        rewards = load_rewards(["exact_match", f"bad_{i}.bad"])
+        message = message.replace("my_rewards.py", f"bad_{i}.py")
+        with pytest.raises(ValueError, match=f"^reward_funcs=bad_{i}.bad: {message}") as caught:
             rewards.score(*rows(["1", "0", "2"], answer=["1", "2", "3"]))
         assert "\n" not in str(caught.value)
         assert caught.value.__context__ is None or caught.value.__suppress_context__, "the cause's traceback is hidden"
 
 
-def test_an_error_says_that_completions_are_messages(beside):
-    beside("def strip(completions):\n    return [len(c.strip()) for c in completions]")
-    said = "; completions are lists of messages, because the prompts are chats$"
-    with pytest.raises(ValueError, match=f"raised AttributeError: .* on rows.jsonl:1 .*{said}"):
+def test_an_error_hints_that_completions_are_messages(user_file):
+    user_file("def strip(completions):\n    return [len(c.strip()) for c in completions]")
+    with pytest.raises(ValueError, match="raised AttributeError: .* on rows.jsonl:1 .*completions are lists of mess"):
         load_rewards(["my_rewards.strip"]).score(*rows(["a", "b"], chat=True))
 
 
-def test_a_missing_column_is_named(beside):
-    beside("async def wants(completions, solution):\n    return []")
+def test_a_missing_column_is_reported(user_file):
+    user_file("async def wants(completions, solution):\n    return []")
     for name in ("my_rewards.wants", "exact_match"):
-        with pytest.raises(ValueError, match=f"{name}: asks for '(solution|answer)', which rows.jsonl:1 does not have"):
+        with pytest.raises(ValueError, match=f"{name}: requires '(solution|answer)', which rows.jsonl:1 "):
             load_rewards([name]).score(*rows(["a"], level=[1]))
 
 
-def test_missing_columns_are_found_before_anything_is_scored(beside, capsys):
-    beside("""
+def test_missing_columns_are_reported_before_scoring(user_file, capsys):
+    user_file("""
         def fine(completions, prompts, completion_ids, answer, *rest, style=None, **columns): return []
         async def wants(completions, answer, *, solution): return []
         def reserved(completion): return []
@@ -381,16 +369,13 @@ def test_missing_columns_are_found_before_anything_is_scored(beside, capsys):
     assert capsys.readouterr().err == ""
     for name, column in {"wants": "solution", "Judge": "rubric", "reserved": "completion"}.items():
         rewards = load_rewards(["exact_match", f"my_rewards.{name}"])
-        with pytest.raises(ValueError) as caught:
+        message = f"=my_rewards.{name}: requires '{column}', .* eval_data .*rows.jsonl:1.*completion_ids, answer$"
+        with pytest.raises(ValueError, match=message):
             rewards.check_columns(prompts, "eval_data")
-        assert str(caught.value) == (
-            f"reward_funcs=my_rewards.{name}: asks for '{column}', which no row of eval_data has (not rows.jsonl:1, "
-            "the first); it can ask for prompts, completions, completion_ids, answer"
-        )
 
 
-def test_a_column_of_other_rows_is_none_in_every_batch_without_it(beside, capsys):
-    beside("""
+def test_a_column_that_only_some_rows_have_is_none_in_the_other_rows(user_file, capsys):
+    user_file("""
         def hint(completions, hint, style=None, **columns):
             return [None if h is None and s is None else 1.0 for h, s in zip(hint, style)]
     """)
@@ -398,19 +383,18 @@ def test_a_column_of_other_rows_is_none_in_every_batch_without_it(beside, capsys
     prompts[1].columns["hint"] = "look left"
     prompts[2].columns["style"] = "short"
     rewards = load_rewards(["my_rewards.hint"])
-    with pytest.raises(ValueError, match="asks for 'hint', which rows.jsonl:1 does not have"):
+    with pytest.raises(ValueError, match="requires 'hint', which rows.jsonl:1 "):
         rewards.score(prompts[:1], completions[:1])
+    assert rewards.score(prompts, completions).totals == [None, 1.0, 1.0]
     rewards.check_columns(prompts, "data")
-    assert capsys.readouterr().err == (
-        "data: 2 of 3 rows have no 'hint' (the first: rows.jsonl:1); the reward hint gets None there\n"
-    )
+    assert capsys.readouterr().err.startswith("data: 2 of 3 rows have no 'hint' (first: rows.jsonl:1)")
     assert [rewards.score([p], [c]).totals for p, c in zip(prompts, completions, strict=True)] == [[None], [1.0], [1.0]]
 
 
-def test_a_reward_and_a_transform_of_one_file_share_it(beside):
+def test_a_reward_and_a_transform_in_one_file_share_the_module(user_file):
     from data.formats.registry import PROMPT_FORMATS, formatted_rows
 
-    beside("""
+    user_file("""
         calls = []
         def transform(cfg):
             return lambda example: {"prompt": example["problem"], "calls": calls.append(1)}
@@ -419,72 +403,67 @@ def test_a_reward_and_a_transform_of_one_file_share_it(beside):
     """, "shared_file.py")  # fmt: skip
     Path("problems.jsonl").write_text('{"problem": "a"}\n{"problem": "b"}\n')
     rewards = load_rewards(["shared_file.count"])
-    found = formatted_rows(
-        ["problems.jsonl"], PROMPT_FORMATS, data_format="shared_file.transform", tokenizer=None, cfg=None
-    )
-    assert [row.columns["prompt"] for _, row in found] == ["a", "b"]
+    options = {"data_format": "shared_file.transform", "tokenizer": None, "cfg": None}
+    formatted = formatted_rows(["problems.jsonl"], PROMPT_FORMATS, **options)
+    assert [row.columns["prompt"] for _, row in formatted] == ["a", "b"]
     assert rewards.score(*rows(["x"])).totals == [2.0]
     assert load_rewards(["shared_file.count"]).score(*rows(["x"])).totals == [2.0]
 
 
-def test_what_cannot_be_loaded_is_refused(beside):
-    for names, weights, sentence in [
-        ([], None, "no reward function"),
-        (["exact_match"], [1.0, 2.0], "2 weights for 1 reward functions; give one each"),
-        (["exact_match"], [float("nan")], "every weight must be a finite number"),
-        (["exact_mach"], None, "no such built-in reward; did you mean 'exact_match'"),
-        (["regexp:a+"], None, "no such built-in reward; did you mean 'regex'"),
-        (["my_rewards"], None, "my_rewards: my_rewards is a module; name a function in it, e.g. my_rewards.fn$"),
-        (["my_rewards.py"], None, "my_rewards is a module; name a function in it, e.g. my_rewards.fn$"),
-        (["broken"], None, "broken is a module; name a function in it, e.g. broken.my_function"),
-        (["nowhere.fn"], None, "no module 'nowhere'"),
-        (["nowhere.deep.fn"], None, "no module 'nowhere.deep'"),
-        (["my_rewards.fm"], None, "has no 'fm'; did you mean 'fn'"),
-        (["my_rewards.LIMIT"], None, "must be a function, not int"),
-        (["my_rewards.max"], None, "has no readable signature; wrap it in a Python function"),
-        (["my_rewards.Needy"], None, "the class cannot be created without arguments \\(TypeError: .*'url'"),
-        (["my_rewards.Half"], None, "has only one of state_dict and load_state_dict"),
-        (["broken.fn"], None, "cannot be imported \\(SyntaxError: .*broken.py, line 1"),
-        (
-            ["needs.fn"],
-            None,
-            "cannot be imported \\(ModuleNotFoundError: No module named 'absent_package' \\(needs.py, line 2",
-        ),
-        (["raises.fn"], None, "cannot be imported \\(RuntimeError: no key \\(raises.py, line 1"),
-        (["other/file.py:fn"], None, "the file .*other/file.py does not exist"),
-        (["./broken.py:fn"], None, "cannot be imported \\(SyntaxError"),
+def test_load_rewards_rejects(user_file):
+    user_file("""
+        LIMIT = 3
+        max = max
+        def fn(completions): return []
+        class Needy:
+            def __init__(self, url): pass
+        class Half:
+            def __call__(self): return []
+            def state_dict(self): return {}
+    """)
+    user_file("def fn(:\n", "broken.py")
+    user_file("import os\nimport absent_package\n", "needs.py")
+    user_file("raise RuntimeError('no key')\n", "raises.py")
+    for names, weights, message in [
+        ([], None, r"reward_funcs=\(\)"),
+        (["exact_match"], [1.0, 2.0], r"reward_weights=.*: 2 weights for 1 "),
+        (["exact_match"], [float("nan")], "reward_weights=nan"),
+        (["exact_mach"], None, "reward_funcs=exact_mach: .*'exact_match'"),
+        (["regexp:a+"], None, "'regex'"),
+        (["my_rewards"], None, "my_rewards.fn$"),
+        (["my_rewards.py"], None, "my_rewards.fn$"),
+        (["broken"], None, "broken.my_function"),
+        (["nowhere.fn"], None, "'nowhere'"),
+        (["nowhere.deep.fn"], None, "'nowhere.deep'"),
+        (["my_rewards.fm"], None, "'fm'.*'fn'"),
+        (["my_rewards.LIMIT"], None, "my_rewards.LIMIT: .*int"),
+        (["my_rewards.max"], None, "my_rewards.max: .*signature"),
+        (["my_rewards.Needy"], None, r"my_rewards.Needy: .*\(TypeError: .*'url'"),
+        (["my_rewards.Half"], None, "my_rewards.Half: .*load_state_dict"),
+        (["broken.fn"], None, r"\(SyntaxError: .*broken.py, line 1"),
+        (["needs.fn"], None, r"ModuleNotFoundError: No module named 'absent_package' \(needs.py, line 2"),
+        (["raises.fn"], None, r"\(RuntimeError: no key \(raises.py, line 1"),
+        (["other/file.py:fn"], None, "other/file.py"),
+        (["./broken.py:fn"], None, r"\(SyntaxError"),
     ]:
-        beside("""
-            LIMIT = 3
-            max = max
-            def fn(completions): return []
-            class Needy:
-                def __init__(self, url): pass
-            class Half:
-                def __call__(self): return []
-                def state_dict(self): return {}
-        """)
-        beside("def fn(:\n", "broken.py")
-        beside("import os\nimport absent_package\n", "needs.py")
-        beside("raise RuntimeError('no key')\n", "raises.py")
-        with pytest.raises(ValueError, match=sentence) as caught:
+        with pytest.raises(ValueError, match=message) as caught:
             load_rewards(names, weights)
         assert "\n" not in str(caught.value)
 
 
-def test_state_that_is_not_json_is_refused(beside):
-    beside("""
+def test_state_must_be_json(user_file):
+    user_file("""
         class Odd:
             def __call__(self, completions): return [0.0]
             def state_dict(self): return {"seen": {1, 2}}
             def load_state_dict(self, state): pass
     """)
-    with pytest.raises(ValueError, match="my_rewards.Odd: its state_dict\\(\\) cannot be saved as JSON"):
+    with pytest.raises(ValueError, match=r"my_rewards.Odd: state_dict\(\)"):
         load_rewards(["my_rewards.Odd"]).state_dict()
 
 
-def test_files_beside_the_user_win(tmp_path, monkeypatch):
-    """The working folder comes first, whatever else has the name: a package of ours, a library, an earlier folder."""
+def test_the_working_folder_is_searched_first(tmp_path, monkeypatch):
+    """Before strop's packages, libraries, and folders searched earlier."""
     for number, folder in enumerate(("one", "two"), 1):
         for name in ("my_rewards.py", "data.py", "random.py"):
             write(tmp_path / folder / name, f"def fn(completions):\n    return [{number}] * len(completions)\n")
@@ -497,10 +476,10 @@ def test_files_beside_the_user_win(tmp_path, monkeypatch):
 
     import data.types
 
-    assert data.types.Prompt is Prompt and random.random() < 1, "the modules in use stay what they were"
+    assert data.types.Prompt is Prompt and random.random() < 1, "imported modules are not replaced"
 
 
-def test_a_package_beside_the_user_may_import_its_own_parts(tmp_path, monkeypatch):
+def test_a_user_package_may_import_its_own_modules(tmp_path, monkeypatch):
     write(tmp_path / "scoring_pkg" / "__init__.py", "")
     write(tmp_path / "scoring_pkg" / "parts.py", "VALUE = 4.0\n")
     write(tmp_path / "neighbour_mod.py", "VALUE = 1.0\n")
@@ -520,7 +499,7 @@ def test_a_package_beside_the_user_may_import_its_own_parts(tmp_path, monkeypatc
     assert rewards.score(*rows(["a"])).values == [[5.0, 4.0]]
 
 
-def test_importing_rewards_is_light():
+def test_importing_rewards_imports_no_heavy_library():
     heavy = ("torch", "transformers", "datasets")
     code = f"import sys, rollout.rewards.table; print([m for m in {heavy} if m in sys.modules])"
     root = Path(__file__).resolve().parents[3]
@@ -529,8 +508,8 @@ def test_importing_rewards_is_light():
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_function_may_change_what_it_is_given_and_nobody_else_sees_it(beside, is_async):
-    beside(f"""
+def test_a_function_may_modify_its_arguments_without_side_effects(user_file, is_async):
+    user_file(f"""
         {"async " if is_async else ""}def spoils(completions, prompts, completion_ids, **columns):
             scores = [len(tests) for tests in columns["tests"]]
             for prompt, completion in zip(prompts, completions):
@@ -546,23 +525,23 @@ def test_a_function_may_change_what_it_is_given_and_nobody_else_sees_it(beside, 
             prompts.clear()
             return scores
         seen = []
-        def looks(completions, prompts, completion_ids, **columns):
+        def records(completions, prompts, completion_ids, **columns):
             seen.append((completions, prompts, completion_ids, columns))
             return [0.0] * len(completions)
     """)
-    prompts, done = rows(
+    prompts, completions = rows(
         ["a", "b"], chat=True, tests=[["t1", "t2"], ["t3"]], meta=[{"deep": {"er": [1]}}] * 2, when=[{1, 2}, {3}]
     )
     turns = [{"role": "assistant", "tool_calls": [{"function": {"name": "add"}}]}]
-    done = [replace(one, messages=turns, columns={"trace": [1, 2]}) for one in done]
-    before = copy.deepcopy((prompts, done))
-    names = ["my_rewards.looks", "my_rewards.spoils", "my_rewards.looks", "my_rewards.spoils"]
+    completions = [replace(completion, messages=turns, columns={"trace": [1, 2]}) for completion in completions]
+    before = copy.deepcopy((prompts, completions))
+    names = ["my_rewards.records", "my_rewards.spoils", "my_rewards.records", "my_rewards.spoils"]
     rewards = load_rewards(names)
     for _ in range(2):  # steps
-        assert rewards.score(prompts, done).values == [[0.0, 2.0, 0.0, 2.0], [0.0, 1.0, 0.0, 1.0]]
-    assert (prompts, done) == before
+        assert rewards.score(prompts, completions).values == [[0.0, 2.0, 0.0, 2.0], [0.0, 1.0, 0.0, 1.0]]
+    assert (prompts, completions) == before
     seen = rewards.functions[0].call.__globals__["seen"]
-    assert len(seen) == 4 and all(one == seen[0] for one in seen)
+    assert len(seen) == 4 and all(arguments == seen[0] for arguments in seen)
     assert seen[0][3] == {
         "tests": [["t1", "t2"], ["t3"]], "meta": [{"deep": {"er": [1]}}] * 2, "when": [{1, 2}, {3}],
         "trace": [[1, 2], [1, 2]],
@@ -570,8 +549,8 @@ def test_a_function_may_change_what_it_is_given_and_nobody_else_sees_it(beside, 
     rewards.close()
 
 
-def test_what_cannot_be_copied_is_handed_on_as_it_is(beside):
-    beside("""
+def test_values_that_cannot_be_copied_are_passed_unchanged(user_file):
+    user_file("""
         def takes(completions, lock):
             return [float(one.acquire(blocking=False)) for one in lock]
     """)

@@ -1,4 +1,4 @@
-"""Reward functions in processes of their own, and what a fault of one costs: nothing here is simulated."""
+"""Reward functions in real worker processes, and the consequences of their faults."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def rows(texts: list[str], *, group: int = 1, **columns: list) -> tuple[list[Pro
 
 @pytest.fixture
 def open_rewards(tmp_path, monkeypatch):
-    """open_rewards(source, *names, **options): functions of a file my_rewards.py, closed after the test."""
+    """open_rewards(source, *names, **options) loads functions from my_rewards.py and closes them after the test."""
     monkeypatch.chdir(tmp_path)
     opened: list[Rewards] = []
 
@@ -58,7 +58,7 @@ def open_rewards(tmp_path, monkeypatch):
         rewards.close()
 
 
-def test_what_a_worker_logs_comes_back_in_the_order_of_the_rows(open_rewards):
+def test_values_logged_by_workers_come_back_in_row_order(open_rewards):
     source = """
         def logs(completions, trainer_state, log_extra, log_metric):
             log_extra("step and text", [f"{trainer_state.global_step} {c}" for c in completions])
@@ -99,8 +99,8 @@ MANY = """
 NAMES = ("my_rewards.whole_rows", "my_rewards.slow", "exact_match")
 
 
-def test_workers_give_the_numbers_of_this_process_in_the_same_order(open_rewards):
-    """Each worker is one process for the whole run; functions with state stay in this one."""
+def test_workers_return_the_same_scores_as_the_trainer_process(open_rewards):
+    """Each worker is one process for the whole run; functions with state stay in the trainer."""
     batch = rows([str(i) for i in range(15)], group=3, answer=[f"q{i // 5}" for i in range(15)])
     here = open_rewards(MANY, *NAMES, num_workers=0).score(*batch)
     extra = ("my_rewards.process", "my_rewards.Counted", "my_rewards.Counted")
@@ -114,7 +114,7 @@ def test_workers_give_the_numbers_of_this_process_in_the_same_order(open_rewards
     assert rewards.state_dict() == {"Counted": {"calls": 2}, "Counted_2": {"calls": 2}}
 
 
-def test_groups_are_never_cut():
+def test_groups_are_never_split():
     five = rows(["x"] * 20, group=4)[0]
     assert shards(five, 2) == [(0, 12), (12, 20)], "5 groups for 2 workers: 3 and 2"
     assert shards(five, 8) == [(0, 4), (4, 8), (8, 12), (12, 16), (16, 20)]
@@ -122,39 +122,39 @@ def test_groups_are_never_cut():
     assert shards(five[:4], 3) == [(0, 4)]
 
 
-def test_submitted_rows_are_scored_while_the_caller_does_something_else(open_rewards):
+def test_submitted_rows_are_scored_in_the_background(open_rewards):
     source = """
         import os, time
         def nap(completions):
-            open(f"{completions[0]}.begun", "w").close()
-            while not os.path.exists("go_on"):
+            open(f"{completions[0]}.started", "w").close()
+            while not os.path.exists("continue"):
                 time.sleep(0.01)
             return [len(c) for c in completions]
     """
     rewards = open_rewards(source, "my_rewards.nap", num_workers=2)
     scorings = [rewards.submit(*rows([text])) for text in ("a", "bb", "ccc", "dddd")]
     deadline = time.monotonic() + 60
-    while len(begun := sorted(path.stem for path in Path().glob("*.begun"))) < 2:
-        assert time.monotonic() < deadline, "two workers, but they do not work at the same time"
+    while len(started := sorted(path.stem for path in Path().glob("*.started"))) < 2:
+        assert time.monotonic() < deadline, "the two workers do not run at the same time"
         time.sleep(0.05)
-    assert begun == ["a", "bb"] and not any(scoring.done() for scoring in scorings)
-    Path("go_on").touch()
+    assert started == ["a", "bb"] and not any(scoring.done() for scoring in scorings)
+    Path("continue").touch()
     assert [scoring.result().totals for scoring in scorings] == [[1.0], [2.0], [3.0], [4.0]]
     assert scorings[3].done() and scorings[3].result() is scorings[3].result()
 
 
-def test_without_workers_rows_are_scored_by_the_thread_that_asks(open_rewards):
+def test_without_workers_the_calling_thread_scores(open_rewards):
     source = "import threading\ndef who(completions):\n    return [threading.get_ident()] * len(completions)\n"
     scoring = open_rewards(source, "my_rewards.who", num_workers=0).submit(*rows(["a"]))
-    found = []
-    thread = threading.Thread(target=lambda: found.append((threading.get_ident(), scoring.result().totals)))
+    results = []
+    thread = threading.Thread(target=lambda: results.append((threading.get_ident(), scoring.result().totals)))
     thread.start()
     thread.join()
-    assert found[0][1] == [float(found[0][0])]
+    assert results[0][1] == [float(results[0][0])]
 
 
-def test_a_worker_gets_values_as_they_are_and_calls_in_its_main_thread(open_rewards):
-    """Values that JSON would change; verifiers built on alarms, which leave none behind."""
+def test_a_worker_gets_unchanged_values_and_runs_functions_in_its_main_thread(open_rewards):
+    """Values that JSON would change arrive unchanged; verifiers may use alarms, and a leftover alarm is cancelled."""
     source = """
         import datetime, signal, time
         class Late(Exception): pass
@@ -185,18 +185,18 @@ def test_a_worker_gets_values_as_they_are_and_calls_in_its_main_thread(open_rewa
 
 # faults -----------------------------------------------------------------------------------------------------------
 
-FAULTS = {  # what the function does to a row "bad", and what is said of it
-    "raise": ("raise KeyError('no key')", "raised KeyError: 'no key' on rows.jsonl:3 \\(my_rewards.py, line"),
-    "nan": ("return float('nan')", "returned nan for rows.jsonl:3; return a finite number"),
-    "text": ("return 'high'", "returned 'high' for rows.jsonl:3, not a number"),
+FAULTS = {  # code that runs on a row "bad", and the message
+    "raise": ("raise KeyError('no key')", r"raised KeyError: 'no key' on rows.jsonl:3 \(my_rewards.py, line"),
+    "nan": ("return float('nan')", "returned nan for rows.jsonl:3"),
+    "text": ("return 'high'", "returned 'high' for rows.jsonl:3"),
     "sys.exit": ("import sys; sys.exit(3)", "raised SystemExit: 3 on rows.jsonl:3"),
 }
 WORKER_FAULTS = {
-    "hang": ("import time; time.sleep(1e6)", "did not return within reward_timeout=1 s on rows.jsonl:3; raise the lim"),
-    "exit": ("import os; os._exit(3)", "ended its process \\(exit status 3\\) on rows.jsonl:3; a reward function must"),
-    "crash": ("import os; os.abort()", "lost its process \\(killed by SIGABRT\\) on rows.jsonl:3; look for what"),
+    "hang": ("import time; time.sleep(1e6)", "did not return within reward_timeout=1 s on rows.jsonl:3"),
+    "exit": ("import os; os._exit(3)", r"ended its process \(exit status 3\) on rows.jsonl:3"),
+    "crash": ("import os; os.abort()", r"lost its process \(killed by SIGABRT\) on rows.jsonl:3"),
     "memory": ("return len(bytearray(2**30 + 2**28))",
-               "ran out of memory \\(reward_memory_gb=1\\) on rows.jsonl:3 \\(my_rewards.py, line 5\\); use less"),
+               r"ran out of memory \(reward_memory_gb=1\) on rows.jsonl:3 \(my_rewards.py, line 5\)"),
 }  # fmt: skip
 SOURCE = """
 def one(text):
@@ -209,7 +209,7 @@ def drops(completions):
     return [len(text) for text in completions if text != "bad"]
 """
 TEXTS = ["a", "bb", "bad", "dddd"]
-LEFT = [2.0, 4.0, None, 8.0]  # totals of judge and length-of-text together
+TOTALS = [2.0, 4.0, None, 8.0]  # judge plus length of the text
 HERE = [(name, 0) for name in FAULTS]
 
 
@@ -218,51 +218,46 @@ def options(num_workers: int) -> dict:
 
 
 @pytest.mark.parametrize(("name", "num_workers"), [*HERE, ("raise", 1), ("crash", 1)])
-def test_a_fault_stops_the_run_with_the_function_and_the_row(open_rewards, name, num_workers):
-    body, sentence = (FAULTS | WORKER_FAULTS)[name]
+def test_a_fault_stops_the_run_and_names_the_function_and_the_row(open_rewards, name, num_workers):
+    body, message = (FAULTS | WORKER_FAULTS)[name]
     rewards = open_rewards(SOURCE.format(body=body), "exact_match", "my_rewards.judge", **options(num_workers))
-    with pytest.raises(ValueError, match=f"^reward_funcs=my_rewards.judge: {sentence}") as caught:
+    with pytest.raises(ValueError, match=f"^reward_funcs=my_rewards.judge: {message}") as caught:
         rewards.score(*rows(TEXTS, answer=TEXTS))
     assert "\n" not in str(caught.value)
-    assert rewards.score(*rows(["a"], answer=["a"])).totals == [2.0], "what runs next has a worker again"
+    assert rewards.score(*rows(["a"], answer=["a"])).totals == [2.0], "the worker is replaced"
 
 
 @pytest.mark.parametrize(("name", "num_workers"), [*HERE, ("nan", 1), ("hang", 1), ("exit", 1), ("memory", 1)])
-def test_a_fault_costs_its_row_and_nothing_else(open_rewards, name, num_workers):
-    body, sentence = (FAULTS | WORKER_FAULTS)[name]
-    said: list[str] = []
+def test_a_fault_affects_only_its_row(open_rewards, name, num_workers):
+    body, message = (FAULTS | WORKER_FAULTS)[name]
+    lines: list[str] = []
     names = ("my_rewards.judge", "my_rewards.easy")
     source = SOURCE.format(body=body) + "def easy(completions):\n    return [len(text) for text in completions]\n"
-    rewards = open_rewards(source, *names, on_error="none", log=said.append, **options(num_workers))
+    rewards = open_rewards(source, *names, on_error="none", log=lines.append, **options(num_workers))
     table = rewards.score(*rows(TEXTS))
-    assert table.totals == LEFT and table.failed == 1
-    assert table.values[2] == [None, None], "half a reward would be another one"
-    again = 2 if num_workers else 3  # in a worker the second call has no fault
-    assert rewards.score(*rows(TEXTS[:again])).totals == LEFT[:again]
+    assert table.totals == TOTALS and table.failed == 1
+    assert table.values[2] == [None, None], "no partial reward"
+    num_rows = 2 if num_workers else 3  # in a worker the second call has no fault
+    assert rewards.score(*rows(TEXTS[:num_rows])).totals == TOTALS[:num_rows]
     failed = 1.0 if num_workers else 2.0
     assert [rewards.metrics(), rewards.metrics()] == [{"reward/failed_rows": failed}, {"reward/failed_rows": 0.0}]
-    (text,) = said
-    assert text.startswith("reward_funcs=my_rewards.judge: ") and "1 of the " in text and "reward_on_error=none" in text
-    assert re.match(f"reward_funcs=my_rewards.judge: {sentence}", text), text
+    (line,) = lines
+    assert re.match(f"reward_funcs=my_rewards.judge: {message}.*1 of 4 rows.*reward_on_error=none", line), line
 
 
 def test_a_list_of_the_wrong_length_names_its_rows(open_rewards):
     source = SOURCE.format(body="pass")
     rewards = open_rewards(source, "my_rewards.drops", num_workers=0)
-    sentence = r"returned 3 scores for 4 completions \(rows rows.jsonl:1 to rows.jsonl:4\); return one per completion"
-    with pytest.raises(ValueError, match=f"^reward_funcs=my_rewards.drops: {sentence}"):
+    message = r"my_rewards.drops: returned 3 scores for 4 completions \(rows rows.jsonl:1 to rows.jsonl:4\)"
+    with pytest.raises(ValueError, match=message):
         rewards.score(*rows(TEXTS))
-    said: list[str] = []
-    rewards = open_rewards(source, "my_rewards.drops", on_error="none", log=said.append, num_workers=0)
+    lines: list[str] = []
+    rewards = open_rewards(source, "my_rewards.drops", on_error="none", log=lines.append, num_workers=0)
     assert rewards.score(*rows(TEXTS)).totals == [1.0, 2.0, None, 4.0]
-    assert said == [
-        "reward_funcs=my_rewards.drops: returned 0 scores for 1 completions (row rows.jsonl:3); return one per "
-        "completion, None where it does not apply; 1 of the 4 rows of this call get no reward, and more of this kind "
-        "are only counted (reward_on_error=none)"
-    ]
+    assert re.search(r"returned 0 scores for 1 completions \(row rows.jsonl:3\).*1 of 4 rows", *lines)
 
 
-def test_several_faults_of_different_kinds_in_one_call(open_rewards):
+def test_one_call_may_have_several_kinds_of_fault(open_rewards):
     source = """
         import os
         def one(text):
@@ -272,13 +267,13 @@ def test_several_faults_of_different_kinds_in_one_call(open_rewards):
         def judge(completions):
             return [one(text) for text in completions]
     """
-    said: list[str] = []
-    rewards = open_rewards(source, "my_rewards.judge", on_error="none", log=said.append)
+    lines: list[str] = []
+    rewards = open_rewards(source, "my_rewards.judge", on_error="none", log=lines.append)
     table = rewards.score(*rows(["a", "exit", "nan", "raise"]))
-    assert table.totals == [1.0, None, None, None] and table.failed == 3 and len(said) == 1
+    assert table.totals == [1.0, None, None, None] and table.failed == 3 and len(lines) == 1
 
 
-def test_when_every_row_hangs_the_search_is_given_up_in_time(monkeypatch):
+def test_the_search_ends_in_time_if_every_row_hangs(monkeypatch):
     now, late = [0.0], Fault("timeout", "hung", "")
     monkeypatch.setattr("rollout.rewards.calls.time.monotonic", lambda: now[0])
 
@@ -287,10 +282,10 @@ def test_when_every_row_hangs_the_search_is_given_up_in_time(monkeypatch):
         return late
 
     assert score_rows(call, 32, first=late, timeout=8.0, stop=False).scores == [late] * 32
-    assert now[0] < 5 * 8.0, "four limits for the search, and the call that was under way"
+    assert now[0] < 5 * 8.0, "four time limits for the search, and the last call"
 
 
-def test_a_hanging_worker_takes_its_own_children_with_it(open_rewards, tmp_path):
+def test_a_hanging_worker_is_killed_with_its_children(open_rewards, tmp_path):
     source = """
         import subprocess, sys, time
         def judge(completions):
@@ -304,22 +299,22 @@ def test_a_hanging_worker_takes_its_own_children_with_it(open_rewards, tmp_path)
 
 
 def alive(pid: int) -> bool:
-    """Also after the little while that its new parent takes to bury it."""
+    """Return whether the process is alive, after waiting up to 5 s for its new parent to reap it."""
     for _ in range(50):
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
             threads = len(os.listdir(f"/proc/{pid}/task"))
         except (FileNotFoundError, ProcessLookupError):
             return False
-        if state == "Z" and threads <= 1:  # while others of its threads end it cannot be waited for
+        if state == "Z" and threads <= 1:  # a zombie with running threads cannot be reaped yet
             return False
         time.sleep(0.1)
     return True
 
 
-def test_the_memory_limit_does_not_count_what_loading_took(open_rewards):
+def test_the_memory_limit_does_not_count_memory_used_by_loading(open_rewards):
     source = """
-        held = bytearray(2**28)
+        loaded = bytearray(2**28)
         def judge(completions):
             return [len(bytearray(2**27)) / 2**27 for _ in completions]
     """
@@ -335,7 +330,7 @@ def test_a_worker_that_ended_between_two_calls_is_replaced(open_rewards):
     assert int(rewards.score(*rows(["a"])).totals[0]) != first
 
 
-def test_closing_ends_the_workers_also_in_the_middle_of_a_call(open_rewards):
+def test_closing_ends_the_workers_even_during_a_call(open_rewards):
     source = """
         import os, time
         def judge(completions):
@@ -353,9 +348,9 @@ def test_closing_ends_the_workers_also_in_the_middle_of_a_call(open_rewards):
     started = time.perf_counter()
     rewards.close()
     assert time.perf_counter() - started < 30
-    for one in (scoring, second, waiting):
+    for pending in (scoring, second, waiting):
         with pytest.raises(BaseException, match="closed|^$"):
-            one.result()
+            pending.result()
     assert not any(alive(pid) for pid in pids)
     assert set(threading.enumerate()) == before
     rewards.close()  # a second time does nothing
@@ -378,7 +373,7 @@ def test_workers_end_with_a_trainer_that_was_killed(tmp_path):
     assert not alive(pid)
 
 
-def test_what_cannot_be_loaded_in_a_worker_is_said(open_rewards):
+def test_an_import_error_in_a_worker_is_reported(open_rewards):
     source = """
         import os
         if os.path.exists("late"):
@@ -387,49 +382,46 @@ def test_what_cannot_be_loaded_in_a_worker_is_said(open_rewards):
     """
     rewards = open_rewards(source, "my_rewards.judge", num_workers=0)
     Path("late").touch()
-    rewards = open_rewards(source, "my_rewards.judge")  # this process has the module by now
-    with pytest.raises(ValueError, match=r"cannot be imported \(RuntimeError: no licence .*\(in a worker\)$"):
+    rewards = open_rewards(source, "my_rewards.judge")  # this process has already imported the module
+    with pytest.raises(ValueError, match=r"\(RuntimeError: no licence .*\(in a worker\)$"):
         rewards.score(*rows(["a"]))
 
 
-def test_a_missing_column_is_an_error_whatever_the_setting(open_rewards):
+def test_a_missing_column_is_an_error_even_with_on_error_none(open_rewards):
     rewards = open_rewards("", "exact_match", on_error="none")
-    with pytest.raises(ValueError, match="asks for 'answer', which rows.jsonl:1 does not have"):
+    with pytest.raises(ValueError, match="requires 'answer', which rows.jsonl:1 "):
         rewards.score(*rows(["a"]))
 
 
-def test_a_fault_that_no_part_has_loses_no_row(open_rewards):
+def test_a_fault_that_retries_do_not_reproduce_loses_no_row(open_rewards):
     source = "def judge(completions):\n    assert len(completions) < 3, 'many'\n    return [1.0] * len(completions)\n"
-    said: list[str] = []
-    rewards = open_rewards(source, "my_rewards.judge", num_workers=0, on_error="none", log=said.append)
+    lines: list[str] = []
+    rewards = open_rewards(source, "my_rewards.judge", num_workers=0, on_error="none", log=lines.append)
     assert rewards.score(*rows(list("abcdef"))).totals == [1.0] * 6
-    assert "raised AssertionError: many (my_rewards.py, line 2)" in said[0] and "0 of the 6 rows" in said[0]
+    assert "raised AssertionError: many (my_rewards.py, line 2)" in lines[0] and "0 of 6 rows" in lines[0]
 
 
-def test_a_call_on_a_part_gets_its_share_of_the_time():
-    asked = []
+def test_a_retry_gets_its_fraction_of_the_time_limit():
+    calls = []
 
     def call(low, high, seconds):
-        asked.append((low, high, seconds))
+        calls.append((low, high, seconds))
         return Fault("timeout", "hung", "") if low <= 3 < high else [1.0] * (high - low)
 
     fault = Fault("timeout", "hung for 8 s", "")
-    found = score_rows(call, 16, first=fault, timeout=8.0, stop=False)
-    assert found.row == 3 and found.scores == [1.0] * 3 + [fault] + [1.0] * 12
-    assert asked == [(0, 8, 4.0), (0, 4, 2.0), (0, 2, 1.0), (2, 4, 1.0), (2, 3, 1.0), (3, 4, 1.0), (4, 8, 2.0),
+    result = score_rows(call, 16, first=fault, timeout=8.0, stop=False)
+    assert result.row == 3 and result.scores == [1.0] * 3 + [fault] + [1.0] * 12
+    assert calls == [(0, 8, 4.0), (0, 4, 2.0), (0, 2, 1.0), (2, 4, 1.0), (2, 3, 1.0), (3, 4, 1.0), (4, 8, 2.0),
                      (8, 16, 4.0)]  # fmt: skip
-    asked.clear()
+    calls.clear()
     assert score_rows(call, 16, first=fault, timeout=8.0, stop=True).row == 3
-    assert asked[-1] == (3, 4, 1.0), "nothing is asked for after the row is known"
+    assert calls[-1] == (3, 4, 1.0), "no call after the row is known"
 
 
-def test_a_file_of_the_users_called_like_one_of_our_packages_is_left_to_the_user(open_rewards):
+def test_a_user_file_named_like_a_strop_package_does_not_shadow_it(open_rewards):
     Path("data.py").write_text("VALUE = 3\n")
-    sys.path.insert(0, str(Path.cwd()))  # as after the first look for a module of theirs
-    source = """
-        def judge(completions):
-            return [1.0] * len(completions)
-    """
+    sys.path.insert(0, str(Path.cwd()))  # as after loading a user module
+    source = "def judge(completions):\n    return [1.0] * len(completions)\n"
     try:
         assert open_rewards(source, "my_rewards.judge", num_workers=1).score(*rows(["a", "b"])).totals == [1.0, 1.0]
     finally:

@@ -70,7 +70,7 @@ def test_slices_cover_a_batch_and_see_what_it_sees(size, multiple, monkeypatch):
         tokens, covered = [], []
         for own in range(size):
             monkeypatch.setattr(context, "context_rank", lambda own=own: own)
-            part = context.slice_of(batch, multiple=multiple)
+            part = context.slice_batch(batch, multiple=multiple)
             cut, num_queries = part.batch, part.batch.input_ids.shape[1]
             assert num_queries % multiple == 0 and part.num_keys == size * num_queries
             mask = dense_mask(Spans(cut.prefix_start, cut.prefix_stop, cut.own_start, cut.own_stop), part.num_keys)
@@ -102,11 +102,11 @@ def test_keys_come_back_in_the_order_of_the_row_and_their_gradients_go_home(monk
     for own in range(size):
         monkeypatch.setattr(context, "context_rank", lambda own=own: own)
         (batch,) = make_batches([Item(list(range(length)), [False] + [True] * (length - 1))], max_tokens=length)
-        owned.append(row[:, :, context.slice_of(batch, multiple=2).batch.input_ids[0]])
+        owned.append(row[:, :, context.slice_batch(batch, multiple=2).batch.input_ids[0]])
     monkeypatch.setattr(context, "context_gather", lambda x, name: torch.stack([x.repeat(1, 1, 1, 2) for x in owned]))
     monkeypatch.setattr(context, "context_scatter_sum", lambda x, name: x[1])
     own = owned[1].clone().requires_grad_()
-    found, _ = context.whole_row(own, own)
+    found, _ = context.gather_row(own, own)
     assert torch.equal(found, row)
     (found * row).sum().backward()
     assert torch.equal(own.grad, owned[1])

@@ -17,7 +17,7 @@ from tests.trainer.rl.group_cases import ADVANTAGE, TOTAL, make_completions, mak
 from trainer.methods.grpo import backward
 from trainer.parallel.comm import context_size
 from trainer.parallel.dtensor import reshard
-from trainer.policy.attention import use_slices
+from trainer.policy.attention import use_sliced_attention
 from trainer.policy.logps import Policy, causal_lm
 
 
@@ -54,7 +54,7 @@ def windows() -> Policy:
         for child in [child for child, _ in module.named_children() if "norm" in child]:
             setattr(module, child, torch.nn.RMSNorm(8, eps=1e-6))
     if context_size() > 1:
-        use_slices(model)
+        use_sliced_attention(model)
     return Policy(model=model.double().train(), tokenizer=None, source="test", device=torch.device("cpu"),
                   compute_dtype=torch.float64)  # fmt: skip
 

@@ -22,7 +22,7 @@ from trainer.offline.loop import rows_of_this_rank
 from trainer.parallel import comm, overlap
 from trainer.parallel.comm import context_size
 from trainer.parallel.dtensor import gather
-from trainer.policy.attention import use_slices
+from trainer.policy.attention import use_sliced_attention
 from trainer.policy.logps import Policy, causal_lm
 from trainer.policy.reference import Reference
 from trainer.policy.sharding import OVERLAPS, parallelize, sum_gradients
@@ -73,7 +73,7 @@ def make_model(kind: str, seed: int, *, tied: bool = True) -> Any:
         for child in [child for child, _ in module.named_children() if "norm" in child]:
             setattr(module, child, torch.nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
     if context_size() > 1:
-        use_slices(model)
+        use_sliced_attention(model)
     return model.double()
 
 

@@ -35,7 +35,7 @@ def write_tensors(
 ) -> tuple[int, str]:
     """Write `tensors`, in the order of `specs`, to a safetensors file; return its size and sha256.
 
-    Unlike safetensors' save_file, this keeps one tensor in memory at a time. It hashes the bytes as it writes them; both
+    Unlike safetensors' save_file, this keeps one tensor in memory at a time. Bytes are hashed as they are written; both
     release the GIL. `check` is called before each chunk.
     """
     digest = hashlib.sha256()

@@ -91,7 +91,7 @@ class Watch:
 
     @contextlib.contextmanager
     def inside(self, name: str, *, timed: bool = True) -> Iterator[None]:
-        """Context manager for a collective. `timed`: on CUDA the time limit covers its execution, not only its launch."""
+        """Context manager: a collective. `timed`: on CUDA the time limit covers its run time, not only its launch."""
         outer, self.number, self.passes = self.activity, self.number + 1, 0
         self.activity = Activity(name, self.number, time.monotonic())
         launched = OnDevice(self.activity) if self.on_cuda and timed else None

@@ -1,9 +1,9 @@
-"""Run by torchrun on one GPU: two processes share rows by flex attention, over gloo (NCCL takes no two on one device).
+"""Run by torchrun on one GPU: two ranks share rows with flex attention, over gloo (NCCL needs a GPU per rank).
 
     torchrun --nproc-per-node 2 -m tests.ranks.context_gpu
 
-Prints one JSON line on rank 0: relative errors of log-probs and gradients in bfloat16, of one process and of two that
-share rows, against float32 with dense masks; gradient checkpointing is on.
+Prints one JSON line on rank 0: relative errors of bfloat16 log-probs and gradients vs. float32 with dense masks, for
+one process and for two ranks that share rows. Gradient checkpointing is on.
 """
 
 from __future__ import annotations

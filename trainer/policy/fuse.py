@@ -129,7 +129,7 @@ def is_norm(module: nn.Module) -> bool:
 
     def agrees(dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
         scale = torch.tensor([[eps**0.5], [1.0], [30.0]])  # eps matters in the first row
-        x, other = (scale * numbers(3, len(weight), seed=1)).to(dtype), numbers(len(weight), seed=2).to(weight_dtype)
+        x, other = (scale * randn(3, len(weight), seed=1)).to(dtype), randn(len(weight), seed=2).to(weight_dtype)
         probe = with_parts(module, _parameters={"weight": nn.Parameter(other)})
         return same(type(module).forward(probe, x), rms_norm_reference(x, other, eps))
 
@@ -144,8 +144,8 @@ def is_gated_mlp(module: nn.Module) -> bool:
         sizes = {"gate_proj": (8, 16), "up_proj": (8, 16), "down_proj": (16, 8)}
         layers = {name: skip_init(nn.Linear, *size, bias=False, dtype=dtype) for name, size in sizes.items()}
         for seed, layer in enumerate(layers.values()):
-            layer.weight = nn.Parameter(numbers(*layer.weight.shape, seed=seed).to(dtype))
-        x = numbers(5, 8, seed=3).to(dtype)
+            layer.weight = nn.Parameter(randn(*layer.weight.shape, seed=seed).to(dtype))
+        x = randn(5, 8, seed=3).to(dtype)
         probe = with_parts(module, _modules={**layers, "act_fn": module.act_fn})
         want = layers["down_proj"](silu_mul_reference(layers["gate_proj"](x), layers["up_proj"](x)))
         return same(type(module).forward(probe, x), want)
@@ -161,8 +161,8 @@ def rotates(cls: type) -> bool:
         return False
 
     def agrees(dtype: torch.dtype, angle_dtype: torch.dtype) -> bool:
-        query, key = numbers(2, 3, 5, 8, seed=1).to(dtype), numbers(2, 1, 5, 8, seed=2).to(dtype)
-        cos, sin = (numbers(2, 5, 8, seed=seed).to(angle_dtype) for seed in (3, 4))
+        query, key = randn(2, 3, 5, 8, seed=1).to(dtype), randn(2, 1, 5, 8, seed=2).to(dtype)
+        cos, sin = (randn(2, 5, 8, seed=seed).to(angle_dtype) for seed in (3, 4))
         rotated = forward.__globals__[ROTATION](query, key, cos, sin)
         return all(map(same, rotated, rotate_reference(query, key, cos, sin)))
 
@@ -204,7 +204,7 @@ def with_parts(module: nn.Module, **parts: dict[str, Any]) -> nn.Module:
     return probe
 
 
-def numbers(*shape: int, seed: int) -> Tensor:
+def randn(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 

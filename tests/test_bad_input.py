@@ -480,17 +480,17 @@ SPOILED = {  # file -> its new content, None to take it away
     "config of an unknown kind": ({"config.json": b'{"model_type": "nosuch"}'}, "nosuch"),
     "config of more layers": (
         {"config.json": json.dumps({**CONFIG, "num_hidden_layers": 4}).encode()},
-        "do not fit its config.json: 9 tensors", "model.layers.3.input_layernorm.weight",
+        "config.json: 9 tensors", "model.layers.3.input_layernorm.weight",
     ),
     "config of another vocabulary": (
         {"config.json": json.dumps({**CONFIG, "vocab_size": 9}).encode()},
-        "do not fit its config.json: 1 tensors", "model.embed_tokens.weight",
+        "config.json: 1 tensors", "model.embed_tokens.weight",
     ),
     "no weights": ({"model.safetensors": None}, "model.safetensors"),
     "half the weights": ({"model.safetensors": (TINY / "model.safetensors").read_bytes()[:9999]}, "SafetensorError"),
     "a git-lfs pointer": ({"model.safetensors": b"version https://git-lfs.github.com/spec/v1\n"}, "SafetensorError"),
-    "no tokenizer": ({"tokenizer.json": None, "tokenizer_config.json": None}, "no tokenizer could be loaded"),
-    "tokenizer not json": ({"tokenizer.json": b"{"}, "no tokenizer could be loaded"),
+    "no tokenizer": ({"tokenizer.json": None, "tokenizer_config.json": None}, "tokenizer could not be loaded"),
+    "tokenizer not json": ({"tokenizer.json": b"{"}, "tokenizer could not be loaded"),
     "no template": ({"chat_template.jinja": None}, "task:addition:1: chat_template=tokenizer_default", "chatml"),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Ranks that share rows (--parallel.context): slices by hand, runs, refusals; gradients are in test_ranks.py."""
+"""Context parallelism (--parallel.context): slices, runs, rejected settings; test_ranks.py checks gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainer.policy import attention
         ("grpo", ("--parallel.mode", "fsdp", "--lora.r", "4", "--beta", "0.05")),
     ],
 )
-def test_a_run_is_that_of_one_process(method, flags, tmp_path):
+def test_run_matches_one_process(method, flags, tmp_path):
     common = ("--method", method, "--max-steps", "2", "--max-eval-rows", "20")
     alone = [flag for flag in flags if flag not in ("--parallel.mode", "replicate", "fsdp")]
     run_ok(*common, *alone, "--per-device-train-batch-size", "32", "--output-dir", tmp_path / "one", cwd=tmp_path)
@@ -38,13 +38,10 @@ def test_a_run_is_that_of_one_process(method, flags, tmp_path):
 
 
 @pytest.mark.gpu
-def test_flex_attention_over_slices_is_as_exact_as_over_rows(tmp_path):
-    (found,) = results_of("tests.ranks.context_gpu", cwd=tmp_path)
+def test_flex_attention_over_slices_is_as_accurate_as_over_rows(tmp_path):
+    (result,) = results_of("tests.ranks.context_gpu", cwd=tmp_path)
     for name in ("logp", "gradient"):
-        assert found["two"][name] < 1.2 * found["one"][name] < 0.05, found
-
-
-# Slices, by hand.
+        assert result["two"][name] < 1.2 * result["one"][name] < 0.05, result
 
 
 def batches() -> list[Batch]:
@@ -60,7 +57,7 @@ def batches() -> list[Batch]:
 
 
 @pytest.mark.parametrize(("size", "multiple"), [(2, 2), (3, 128), (4, 2)])
-def test_slices_cover_a_batch_and_see_what_it_sees(size, multiple, monkeypatch):
+def test_slices_cover_a_batch_and_keep_its_masks(size, multiple, monkeypatch):
     monkeypatch.setattr(context, "context_size", lambda: size)
     for batch in batches():
         num_rows, length = batch.input_ids.shape
@@ -68,25 +65,25 @@ def test_slices_cover_a_batch_and_see_what_it_sees(size, multiple, monkeypatch):
             Spans(batch.prefix_start, batch.prefix_stop, batch.own_start, batch.own_stop), length
         ).squeeze(1)
         tokens, covered = [], []
-        for own in range(size):
-            monkeypatch.setattr(context, "context_rank", lambda own=own: own)
-            part = context.slice_of(batch, multiple=multiple)
+        for rank in range(size):
+            monkeypatch.setattr(context, "context_rank", lambda rank=rank: rank)
+            part = context.slice_batch(batch, multiple=multiple)
             cut, num_queries = part.batch, part.batch.input_ids.shape[1]
             assert num_queries % multiple == 0 and part.num_keys == size * num_queries
             mask = dense_mask(Spans(cut.prefix_start, cut.prefix_stop, cut.own_start, cut.own_stop), part.num_keys)
             assert mask.any(dim=-1).all()  # a softmax over nothing would be NaN
-            # own_stop is the place after a query's own, in a row as in a slice of it
-            place = cut.own_stop - 1
-            covered.append(place)
+            # own_stop is the position after the query, in a row and in a slice
+            position = cut.own_stop - 1
+            covered.append(position)
             for row in range(num_rows):
-                real = place[row] < length
-                at = place[row][real]
+                real = position[row] < length
+                at = position[row][real]
                 assert (
                     torch.equal(mask[row, 0, real, :length], whole[row, at]) and not mask[row, 0, real, length:].any()
                 )
                 assert torch.equal(cut.input_ids[row, real], batch.input_ids[row, at])
                 assert torch.equal(cut.position_ids[row, real], batch.position_ids[row, at])
-            at = cut.index // num_queries * length + place.flatten()[cut.index]  # back to places in the batch
+            at = cut.index // num_queries * length + position.flatten()[cut.index]  # positions in the batch
             assert torch.equal(at, batch.index[part.tokens]) and torch.equal(cut.target, batch.target[part.tokens])
             tokens.append(part.tokens)
         assert torch.equal(torch.cat(tokens).sort().values, torch.arange(len(batch.target)))
@@ -94,48 +91,40 @@ def test_slices_cover_a_batch_and_see_what_it_sees(size, multiple, monkeypatch):
         assert torch.equal(everywhere, torch.arange(everywhere.shape[1]).expand_as(everywhere))
 
 
-def test_keys_come_back_in_the_order_of_the_row_and_their_gradients_go_home(monkeypatch):
-    """Three ranks played in turns: what each gives away is at its places, what it gets back is the sum for them."""
+def test_keys_are_gathered_in_row_order_and_gradients_scattered_back(monkeypatch):
+    """Three simulated ranks: keys are gathered to their positions, and each rank gets the gradients of its keys."""
     size, length, row = 3, 12, torch.arange(12.0).view(1, 1, 12, 1)
     monkeypatch.setattr(context, "context_size", lambda: size)
-    owned = []
-    for own in range(size):
-        monkeypatch.setattr(context, "context_rank", lambda own=own: own)
+    slices = []
+    for rank in range(size):
+        monkeypatch.setattr(context, "context_rank", lambda rank=rank: rank)
         (batch,) = make_batches([Item(list(range(length)), [False] + [True] * (length - 1))], max_tokens=length)
-        owned.append(row[:, :, context.slice_of(batch, multiple=2).batch.input_ids[0]])
-    monkeypatch.setattr(context, "context_gather", lambda x, name: torch.stack([x.repeat(1, 1, 1, 2) for x in owned]))
+        slices.append(row[:, :, context.slice_batch(batch, multiple=2).batch.input_ids[0]])
+    monkeypatch.setattr(context, "context_gather", lambda x, name: torch.stack([x.repeat(1, 1, 1, 2) for x in slices]))
     monkeypatch.setattr(context, "context_scatter_sum", lambda x, name: x[1])
-    own = owned[1].clone().requires_grad_()
-    found, _ = context.whole_row(own, own)
-    assert torch.equal(found, row)
-    (found * row).sum().backward()
-    assert torch.equal(own.grad, owned[1])
+    key = slices[1].clone().requires_grad_()
+    gathered, _ = context.gather_row(key, key)
+    assert torch.equal(gathered, row)
+    (gathered * row).sum().backward()
+    assert torch.equal(key.grad, slices[1])
 
 
-# What is refused.
-
-
-def test_methods_and_models_that_cannot_share_rows_are_refused(monkeypatch):
+def test_unsupported_methods_and_models_are_rejected(monkeypatch):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from trainer.config.blocks import DataConfig, ModelConfig
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert ParallelConfig(mode="replicate", context=2).context == 2
-    with pytest.raises(ValueError, match=r"^parallel\.context=2: EBFT takes features from whole rows"):
+    with pytest.raises(ValueError, match=r"^parallel\.context=2: EBFT"):
         EbftConfig(model=ModelConfig(model="test"), data=DataConfig(data=("x",)), parallel=ParallelConfig(context=2))
     monkeypatch.setattr(attention, "context_size", lambda: 2)
-    sizes = {
-        "vocab_size": 8,
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    model = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="eager"))
-    with pytest.raises(ValueError, match=r"^parallel\.context=2: LlamaForCausalLM runs with eager attention"):
-        attention.choose_attention(model, "eager", torch.device("cpu"))
-    growing = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=growing))
-    with pytest.raises(ValueError, match=r"^parallel\.context=2: LlamaForCausalLM turns positions by how long the row"):
-        attention.choose_attention(model, "auto", torch.device("cpu"))
+    sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    for choice, settings, message in (
+        ("eager", {"attn_implementation": "eager"}, "LlamaForCausalLM uses eager"),
+        ("auto", {"rope_parameters": dynamic}, "the rotary frequencies of LlamaForCausalLM"),
+    ):
+        with pytest.raises(ValueError, match=rf"^parallel\.context=2: {message}"):
+            model = LlamaForCausalLM(LlamaConfig(**sizes, **settings))
+            attention.choose_attention(model, choice, torch.device("cpu"))

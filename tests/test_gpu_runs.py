@@ -1,11 +1,11 @@
-"""Every method on a GPU through the real entry point: two steps of the tiny model, held against the same on the CPU.
+"""Every method on a GPU through the real entry point: two steps of the tiny model vs. the same run on the CPU.
 
-    pytest -m gpu tests/test_gpu_runs.py                 # where there is a CUDA device
-    STROP_RUNS_ON=cpu pytest tests/test_gpu_runs.py      # the same commands on any machine: are the flags right?
+    pytest -m gpu tests/test_gpu_runs.py                 # on a machine with a CUDA device
+    STROP_RUNS_ON=cpu pytest tests/test_gpu_runs.py      # the same commands on any machine: check the flags
 
-Runs are made in this process, one after the other, and each once: tests share them. Their twins on the CPU are made at
-the same time by another process, which sees no GPU; without a GPU a run is its own twin. Methods that sample do it with
-the in-process engine. Tools and rollout functions run beside them, and 300 steps with memory and parity of each.
+Each run is made once, sequentially in this process, and shared by tests. A second process without a GPU makes the CPU
+twins at the same time; without a GPU a run is its own twin. Sampling methods use the in-process engine. Other tests
+cover tools, rollout functions, and memory and parity over 300 steps.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ METHODS = {
     "ebft-structured": ("--method", "ebft", "--mode", "structured", *GROUPS),
     "ebft-strided": ("--method", "ebft", "--mode", "strided", *rows_of("steps", "sft", 4, ",difficulty=5")),
 }
-FAMILIES = ("sft", "grpo", "ebft-structured")  # loops over fixed rows, over groups, over features
-# float32: in bfloat16 they draw other tokens
+FAMILIES = ("sft", "grpo", "ebft-structured")  # offline, groups, features
+# Sampling methods draw other tokens in bfloat16.
 SAMPLES = {"grpo", "gdpo", "rloo", "opd", "online_dpo", "ppo", "ebft-structured", "ebft-strided"}
 REFERENCED = {"dpo", "ipo", "kto"}
 
 EXACT = ("--dtype", "float32")
 VARIANTS = {
     "full": EXACT,
-    "lora": ("--lora.r", "4"),  # products as the device has them: in bfloat16 on a GPU
+    "lora": ("--lora.r", "4"),  # the device's default dtype: bfloat16 on a GPU
     "checkpointing": (*EXACT, "--gradient-checkpointing"),
     "bfloat16": ("--dtype", "bfloat16", "--trained-dtype", "bfloat16"),
     "compile": (*EXACT, "--compile"),
@@ -81,21 +81,12 @@ VARIANTS = {
     "precomputed-lora": ("--lora.r", "4", "--ref", "precomputed"),
 }
 TWINS = ("full", "lora")  # also run on the CPU
-GAPS = {"full": 1e-3, "bfloat16": 0.1, "lora": 0.1}  # most of policy/behaviour_gap: the engine against the trainer
+GAPS = {"full": 1e-3, "bfloat16": 0.1, "lora": 0.1}  # maximum policy/behaviour_gap between engine and trainer
 
 LOOKUP = ("--method", "grpo", *LOCAL, "--per-device-train-batch-size", "32", "--max-completion-length", "48",
           "--data", "task:lookup:split=train,size=64", "--eval-data", "task:lookup:split=eval,size=8")  # fmt: skip
-TOOLS = (
-    "--tools",
-    "lookup",
-    "--tool-format",
-    "pythonic",
-    "--max-turns",
-    "3",
-    "--reward-funcs",
-    "exact_match",
-    "length",
-)
+TOOLS = ("--tools", "lookup", "--tool-format", "pythonic", "--max-turns", "3", "--reward-funcs", "exact_match",
+         "length")  # fmt: skip
 FUNCTION = """
 from rollout.episodes.turns import Transcript, turn_seed
 
@@ -109,7 +100,7 @@ async def two_turns(client, prompt, seed):
     return transcript.completion("stop", text=made.text, columns={"env_reward": seed % 3, "num_turns": 2})
 """
 
-# What says nothing about the numbers of a step; a policy that still is its own reference wins pairs by rounding alone.
+# Metrics that are not compared. While the policy equals its reference, pairs are won by rounding only.
 CLOCKS = ("time/", "perf/", "mem/", "health/")
 BY_ROUNDING = ("reward/accuracy", "eval/reward/accuracy", "eval/reward/auc")
 
@@ -123,38 +114,38 @@ for argv in json.load(sys.stdin):
 
 
 class Runs:
-    """Run folders by method and variant: made when first asked for, on the CPU all of them at once."""
+    """Run folders by method and variant, made on first use; the CPU twins start immediately."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.made = folder, {}
-        told = [] if ON_CPU else [self.command(method, variant, "cpu") for variant in TWINS for method in METHODS]
-        (folder / "commands.json").write_text(json.dumps(told))
+        self.folder, self.codes = folder, {}
+        twins = [] if ON_CPU else [self.command(method, variant, "cpu") for variant in TWINS for method in METHODS]
+        (folder / "commands.json").write_text(json.dumps(twins))
         with (folder / "commands.json").open() as commands, (folder / "cpu.log").open("w") as log:
             self.twins = subprocess.Popen(
                 [sys.executable, "-c", CPU_RUNS], stdin=commands, stdout=log, stderr=log, cwd=folder,
                 env=environment(threads=2) | {"CUDA_VISIBLE_DEVICES": ""},
             )  # fmt: skip
 
-    def command(self, method: str, variant: str, place: str) -> list[str]:
+    def command(self, method: str, variant: str, device: str) -> list[str]:
         cache = ("--ref-cache", str(self.folder / "cache" / variant)) if variant.startswith("precomputed") else ()
-        run = ("--output-dir", str(self.folder / place / f"{method}-{variant}"))
+        run = ("--output-dir", str(self.folder / device / f"{method}-{variant}"))
         return [*METHODS[method], *COMMON, *VARIANTS[variant], *cache, *run]
 
     def here(self, method: str, variant: str) -> Path:
-        """On the device of this process. A run that failed is not tried again."""
+        """Run on this process's device; a failed run is not retried."""
         command = self.command(method, variant, "here")
-        if (method, variant) not in self.made:
-            self.made[method, variant] = "failed"
-            self.made[method, variant] = main(command)
-        assert self.made[method, variant] == 0, f"{self.made[method, variant]}: {' '.join(command)}"
+        if (method, variant) not in self.codes:
+            self.codes[method, variant] = "failed"
+            self.codes[method, variant] = main(command)
+        assert self.codes[method, variant] == 0, f"{self.codes[method, variant]}: {' '.join(command)}"
         return Path(command[-1])
 
     def on_cpu(self, method: str, variant: str) -> list[dict[str, Any]]:
-        """Metrics of the twin."""
+        """Return the metrics of the CPU twin."""
         if ON_CPU:
             return metrics(self.here(method, variant))
         run = Path(self.command(method, variant, "cpu")[-1])
-        while not (run / "report.html").exists():  # the last that is written
+        while not (run / "report.html").exists():  # the last file of a run
             ended = self.twins.poll() is not None
             assert not ended or (run / "report.html").exists(), (self.folder / "cpu.log").read_text()[-3000:]
             time.sleep(0.1)
@@ -163,28 +154,25 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Iterator[Runs]:
-    made = Runs(tmp_path_factory.mktemp("runs"))
-    yield made
-    made.twins.kill()
-    made.twins.wait()
+    runs = Runs(tmp_path_factory.mktemp("runs"))
+    yield runs
+    runs.twins.kill()
+    runs.twins.wait()
 
 
-def compared(row: dict[str, Any], leave_out: tuple[str, ...]) -> dict[str, float]:
-    return {name: value for name, value in row.items() if not name.startswith((*CLOCKS, *leave_out))}
+def compared(row: dict[str, Any], skip: tuple[str, ...]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if not name.startswith((*CLOCKS, *skip))}
 
 
-def alike(got: dict[str, Any], want: dict[str, Any], *, limit: float, leave_out: tuple[str, ...] = ()) -> None:
-    """The same metrics, each within `limit` of the other, relative or absolute."""
-    ours, theirs = compared(got, leave_out), compared(want, leave_out)
-    assert ours.keys() == theirs.keys()
-    apart = {
-        name: (ours[name], x) for name, x in theirs.items() if ours[name] != pytest.approx(x, rel=limit, abs=limit)
-    }
-    assert not apart, f"step {got['step']}: {apart}"
+def alike(got: dict[str, Any], want: dict[str, Any], *, limit: float, skip: tuple[str, ...] = ()) -> None:
+    """Check that both have the same metrics, equal within the relative or absolute `limit`."""
+    got_metrics, want_metrics = compared(got, skip), compared(want, skip)
+    assert got_metrics.keys() == want_metrics.keys()
+    assert got_metrics == pytest.approx(want_metrics, rel=limit, abs=limit), f"step {got['step']}"
 
 
-def check_whole(run: Path, method: str) -> list[dict[str, Any]]:
-    """A finished run of two steps: numbers in its metrics, files in its folder. Gives the metrics."""
+def check_run(run: Path, method: str) -> list[dict[str, Any]]:
+    """Check the metrics and files of a finished run of two steps; return the metrics."""
     rows = metrics(run)
     assert [row["step"] for row in rows] == [0, 1, 2]
     for row in rows:
@@ -192,17 +180,17 @@ def check_whole(run: Path, method: str) -> list[dict[str, Any]]:
         assert {name for name in row if name.startswith("eval/")} >= {"eval/rows"}, row.keys()
     for row in rows[1:]:
         assert "loss/total" in row and row["optim/grad_norm"] > 0 and row["data/tokens_total"] > 0
-    for step in (2,) if method == "ppo" else (1, 2):  # ppo saves between rollouts, and its first has more steps
+    for step in (2,) if method == "ppo" else (1, 2):  # ppo saves between rollouts, and its rollout has two steps
         assert find_problem(run / "checkpoints" / f"step-{step:08d}") is None
     assert (run / "config.yaml").is_file() and "<html" in (run / "report.html").read_text()
     if method in SAMPLES:
         samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-        assert {row["step"] for row in samples} == ({1} if method == "ppo" else {1, 2})  # of one rollout
+        assert {row["step"] for row in samples} == ({1} if method == "ppo" else {1, 2})
     return rows
 
 
 def check_final(run: Path, method: str) -> None:
-    """The exported model has moved, is finite, and loads."""
+    """Check that the exported model differs from the initial one, is finite, and loads."""
     (file,) = (run / "final").glob("*model.safetensors")
     trained = load_file(file)
     assert all(tensor.isfinite().all() for tensor in trained.values())
@@ -215,58 +203,58 @@ def check_final(run: Path, method: str) -> None:
         reward = (OutcomeReward if method == "rm" else ProcessReward)(str(run))
         (score,) = reward(["25"], ["12+13="])
         assert math.isfinite(score)
-    else:  # which checks its log-probs against its own forward
+    else:  # load_policy compares its log-probs with transformers'
         load_policy(ModelConfig(model=str(run)), LoraConfig(), pick_device(), with_reference=False)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_float32_gives_the_numbers_of_the_cpu(runs, method):
-    rows, twin = check_whole(runs.here(method, "full"), method), runs.on_cpu(method, "full")
+def test_float32_matches_the_cpu(runs, method):
+    rows, twin = check_run(runs.here(method, "full"), method), runs.on_cpu(method, "full")
     by_rounding = BY_ROUNDING if method in REFERENCED else ()
-    alike(rows[0], twin[0], limit=3e-3, leave_out=by_rounding)
-    alike(rows[1], twin[1], limit=3e-3, leave_out=(*by_rounding, "eval/"))  # eval/ is of the weights after the step
-    if method not in SAMPLES:  # AdamW's first step is as large for a gradient of 1e-9 as for any other
+    alike(rows[0], twin[0], limit=3e-3, skip=by_rounding)
+    alike(rows[1], twin[1], limit=3e-3, skip=(*by_rounding, "eval/"))  # eval/ uses the weights after the step
+    if method not in SAMPLES:  # AdamW's first step has the same size for any gradient, even 1e-9
         assert rows[2]["loss/total"] == pytest.approx(twin[2]["loss/total"], rel=2e-2, abs=2e-2)
     check_final(runs.here(method, "full"), method)
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("variant", ["lora", "bfloat16"])
-def test_low_precision_gives_about_the_numbers_of_the_cpu(runs, variant, method):
-    rows = check_whole(runs.here(method, variant), method)
+def test_low_precision_is_close_to_the_cpu(runs, variant, method):
+    rows = check_run(runs.here(method, variant), method)
     about_the_same(rows[1], runs.on_cpu(method, "full" if variant == "bfloat16" else variant)[1], method)
     check_final(runs.here(method, variant), method)
 
 
 def about_the_same(row: dict[str, Any], twin: dict[str, Any], method: str) -> None:
-    """The first step in bfloat16 beside float32. What samples draws other tokens, and can be no closer than those."""
+    """Compare the first step in bfloat16 with float32; sampling methods draw other tokens."""
     if method in SAMPLES:
-        assert method == "online_dpo" or row["policy/behaviour_gap"] < 0.1  # its loss has no engine's log-probs
+        assert method == "online_dpo" or row["policy/behaviour_gap"] < 0.1  # online_dpo does not use engine log-probs
         assert row["policy/entropy"] == pytest.approx(twin["policy/entropy"], rel=0.3)
         return
     for name in ("loss/total", "policy/entropy"):
         if name in twin:  # a scorer has no entropy
             assert row[name] == pytest.approx(twin[name], rel=0.05, abs=0.05), name
-    # With weights in bfloat16 so is what blocks hand on: gradients of a fresh head (prm) come out a third smaller.
+    # With bfloat16 weights the residual stream is bfloat16 too: gradients of a new head (prm) are a third smaller.
     assert 0.5 < row["optim/grad_norm"] / twin["optim/grad_norm"] < 2
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_gradient_checkpointing_changes_no_number(runs, method):
-    rows, plain = check_whole(runs.here(method, "checkpointing"), method), metrics(runs.here(method, "full"))
+def test_gradient_checkpointing_gives_the_same_metrics(runs, method):
+    rows, plain = check_run(runs.here(method, "checkpointing"), method), metrics(runs.here(method, "full"))
     by_rounding = BY_ROUNDING if method in REFERENCED else ()
-    alike(rows[1], plain[1], limit=1e-3, leave_out=(*by_rounding, "eval/"))
+    alike(rows[1], plain[1], limit=1e-3, skip=(*by_rounding, "eval/"))
 
 
 @pytest.mark.parametrize("method", sorted(REFERENCED))
 @pytest.mark.parametrize("variant", ["copy", "precomputed", "adapter_off", "precomputed-lora"])
 def test_every_reference_gives_the_same_first_step(runs, variant, method):
-    """Those that are not named in other tests are the same two: a copy, or with LoRA the base."""
-    rows, is_lora = check_whole(runs.here(method, variant), method), "lora" in VARIANTS[variant][0]
+    """Other tests use auto: a copy, or the base with LoRA."""
+    rows, is_lora = check_run(runs.here(method, variant), method), "lora" in VARIANTS[variant][0]
     if is_lora:
         about_the_same(rows[1], runs.on_cpu(method, "lora")[1], method)
     else:
-        alike(rows[1], runs.on_cpu(method, "full")[1], limit=3e-3, leave_out=(*BY_ROUNDING, "eval/"))
+        alike(rows[1], runs.on_cpu(method, "full")[1], limit=3e-3, skip=(*BY_ROUNDING, "eval/"))
     if variant.startswith("precomputed"):
         caches = {path.suffix for path in (runs.folder / "cache" / variant).iterdir()}
         assert caches == {".safetensors"}
@@ -274,43 +262,43 @@ def test_every_reference_gives_the_same_first_step(runs, variant, method):
 
 @pytest.mark.parametrize("variant", ["compile", "compile-checkpointing"])
 @pytest.mark.parametrize("method", FAMILIES)
-def test_compiled_blocks_give_the_same_numbers(runs, method, variant):
-    torch._dynamo.reset()  # it gives up after 64 graphs of a function, those of other tests counted
-    rows, plain = check_whole(runs.here(method, variant), method), metrics(runs.here(method, "full"))
+def test_compiled_blocks_give_the_same_metrics(runs, method, variant):
+    torch._dynamo.reset()  # dynamo stops after 64 graphs of a function, including those of other tests
+    rows, plain = check_run(runs.here(method, variant), method), metrics(runs.here(method, "full"))
     torch._dynamo.reset()
-    alike(rows[1], plain[1], limit=3e-3, leave_out=("eval/",))
+    alike(rows[1], plain[1], limit=3e-3, skip=("eval/",))
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
-def test_a_base_in_4_bits(runs, method):
-    """The engine samples from the dequantised weights; compiled blocks give the same numbers."""
-    low, exact = (check_whole(runs.here(method, variant), method) for variant in ("4bit", "4bit-exact"))
+def test_4_bit_base(runs, method):
+    """The engine samples from the dequantised weights; compiled blocks give the same metrics."""
+    low, exact = (check_run(runs.here(method, variant), method) for variant in ("4bit", "4bit-exact"))
     about_the_same(low[1], exact[1], method)
     check_final(runs.here(method, "4bit"), method)
     if method in SAMPLES:
         assert all(row["policy/behaviour_gap"] < GAPS["full"] for row in exact[1:])
     torch._dynamo.reset()
-    compiled = check_whole(runs.here(method, "4bit-compile"), method)
+    compiled = check_run(runs.here(method, "4bit-compile"), method)
     torch._dynamo.reset()
     by_rounding = BY_ROUNDING if method in REFERENCED else ()
-    alike(compiled[1], exact[1], limit=3e-3, leave_out=(*by_rounding, "eval/"))
+    alike(compiled[1], exact[1], limit=3e-3, skip=(*by_rounding, "eval/"))
 
 
 @pytest.mark.parametrize("method", FAMILIES)
-def test_resumed_after_the_first_step_it_does_the_second_again(runs, method, tmp_path):
+def test_resume_after_the_first_step_repeats_the_second(runs, method, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(runs.here(method, "full"), run)
     before = metrics(run)
     assert main(["--resume", str(run / "checkpoints" / "step-00000001")]) == 0
-    after = check_whole(run, method)
+    after = check_run(run, method)
     assert after[:2] == before[:2]
-    alike(after[2], before[2], limit=1e-3, leave_out=("eval/",))
+    alike(after[2], before[2], limit=1e-3, skip=("eval/",))
     check_final(run, method)
 
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory) -> Path:
-    """A model that calls its tool in about 7 of 10 rows, and gives up in the others."""
+    """A model that calls its tool in about 7 of 10 rows."""
     run = tmp_path_factory.mktemp("caller") / "run"
     recipe = Path(__file__).parents[1] / "trainer" / "recipes" / "sft_tools.yaml"
     data = "task:lookup:split=sft,size=12800,sloppy=0.3"
@@ -320,77 +308,59 @@ def caller(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("variant", GAPS)
 def test_tools_between_turns(caller, variant, tmp_path):
-    words = [
-        *LOOKUP,
-        *TOOLS,
-        *COMMON,
-        *VARIANTS[variant],
-        "--model",
-        str(caller),
-        "--output-dir",
-        str(tmp_path / "run"),
-    ]
-    assert main(words) == 0
-    rows = check_whole(tmp_path / "run", "grpo")
+    words = [*LOOKUP, *TOOLS, *COMMON, *VARIANTS[variant], "--model", str(caller)]
+    assert main([*words, "--output-dir", str(tmp_path / "run")]) == 0
+    rows = check_run(tmp_path / "run", "grpo")
     for row in rows[1:]:
         assert row["rollout/tool_calls"] > 0.3 and row["rollout/num_turns"] > 1.2
         assert row["policy/behaviour_gap"] < GAPS[variant]
 
 
 @pytest.mark.parametrize("variant", GAPS)
-def test_a_rollout_function_of_two_turns(variant, tmp_path):
+def test_rollout_function_with_two_turns(variant, tmp_path):
     (tmp_path / "mine.py").write_text(FUNCTION)
     words = [*LOOKUP, "--model", "builtin:tiny", "--rollout-func", f"{tmp_path}/mine.py:two_turns"]
     words += ["--reward-funcs", "env", *COMMON, *VARIANTS[variant], "--output-dir", str(tmp_path / "run")]
     assert main(words) == 0
-    for row in check_whole(tmp_path / "run", "grpo")[1:]:
+    for row in check_run(tmp_path / "run", "grpo")[1:]:
         assert row["rollout/num_turns"] == 2 and row["policy/behaviour_gap"] < GAPS[variant]
 
 
 @pytest.fixture
 def steps(monkeypatch) -> list[tuple[int, int]]:
-    """After each step: bytes that torch has allocated on the GPU, and graphs that dynamo has made so far."""
-    seen: list[tuple[int, int]] = []
+    """Record, after each step, the allocated GPU memory in bytes and the number of dynamo graphs so far."""
+    records: list[tuple[int, int]] = []
     plain = Timer.later
 
-    def look(self: Timer, num_tokens: int) -> Callable[[], dict[str, float]]:
+    def record(self: Timer, num_tokens: int) -> Callable[[], dict[str, float]]:
         gc.collect()
-        held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-        seen.append((held, dynamo_counters["stats"]["unique_graphs"]))
+        allocated = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+        records.append((allocated, dynamo_counters["stats"]["unique_graphs"]))
         return plain(self, num_tokens)
 
-    monkeypatch.setattr(Timer, "later", look)
-    return seen
+    monkeypatch.setattr(Timer, "later", record)
+    return records
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", GAPS)
-def test_300_steps_hold_no_more_memory_and_stay_on_policy(steps, variant, tmp_path):
-    """Prompts of one to three digits and completions of any length; the engine is held to the trainer in each step."""
+def test_300_steps_leak_no_memory_and_stay_on_policy(steps, variant, tmp_path):
+    """Prompts and completions of various lengths; engine and trainer log-probs are compared in each step."""
     count = 30 if ON_CPU else 300
-    words = [
-        "--method",
-        "grpo",
-        *LOCAL,
-        "--data",
-        "task:addition:split=train,size=512",
-        "--max-completion-length",
-        "40",
-    ]
-    words += ["--per-device-train-batch-size", "64", "--temperature", "1.3", "--max-steps", str(count)]
-    # The cache grows at the first evaluation that finds the engine in memory, because its prompts share no prefix.
+    words = ["--method", "grpo", *LOCAL, "--data", "task:addition:split=train,size=512", "--temperature", "1.3"]
+    words += ["--max-completion-length", "40", "--per-device-train-batch-size", "64", "--max-steps", str(count)]
+    # The cache grows at the first evaluation with a resident engine, because its prompts share no prefix.
     words += ["--eval-steps", "25", "--eval-data", "task:addition:split=eval,size=64", "--save-steps", "0"]
     assert main([*words, "--logging-steps", "50", *VARIANTS[variant], "--output-dir", str(tmp_path / "run")]) == 0
     rows = [row for row in metrics(tmp_path / "run") if row["step"] > 0]
     assert len(rows) == len(steps) == count
     assert len({row["rollout/len_max"] for row in rows}) > 2, "lengths must change"
-    trained = [row for row in rows if "policy/behaviour_gap" in row]  # a step without signal trains on nothing
+    trained = [row for row in rows if "policy/behaviour_gap" in row]  # missing in a step without signal
     assert len(trained) > 0.8 * count
-    apart = {row["step"]: gap for row in trained if not (gap := row["policy/behaviour_gap"]) < GAPS[variant]}
-    assert not apart, apart
-    held = [memory for memory, _ in steps]
-    early = max(held[: count // 6])
-    assert max(held[count // 6 :]) <= early + (4 << 20), [memory >> 20 for memory in held]
+    too_large = {row["step"]: gap for row in trained if not (gap := row["policy/behaviour_gap"]) < GAPS[variant]}
+    assert not too_large, too_large
+    memory = [allocated for allocated, _ in steps]
+    assert max(memory[count // 6 :]) <= max(memory[: count // 6]) + (4 << 20), [x >> 20 for x in memory]
     assert rows[-1]["mem/peak_gib"] <= rows[count // 6]["mem/peak_gib"] * 1.05 + 0.1
 
 
@@ -399,10 +369,10 @@ def test_300_steps_hold_no_more_memory_and_stay_on_policy(steps, variant, tmp_pa
 def test_nothing_is_compiled_after_the_second_step(steps, variant, tmp_path):
     torch._dynamo.reset()
     words = [*METHODS["grpo"], *VARIANTS[variant], "--compile", "--max-steps", "8", "--save-steps", "0"]
-    # Enough completions that no micro-batch fits into one tile of 128 tokens, which dynamo gives its own graph.
+    # So many completions that no micro-batch fits into one tile of 128 tokens, which would be a separate graph.
     words += ["--max-completion-length", "24", "--temperature", "1.3", "--per-device-train-batch-size", "128"]
     assert main([*words, "--output-dir", str(tmp_path / "run")]) == 0
     torch._dynamo.reset()
-    graphs = [made for _, made in steps]
+    graphs = [count for _, count in steps]
     assert len(graphs) == 8 and graphs[0] > 0, graphs
     assert graphs[-1] == graphs[1], f"graphs after each step: {graphs}"

@@ -1,11 +1,11 @@
-"""How often the host waits for the GPU between packing and the end of the optimizer step, for every method.
+"""Host syncs per step, from packing to the end of the optimizer step, for every method.
 
-    pytest -m gpu -s tests/test_gpu_syncs.py             # -s prints the counts, and which lines wait
-    STROP_RUNS_ON=cpu pytest tests/test_gpu_syncs.py     # on any machine: are the flags right?
+    pytest -m gpu -s tests/test_gpu_syncs.py             # -s prints the counts and the lines that sync
+    STROP_RUNS_ON=cpu pytest tests/test_gpu_syncs.py     # on any machine: check the flags
 
-torch warns of each synchronising operation (set_sync_debug_mode); explicit waits, of which it does not warn, are
-wrapped and counted. Steps are counted after two that compile kernels and fill caches, with one micro-batch a step and
-with four: their number must not matter.
+torch warns about each synchronising operation (set_sync_debug_mode); explicit waits, which it does not warn about, are
+wrapped and counted. Counting starts after two steps, which compile kernels and fill caches. One and four micro-batches
+per step must give the same count.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DEVICE = "cpu" if ON_CPU else "cuda"
 
 NUM_STEPS, WARM_UP = 5, 2
-OFFLINE, SAMPLED = 2, 4  # waits a step may have: of methods on fixed rows, and of the training part of the others
+OFFLINE, SAMPLED = 2, 4  # maximum syncs per step: offline methods, and the training part of sampling methods
 VARIANTS = {
     "bfloat16": ("--dtype", "bfloat16", "--trained-dtype", "bfloat16"),
     "lora": ("--dtype", "bfloat16", "--lora.r", "4"),
@@ -56,19 +56,19 @@ SAMPLING = {name for name, words in COMMANDS.items() if LOCAL[0] in words} | {"e
 
 
 class Waits:
-    """Counts waits of the host while `on`; `steps` has the lines that waited in each counted stretch."""
+    """Counts host syncs while `on`; `steps` has the lines that synced in each counted stretch."""
 
     def __init__(self) -> None:
         self.steps: list[Counter[str]] = []
         self.on = False
-        self._show: Any = None  # what shows warnings otherwise
+        self._show: Any = None  # the original warnings.showwarning
 
     def begin(self) -> None:
         if self.on:
             return
         self.steps.append(Counter())
         self.on = True
-        # Here and not in a fixture: pytest has filters of its own for each phase of a test.
+        # Not in a fixture: pytest sets its filters for each phase of a test.
         warnings.filterwarnings("always", message=".*synchronizing CUDA operation.*")
         self._show, warnings.showwarning = warnings.showwarning, self._warned
         self._mode("warn")
@@ -110,7 +110,7 @@ def waits(monkeypatch) -> Iterator[Waits]:
             if not found.on:
                 return plain(*args, **kwargs)
             found.add(name)
-            found._mode("default")  # a version that warns of it too would count it twice
+            found._mode("default")  # avoid counting twice if torch also warns
             try:
                 return plain(*args, **kwargs)
             finally:
@@ -129,7 +129,7 @@ def waits(monkeypatch) -> Iterator[Waits]:
 
 @pytest.fixture
 def stretches(waits, monkeypatch) -> Waits:
-    """Counts from packing, or where there is a rollout from its end, to the end of the optimizer step."""
+    """Count from packing, or from the end of the rollout, to the end of the optimizer step."""
     steps, take_step, backward = Offline.steps, Offline.take_step, strided.backward
     sample, updates, optimizer_step = Session.sample, Session.updates, Session.optimizer_step
 
@@ -146,7 +146,7 @@ def stretches(waits, monkeypatch) -> Waits:
 
     def counted_updates(self: Session, *batches: Any) -> Iterator[Any]:
         for part in updates(self, *batches):
-            waits.begin()  # again after the first: the stretch goes on if it is open
+            waits.begin()  # no effect if the stretch is open
             yield part
 
     def counted_backward(*args: Any) -> MetricSums:
@@ -171,7 +171,7 @@ def stretches(waits, monkeypatch) -> Waits:
 
 
 def run_of(name: str, variant: str, micro_batches: int, folder: Path) -> list[str]:
-    """The command, without held-out rows and checkpoints."""
+    """Return the command without held-out rows and checkpoints."""
     words = list(COMMANDS[name])
     at = words.index("--eval-data")
     del words[at : at + 2]
@@ -187,7 +187,7 @@ def run_of(name: str, variant: str, micro_batches: int, folder: Path) -> list[st
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", COMMANDS)
-def test_waits_of_a_step(name, variant, stretches, tmp_path, capsys):
+def test_host_syncs_per_step(name, variant, stretches, tmp_path, capsys):
     found: dict[int, Counter[str]] = {}
     for micro_batches in (1, 4):
         stretches.steps.clear()
@@ -196,20 +196,20 @@ def test_waits_of_a_step(name, variant, stretches, tmp_path, capsys):
         found[micro_batches] = max(stretches.steps[WARM_UP:], key=Counter.total)
     with capsys.disabled():
         for micro_batches, lines in found.items():
-            shown = ", ".join(f"{count} x {line}" for line, count in sorted(lines.items())) or "nothing waits"
-            print(f"\n{name} {variant}, {micro_batches} micro-batches: {lines.total()} waits ({shown})", end="")
+            shown = ", ".join(f"{count} x {line}" for line, count in sorted(lines.items())) or "none"
+            print(f"\n{name} {variant}, {micro_batches} micro-batches: {lines.total()} host syncs ({shown})", end="")
         sys.stdout.flush()
     limit = SAMPLED if name in SAMPLING else OFFLINE
     assert all(lines.total() <= limit for lines in found.values()), found
     assert found[1].total() == found[4].total(), found
 
 
-# The parts alone, to see at once where a wait is.
+# Single parts, to locate a sync.
 
 
 @pytest.mark.parametrize("lift", [0.0, -150.0], ids=["ordinary", "overflowing"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-def test_the_head_never_waits(lift, dtype, waits):
+def test_head_does_not_sync(lift, dtype, waits):
     torch.manual_seed(0)
     hidden, weight = torch.randn(300, 64, device=DEVICE), torch.randn(1000, 64, device=DEVICE) / 8
     target = torch.randint(1000, (300,), device=DEVICE)
@@ -232,7 +232,7 @@ def test_the_head_never_waits(lift, dtype, waits):
     assert not waits.steps[-1], waits.steps[-1]
 
 
-def test_packing_and_metrics_never_wait(waits):
+def test_packing_and_metrics_do_not_sync(waits):
     items = [Item([1, 2, 3, 4], [False, True, True, True])] * 5
     x = torch.ones((), device=DEVICE)
     for counted in (False, True):
@@ -246,7 +246,7 @@ def test_packing_and_metrics_never_wait(waits):
     assert means() == {"loss/nll": 0.4, "loss/total": 2.0, "policy/entropy": 1.0}
 
 
-def test_a_warning_is_counted_each_time(waits):
+def test_repeated_warnings_are_counted(waits):
     for _ in range(2):
         with waits.counting():
             for _ in range(3):
@@ -256,8 +256,8 @@ def test_a_warning_is_counted_each_time(waits):
     assert [step.total() for step in waits.steps] == [3, 3], waits.steps
 
 
-@pytest.mark.skipif(ON_CPU, reason="nothing waits on a CPU")
-def test_a_wait_is_counted(waits):
+@pytest.mark.skipif(ON_CPU, reason="a CPU has no host syncs")
+def test_syncs_are_counted(waits):
     x = torch.ones(3, device=DEVICE)
     with waits.counting():
         x.sum().item()

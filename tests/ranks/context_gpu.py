@@ -1,9 +1,9 @@
-"""Run by torchrun on one GPU: two processes share rows by flex attention, over gloo (NCCL takes no two on one device).
+"""Run by torchrun on one GPU: two ranks share rows with flex attention, over gloo (NCCL needs a GPU per rank).
 
     torchrun --nproc-per-node 2 -m tests.ranks.context_gpu
 
-Prints one JSON line on rank 0: relative errors of log-probs and gradients in bfloat16, of one process and of two that
-share rows, against float32 with dense masks; gradient checkpointing is on.
+Prints one JSON line on rank 0: relative errors of bfloat16 log-probs and gradients vs. float32 with dense masks, for
+one process and for two ranks that share rows. Gradient checkpointing is on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from data.packing import Item, make_batches
 from tests.ranks.worker import one_process
 from trainer.parallel.comm import context_size, is_main, process_group
-from trainer.policy.attention import use_flex, use_slices
+from trainer.policy.attention import use_flex, use_sliced_attention
 from trainer.policy.logps import Policy, token_logps
 from trainer.policy.sharding import sum_gradients
 
@@ -39,7 +39,7 @@ def make_policy(dtype: torch.dtype) -> Policy:
     if dtype == torch.bfloat16:
         use_flex(model)
     if context_size() > 1:
-        use_slices(model)
+        use_sliced_attention(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return Policy(model=model, tokenizer=None, source="test", device=torch.device("cuda", 0), compute_dtype=dtype)
 

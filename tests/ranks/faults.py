@@ -1,6 +1,6 @@
-"""`torchrun -m tests.ranks.faults kill|full [trainer flags]`: the trainer, with a fault on rank 1 in its second save.
+"""`torchrun -m tests.ranks.faults kill|full [trainer flags]`: run the trainer with a fault in rank 1's second save.
 
-kill: the process is gone in the middle of its shard, as by kill -9. full: its files may not grow any more.
+kill: SIGKILL while the shard is written. full: a file size limit, like a full disk.
 """
 
 from __future__ import annotations

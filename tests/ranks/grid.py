@@ -1,9 +1,9 @@
-"""Run by torchrun: every method, two processes against one, over 20 steps of SGD in float64; and a gradient in float32.
+"""Run by torchrun: every method, two ranks vs. one process, over 20 steps of SGD in float64, and a float32 gradient.
 
     torchrun --nproc-per-node 2 -m tests.ranks.grid replicate|fsdp [METHOD ...]
 
-Each step has other rows, in places a single one, so that a rank has nothing to do. Steps are those of the trainer:
-launch_step, on gradients the method's own functions made. Prints one JSON line per method, full and lora.
+Each step has different rows, sometimes a single row, so that one rank is idle. Gradients come from the method's
+functions and steps from launch_step. Prints one JSON line per method, full and lora.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def weights(policy: Policy) -> Tensor:
 
 
 def train(case: Case, policy: Policy) -> tuple[Tensor, list[dict[str, float]]]:
-    """Weights at the end, and the metrics of each step."""
+    """Return the final weights and the metrics of each step."""
     rng = random.Random(7)
     optimizer = SGD([p for p in policy.model.parameters() if p.requires_grad], lr=0.01)
     schedule = LambdaLR(optimizer, lambda step: 1.0)
@@ -93,8 +93,8 @@ def trajectory(case: Case, mode: str) -> dict[str, float]:
 
 
 def difference(found: dict[str, float], expected: dict[str, float]) -> float:
-    """Largest of a step's metrics, which are summed in float32; one that only one side has is as large as can be."""
-    if not is_main():  # which is where metrics of what was sampled are
+    """Return the largest difference of a step's metrics, which are summed in float32; inf if the names differ."""
+    if not is_main():  # only rank 0 has rollout metrics
         return 0.0
     if found.keys() != expected.keys():
         return float("inf")

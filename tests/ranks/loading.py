@@ -1,4 +1,4 @@
-"""Models loaded in shards against the same models loaded whole; called by tests/ranks/sharded.py on two processes."""
+"""Models loaded in shards vs. the same models loaded in full; called by tests/ranks/sharded.py on two ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ TINY = resolve_model("builtin:tiny")
 CPU = torch.device("cpu")
 
 
-class Held(TorchDispatchMode):
-    """Bytes of memory that tensors made inside hold together, and the most there were at any time."""
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of tensors that are allocated inside, now and at the peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,21 +42,21 @@ class Held(TorchDispatchMode):
         return result
 
     def count(self, storage: Any) -> None:
-        place, size = storage.data_ptr(), storage.nbytes()
-        if place == 0 or place in self.known:
+        address, size = storage.data_ptr(), storage.nbytes()
+        if address == 0 or address in self.known:
             return
-        self.known.add(place)
+        self.known.add(address)
         self.now += size
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self.forget, place, size)
+        weakref.finalize(storage, self.forget, address, size)
 
-    def forget(self, place: int, size: int) -> None:
-        self.known.discard(place)
+    def forget(self, address: int, size: int) -> None:
+        self.known.discard(address)
         self.now -= size
 
 
 def untied_model(folder: Path) -> str:
-    """The tiny model with a head of its own, in two files."""
+    """The tiny model with an untied head, in two files."""
     from transformers import AutoModelForCausalLM
 
     if is_main():
@@ -70,17 +70,19 @@ def untied_model(folder: Path) -> str:
     return str(folder)
 
 
-def load(model: str, lora: LoraConfig, parallel: dict[str, Any], held: Held, *, with_reference: bool) -> Policy:
-    """Counts what loading makes, not the passes that check it."""
+def load(
+    model: str, lora: LoraConfig, parallel: dict[str, Any], allocations: Allocations, *, with_reference: bool
+) -> Policy:
+    """Load a policy and count the allocations of loading, without the passes that check the model."""
     torch.manual_seed(5)
-    with held:
+    with allocations:
         policy = load_policy(ModelConfig(model=model), lora, CPU, with_reference=with_reference)
     return parallelize(ParallelConfig(**parallel), policy)
 
 
-def counted_fill(held: Held) -> Any:
+def counted_fill(allocations: Allocations) -> Any:
     def fill(*args: Any) -> None:
-        with held:
+        with allocations:
             meta_load.fill(*args)
 
     return fill
@@ -90,38 +92,38 @@ def compare(
     name: str, lora: LoraConfig, parallel: dict[str, Any], *, model: str = "builtin:tiny", with_reference: bool = False
 ) -> None:
     with one_process():
-        alone = load(model, lora, {}, Held(), with_reference=with_reference)
-    held = Held()
-    parallel_module.fill = counted_fill(held)
-    policy = load(model, lora, parallel, held, with_reference=with_reference)
+        alone = load(model, lora, {}, Allocations(), with_reference=with_reference)
+    allocations = Allocations()
+    parallel_module.fill = counted_fill(allocations)
+    policy = load(model, lora, parallel, allocations, with_reference=with_reference)
     total = 0
-    for ours, theirs in ((policy.model, alone.model), (policy.reference, alone.reference)):
-        if theirs is None:
-            assert ours is None
+    for loaded, full in ((policy.model, alone.model), (policy.reference, alone.reference)):
+        if full is None:
+            assert loaded is None
             continue
-        mine, want = ours.state_dict(), theirs.state_dict()
-        assert mine.keys() == want.keys(), mine.keys() ^ want.keys()
-        for key, value in want.items():
-            found = gather(mine[key])
-            assert found.dtype == value.dtype and torch.equal(found, value), key
-        for (key, found), (_, value) in zip(ours.named_buffers(), theirs.named_buffers(), strict=True):
-            assert torch.equal(found, value) and found.dtype == value.dtype, key
-        assert [p.requires_grad for p in ours.parameters()] == [p.requires_grad for p in theirs.parameters()]
-        tied = [lm.lm_head.weight is lm.model.embed_tokens.weight for lm in (causal_lm(ours), causal_lm(theirs))]
+        tensors, expected = loaded.state_dict(), full.state_dict()
+        assert tensors.keys() == expected.keys(), tensors.keys() ^ expected.keys()
+        for key, value in expected.items():
+            gathered = gather(tensors[key])
+            assert gathered.dtype == value.dtype and torch.equal(gathered, value), key
+        for (key, buffer), (_, value) in zip(loaded.named_buffers(), full.named_buffers(), strict=True):
+            assert torch.equal(buffer, value) and buffer.dtype == value.dtype, key
+        assert [p.requires_grad for p in loaded.parameters()] == [p.requires_grad for p in full.parameters()]
+        tied = [lm.lm_head.weight is lm.model.embed_tokens.weight for lm in (causal_lm(loaded), causal_lm(full))]
         assert tied == [model == "builtin:tiny"] * 2, tied
-        total += sum(p.numel() * p.element_size() for p in theirs.parameters())
+        total += sum(p.numel() * p.element_size() for p in full.parameters())
         if parallel["mode"] == "fsdp":
-            kept = sum(local(p).numel() * p.element_size() for p in ours.parameters())
-            assert kept < 0.55 * sum(p.numel() * p.element_size() for p in theirs.parameters())
+            sharded = sum(local(p).numel() * p.element_size() for p in loaded.parameters())
+            assert sharded < 0.55 * sum(p.numel() * p.element_size() for p in full.parameters())
     if parallel["mode"] == "fsdp":
-        assert held.peak < 0.75 * total, (name, held.peak, total)
+        assert allocations.peak < 0.75 * total, (name, allocations.peak, total)
     if is_main():
-        print(f"{name}: peak {held.peak / total:.2f} of the model", flush=True)
+        print(f"{name}: peak {allocations.peak / total:.2f} of the model", flush=True)
     of_all(None, name)
 
 
 def check_loading(folder: Path) -> None:
-    """Full with its reference, LoRA, and a copy on each process: the same numbers, and no whole model in shards."""
+    """Check all weights with and without reference, LoRA and FSDP; a sharded rank never allocates a full model."""
     compare("fsdp with reference", LoraConfig(), {"mode": "fsdp"}, with_reference=True)
     compare("fsdp lora", LoraConfig(r=4), {"mode": "fsdp"})
     compare("fsdp untied", LoraConfig(), {"mode": "fsdp"}, model=untied_model(folder / "untied"))

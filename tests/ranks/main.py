@@ -1,9 +1,9 @@
-"""Run by torchrun: one start of two processes for everything that needs them.
+"""Run by torchrun: all tests that need two ranks, started once.
 
     torchrun --nproc-per-node 2 -m tests.ranks.main [--sharded FOLDER RUN] MODE:CASE ...
 
 MODE is replicate, fsdp, copies or once; with MODE/N, N ranks share rows. Prints one JSON line per case on rank 0.
---sharded checks saving and loading of sharded models in FOLDER, and the resume of RUN with a slow disk.
+--sharded also saves and loads sharded models in FOLDER, and resumes RUN with a slow disk.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(words: list[str]) -> None:
             if is_main():
                 print(json.dumps({"case": word, **result}), flush=True)
         if folder is not None and run is not None:
-            if is_main():  # what an earlier try has left
+            if is_main():  # files of an earlier attempt
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir()
             of_all(None, "empty folder")

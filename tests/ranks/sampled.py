@@ -1,6 +1,6 @@
-"""Cases of tests/ranks/worker.py for the methods that sample: what their loops do with completions that are there.
+"""Cases of tests/ranks/worker.py for the sampling methods: one step on given completions.
 
-Groups go through trainer/rl/rank0_rollout.py, which deals them; all ranks measure rewards of EBFT when rank 0 asks.
+trainer/rl/rank0_rollout.py scatters the groups; for EBFT all ranks compute rewards at rank 0's command.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from trainer.rl.groups import GroupBatch, sequence_kl
 from trainer.rl.rank0_rollout import Rank0Rollout
 from trainer.rl.teacher import Teacher
 
-SIZE = 4  # completions of a group
-UNEVEN = 24  # tokens of a micro-batch that the two ranks have different numbers of
+SIZE = 4  # completions per group
+UNEVEN = 24  # tokens per micro-batch that give the two ranks different numbers of micro-batches
 RUN = RunConfig(max_tokens_per_micro_batch=48, per_device_train_batch_size=8, gradient_accumulation_steps=2)
 EACH_ALONE = {"max_tokens_per_micro_batch": 1}
 
 
 def make_groups(target: bool) -> list[Group]:
-    """Five, of uneven lengths; the completions of one have equal rewards, so it is skipped where there is no KL."""
+    """Five groups of uneven lengths; one has equal rewards and is skipped without a KL term."""
     rng = random.Random(6)
     groups = []
     for row in range(5):
@@ -67,7 +67,7 @@ def make_groups(target: bool) -> list[Group]:
 
 
 def group_case(method: str, *, lora: bool = False, uneven: bool = False, **options: Any) -> Case:
-    """uneven: one rank has more micro-batches than the other, which fills up with empty ones."""
+    """`uneven`: one rank has more micro-batches, and the other appends empty ones."""
     run = replace(RUN, max_tokens_per_micro_batch=UNEVEN) if uneven else RUN
     cfg = import_module(f"trainer.methods.{method}").Config(
         model=ModelConfig(model="test"), data=PromptConfig(data=("rows",)), run=run, num_generations=SIZE, **options
@@ -88,7 +88,7 @@ def group_case(method: str, *, lora: bool = False, uneven: bool = False, **optio
         score_at_start(cfg, policy, rollout, 1)
         counts = of_all(sum(bool(mb.rows) for mb in rollout[0].batches), "micro-batches that hold something")
         assert not uneven or len(counts) == 1 or len(set(counts)) > 1, counts
-        # gradients of mini-batches add up here
+        # gradients are summed over mini-batches here
         found = [backward(cfg, policy, part, is_last=part is rollout[-1]).means() for part in rollout]
         return {f"{name} of {number}": x for number, means in enumerate(found) for name, x in means.items()}
 
@@ -96,7 +96,7 @@ def group_case(method: str, *, lora: bool = False, uneven: bool = False, **optio
 
 
 def distill_case(jsd_beta: float | None = None, *, lora: bool = False, uneven: bool = False) -> Case:
-    """The teacher is the policy's reference, which has other weights; without jsd_beta rewards are added."""
+    """The teacher is the policy's reference, with other weights; without jsd_beta, rewards are added."""
     module = import_module("trainer.methods.opd")
     coef = 0.5 if jsd_beta is None else 0.0
     cfg = module.Config(
@@ -125,7 +125,7 @@ def distill_case(jsd_beta: float | None = None, *, lora: bool = False, uneven: b
 
 
 def online_dpo_case(*, lora: bool = False, **options: Any) -> Case:
-    """The best of each group against its worst; one of the groups is a tie."""
+    """The best vs. the worst completion of each group; one group is a tie."""
     run = replace(RUN, max_tokens_per_micro_batch=UNEVEN)
     module = import_module("trainer.methods.online_dpo")
     cfg = module.Config(model=ModelConfig(model="test"), data=PromptConfig(data=("rows",)), run=run, **options)
@@ -144,7 +144,7 @@ def online_dpo_case(*, lora: bool = False, **options: Any) -> Case:
 
 
 def ppo_case(*, lora: bool = False, own_model: bool = False) -> Case:
-    """Both losses over two mini-batches. The critic is a part of the model here, so that its gradient is compared."""
+    """Both losses over two mini-batches. Here the critic is a submodule of the model, to compare its gradient."""
     module = import_module("trainer.methods.ppo")
     loss = PolicyLossConfig(beta=0.1, skip_zero_advantage_batches=False)
     run = replace(RUN, max_tokens_per_micro_batch=UNEVEN)
@@ -178,7 +178,7 @@ def ppo_case(*, lora: bool = False, own_model: bool = False) -> Case:
         score_at_start(cfg, policy, rollout, 1)
         found = []
         for part in rollout:
-            is_last = part is rollout[-1] and not own_model  # which is a part of the model only here
+            is_last = part is rollout[-1] and not own_model  # only here a submodule of the policy
             found.append(module.backward_both(cfg, policy, critic, part, is_last=is_last).means())
         return judged.metrics | {
             f"{name} of {number}": x for number, means in enumerate(found) for name, x in means.items()
@@ -188,7 +188,7 @@ def ppo_case(*, lora: bool = False, own_model: bool = False) -> Case:
 
 
 def loss_case(kind: str) -> Case:
-    """One of the losses, with all that counts over a step: ratios that are not 1, a KL term, an entropy bonus."""
+    """One policy loss with every step-wide count: ratios other than 1, a KL term, an entropy bonus."""
     loss = PolicyLossConfig(loss_type=kind, beta=0.1, entropy_coef=0.05)
     correction = CorrectionConfig(proximal_policy="step" if kind == "reinforce" else "behaviour")  # it has no ratio
     return group_case("grpo", uneven=True, policy_loss=loss, correction=correction)
@@ -199,14 +199,14 @@ def six_and_one(rows: list[Any]) -> list[Any]:
 
 
 def bnpo_case(*, masked: bool = False) -> Case:
-    """A completion is a micro-batch: rank 0 has six, rank 1 has one and passes five empty ones."""
+    """Each completion is a micro-batch: rank 0 has six, rank 1 has one and five empty ones."""
     cfg = import_module("trainer.methods.grpo").Config(
         model=ModelConfig(model="test"), data=PromptConfig(data=("rows",)), run=replace(RUN, **EACH_ALONE),
         num_generations=SIZE, share_prompt=False,
         policy_loss=PolicyLossConfig(loss_type="bnpo", beta=0.1, entropy_coef=0.1, mask_truncated_completions=masked),
     )  # fmt: skip
     completions = [completion for group in make_groups(target=False) for completion in group.completions][:7]
-    if masked:  # the only one of rank 1, and one of rank 0
+    if masked:  # rank 1's only completion, and one of rank 0
         completions = [replace(c, finish_reason="length") if n in (2, 6) else c for n, c in enumerate(completions)]
 
     def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
@@ -279,7 +279,7 @@ CASES = {
     "grpo": lambda: group_case("grpo", policy_loss=PolicyLossConfig(beta=0.1)),
     "grpo-skips": lambda: group_case("grpo"),
     "gdpo-parts": lambda: group_case("gdpo", minibatches_per_rollout=2, policy_loss=PolicyLossConfig(beta=0.1)),
-    # Not bnpo: it averages over micro-batches, and one process cuts the step into others.
+    # Without bnpo: it averages per micro-batch, and one process has different micro-batches.
     **{f"grpo-{kind}": partial(loss_case, kind) for kind in POLICY_LOSSES if kind != "bnpo"},
     "grpo-bnpo": bnpo_case,
     "grpo-bnpo-masked": lambda: bnpo_case(masked=True),

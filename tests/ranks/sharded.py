@@ -1,7 +1,7 @@
-"""Checkpoints of a sharded model, saved by two processes and read by any number; called by tests/ranks/main.py.
+"""Checkpoints of a sharded model, saved by two ranks and read by any number; called by tests/ranks/main.py.
 
-check_sharded leaves FOLDER/fsdp and FOLDER/copies behind, with the full tensors that rank 0 gathered, for the process
-that started it to read. What needs two processes is asserted here.
+check_sharded asserts everything that needs two ranks. It leaves FOLDER/fsdp and FOLDER/copies, with the full tensors
+that rank 0 gathered, for the tests of the parent process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def optimizer_of(policy: Policy) -> tuple[AdamW, LambdaLR]:
 
 
 def take_step(policy: Policy, optimizer: AdamW, seed: int) -> float:
-    """The same rows on every rank: gradients are added up, so each rank has its part of the loss."""
+    """Step on the same rows on every rank, with the loss divided by the world size, because gradients are summed."""
     ids = torch.randint(0, VOCAB, (2, 8), generator=torch.Generator().manual_seed(seed))
     hidden = policy.model.model(input_ids=ids).last_hidden_state
     logits = hidden @ Gatherer()(policy.model.lm_head.weight).T
@@ -52,7 +52,7 @@ def take_step(policy: Policy, optimizer: AdamW, seed: int) -> float:
 
 
 def everything(policy: Policy, optimizer: AdamW) -> dict[str, Tensor]:
-    """Whole tensors on every rank."""
+    """Gather all weights and moments on every rank."""
     found = {f"weights/{name}": gather(p.detach()).clone() for name, p in policy.model.named_parameters()}
     names = {p: name for name, p in policy.model.named_parameters()}
     for p, slots in optimizer.state.items():
@@ -75,7 +75,7 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 
 def check_saving(folder: Path, mode: str) -> None:
-    """What is on disk is what was there when the save began, however training goes on."""
+    """The checkpoint contains the state at the start of the save, even if training continues."""
     policy, optimizer, schedule = trained(mode)
     before, saver = everything(policy, optimizer), Saver()
     target = save_checkpoint(folder / mode, 2, policy.model, optimizer, schedule, {}, keep=2, saver=saver)
@@ -83,7 +83,7 @@ def check_saving(folder: Path, mode: str) -> None:
     saver.wait()
     assert find_problem(target) is None
     shards = sorted(path.name for path in target.glob("shard-*"))
-    assert len(shards) == (2 if mode == "fsdp" else 1), shards  # of copies the first alone writes
+    assert len(shards) == (2 if mode == "fsdp" else 1), shards  # only the first replica writes
     assert not list(target.glob(".*"))
     if is_main():
         save_file(before | {"loss": torch.tensor(loss, dtype=torch.float64)}, folder / f"{mode}.safetensors")
@@ -98,20 +98,20 @@ def check_saving(folder: Path, mode: str) -> None:
 
 
 def count_reads() -> list[int]:
-    """Bytes that this rank takes out of files."""
+    """Count the bytes that this rank reads from files."""
     counted, block = [0], TensorFiles._block
 
     def counting(self: TensorFiles, *args: Any) -> Tensor:
-        found = block(self, *args)
-        counted[0] += found.numel() * found.element_size()
-        return found
+        tensor = block(self, *args)
+        counted[0] += tensor.numel() * tensor.element_size()
+        return tensor
 
     TensorFiles._block = counting
     return counted
 
 
 def check_old_files(folder: Path) -> None:
-    """One process saves as it always did; two go on with it in shards, or with a copy each."""
+    """One process saves an unsharded checkpoint; two ranks load it sharded or replicated."""
     target = folder / f"alone-{rank()}"
     with one_process():
         alone = make_policy(tied=False)
@@ -125,12 +125,12 @@ def check_old_files(folder: Path) -> None:
         load_checkpoint(target, policy.model, optimizer, schedule)
         same(everything(policy, optimizer), expected)
     policy, optimizer, schedule = trained("replicate")
-    load_checkpoint(folder / "fsdp" / "step-00000002", policy.model, optimizer, schedule)  # from shards to copies
+    load_checkpoint(folder / "fsdp" / "step-00000002", policy.model, optimizer, schedule)  # sharded to replicated
     assert not any(hasattr(p, "full_tensor") for p in policy.model.parameters())
 
 
 def check_full_disk(folder: Path) -> None:
-    """One rank of two cannot write: an error on both, and what was there before stays."""
+    """If one of two ranks cannot write, both raise and the previous checkpoint remains."""
     policy, optimizer, schedule = trained("fsdp")
     write, saver = saving.write_tensors, Saver()
 
@@ -145,42 +145,41 @@ def check_full_disk(folder: Path) -> None:
     except ValueError as error:
         assert "step-00000004: could not be written (rank 1: No space left on device)" in str(error), error
     else:
-        raise AssertionError("the failed save was not told")
-    of_all(None, "look")
+        raise AssertionError("the failed save was not reported")
+    of_all(None, "before listing")
     assert [path.name for path in (folder / "fsdp").iterdir()] == ["step-00000002"]
-    assert [(at, find_problem(path)) for at, path in list_checkpoints(folder / "fsdp")] == [(2, None)]
-    of_all(None, "looked")
+    assert [(step, find_problem(path)) for step, path in list_checkpoints(folder / "fsdp")] == [(2, None)]
+    of_all(None, "after listing")
     saving.write_tensors = write
     save_checkpoint(folder / "fsdp", 6, policy.model, optimizer, schedule, {}, keep=2)
-    assert [at for at, _ in list_checkpoints(folder / "fsdp")] == [2, 6]
+    assert [step for step, _ in list_checkpoints(folder / "fsdp")] == [2, 6]
 
 
 def check_moving() -> None:
-    """A reference in shards moves as a whole one does, also when it has just been asked: embeddings stay gathered."""
+    """A sharded reference moves like a full one, even right after a pass, which leaves embeddings gathered."""
     policy = parallelize(ParallelConfig(mode="fsdp"), make_policy(reference=True))
     moving = MovingReference(policy, alpha=0.6, every=1)
     before = {name: gather(p).clone() for name, p in moving.tensors().items()}
-    ours = {name: gather(p.detach()) for name, p in policy.model.named_parameters()}
+    trained = {name: gather(p.detach()) for name, p in policy.model.named_parameters()}
     ids = torch.arange(8)[None]
 
-    def asked() -> Tensor:
+    def states() -> Tensor:
         with torch.no_grad():
             return policy.reference.model(input_ids=ids).last_hidden_state
 
-    first = asked()
+    first = states()
     moving.after_step(1)
-    asked()
+    states()
     moved = {name: gather(p).clone() for name, p in moving.tensors().items()}
     for name, value in moved.items():
-        torch.testing.assert_close(value, 0.4 * before[name] + 0.6 * ours[name])
+        torch.testing.assert_close(value, 0.4 * before[name] + 0.6 * trained[name])
     moving.load_tensors(before)
     same({name: gather(p) for name, p in moving.tensors().items()}, before)
-    assert torch.equal(asked(), first)
+    assert torch.equal(states(), first)
 
 
 def check_slow_disk(run: Path) -> None:
-    """A checkpoint may take longer to verify than ranks wait for each other. If rank 0 finds it damaged, the error is
-    rank 0's, and the others exit with it."""
+    """Verifying a checkpoint may take longer than the timeout. If it is damaged, rank 0 raises and other ranks exit."""
     from trainer.cli import parse
     from trainer.run.run import open_run
 
@@ -194,10 +193,10 @@ def check_slow_disk(run: Path) -> None:
     _, cfg, _ = parse(["--resume", str(run)])
     with open_run(cfg, "sft") as opened:
         checkpoint = opened.checkpoint
-    of_all(None, "both have it")
+    of_all(None, "both ranks have opened it")
     if is_main():
         (checkpoint / "model.safetensors").write_bytes(b"short")
-    of_all(None, "now it is damaged")
+    of_all(None, "rank 0 has damaged it")
     try:
         open_run(cfg, "sft")
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Cases of tests/ranks/main.py that are about ranks that share rows: short rows, sliding windows, shared prompts."""
+"""Cases of tests/ranks/main.py for context parallelism: short rows, sliding windows, shared prompts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.trainer.rl.group_cases import ADVANTAGE, TOTAL, make_completions, mak
 from trainer.methods.grpo import backward
 from trainer.parallel.comm import context_size
 from trainer.parallel.dtensor import reshard
-from trainer.policy.attention import use_slices
+from trainer.policy.attention import use_sliced_attention
 from trainer.policy.logps import Policy, causal_lm
 
 
 def sft_rows_case(lengths: list[int], *, policy: Callable[[], Policy] = make_policy, packing: bool = True) -> Case:
-    """Rows of these lengths, a micro-batch for about 40 tokens."""
+    """Rows of these lengths, with about 40 tokens per micro-batch."""
     module, cfg = config("sft", max_tokens=40)
     cfg = replace(cfg, run=replace(cfg.run, packing=packing))
     rng = random.Random(5)
@@ -39,7 +39,7 @@ def sft_rows_case(lengths: list[int], *, policy: Callable[[], Policy] = make_pol
 
 
 def windows() -> Policy:
-    """Layers with a sliding window and without, in turns."""
+    """Alternating sliding and full attention layers."""
     import transformers
 
     torch.manual_seed(0)
@@ -50,17 +50,17 @@ def windows() -> Policy:
             layer_types=["sliding_attention", "full_attention"], bos_token_id=None, eos_token_id=None,
         )
     )  # fmt: skip
-    for module in (model.model, *model.model.layers):  # its own norm rounds to float32
+    for module in (model.model, *model.model.layers):  # transformers' norm rounds to float32
         for child in [child for child, _ in module.named_children() if "norm" in child]:
             setattr(module, child, torch.nn.RMSNorm(8, eps=1e-6))
     if context_size() > 1:
-        use_slices(model)
+        use_sliced_attention(model)
     return Policy(model=model.double().train(), tokenizer=None, source="test", device=torch.device("cpu"),
                   compute_dtype=torch.float64)  # fmt: skip
 
 
 def recomputed(policy: Policy) -> Policy:
-    """Blocks run again in the backward pass, with their collectives."""
+    """Recompute blocks, with their collectives, in the backward pass."""
     causal_lm(policy.model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return policy
 

@@ -1,9 +1,9 @@
-"""Run by torchrun: weights that lie on ranks go to a real vLLM server again and again, and log-probs must agree.
+"""Run by torchrun: sync weights from two ranks to a real vLLM server repeatedly, and compare log-probs.
 
     torchrun --nproc-per-node 2 -m tests.ranks.sync URL MODEL_FOLDER NUM_SYNCS CASE ...
 
-A case is MODE:BACKEND, with +lora for an adapter and +broken for a transfer that breaks off in the middle of the third
-sync. Prints one JSON line per case on rank 0.
+A case is MODE:BACKEND, with +lora for an adapter and +broken for a transfer that is interrupted during the third sync.
+Prints one JSON line per case on rank 0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PROBE_EVERY = 20
 MODES = {
     "replicate": ("--parallel.mode", "replicate"),
     "fsdp": ("--parallel.mode", "fsdp"),
-    "copies": ("--parallel.mode", "fsdp", "--parallel.shard", 1),  # of shards over one rank: several machines' mesh
+    "copies": ("--parallel.mode", "fsdp", "--parallel.shard", 1),  # sharded over one rank: the mesh of several machines
 }
 
 
@@ -62,9 +62,9 @@ def make(url: str, folder: str, mode: str, backend: str, *, lora: bool) -> tuple
 
 @torch.no_grad()
 def change(policy: Policy, first: list[torch.Tensor], version: int) -> None:
-    """Every trained weight, by a few per cent of what it was: each rank its own shards."""
-    for i, ((_, parameter), begun) in enumerate(zip(trained(policy), first, strict=True)):
-        parameter.copy_(begun * (1 + 0.05 * math.sin(1.7 * version + i)))
+    """Change this rank's shards of every trained weight by a few percent."""
+    for i, ((_, parameter), initial) in enumerate(zip(trained(policy), first, strict=True)):
+        parameter.copy_(initial * (1 + 0.05 * math.sin(1.7 * version + i)))
 
 
 def trained(policy: Policy) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -84,14 +84,14 @@ def break_once(at_bucket: int) -> None:
 
 
 class Case:
-    """One engine, synced again and again; `seconds` and `gaps` are rank 0's."""
+    """One engine, synced repeatedly; only rank 0 fills `seconds` and `gaps`."""
 
     def __init__(self, rank0: Rank0Rollout, policy: Policy) -> None:
         self.rank0, self.policy, self.engine = rank0, policy, rank0.engine
         self.first = [p.detach().clone() for _, p in trained(policy)]
         self.seconds: list[float] = []
         self.gaps: list[float] = []
-        self.scores: list[list[float]] = []  # of the first and the last version
+        self.logps: list[list[float]] = []  # for the first and the last version
 
     def sync(self, version: int) -> None:
         started = time.perf_counter()
@@ -99,20 +99,20 @@ class Case:
         self.seconds.append(time.perf_counter() - started)
         self.gaps.append(self.engine.metrics()["policy/sync_gap"])
 
-    def look(self) -> None:
-        """The server makes tokens by this version, and agrees about log-probs."""
+    def check(self) -> None:
+        """Check that the server samples with this version and that log-probs agree."""
         engine = self.engine
-        (made,) = engine.generate([Request(prompt_ids=[5, 17, 33], seed=1)], Sampling(max_tokens=4))
-        assert made.versions == [(engine.version, len(made.ids))], made.versions
+        (completion,) = engine.generate([Request(prompt_ids=[5, 17, 33], seed=1)], Sampling(max_tokens=4))
+        assert completion.versions == [(engine.version, len(completion.ids))], completion.versions
         assert engine.probe(engine._ready())
         self.gaps.append(engine.metrics()["policy/sync_gap"])
-        self.scores.append(engine._probe.logps(engine._probe.sequences(32))[0])
+        self.logps.append(engine._probe.logps(engine._probe.sequences(32))[0])
 
-    def give_back(self, version: int) -> None:
-        """The server's own weights: adapters of later cases need the base they were made for."""
+    def restore(self, version: int) -> None:
+        """Sync the server's initial weights: adapters of later cases need their base."""
         with torch.no_grad():
-            for (name, parameter), begun in zip(trained(self.policy), self.first, strict=True):
-                parameter.copy_(begun * 0 if "lora_B" in name else begun)
+            for (name, parameter), initial in zip(trained(self.policy), self.first, strict=True):
+                parameter.copy_(initial * 0 if "lora_B" in name else initial)
         self.rank0.run(partial(self.sync, version))
 
     def run(self, num_syncs: int) -> dict[str, Any]:
@@ -120,14 +120,14 @@ class Case:
             change(self.policy, self.first, version)
             self.rank0.run(partial(self.sync, version))
             if version in (0, num_syncs - 1):
-                self.rank0.run(self.look)
-        self.give_back(num_syncs)
+                self.rank0.run(self.check)
+        self.restore(num_syncs)
         if not is_main():
             return {}
         metrics = self.engine.metrics()
         return {
             "gap": max(self.gaps),
-            "moved": max(abs(a - b) for a, b in zip(*self.scores, strict=True)),
+            "moved": max(abs(a - b) for a, b in zip(*self.logps, strict=True)),
             "mb": metrics["rollout/sync_mb"],
             "servers_out": metrics["rollout/server_out"],
             "first_s": self.seconds[0],

@@ -1,4 +1,4 @@
-"""One optimizer step of each method on this rank's share, against the same step in one process."""
+"""One optimizer step of each method on this rank's shard vs. the same step in one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.offline.rows import rows_of_this_rank
 from trainer.parallel import comm, overlap
 from trainer.parallel.comm import context_size
 from trainer.parallel.dtensor import gather
-from trainer.policy.attention import use_slices
+from trainer.policy.attention import use_sliced_attention
 from trainer.policy.logps import Policy, causal_lm
 from trainer.policy.reference import Reference
 from trainer.policy.sharding import OVERLAPS, parallelize, sum_gradients
@@ -39,18 +39,18 @@ class Case(NamedTuple):
     rows: list[Any]
     policy: Callable[[], Policy]
     step: Callable[[Policy, list[Any]], dict[str, float]]  # gradients, and metrics of the step
-    deal: Callable[[list[Any]], list[Any]] = rows_of_this_rank  # what a rank's step is given of the rows
-    least: int = 1  # rows that a step has
+    deal: Callable[[list[Any]], list[Any]] = rows_of_this_rank  # selects the rows of a rank's step
+    least: int = 1  # minimum rows per step
 
 
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
-    """As if there were no other rank."""
-    kept = {name: os.environ.pop(name) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
+    """Context manager: hide the other ranks."""
+    saved = {name: os.environ.pop(name) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
     try:
         yield
     finally:
-        os.environ.update(kept)
+        os.environ.update(saved)
 
 
 def ids(rng: random.Random, length: int) -> list[int]:
@@ -69,11 +69,11 @@ def make_model(kind: str, seed: int, *, tied: bool = True) -> Any:
     )  # fmt: skip
     name = {"causal": "CausalLM", "sequence": "SequenceClassification", "token": "TokenClassification"}[kind]
     model = getattr(transformers, f"LlamaFor{name}" if kind != "causal" else "LlamaForCausalLM")(config)
-    for module in (model.model, *model.model.layers):  # Llama's own norm rounds to float32
+    for module in (model.model, *model.model.layers):  # Llama's norm rounds to float32
         for child in [child for child, _ in module.named_children() if "norm" in child]:
             setattr(module, child, torch.nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
     if context_size() > 1:
-        use_slices(model)
+        use_sliced_attention(model)
     return model.double()
 
 
@@ -85,9 +85,9 @@ def make_policy(
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(3)
-        head = [] if kind == "causal" else ["score"]  # trained whole
+        head = [] if kind == "causal" else ["score"]  # trained in full
         options = {"exclude_modules": head, "modules_to_save": head} if head else {}
-        # As large as the base weights, not more: large ones make float32 and long runs a matter of rounding.
+        # About as large as the base weights: larger adapters amplify rounding in float32 and in long runs.
         adapter = LoraConfig(r=2, lora_alpha=2, target_modules="all-linear", init_lora_weights=False, **options)
         model = get_peft_model(model, adapter).double()
     frozen = make_model(kind, 1 - seed, tied=tied).eval().requires_grad_(False) if reference and not lora else None
@@ -122,7 +122,7 @@ def sft_case(**options: Any) -> Case:
 
 
 def few_rows_case() -> Case:
-    """One row for two ranks: one of them has nothing to do."""
+    """One row for two ranks: one rank is idle."""
     case = sft_case()
     return case._replace(rows=case.rows[:1])
 
@@ -229,7 +229,7 @@ CASES: dict[str, Callable[[], Case]] = {
 MODES = {
     "replicate": {"mode": "replicate"},
     "fsdp": {"mode": "fsdp"},
-    "copies": {"mode": "fsdp", "shard": 1},  # of shards over one rank: the mesh that several machines have
+    "copies": {"mode": "fsdp", "shard": 1},  # sharded over one rank: the mesh of several machines
     "once": {"mode": "fsdp", "reduce_once": True},
 }
 
@@ -245,7 +245,7 @@ def context_groups(size: int) -> Any:
 
 @contextlib.contextmanager
 def sharing_rows(size: int) -> Iterator[None]:
-    """As with --parallel.context."""
+    """Context manager: --parallel.context."""
     comm._context = context_groups(size)
     try:
         yield
@@ -255,15 +255,15 @@ def sharing_rows(size: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def small_buckets() -> Iterator[list[bool]]:
-    """Several buckets in a tiny model; gives for each that was launched whether it was before the end of the loop."""
+    """Use small buckets; yield, for each launched bucket, whether it was launched before the end of the loop."""
     launched: list[bool] = []
     launch, size = overlap.Overlap._launch, overlap.BUCKET
 
-    def seen(self: overlap.Overlap) -> None:
+    def record(self: overlap.Overlap) -> None:
         launched.append(bool(self.missing))
         launch(self)
 
-    overlap.Overlap._launch, overlap.BUCKET = seen, 2000
+    overlap.Overlap._launch, overlap.BUCKET = record, 2000
     try:
         yield launched
     finally:
@@ -271,7 +271,7 @@ def small_buckets() -> Iterator[list[bool]]:
 
 
 def counted(policy: Policy) -> tuple[Policy, list[int]]:
-    """The policy, and the numbers of positions that go through it."""
+    """Return the policy and the number of positions of each of its passes."""
     seen: list[int] = []
 
     def count(module: Any, inputs: Any, output: Tensor) -> None:
@@ -282,9 +282,9 @@ def counted(policy: Policy) -> tuple[Policy, list[int]]:
 
 
 def compare(case: Case, mode: str, context: int = 1) -> dict[str, Any]:
-    """Relative errors of the gradient and its norm, metrics that differ, positions computed; `context` share rows.
+    """Return relative errors of the gradient and its norm, metrics that differ, and positions computed.
 
-    Rank 0 also takes the step of one process, and returns the comparison.
+    `context` ranks share rows. Rank 0 also runs the step of one process, and returns the comparison.
     """
     expected: dict[str, Tensor] = {}
     if comm.is_main():

@@ -1,1 +1,1 @@
-"""Files on disk: atomic folders, and safetensors files read slice by slice."""
+"""Files on disk: atomic folders, and safetensors files read in slices."""

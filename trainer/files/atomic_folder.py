@@ -1,4 +1,4 @@
-"""Atomic folders: written beside their target, synced to disk, then renamed; complete or absent."""
+"""Atomic folders: written next to their target, synced to disk, then renamed, so that they are complete or absent."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from safetensors import SafetensorError
 
 from data.errors import UserError
 
-TMP = ".tmp-"  # prefix of what a crash may leave behind
+TMP = ".tmp-"  # prefix of unfinished files and folders, which a crash may leave
 
 
 @contextmanager
 def atomic_folder(target: Path, what: str) -> Iterator[Path]:
-    """A folder to write into; on exit its files are synced to disk and it replaces `target`.
+    """Context manager: yield a folder to write to; on exit it is synced to disk and replaces `target`.
 
-    If writing fails, `target` is unchanged and what was written is removed.
+    If writing fails, `target` is unchanged and the new folder is removed.
     """
     tmp = target.with_name(f"{TMP}{target.name}-{os.getpid()}")
     try:
         shutil.rmtree(tmp, ignore_errors=True)
         tmp.mkdir(parents=True)
         yield tmp
-        for path in sorted(tmp.rglob("*"), reverse=True):  # files and inner folders before the folder they are in
-            if path.is_file():  # safetensors lets only the owner read; the folder follows the umask
+        for path in sorted(tmp.rglob("*"), reverse=True):  # the contents of a folder before the folder
+            if path.is_file():  # safetensors files are readable only by the owner; the folder follows the umask
                 path.chmod(tmp.stat().st_mode & 0o666)
             sync(path)
         sync(tmp)
@@ -47,13 +47,13 @@ def reason_of(error: Exception) -> str:
 
 def could_not_write(what: str, target: Path, reason: str) -> str:
     return (
-        f"{what}={target}: could not be written ({reason}); free space or permit writing there, then use --resume: "
-        "earlier checkpoints are as they were"
+        f"{what}={target}: could not be written ({reason}); free disk space or fix the permissions, then use --resume "
+        "(earlier checkpoints are unchanged)"
     )
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder if it exists; renamed first, so that a crash never leaves half of it under its name."""
+    """Delete a folder if it exists, after renaming it, so that a crash never leaves half of it under its name."""
     if folder.exists():
         doomed = folder.with_name(f"{TMP}{folder.name}-{os.getpid()}-removed")
         shutil.rmtree(doomed, ignore_errors=True)
@@ -62,13 +62,13 @@ def remove_folder(folder: Path) -> None:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Delete what an interrupted write left in `parent`. Only for the process that owns the run folder."""
+    """Delete unfinished writes in `parent`. Only for the process that owns the run folder."""
     for path in parent.glob(f"{TMP}*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def sync(path: Path) -> None:
-    """fsync a file, or a folder's list of names: a rename or a new file is safe only after this."""
+    """fsync a file or a folder; only then is a new file or a rename safe on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,10 +1,10 @@
-"""Tensors in safetensors files: written one at a time, and read slice by slice.
+"""Write tensors to safetensors files one at a time, and read slices of them.
 
     size, sha256 = write_tensors(path, specs_of(tensors), tensors.values())    # one tensor at a time
     stored = TensorFiles(folder, records)
     stored.read("model.norm.weight", (slice(0, 8),))                           # reads only these bytes
 
-A tensor may be stored in parts in several files, as ranks write their shards; reading assembles the slice.
+A tensor may be stored in parts in several files, because each rank writes its shards; read() assembles the slice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rollout.tensor_header import DTYPES, NAMES, Spec, file_header
 
-CHUNK = 16 << 20  # bytes written and hashed at once
+CHUNK = 16 << 20  # bytes per write and hash update
 Slices = tuple[slice, ...]
 
 
@@ -33,10 +33,10 @@ def specs_of(tensors: Mapping[str, Tensor | Record]) -> dict[str, Spec]:
 def write_tensors(
     path: Path, specs: Mapping[str, Spec], tensors: Iterable[Tensor], check: Callable[[], None] = lambda: None
 ) -> tuple[int, str]:
-    """Write `tensors`, in the order of `specs`, to a safetensors file; returns its size and sha256.
+    """Write `tensors`, in the order of `specs`, to a safetensors file; return its size and sha256.
 
-    safetensors' own save_file takes all tensors at once. Here bytes are hashed as they are written, and both release
-    the GIL. `check` is called before each chunk.
+    Unlike safetensors' save_file, this keeps one tensor in memory at a time. Bytes are hashed as they are written; both
+    release the GIL. `check` is called before each chunk.
     """
     digest = hashlib.sha256()
     with path.open("wb") as file:
@@ -58,10 +58,10 @@ def write_tensors(
 
 
 class Part(NamedTuple):
-    """A block of a tensor: the file that holds it, and its offset in the tensor."""
+    """A block of a tensor: its file, and its offset in the tensor."""
 
     file: str
-    name: str  # in that file
+    name: str  # tensor name in the file
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
@@ -76,12 +76,12 @@ class Record:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the parts cover the tensor. They never overlap: each is written by the lowest rank that holds it."""
+        """Whether the parts cover the tensor. They never overlap: the lowest rank that has a shard writes it."""
         return sum(math.prod(part.shape) for part in self.parts) == math.prod(self.shape)
 
 
 class TensorFiles(Mapping[str, Tensor]):
-    """Named tensors in the files of a folder; as a mapping it reads full tensors on access."""
+    """Named tensors in the files of a folder; the mapping reads a full tensor on each access."""
 
     def __init__(self, folder: Path, records: dict[str, Record]) -> None:
         self.folder, self.records = folder, records
@@ -97,23 +97,23 @@ class TensorFiles(Mapping[str, Tensor]):
         return len(self.records)
 
     def below(self, prefix: str) -> TensorFiles:
-        """Tensors whose names start with the prefix, which is removed."""
-        found = {name: record for name, record in self.records.items() if name.startswith(prefix)}
-        return TensorFiles(self.folder, {name.removeprefix(prefix): record for name, record in found.items()})
+        """Return the tensors whose names start with the prefix, without the prefix."""
+        records = {name.removeprefix(prefix): r for name, r in self.records.items() if name.startswith(prefix)}
+        return TensorFiles(self.folder, records)
 
     def read(self, name: str, at: Slices | None = None) -> Tensor:
-        """A copy of a tensor, or of a block of it; only that block is read."""
+        """Return a copy of a tensor, or of the block `at`; only that block is read."""
         record = self.records[name]
         at = at or tuple(slice(0, size) for size in record.shape)
         result = torch.empty([piece.stop - piece.start for piece in at], dtype=record.dtype)
         for part in record.parts:
-            here, there = [], []  # where the two overlap, in the result and in the part
+            in_result, in_part = [], []  # the overlap, in both coordinates
             for piece, first, size in zip(at, part.start, part.shape, strict=True):
                 low, high = max(piece.start, first), min(piece.stop, first + size)
-                here.append(slice(low - piece.start, high - piece.start))
-                there.append(slice(low - first, high - first))
-            if all(overlap.start < overlap.stop for overlap in here):
-                result[tuple(here)] = self._block(part, tuple(there))
+                in_result.append(slice(low - piece.start, high - piece.start))
+                in_part.append(slice(low - first, high - first))
+            if all(overlap.start < overlap.stop for overlap in in_result):
+                result[tuple(in_result)] = self._block(part, tuple(in_part))
         return result
 
     def _block(self, part: Part, at: Slices) -> Tensor:
@@ -124,14 +124,14 @@ class TensorFiles(Mapping[str, Tensor]):
 
 
 def records_of_file(folder: Path, file: str, prefix: str = "") -> dict[str, Record]:
-    """The tensors of one file; `prefix` is put before their names."""
+    """Return the records of one file's tensors, with `prefix` added to their names."""
     records = {}
     with safe_open(folder / file, "pt") as opened:
-        for name in opened.keys():  # noqa: SIM118  it is not a mapping
-            found = opened.get_slice(name)
-            shape = tuple(found.get_shape())
+        for name in opened.keys():  # noqa: SIM118  not a mapping
+            tensor = opened.get_slice(name)
+            shape = tuple(tensor.get_shape())
             part = Part(file, name, (0,) * len(shape), shape)
-            records[f"{prefix}{name}"] = Record(shape, DTYPES[found.get_dtype()], [part])
+            records[f"{prefix}{name}"] = Record(shape, DTYPES[tensor.get_dtype()], [part])
     return records
 
 
@@ -148,7 +148,7 @@ def records_to_json(records: Mapping[str, Record]) -> dict[str, Any]:
 
 def records_from_json(saved: Mapping[str, Any]) -> dict[str, Record]:
     records = {}
-    for name, found in saved.items():
-        parts = [Part(p["file"], name, tuple(p["start"]), tuple(p["shape"])) for p in found["parts"]]
-        records[name] = Record(tuple(found["shape"]), DTYPES[found["dtype"]], parts)
+    for name, record in saved.items():
+        parts = [Part(p["file"], name, tuple(p["start"]), tuple(p["shape"])) for p in record["parts"]]
+        records[name] = Record(tuple(record["shape"]), DTYPES[record["dtype"]], parts)
     return records

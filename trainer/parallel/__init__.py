@@ -1,1 +1,1 @@
-"""Processes and ranks: collectives, hang detection, context parallelism, sharded tensors."""
+"""Ranks: collectives, hang detection, context parallelism, sharded tensors."""

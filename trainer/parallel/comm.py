@@ -1,16 +1,16 @@
-"""Processes and devices, and every collective of the training group, each with a name and a timeout.
+"""Ranks, devices, and every collective of the training group, each with a name and a timeout.
 
-    with process_group(timeout_s=600):           # joins the processes of torchrun; does nothing with one process
+    with process_group(timeout_s=600):           # join the processes of torchrun; no effect with one process
         total = all_sum(x, "count of tokens")    # the name is logged if a rank never joins
 
-Rows are divided into data_size() parts, one per data-parallel rank. With --parallel.context N a part is held by N
-neighbouring ranks, each of which computes a slice of its rows. Sums and gathers run over parts, so no row counts twice;
-`everyone=True` runs over all ranks, as gradients need.
+Rows are divided into data_size() shards, one per data-parallel rank. With --parallel.context N, N neighbouring ranks
+have the same shard, and each computes a slice of its rows. Sums and gathers run over shards, so that no row counts
+twice; `everyone=True` runs over all ranks, as gradients need.
 
-All ranks must call the same collectives in the same order. If a rank is missing, the others would wait forever: each
-measures its own wait, and after timeout_s logs where every rank is and exits. Forward and backward passes of a sharded
-model contain collectives of FSDP and run within `passing`: they have no time limit, unless another rank has not started
-the same pass after timeout_s.
+All ranks must call the same collectives in the same order. If a rank is missing, the other ranks would wait forever:
+each rank measures its wait, and after timeout_s logs the state of every rank and exits. Forward and backward passes of
+a sharded model contain FSDP collectives and run within `passing`: they have no time limit, unless another rank has not
+started the same pass after timeout_s.
 
 With one process every function is a no-op or returns its input, and torch.distributed is not imported.
 """
@@ -35,47 +35,44 @@ from trainer.parallel.ranks import is_main, rank, world_size
 from trainer.parallel.watch import Watch, log, record_flight
 
 T = TypeVar("T")
-LONGEST_LOOK_S = 0.02  # between two polls for a command
-SPARE_S = 30.0  # torch's own timeout comes after ours, whose message says more
+MAX_POLL_S = 0.02  # maximum interval between polls for a command
+SPARE_S = 30.0  # torch's timeout comes later than timeout_s, whose message is more detailed
 
 
 def pick_device() -> torch.device:
-    """The device this process trains on."""
+    """Return the device that this rank trains on."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    number = int(os.environ.get("LOCAL_RANK") or "0")
-    if number >= torch.cuda.device_count():
-        raise UserError(
-            f"LOCAL_RANK={number}: this machine has {torch.cuda.device_count()} GPUs; start as many processes with "
-            "torchrun --nproc-per-node"
-        )
-    torch.cuda.set_device(number)
-    return torch.device("cuda", number)
+    index = int(os.environ.get("LOCAL_RANK") or "0")
+    if index >= (count := torch.cuda.device_count()):
+        raise UserError(f"LOCAL_RANK={index}: this machine has {count} GPUs; use torchrun --nproc-per-node {count}")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 @contextlib.contextmanager
 def process_group(timeout_s: float, context: int = 1) -> Iterator[None]:
-    """Join the processes that torchrun has started, and leave on exit or error; `context` neighbours share rows."""
+    """Join the processes that torchrun started, and leave on exit or error; `context` neighbouring ranks share rows."""
     if world_size() == 1:
         yield
         return
     if "MASTER_ADDR" not in os.environ:
         raise UserError(
-            f"WORLD_SIZE={world_size()}: nothing says where the other processes are; start them with torchrun "
-            "--nproc-per-node N -m trainer ..., or unset it"
+            f"WORLD_SIZE={world_size()}: MASTER_ADDR, the address of rank 0, is not set; start with torchrun "
+            "--nproc-per-node N -m trainer ..., or unset WORLD_SIZE"
         )
     import torch.distributed as dist
 
     device = pick_device()
     limit = timedelta(seconds=timeout_s + SPARE_S)
     options = {"device_id": device} if device.type == "cuda" else {}
-    found, own_rank, world = next(dist.rendezvous("env://", timeout=limit))
-    # A launcher keeps its store across restarts: addresses of processes that died must not be found.
-    store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
+    base_store, this_rank, world = next(dist.rendezvous("env://", timeout=limit))
+    # A launcher keeps its store across restarts: the prefix hides addresses of processes that died.
+    store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", base_store)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if backend == "nccl":
         record_flight()
-    dist.init_process_group(backend, store=store, rank=own_rank, world_size=world, timeout=limit, **options)
+    dist.init_process_group(backend, store=store, rank=this_rank, world_size=world, timeout=limit, **options)
     watch = Watch(timeout_s, dist.PrefixStore("strop-watch", store), on_cuda=device.type == "cuda")
     watch.start()
     global _watch, _context
@@ -85,7 +82,7 @@ def process_group(timeout_s: float, context: int = 1) -> Iterator[None]:
     finally:
         watch.stop()
         _watch = _context = None
-        with contextlib.suppress(Exception):  # another rank may be gone already, which was logged elsewhere
+        with contextlib.suppress(Exception):  # another rank may have exited already, which was logged elsewhere
             dist.destroy_process_group()
 
 
@@ -93,15 +90,15 @@ class Context(NamedTuple):
     """Process groups of context parallelism."""
 
     size: int
-    same: Any  # process group of the ranks that hold the same rows as this one
-    other: Any  # process group of one rank of each part, including this one
+    same: Any  # process group of the ranks with this rank's rows
+    other: Any  # process group of one rank per shard, including this rank
 
 
 _context: Context | None = None
 
 
 def _join_context(size: int, limit: timedelta) -> Context | None:
-    """Neighbours share rows. Every rank must create all groups, in the same order."""
+    """Create the groups. Every rank must create all of them, in the same order."""
     if size == 1:
         return None
     import torch.distributed as dist
@@ -109,12 +106,12 @@ def _join_context(size: int, limit: timedelta) -> Context | None:
     world = world_size()
     assert world % size == 0, (world, size)
     same = [dist.new_group(list(range(first, first + size)), timeout=limit) for first in range(0, world, size)]
-    other = [dist.new_group(list(range(place, world, size)), timeout=limit) for place in range(size)]
+    other = [dist.new_group(list(range(first, world, size)), timeout=limit) for first in range(size)]
     return Context(size, same[rank() // size], other[rank() % size])
 
 
 def context_size() -> int:
-    """Ranks that share rows; 1 if every rank has rows of its own."""
+    """Return the number of ranks that share each micro-batch; 1 without context parallelism."""
     return 1 if _context is None or world_size() == 1 else _context.size
 
 
@@ -123,7 +120,7 @@ def context_rank() -> int:
 
 
 def data_size() -> int:
-    """Parts that rows are divided into."""
+    """Return the number of shards that rows are divided into."""
     return world_size() // context_size()
 
 
@@ -135,30 +132,30 @@ _watch: Watch | None = None
 
 
 def inside(name: str, *, timed: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Time the enclosed work as one collective; without `timed`, on CUDA, only its launch."""
+    """Context manager: time the enclosed work as one collective; on CUDA without `timed`, only its launch."""
     return contextlib.nullcontext() if _watch is None else _watch.inside(name, timed=timed)
 
 
 def passing(name: str) -> contextlib.AbstractContextManager[None]:
-    """For one forward and backward pass of a sharded model, which every rank runs."""
+    """Context manager: one forward and backward pass of a sharded model, which every rank runs."""
     return contextlib.nullcontext() if _watch is None else _watch.passing(name)
 
 
 def log_once(text: str) -> None:
-    """Log a line that several ranks may produce once, from the first of them."""
+    """Log a line only from the first rank that produces it."""
     with contextlib.suppress(Exception):  # the store ends with rank 0
-        if _watch is not None and _watch.store.add(f"said/{hashlib.sha256(text.encode()).hexdigest()}", 1) > 1:
+        if _watch is not None and _watch.store.add(f"logged/{hashlib.sha256(text.encode()).hexdigest()}", 1) > 1:
             return
     log(text)
 
 
 def all_sum(x: Tensor, name: str = "sum", *, everyone: bool = False) -> Tensor:
-    """Sum over all parts of the data, or over all ranks; with one process, the tensor itself."""
+    """Sum over all shards of the data, or over all ranks; with one process, return the tensor itself."""
     return _reduce(x, name, "SUM", everyone)
 
 
 def begin_sum(x: Tensor, name: str) -> Callable[[], None]:
-    """Start to sum a tensor over all ranks, in place. The call returned waits for it; on CUDA only the device does."""
+    """Start an in-place sum over all ranks and return a function that waits for it; on CUDA only the device waits."""
     import torch.distributed as dist
 
     with inside(name, timed=False):
@@ -172,20 +169,20 @@ def begin_sum(x: Tensor, name: str) -> Callable[[], None]:
 
 
 def all_count(count: int, name: str = "count", *, everyone: bool = False) -> int:
-    """Sum of a count over all parts of the data, or over all ranks."""
+    """Sum a count over all shards of the data, or over all ranks."""
     if world_size() == 1:
         return count
     return int(all_sum(torch.tensor(count, device=pick_device()), name, everyone=everyone))
 
 
 def mean_over_ranks(x: Tensor) -> float:
-    """Mean over the elements of all parts of the data."""
+    """Return the mean over the elements of all shards of the data."""
     total, count = all_sum(torch.stack([x.double().sum(), x.new_full((), x.numel(), dtype=torch.float64)]), "mean")
     return float(total / count.clamp(min=1))
 
 
 def all_max(x: Tensor, name: str = "maximum") -> Tensor:
-    """Maximum over all ranks."""
+    """Return the maximum over all ranks."""
     return _reduce(x, name, "MAX", True)
 
 
@@ -194,7 +191,7 @@ def _reduce(x: Tensor, name: str, op: str, everyone: bool) -> Tensor:
         return x
     import torch.distributed as dist
 
-    result = x.detach().to(pick_device(), copy=True)  # NCCL takes no tensors in main memory
+    result = x.detach().to(pick_device(), copy=True)  # NCCL cannot reduce tensors in main memory
     with inside(name):
         dist.all_reduce(result, op=getattr(dist.ReduceOp, op), group=_group(everyone))
     return result.to(x.device)
@@ -205,27 +202,27 @@ def _group(everyone: bool) -> Any:
 
 
 def all_gather(x: Tensor, name: str = "gather", *, everyone: bool = False) -> list[Tensor]:
-    """Tensors of all parts of the data, or of all ranks; their first dimension may differ."""
-    own, count = (rank(), world_size()) if everyone else (data_rank(), data_size())
+    """Gather the tensors of all shards of the data, or of all ranks; their first dimension may differ."""
+    index, count = (rank(), world_size()) if everyone else (data_rank(), data_size())
     if count == 1:
         return [x]
     import torch.distributed as dist
 
-    size = torch.nn.functional.one_hot(torch.tensor(own), count) * len(x)
+    size = torch.nn.functional.one_hot(torch.tensor(index), count) * len(x)
     sizes = all_sum(size, f"{name}: sizes", everyone=everyone).tolist()
     longest = max(sizes)
     padded = torch.cat([x, x.new_zeros(longest - len(x), *x.shape[1:])]).to(pick_device()).contiguous()
-    found = [torch.empty_like(padded) for _ in sizes]
+    gathered = [torch.empty_like(padded) for _ in sizes]
     with inside(name):
-        dist.all_gather(found, padded, group=_group(everyone))
-    return [part[:size].to(x.device) for part, size in zip(found, sizes, strict=True)]
+        dist.all_gather(gathered, padded, group=_group(everyone))
+    return [shard[:size].to(x.device) for shard, size in zip(gathered, sizes, strict=True)]
 
 
 def rows_of_all(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Rows of all parts of the data in one tensor, and the indices of this rank's."""
-    parts = all_gather(x, name)
-    first = sum(len(part) for part in parts[: data_rank()])
-    return torch.cat(parts), torch.arange(first, first + len(x), device=x.device)
+    """Return the rows of all shards of the data in one tensor, and the indices of this rank's rows."""
+    shards = all_gather(x, name)
+    first = sum(len(shard) for shard in shards[: data_rank()])
+    return torch.cat(shards), torch.arange(first, first + len(x), device=x.device)
 
 
 def from_main(value: T | None, name: str) -> T:
@@ -247,36 +244,36 @@ def from_main(value: T | None, name: str) -> T:
 
 
 def tensors_from_main(tensors: Sequence[Tensor] | None, name: str) -> list[Tensor]:
-    """Rank 0's tensors on every rank, in main memory."""
+    """Broadcast rank 0's tensors to main memory on every rank."""
     if world_size() == 1:
         assert tensors is not None
         return list(tensors)
     import torch.distributed as dist
 
     kinds = None if tensors is None else [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in tensors]
-    found = []
-    for place, (dtype, shape) in enumerate(from_main(kinds, f"{name}: shapes")):
+    received = []
+    for i, (dtype, shape) in enumerate(from_main(kinds, f"{name}: shapes")):
         buffer = torch.empty(shape, dtype=getattr(torch, dtype), device=pick_device())
         if tensors is not None:
-            buffer.copy_(tensors[place])
+            buffer.copy_(tensors[i])
         with inside(name):
             dist.broadcast(buffer, src=0)
-        found.append(buffer.cpu())
-    return found
+        received.append(buffer.cpu())
+    return received
 
 
 def of_all(value: Any, name: str) -> list[Any]:
-    """Gather a JSON value from every rank, in rank order; also serves as a barrier."""
+    """Gather a JSON value from every rank, in rank order; also a barrier."""
     if world_size() == 1:
         return [value]
-    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    return [json.loads(part.numpy().tobytes()) for part in all_gather(own, name, everyone=True)]
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    return [json.loads(each.numpy().tobytes()) for each in all_gather(data, name, everyone=True)]
 
 
 @contextlib.contextmanager
 def rank0_alone() -> Iterator[None]:
-    """For rank 0, while it works alone and the other ranks wait for its commands."""
-    assert _watch is not None and is_main(), "commands are rank 0's, to several processes"
+    """Context manager: rank 0 works alone while the other ranks wait for its commands."""
+    assert _watch is not None and is_main(), "only rank 0 of several sends commands"
     _watch.rank0_alone = True
     try:
         yield
@@ -285,32 +282,32 @@ def rank0_alone() -> Iterator[None]:
 
 
 def send_command(command: str) -> None:
-    """Rank 0 names what the other ranks do next; they wait in next_command. Main thread only: collectives follow."""
-    assert _watch is not None, "commands are for several processes"
-    assert _watch.rank0_alone, f"{command}: the other ranks do not wait for commands now"
+    """Send a command from rank 0 to the ranks in next_command(). Main thread only: collectives follow."""
+    assert _watch is not None, "commands need several ranks"
+    assert _watch.rank0_alone, f"{command}: the other ranks are not waiting for commands"
     assert threading.current_thread() is threading.main_thread(), f"{command}: only the main thread may send it"
     _watch.commands += 1
     _watch.store.set(f"command/{_watch.commands}", command)
-    _watch.store.delete_key(f"command/{_watch.commands - 64}")  # every rank is past that one
+    _watch.store.delete_key(f"command/{_watch.commands - 64}")  # every rank has read it
 
 
 def next_command() -> str:
-    """Rank 0's next command, however long it takes: the launcher ends this process when rank 0 has ended."""
-    assert _watch is not None, "commands are for several processes"
+    """Wait for rank 0's next command, without a timeout: the launcher ends this process if rank 0 exits."""
+    assert _watch is not None, "commands need several ranks"
     _watch.commands += 1
     key = f"command/{_watch.commands}"
     pause = 0.001
-    # store.wait would block the connection, which the watch needs, and signal handlers.
+    # store.wait would block signal handlers, and the connection that the watch needs.
     while not _watch.store.check([key]):
         time.sleep(pause)
-        pause = min(1.2 * pause, LONGEST_LOOK_S)
+        pause = min(1.2 * pause, MAX_POLL_S)
     return _watch.store.get(key).decode()
 
 
 def on_main(work: Callable[[], T]) -> T | None:
-    """Run `work` on rank 0 while the others wait, without a timeout; returns its result there, None elsewhere.
+    """Run `work` on rank 0 while the other ranks wait without a timeout; return its result there, None elsewhere.
 
-    If it fails the others exit silently: rank 0 reports the error.
+    If it fails, the other ranks exit silently and rank 0 reports the error.
     """
     if world_size() == 1:
         return work()
@@ -332,22 +329,22 @@ def context_gather(x: Tensor, name: str) -> Tensor:  # (ranks, *x.shape)
     """Gather tensors of one shape from all ranks that share rows; asynchronous on CUDA, for use in a forward pass."""
     import torch.distributed as dist
 
-    found = x.new_empty(context_size(), *x.shape)
+    result = x.new_empty(context_size(), *x.shape)
     with inside(name, timed=False):  # within a pass, which has no time limit
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-        gather(found.view(-1), x.contiguous().view(-1), group=_context.same)
-    return found
+        gather(result.view(-1), x.contiguous().view(-1), group=_context.same)
+    return result
 
 
 def context_scatter_sum(x: Tensor, name: str) -> Tensor:  # (ranks, ...) -> (...)
-    """Reduce-scatter over the ranks that share rows: the sum of what they hold for this rank."""
+    """Reduce-scatter over the ranks that share rows."""
     import torch.distributed as dist
 
-    own = x.new_empty(x.shape[1:])
+    result = x.new_empty(x.shape[1:])
     with inside(name, timed=False):  # within a pass, which has no time limit
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        scatter(own.view(-1), x.contiguous().view(-1), group=_context.same)
-    return own
+        scatter(result.view(-1), x.contiguous().view(-1), group=_context.same)
+    return result
 
 
 def context_sum(x: Tensor, name: str) -> Tensor:
@@ -361,23 +358,23 @@ def context_sum(x: Tensor, name: str) -> Tensor:
 
 
 def local_shard(rows: Sequence[T], sizes: Sequence[int]) -> list[T]:
-    """This rank's rows of a step, in order; ranks get about equal sums of `sizes` (tokens)."""
+    """Return this rank's rows of a step, in order; ranks get about equal sums of `sizes` (tokens)."""
     return [rows[i] for i in balanced_shards(sizes, data_size())[data_rank()]]
 
 
-def balanced_shards(sizes: Sequence[int], parts: int) -> list[list[int]]:
-    """Indices divided into `parts` with close sums of sizes: greedily, the largest first, to the smallest part."""
-    if parts == 1:
+def balanced_shards(sizes: Sequence[int], num_shards: int) -> list[list[int]]:
+    """Divide indices into shards with similar sums of sizes: greedily, largest first, into the smallest shard."""
+    if num_shards == 1:
         return [list(range(len(sizes)))]
-    dealt: list[list[int]] = [[] for _ in range(parts)]
-    held = [0] * parts
+    shards: list[list[int]] = [[] for _ in range(num_shards)]
+    totals = [0] * num_shards
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        least = min(range(parts), key=lambda part: (held[part], len(dealt[part]), part))
-        dealt[least].append(i)
-        held[least] += sizes[i]
-    return [sorted(part) for part in dealt]
+        smallest = min(range(num_shards), key=lambda shard: (totals[shard], len(shards[shard]), shard))
+        shards[smallest].append(i)
+        totals[smallest] += sizes[i]
+    return [sorted(shard) for shard in shards]
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether the flag is set on any rank, so that all ranks decide alike."""
+    """Return whether the flag is set on any rank, so that all ranks make the same decision."""
     return flag if world_size() == 1 else all_count(int(flag), "decision", everyone=True) > 0

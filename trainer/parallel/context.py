@@ -1,17 +1,17 @@
 """Context parallelism: ranks share every micro-batch, and each computes a slice of its rows.
 
-    part = slice_of(batch, multiple=2)                  # this rank's positions, and the trained tokens they predict
-    key, value = whole_row(key, value)                  # in every attention layer: keys and values of the whole row
-    logp, entropy = part.gather(logp, entropy)          # of all trained tokens, on every rank
+    part = slice_batch(batch, multiple=2)               # this rank's positions, and the trained tokens they predict
+    key, value = gather_row(key, value)                 # in every attention layer: keys and values of the whole row
+    logp, entropy = part.gather(logp, entropy)          # all trained tokens, on every rank
 
-Queries attend to the keys of the whole row, so masks that are defined per query (kernels/attention.py) need no change.
-A row is cut into twice as many pieces as there are ranks, and rank c takes piece c and the c-th from the end: later
-positions attend to more keys, so this balances the work.
+Queries attend to the keys of the whole row, so masks that are defined per query (kernels/attention.py) do not change.
+A row is cut into twice as many pieces as there are ranks, and rank c computes piece c and the c-th piece from the end.
+This balances the work, because later positions attend to more keys.
 
-Gradients: all ranks compute the same loss from the same log-probs, so each back-propagates only through its own
-log-probs (summing there would count every token once per rank). The keys of a rank serve the queries of all ranks, so
-their gradients are summed. Each rank ends up with its part of the weight gradient, and the sum over all ranks is the
-full gradient, as without context parallelism.
+Gradients: all ranks compute the same loss from the same log-probs, so each rank back-propagates only through the
+log-probs it computed (a sum would count every token once per rank). A rank's keys serve the queries of all ranks, so
+their gradients are summed. Each rank ends up with a part of the weight gradient, and the sum over all ranks is the full
+gradient, as without context parallelism.
 """
 
 from __future__ import annotations
@@ -27,84 +27,83 @@ from trainer.parallel.comm import context_gather, context_rank, context_scatter_
 
 
 @dataclass(frozen=True)
-class Part:
-    """This rank's part of a batch; all of it unless ranks share rows."""
+class BatchSlice:
+    """This rank's slice of a micro-batch; all of it without context parallelism."""
 
-    batch: Batch  # queries of this rank and the trained tokens they predict; key ranges index the whole row
+    batch: Batch  # this rank's queries and the trained tokens they predict; key ranges index the whole row
     num_keys: int  # positions of the whole row
-    tokens: Tensor | None = None  # (n,) indices of those tokens among all trained tokens of the batch; None: all
-    num_tokens: int = 0  # trained tokens of the whole batch
+    tokens: Tensor | None = None  # (n,) indices of these trained tokens in the whole micro-batch; None: all
+    num_tokens: int = 0  # trained tokens of the whole micro-batch
 
-    def gather(self, *own: Tensor | None) -> tuple[Any, ...]:  # (n, ...) each -> (N, ...) each
-        """Values of all trained tokens from those of each rank."""
+    def gather(self, *values: Tensor | None) -> tuple[Any, ...]:  # (n, ...) each -> (N, ...) each
+        """Gather per-token values of this rank into values of all trained tokens."""
         if self.tokens is None:
-            return own
-        given = [x for x in own if x is not None]
-        found = iter(_Whole.apply(self.tokens, self.num_tokens, *given))
-        return tuple(None if x is None else next(found) for x in own)
+            return values
+        gathered = iter(_GatherTokens.apply(self.tokens, self.num_tokens, *(x for x in values if x is not None)))
+        return tuple(None if x is None else next(gathered) for x in values)
 
 
-def slice_of(batch: Batch, *, multiple: int) -> Part:
-    """This rank's positions of a batch, a multiple of `multiple`; padding attends to itself."""
-    size, own = context_size(), context_rank()
+def slice_batch(batch: Batch, *, multiple: int) -> BatchSlice:
+    """Return this rank's slice, with a multiple of `multiple` positions; padding attends to itself."""
+    size, rank = context_size(), context_rank()
     length = batch.input_ids.shape[1]
     piece = -(-length // (size * multiple)) * multiple // 2
-    first, second = own * piece, (2 * size - 1 - own) * piece  # where the two pieces begin
+    first, second = rank * piece, (2 * size - 1 - rank) * piece  # starts of the two pieces
     steps = torch.arange(piece, device=batch.input_ids.device)
-    places = torch.cat([first + steps, second + steps])  # (S,)
+    positions = torch.cat([first + steps, second + steps])  # (S,)
 
     def take(x: Tensor, filler: Tensor | int) -> Tensor:  # (R, T) -> (R, S)
-        return torch.where(places < length, x[:, places.clamp(max=length - 1)], filler)
+        return torch.where(positions < length, x[:, positions.clamp(max=length - 1)], filler)
 
-    row, place = batch.index // length, batch.index % length  # (N,)
-    number = place // piece
-    tokens = (torch.minimum(number, 2 * size - 1 - number) == own).nonzero().flatten()  # (n,)
-    index = row * 2 * piece + torch.where(number < size, place - first, place - second + piece)
+    row, position = batch.index // length, batch.index % length  # (N,)
+    piece_index = position // piece
+    tokens = (torch.minimum(piece_index, 2 * size - 1 - piece_index) == rank).nonzero().flatten()  # (n,)
+    index = row * 2 * piece + torch.where(piece_index < size, position - first, position - second + piece)
     sliced = replace(
         batch,
         input_ids=take(batch.input_ids, 0), position_ids=take(batch.position_ids, 0),
         prefix_start=take(batch.prefix_start, 0), prefix_stop=take(batch.prefix_stop, 0),
-        own_start=take(batch.own_start, places), own_stop=take(batch.own_stop, places + 1),
+        own_start=take(batch.own_start, positions), own_stop=take(batch.own_stop, positions + 1),
         index=index[tokens], target=batch.target[tokens], sequence=batch.sequence[tokens], slot=batch.slot[tokens],
     )  # fmt: skip
-    return Part(sliced, 2 * piece * size, tokens, len(batch.target))
+    return BatchSlice(sliced, 2 * piece * size, tokens, len(batch.target))
 
 
 @torch.compiler.disable
-def whole_row(
+def gather_row(
     key: Tensor,  # (R, H_kv, S, K)
     value: Tensor,  # (R, H_kv, S, K)
 ) -> tuple[Tensor, Tensor]:  # (R, H_kv, keys, K) each
-    """Keys and values of the whole row, in its order."""
-    # Under autocast the rotation may leave keys in float32; attention would round them the same way.
+    """Gather the keys and values of the whole row, in position order."""
+    # Under autocast, the rotation may leave keys in float32; attention would round them the same way.
     both = torch.cat([key.to(value.dtype), value], dim=-1)
-    return _WholeRow.apply(both).split([key.shape[-1], value.shape[-1]], dim=-1)
+    return _GatherRow.apply(both).split([key.shape[-1], value.shape[-1]], dim=-1)
 
 
-class _WholeRow(torch.autograd.Function):
+class _GatherRow(torch.autograd.Function):
     """All-gather in the forward pass, reduce-scatter in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor) -> Tensor:  # (R, H, S, C) -> (R, H, keys, C)
-        halves = context_gather(own, "keys and values").unflatten(3, (2, -1))  # (ranks, R, H, 2, S / 2, C)
+    def forward(ctx: Any, both: Tensor) -> Tensor:  # (R, H, S, C) -> (R, H, keys, C)
+        halves = context_gather(both, "keys and values").unflatten(3, (2, -1))  # (ranks, R, H, 2, S / 2, C)
         return torch.cat([*halves[:, :, :, 0], *halves[:, :, :, 1].flip(0)], dim=2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         pieces = grad.unflatten(2, (2 * context_size(), -1)).movedim(2, 0)  # (2 * ranks, R, H, S / 2, C)
         first, second = pieces.tensor_split(2)
-        of_ranks = torch.cat([first, second.flip(0)], dim=3)  # (ranks, R, H, S, C)
-        return context_scatter_sum(of_ranks, "gradients of keys and values")
+        per_rank = torch.cat([first, second.flip(0)], dim=3)  # (ranks, R, H, S, C)
+        return context_scatter_sum(per_rank, "gradients of keys and values")
 
 
-class _Whole(torch.autograd.Function):
-    """All-gather of per-token values: each token is non-zero on one rank, so a sum gathers them."""
+class _GatherTokens(torch.autograd.Function):
+    """All-gather of per-token values: each token is nonzero on one rank, so a sum gathers them."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, num_tokens: int, *own: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)  # an entropy that no loss uses costs nothing
+    def forward(ctx: Any, tokens: Tensor, num_tokens: int, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)  # an unused entropy costs nothing
         ctx.save_for_backward(tokens)
-        padded = torch.stack([x.new_zeros(num_tokens, *x.shape[1:]).index_copy_(0, tokens, x) for x in own])
+        padded = torch.stack([x.new_zeros(num_tokens, *x.shape[1:]).index_copy_(0, tokens, x) for x in values])
         return tuple(x.clone() for x in context_sum(padded, "numbers of tokens"))
 
     @staticmethod

@@ -9,26 +9,26 @@ from torch import Tensor, nn
 
 
 class Gatherer:
-    """Gathers a sharded weight that is used outside of any module that FSDP knows: the output head.
+    """Gathers a sharded weight that is used outside of FSDP modules: the output head.
 
-    Shards are cast to `dtype` before they travel; gradients are summed in float32 or wider, as FSDP does it for the
-    other weights. `reduce_once`: the sum over micro-batches stays on each rank, until end() sums it over ranks.
+    Shards are cast to `dtype` before the gather; gradients are summed in float32 or wider, as FSDP does for the other
+    weights. `reduce_once`: each rank keeps the sum over micro-batches until end() sums it over ranks.
     """
 
     def __init__(self, dtype: torch.dtype | None = None, *, reduce_once: bool = False) -> None:
         self.dtype, self.reduce_once = dtype, reduce_once
-        self.waiting: Tensor | None = None  # gradient of this rank
+        self.local_grad: Tensor | None = None  # this rank's gradient, not reduced yet
 
     def __call__(self, weight: Tensor) -> Tensor:
-        """All of the weight on every rank; the backward pass sums its gradient over ranks and scatters it."""
+        """Return the full weight; the backward pass sums its gradient over ranks and scatters it."""
         return _Gather.apply(weight, self) if is_dtensor(weight) else weight
 
     def end(self, weight: nn.Parameter) -> None:
-        """After the last micro-batch; a collective if a gradient is waiting, which is so on all ranks or on none."""
-        if self.waiting is not None:
-            total = scatter_sum(self.waiting, weight)
+        """Reduce the gradient after the last micro-batch; a collective on all ranks or on none."""
+        if self.local_grad is not None:
+            total = scatter_sum(self.local_grad, weight)
             weight.grad = total if weight.grad is None else weight.grad + total
-            self.waiting = None
+            self.local_grad = None
 
 
 class _Gather(torch.autograd.Function):
@@ -43,12 +43,12 @@ class _Gather(torch.autograd.Function):
         grad = grad.to(torch.promote_types(ctx.weight.dtype, torch.float32))
         if not gatherer.reduce_once:
             return scatter_sum(grad, ctx.weight), None
-        gatherer.waiting = grad if gatherer.waiting is None else gatherer.waiting.add_(grad)
+        gatherer.local_grad = grad if gatherer.local_grad is None else gatherer.local_grad.add_(grad)
         return None, None
 
 
 def scatter_sum(full: Tensor, like: Any) -> Tensor:
-    """The sum over ranks of full tensors, sharded like another tensor and in its dtype."""
+    """Sum full tensors over ranks; return the sum sharded like `like`, in its dtype."""
     from torch.distributed.tensor import DTensor, Partial
 
     summands = DTensor.from_local(full, like.device_mesh, [Partial()] * like.device_mesh.ndim, run_check=False)
@@ -60,24 +60,24 @@ def is_dtensor(x: Any) -> bool:
 
 
 def reshard(model: Any) -> None:
-    """Free what a forward pass without a backward pass has left gathered: parameters are shards again."""
+    """Free weights that a forward pass without a backward pass left gathered."""
     for module in model.modules():
-        if hasattr(module, "set_requires_gradient_sync"):  # FSDP2's
+        if hasattr(module, "set_requires_gradient_sync"):  # FSDP2 module
             module.reshard()
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """All of a tensor, without gradient; a collective if it is sharded."""
+    """Return the full tensor, without gradient; a collective if it is sharded."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard."""
+    """Return this rank's shard."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """The slices of the full tensor that this rank's shard covers."""
+    """Return the slices of the full tensor that this rank's shard covers."""
     if not is_dtensor(tensor):
         return tuple(slice(0, size) for size in tensor.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -87,9 +87,9 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def is_first_copy(tensor: Tensor) -> bool:
-    """Whether no lower rank holds the same shard."""
-    places = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
-    return all(at == 0 or placement.is_shard() for at, placement in places)
+    """Return whether no lower rank has the same shard."""
+    dimensions = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
+    return all(coordinate == 0 or placement.is_shard() for coordinate, placement in dimensions)
 
 
 def copy_into_shard(target: Tensor, value: Tensor) -> None:

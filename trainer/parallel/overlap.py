@@ -1,13 +1,13 @@
-"""Replicas sum their gradients while the backward pass still runs.
+"""Sum the gradients of replicas while the backward pass still runs.
 
-    overlap = Overlap(model)                    # once, before the first backward pass
-    for row in overlap.passes(rows): ...        # forward and backward; the last loop of an optimizer step
-    overlap.finish()                            # before gradients are read
+    overlap = Overlap(model)                         # once, before the first backward pass
+    for mb in overlap.passes(micro_batches): ...     # forward and backward; the last loop of an optimizer step
+    overlap.finish()                                 # before gradients are read
 
 Gradients are summed in buckets, from the last layer to the first, as the backward pass of the last micro-batch
-completes them. The order of buckets is fixed, so all ranks launch the same collectives in the same order, also one that
-skips a micro-batch or uses fewer parameters: what the backward pass has not completed is launched at the end of the
-loop. Behind the backward pass, the loop must contain no other collective of all ranks.
+completes them. The order of buckets is fixed, so all ranks launch the same collectives in the same order, even a rank
+that skips a micro-batch or uses fewer parameters: incomplete buckets are launched at the end of the loop. After the
+backward pass, the loop must not contain other collectives over all ranks.
 """
 
 from __future__ import annotations
@@ -24,45 +24,45 @@ from trainer.parallel.dtensor import is_dtensor
 
 T = TypeVar("T", bound=Any)
 BUCKET = 25 << 20  # bytes
-UNDER_WAY = 8  # most buckets that are summed at a time, beside the gradients themselves
+MAX_IN_FLIGHT = 8  # maximum buckets in flight, each a copy of its gradients
 
 
 class Overlap:
-    """Gradients of one model, which every rank holds in full."""
+    """Sums the gradients of one replicated model."""
 
     def __init__(self, model: nn.Module) -> None:
         trained = [p for p in model.parameters() if p.requires_grad and not is_dtensor(p)]
         self.buckets = list(buckets(reversed(trained)))
-        self.number = {p: number for number, bucket in enumerate(self.buckets) for p in bucket}
-        self.missing: list[set[nn.Parameter]] = []  # of each bucket; empty outside of the last micro-batch
-        self.launched = 0  # buckets
-        self.under_way: deque[tuple[list[nn.Parameter], Tensor, Callable[[], None]]] = deque()
+        self.bucket_index = {p: i for i, bucket in enumerate(self.buckets) for p in bucket}
+        self.missing: list[set[nn.Parameter]] = []  # per bucket; empty outside of the last micro-batch
+        self.launched = 0  # number of buckets
+        self.in_flight: deque[tuple[list[nn.Parameter], Tensor, Callable[[], None]]] = deque()
         for p in trained:
             p.register_post_accumulate_grad_hook(self._completed)
 
-    def passes(self, rows: Sequence[T]) -> Iterator[T]:
-        """The micro-batches of the last loop of a step; equally many on every rank."""
-        assert rows and not self.launched, (len(rows), self.launched)
-        for number in range(len(rows)):
-            if number == len(rows) - 1:
+    def passes(self, micro_batches: Sequence[T]) -> Iterator[T]:
+        """Yield the micro-batches of the last loop of a step; the same number on every rank."""
+        assert micro_batches and not self.launched, (len(micro_batches), self.launched)
+        for i in range(len(micro_batches)):
+            if i == len(micro_batches) - 1:
                 self.missing = [set(bucket) for bucket in self.buckets]
-            yield rows[number]
+            yield micro_batches[i]
         self.missing = []
         while self.launched < len(self.buckets):
             self._launch()
 
     def finish(self) -> None:
-        """Wait for the sums, on CUDA only on the device; they are then in p.grad."""
-        while self.under_way:
+        """Wait for the sums (on CUDA, only the device waits) and write them to p.grad."""
+        while self.in_flight:
             self._collect()
         self.launched = 0
 
     def _completed(self, p: nn.Parameter) -> None:
-        """After each backward pass that reaches the parameter."""
-        number = self.number[p]
-        assert number >= self.launched, f"the gradient of a {tuple(p.shape)} parameter has changed after it was summed"
+        """Launch full buckets; called after each backward pass that reaches the parameter."""
+        index = self.bucket_index[p]
+        assert index >= self.launched, f"the gradient of a {tuple(p.shape)} parameter changed after it was summed"
         if self.missing:
-            self.missing[number].discard(p)
+            self.missing[index].discard(p)
             while self.launched < len(self.buckets) and not self.missing[self.launched]:
                 self._launch()
 
@@ -71,27 +71,27 @@ class Overlap:
         bucket = self.buckets[self.launched]
         self.launched += 1
         flat = flat_gradients(bucket)
-        self.under_way.append((bucket, flat, begin_sum(flat, "gradients")))
-        if len(self.under_way) > UNDER_WAY:
+        self.in_flight.append((bucket, flat, begin_sum(flat, "gradients")))
+        if len(self.in_flight) > MAX_IN_FLIGHT:
             self._collect()
 
     @torch.no_grad()
     def _collect(self) -> None:
-        bucket, flat, wait = self.under_way.popleft()
+        bucket, flat, wait = self.in_flight.popleft()
         wait()
         write_gradients(bucket, flat)
 
 
 def buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Split parameters, in order, into lists of one dtype and at most BUCKET bytes."""
-    held: list[nn.Parameter] = []
+    bucket: list[nn.Parameter] = []
     for p in parameters:
-        if held and (held[0].dtype != p.dtype or sum(x.nbytes for x in held) + p.nbytes > BUCKET):
-            yield held
-            held = []
-        held.append(p)
-    if held:
-        yield held
+        if bucket and (bucket[0].dtype != p.dtype or sum(x.nbytes for x in bucket) + p.nbytes > BUCKET):
+            yield bucket
+            bucket = []
+        bucket.append(p)
+    if bucket:
+        yield bucket
 
 
 def flat_gradients(parameters: list[nn.Parameter]) -> Tensor:  # (N,)
@@ -103,7 +103,7 @@ def flat_gradients(parameters: list[nn.Parameter]) -> Tensor:  # (N,)
 
 def write_gradients(
     parameters: list[nn.Parameter],
-    flat: Tensor,  # (N,) of all of them
+    flat: Tensor,  # (N,) concatenated gradients
 ) -> None:
-    for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-        p.grad.copy_(part.view_as(p))
+    for p, grad in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        p.grad.copy_(grad.view_as(p))

@@ -1,4 +1,4 @@
-"""World size and rank, from the environment alone, so that parsing flags needs no torch."""
+"""World size and rank, from the environment only: flags are parsed without importing torch."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import os
 
 from data.errors import UserError
 
-TIMEOUT_S = 600.0  # default time a rank waits for the others
+TIMEOUT_S = 600.0  # default time that a rank waits for other ranks
 
 
 def world_size() -> int:
     value = os.environ.get("WORLD_SIZE") or "1"
     if not value.isdecimal() or int(value) < 1:
-        raise UserError(f"WORLD_SIZE={value}: must be a number of processes; torchrun sets it")
+        raise UserError(f"WORLD_SIZE={value}: must be an integer of at least 1; torchrun sets it")
     return int(value)
 
 
 def local_world_size() -> int:
-    """Processes on this machine."""
+    """Return the number of ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or "1")
 
 
@@ -26,5 +26,5 @@ def rank() -> int:
 
 
 def is_main() -> bool:
-    """Whether this process writes the run folder and the console."""
+    """Return whether this rank writes the run folder and the console."""
     return rank() == 0

@@ -3,12 +3,12 @@
     choose_attention(model, "auto", device)                  # after loading it with load_name(...)
     model(attention_mask=attention_masks(model.config, batch), ...)
 
-Flex attention is registered with transformers under its own name, so models stay unpatched. With any mask but a block
-mask that name means transformers' sdpa, so the same model object can still generate with its cache. What flex attention
-cannot do is refused, or falls back to sdpa with a log line.
+Flex attention is registered with transformers under a separate name, so models stay unpatched. For any mask other than
+a block mask that name runs transformers' sdpa, so the same model object can still generate with its cache. If flex
+attention cannot run a model, `flex` is an error and `auto` falls back to sdpa with a log line.
 
-With context parallelism (trainer/parallel/context.py) both have another name, under which a layer first gathers the
-keys and values of the whole row. Calls without one of our masks still compute whole rows.
+With context parallelism (trainer/parallel/context.py) flex and sdpa have separate names, under which a layer first
+gathers the keys and values of the whole row. Calls with a mask from transformers still compute whole rows.
 """
 
 from __future__ import annotations
@@ -25,51 +25,49 @@ from data.errors import UserError
 from data.packing import Batch
 from kernels.attention import TILE, Spans, block_mask, dense_mask, flex_attend, with_window
 from trainer.parallel.comm import context_size
-from trainer.parallel.context import Part, slice_of, whole_row
+from trainer.parallel.context import BatchSlice, gather_row, slice_batch
 
-NAME = "strop"  # our name among transformers' attention implementations
-SLICED = {"sdpa": "strop_sliced_sdpa", NAME: "strop_sliced_flex"}  # the same with context parallelism
+NAME = "strop"  # flex attention's name among transformers' attention implementations
+SLICED = {"sdpa": "strop_sliced_sdpa", NAME: "strop_sliced_flex"}  # names with context parallelism
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # arguments that some architectures pass to attention
 
 
 def load_name(choice: str, device: torch.device) -> str:
-    """The implementation to load a model with, before choose_attention."""
+    """Return the implementation to load a model with, before choose_attention."""
     if choice == "flex" and device.type != "cuda":
-        raise UserError(
-            f"attn_implementation=flex: needs a CUDA device, and this run is on {device.type}; leave it at auto"
-        )
+        raise UserError(f"attn_implementation=flex: needs a CUDA device but this run is on {device.type}; use auto")
     return {"auto": "sdpa", "flex": "eager"}.get(choice, choice)
 
 
 def choose_attention(model: Any, choice: str, device: torch.device) -> None:
-    """Switch a loaded transformers model to flex attention if asked for, or (auto) if it can run."""
+    """Switch a loaded transformers model to flex attention if `choice` is flex, or auto and flex can run the model."""
     _choose_kernel(model, choice, device)
     if context_size() > 1:
-        use_slices(model)
+        use_sliced_attention(model)
 
 
-def use_slices(model: Any) -> None:
-    """Let the model compute slices of rows (context parallelism)."""
+def use_sliced_attention(model: Any) -> None:
+    """Make the model compute slices of rows (context parallelism)."""
     kind, name = model.config._attn_implementation, type(model).__name__
     if kind not in SLICED:
         raise UserError(
-            f"parallel.context={context_size()}: {name} runs with {kind} attention, and processes share rows with "
-            "flex or sdpa only; leave it out"
+            f"parallel.context={context_size()}: {name} uses {kind} attention, and context parallelism supports flex "
+            "and sdpa; remove --parallel.context"
         )
-    if turns_by_length(model):
+    if rope_depends_on_length(model):
         raise UserError(
-            f"parallel.context={context_size()}: {name} turns positions by how long the row is, which a slice of it "
-            "does not show; leave it out"
+            f"parallel.context={context_size()}: the rotary frequencies of {name} depend on the row length, which a "
+            "slice of the row does not contain; remove --parallel.context"
         )
     _register()
     model.set_attn_implementation(SLICED[kind])
-    assert is_sliced(model.config), (type(model).__name__, model.config._attn_implementation)
+    assert is_sliced(model.config), (name, model.config._attn_implementation)
 
 
-def turns_by_length(model: Any) -> bool:
-    """Whether rotary frequencies depend on the highest position in the input."""
-    found = [module.rope_type for module in model.modules() if hasattr(module, "rope_type")]
-    kinds = [kind for each in found for kind in (each.values() if isinstance(each, dict) else [each])]
+def rope_depends_on_length(model: Any) -> bool:
+    """Return whether rotary frequencies depend on the highest position in the input."""
+    rope_types = [module.rope_type for module in model.modules() if hasattr(module, "rope_type")]
+    kinds = [kind for each in rope_types for kind in (each.values() if isinstance(each, dict) else [each])]
     return any("dynamic" in kind or kind == "longrope" for kind in kinds)
 
 
@@ -77,44 +75,42 @@ def is_sliced(config: Any) -> bool:
     return config._attn_implementation in SLICED.values()
 
 
-def part_of(config: Any, batch: Batch) -> Part:
-    """This rank's part of a batch."""
+def rank_slice(config: Any, batch: Batch) -> BatchSlice:
+    """Return this rank's slice of a micro-batch: all of it without context parallelism."""
     if context_size() == 1 or not is_sliced(config):
-        return Part(batch, batch.input_ids.shape[1])
-    return slice_of(batch, multiple=TILE if uses_flex(config) else 2)
+        return BatchSlice(batch, batch.input_ids.shape[1])
+    return slice_batch(batch, multiple=TILE if uses_flex(config) else 2)
 
 
 def _choose_kernel(model: Any, choice: str, device: torch.device) -> None:
-    if model.config._attn_implementation == "sdpa" and caps_scores(model):  # older transformers do not say so
+    if model.config._attn_implementation == "sdpa" and caps_scores(model):  # older transformers do not raise
         name = type(model).__name__
-        raise UserError(
-            f"attn_implementation={choice}: {name} caps its attention scores, which sdpa leaves out; use eager"
-        )
+        raise UserError(f"attn_implementation={choice}: {name} caps attention scores, which sdpa ignores; use eager")
     if choice not in ("auto", "flex") or device.type != "cuda":
         return
     obstacle = flex_obstacle(model)
     if obstacle and choice == "flex":
         raise UserError(f"attn_implementation=flex: {obstacle}; use auto or eager")
     if obstacle:
-        _log_once(f"attention: sdpa with dense masks instead of flex, because {obstacle}")
+        _log_once(f"attention: using sdpa with dense masks instead of flex: {obstacle}")
     else:
         use_flex(model)
 
 
 def flex_obstacle(model: Any) -> str | None:
-    """Why flex attention cannot run this model; None if it can."""
+    """Return why flex attention cannot run this model, or None."""
     config, name = model.config.get_text_config(), type(model).__name__
     if not (model._supports_attention_backend and model._supports_flex_attn):
-        return f"{name} does not take flex attention through transformers' interface"
+        return f"{name} does not support flex attention through transformers' interface"
     if caps_scores(model):
-        return f"{name} caps its attention scores"
+        return f"{name} caps attention scores"
     if any(hasattr(module, "sinks") for module in model.modules()):
         return f"{name} has attention sinks"
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    # The last two are for latent attention, where head_dim is only a part of the query and key size.
+    # The last two are for latent attention, whose queries and keys are wider than head_dim.
     sizes = (head_dim, getattr(config, "qk_head_dim", None), getattr(config, "v_head_dim", None))
     wrong = [size for size in sizes if size and (size < 16 or size & (size - 1))]
-    return f"heads of size {wrong[0]} are not a power of two from 16 up" if wrong else None
+    return f"head size {wrong[0]} is not a power of two of at least 16" if wrong else None
 
 
 def caps_scores(model: Any) -> bool:
@@ -132,29 +128,29 @@ def uses_flex(config: Any) -> bool:
 
 
 def row_multiple(config: Any) -> int:
-    """Rows of a batch are padded to a multiple of this: flex attention works on whole tiles."""
+    """Return the multiple that row lengths are padded to: flex attention computes full tiles."""
     return TILE if uses_flex(config) else 1
 
 
 def attention_masks(config: Any, batch: Batch, num_keys: int | None = None) -> Any:
-    """attention_mask of transformers for a batch; num_keys: keys of the whole row, for a slice of it."""
+    """Return transformers' attention_mask for a micro-batch. `num_keys`: keys of the whole row, for a slice."""
     spans = Spans(batch.prefix_start, batch.prefix_stop, batch.own_start, batch.own_stop)
     return span_masks(config, spans, num_keys or batch.own_start.shape[1])
 
 
 def span_masks(config: Any, spans: Spans, num_keys: int) -> Any:
-    """attention_mask of transformers: one mask, or one per layer type if some layers have a sliding window."""
-    full, text = as_implementation_takes(config, spans, num_keys), config.get_text_config()
+    """Return transformers' attention_mask: one mask, or one per layer type if some layers have a sliding window."""
+    full, text = build_mask(config, spans, num_keys), config.get_text_config()
     window = getattr(text, "sliding_window", None)
     if window is None or not getattr(text, "use_sliding_window", True):
         return full
-    sliding = as_implementation_takes(config, with_window(spans, window), num_keys)
+    sliding = build_mask(config, with_window(spans, window), num_keys)
     layer_types = getattr(text, "layer_types", None)
     return {"full_attention": full, "sliding_attention": sliding} if layer_types else sliding
 
 
-def as_implementation_takes(config: Any, spans: Spans, num_keys: int) -> Tensor | BlockMask:
-    """A block mask for flex, booleans for sdpa, and floats for eager, which adds the mask to its scores."""
+def build_mask(config: Any, spans: Spans, num_keys: int) -> Tensor | BlockMask:
+    """Build a block mask for flex, a bool mask for sdpa, or a float mask for eager, which adds it to the scores."""
     if uses_flex(config):
         return block_mask(spans, num_keys)
     mask = dense_mask(spans, num_keys)
@@ -173,31 +169,17 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # (R, Q, H, K)
-    """An attention function of transformers: flex for block masks, transformers' sdpa for other masks."""
+    """Compute attention for transformers: flex for block masks, transformers' sdpa for other masks."""
     if not isinstance(attention_mask, BlockMask):
         sdpa = _transformers_sdpa()
         return sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-    asked = {name: kwargs.get(name) for name in UNSUPPORTED}
-    return _flex(type(module).__name__, query, key, value, attention_mask, dropout, scaling, asked), None
-
-
-def _flex(
-    name: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: BlockMask,
-    dropout: float,
-    scaling: float | None,
-    asked: dict[str, Any],
-) -> Tensor:  # (R, Q, H, K)
-    refused = [what for what, value in asked.items() if value is not None] + ["dropout"] * (dropout > 0)
-    if refused:
-        raise UserError(f"{name}: flex attention here has no {refused[0]}")
+    unsupported = [name for name in UNSUPPORTED if kwargs.get(name) is not None] + ["dropout"] * (dropout > 0)
+    if unsupported:
+        raise UserError(f"{type(module).__name__}: flex attention does not support {unsupported[0]}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    # Under autocast norms and rotations may leave query and key in float32; sdpa would round them the same way.
+    # Under autocast, norms and rotations may leave query and key in float32; sdpa would round them the same way.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    return flex_attend(query, key, value, mask, scale=scale).transpose(1, 2).contiguous()
+    return flex_attend(query, key, value, attention_mask, scale=scale).transpose(1, 2).contiguous(), None
 
 
 def attend_slice(
@@ -208,10 +190,10 @@ def attend_slice(
     attention_mask: Tensor | BlockMask | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # (R, S, H, K)
-    """The same for a slice of the row; only our masks of slices are wider than the keys given."""
+    """Compute attention for a slice of the row. Only masks built for slices are wider than `key`."""
     if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
         assert attention_mask.shape[-1] == key.shape[2] * context_size(), (attention_mask.shape, key.shape)
-        key, value = whole_row(key, value)
+        key, value = gather_row(key, value)
     return attend(module, query, key, value, attention_mask, **kwargs)
 
 
@@ -221,7 +203,7 @@ def _register() -> None:
 
     for name, function in {NAME: attend, **dict.fromkeys(SLICED.values(), attend_slice)}.items():
         AttentionInterface.register(name, function)
-        AttentionMaskInterface.register(name, AttentionMaskInterface()["sdpa"])  # for calls without one of our masks
+        AttentionMaskInterface.register(name, AttentionMaskInterface()["sdpa"])  # for calls with other masks
 
 
 @functools.cache
@@ -233,5 +215,5 @@ def _transformers_sdpa() -> Any:
 
 @functools.cache
 def _log_once(text: str) -> None:
-    """Once per process: a reference is loaded like the policy and would repeat the line."""
+    """Log once per process: the reference is loaded like the policy and would repeat the line."""
     print(text, file=sys.stderr, flush=True)

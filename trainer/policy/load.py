@@ -3,21 +3,21 @@
     policy = load_policy(cfg.model, cfg.lora, device, with_reference=True)
     policy = parallelize(cfg.parallel, policy)          # trainer/policy/sharding.py
 
-Trained weights are float32, or bfloat16 with --trained-dtype; matrix products run in `compute_dtype` (autocast if that
-is bfloat16). Frozen weights (the base of a LoRA run, a reference copy) are held in `compute_dtype`; with --load-in-4bit
-the linear layers of that base, except its head, are held in NF4 (kernels/nf4.py). Dropout of the base model is off, so
-that trainer and rollout engine compute the same log-probs from the same weights.
+Trained weights are float32, or bfloat16 with --trained-dtype; matmuls run in `compute_dtype` (autocast if bfloat16).
+Frozen weights (the base of a LoRA run, a reference copy) are stored in `compute_dtype`; with --load-in-4bit the linear
+layers of the base, except its head, are stored in NF4 (kernels/nf4.py). Dropout of the base model is off, so that the
+trainer and the rollout engine compute the same log-probs from the same weights.
 
-With several processes the model is built without its weights, and each rank reads its shards once they are known:
+With several ranks the model is built without its weights, and each rank reads its shards once they are known:
 
     lm = load_causal_lm(path, cfg, dtype, device, on_meta=True)
     files = files_of(lm, path)           # None if the file layout differs from memory: every rank loads the checkpoint
     make_hollow(lm)                      # parameters of the right shape and dtype that take no memory
     ...add adapters, shard...
-    fill(lm, files, device)              # allocate what this rank holds, and read those slices of the files
+    fill(lm, files, device)              # allocate this rank's shards and read them from the files
 
-A hollow parameter is one number expanded to a full tensor (all strides 0). Unlike on the meta device, peft can add real
-adapters beside it, initialised from the same random numbers as beside a loaded parameter.
+A hollow parameter is one number expanded to a full tensor (all strides 0). Unlike on the meta device, peft adds real
+adapters to it, initialised from the same random numbers as for a loaded parameter.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from trainer.policy.offload import offload_inputs, offloads
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# Policy and reference are different graphs, and shall give the same bits as long as their weights are the same.
+# The policy and the reference are different graphs, and must match bit for bit as long as their weights are equal.
 COMPILER_OPTIONS = {
     "emulate_precision_casts": True,  # round between fused operations as separate kernels would
-    # Choose the block sizes of norms by rule. Chosen by timing, two kernels that do the same may sum in different
-    # orders. An option of each block, because Dynamo resets this setting of the process after every graph.
+    # Choose block sizes of norms by rule: chosen by timing, two equal kernels may sum in different orders. Set for each
+    # block, because Dynamo resets the process-wide setting after every graph.
     "deterministic": True,
 }
 
@@ -69,15 +69,15 @@ COMPILER_OPTIONS = {
 def load_policy(
     cfg: ModelConfig, lora: LoraConfig, device: torch.device, *, with_reference: bool, load_now: bool = False
 ) -> Policy:
-    """With several processes the weights stay in their files for parallelize() to read; `load_now` loads them here."""
+    """Load the policy. With several ranks, parallelize() reads the weights later unless `load_now`."""
     check_adapters(cfg, lora)
     check_offloading(cfg, device)
     compute_dtype = pick_dtype(cfg.dtype, device)
     path, base, adapter = find_model(cfg.model)
     trains_base = lora.r == 0
-    base_dtype = held_dtype(cfg, compute_dtype) if trains_base else compute_dtype
+    base_dtype = trained_dtype(cfg, compute_dtype) if trains_base else compute_dtype
     tokenizer = load_tokenizer(path, cfg)
-    # Quantising and merging need the weights, and so do DoRA's lengths and modules trained in full, which are copies.
+    # Quantising, merging, DoRA magnitudes and copied modules need the weights now.
     needs_all = cfg.load_in_4bit or (adapter and trains_base) or not lora.plain
     later = world_size() > 1 and not load_now and not needs_all
     model, files = load_hollow(base, cfg, base_dtype, device) if later else (None, None)
@@ -89,11 +89,11 @@ def load_policy(
         model=model, tokenizer=tokenizer, source=base, device=device, compute_dtype=compute_dtype, files=files
     )
     if adapter and trains_base:
-        # peft froze the base to attach the adapter, and leaves it frozen.
+        # peft freezes the base when it attaches the adapter, and leaves it frozen.
         policy.model = attach_adapter(model, adapter).merge_and_unload().requires_grad_(True)
     elif adapter:
         policy.model = continue_adapter(model, adapter, lora)
-        if with_reference:  # a frozen copy of the adapter, not the bare base
+        if with_reference:  # a frozen copy of the adapter, not the base
             policy.model.load_adapter(adapter, "reference", is_trainable=False)
             policy.reference_adapter = "reference"
     elif not trains_base:
@@ -123,7 +123,7 @@ def load_policy(
 
 
 def find_model(name: str) -> tuple[str, str, str | None]:
-    """(folder or hub id, that of the base weights, the same folder if it holds an adapter)."""
+    """Return the model's folder or hub id, the folder or hub id of its base weights, and its adapter folder or None."""
     path = resolve_model(name)
     if not (Path(path) / "adapter_config.json").exists():
         return path, path, None
@@ -132,25 +132,28 @@ def find_model(name: str) -> tuple[str, str, str | None]:
 
 
 def check_adapters(cfg: ModelConfig, lora: LoraConfig) -> None:
-    """Refuse settings that have no effect with adapters, or without them."""
+    """Raise if a setting has no effect with, or without, adapters."""
     check_4bit(cfg, lora)
     if cfg.merge_lora and lora.r == 0:
-        raise UserError("merge_lora=True: has no effect with lora.r=0, all weights; set --lora.r, or leave it out")
+        raise UserError(
+            "merge_lora=True has no effect with lora.r=0 (all weights); set --lora.r or remove --merge-lora"
+        )
     if cfg.trained_dtype != "float32" and lora.r > 0:
-        raise UserError(f"trained_dtype={cfg.trained_dtype}: adapters are always float32; leave it out with --lora.r")
+        raise UserError(f"trained_dtype={cfg.trained_dtype}: adapters are always float32; remove --trained-dtype")
 
 
 def check_offloading(cfg: ModelConfig, device: torch.device) -> None:
     if cfg.activation_offloading and device.type == "cpu":
         raise UserError(
-            "activation_offloading=True: has no effect on a CPU, where activations are in main memory; leave it out"
+            "activation_offloading=True has no effect on a CPU: activations are already in main memory; remove "
+            "--activation-offloading"
         )
 
 
 def quantize_layers(lm: Any, device: torch.device) -> None:
-    """Replace the linear layers by 4-bit ones on `device`; embeddings, norms and head stay as they are.
+    """Replace the linear layers, except the head, by 4-bit layers on `device`.
 
-    One at a time, from main memory: the device never holds the full base.
+    Layers are quantised one at a time from main memory, so the device never contains the full base.
     """
     head = lm.get_output_embeddings()
     for module in list(lm.modules()):
@@ -159,10 +162,9 @@ def quantize_layers(lm: Any, device: torch.device) -> None:
                 setattr(module, name, Linear4bit.of(child, device))
 
 
-def held_dtype(cfg: ModelConfig, compute_dtype: torch.dtype) -> torch.dtype:
-    """Dtype of trained weights."""
+def trained_dtype(cfg: ModelConfig, compute_dtype: torch.dtype) -> torch.dtype:
     if cfg.trained_dtype == "bfloat16" and compute_dtype != torch.bfloat16:
-        raise UserError("trained_dtype=bfloat16: products would be in float32 on this device; add --dtype bfloat16")
+        raise UserError("trained_dtype=bfloat16: matmuls would run in float32 on this device; add --dtype bfloat16")
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[cfg.trained_dtype]
 
 
@@ -180,7 +182,7 @@ def load_tokenizer(path: str, cfg: ModelConfig) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=cfg.trust_remote_code)
     except Exception as error:  # the tokenizers library raises a bare Exception for a damaged file
-        raise UserError(f"model={cfg.model}: no tokenizer could be loaded: {load_error(error, path)}") from None
+        raise UserError(f"model={cfg.model}: the tokenizer could not be loaded: {load_error(error, path)}") from None
     set_special_tokens(tokenizer, cfg.special_tokens, cfg.eot_tokens)
     set_chat_template(tokenizer, cfg.chat_template)
     check_kwargs(tokenizer, cfg.chat_template_kwargs)
@@ -190,36 +192,36 @@ def load_tokenizer(path: str, cfg: ModelConfig) -> Any:
 def load_causal_lm(
     path: str, cfg: ModelConfig, dtype: torch.dtype, device: torch.device, *, on_meta: bool = False
 ) -> nn.Module:
-    """The model in main memory, or on the meta device (on_meta); attention as `device` will run it."""
+    """Load the model in main memory, or on the meta device, with the attention that `device` will use."""
     options = {"device_map": "meta"} if on_meta else {}
-    model, unfit = load_model("AutoModelForCausalLM", path, cfg, dtype, device, **options)
-    refuse_unfit(cfg, unfit)
+    model, mismatched = load_model("AutoModelForCausalLM", path, cfg, dtype, device, **options)
+    reject_mismatched(cfg, mismatched)
     return model
 
 
 def load_model(
     auto_class: str, path: str, cfg: ModelConfig, dtype: torch.dtype, device: torch.device, **options: Any
 ) -> tuple[Any, list[str]]:
-    """A model by a class of transformers, without dropout, and the tensors that its files lack or shape otherwise."""
+    """Load a transformers model with dropout off; also return the names of missing or mismatched tensors."""
     import transformers
 
     attn_implementation = load_name(cfg.attn_implementation, device)
     check_base(path)
-    refuse_quantised(path, cfg)
+    reject_quantised(path, cfg)
     if path in map(str, BUILTIN.values()) or not sys.stderr.isatty():
-        transformers.utils.logging.disable_progress_bar()  # a bar is for long loads on a terminal
+        transformers.utils.logging.disable_progress_bar()
     try:
-        model, found = getattr(transformers, auto_class).from_pretrained(
+        model, info = getattr(transformers, auto_class).from_pretrained(
             path,
             dtype=dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=cfg.trust_remote_code,
-            use_safetensors=True,  # a .bin file is a pickle, and we never unpickle
-            ignore_mismatched_sizes=True,  # refused by name of the tensor
+            use_safetensors=True,  # .bin files are pickles, which strop never loads
+            ignore_mismatched_sizes=True,  # the caller reports the tensor's name
             output_loading_info=True,
             **options,
         )
-    except Exception as error:  # damaged files and remote code make transformers raise anything
+    except Exception as error:  # transformers raises arbitrary errors for damaged files and remote code
         raise UserError(f"model={cfg.model}: could not be loaded: {load_error(error, path)}") from None
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -227,40 +229,40 @@ def load_model(
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
     choose_attention(model, cfg.attn_implementation, device)
-    return model, sorted(found["missing_keys"]) + sorted(name for name, *_ in found["mismatched_keys"])
+    return model, sorted(info["missing_keys"]) + sorted(name for name, *_ in info["mismatched_keys"])
 
 
-def refuse_unfit(cfg: ModelConfig, names: list[str]) -> None:
-    """transformers would initialise these tensors at random."""
+def reject_mismatched(cfg: ModelConfig, names: list[str]) -> None:
+    """Raise for these tensors, which transformers would initialise at random."""
     if names:
         raise UserError(
-            f"model={cfg.model}: its weights do not fit its config.json: {len(names)} tensors are missing or have "
-            f"another shape, {names[0]} for one; get both files from one source"
+            f"model={cfg.model}: weights do not match config.json: {len(names)} tensors are missing or misshapen, "
+            f"e.g. {names[0]}; download both again from one source"
         )
 
 
-def refuse_quantised(path: str, cfg: ModelConfig) -> None:
+def reject_quantised(path: str, cfg: ModelConfig) -> None:
     from transformers import PretrainedConfig
 
     try:
         quantised = PretrainedConfig.get_config_dict(path)[0].get("quantization_config")
-    except (OSError, ValueError):  # no config, or a broken one: loading the model says so better
+    except (OSError, ValueError):  # missing or broken config: loading the model gives a better error
         return
     if quantised:
         kind = quantised.get("quant_method", "an unnamed method") if isinstance(quantised, dict) else quantised
         raise UserError(
-            f"model={cfg.model}: its weights are quantised ({kind}), which is not supported; take the full model, "
-            "with --lora.r 16 where memory is short"
+            f"model={cfg.model}: quantised checkpoints ({kind}) are not supported; use the unquantised model, with "
+            "--lora.r 16 to save memory"
         )
 
 
 def blocks_of(lm: Any, source: str) -> nn.ModuleList:
-    """The decoder blocks of a transformers model: the module list whose length is the config's number of layers."""
+    """Return the decoder blocks: the module list whose length is the config's number of layers."""
     num_layers = lm.config.get_text_config().num_hidden_layers
     for child in lm.base_model.children():
         if isinstance(child, nn.ModuleList) and len(child) == num_layers:
             return child
-    raise UserError(f"model={source}: its {num_layers} blocks were not found; this architecture is not supported here")
+    raise UserError(f"model={source}: no list of {num_layers} decoder blocks; this architecture is not supported")
 
 
 def checkpoint_blocks(lm: Any, cfg: ModelConfig, source: str, device: torch.device) -> None:
@@ -269,25 +271,25 @@ def checkpoint_blocks(lm: Any, cfg: ModelConfig, source: str, device: torch.devi
         blocks = blocks_of(lm, source)
         if not all(hasattr(block, "_gradient_checkpointing_func") for block in blocks):
             raise UserError(
-                f"activation_offloading=True: {source} does not checkpoint its blocks one by one; leave it out"
+                f"activation_offloading=True: {source} does not checkpoint each block; remove --activation-offloading"
             )
         offload_inputs(blocks, device)
 
 
 def speed_up(lm: Any, cfg: ModelConfig, source: str, device: torch.device) -> None:
-    """Compile the blocks, or fuse their small operations, which compiled blocks do not need."""
-    if cfg.compile is True:  # auto: once the number of steps is known (trainer/policy/compile_choice.py)
+    """Compile the blocks, or on a GPU fuse their small operations, which compiled blocks do not need."""
+    if cfg.compile is True:  # auto is resolved when the number of steps is known (trainer/policy/compile_choice.py)
         compile_blocks(lm, source)
     elif device.type == "cuda":
         fuse(lm)
 
 
 def compile_blocks(lm: Any, source: str) -> None:
-    """In place, so that names and hooks stay; one graph, attention included, for every block, length and mask."""
+    """Compile in place, which keeps names and hooks. All blocks, lengths and masks share one graph with attention."""
     share_graphs()
     if is_4bit(lm):
         make_known_to_inductor()
-    logging.getLogger("torch._higher_order_ops.wrap").addFilter(is_worth_showing)
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(is_not_inplace_reminder)
     unfuse(lm)
     for block in blocks_of(lm, source):
         if getattr(block, "gradient_checkpointing", False) and world_size() == 1 and not offloads(block):
@@ -298,13 +300,12 @@ def compile_blocks(lm: Any, source: str) -> None:
 def recompute_inside(block: nn.Module) -> None:
     """Checkpoint within the block's graph instead of around it.
 
-    The compiler then leaves out of the recomputation what the backward pass does not need, such as the last product of
-    the block. Outputs of flex attention are kept: they are as large as the block's input and take longest to compute
-    again for their size. Sharded blocks keep the checkpoint around them, which gathers their weights again, and so do
-    those whose inputs leave the GPU.
+    The compiler then does not recompute what the backward pass does not need, such as the block's last matmul. Outputs
+    of flex attention are saved: they are as large as the block's input and the slowest to recompute for their size.
+    Sharded blocks keep the outer checkpoint, which gathers their weights again, and so do blocks with offloaded inputs.
     """
     forward, block.gradient_checkpointing = block.forward, False
-    contexts = functools.partial(create_selective_checkpoint_contexts, keeps_attention)
+    contexts = functools.partial(create_selective_checkpoint_contexts, save_attention)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if block.training and torch.is_grad_enabled():
@@ -314,14 +315,14 @@ def recompute_inside(block: nn.Module) -> None:
     block.forward = call
 
 
-def is_worth_showing(record: logging.LogRecord) -> bool:
-    """Not torch's reminder that a kept output must not be changed in place: nothing changes that of attention."""
+def is_not_inplace_reminder(record: logging.LogRecord) -> bool:
+    """Filter out torch's reminder not to modify saved outputs in place: no code modifies attention outputs."""
     return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
-def keeps_attention(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = operation is torch.ops.higher_order.flex_attention
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+def save_attention(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_attention = operation is torch.ops.higher_order.flex_attention
+    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 # weights that each rank reads after sharding ---------------------------------------------------------------------
@@ -330,24 +331,24 @@ def keeps_attention(context: Any, operation: Any, *args: Any, **kwargs: Any) -> 
 def load_hollow(
     path: str, cfg: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, TensorFiles | None]:
-    """The model without its weights, and the files to read them from; None if they must be loaded in full."""
+    """Return the model without its weights and the files to read them from; (None, None) if it must load in full."""
     model = load_causal_lm(path, cfg, dtype, device, on_meta=True)
     files = files_of(model, path)
     if files is None:
         if is_main():
-            log(f"model={cfg.model}: its file layout differs from memory; every process loads the full checkpoint")
+            log(f"model={cfg.model}: file layout differs from memory; every rank loads the full checkpoint")
         return None, None
     make_hollow(model)
     return model, files
 
 
 def model_tensors(path: str) -> TensorFiles:
-    """The tensors of a model folder or hub id, found as transformers does; none is read yet."""
+    """Find the tensors of a model folder or hub id as transformers does, without reading them."""
     from transformers.utils import cached_file
 
     def find(name: str) -> Path | None:
-        found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-        return None if found is None else Path(found)
+        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        return None if file is None else Path(file)
 
     index = None if find(ONE_FILE) else find(INDEX)
     names = [ONE_FILE] if index is None else sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -356,28 +357,28 @@ def model_tensors(path: str) -> TensorFiles:
     for name in names:
         file = find(name)
         if file is None:
-            raise UserError(f"model={path}: has no {name}")
+            raise UserError(f"model={path}: {name} is missing; download the model again")
         folder = file.parent
         records |= records_of_file(folder, name)
     return TensorFiles(folder, records)
 
 
 def files_of(lm: Any, path: str) -> TensorFiles | None:
-    """Files from which each tensor of `lm` (on the meta device) can be read by its own name; None if there are none."""
+    """Return the files that contain each tensor of `lm` (on the meta device) under the same name, or None."""
     files = model_tensors(path)
-    wanted: dict[int, tuple[str, Tensor]] = {}  # of tied tensors, the first
+    wanted: dict[int, tuple[str, Tensor]] = {}  # tied tensors once, under their first name
     for name, tensor in lm.state_dict(keep_vars=True).items():
         wanted.setdefault(id(tensor), (name, tensor))
     named = dict(wanted.values())
     if not same_layout(lm, named):
         return None
-    found = [files.records.get(name) for name in named]
-    fits = all(r is not None and r.shape == tuple(t.shape) for r, t in zip(found, named.values(), strict=True))
+    records = [files.records.get(name) for name in named]
+    fits = all(r is not None and r.shape == tuple(t.shape) for r, t in zip(records, named.values(), strict=True))
     return files if fits and compute_buffers(lm) else None
 
 
 def same_layout(lm: Any, named: dict[str, Tensor]) -> bool:
-    """Whether the files hold these tensors as they are in memory; not so for fused experts, for example."""
+    """Return whether files store these tensors as they are in memory; fused experts, for example, differ."""
     from transformers.core_model_loading import revert_weight_conversion
 
     converted = revert_weight_conversion(lm, dict(named))
@@ -386,16 +387,16 @@ def same_layout(lm: Any, named: dict[str, Tensor]) -> bool:
 
 @torch.no_grad()
 def compute_buffers(lm: Any) -> bool:
-    """Compute the buffers that no file holds (rotary frequencies), as transformers does.
+    """Compute the buffers that are in no file (rotary frequencies) with transformers' initialisation.
 
-    Returns whether the model's own initialisation wrote every element of them.
+    Return whether it wrote every element of them.
     """
     for module in lm.modules():
         names = [name for name in module._non_persistent_buffers_set if module._buffers[name] is not None]
         for name in names:
             buffer = module._buffers[name]
             if not buffer.is_floating_point():
-                return False  # no NaN to mark elements that were never written
+                return False  # NaN cannot mark unwritten elements
             module._buffers[name] = torch.full_like(buffer, torch.nan, device="cpu")
         if names:
             lm._init_weights(module)
@@ -416,45 +417,45 @@ def make_hollow(lm: nn.Module) -> None:
 
 
 def to_meta(lm: nn.Module, files: TensorFiles) -> None:
-    """Move hollow parameters back to the meta device, where sharding costs nothing; adapters are not touched."""
+    """Move hollow parameters, but not adapters, back to the meta device, where sharding costs nothing."""
     _replace(lm, lambda tensor: torch.empty_like(tensor, device="meta"), set(_from_files(lm, files)))
 
 
 @torch.no_grad()
 def fill(lm: nn.Module, files: TensorFiles, device: torch.device) -> None:
-    """Allocate what is on the meta device, full or sharded, and read this rank's part from the files."""
-    shared: dict[int, list[tuple[nn.Module, str]]] = {}
+    """Allocate all tensors on the meta device, full or sharded, and read this rank's slices from the files."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}  # several for a tied parameter
     for module in lm.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                shared.setdefault(id(parameter), []).append((module, name))
+                owners.setdefault(id(parameter), []).append((module, name))
     lm._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
-    for (first, own), *others in shared.values():  # tie parameters again
+    for (first, first_name), *others in owners.values():  # tie parameters again
         for module, name in others:
-            module._parameters[name] = first._parameters[own]
+            module._parameters[name] = first._parameters[first_name]
     tensors = lm.state_dict(keep_vars=True)
     for name, on_disk in _from_files(lm, files).items():
         local(tensors[name]).copy_(files.read(on_disk, local_slices(tensors[name])))
 
 
 def _from_files(lm: nn.Module, files: TensorFiles) -> dict[str, str]:
-    """Names of the tensors that the files hold -> their names there; of tied tensors, the first."""
+    """Map the names of tensors that are in the files to their names there; tied tensors once, under the first name."""
     seen: set[int] = set()
-    found = {}
+    names = {}
     for name, tensor in lm.state_dict(keep_vars=True).items():
         on_disk = name.replace(".base_layer.", ".")
         if on_disk in files.records and id(tensor) not in seen:
-            found[name] = on_disk
+            names[name] = on_disk
             seen.add(id(tensor))
-    return found
+    return names
 
 
 def _replace(lm: nn.Module, change: Any, names: set[str]) -> None:
     """Replace parameters and buffers by change(tensor); tied tensors stay tied."""
-    known: dict[int, tuple[Tensor, Tensor]] = {}  # by id: (old, new); holding the old one keeps its id unique
+    known: dict[int, tuple[Tensor, Tensor]] = {}  # id -> (old, new); keeping the old tensor alive keeps its id unique
     for prefix, module in lm.named_modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
                 full_name = f"{prefix}.{name}" if prefix else name
                 if tensor is None or (full_name not in names and id(tensor) not in known):
                     continue
@@ -462,4 +463,4 @@ def _replace(lm: nn.Module, change: Any, names: set[str]) -> None:
                     new = change(tensor.detach())
                     is_parameter = isinstance(tensor, nn.Parameter)
                     known[id(tensor)] = tensor, nn.Parameter(new, tensor.requires_grad) if is_parameter else new
-                held[name] = known[id(tensor)][1]
+                tensors[name] = known[id(tensor)][1]

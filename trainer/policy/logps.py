@@ -1,10 +1,10 @@
 """The policy, and the log-probs of its tokens.
 
-    out = token_logps(policy, batch, temperature=1.0)              # logp and entropy of each trained token
-    total, parts = token_loss(policy, batch, loss_fn)              # the loss inside the head's pass, with gradients
-    ref_logp = reference_logps(policy, batch)                      # of the reference, without gradient
+    out = token_logps(policy, batch, temperature=1.0)              # log-prob and entropy of each trained token
+    total, outputs = token_loss(policy, batch, loss_fn)            # the loss, computed inside the head pass
+    ref_logp = reference_logps(policy, batch)                      # reference log-probs, no grad
 
-Logits of a whole batch are never stored: kernels/linear_logprob.py takes hidden states and the head's weight.
+Logits of a whole micro-batch are never stored: kernels/linear_logprob.py takes hidden states and the head's weight.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainer.config.errors import first_line
 from trainer.files.tensor_files import TensorFiles
 from trainer.parallel.dtensor import Gatherer
 from trainer.policy.adapters import ADAPTER
-from trainer.policy.attention import attention_masks, is_sliced, part_of, row_multiple, uses_flex
+from trainer.policy.attention import attention_masks, is_sliced, rank_slice, row_multiple, uses_flex
 
 
 @dataclass
@@ -38,15 +38,15 @@ class Policy:
     device: torch.device
     compute_dtype: torch.dtype
     reference: nn.Module | None = None  # a frozen copy (full fine-tuning with a KL term)
-    reference_adapter: str | None = None  # a frozen adapter beside the trained one (continuing a LoRA run)
-    is_compiled: bool = False  # its blocks, and those of the reference
-    is_sharded: bool = False  # by FSDP: ranks must run the same number of forward passes
-    reshard_after_forward: bool = True  # of sharded blocks
+    reference_adapter: str | None = None  # name of a frozen second adapter (continuing a LoRA run)
+    is_compiled: bool = False  # the blocks of the model and the reference are compiled
+    is_sharded: bool = False  # with FSDP: ranks must run the same number of forward passes
+    reshard_after_forward: bool = True  # for sharded blocks
     reduce_once: bool = False  # reduce gradients of sharded weights only after the last micro-batch
-    shares_prompts: bool = True  # the prompt of a pair is computed once; False where each copy counts
-    router: Any = None  # trainer/policy/router.py, of a model with experts whose load is balanced
+    shares_prompts: bool = True  # compute the prompt of a pair once; False if each copy counts
+    router: Any = None  # RouterLoss (trainer/policy/router.py), if expert load is balanced
     companions: list[Policy] = field(default_factory=list)  # other models run every step; compiled with the policy
-    files: TensorFiles | None = None  # of a model without weights yet: parallelize() reads each rank's shards
+    files: TensorFiles | None = None  # weights not loaded yet: parallelize() reads each rank's shards
 
     @property
     def context_length(self) -> int | None:
@@ -67,7 +67,7 @@ class Policy:
 
     @property
     def packs_one_row(self) -> bool:
-        """Whether packed sequences stand in one row: only flex attention skips what they do not attend to."""
+        """Whether packed sequences share one row: only flex attention skips masked tiles."""
         return uses_flex(causal_lm(self.model).config)
 
     @property
@@ -76,12 +76,12 @@ class Policy:
 
 
 def causal_lm(model: nn.Module) -> Any:
-    """The transformers model, without peft's wrapper."""
+    """Return the transformers model without peft's wrapper."""
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def token_logps(policy: Policy, batch: Batch, *, temperature: float = 1.0) -> TokenLogps:
-    """Log-prob (with gradient) and entropy of every trained token of the batch, in the batch's order."""
+    """Return the log-prob (with gradient) and entropy of every trained token, in the batch's order."""
     return _token_logps(policy, policy.model, batch, temperature)
 
 
@@ -94,34 +94,34 @@ def token_loss(
     states_loss: Callable[[Tensor], Tensor] | None = None,
     sparse: bool = False,
 ) -> tuple[Tensor, list[Any]]:
-    """A loss that is a sum over trained tokens, with a third less work at the head than token_logps and its backward.
+    """Compute a loss summed over trained tokens inside the head pass, a third cheaper than token_logps plus backward.
 
-    `loss_fn(tokens, rows)` gets the log-probs of the trained tokens with indices `rows`, a chunk at a time, and returns
-    a scalar and anything else. Returns the sum of the scalars, to call backward() on, and a list of the rest.
+    `loss_fn(tokens, index)` gets the log-probs of the trained tokens at `index`, one chunk at a time, and returns a
+    scalar and any other output. Returns the sum of the scalars, which has a gradient, and the list of other outputs.
 
-    `states_loss` is a further scalar of the (N, D) states that the tokens are predicted from, added to the sum: the
+    `states_loss` computes another scalar from the (N, D) states that predict the tokens, and is added to the sum: the
     loss of another head, from the same pass.
 
-    `sparse`: most tokens have no gradient, so it pays to wait for the device to say which have one.
+    `sparse`: most tokens have no gradient, so a host sync to find the rest is worth it.
 
     With context parallelism each rank computes the loss of all tokens, without that saving and without `states_loss`.
     """
     lm = causal_lm(policy.model)
     if is_sliced(lm.config):
-        assert states_loss is None, "states of all tokens are on no single rank"
+        assert states_loss is None, "no rank has the states of all tokens"
         tokens = token_logps(policy, batch, temperature=temperature)
-        loss, more = loss_fn(tokens, torch.arange(len(batch.target), device=policy.device))
-        return loss + tokens.logp[:0].sum(), [more]  # a loss that ignores them still has a backward pass
+        loss, output = loss_fn(tokens, torch.arange(len(batch.target), device=policy.device))
+        return loss + tokens.logp[:0].sum(), [output]  # backward() must work even if the loss ignores the tokens
     hidden = predictor_states(policy, lm, batch)
-    total, parts = linear_logprob_loss(
+    total, outputs = linear_logprob_loss(
         hidden, target=batch.target, loss_fn=loss_fn, temperature=temperature, ignore_index=None,
         skip=sparse or skips(policy), **head_of(lm),
     )  # fmt: skip
-    return total if states_loss is None else total + states_loss(hidden), parts
+    return total if states_loss is None else total + states_loss(hidden), outputs
 
 
 def skips(policy: Policy) -> bool:
-    """Whether the head leaves out tokens without a gradient: on a GPU the host would wait in every micro-batch."""
+    """Return whether the head skips tokens without a gradient; on a GPU this would cost a host sync per micro-batch."""
     return policy.device.type != "cuda"
 
 
@@ -133,7 +133,7 @@ def reference_logps(policy: Policy, batch: Batch, *, temperature: float = 1.0) -
 
 @contextlib.contextmanager
 def as_reference(policy: Policy) -> Iterator[nn.Module]:
-    """The model whose log-probs are the reference."""
+    """Context manager: yield the model that computes reference log-probs."""
     if policy.reference is not None:
         yield policy.reference
     elif policy.reference_adapter is not None:
@@ -153,11 +153,11 @@ def as_reference(policy: Policy) -> Iterator[nn.Module]:
 
 @contextlib.contextmanager
 def without_adapter(policy: Policy) -> Iterator[None]:
-    """Inside, the model computes what its base does.
+    """Context manager: run the base model without its adapter.
 
-    Compiled blocks add the adapter's output times zero instead of leaving it out. For a block without the addition the
-    compiler makes other kernels, which may sum norms in another order. The log-probs of a policy that still equals its
-    reference then differ from the reference's by the rounding error of bfloat16.
+    Compiled blocks multiply the adapter's output by zero instead of skipping it: a block without the addition compiles
+    to different kernels, which may sum norms in another order. The log-probs of a policy that still equals its
+    reference would then differ from the reference's by bfloat16 rounding.
     """
     config = policy.model.peft_config[ADAPTER]
     only_adds = not (config.use_dora or config.modules_to_save or config.lora_dropout)
@@ -181,32 +181,32 @@ def without_adapter(policy: Policy) -> Iterator[None]:
 
 def _token_logps(policy: Policy, model: nn.Module, batch: Batch, temperature: float) -> TokenLogps:
     lm = causal_lm(model)
-    part = part_of(lm.config, batch)
+    part = rank_slice(lm.config, batch)
     hidden = predictor_states(policy, lm, part.batch, part.num_keys)
-    own = linear_logprob(
+    tokens = linear_logprob(
         hidden, target=part.batch.target, temperature=temperature, ignore_index=None, skip=skips(policy), **head_of(lm)
     )
-    return TokenLogps(*part.gather(*own))
+    return TokenLogps(*part.gather(*tokens))
 
 
 @torch.no_grad()
 def token_log_collision(policy: Policy, batch: Batch) -> Tensor:  # (N,)
-    """log sum_v p(v)^2 of the distribution that each trained token was drawn from."""
+    """Return log sum_v p(v)^2 for the distribution of each trained token."""
     lm = causal_lm(policy.model)
-    part = part_of(lm.config, batch)
-    (found,) = part.gather(linear_log_collision(predictor_states(policy, lm, part.batch, part.num_keys), **head_of(lm)))
-    return found
+    part = rank_slice(lm.config, batch)
+    hidden = predictor_states(policy, lm, part.batch, part.num_keys)
+    return part.gather(linear_log_collision(hidden, **head_of(lm)))[0]
 
 
 def predictor_states(policy: Policy, lm: Any, batch: Batch, num_keys: int | None = None) -> Tensor:  # (N, D)
-    """Last hidden states at the positions that predict trained tokens."""
+    """Return the last hidden states at the positions that predict trained tokens."""
     return as_head_takes(policy, hidden_states(policy, lm, batch, num_keys)[batch.index])
 
 
 def hidden_states(
     policy: Policy, lm: Any, batch: Batch | StridedBatch, num_keys: int | None = None
 ) -> Tensor:  # (R * T, D)
-    """Last hidden states at all positions of a batch, row by row; num_keys: of the whole row, for a slice of it."""
+    """Return the last hidden states at all positions, in row order. `num_keys`: keys of the whole row, for a slice."""
     with torch.autocast(policy.device.type, policy.compute_dtype, enabled=policy.autocast_dtype is not None):
         hidden = lm.base_model(
             input_ids=batch.input_ids,
@@ -223,9 +223,9 @@ def as_head_takes(policy: Policy, hidden: Tensor) -> Tensor:
 
 
 def head_of(lm: Any) -> dict[str, Any]:
-    """Arguments of the log-prob kernels: weight, bias, and how the architecture scales and caps its logits."""
+    """Return the head arguments of the log-prob kernels: weight, bias, logit scale and logit cap."""
     head, config = lm.get_output_embeddings(), lm.config.get_text_config()
-    gather = getattr(head, "gather", None) or Gatherer()  # that of a sharded model is set by shard_model
+    gather = getattr(head, "gather", None) or Gatherer()  # shard_model sets head.gather
     return {
         "weight": gather(head.weight),
         "bias": getattr(head, "bias", None),
@@ -235,31 +235,31 @@ def head_of(lm: Any) -> dict[str, Any]:
 
 
 def unsupported(policy: Policy) -> str:
-    """End of the error message that refuses a model."""
+    """Return the last clause of an error about an unsupported model."""
     flex = uses_flex(causal_lm(policy.model).config)
     return "this architecture is not supported" + (" with flex; try --attn-implementation sdpa" if flex else "")
 
 
 @contextlib.contextmanager
-def refuse_if_failing(policy: Policy) -> Iterator[None]:
-    """An error of the model's own code refuses the model."""
+def reject_if_failing(policy: Policy) -> Iterator[None]:
+    """Context manager: turn an error in the model's code into a UserError."""
     try:
         yield
     except torch.OutOfMemoryError:
-        raise  # no fault of the model's code
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # whatever its own code raises
+        raise  # not the model's fault
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(
-            f"model={policy.source}: packed sequences fail in its own code ({type(error).__name__}: "
+            f"model={policy.source}: the model's code fails on packed sequences ({type(error).__name__}: "
             f"{first_line(error)}); {unsupported(policy)}"
         ) from None
 
 
 @torch.no_grad()
 def check_logps(policy: Policy) -> None:
-    """Short sequences packed together must score as they do alone through the model's own forward.
+    """Raise unless short packed sequences get the same log-probs as each gets alone in transformers' forward.
 
-    Two of them share a prompt. Catches architectures that scale logits in another way, that let packed sequences attend
-    to each other, or that depend on the adjacent position (recurrent layers).
+    Two of the sequences share a prompt. This rejects architectures that scale logits in another way, let packed
+    sequences attend to each other, or depend on the adjacent position (recurrent layers).
     """
     vocab = causal_lm(policy.model).get_output_embeddings().weight.shape[0]
     alone, prompt, *completions = (
@@ -270,22 +270,22 @@ def check_logps(policy: Policy) -> None:
     (batch,) = make_batches(items, max_tokens=64, share_prompt=True, multiple=policy.row_multiple)
     batch = batch.to(policy.device)
     policy.model.eval()
-    with refuse_if_failing(policy):
-        ours = token_logps(policy, batch).logp
-    own = []
+    with reject_if_failing(policy):
+        packed = token_logps(policy, batch).logp
+    expected = []
     with torch.autocast(policy.device.type, policy.compute_dtype, enabled=policy.autocast_dtype is not None):
-        for row in batch.rows:
-            ids = torch.tensor([items[row].ids], device=policy.device)
+        for i in batch.rows:
+            ids = torch.tensor([items[i].ids], device=policy.device)
             logp = policy.model(input_ids=ids).logits[0, :-1].float().log_softmax(dim=-1)
-            trained = torch.tensor(items[row].mask[1:], device=policy.device)
-            own.append(logp.gather(1, ids[0, 1:, None]).squeeze(1)[trained])
+            trained = torch.tensor(items[i].mask[1:], device=policy.device)
+            expected.append(logp.gather(1, ids[0, 1:, None]).squeeze(1)[trained])
     policy.model.train()
-    gap = (ours - torch.cat(own)).abs()  # (N,)
+    gap = (packed - torch.cat(expected)).abs()  # (N,)
     limit = 1e-3 if policy.compute_dtype == torch.float32 else 0.25  # bfloat16 rounds log-probs of size 10 by 0.03
     if not gap.max() < limit:
-        packed = gap[batch.sequence == 0].max() < limit
-        what = "log-probs of completions behind one prompt" if packed else "packed log-probs"
+        only_shared = gap[batch.sequence == 0].max() < limit
+        what = "log-probs of completions with a shared prompt" if only_shared else "packed log-probs"
         raise UserError(
-            f"model={policy.source}: {what} differ from its own forward by {gap.max():.3g} (limit {limit}); "
+            f"model={policy.source}: {what} differ from transformers' forward by {gap.max():.3g} (limit {limit}); "
             f"{unsupported(policy)}"
         )

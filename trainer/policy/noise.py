@@ -2,9 +2,9 @@
 
     add_noise(causal_lm(policy.model), alpha=5.0)
 
-Jain et al. 2023 (arXiv:2310.05914): a sequence of L tokens of width D gets noise of +-alpha / sqrt(L D). In a packed
-row each sequence has its own L. Passes without gradient (reference, evaluation) get none. The noise is drawn from
-torch's global generator, which a checkpoint keeps; like dropout it depends on how rows are put into micro-batches.
+Jain et al. 2023 (arXiv:2310.05914): a sequence of L tokens of width D gets noise of +-alpha / sqrt(L D), where L counts
+each packed sequence separately. No-grad passes (reference, evaluation) get no noise. Noise is drawn from torch's global
+generator, whose state is in checkpoints; like dropout it depends on how rows are packed into micro-batches.
 """
 
 from __future__ import annotations
@@ -19,31 +19,33 @@ from trainer.parallel.comm import context_size
 
 
 def add_noise(lm: Any, alpha: float) -> None:
-    """Hooks on the model's body, which gets the positions, and on its embedding."""
+    """Add hooks to the model's body, which receives the positions, and to its embedding."""
     if context_size() > 1:
-        raise UserError(f"neftune_noise_alpha={alpha:g}: not with parallel.context={context_size()}; leave one out")
-    found: dict[str, Tensor] = {}
+        raise UserError(
+            f"neftune_noise_alpha={alpha:g} is not supported with parallel.context={context_size()}; remove one of the "
+            "two"
+        )
+    positions: Tensor | None = None
 
-    def note_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        found.clear()
-        if kwargs.get("position_ids") is not None:
-            found["positions"] = kwargs["position_ids"]
+    def store_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        nonlocal positions
+        positions = kwargs.get("position_ids")
 
     def with_noise(module: nn.Module, args: Any, embedded: Tensor) -> Tensor:
-        if not (module.training and torch.is_grad_enabled() and "positions" in found):
+        if not (module.training and torch.is_grad_enabled() and positions is not None):
             return embedded
-        lengths = sequence_lengths(found["positions"])  # (R, T)
+        lengths = sequence_lengths(positions)  # (R, T)
         scale = alpha / (lengths * embedded.shape[-1]).sqrt()
         noise = torch.rand(embedded.shape, device=embedded.device) * 2 - 1  # (R, T, D)
         return embedded + (noise * scale.unsqueeze(-1)).to(embedded.dtype)
 
-    lm.base_model.register_forward_pre_hook(note_positions, with_kwargs=True)
+    lm.base_model.register_forward_pre_hook(store_positions, with_kwargs=True)
     lm.get_input_embeddings().register_forward_hook(with_noise)
 
 
 def sequence_lengths(positions: Tensor) -> Tensor:  # (R, T) -> (R, T) float32
-    """Length of the sequence that each place belongs to; positions count from 0 in every sequence."""
-    number = (positions == 0).cumsum(dim=1)  # (R, T) of the sequence in its row, from 1
+    """Return, at each position, the length of its sequence; positions start at 0 in every sequence."""
+    sequence = (positions == 0).cumsum(dim=1)  # (R, T) index of the sequence in its row, from 1
     counts = torch.zeros(positions.shape[0], positions.shape[1] + 1, device=positions.device)
-    counts.scatter_add_(1, number, torch.ones_like(number, dtype=counts.dtype))
-    return counts.gather(1, number)
+    counts.scatter_add_(1, sequence, torch.ones_like(sequence, dtype=counts.dtype))
+    return counts.gather(1, sequence)

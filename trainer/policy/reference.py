@@ -1,4 +1,4 @@
-"""Reference log-probs for the offline methods: from a frozen model at every step, or precomputed and kept on disk."""
+"""Reference log-probs for the offline methods: from a frozen model at every step, or precomputed and cached on disk."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ from trainer.policy.sharding import parallelize, to_device_and_pad
 
 
 class Reference:
-    """token_logps(batch, items) gives the (N,) reference log-probs of a batch's trained tokens."""
-
     def __init__(self, policy: Policy | None, table: dict[bytes, Tensor] | None = None) -> None:
         self.policy = policy  # None: no reference, log-probs are 0
-        self.table = table  # per sequence, by its ids and mask
+        self.table = table  # precomputed log-probs of each sequence, keyed by key_of
 
     def token_logps(self, batch: Batch, items: Sequence[Item]) -> Tensor:  # (N,)
+        """Return the reference log-probs of a micro-batch's trained tokens."""
         if self.table is not None:
-            return to_device(torch.cat([self.table[key_of(items[row])] for row in batch.rows]), batch.target.device)
+            return to_device(torch.cat([self.table[key_of(items[i])] for i in batch.rows]), batch.target.device)
         if self.policy is None:
             return torch.zeros(len(batch.target), device=batch.target.device)
         return reference_logps(self.policy, batch)
@@ -46,7 +45,7 @@ class MovingReference:
 
         reference <- (1 - alpha) reference + alpha policy,   every `every` steps
 
-    Its weights are in the checkpoint, as the base model cannot restore them.
+    Its weights are in the checkpoint, because the base model cannot restore them.
     """
 
     def __init__(self, policy: Policy, alpha: float, every: int) -> None:
@@ -56,18 +55,18 @@ class MovingReference:
     def after_step(self, step: int) -> None:
         if step % self.every == 0:
             reshard(self.policy.model)
-            ours = dict(self.policy.model.named_parameters())
+            trained = dict(self.policy.model.named_parameters())
             for name, parameter in self.tensors().items():
-                parameter.lerp_(ours[name].to(parameter.dtype), self.alpha)
+                parameter.lerp_(trained[name].to(parameter.dtype), self.alpha)
 
     def state_dict(self) -> dict[str, float]:
         return {"alpha": self.alpha, "every": self.every}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Both values come from the config; only the tensors are restored."""
+        """Ignore the saved values: both come from the config, and only the tensors are restored."""
 
     def tensors(self) -> dict[str, Tensor]:
-        reshard(self.policy.reference)  # no backward pass has done so
+        reshard(self.policy.reference)  # there was no backward pass to do it
         return dict(self.policy.reference.named_parameters())
 
     @torch.no_grad()
@@ -77,15 +76,17 @@ class MovingReference:
 
 
 def wants_copy(cfg: ReferenceConfig, lora: LoraConfig) -> bool:
-    """Whether load_policy must load a reference; refuses settings that contradict each other."""
+    """Return whether load_policy must load a reference; raise if settings contradict each other."""
     if cfg.ref == "adapter_off" and lora.r == 0:
-        raise UserError("ref=adapter_off: there is no adapter to switch off; set --lora.r, or use --ref copy")
+        raise UserError("ref=adapter_off: there is no adapter to switch off; set --lora.r or use --ref copy")
     if cfg.ref == "adapter_off" and cfg.ref_model:
-        raise UserError(f"ref_model={cfg.ref_model}: has no effect with ref=adapter_off; use copy or precomputed")
+        raise UserError(
+            f"ref_model={cfg.ref_model} has no effect with ref=adapter_off; use --ref copy or --ref precomputed"
+        )
     if cfg.ref == "copy" and lora.r > 0 and not cfg.ref_model:
-        raise UserError("ref=copy: with LoRA the base itself is the reference; use --ref adapter_off")
-    if cfg.ref != "precomputed" and cfg.ref_cache != ReferenceConfig.ref_cache:  # the class holds the default
-        raise UserError(f"ref_cache={cfg.ref_cache}: has no effect with ref={cfg.ref}; use --ref precomputed")
+        raise UserError("ref=copy: with LoRA the base is the reference; use --ref adapter_off")
+    if cfg.ref != "precomputed" and cfg.ref_cache != ReferenceConfig.ref_cache:  # not the default
+        raise UserError(f"ref_cache={cfg.ref_cache} has no effect with ref={cfg.ref}; use --ref precomputed")
     return cfg.ref != "precomputed" and not cfg.ref_model
 
 
@@ -97,9 +98,9 @@ def build_reference(
     items: Sequence[Item],
     parallel: ParallelConfig | None = None,
 ) -> Reference:
-    """Call before a checkpoint is restored: until then the policy is its own reference.
+    """Build the reference before a checkpoint is restored: until then the policy equals its reference.
 
-    Another model (ref_model) is sharded if the policy is, by the settings in `parallel`.
+    Another model (ref_model) is sharded with the settings in `parallel` if the policy is sharded.
     """
     source = policy
     if cfg.ref_model:
@@ -114,7 +115,7 @@ def build_reference(
 
 @contextmanager
 def named_as(setting: str) -> Iterator[None]:
-    """What loads models begins its errors with model=NAME; here another setting has that name."""
+    """Context manager: start errors with `setting=NAME` instead of model=NAME, as load_policy does."""
     try:
         yield
     except ValueError as error:
@@ -123,72 +124,72 @@ def named_as(setting: str) -> Iterator[None]:
 
 
 def load_frozen(setting: str, name: str, model: ModelConfig, policy: Policy, parallel: ParallelConfig | None) -> Policy:
-    """Another model, frozen and in compute_dtype; sharded if the policy is."""
+    """Load another model, frozen, in the policy's compute_dtype; sharded if the policy is sharded."""
     is_adapter = (Path(resolve_model(name)) / "adapter_config.json").exists()
-    held = "bfloat16" if policy.compute_dtype == torch.bfloat16 and not is_adapter else "float32"
-    other = dataclasses.replace(model, model=name, merge_lora=False, load_in_4bit=False, trained_dtype=held)
+    dtype = "bfloat16" if policy.compute_dtype == torch.bfloat16 and not is_adapter else "float32"
+    other = dataclasses.replace(model, model=name, merge_lora=False, load_in_4bit=False, trained_dtype=dtype)
     source = load_policy(other, LoraConfig(), policy.device, with_reference=False, load_now=not policy.is_sharded)
-    if is_adapter:  # merged in float32, then rounded once; buffers (rotary frequencies) keep their precision
+    if is_adapter:  # merge in float32, then round once; buffers (rotary frequencies) keep their precision
         for parameter in source.model.parameters():
             parameter.data = parameter.data.to(policy.compute_dtype)
     check_same_tokens(policy, source, f"{setting}={name}", model.model)
     source.model.requires_grad_(False)
     if policy.is_sharded:
         source = parallelize(dataclasses.replace(parallel, mode="fsdp"), source)
-    source.model.eval()  # check_logps leaves it in training mode
+    source.model.eval()  # load_policy leaves it in training mode
     return source
 
 
 def check_same_tokens(policy: Policy, other: Policy, setting: str, model: str) -> None:
-    """Both models must give the same ids to the same tokens."""
-    theirs = other.tokenizer.get_vocab()
-    if any(theirs.get(token) != number for token, number in policy.tokenizer.get_vocab().items()):
-        raise UserError(f"{setting}: its tokenizer gives tokens other ids than model={model}")
+    """Raise unless both tokenizers assign the same ids to the policy's tokens."""
+    vocab = other.tokenizer.get_vocab()
+    if any(vocab.get(token) != i for token, i in policy.tokenizer.get_vocab().items()):
+        raise UserError(f"{setting}: token ids differ from model={model}; use a model with the same tokenizer")
 
 
 def precompute(folder: Path, run: RunConfig, source: Policy, items: Sequence[Item]) -> dict[bytes, Tensor]:
-    """Score every distinct sequence once; read from disk if model and data are the same."""
+    """Compute the log-probs of every distinct sequence, or read them from disk if model and data are the same."""
     distinct = list({key_of(item): item for item in items}.values())
     path = folder / f"{fingerprint(source, distinct)}.safetensors"
     if all_count(path.exists(), "precomputed log-probs", everyone=True) == world_size():
         flat = load_file(path)["logp"]
     else:
-        flat = score_all(run, source, distinct)
+        flat = all_logps(run, source, distinct)
         if is_main():
             folder.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(f".tmp-{run.seed}")
             save_file({"logp": flat}, partial)
             sync(partial)
             partial.rename(path)
-    parts = flat.split([sum(item.mask) for item in distinct])
-    return {key_of(item): part for item, part in zip(distinct, parts, strict=True)}
+    logps = flat.split([sum(item.mask) for item in distinct])
+    return {key_of(item): logp for item, logp in zip(distinct, logps, strict=True)}
 
 
-def score_all(run: RunConfig, source: Policy, items: Sequence[Item]) -> Tensor:  # (all trained tokens,)
-    """Each rank scores its share, then all gather the result."""
-    dealt = balanced_shards([len(item.ids) for item in items], data_size())
-    own = score(run, source, [items[i] for i in dealt[data_rank()]])
-    everyone = all_gather(own.to(source.device), "reference log-probs")
-    found: dict[int, Tensor] = {}
-    for numbers, flat in zip(dealt, everyone, strict=True):
-        found |= zip(numbers, flat.cpu().split([sum(items[i].mask) for i in numbers]), strict=True)
-    return torch.cat([found[i] for i in range(len(items))])
+def all_logps(run: RunConfig, source: Policy, items: Sequence[Item]) -> Tensor:  # (all trained tokens,)
+    """Compute this rank's shard of the log-probs, then gather all of them."""
+    shards = balanced_shards([len(item.ids) for item in items], data_size())
+    logp = item_logps(run, source, [items[i] for i in shards[data_rank()]])
+    gathered = all_gather(logp.to(source.device), "reference log-probs")
+    logps: dict[int, Tensor] = {}
+    for indices, flat in zip(shards, gathered, strict=True):
+        logps |= zip(indices, flat.cpu().split([sum(items[i].mask) for i in indices]), strict=True)
+    return torch.cat([logps[i] for i in range(len(items))])
 
 
 @torch.no_grad()
-def score(run: RunConfig, source: Policy, items: Sequence[Item]) -> Tensor:  # (all trained tokens,)
+def item_logps(run: RunConfig, source: Policy, items: Sequence[Item]) -> Tensor:  # (all trained tokens,)
     was_training = source.model.training
     source.model.eval()
-    parts: dict[int, Tensor] = {}
+    logps: dict[int, Tensor] = {}
     batches = make_batches(
         items, max_tokens=run.max_tokens_per_micro_batch, packing=run.packing, share_prompt=True,
         multiple=source.row_multiple, one_row=source.packs_one_row,
     )  # fmt: skip
     for batch in to_device_and_pad(source, batches):
         logp = token_logps(source, batch).logp.cpu()  # in the order of batch.rows
-        parts |= zip(batch.rows, logp.split([sum(items[row].mask) for row in batch.rows]), strict=True)
+        logps |= zip(batch.rows, logp.split([sum(items[i].mask) for i in batch.rows]), strict=True)
     source.model.train(was_training)
-    return torch.cat([torch.zeros(0), *(parts[row] for row in range(len(items)))])
+    return torch.cat([torch.zeros(0), *(logps[i] for i in range(len(items)))])
 
 
 def key_of(item: Item) -> bytes:
@@ -198,7 +199,7 @@ def key_of(item: Item) -> bytes:
 
 
 def fingerprint(source: Policy, items: Sequence[Item]) -> str:
-    """Hash of everything the log-probs depend on: weights, model config, compute dtype, sequences."""
+    """Hash everything that the log-probs depend on: weights, model config, compute dtype, sequences."""
     digest = hashlib.sha256(str(source.compute_dtype).encode())
     settings = causal_lm(source.model).config.to_dict()
     settings.pop("_name_or_path", None)  # the path does not matter

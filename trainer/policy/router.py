@@ -1,16 +1,16 @@
 """The load-balancing loss of models with experts, normalised over the whole optimizer step.
 
-    policy.router = RouterLoss(policy, coef)      # hooks on the model's body
-    policy.router.begin(micro_batches)            # once a step: where tokens go
-    ...forward and backward as without it...
+    policy.router = RouterLoss(policy, coef)      # add hooks to the model's body
+    policy.router.begin(micro_batches)            # once per step: count expert choices
+    ...forward and backward as usual...
     metrics = policy.router.end()
 
     loss = coef * E * sum_e f_e P_e               # E experts
 
 f_e is how often tokens chose expert e, and P_e the sum of its probabilities, over all layers and tokens of the step on
 all ranks, both divided by tokens times layers (Fedus et al. 2021, arXiv:2101.03961, as transformers defines it). P_e is
-a sum over micro-batches; f_e, which has no gradient, is counted in a pass of its own before them, so the gradient does
-not depend on how rows are put into micro-batches. A step of one micro-batch needs no such pass.
+summed over micro-batches. f_e has no gradient and is counted in a separate pass before them, so the gradient does not
+depend on how rows are packed into micro-batches. A step with one micro-batch skips that pass.
 
 The gradient enters at the last hidden states, which every loss reads.
 """
@@ -36,10 +36,13 @@ class RouterLoss:
         if not hasattr(config, "router_aux_loss_coef"):
             raise UserError(
                 f"router_aux_loss_coef={coef:g}: {type(self.lm).__name__} has no experts with a load-balancing loss; "
-                "leave it out"
+                "remove --router-aux-loss-coef"
             )
         if context_size() > 1:
-            raise UserError(f"router_aux_loss_coef={coef:g}: not with parallel.context={context_size()}; leave it out")
+            raise UserError(
+                f"router_aux_loss_coef={coef:g} is not supported with parallel.context={context_size()}; remove "
+                "--router-aux-loss-coef"
+            )
         self.top_k = config.num_experts_per_tok
         self.counting = False
         self._reset()
@@ -47,20 +50,20 @@ class RouterLoss:
         self.lm.base_model.register_forward_hook(self._add, with_kwargs=True)
 
     def _reset(self) -> None:
-        self.masks: dict[int, Tensor] = {}  # by address of a micro-batch's ids: (R * T,) bool, whether it is a token
+        self.masks: dict[int, Tensor] = {}  # address of a micro-batch's ids -> (R * T,) bool, True at tokens
         self.chosen: Tensor | None = None  # (E,) f_e times tokens and layers
-        self.probability: Tensor | None = None  # (E,) P_e times tokens and layers, of this rank
+        self.probability: Tensor | None = None  # (E,) P_e times tokens and layers, on this rank
         self.total = 0.0  # tokens of the step times layers
 
     @torch.no_grad()
     def begin(self, micro_batches: Sequence[Batch]) -> None:
-        """Count where the tokens of this step go; further calls before end() have no effect."""
+        """Count the expert choices of this step's tokens; more calls before end() have no effect."""
         if self.masks or not self.policy.model.training:
             return
         self.masks = {mb.input_ids.data_ptr(): is_token(mb) for mb in micro_batches}
         self.num_tokens = all_count(sum(mb.num_computed for mb in micro_batches), "tokens of the router")
         if len(micro_batches) == 1 and world_size() == 1:
-            return  # counted in the pass itself
+            return  # counted during the training pass
         self.counting = True
         for mb in micro_batches:
             hidden_states(self.policy, self.lm, mb)
@@ -68,7 +71,7 @@ class RouterLoss:
         self.chosen = all_sum(self.chosen, "choices of the router")
 
     def end(self) -> dict[str, float]:
-        """The loss of the step, and the same without its coefficient; forgets the step."""
+        """Return the step's loss without its coefficient as a metric, and reset."""
         if self.probability is None or self.chosen is None:
             self._reset()
             return {}
@@ -98,18 +101,18 @@ class RouterLoss:
         if self.counting:
             return None
         probability = torch.stack([p.sum(dim=0) for p in layers]).sum(dim=0)  # (E,)
-        held = probability.detach()
-        self.probability = held if self.probability is None else self.probability + held
-        # Divided one after the other: the square of all tokens is large.
+        detached = probability.detach()
+        self.probability = detached if self.probability is None else self.probability + detached
+        # Divide twice: the square of the total is large.
         loss = self.coef * len(probability) * (self.chosen / self.total * probability / self.total).sum()
         out.last_hidden_state = WithGradientOf.apply(out.last_hidden_state, loss)
         return out
 
 
 def is_token(batch: Batch) -> Tensor:  # (R * T,) bool
-    """Whether a place holds a token, and no padding."""
-    at = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
-    return (at < to_device(torch.tensor(batch.used), at.device)[:, None]).flatten()
+    """True at tokens, False at padding."""
+    position = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
+    return (position < to_device(torch.tensor(batch.used), position.device)[:, None]).flatten()
 
 
 def choices(probability: Tensor, top_k: int) -> Tensor:  # (tokens, E) -> (E,)
@@ -118,7 +121,7 @@ def choices(probability: Tensor, top_k: int) -> Tensor:  # (tokens, E) -> (E,)
 
 
 class WithGradientOf(torch.autograd.Function):
-    """The first argument, whose backward pass also runs that of a loss."""
+    """Return `hidden`; its backward pass also back-propagates `loss`."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, loss: Tensor) -> Tensor:

@@ -1,18 +1,18 @@
-"""A model over several processes: replicated, or sharded (FSDP2).
+"""Replicate or shard (FSDP2) a model over several ranks.
 
-    policy = parallelize(cfg.parallel, load_policy(...))     # before the optimizer is built
-    rows = to_device_and_pad(policy, micro_batches)          # equally many on every rank
-    for mb in final_passes(policy, rows): ...                # forward and backward; the last loop of the step
-    sum_gradients(policy.model)                              # after it
+    policy = parallelize(cfg.parallel, load_policy(...))             # before the optimizer is built
+    micro_batches = to_device_and_pad(policy, micro_batches)         # the same number on every rank
+    for mb in final_passes(policy, micro_batches): ...               # forward and backward; the last loop of the step
+    sum_gradients(policy.model)                                      # after it
 
-load_policy leaves the weights in their files: each rank reads its shards here, once they are known. `replicate`: every
-rank holds the full model, and gradients are summed during the last backward pass of a step (overlap.py), or after it if
-the loop does not say which is the last. `fsdp`: each block is gathered for its forward and backward pass, and its
-gradients are reduce-scattered. The log-prob kernels use the output head outside of any module's forward, so it is
-gathered explicitly (dtensor.Gatherer).
+load_policy leaves the weights in their files, and each rank reads its shards here. `replicate`: every rank has the full
+model, and gradients are summed during the last backward pass of a step (overlap.py), or after it if the loop does not
+use final_passes. `fsdp`: each block is gathered for its forward and backward pass, and its gradients are
+reduce-scattered. The log-prob kernels use the output head outside of any module's forward, so it is gathered explicitly
+(dtensor.Gatherer).
 
-Gradients are summed, never averaged: losses are divided by counts over all ranks (losses/types.py). Ranks must run the
-same number of forward passes, or a gather would wait forever: ranks with fewer micro-batches add empty ones.
+Gradients are summed, never averaged: losses are divided by counts over all ranks (losses/types.py). All ranks must run
+the same number of forward passes or a gather deadlocks, so ranks with fewer micro-batches append empty micro-batches.
 """
 
 from __future__ import annotations
@@ -40,61 +40,63 @@ from trainer.policy.load import blocks_of, fill, to_meta
 from trainer.policy.logps import Policy, causal_lm, check_logps
 
 T = TypeVar("T", bound=Any)
-SMALL = 16 * 50_000_000  # bytes of weights, gradients and moments up to which a CPU rank holds a replica
-ROOM = 0.4  # the same for a GPU, as a fraction of its memory
-OVERLAPS: WeakKeyDictionary[nn.Module, Overlap] = WeakKeyDictionary()  # of replicated models
+SMALL = 16 * 50_000_000  # maximum bytes of weights, gradients and moments for a replica on a CPU rank
+ROOM = 0.4  # the same limit for a GPU, as a fraction of its memory
+OVERLAPS: WeakKeyDictionary[nn.Module, Overlap] = WeakKeyDictionary()  # for replicated models
 
 
 def parallelize(cfg: ParallelConfig, policy: Policy) -> Policy:
-    """Replicate or shard the policy over all processes; unchanged with one process."""
+    """Replicate or shard the policy over all ranks; with one rank, return it unchanged."""
     if world_size() == 1:
         return policy
     assert context_size() == cfg.context, (context_size(), cfg.context)  # process_group got it from the same config
     mode = pick_mode(cfg, policy)
     models = [causal_lm(model) for model in (policy.model, policy.reference) if model is not None]
     files, policy.files = policy.files, None
-    # Offloaded shards are created in main memory; reading parts would put them on the device.
-    in_parts = files is not None and mode == "fsdp" and not cfg.cpu_offload
+    # Offloaded shards are created in main memory; reading shards from files would put them on the device.
+    reads_shards = files is not None and mode == "fsdp" and not cfg.cpu_offload
     for model in models if files is not None else []:
         to_meta(model, files)
-        if not in_parts:
+        if not reads_shards:
             fill(model, files, policy.device)
-    if in_parts:
+    if reads_shards:
         check_same_files(files)
     else:
         check_same_weights(policy.model)
     if mode == "fsdp":
-        refuse_sharded(policy)
+        check_shardable(policy)
         mesh = make_mesh(cfg, policy.device)
         for model in models:
             shard_model(model, mesh, cfg, policy)
-            if in_parts:
+            if reads_shards:
                 fill(model, files, policy.device)
         policy.is_sharded, policy.reshard_after_forward = True, cfg.reshard_after_forward
         policy.reduce_once = cfg.reduce_once
-    elif cfg.context == 1:  # else the backward pass has collectives of its own
+    elif cfg.context == 1:  # with context parallelism the backward pass contains other collectives
         OVERLAPS[policy.model] = Overlap(policy.model)
-    if files is not None:  # load_policy could not check them yet
+    if files is not None:  # load_policy had no weights to check
         with gathered_head(policy):
             check_logps(policy)
     return policy
 
 
-def refuse_sharded(policy: Policy) -> None:
-    """Adapters that are more than two factors are not sharded."""
+def check_shardable(policy: Policy) -> None:
+    """Raise if the adapter is more than two factors; a scorer's fully trained head can be sharded."""
     config = policy.model.peft_config["default"] if policy.is_lora else None
-    if config is None or config.task_type != "CAUSAL_LM":  # the head of a scorer is
+    if config is None or config.task_type != "CAUSAL_LM":
         return
     for flag, value in (("dora", config.use_dora), ("modules_to_save", config.modules_to_save)):
         if value:
             shown = value if isinstance(value, bool) else " ".join(value)
-            raise UserError(f"lora.{flag}={shown}: not with parallel.mode=fsdp; use --parallel.mode replicate")
+            raise UserError(
+                f"lora.{flag}={shown} is not supported with parallel.mode=fsdp; use --parallel.mode replicate"
+            )
 
 
 def pick_mode(cfg: ParallelConfig, policy: Policy) -> str:
     mode, reason = cfg.mode, ""
     if is_4bit(policy.model):
-        assert mode != "fsdp" and cfg.shard is None, "check_4bit() refuses it"
+        assert mode != "fsdp" and cfg.shard is None, "check_4bit() rejects this"
         mode, reason = "replicate", " (4-bit weights are not sharded)"
     elif mode == "auto" and (cfg.shard is not None or cfg.reduce_once or cfg.cpu_offload):
         mode = "fsdp"
@@ -106,55 +108,55 @@ def pick_mode(cfg: ParallelConfig, policy: Policy) -> str:
             frozen += sum(p.numel() * p.element_size() for p in policy.reference.parameters())
         needed, room = trained + frozen, room_for_a_copy(policy.device)
         mode = "replicate" if needed <= room else "fsdp"
-        reason = f" (a copy takes {needed / 2**30:.2f} GiB, and may take {room / 2**30:.2f})"
+        reason = f" (a replica needs {needed / 2**30:.2f} GiB, limit {room / 2**30:.2f} GiB)"
     if is_main():
-        sharing = f", {cfg.context} of them share their rows" if cfg.context > 1 else ""
-        log(f"parallel: {mode} over {world_size()} processes{sharing}{reason}")
+        sharing = f", {cfg.context} ranks per micro-batch" if cfg.context > 1 else ""
+        log(f"parallel: {mode} over {world_size()} ranks{sharing}{reason}")
     return mode
 
 
 def room_for_a_copy(device: torch.device) -> float:
-    """Bytes of weights, gradients and moments up to which auto replicates."""
+    """Return the maximum bytes of weights, gradients and moments for which auto replicates."""
     return ROOM * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else SMALL
 
 
 def check_same_weights(model: nn.Module) -> None:
-    """Check that all ranks have loaded the same weights."""
-    own = torch.stack([p.detach().double().sum().cpu() for p in model.parameters()]).sum()
+    """Raise unless all ranks have loaded the same weights."""
+    checksum = torch.stack([p.detach().double().sum().cpu() for p in model.parameters()]).sum()
     device = next(model.parameters()).device
-    total = all_sum(own.to(device), "check of weights", everyone=True).cpu() / world_size()
-    if not torch.isclose(own, total, rtol=1e-12, atol=0):
-        raise UserError("model: ranks have loaded different weights; give all of them the same files")
+    mean = all_sum(checksum.to(device), "check of weights", everyone=True).cpu() / world_size()
+    if not torch.isclose(checksum, mean, rtol=1e-12, atol=0):
+        raise UserError("model: ranks loaded different weights; give every rank the same files")
 
 
 def check_same_files(files: TensorFiles) -> None:
-    """The same for files of which each rank reads its shards."""
-    own = {name: [list(record.shape), str(record.dtype)] for name, record in files.records.items()}
+    """Raise unless all ranks have files with the same tensors and sizes."""
+    specs = {name: [list(record.shape), str(record.dtype)] for name, record in files.records.items()}
     sizes = {part.file: (files.folder / part.file).stat().st_size for r in files.records.values() for part in r.parts}
-    digest = hashlib.sha256(json.dumps([own, sizes], sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([specs, sizes], sort_keys=True).encode()).hexdigest()
     if len(set(of_all(digest, "check of files"))) > 1:
-        raise UserError("model: ranks have found different files; give all of them the same ones")
+        raise UserError("model: ranks have different files; give every rank the same files")
 
 
 @contextlib.contextmanager
 def gathered_head(policy: Policy) -> Iterator[None]:
-    """Gather the output head on every rank, for the model's own forward: FSDP gathers blocks only."""
+    """Context manager: gather the output head on every rank for transformers' forward; FSDP gathers only blocks."""
     if not policy.is_sharded:
         yield
         return
     reshard(policy.model)
     head = causal_lm(policy.model).get_output_embeddings()
-    kept = head.weight
-    head.weight = nn.Parameter(gather(kept.detach()), requires_grad=False)
+    shard = head.weight
+    head.weight = nn.Parameter(gather(shard.detach()), requires_grad=False)
     try:
         yield
     finally:
-        head.weight = kept
+        head.weight = shard
         reshard(policy.model)
 
 
 def make_mesh(cfg: ParallelConfig, device: torch.device) -> Any:
-    """Shard over all ranks, or over groups of ranks that hold a replica each (HSDP)."""
+    """Return a mesh that shards over all ranks, or over groups of ranks with a replica each (HSDP)."""
     from torch.distributed.device_mesh import init_device_mesh
 
     world, shard = world_size(), cfg.shard or world_size()
@@ -164,7 +166,7 @@ def make_mesh(cfg: ParallelConfig, device: torch.device) -> Any:
 
 
 def shard_model(lm: Any, mesh: Any, cfg: ParallelConfig, policy: Policy) -> None:
-    """Shard the blocks, then the rest of the trunk, then the head."""
+    """Shard the blocks, then the remaining trunk, then the head."""
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -187,7 +189,7 @@ def shard_model(lm: Any, mesh: Any, cfg: ParallelConfig, policy: Policy) -> None
     for block, following in zip(blocks, list(blocks)[1:], strict=False):
         block.set_modules_to_forward_prefetch([following])
     if tied:
-        head.weight = lm.get_input_embeddings().weight  # sharding has replaced it
+        head.weight = lm.get_input_embeddings().weight  # fully_shard replaced it
     elif head is not None:
         placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
         sharded = distribute_tensor(head.weight.detach(), mesh, placements)
@@ -198,22 +200,22 @@ def shard_model(lm: Any, mesh: Any, cfg: ParallelConfig, policy: Policy) -> None
 
 @contextlib.contextmanager
 def gathered_weights(policy: Policy) -> Iterator[None]:
-    """Gather all weights on every rank (a collective), so that ranks can run passes of their own."""
+    """Context manager: gather all weights on every rank (a collective), so that ranks can run independent passes."""
     if not policy.is_sharded:
         yield
         return
     lm = causal_lm(policy.model)
     blocks = list(blocks_of(lm, policy.source))
     head = lm.get_output_embeddings()
-    kept = head.weight
+    shard = head.weight
     for module in (lm.base_model, *blocks):
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
-    head.weight = nn.Parameter(gather(kept.detach()), requires_grad=False)
+    head.weight = nn.Parameter(gather(shard.detach()), requires_grad=False)
     try:
         yield
     finally:
-        head.weight = kept
+        head.weight = shard
         for module in (lm.base_model, *blocks):
             module.reshard()
         for block in blocks:
@@ -221,43 +223,43 @@ def gathered_weights(policy: Policy) -> Iterator[None]:
 
 
 def to_device_and_pad(policy: Policy, batches: Sequence[Batch]) -> list[Batch]:
-    """Move micro-batches to the device, and add empty ones so that all ranks have the same number, at least one."""
+    """Move micro-batches to the device, and pad to the same number on all ranks, at least one."""
     return pad_to_equal_count(policy, [batch.to(policy.device) for batch in batches], empty_batch(policy.row_multiple))
 
 
-def pad_to_equal_count(policy: Policy, rows: list[T], empty: T) -> list[T]:
+def pad_to_equal_count(policy: Policy, micro_batches: list[T], empty: T) -> list[T]:
     """Append `empty` until all ranks have the same number of micro-batches, at least one."""
     if world_size() == 1:
-        return rows
-    count = int(all_max(torch.tensor(max(1, len(rows)), device=policy.device), "number of micro-batches"))
-    rows = rows + [empty.to(policy.device) for _ in range(count - len(rows))]
-    return Passes(policy, rows) if policy.is_sharded else rows
+        return micro_batches
+    count = int(all_max(torch.tensor(max(1, len(micro_batches)), device=policy.device), "number of micro-batches"))
+    micro_batches = micro_batches + [empty.to(policy.device) for _ in range(count - len(micro_batches))]
+    return Passes(policy, micro_batches) if policy.is_sharded else micro_batches
 
 
 class Passes(list[T]):
-    """Micro-batches of a sharded model; each is watched while the loop body runs on it (comm.passing)."""
+    """Micro-batches of a sharded model; iteration reports each pass to the hang detection (comm.passing)."""
 
-    def __init__(self, policy: Policy, rows: Iterable[T]) -> None:
-        super().__init__(rows)
+    def __init__(self, policy: Policy, micro_batches: Iterable[T]) -> None:
+        super().__init__(micro_batches)
         self.policy = policy
 
     def __iter__(self) -> Iterator[T]:
         trunk = causal_lm(self.policy.model).base_model
-        for number, row in enumerate(super().__iter__(), start=1):
+        for i, micro_batch in enumerate(super().__iter__(), start=1):
             if self.policy.reduce_once:
-                trunk.set_requires_gradient_sync(number == len(self))
-            with passing(f"forward and backward of micro-batch {number} of {len(self)}"):
-                yield row
+                trunk.set_requires_gradient_sync(i == len(self))
+            with passing(f"forward and backward of micro-batch {i} of {len(self)}"):
+                yield micro_batch
 
 
-def final_passes(policy: Policy, rows: Sequence[T]) -> Iterable[T]:
-    """Micro-batches to train on, in the last loop of a step: replicas sum gradients while the last one is computed."""
+def final_passes(policy: Policy, micro_batches: Sequence[T]) -> Iterable[T]:
+    """Return the micro-batches for the last loop of a step; replicas sum gradients during its last backward pass."""
     overlap = OVERLAPS.get(policy.model)
-    return rows if overlap is None else overlap.passes(rows)
+    return micro_batches if overlap is None else overlap.passes(micro_batches)
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """Sum gradients over ranks, except those that FSDP has reduced already."""
+    """Sum gradients over ranks, except gradients that FSDP has already reduced."""
     if world_size() == 1:
         return
     for module in model.modules():
@@ -267,13 +269,13 @@ def sum_gradients(model: nn.Module) -> None:
     if overlap is not None and overlap.launched:
         overlap.finish()
         return
-    for some in buckets(p for p in model.parameters() if p.requires_grad and not is_dtensor(p)):
-        write_gradients(some, all_sum(flat_gradients(some), "gradients", everyone=True))
+    for bucket in buckets(p for p in model.parameters() if p.requires_grad and not is_dtensor(p)):
+        write_gradients(bucket, all_sum(flat_gradients(bucket), "gradients", everyone=True))
 
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:  # ()
-    """Global norm of all gradients in float32 or wider, the same on every rank; the host does not wait for it."""
+    """Return the global gradient norm in float32 or wider, equal on every rank, without a host sync."""
     grads = [p.grad for p in parameters if p.grad is not None]
     sharded = [g for g in grads if is_dtensor(g)]
     plain = [g for g in grads if not is_dtensor(g)]
@@ -287,19 +289,19 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:  # ()
     return total.sqrt()
 
 
-def norm_of(tensors: Sequence[torch.Tensor], least: torch.dtype) -> torch.Tensor:  # ()
-    """Norm of all of them together, in `least` or wider: torch would round that of bfloat16 to bfloat16."""
+def norm_of(tensors: Sequence[torch.Tensor], min_dtype: torch.dtype) -> torch.Tensor:  # ()
+    """Return the joint norm of all tensors, in `min_dtype` or wider: torch would round bfloat16 norms to bfloat16."""
     norms: list[torch.Tensor] = []
     for dtype in dict.fromkeys(x.dtype for x in tensors):
         same = [x for x in tensors if x.dtype == dtype]
-        norms += torch._foreach_norm(same, 2, dtype=torch.promote_types(dtype, least))  # on a GPU few launches for all
-    widest = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize, default=least)
-    return torch.stack([norm.to(widest) for norm in norms]).norm() if norms else torch.zeros((), dtype=least)
+        norms += torch._foreach_norm(same, 2, dtype=torch.promote_types(dtype, min_dtype))  # few launches on a GPU
+    widest = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize, default=min_dtype)
+    return torch.stack([norm.to(widest) for norm in norms]).norm() if norms else torch.zeros((), dtype=min_dtype)
 
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:
-    """Scale gradients of global norm `norm` so that it becomes `limit`; smaller ones stay as they are."""
+    """Clip gradients of global norm `norm` to the norm `limit`."""
     scale = limit / (norm + 1e-6)
     if scale < 1.0:
         grads = [local(p.grad) for p in parameters if p.grad is not None]

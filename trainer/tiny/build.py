@@ -1,10 +1,10 @@
-"""Rebuild the embedded tiny model (`make tiny`): a byte tokenizer, random Llama weights, then our own SFT recipe.
+"""Rebuild the built-in tiny model (`make tiny`): a byte tokenizer, random Llama weights, then strop's SFT recipe.
 
-The teacher of the recipe is sloppy: it forgets all carries in 6 of 10 sums, and writes 2 of 10 results in brackets. The
-model learns both ways of adding and prefers the wrong one, so GRPO with an exact verifier has something to sharpen.
+The recipe's training data is sloppy: it forgets all carries in 6 of 10 sums, and puts 2 of 10 results in brackets. The
+model learns both ways of adding and prefers the wrong way, so GRPO with an exact verifier has something to improve.
 
-`python -m trainer.tiny.build teacher` rebuilds trainer/tiny/teacher (builtin:tiny_teacher), from which the demo of
-distillation learns: an adapter of this model, made by the demo of GRPO. It has to be rebuilt after the model.
+`python -m trainer.tiny.build teacher` rebuilds trainer/tiny/teacher (builtin:tiny_teacher), the teacher of the
+distillation demo: an adapter for this model, trained by the GRPO demo. Rebuild it after the model.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenize
 TEACHER_FILES = ("adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 TEACHER_FLAGS = ("--method", "grpo", "--lora.r", "8", "--learning-rate", "2e-3")
 
-# One token per role name keeps prompts short; all other text is bytes, so any text has ids.
+# One token per role name keeps prompts short; all other text is bytes, so any text can be encoded.
 WORDS = ("user", "assistant", "system")
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 USAGE = """usage: python -m trainer.tiny.build [teacher | FLAG ...]
 
-Rebuilds trainer/tiny in place, by training with trainer/recipes/make_tiny.yaml.
-Flags are those of python -m trainer --method sft. teacher: rebuilds trainer/tiny/teacher by the GRPO demo instead."""
+Rebuild trainer/tiny in place by training with trainer/recipes/make_tiny.yaml.
+Flags: as for python -m trainer --method sft. teacher: rebuild trainer/tiny/teacher with the GRPO demo instead."""
 
 
 def make_tokenizer():
@@ -83,11 +83,11 @@ def build_teacher() -> None:
     folder = HERE / "teacher"
     with tempfile.TemporaryDirectory() as scratch:
         train([*TEACHER_FLAGS, "--output-dir", str(Path(scratch) / "run")])
-        made = Path(scratch) / "run" / "final"
+        final = Path(scratch) / "run" / "final"
         for name in TEACHER_FILES:
-            shutil.copyfile(made / name, folder / name)
-        settings = json.loads((made / "adapter_config.json").read_text(encoding="utf-8"))
-    settings["base_model_name_or_path"] = "builtin:tiny"  # not the folder on this machine
+            shutil.copyfile(final / name, folder / name)
+        settings = json.loads((final / "adapter_config.json").read_text(encoding="utf-8"))
+    settings["base_model_name_or_path"] = "builtin:tiny"  # not a local folder
     settings["target_modules"].sort()
     text = json.dumps(settings, indent=2, sort_keys=True)
     (folder / "adapter_config.json").write_text(f"{text}\n", encoding="utf-8")

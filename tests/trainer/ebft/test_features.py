@@ -277,7 +277,7 @@ def test_a_model_without_a_list_of_blocks_is_refused():
         config=SimpleNamespace(get_text_config=lambda: config),
         base_model=torch.nn.Sequential(torch.nn.ModuleList([torch.nn.Identity()])),
     )
-    with pytest.raises(ValueError, match=r"^model=mine: its 3 blocks were not found"):
+    with pytest.raises(ValueError, match=r"^model=mine: .*3 decoder blocks"):
         blocks_of(lm, "mine")
 
 
@@ -387,5 +387,5 @@ def test_another_model_with_other_tokens_is_refused(tmp_path):
     text = path.read_text()
     assert text.count('"+": ') == 1 and text.count('"-": ') == 1
     path.write_text(text.replace('"+": ', '"@@": ').replace('"-": ', '"+": ').replace('"@@": ', '"-": '))
-    with pytest.raises(ValueError, match=r"^feature_model=.*other: its tokenizer gives tokens other ids than model="):
+    with pytest.raises(ValueError, match=r"^feature_model=.*other: .*model="):
         feature_policy(FeatureConfig(feature_model=folder), TINY, policy, ParallelConfig())

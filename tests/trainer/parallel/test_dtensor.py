@@ -1,4 +1,4 @@
-"""The gathered head: what travels, in which dtype, and when its gradient is summed (tests/test_ranks.py: the sums)."""
+"""Gatherer: the dtype of the gather, and when gradients are summed (tests/test_ranks.py checks the sums)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.parallel.dtensor import Gatherer, is_dtensor, local
 
 @pytest.fixture
 def weight() -> Iterator[nn.Parameter]:
-    """A float32 weight in shards of one rank."""
+    """A float32 weight, sharded over one rank."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -30,33 +30,33 @@ def weight() -> Iterator[nn.Parameter]:
 
 @pytest.fixture
 def sums(monkeypatch) -> list[torch.dtype]:
-    """Dtypes of the gradients that were summed over ranks."""
-    found: list[torch.dtype] = []
+    """Record the dtypes of gradients that are summed over ranks."""
+    dtypes: list[torch.dtype] = []
     scatter_sum = dtensor.scatter_sum
 
-    def seen(full, like):
-        found.append(full.dtype)
+    def record(full, like):
+        dtypes.append(full.dtype)
         return scatter_sum(full, like)
 
-    monkeypatch.setattr(dtensor, "scatter_sum", seen)
-    return found
+    monkeypatch.setattr(dtensor, "scatter_sum", record)
+    return dtypes
 
 
-def test_it_is_cast_before_it_is_gathered_and_its_gradient_is_summed_in_float32(weight, sums):
+def test_weight_is_cast_before_the_gather_and_its_gradient_summed_in_float32(weight, sums):
     gather, x = Gatherer(torch.bfloat16), torch.randn(3, 4, dtype=torch.bfloat16)
-    whole = gather(weight)
-    assert whole.dtype == torch.bfloat16 and not is_dtensor(whole)
-    assert torch.equal(whole, local(weight).detach().bfloat16())
-    for number in (1, 2):
+    full = gather(weight)
+    assert full.dtype == torch.bfloat16 and not is_dtensor(full)
+    assert torch.equal(full, local(weight).detach().bfloat16())
+    for count in (1, 2):
         (x @ gather(weight).T).sum().backward()
-        assert sums == number * [torch.float32]
+        assert sums == count * [torch.float32]
     assert is_dtensor(weight.grad) and weight.grad.dtype == torch.float32
     assert torch.allclose(local(weight.grad), 2 * x.float().sum(0).expand(6, 4), rtol=1e-2)
     with torch.no_grad():
         assert not gather(weight).requires_grad
 
 
-def test_with_reduce_once_it_is_summed_after_the_last_micro_batch(weight, sums):
+def test_reduce_once_sums_after_the_last_micro_batch(weight, sums):
     once, each = Gatherer(reduce_once=True), Gatherer()
     rows = torch.randn(3, 2, 4)
     for row in rows:
@@ -68,13 +68,13 @@ def test_with_reduce_once_it_is_summed_after_the_last_micro_batch(weight, sums):
     assert sums == [] and weight.grad is None
     once.end(weight)
     assert sums == [torch.float32] and torch.equal(local(weight.grad), local(want))
-    once.end(weight)  # nothing waits
+    once.end(weight)  # no gradient left
     assert sums == [torch.float32]
     (rows[0] @ once(weight).T).sum().backward()
-    once.end(weight)  # added to what is there, as to the gradient of a tied embedding
+    once.end(weight)  # added to an existing gradient, as with a tied embedding
     assert torch.allclose(local(weight.grad), local(want) + rows[0].sum(0))
 
 
-def test_a_plain_weight_passes_through():
+def test_plain_weight_is_returned_unchanged():
     weight = nn.Parameter(torch.randn(2, 2))
     assert Gatherer(torch.bfloat16)(weight) is weight

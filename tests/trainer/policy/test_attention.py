@@ -1,4 +1,4 @@
-"""Packed batches and shared prompts against sequences run one by one, and how an attention implementation is chosen."""
+"""Packed batches and shared prompts vs. single sequences, and the choice of the attention implementation."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from trainer.policy.attention import attend, attention_masks, choose_attention, 
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy, check_logps, predictor_states, token_logps
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # a device by name: choosing asks for no more
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # the choice needs only the device's name, no GPU
 VOCAB = 60
-WINDOW = 4  # shorter than prompts and completions below
+WINDOW = 4  # shorter than the prompts and completions below
 COMMON = dict(
     vocab_size=VOCAB, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, max_position_embeddings=512, initializer_range=0.2, bos_token_id=None,
@@ -59,7 +59,7 @@ def policy_of(model: Any, device: torch.device = CPU, dtype: torch.dtype = torch
 
 
 def make_items(scale: int = 1) -> list[Item]:
-    """Two groups behind a prompt each, one of them with an empty completion, and a sequence by itself."""
+    """Two groups with a shared prompt, one of them with an empty completion, and a single sequence."""
     generator = torch.Generator().manual_seed(1)
 
     def ids(length: int) -> list[int]:
@@ -75,19 +75,19 @@ def make_items(scale: int = 1) -> list[Item]:
 
 
 def batches_of(policy: Policy, layout: str, items: list[Item] | None = None) -> list[Batch]:
-    made = make_batches(
+    batches = make_batches(
         items or make_items(), max_tokens=10_000, packing=layout != "padded", share_prompt=layout == "shared",
         multiple=policy.row_multiple,
     )  # fmt: skip
-    return [batch.to(policy.device) for batch in made]
+    return [batch.to(policy.device) for batch in batches]
 
 
 def one_by_one(model: Any, items: list[Item], batch: Batch) -> tuple[Tensor, Tensor]:
-    """Predicting states and log-probs of the batch's tokens, from the model's own forward on each sequence alone."""
+    """Predicting states and log-probs of the batch's tokens, from transformers' forward on each sequence alone."""
     states, logps = [], []
-    for row in batch.rows:
-        ids = torch.tensor([items[row].ids], device=batch.input_ids.device)
-        trained = torch.tensor(items[row].mask[1:], device=ids.device)
+    for i in batch.rows:
+        ids = torch.tensor([items[i].ids], device=batch.input_ids.device)
+        trained = torch.tensor(items[i].mask[1:], device=ids.device)
         states.append(model.base_model(input_ids=ids).last_hidden_state[0, :-1][trained])
         logp = model(input_ids=ids).logits[0, :-1].log_softmax(dim=-1)
         logps.append(logp.gather(1, ids[0, 1:, None]).squeeze(1)[trained])
@@ -99,7 +99,7 @@ def assert_same(got: Tensor, want: Tensor, atol: float = 1e-5) -> None:
 
 
 def dense_attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, *, scale: float) -> Tensor:
-    """What flex_attend computes, on a CPU and from the same runs."""
+    """Compute flex_attend on a CPU, from the same spans."""
     visible = dense_mask(mask.mask_mod.spans, key.shape[2])
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
@@ -108,7 +108,7 @@ def dense_attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, *, 
 
 @pytest.fixture
 def flex_calls(monkeypatch) -> list[tuple[torch.dtype, ...]]:
-    """flex_attend replaced by a dense twin; the dtypes of every call."""
+    """Replace flex_attend by a dense version; return the dtypes of every call."""
     calls: list[tuple[torch.dtype, ...]] = []
 
     def counted(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, *, scale: float) -> Tensor:
@@ -122,7 +122,7 @@ def flex_calls(monkeypatch) -> list[tuple[torch.dtype, ...]]:
 
 @pytest.mark.parametrize(("kind", "implementation"), DENSE)
 @torch.no_grad()
-def test_dense_batches_equal_sequences_one_by_one(kind, implementation):
+def test_dense_batches_match_single_sequences(kind, implementation):
     model, items = make_model(kind, implementation).eval(), make_items()
     policy = policy_of(model)
     for layout in ("shared", "packed", "padded") if kind == "llama" else ("shared", "padded"):
@@ -135,7 +135,7 @@ def test_dense_batches_equal_sequences_one_by_one(kind, implementation):
 
 
 @torch.no_grad()
-def test_shared_prompts_of_the_builtin_model_equal_sequences_one_by_one():
+def test_shared_prompts_of_the_builtin_model_match_single_sequences():
     policy = load_policy(ModelConfig(model="builtin:tiny"), LoraConfig(), CPU, with_reference=False)
     assert policy.model.config._attn_implementation == "sdpa" and policy.row_multiple == 1
     (batch,) = batches_of(policy, "shared")
@@ -146,8 +146,8 @@ def test_shared_prompts_of_the_builtin_model_equal_sequences_one_by_one():
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3"])
 @torch.no_grad()
-def test_windows_reach_into_the_shared_prompt_and_no_further(kind):
-    """Without its window the model says something else, so the tests above do cover positions beyond it."""
+def test_sliding_windows_matter_at_these_lengths(kind):
+    """Without its window the model's output differs, so the tests above cover positions outside the window."""
     policy = policy_of(make_model(kind).eval())
     (batch,) = batches_of(policy, "shared")
     with_window = token_logps(policy, batch).logp
@@ -158,8 +158,7 @@ def test_windows_reach_into_the_shared_prompt_and_no_further(kind):
 @pytest.mark.parametrize(
     ("kind", "layout"), [("llama", "padded"), ("qwen3", "packed"), ("mistral", "shared"), ("gemma3", "shared")]
 )
-def test_tile_lists_reach_flex_attend_from_every_layer(kind, layout, flex_calls):
-    """The registered path: the same model with dense masks gives the same log-probs and gradients."""
+def test_registered_flex_matches_dense_masks_in_every_layer(kind, layout, flex_calls):
     results = []
     for flex in (False, True):
         policy = policy_of(make_model(kind).train())
@@ -179,7 +178,7 @@ def test_tile_lists_reach_flex_attend_from_every_layer(kind, layout, flex_calls)
 
 
 @pytest.mark.parametrize(("kind", "most"), [("llama", 1), ("qwen3", 1), ("gemma3", 2)])  # gemma3: two layer types
-def test_a_compiled_block_is_one_graph_with_its_attention_for_all_masks(kind, most):
+def test_compiled_block_with_attention_is_one_graph_for_all_masks(kind, most):
     """Forward only: flex_attention has no backward on a CPU."""
     graphs = []
 
@@ -200,9 +199,7 @@ def test_a_compiled_block_is_one_graph_with_its_attention_for_all_masks(kind, mo
     assert 1 <= len(graphs) <= most
 
 
-def test_a_model_that_fails_with_flex_is_told_of_sdpa(monkeypatch):
-    """No compiler on the machine, say."""
-
+def test_flex_failure_suggests_sdpa(monkeypatch):
     def broken(*_: Any, **__: Any) -> Tensor:
         raise RuntimeError("no compiler")
 
@@ -210,11 +207,11 @@ def test_a_model_that_fails_with_flex_is_told_of_sdpa(monkeypatch):
     policy = policy_of(make_model("llama"))
     check_logps(policy)
     use_flex(policy.model)
-    with pytest.raises(ValueError, match="no compiler.*not supported with flex; try --attn-implementation sdpa"):
+    with pytest.raises(ValueError, match="no compiler.*--attn-implementation sdpa"):
         check_logps(policy)
 
 
-def test_masks_are_what_each_implementation_takes():
+def test_each_implementation_gets_its_kind_of_mask():
     (batch,) = batches_of(policy_of(make_model("llama")), "shared")
     spans = Spans(batch.prefix_start, batch.prefix_stop, batch.own_start, batch.own_stop)
     want = dense_mask(spans, batch.input_ids.shape[1])
@@ -230,9 +227,9 @@ def test_masks_are_what_each_implementation_takes():
     assert all(isinstance(mask, BlockMask) for mask in attention_masks(model.config, batch).values())
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 instructions says so, and goes on
-def test_flex_takes_the_dtype_of_the_values(flex_calls):
-    """Under autocast the norms on queries and keys leave them in float32."""
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a warning on CPUs without bfloat16 instructions
+def test_flex_casts_queries_and_keys_to_the_dtype_of_the_values(flex_calls):
+    """Under autocast the norms on queries and keys return float32."""
     model = make_model("qwen3")
     use_flex(model)
     policy = policy_of(model, dtype=torch.bfloat16)
@@ -241,19 +238,19 @@ def test_flex_takes_the_dtype_of_the_values(flex_calls):
     assert flex_calls == [(torch.bfloat16,) * 3] * 2
 
 
-def test_the_same_model_generates_with_its_cache(flex_calls):
-    """Prefill, decoding and plain forwards bring no tile lists: they are transformers' sdpa, to the last bit."""
+def test_generation_with_flex_matches_sdpa_bit_for_bit(flex_calls):
+    """Prefill, decoding and plain forwards have no block masks, so they run transformers' sdpa."""
     tokenizer = load_policy(ModelConfig(model="builtin:tiny"), LoraConfig(), CPU, with_reference=False).tokenizer
-    made, logits = [], []
+    outputs, logits = [], []
     for flex in (False, True):
         model = make_model("gemma3").eval()
         if flex:
             use_flex(model)
         engine = LocalEngine(model, tokenizer)
         requests = [Request(prompt_ids=[5, 6, 7, 8, 9][: 3 + i % 3], seed=i) for i in range(6)]
-        made.append([(c.ids, c.logps) for c in engine.generate(requests, Sampling(max_tokens=12, stop_ids=(2,)))])
+        outputs.append([(c.ids, c.logps) for c in engine.generate(requests, Sampling(max_tokens=12, stop_ids=(2,)))])
         logits.append(model(input_ids=torch.tensor([[5, 6, 7, 8, 9, 10]])).logits)
-    assert made[0] == made[1] and torch.equal(*logits)
+    assert outputs[0] == outputs[1] and torch.equal(*logits)
     assert not flex_calls
 
 
@@ -266,56 +263,50 @@ def test_auto_is_flex_on_cuda_and_sdpa_elsewhere(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_what_flex_cannot_run_is_refused_where_flex_was_asked_for():
-    for kind, changes, why in (
-        ("llama", {"head_dim": 8}, "heads of size 8 are not a power of two from 16 up"),
-        ("llama", {"head_dim": 24}, "heads of size 24 are not a power of two from 16 up"),
-        ("gpt2", {}, "GPT2LMHeadModel does not take flex attention"),
-        ("gemma2", {}, "Gemma2ForCausalLM caps its attention scores"),
-        ("gpt_oss", {}, "GptOssForCausalLM has attention sinks"),
+def test_models_that_flex_or_sdpa_cannot_run_are_rejected():
+    for choice, kind, changes, message in (
+        ("flex", "llama", {"head_dim": 8}, "attn_implementation=flex: head size 8 "),
+        ("flex", "llama", {"head_dim": 24}, "attn_implementation=flex: head size 24 "),
+        ("flex", "gpt2", {}, "attn_implementation=flex: GPT2LMHeadModel"),
+        ("flex", "gemma2", {}, "attn_implementation=flex: Gemma2ForCausalLM"),
+        ("flex", "gpt_oss", {}, "attn_implementation=flex: GptOssForCausalLM"),
+        ("auto", "gemma2", {}, "scaled_dot_product_attention|attn_implementation=auto: .* use eager"),
+        ("auto", "gpt_oss", {}, "scaled_dot_product_attention|attn_implementation=auto: .* use eager"),
     ):
-        model = make_model(kind, load_name("flex", CUDA), **changes)
-        with pytest.raises(ValueError, match=f"attn_implementation=flex: .*{why}.*; use auto or eager"):
-            choose_attention(model, "flex", CUDA)
-
-
-def test_what_neither_flex_nor_sdpa_can_run_is_refused():
-    """By transformers where it knows, else by us."""
-    for kind in ("gemma2", "gpt_oss"):
-        with pytest.raises(ValueError, match="scaled_dot_product_attention|attn_implementation=auto: .* use eager"):
-            choose_attention(make_model(kind, load_name("auto", CUDA)), "auto", CUDA)
+        with pytest.raises(ValueError, match=message):
+            choose_attention(make_model(kind, load_name(choice, CUDA), **changes), choice, CUDA)
 
 
 @pytest.mark.parametrize(("kind", "changes", "why"), [("llama", {"head_dim": 8}, "size 8"), ("gpt2", {}, "interface")])
-def test_auto_falls_back_to_sdpa_in_the_open(kind, changes, why, capsys):
+def test_auto_falls_back_to_sdpa_and_logs_it_once(kind, changes, why, capsys):
     model = make_model(kind, load_name("auto", CUDA), **changes)
     attention._log_once.cache_clear()
     for _ in range(2):  # a policy and its reference
         choose_attention(model, "auto", CUDA)
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and said.startswith("attention: sdpa with dense masks instead of flex") and why in said
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and err.startswith("attention: ") and "sdpa" in err and why in err
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_flex_obstacle_sees_latent_attention():
+def test_flex_obstacle_finds_latent_attention():
     model = make_model("llama")
     assert flex_obstacle(model) is None
     model.config.qk_head_dim, model.config.v_head_dim = 192, 128
-    assert "heads of size 192" in flex_obstacle(model)
+    assert "head size 192" in flex_obstacle(model)
 
 
-def test_flex_on_a_cpu_is_refused_before_anything_is_loaded():
+def test_flex_on_a_cpu_is_rejected():
     cfg = ModelConfig(model="builtin:tiny", attn_implementation="flex")
-    with pytest.raises(ValueError, match="^attn_implementation=flex: needs a CUDA device.* on cpu; leave it at auto$"):
+    with pytest.raises(ValueError, match="^attn_implementation=flex: .* cpu; use auto$"):
         load_policy(cfg, LoraConfig(), CPU, with_reference=False)
 
 
 @pytest.mark.parametrize("option", [{"softcap": 2.0}, {"s_aux": torch.ones(2)}, {"dropout": 0.1}], ids=str)
-def test_options_flex_has_not_are_refused_not_ignored(option, flex_calls):
+def test_options_that_flex_does_not_support_are_rejected(option, flex_calls):
     x = torch.randn(1, 2, 128, 16)
     zero = torch.zeros(1, 128, dtype=torch.int64)
     mask = block_mask(Spans(zero, zero, zero, torch.arange(1, 129).view(1, -1)), 128)
-    with pytest.raises(ValueError, match=f"flex attention here has no {next(iter(option))}"):
+    with pytest.raises(ValueError, match=f"^Identity: .*{next(iter(option))}"):
         attend(torch.nn.Identity(), x, x, x, mask, scaling=0.25, **option)
     out, _ = attend(torch.nn.Identity(), x, x, x, mask)
     want = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
@@ -323,7 +314,7 @@ def test_options_flex_has_not_are_refused_not_ignored(option, flex_calls):
     assert len(flex_calls) == 1
 
 
-def test_an_export_does_not_name_our_attention(tmp_path):
+def test_export_does_not_contain_the_attention_name(tmp_path):
     model = make_model("llama")
     use_flex(model)
     model.save_pretrained(tmp_path)
@@ -333,29 +324,29 @@ def test_an_export_does_not_name_our_attention(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", FLEX)
 @pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
-def test_flex_on_cuda_equals_sequences_one_by_one(kind, layout):
-    """Float32: states, log-probs and gradients of batches longer than a tile against each sequence alone."""
-    own = make_model(kind, sliding_window=100) if "sliding_window" in KINDS[kind][1] else make_model(kind)
-    own = own.to(CUDA).eval()
-    policy = policy_of(copy.deepcopy(own), CUDA)
+def test_flex_on_cuda_matches_single_sequences(kind, layout):
+    """Float32: states, log-probs and gradients of batches longer than a tile vs. each sequence alone."""
+    plain = make_model(kind, sliding_window=100) if "sliding_window" in KINDS[kind][1] else make_model(kind)
+    plain = plain.to(CUDA).eval()
+    policy = policy_of(copy.deepcopy(plain), CUDA)
     use_flex(policy.model)
     items = make_items(scale=37)
     (batch,) = batches_of(policy, layout, items)
-    want_states, want = one_by_one(own, items, batch)
+    want_states, want = one_by_one(plain, items, batch)
     got = token_logps(policy, batch).logp
     assert_same(predictor_states(policy, policy.model, batch), want_states, atol=1e-3)
     assert_same(got, want, atol=1e-3)
     weight = torch.linspace(-1, 1, len(want), device=CUDA)
     for logp in (got, want):
         (logp * weight).sum().backward()
-    for (name, p), q in zip(policy.model.named_parameters(), own.parameters(), strict=True):
+    for (name, p), q in zip(policy.model.named_parameters(), plain.parameters(), strict=True):
         assert (p.grad - q.grad).norm() <= 1e-3 * q.grad.norm(), name
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
-def test_flex_on_cuda_in_bfloat16_is_as_near_as_sdpa(kind):
-    """Autocast and checkpointing: gradients of shared prompts no further from float32 than those of the sdpa run."""
+def test_flex_on_cuda_in_bfloat16_is_as_accurate_as_sdpa(kind):
+    """With autocast and checkpointing, gradients of shared prompts are as close to float32 as with sdpa."""
     items, gradients = make_items(scale=37), {}
     for name in ("float32", "sdpa", "flex"):
         model = make_model(kind).to(CUDA).train()
@@ -365,7 +356,7 @@ def test_flex_on_cuda_in_bfloat16_is_as_near_as_sdpa(kind):
         policy = policy_of(model, CUDA, torch.float32 if name == "float32" else torch.bfloat16)
         (batch,) = batches_of(policy, "shared" if name == "flex" else "padded", items)
         logp = token_logps(policy, batch).logp
-        by_item = torch.tensor([0.3 * row - 1 for row in range(len(items))], device=CUDA)
+        by_item = torch.tensor([0.3 * i - 1 for i in range(len(items))], device=CUDA)
         (logp * by_item[batch.sequence]).sum().backward()
         gradients[name] = torch.cat([p.grad.flatten() for p in model.parameters()])
     exact = gradients["float32"]

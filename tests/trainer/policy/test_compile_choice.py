@@ -1,4 +1,4 @@
-"""`--compile auto`: what it becomes, what is logged, which models are compiled, and that a run's resume keeps it."""
+"""`--compile auto`: the choice, its log line, which models are compiled, and --resume."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def policy():
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Modules whose compile() was called, which then does nothing."""
+    """Replace Module.compile by a no-op; return the modules it was called on."""
     called: list[nn.Module] = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: called.append(self))
     return called
@@ -47,7 +47,7 @@ def parse(*argv: str):
 
 
 @pytest.mark.parametrize(
-    ("words", "meant"),
+    ("argv", "expected"),
     [
         ((), "auto"),
         (("--compile",), True),
@@ -58,31 +58,31 @@ def parse(*argv: str):
         (("--compile", "False"), False),
     ],
 )
-def test_flag_is_auto_true_or_false_and_true_without_a_value(words, meant):
-    assert parse(*words).model.compile is meant
+def test_flag_is_auto_true_or_false_and_true_without_a_value(argv, expected):
+    assert parse(*argv).model.compile is expected
 
 
-@pytest.mark.parametrize(("written", "meant"), [("true", True), ("false", False), ("auto", "auto"), ("on", True)])
-def test_yaml_booleans_are_accepted(written, meant, tmp_path):
-    (tmp_path / "own.yaml").write_text(f"compile: {written}\n")
-    assert parse("--config", str(tmp_path / "own.yaml")).model.compile is meant
+@pytest.mark.parametrize(("value", "expected"), [("true", True), ("false", False), ("auto", "auto"), ("on", True)])
+def test_yaml_booleans_are_accepted(value, expected, tmp_path):
+    (tmp_path / "own.yaml").write_text(f"compile: {value}\n")
+    assert parse("--config", str(tmp_path / "own.yaml")).model.compile is expected
 
 
-def test_another_value_is_refused():
-    with pytest.raises(ValueError, match=r"^--compile=sometimes: expected one of auto or true or false$"):
+def test_other_values_are_rejected():
+    with pytest.raises(ValueError, match=r"^--compile=sometimes: .*auto.*true.*false"):
         parse("--compile", "sometimes")
 
 
 def test_number_of_steps_decides_on_a_gpu():
     assert choose("cpu", 10**6, "") == Choice(False, "")
     off, on = choose("cuda", ENOUGH_STEPS - 1, ""), choose("cuda", ENOUGH_STEPS, "")
-    assert not off.compile and "compile=auto: off, a run of 199 steps is too short" in off.line
-    assert on.compile and "compile=auto: on, 200 steps win back" in on.line
-    refused = choose("cuda", 10**6, "the model is sharded")
-    assert refused == (False, "compile=auto: off, the model is sharded; --compile turns it on")
+    assert not off.compile and "compile=auto: off, 199 steps" in off.line
+    assert on.compile and "compile=auto: on, 200 steps" in on.line
+    sharded = choose("cuda", 10**6, "the model is sharded")
+    assert not sharded.compile and "compile=auto: off, the model is sharded; --compile" in sharded.line
 
 
-def test_obstacles_are_sharding_experts_and_blocks_that_are_not_found(policy):
+def test_obstacles_are_sharding_experts_and_missing_blocks(policy):
     assert obstacle(policy) == ""
 
     def like(sharded: bool = False, **settings):
@@ -96,8 +96,8 @@ def test_obstacles_are_sharding_experts_and_blocks_that_are_not_found(policy):
     assert obstacle(like()) == "the blocks of the model were not found"
 
 
-def test_one_model_beside_the_policy_that_has_an_obstacle_decides_for_all(policy, compiled, monkeypatch, capsys):
-    """Compiling a teacher with experts does not pay, and one whose blocks are not found would end the run."""
+def test_companion_with_an_obstacle_decides_for_all_models(policy, compiled, monkeypatch, capsys):
+    """Compiling a teacher with experts does not pay off, and a teacher without known blocks would stop the run."""
     companion = load_policy(ModelConfig(model="builtin:tiny"), LoraConfig(), CPU, with_reference=False)
     monkeypatch.setattr(policy, "companions", [companion])
     monkeypatch.setattr(policy, "device", torch.device("cuda", 0))
@@ -106,11 +106,11 @@ def test_one_model_beside_the_policy_that_has_an_obstacle_decides_for_all(policy
         with monkeypatch.context() as patch:
             patch.setattr(text, name, value, raising=False)
             assert resolve_compile(parse(), policy, 1000).model.compile is False and compiled == []
-        said = capsys.readouterr().err
-        assert said.startswith("compile=auto: off, ") and companion.source in said
+        err = capsys.readouterr().err
+        assert err.startswith("compile=auto: off, ") and companion.source in err
 
 
-def test_all_models_of_a_step_are_compiled_and_only_if_auto_says_so(policy, compiled, monkeypatch, capsys):
+def test_auto_compiles_all_models_of_a_step_or_none(policy, compiled, monkeypatch, capsys):
     companion = load_policy(ModelConfig(model="builtin:tiny"), LoraConfig(), CPU, with_reference=False)
     monkeypatch.setattr(policy, "companions", [companion])
     monkeypatch.setattr(policy, "device", torch.device("cuda", 0))
@@ -121,53 +121,53 @@ def test_all_models_of_a_step_are_compiled_and_only_if_auto_says_so(policy, comp
     assert compiled == [block for lm in models for block in lm.base_model.layers]
     assert capsys.readouterr().err.count("compile=auto: on, 1000 steps") == 1
     compiled.clear()
-    for words in (("--compile",), ("--compile", "false")):  # nothing to choose, and load_policy has done it
-        cfg = parse(*words)
+    for argv in (("--compile",), ("--compile", "false")):  # no choice: load_policy has compiled them or not
+        cfg = parse(*argv)
         assert resolve_compile(cfg, policy, 1000) is cfg
     assert compiled == [] and capsys.readouterr().err == ""
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", RUNS)
-def test_a_long_run_on_a_gpu_is_compiled(method, tmp_path, monkeypatch, capsys):
+def test_long_run_on_a_gpu_is_compiled(method, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(compile_choice, "ENOUGH_STEPS", 3)
     start = ["--method", method, "--model", "builtin:tiny", *RUNS[method], "--max-steps", "3"]
     assert main([*start, "--output-dir", "run"]) == 0
-    assert "compile=auto: on, 3 steps win back" in capsys.readouterr().err
+    assert "compile=auto: on, 3 steps" in capsys.readouterr().err
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["compile"] is True
     assert main([*start, "--max-steps", "2", "--output-dir", "short"]) == 0
-    assert "compile=auto: off, a run of 2 steps is too short" in capsys.readouterr().err
+    assert "compile=auto: off, 2 steps" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", RUNS)
-def test_a_run_writes_the_decision_and_its_resume_keeps_it(method, tmp_path, monkeypatch, capsys, compiled):
+def test_run_saves_the_choice_and_resume_keeps_it(method, tmp_path, monkeypatch, capsys, compiled):
     monkeypatch.chdir(tmp_path)
     start = ["--method", method, "--model", "builtin:tiny", *RUNS[method], "--max-steps", "1", "--save-steps", "1"]
     assert main([*start, "--output-dir", "off"]) == 0
-    assert "compile=auto" not in capsys.readouterr().err  # on a CPU there is nothing to choose
+    assert "compile=auto" not in capsys.readouterr().err  # always off on a CPU
     saved = yaml.safe_load((tmp_path / "off" / "config.yaml").read_text())
     assert saved["compile"] is False and compiled == []
-    assert default_tree(type(cli.parse(start)[1]), saved)["compile"] is False  # in report.html it is no change
+    assert default_tree(type(cli.parse(start)[1]), saved)["compile"] is False  # not a change in report.html
 
     monkeypatch.setattr(compile_choice, "choose", lambda *_: Choice(True, "compile=auto: on, for a test"))
     assert main([*start, "--output-dir", "on"]) == 0
     assert "compile=auto: on, for a test" in capsys.readouterr().err and len(compiled) > 0
-    monkeypatch.setattr(compile_choice, "choose", None)  # would fail if it were asked again
-    for name, decided in (("off", False), ("on", True)):
+    monkeypatch.setattr(compile_choice, "choose", None)  # a second choice would fail
+    for name, choice in (("off", False), ("on", True)):
         compiled.clear()
         assert main(["--resume", name, "--max-steps", "2"]) == 0
         assert [row["step"] for row in metrics(tmp_path / name)] == [1, 2]
-        assert yaml.safe_load((tmp_path / name / "config.yaml").read_text())["compile"] is decided
-        assert bool(compiled) == decided, "as at the start of the run"
+        assert yaml.safe_load((tmp_path / name / "config.yaml").read_text())["compile"] is choice
+        assert bool(compiled) == choice
 
 
-def test_recomputation_inside_the_graph_leaves_out_the_last_product(monkeypatch):
-    """Of the seven products of a block the backward pass needs six again; gradients are those without a graph."""
-    products: list[int] = []
+def test_recomputation_inside_the_graph_skips_the_last_matmul(monkeypatch):
+    """The backward pass recomputes six of a block's seven matmuls; gradients match the uncompiled block's."""
+    matmuls: list[int] = []
 
     def counted(graph, inputs):
-        products.append(sum("aten.mm" in str(node.target) for node in graph.graph.nodes))
+        matmuls.append(sum("aten.mm" in str(node.target) for node in graph.graph.nodes))
         return make_boxed_func(graph.forward)
 
     def gradients(**settings):
@@ -183,25 +183,25 @@ def test_recomputation_inside_the_graph_leaves_out_the_last_product(monkeypatch)
 
     backend = aot_autograd(fw_compiler=counted, partition_fn=min_cut_rematerialization_partition)
     plain = nn.Module.compile
-    given = {"backend": backend, "fullgraph": True}
-    monkeypatch.setattr(nn.Module, "compile", lambda self, options, **o: plain(self, **given, **o))
+    compiler = {"backend": backend, "fullgraph": True}
+    monkeypatch.setattr(nn.Module, "compile", lambda self, options, **o: plain(self, **compiler, **o))
     want = gradients()
     torch._dynamo.reset()
     got = gradients(compile=True)
     torch._dynamo.reset()
-    assert products == [7, 6 + 14]
+    assert matmuls == [7, 6 + 14]
     for name, gradient in want.items():
         torch.testing.assert_close(got[name], gradient, rtol=1e-5, atol=1e-7)
 
 
 def test_all_graphs_have_the_same_compiler_options_and_serve_all_blocks(monkeypatch):
-    """Those of policy and reference, and of the first and the later lengths."""
+    """For the policy and the reference, and for the first and later lengths."""
     import torch._inductor.compile_fx as inductor
 
-    given = []
+    options = []
 
     def compile_fx(graph, inputs, *, config_patches, **_):
-        given.append(config_patches)
+        options.append(config_patches)
         return graph.forward
 
     monkeypatch.setattr(inductor, "compile_fx", compile_fx)
@@ -213,15 +213,15 @@ def test_all_graphs_have_the_same_compiler_options_and_serve_all_blocks(monkeypa
         assert torch.equal(token_logps(policy, batch).logp, reference_logps(policy, batch))
     torch._dynamo.reset()
     assert len(blocks_of(causal_lm(policy.model), "tiny")) > 1
-    assert given == [{"emulate_precision_casts": True, "deterministic": True}] * 3  # the reference has two graphs
+    assert options == [{"emulate_precision_casts": True, "deterministic": True}] * 3  # the reference has two graphs
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_attention_is_not_computed_again(monkeypatch):
-    """Its output is kept by checkpointed blocks that are compiled; everything else of a block is computed again."""
+def test_on_a_gpu_attention_is_not_recomputed(monkeypatch):
+    """Compiled checkpointed blocks save the attention output and recompute everything else."""
     graphs: dict[str, list[str]] = {}
 
-    def noted(name):
+    def recorder(name):
         def compiler(graph, inputs):
             graphs[name] = [str(node.target) for node in graph.graph.nodes if "flex_attention" in str(node.target)]
             return make_boxed_func(graph.forward)
@@ -229,8 +229,9 @@ def test_on_a_gpu_attention_is_not_computed_again(monkeypatch):
         return compiler
 
     backend = aot_autograd(
-        fw_compiler=noted("forward"), bw_compiler=noted("backward"), partition_fn=min_cut_rematerialization_partition
-    )
+        fw_compiler=recorder("forward"), bw_compiler=recorder("backward"),
+        partition_fn=min_cut_rematerialization_partition,
+    )  # fmt: skip
     plain = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self, options, **o: plain(self, backend=backend, **o))
     cfg = ModelConfig(model="builtin:tiny", gradient_checkpointing=True, compile=True)

@@ -1,4 +1,4 @@
-"""--load-in-4bit: the policy against a twin whose full base holds the dequantised weights, engines, files, and runs."""
+"""--load-in-4bit: the policy vs. a twin with a dequantised full base, engines, files, and runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from tests.entry import ROOT, environment, metrics, repeatable, small_model
 from tests.entry import run as run_trainer
 from trainer.__main__ import main
 from trainer.config.blocks import LoraConfig, ModelConfig, ParallelConfig, check_4bit
-from trainer.policy.heads import load_scorer
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy, causal_lm, reference_logps, token_logps
 from trainer.policy.reference import load_frozen
@@ -96,7 +95,7 @@ def gradients(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
 # ---- the policy ----
 
 
-def test_linear_layers_are_packed_and_ends_are_not(policy):
+def test_linear_layers_are_packed_and_embeddings_are_not(policy):
     lm = causal_lm(policy.model)
     linear = {name for name, m in lm.named_modules() if isinstance(m, Linear4bit)}
     assert len(linear) == 7 * lm.config.num_hidden_layers and all(name.endswith(".base_layer") for name in linear)
@@ -104,27 +103,27 @@ def test_linear_layers_are_packed_and_ends_are_not(policy):
     full = load(load_in_4bit=False)
     assert num_weights(policy.model) == num_weights(full.model) == sum(p.numel() for p in full.model.parameters())
     packed = [lm.get_submodule(name) for name in linear]
-    held = sum(m.codes.nbytes + m.absmax.nbytes for m in packed)
-    assert held == BYTES_PER_WEIGHT * sum(m.in_features * m.out_features for m in packed)
+    num_bytes = sum(m.codes.nbytes + m.absmax.nbytes for m in packed)
+    assert num_bytes == BYTES_PER_WEIGHT * sum(m.in_features * m.out_features for m in packed)
     trained = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
     assert all("lora_" in name and p.dtype == torch.float32 for name, p in trained.items())
-    new, same = load(), full  # a new adapter starts as that of a full base does
-    a = {name: p for name, p in new.model.named_parameters() if "lora_A" in name}
-    assert a and all(torch.equal(p, same.model.get_parameter(name)) for name, p in a.items())
+    # A new adapter has the same initial weights as with a full base.
+    a = {name: p for name, p in load().model.named_parameters() if "lora_A" in name}
+    assert a and all(torch.equal(p, full.model.get_parameter(name)) for name, p in a.items())
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_logps_and_gradients_are_those_of_the_dequantised_base(twin, checkpointing):
+def test_logps_and_gradients_match_the_dequantised_base(twin, checkpointing):
     policy = load(gradient_checkpointing=checkpointing)
     shake(policy.model)
-    (ours, grads), (plain, expected) = gradients(policy), gradients(twin)
-    torch.testing.assert_close(ours, plain)
+    (logp, grads), (plain, expected) = gradients(policy), gradients(twin)
+    torch.testing.assert_close(logp, plain)
     assert grads.keys() == expected.keys() and grads
     for name, grad in grads.items():
         torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6)
 
 
-def test_bfloat16_products(twin):
+def test_bfloat16_matmuls(twin):
     policy = load(dtype="bfloat16")
     shake(policy.model)
     layer = next(m for m in policy.model.modules() if isinstance(m, Linear4bit))
@@ -134,41 +133,41 @@ def test_bfloat16_products(twin):
     assert all(g.dtype == torch.float32 for g in grads.values())
 
 
-def test_the_reference_is_the_packed_base(policy):
+def test_reference_is_the_packed_base(policy):
     ref = reference_logps(policy, batch())
-    torch.testing.assert_close(ref, token_logps(load(), batch()).logp)  # a new adapter adds nothing
+    torch.testing.assert_close(ref, token_logps(load(), batch()).logp)  # a new adapter has no effect
     full = token_logps(load(load_in_4bit=False), batch()).logp
     assert 1e-3 < (ref - full).abs().mean() < 0.5
 
 
-def test_another_reference_is_loaded_in_full(policy):
+def test_ref_model_is_not_quantised(policy):
     model = ModelConfig(model=TINY, load_in_4bit=True)
     other = load_frozen("ref_model", TINY, model, policy, None)
     assert not is_4bit(other.model) and not other.is_lora
 
 
-def test_compiled_blocks_give_the_same(policy, monkeypatch):
+def test_compiled_blocks_match_eager_blocks(policy, monkeypatch):
     plain = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self, options, **o: plain(self, backend="aot_eager", **o))
     operators = {torch.ops.strop.nf4_linear.default, torch.ops.strop.nf4_linear_grad.default}
     for operator in operators:
-        needs_realized_inputs.discard(operator)  # as if nothing had been compiled yet
+        needs_realized_inputs.discard(operator)  # state before the first compilation
     compiled = load(compile=True)
-    assert operators <= set(needs_realized_inputs), "known to the compiler before its first graph"
+    assert operators <= set(needs_realized_inputs), "registered before the first graph"
     shake(compiled.model)
-    (ours, grads), (eager, expected) = gradients(compiled), gradients(policy)
-    torch.testing.assert_close(ours, eager)
+    (logp, grads), (eager, expected) = gradients(compiled), gradients(policy)
+    torch.testing.assert_close(logp, eager)
     for name, grad in grads.items():
         torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("four", [False, True], ids=["bfloat16", "4 bits"])
-def test_on_a_gpu_a_compiled_policy_begins_as_its_reference_to_the_bit(four, tmp_path):
-    """In a process and with a cache of the compiler's own: kernels may depend on what was compiled before.
+def test_on_a_gpu_a_compiled_policy_matches_its_reference_bit_for_bit(four, tmp_path):
+    """In a separate process with an empty compiler cache: kernels may depend on what was compiled before.
 
-    Wide enough that a norm is summed in parts whose size the compiler may choose by timing, with random numbers in
-    place of its timings, and with as many tokens as a step has.
+    The model is so wide that the compiler may choose a norm's block size by timing. Timings are replaced by random
+    numbers, and there are as many tokens as in a step.
     """
     model = small_model(tmp_path / "model", width=4096, heads=32, head_dim=128)
     code = f"""
@@ -195,7 +194,7 @@ def test_on_a_gpu_a_compiled_policy_begins_as_its_reference_to_the_bit(four, tmp
 
 
 @pytest.mark.parametrize("way", ["blocks", "copy", "in place"])
-def test_the_engine_samples_from_what_is_trained(policy, way):
+def test_engine_samples_from_the_trained_weights(policy, way):
     lm = causal_lm(policy.model)
     assert block_obstacle(lm) is None
     ways: dict[str, Forward] = {
@@ -207,75 +206,61 @@ def test_the_engine_samples_from_what_is_trained(policy, way):
     engine._ways = lambda: [ways[way]]
     for version in range(2):
         engine.load(version)
-        made = engine.generate([Request(prompt_ids=[5, 6, 7], seed=seed) for seed in range(4)], Sampling(max_tokens=6))
-        scored = engine.logps([(c.prompt_ids, c.ids) for c in made], 1.0)
-        for completion, logps in zip(made, scored, strict=True):
+        requests = [Request(prompt_ids=[5, 6, 7], seed=seed) for seed in range(4)]
+        completions = engine.generate(requests, Sampling(max_tokens=6))
+        expected = engine.logps([(c.prompt_ids, c.ids) for c in completions], 1.0)
+        for completion, logps in zip(completions, expected, strict=True):
             assert completion.logps == pytest.approx(logps, abs=1e-4)
         shake(policy.model)
     assert type(engine._forward) is type(ways[way]())
 
 
-def test_servers_get_the_dequantised_weights_merged(policy, twin, tmp_path):
-    ours, plain = (PolicyWeights(p, torch.bfloat16) for p in (policy, twin))
-    assert ours.specs() == plain.specs()
-    for (name, tensor), (other, expected) in zip(ours.tensors(), plain.tensors(), strict=True):
+def test_servers_get_merged_dequantised_weights(policy, twin, tmp_path):
+    packed, plain = (PolicyWeights(p, torch.bfloat16) for p in (policy, twin))
+    assert packed.specs() == plain.specs()
+    for (name, tensor), (other, expected) in zip(packed.tensors(), plain.tensors(), strict=True):
         assert name == other and torch.equal(tensor, expected), name
-    ours.save_adapter(tmp_path / "a")
+    packed.save_adapter(tmp_path / "a")
     plain.save_adapter(tmp_path / "b")
     assert len({(tmp_path / x / "adapter_model.safetensors").read_bytes() for x in "ab"}) == 1
 
 
-def test_the_probe_allows_servers_of_the_full_base(policy):
+def test_probe_accepts_servers_with_the_full_base(policy):
     probe = Probe(LocalEngine(policy.model, policy.tokenizer), tolerance=None)
     rows = probe.sequences(32)
     full = load(load_in_4bit=False)
     shake(full.model)
-    ours, theirs = probe.logps(rows), Probe(LocalEngine(full.model, full.tokenizer), tolerance=None).logps(rows)
-    gap, limit, _ = probe.gap(ours, theirs, "float32")
+    packed, unpacked = probe.logps(rows), Probe(LocalEngine(full.model, full.tokenizer), tolerance=None).logps(rows)
+    gap, limit, _ = probe.gap(packed, unpacked, "float32")
     assert gap > limit
     probe.rounded = True
-    gap, limit, kind = probe.gap(ours, theirs, "float32")
+    gap, limit, kind = probe.gap(packed, unpacked, "float32")
     assert 0 < gap < limit and kind == "on average"
 
 
-def test_room_for_the_engines_copy_counts_all_weights(policy):
+def test_engine_memory_counts_unpacked_weights(policy):
     cfg = type("Config", (), {"num_generations": 4, "max_completion_length": 8})
     assert engine_bytes(cfg, policy, 8) == engine_bytes(cfg, load(load_in_4bit=False), 8)
 
 
-# ---- refusals ----
+# ---- rejected settings ----
 
 
 @pytest.mark.parametrize(
-    ("settings", "lora", "message"),
+    ("settings", "lora", "parallel", "message"),
     [
-        ({}, LoraConfig(), "load_in_4bit=True: 4-bit weights cannot be trained; train adapters with --lora.r 16"),
-        ({"merge_lora": True}, LORA, "trainer.export RUN OUT --merge-lora"),
+        ({}, LoraConfig(), {}, "load_in_4bit=True: .*--lora.r 16"),
+        ({"merge_lora": True}, LORA, {}, "trainer.export RUN OUT --merge-lora"),
+        ({}, LORA, {"mode": "fsdp"}, "parallel.mode=fsdp"),
+        ({}, LORA, {"shard": 2}, "parallel.shard=2"),
+        ({}, LORA, {"cpu_offload": True}, "parallel.cpu_offload=True"),
+        ({}, LORA, {"context": 2}, "parallel.context=2"),
     ],
 )
-def test_what_4_bits_cannot_do_is_refused(settings, lora, message):
-    with pytest.raises(ValueError, match=message):
-        load(lora=lora, **settings)
-
-
-def test_scorers_are_refused():
-    with pytest.raises(ValueError, match="load_in_4bit=True: a reward model"):
-        load_scorer(ModelConfig(model=TINY, load_in_4bit=True), LORA, CPU, kind="sequence")
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"mode": "fsdp"}, "FSDP cannot shard 4-bit weights .parallel.mode=fsdp"),
-        ({"shard": 2}, "parallel.shard=2"),
-        ({"cpu_offload": True}, "parallel.cpu_offload=True"),
-        ({"context": 2}, "not supported with parallel.context=2"),
-    ],
-)
-def test_sharding_is_refused_by_name(monkeypatch, settings, message):
+def test_unsupported_settings_are_rejected(monkeypatch, settings, lora, parallel, message):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=message):
-        check_4bit(ModelConfig(model=TINY, load_in_4bit=True), LORA, ParallelConfig(**settings))
+        check_4bit(ModelConfig(model=TINY, load_in_4bit=True, **settings), lora, ParallelConfig(**parallel))
 
 
 def test_auto_replicates(monkeypatch, policy):
@@ -292,7 +277,7 @@ def test_auto_replicates(monkeypatch, policy):
 
 
 @pytest.mark.parametrize("method", [DPO, GRPO], ids=["dpo", "grpo"])
-def test_two_steps_and_the_adapter_on_the_full_base(method, tmp_path):
+def test_run_exports_an_adapter_for_the_full_base(method, tmp_path):
     whole, merged = tmp_path / "whole", tmp_path / "merged"
     argv = [*map(str, (*method, *FOUR))]
     assert main([*argv, "--max-steps", "2", "--output-dir", str(whole)]) == 0
@@ -324,6 +309,6 @@ def test_resume_repeats_the_steps(tmp_path):
     assert repeatable(metrics(tmp_path / "run")) == repeatable(first)
 
 
-def test_flags_that_do_not_go_together_are_one_sentence(tmp_path):
+def test_conflicting_flags_give_a_one_line_error(tmp_path):
     done = run_trainer(*DPO, "--model", TINY, "--load-in-4bit", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") <= 1 and "--lora.r 16" in done.stderr

@@ -1,4 +1,4 @@
-"""Fused operations in tiny transformers models: on a CPU by their references, which change no bit of a gradient."""
+"""Fused operations in tiny transformers models; on a CPU their references must not change a bit of a gradient."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ SIZES = dict(
 )  # fmt: skip
 NORMS, MLP, ATTENTION = {"input_layernorm", "post_attention_layernorm", "norm"}, "mlp", "self_attn"
 LIKE_LLAMA = {*NORMS, MLP, ATTENTION}
-# What is fused in each: by the last part of the modules' names.
+# Config changes, and the modules that are fused (last component of their names).
 MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "llama": ({}, LIKE_LLAMA),
     "qwen2": ({}, LIKE_LLAMA),
     "mistral": ({}, LIKE_LLAMA),
     "granite": ({}, LIKE_LLAMA),
     "qwen3": ({"head_dim": 10}, LIKE_LLAMA | {"q_norm", "k_norm"}),
-    "gemma": ({"head_dim": 8}, {ATTENTION}),  # norms multiply by 1 + weight; the activation is another
+    "gemma": ({"head_dim": 8}, {ATTENTION}),  # norms multiply by 1 + weight; the activation is not SiLU
     "gemma3_text": ({"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}, {ATTENTION}),
-    "olmo2": ({}, {MLP}),  # norms and rotations round only at their ends
-    "cohere": ({}, {MLP}),  # layer norms; neighbours rotate, not halves
+    "olmo2": ({}, {MLP}),  # norms and rotations round only once
+    "cohere": ({}, {MLP}),  # layer norms; rotates adjacent pairs, not halves
     "phi3": ({}, {*NORMS, ATTENTION}),  # one projection for gate and up
 }  # fmt: skip
 
@@ -50,7 +50,7 @@ def make(kind: str, *, seed: int = 0) -> Any:
     lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **MODELS[kind][0]))
     with torch.no_grad():
         for parameter in lm.parameters():
-            if parameter.dim() == 1:  # norms, which start as ones
+            if parameter.dim() == 1:  # norm weights, initialised to 1
                 parameter.add_(0.3 * torch.randn_like(parameter))
     return lm
 
@@ -76,16 +76,16 @@ def assert_same(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_what_computes_the_same_is_fused_and_no_bit_changes(kind):
+def test_fusing_changes_no_bit(kind):
     lm = make(kind)
     names = list(lm.state_dict())
-    kept = {name: x.data_ptr() for name, x in lm.state_dict().items()}
+    addresses = {name: x.data_ptr() for name, x in lm.state_dict().items()}
     want = {dtype: step(lm, dtype) for dtype in (None, torch.bfloat16)}
     random_state = torch.get_rng_state()
     fuse(lm)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert {name.rpartition(".")[2] for name in fused(lm)} == MODELS[kind][1]
-    assert list(lm.state_dict()) == names and {name: x.data_ptr() for name, x in lm.state_dict().items()} == kept
+    assert list(lm.state_dict()) == names and {name: x.data_ptr() for name, x in lm.state_dict().items()} == addresses
     for dtype, result in want.items():
         assert_same(step(lm, dtype), result)
     rounded = step(make(kind).bfloat16())
@@ -95,12 +95,12 @@ def test_what_computes_the_same_is_fused_and_no_bit_changes(kind):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_the_operations_are_called_for_every_layer(kind, monkeypatch):
-    """What is fused is also used, in each of the two blocks; the norm behind them is the last."""
+def test_fused_operations_are_called_in_every_layer(kind, monkeypatch):
+    """In each of the two blocks, and for the final norm."""
     called: list[str] = []
     for name in ("rms_norm", "rotate", "silu_mul"):
-        own = getattr(fuse_module, name)
-        monkeypatch.setattr(fuse_module, name, lambda *x, own=own, name=name: called.append(name) or own(*x))
+        plain = getattr(fuse_module, name)
+        monkeypatch.setattr(fuse_module, name, lambda *x, plain=plain, name=name: called.append(name) or plain(*x))
     lm = make(kind)
     fuse(lm)
     step(lm)
@@ -119,21 +119,21 @@ def test_with_gradient_checkpointing():
 
 @contextmanager
 def casts() -> Iterator[list[torch.dtype]]:
-    """The dtypes that tensors were cast to."""
-    found: list[torch.dtype] = []
+    """Record the dtypes that tensors are cast to."""
+    dtypes: list[torch.dtype] = []
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if operator is torch.ops.aten._to_copy.default:
-                found.append((kwargs or {}).get("dtype"))
+                dtypes.append((kwargs or {}).get("dtype"))
             return operator(*args, **(kwargs or {}))
 
     with Watch():
-        yield found
+        yield dtypes
 
 
 def with_adapters(lm: Any, *, in_4bit: bool) -> Any:
-    """In both parts of a block: layers of peft around plain or 4-bit ones, with float32 adapters and a frozen base."""
+    """Add float32 adapters to attention and MLP, around frozen plain or 4-bit layers."""
     from peft import LoraConfig as PeftLora
     from peft import get_peft_model
 
@@ -162,23 +162,23 @@ def test_with_adapters(in_4bit):
 
 
 @pytest.mark.parametrize("in_4bit", [False, True])
-def test_adapters_of_a_bfloat16_base_leave_their_input_to_autocast(in_4bit):
+def test_adapters_of_a_bfloat16_base_do_not_cast_their_input(in_4bit):
     model = with_adapters(make("qwen3").bfloat16(), in_4bit=in_4bit)
     with casts() as before:
         want = step(model, torch.bfloat16)
     fuse(causal_lm(model))
     with casts() as after:
         assert_same(step(model, torch.bfloat16), want)
-    # Inputs of six adapters to float32 and back, and their gradients; the first one's input needs none.
+    # Inputs of six adapters to float32 and back, and five gradients: the first input needs no gradient.
     assert len(before) - len(after) >= 6 * 2 + 5 * 2
     ids = torch.tensor([[1, 2, 3]])
-    fused_logits = model(input_ids=ids).logits  # without autocast the input is cast as before
+    fused_logits = model(input_ids=ids).logits  # without autocast the input is still cast
     unfuse(model)
     assert torch.equal(model(input_ids=ids).logits, fused_logits)
 
 
-def test_weights_need_not_be_there_yet():
-    """Models of several ranks are built without weights; they are filled after sharding."""
+def test_models_without_weights_are_fused():
+    """With several ranks, models are built without weights and filled after sharding."""
     with torch.device("meta"):
         lm = make("qwen3")
     fuse(lm)
@@ -186,7 +186,7 @@ def test_weights_need_not_be_there_yet():
     assert all(parameter.is_meta for parameter in lm.parameters())
 
 
-def test_other_models_and_copies_are_their_own():
+def test_other_models_and_copies_are_independent():
     lm, other = make("qwen3"), make("qwen3", seed=1)
     fuse(lm)
     assert fused(other) == [] and fused(type(lm)(lm.config)) == []
@@ -200,26 +200,26 @@ def test_other_models_and_copies_are_their_own():
     unfuse(copied)
     assert_same(step(copied), before)
     assert fused(copied) == [] and len(fused(lm)) == 2 * 6 + 1
-    fuse(lm)  # again: nothing is left to do
+    fuse(lm)  # no effect the second time
     assert_same(step(lm), want)
 
 
-def test_a_fused_model_is_freed_like_any_other():
-    """Without waiting for the garbage collector: its weights take most of the GPU."""
+def test_fused_model_is_freed_without_garbage_collection():
+    """Its weights take most of the GPU."""
     lm = make("qwen3")
     fuse(lm)
-    gone = [weakref.ref(module) for module in lm.modules() if is_fused(module)]
+    refs = [weakref.ref(module) for module in lm.modules() if is_fused(module)]
     gc.collect()
     gc.disable()
     try:
         del lm
-        assert all(ref() is None for ref in gone)
+        assert all(ref() is None for ref in refs)
     finally:
         gc.enable()
 
 
 class WithGate(nn.Module):
-    """As Llama's norm without its second argument."""
+    """Llama's norm with an optional second argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,45 +237,45 @@ class Scaled(WithGate):
 
 class Failing(WithGate):
     def forward(self, x: Tensor) -> Tensor:
-        raise KeyError("whatever its own code raises")
+        raise KeyError("any error")
 
 
 @pytest.mark.parametrize("kind", [WithGate, Scaled, Failing, lambda: nn.LayerNorm(8), lambda: nn.Linear(8, 8)])
-def test_other_modules_are_left_alone(kind):
+def test_other_modules_are_not_fused(kind):
     model = nn.Sequential(kind())
     fuse(model)
     assert fused(model) == []
 
 
-# ---- where it is used ----
+# ---- loading a policy ----
 
 
-def test_nothing_changes_on_a_cpu():
+def test_nothing_is_fused_on_a_cpu():
     policy = load_policy(ModelConfig(model="builtin:tiny"), LoraConfig(), CPU, with_reference=True)
     assert fused(policy.model) == fused(policy.reference) == []
 
 
-def test_a_model_with_compiled_blocks_is_unfused(monkeypatch):
+def test_compiling_blocks_unfuses_the_model(monkeypatch):
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: None)
     lm = make("qwen3")
     fuse(lm)
-    compile_blocks(lm, "made here")
+    compile_blocks(lm, "test")
     assert fused(lm) == []
 
 
 @contextmanager
 def saved_bytes() -> Iterator[dict[int, int]]:
-    """Bytes of what autograd saves, by place in memory."""
-    held: list[Tensor] = []  # so that no place is used twice
-    found: dict[int, int] = {}
+    """Record the bytes that autograd saves, keyed by address."""
+    alive: list[Tensor] = []  # keeps addresses unique
+    sizes: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:
-        held.append(x)
-        found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        alive.append(x)
+        sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
     with saved_tensors_hooks(pack, lambda x: x):
-        yield found
+        yield sizes
 
 
 @pytest.mark.gpu
@@ -283,7 +283,7 @@ def saved_bytes() -> Iterator[dict[int, int]]:
     ("settings", "limit"), [({"dtype": "float32"}, 1e-3), ({"trained_dtype": "bfloat16"}, 0.1)], ids=["fp32", "bf16"]
 )
 def test_on_a_gpu_uncompiled_models_are_fused(settings, limit):
-    """The policy and its reference agree bit for bit, one with gradients and the other without."""
+    """The policy (with gradients) and its reference (without) agree bit for bit."""
     device = torch.device("cuda")
     cfg = ModelConfig(model="builtin:tiny", **settings)
     policy = load_policy(cfg, LoraConfig(), device, with_reference=True)
@@ -292,15 +292,15 @@ def test_on_a_gpu_uncompiled_models_are_fused(settings, limit):
     items = [Item(list(range(1, n)), [False] + [True] * (n - 2)) for n in (40, 77, 5)]
     (batch,) = make_batches(items, max_tokens=256, multiple=policy.row_multiple)
     batch = batch.to(device)
-    with saved_bytes() as kept:
+    with saved_bytes() as saved_fused:
         logp = token_logps(policy, batch).logp
     assert torch.equal(logp.detach(), reference_logps(policy, batch))
     names = [name for name, _ in policy.model.named_parameters()]
     got = torch.autograd.grad(logp.sum(), list(policy.model.parameters()))
     unfuse(policy.model)
-    with saved_bytes() as kept_before:
+    with saved_bytes() as saved_unfused:
         plain = token_logps(policy, batch).logp
-    assert sum(kept.values()) < sum(kept_before.values())  # trainer/plan.py counts the latter
+    assert sum(saved_fused.values()) < sum(saved_unfused.values())  # trainer/plan.py counts the latter
     assert (logp - plain).abs().mean() < limit
     for name, x, y in zip(names, got, torch.autograd.grad(plain.sum(), list(policy.model.parameters())), strict=True):
         assert (x - y).float().norm() <= 2 * limit * y.float().norm() + 1e-6, name

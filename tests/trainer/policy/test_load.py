@@ -1,4 +1,4 @@
-"""Policies of tiny random models made in code, held against what transformers and peft compute on their own."""
+"""Policies of tiny random models vs. plain transformers and peft."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from trainer.policy.logps import Policy, causal_lm, check_logps, reference_logps
 from trainer.tiny.build import make_tokenizer
 
 CPU = torch.device("cpu")
-WINDOW = 4  # shorter than the sequences below, so that sliding layers look back less far than full ones
+WINDOW = 4  # shorter than the sequences below
 LENGTHS = (13, 3, 9, 2)
-VOCAB = 275  # of make_tokenizer
+VOCAB = 275  # size of make_tokenizer()
 OFF = LoraConfig()
 RANK = 4
-SAVED = LoraConfig(r=RANK, alpha=8, dropout=0.5)  # what the fixture `adapter` was saved with
+SAVED = LoraConfig(r=RANK, alpha=8, dropout=0.5)  # settings of the fixture `adapter`
 
-# Weights far larger than at initialisation: log-probs must be far from uniform for a comparison to mean something.
+# The large initializer_range moves log-probs far from uniform, so that comparisons are meaningful.
 COMMON = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     max_position_embeddings=64, initializer_range=0.2, bos_token_id=None, eos_token_id=2, pad_token_id=0,
 )  # fmt: skip
-# Others are in test_attention.py.
+# test_attention.py has more.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", COMMON),
     "llama-tied": ("llama", {**COMMON, "tie_word_embeddings": True}),
-    "gemma2-eager": (  # one layer slides, one does not; caps on attention scores and on logits
+    "gemma2-eager": (  # one sliding and one full layer; caps on attention scores and logits
         "gemma2",
         {**COMMON, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": WINDOW, "final_logit_softcapping": 3.0,
          "attn_logit_softcapping": 2.0, "layer_types": ["sliding_attention", "full_attention"]},
     ),
-    "gemma3-nested": (  # a model of text and images: what concerns its text is in a config of its own
+    "gemma3-nested": (  # a model of text and images, with a separate text config
         "gemma3",
         {"text_config": {**COMMON, "vocab_size": VOCAB, "head_dim": 8, "query_pre_attn_scalar": 8,
                          "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
@@ -61,13 +61,13 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory) -> Callable[[str], Path]:
-    """folder_of("qwen3"): a folder with random weights of that architecture, and a byte tokenizer."""
-    made: dict[str, Path] = {}
+    """folder_of("llama"): a folder with random weights of that architecture, and a byte tokenizer."""
+    folders: dict[str, Path] = {}
 
     def build(name: str) -> Path:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        if name not in made:
+        if name not in folders:
             tokenizer = make_tokenizer()
             kind, settings = ARCHITECTURES[name]
             torch.manual_seed(0)
@@ -75,21 +75,21 @@ def folder_of(tmp_path_factory) -> Callable[[str], Path]:
             config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), **settings)
             AutoModelForCausalLM.from_config(config).save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-            made[name] = folder
-        return made[name]
+            folders[name] = folder
+        return folders[name]
 
     return build
 
 
 @pytest.fixture(scope="session")
 def adapter(folder_of, tmp_path_factory) -> Path:
-    """A saved adapter of the llama above, with dropout, far enough from zero to matter."""
+    """A saved adapter of the llama above, with dropout and nonzero weights."""
     from peft import LoraConfig as PeftLora
     from peft import get_peft_model
 
     folder = tmp_path_factory.mktemp("adapter")
     config = PeftLora(r=RANK, lora_alpha=8, lora_dropout=0.5, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(own_model(folder_of("llama")), config)
+    model = get_peft_model(plain_model(folder_of("llama")), config)
     shake(model, 1)
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
@@ -102,8 +102,8 @@ def load(folder: Path, lora: LoraConfig = OFF, *, with_reference: bool = False, 
     return load_policy(ModelConfig(model=str(folder), **settings), lora, CPU, with_reference=with_reference)
 
 
-def own_model(folder: Path, attn_implementation: str = "eager") -> Any:
-    """As transformers loads it, untouched by us."""
+def plain_model(folder: Path, attn_implementation: str = "eager") -> Any:
+    """Load the model with plain transformers."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attn_implementation)
@@ -131,11 +131,11 @@ def batch_of(*, packing: bool = True) -> Batch:
 
 
 @torch.no_grad()
-def own_logps(model: Any, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies from the model's own forward, each sequence alone, in the order of batch_of()."""
+def plain_logps(model: Any, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies from transformers' forward on each sequence alone, in the order of batch_of()."""
     items, logps, entropies = make_items(), [], []
-    for row in batch_of().rows:
-        ids, mask = torch.tensor(items[row].ids), torch.tensor(items[row].mask)
+    for i in batch_of().rows:
+        ids, mask = torch.tensor(items[i].ids), torch.tensor(items[i].mask)
         logp = (model(input_ids=ids.unsqueeze(0)).logits[0, :-1].float() / temperature).log_softmax(dim=-1)
         logps.append(logp.gather(1, ids[1:].unsqueeze(1)).squeeze(1)[mask[1:]])
         entropies.append(-(logp.exp() * logp).sum(dim=-1)[mask[1:]])
@@ -147,18 +147,18 @@ def assert_same(got: Tensor, want: Tensor) -> None:
 
 
 def gradients(policy: Policy) -> dict[str, Tensor]:
-    """Gradients of a mixture of log-probs and entropies."""
+    """Gradients of a sum of log-probs and entropies."""
     logp, entropy = token_logps(policy, batch_of())
     (logp * torch.linspace(-1, 1, len(logp)) + 0.3 * entropy).sum().backward()
     return {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_packed_and_padded_logps_equal_the_models_own_forward(folder_of, name):
-    policy, own = load(folder_of(name)), own_model(folder_of(name))
-    assert policy.model.training  # dropout must be off in training too: the engine samples without it
+def test_packed_and_padded_logps_match_transformers(folder_of, name):
+    policy, plain = load(folder_of(name)), plain_model(folder_of(name))
+    assert policy.model.training  # dropout must be off even in training: the engine samples without it
     for temperature in (1.0, 0.7):
-        want_logp, want_entropy = own_logps(own, temperature)
+        want_logp, want_entropy = plain_logps(plain, temperature)
         assert want_logp.std() > 0.1
         for packing in (True, False):
             logp, entropy = token_logps(policy, batch_of(packing=packing), temperature=temperature)
@@ -167,27 +167,18 @@ def test_packed_and_padded_logps_equal_the_models_own_forward(folder_of, name):
             assert_same(entropy, want_entropy)
 
 
-@pytest.mark.parametrize("name", ["gemma2-eager", "gemma3-nested"])
-def test_sliding_windows_matter_at_these_lengths(folder_of, name):
-    """Without its window the model says something else, so the test above does cover positions beyond it."""
-    policy = load(folder_of(name))
-    with_window = token_logps(policy, batch_of()).logp
-    policy.model.config.get_text_config().sliding_window = 1000
-    assert (token_logps(policy, batch_of()).logp - with_window).abs().max() > 1e-2
-
-
 @pytest.mark.parametrize("name", ["llama-tied", "gemma2-eager"])
-def test_gradients_equal_those_of_the_models_own_forward(folder_of, name):
-    policy, own = load(folder_of(name)), own_model(folder_of(name))
+def test_gradients_match_transformers(folder_of, name):
+    policy, plain = load(folder_of(name)), plain_model(folder_of(name))
     items, logps, entropies = make_items(), [], []
-    for row in batch_of().rows:
-        ids, mask = torch.tensor(items[row].ids), torch.tensor(items[row].mask)[1:]
-        logp = own(input_ids=ids.unsqueeze(0)).logits[0, :-1].log_softmax(dim=-1)[mask]
+    for i in batch_of().rows:
+        ids, mask = torch.tensor(items[i].ids), torch.tensor(items[i].mask)[1:]
+        logp = plain(input_ids=ids.unsqueeze(0)).logits[0, :-1].log_softmax(dim=-1)[mask]
         logps.append(logp.gather(1, ids[1:][mask].unsqueeze(1)).squeeze(1))
         entropies.append(-(logp.exp() * logp).sum(dim=-1))
     logp = torch.cat(logps)
     (logp * torch.linspace(-1, 1, len(logp)) + 0.3 * torch.cat(entropies)).sum().backward()
-    want = {key: p.grad for key, p in own.named_parameters()}
+    want = {key: p.grad for key, p in plain.named_parameters()}
     got = gradients(policy)
     assert got.keys() == want.keys()
     for key, gradient in got.items():
@@ -198,7 +189,7 @@ def test_gradients_equal_those_of_the_models_own_forward(folder_of, name):
 def test_gradient_checkpointing_gives_the_same_gradient(folder_of, lora):
     calls, results = [], []
     for checkpointing in (False, True):
-        torch.manual_seed(0)  # of the adapter's initialisation
+        torch.manual_seed(0)  # for the adapter's initialisation
         policy = load(folder_of("llama"), lora, gradient_checkpointing=checkpointing)
         shake(policy.model, 2)
         layer = causal_lm(policy.model).model.layers[0].mlp
@@ -206,7 +197,7 @@ def test_gradient_checkpointing_gives_the_same_gradient(folder_of, lora):
         layer.register_forward_pre_hook(lambda *_, count=count: count.append(1))
         results.append(gradients(policy))
         calls.append(len(count))
-    assert calls == [1, 2]  # recomputed in the backward pass, hence really on
+    assert calls == [1, 2]  # recomputed in the backward pass
     assert results[0].keys() == results[1].keys() and results[0]
     for key, gradient in results[0].items():
         torch.testing.assert_close(results[1][key], gradient)
@@ -221,16 +212,16 @@ def test_dropout_of_the_base_is_off(folder_of):
 
 def test_lora_reference_is_the_base_model(folder_of):
     policy = load(folder_of("llama"), LoraConfig(r=RANK), with_reference=True)
-    want, _ = own_logps(own_model(folder_of("llama")))
+    want, _ = plain_logps(plain_model(folder_of("llama")))
     assert policy.is_lora and policy.reference is None  # no second model in memory
-    assert_same(token_logps(policy, batch_of()).logp, want)  # a new adapter changes nothing
+    assert_same(token_logps(policy, batch_of()).logp, want)  # a new adapter has no effect
     shake(policy.model, 3)
     assert (token_logps(policy, batch_of()).logp - want).abs().max() > 0.1
     assert_same(reference_logps(policy, batch_of()), want)
-    assert (token_logps(policy, batch_of()).logp - want).abs().max() > 0.1  # and the adapter is back on
+    assert (token_logps(policy, batch_of()).logp - want).abs().max() > 0.1  # the adapter is on again
 
 
-def test_lora_trains_the_adapter_alone(folder_of):
+def test_lora_trains_only_the_adapter(folder_of):
     policy = load(folder_of("llama"), LoraConfig(r=RANK))
     assert {name for name, p in policy.model.named_parameters() if p.requires_grad} == {
         name for name, _ in policy.model.named_parameters() if "lora_" in name
@@ -238,23 +229,17 @@ def test_lora_trains_the_adapter_alone(folder_of):
     assert all("lora_" in name for name in gradients(policy))
 
 
-@pytest.mark.parametrize(("targets", "message"), [(("lm_head",), "output head"), (("no_such",), "no_such")])
-def test_lora_on_modules_it_cannot_adapt_is_refused(folder_of, targets, message):
-    with pytest.raises(ValueError, match=f"lora.target_modules.*{message}"):
-        load(folder_of("llama"), LoraConfig(r=RANK, target_modules=targets))
-
-
 def adapter_logps(folder_of, adapter: Path, temperature: float = 1.0) -> Tensor:
     from peft import PeftModel
 
-    return own_logps(PeftModel.from_pretrained(own_model(folder_of("llama")), str(adapter)).eval(), temperature)[0]
+    return plain_logps(PeftModel.from_pretrained(plain_model(folder_of("llama")), str(adapter)).eval(), temperature)[0]
 
 
-def test_continuing_an_adapter_goes_on_from_it_and_compares_with_it(folder_of, adapter):
+def test_continued_adapter_is_the_start_and_the_reference(folder_of, adapter):
     policy = load(adapter, SAVED, with_reference=True)
     want = adapter_logps(folder_of, adapter)
-    assert (want - own_logps(own_model(folder_of("llama")))[0]).abs().max() > 0.1
-    policy.model.eval()  # the adapter's own dropout is part of training
+    assert (want - plain_logps(plain_model(folder_of("llama")))[0]).abs().max() > 0.1
+    policy.model.eval()  # in training the adapter has dropout
     assert_same(token_logps(policy, batch_of()).logp, want)
     policy.model.train()
     trained = [name for name, p in policy.model.named_parameters() if p.requires_grad]
@@ -263,27 +248,27 @@ def test_continuing_an_adapter_goes_on_from_it_and_compares_with_it(folder_of, a
     moved = token_logps(policy, batch_of()).logp
     assert (moved - want).abs().max() > 0.1
     assert_same(reference_logps(policy, batch_of()), want)
-    assert torch.equal(token_logps(policy, batch_of()).logp, moved)  # asking the reference left no trace
+    assert torch.equal(token_logps(policy, batch_of()).logp, moved)  # the reference pass had no side effect
     assert [name for name, p in policy.model.named_parameters() if p.requires_grad] == trained
     assert trained and all(".default." in name for name in trained)
 
 
-def test_reference_adapter_has_no_dropout_while_training(folder_of, adapter):
+def test_reference_adapter_has_no_dropout_in_training(folder_of, adapter):
     policy = load(adapter, SAVED, with_reference=True)
     assert policy.model.training
     assert_same(reference_logps(policy, batch_of()), adapter_logps(folder_of, adapter))
     assert policy.model.training
 
 
-def test_asking_the_reference_between_forward_and_backward_keeps_the_gradient(folder_of, adapter):
-    """The order of a GRPO step with a KL term: policy, then reference, then backward."""
+def test_reference_pass_between_forward_and_backward_keeps_the_gradient(folder_of, adapter):
+    """The order of a GRPO step with a KL term: policy, reference, backward."""
     results = []
-    for ask in (False, True):
+    for with_pass in (False, True):
         torch.manual_seed(0)
         policy = load(adapter, SAVED, with_reference=True, gradient_checkpointing=True)
         policy.model.eval()
         logp = token_logps(policy, batch_of()).logp
-        if ask:
+        if with_pass:
             reference_logps(policy, batch_of())
         logp.square().sum().backward()
         results.append({name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None})
@@ -292,13 +277,20 @@ def test_asking_the_reference_between_forward_and_backward_keeps_the_gradient(fo
     assert all(torch.equal(results[1][name], gradient) for name, gradient in results[0].items())
 
 
-def test_adapter_of_another_rank_is_refused(adapter):
-    with pytest.raises(ValueError, match=r"lora.r=16: the adapter in .* has rank 4; continue it with --lora.r 4"):
-        load(adapter, LoraConfig(r=16))
-    with pytest.raises(ValueError, match=r"lora\.alpha=32: the adapter in .* has 8"):
-        load(adapter, LoraConfig(r=RANK, dropout=0.5))
-    with pytest.raises(ValueError, match=r"lora\.target_modules=q_proj: the adapter in .* adapts .*v_proj"):
-        load(adapter, LoraConfig(r=RANK, alpha=8, dropout=0.5, target_modules=("q_proj",)))
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (LoraConfig(r=16), r"lora\.r=16: .*--lora.r 4"),
+        (LoraConfig(r=RANK, dropout=0.5), r"lora\.alpha=32: .* has 8"),
+        (
+            LoraConfig(r=RANK, alpha=8, dropout=0.5, target_modules=("q_proj",)),
+            r"lora\.target_modules=q_proj: .*v_proj",
+        ),
+    ],
+)
+def test_settings_that_differ_from_the_saved_adapter_are_rejected(adapter, lora, message):
+    with pytest.raises(ValueError, match=message):
+        load(adapter, lora)
 
 
 def test_adapter_is_merged_to_train_all_weights(folder_of, adapter):
@@ -312,9 +304,9 @@ def test_adapter_is_merged_to_train_all_weights(folder_of, adapter):
     assert_same(reference_logps(policy, batch_of()), want)
 
 
-def test_full_finetune_reference_is_untouched_by_training(folder_of):
+def test_training_does_not_change_the_reference_of_a_full_finetune(folder_of):
     policy = load(folder_of("llama-tied"), with_reference=True)
-    want, _ = own_logps(own_model(folder_of("llama-tied")))
+    want, _ = plain_logps(plain_model(folder_of("llama-tied")))
     assert not any(p.requires_grad for p in policy.reference.parameters()) and not policy.reference.training
     assert not {p.data_ptr() for p in policy.reference.parameters()} & {p.data_ptr() for p in policy.model.parameters()}
     shake(policy.model, 6)
@@ -324,34 +316,34 @@ def test_full_finetune_reference_is_untouched_by_training(folder_of):
     assert not got.requires_grad
 
 
-def test_without_a_reference_none_is_loaded(folder_of):
+def test_no_reference_is_loaded_unless_requested(folder_of):
     policy = load(folder_of("llama"))
     assert policy.reference is None and policy.reference_adapter is None
     with pytest.raises(AssertionError, match="with_reference"):
         reference_logps(policy, batch_of())
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 instructions says so, and goes on
-def test_bfloat16_computes_low_and_keeps_float32_weights(folder_of):
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a warning on CPUs without bfloat16 instructions
+def test_bfloat16_compute_keeps_float32_weights(folder_of):
     policy = load(folder_of("llama"), dtype="bfloat16", with_reference=True)
     assert {p.dtype for p in policy.model.parameters()} == {torch.float32}
     assert {p.dtype for p in policy.reference.parameters()} == {torch.bfloat16}
     assert policy.autocast_dtype == torch.bfloat16
-    want, _ = own_logps(own_model(folder_of("llama")))
+    want, _ = plain_logps(plain_model(folder_of("llama")))
     logp = token_logps(policy, batch_of()).logp
     assert logp.dtype == torch.float32
-    assert 1e-5 < (logp - want).abs().max() < 0.25  # rounded, hence really bfloat16, but near
+    assert 1e-5 < (logp - want).abs().max() < 0.25  # rounded to bfloat16
     assert (reference_logps(policy, batch_of()) - want).abs().max() < 0.25
     got = gradients(policy)
     assert {g.dtype for g in got.values()} == {torch.float32} and all(g.isfinite().all() for g in got.values())
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-def test_bfloat16_lora_holds_the_frozen_base_low_and_the_adapter_high(folder_of):
+def test_bfloat16_lora_has_a_bfloat16_base_and_a_float32_adapter(folder_of):
     policy = load(folder_of("llama"), LoraConfig(r=RANK), dtype="bfloat16")
     dtypes = {p.requires_grad: p.dtype for p in policy.model.parameters()}
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
-    want, _ = own_logps(own_model(folder_of("llama")))
+    want, _ = plain_logps(plain_model(folder_of("llama")))
     assert (token_logps(policy, batch_of()).logp - want).abs().max() < 0.25
     assert {g.dtype for g in gradients(policy).values()} == {torch.float32}
 
@@ -375,7 +367,7 @@ def test_resolve_model_finds_weights_adapters_runs_and_hub_ids(folder_of, adapte
     assert resolve_model(str(run)) == str(run / "final")
 
 
-def test_resolve_model_says_what_is_wrong(tmp_path):
+def test_resolve_model_rejects_other_names(tmp_path):
     unfinished = tmp_path / "run"
     unfinished.mkdir()
     (unfinished / "metrics.jsonl").touch()
@@ -384,64 +376,61 @@ def test_resolve_model_says_what_is_wrong(tmp_path):
     a_file = tmp_path / "weights.safetensors"
     a_file.touch()
     for name, message in [
-        ("builtin:huge", "model=builtin:huge: unknown built-in model; use one of builtin:tiny"),
-        (str(tmp_path / "nowhere"), "no such folder"),
-        ("./nowhere", "model=./nowhere: no such folder"),
-        ("runs/grpo/first", "no such folder"),
-        (str(a_file), "no such folder"),
-        (str(unfinished), "this run has not finished.*--resume"),
-        (str(empty), "contains neither config.json nor adapter_config.json nor a finished run"),
+        ("builtin:huge", "model=builtin:huge: .*builtin:tiny"),
+        (str(tmp_path / "nowhere"), f"model={tmp_path}/nowhere: "),
+        ("./nowhere", "model=./nowhere: "),
+        ("runs/grpo/first", "model=runs/grpo/first: "),
+        (str(a_file), f"model={a_file}: "),
+        (str(unfinished), f"model={unfinished}: .*--resume"),
+        (str(empty), f"model={empty}: .*config.json.*adapter_config.json"),
     ]:
         with pytest.raises(ValueError, match=message):
             resolve_model(name)
 
 
-def test_folder_without_weights_or_tokenizer_is_refused_in_one_sentence(folder_of, tmp_path):
+def test_folder_without_weights_or_tokenizer_gives_a_one_line_error(folder_of, tmp_path):
     (tmp_path / "config.json").write_text((folder_of("llama") / "config.json").read_text())
-    with pytest.raises(ValueError, match="no tokenizer could be loaded") as caught:
+    with pytest.raises(ValueError, match=f"^model={tmp_path}: the tokenizer [^\n]*$"):
         load(tmp_path)
-    assert "\n" not in str(caught.value)
     make_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="could not be loaded") as caught:
+    with pytest.raises(ValueError, match=f"^model={tmp_path}: could not be loaded[^\n]*$"):
         load(tmp_path)
-    assert "\n" not in str(caught.value)
 
 
-def test_attention_code_a_model_lacks_is_refused_at_load(folder_of):
-    with pytest.raises(ValueError, match="could not be loaded.*scaled_dot_product_attention|which sdpa leaves out"):
+def test_missing_attention_implementation_is_rejected_at_load(folder_of):
+    with pytest.raises(ValueError, match="scaled_dot_product_attention|attn_implementation=auto"):
         load_policy(ModelConfig(model=str(folder_of("gemma2-eager"))), OFF, CPU, with_reference=False)
 
 
-class Louder(nn.Module):
-    """A head that does more than its weight says."""
+class ChangedLogits(nn.Module):
+    """A model that changes its logits after the head."""
 
-    def __init__(self, model: nn.Module, trick: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.model, self.trick, self.config = model, trick, model.config
+        self.model, self.change, self.config = model, change, model.config
         self.base_model, self.get_output_embeddings = model.base_model, model.get_output_embeddings
 
     def forward(self, **inputs: Any) -> Any:
         out = self.model(**inputs)
-        out.logits = self.trick(out.logits)
+        out.logits = self.change(out.logits)
         return out
 
 
-def test_hidden_changes_of_the_logits_are_refused(folder_of):
-    own = own_model(folder_of("llama"), "sdpa")
+def test_changed_logits_are_rejected(folder_of):
+    plain = plain_model(folder_of("llama"), "sdpa")
 
     def policy_with(change: Callable[[Tensor], Tensor]) -> Policy:
-        model = Louder(own, change)
-        return Policy(model=model, tokenizer=None, source="louder", device=CPU, compute_dtype=torch.float32)
+        model = ChangedLogits(plain, change)
+        return Policy(model=model, tokenizer=None, source="changed", device=CPU, compute_dtype=torch.float32)
 
     check_logps(policy_with(lambda x: x))
-    message = "model=louder: packed log-probs differ from its own forward by .*not supported"
-    for trick in (lambda x: 1.1 * x, lambda x: x.clamp(max=0.5), lambda x: x.roll(1, dims=-1)):
-        with pytest.raises(ValueError, match=message):
-            check_logps(policy_with(trick))
+    for change in (lambda x: 1.1 * x, lambda x: x.clamp(max=0.5), lambda x: x.roll(1, dims=-1)):
+        with pytest.raises(ValueError, match="^model=changed: packed log-probs .*not supported"):
+            check_logps(policy_with(change))
 
 
 class Counting(nn.Module):
-    """A model that counts positions on from each 0, as architectures with cumulative states do."""
+    """A model that counts positions from each 0, like architectures with cumulative states."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -449,36 +438,33 @@ class Counting(nn.Module):
         self.get_output_embeddings = model.get_output_embeddings
 
     def base_model(self, position_ids: Tensor, **inputs: Any) -> Any:
-        place = torch.arange(position_ids.shape[1])
-        start = torch.where(position_ids == 0, place, 0).cummax(dim=1).values
-        return self.model.base_model(position_ids=place - start, **inputs)
+        position = torch.arange(position_ids.shape[1])
+        start = torch.where(position_ids == 0, position, 0).cummax(dim=1).values
+        return self.model.base_model(position_ids=position - start, **inputs)
 
     def forward(self, **inputs: Any) -> Any:
         return self.model(**inputs)
 
 
-def test_models_that_can_be_packed_but_cannot_share_a_prompt_are_refused(folder_of):
-    model = Counting(own_model(folder_of("llama"), "sdpa"))
+def test_models_that_can_be_packed_but_cannot_share_a_prompt_are_rejected(folder_of):
+    model = Counting(plain_model(folder_of("llama"), "sdpa"))
     policy = Policy(model=model, tokenizer=None, source="counting", device=CPU, compute_dtype=torch.float32)
-    assert_same(token_logps(policy, batch_of()).logp, own_logps(model.model)[0])
-    message = (
-        "model=counting: log-probs of completions behind one prompt differ from its own forward by .*not supported"
-    )
-    with pytest.raises(ValueError, match=message):
+    assert_same(token_logps(policy, batch_of()).logp, plain_logps(model.model)[0])
+    with pytest.raises(ValueError, match="^model=counting: .*shared prompt .*not supported"):
         check_logps(policy)
 
 
 @pytest.mark.parametrize(
     ("kind", "attn", "settings"),
     [
-        # Convolutions and states run across the border of two packed sequences, whatever the mask says.
+        # Convolutions and states cross the boundary of two packed sequences; the mask has no effect on them.
         ("lfm2", "sdpa", {**COMMON, "layer_types": ["conv", "full_attention"]}),
         ("mamba", "eager", dict(hidden_size=32, num_hidden_layers=2, state_size=4, initializer_range=0.2)),
-        ("bloom", "eager", dict(hidden_size=32, n_layer=2, n_head=4)),  # positions from a 2-d mask only
+        ("bloom", "eager", dict(hidden_size=32, n_layer=2, n_head=4)),  # positions only from a 2D mask
     ],
     ids=["lfm2", "mamba", "bloom"],
 )
-def test_architectures_that_cannot_be_packed_are_refused_in_one_sentence(tmp_path, kind, attn, settings):
+def test_architectures_that_cannot_be_packed_give_a_one_line_error(tmp_path, kind, attn, settings):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = make_tokenizer()
@@ -486,9 +472,8 @@ def test_architectures_that_cannot_be_packed_are_refused_in_one_sentence(tmp_pat
     config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), **settings)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="this architecture is not supported") as caught:
+    with pytest.raises(ValueError, match=f"^model={tmp_path}: [^\n]*not supported$"):
         load(tmp_path, attn_implementation=attn)
-    assert str(caught.value).startswith(f"model={tmp_path}: packed") and "\n" not in str(caught.value)
 
 
 def test_adapter_names_a_base_that_loads(folder_of, adapter):

@@ -1,4 +1,4 @@
-"""NEFTune's noise: its size in packed rows, where there is none, and that a resumed run draws the same."""
+"""NEFTune noise: its size in packed rows, passes without noise, and resume."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ CPU = torch.device("cpu")
 
 
 def test_lengths_of_packed_and_padded_sequences():
-    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 0], [0, 1, 2, 3, 4, 5, 6]])  # the last two of row 0 are padding
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 0], [0, 1, 2, 3, 4, 5, 6]])  # row 0 ends with two padding positions
     assert sequence_lengths(positions).tolist() == [[3, 3, 3, 2, 2, 1, 1], [7] * 7]
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_noise_is_uniform_within_alpha_over_the_root_of_the_sequence(packing):
+def test_noise_is_uniform_within_alpha_over_sqrt_length(packing):
     policy = load_policy(ModelConfig(model="builtin:tiny"), LoraConfig(), CPU, with_reference=False)
     lm, alpha, lengths = causal_lm(policy.model), 5.0, (40, 9, 160)
     seen = {}
@@ -37,19 +37,19 @@ def test_noise_is_uniform_within_alpha_over_the_root_of_the_sequence(packing):
     for batch in make_batches(items, max_tokens=1024, packing=packing):
         token_logps(policy, batch)
         noise = seen["noisy"] - seen["plain"]  # (R, T, D)
-        own = sequence_lengths(batch.position_ids)
+        position_lengths = sequence_lengths(batch.position_ids)
         for length in lengths:
-            found = noise[own == length]
-            assert len(found) == length
+            sample = noise[position_lengths == length]
+            assert len(sample) == length
             bound = alpha / math.sqrt(length * noise.shape[-1])
-            assert found.abs().max() <= bound + 1e-6 and found.abs().max() > 0.9 * bound
-            assert found.mean().abs() < 0.1 * bound and found.std() == pytest.approx(bound / math.sqrt(3), rel=0.1)
+            assert sample.abs().max() <= bound + 1e-6 and sample.abs().max() > 0.9 * bound
+            assert sample.mean().abs() < 0.1 * bound and sample.std() == pytest.approx(bound / math.sqrt(3), rel=0.1)
         with torch.no_grad():
             token_logps(policy, batch)
-        assert torch.equal(seen["noisy"], seen["plain"]), "a pass without gradient"
+        assert torch.equal(seen["noisy"], seen["plain"]), "no-grad pass"
         policy.model.eval()
         token_logps(policy, batch)
-        assert torch.equal(seen["noisy"], seen["plain"]), "an evaluation"
+        assert torch.equal(seen["noisy"], seen["plain"]), "evaluation"
         policy.model.train()
 
 
@@ -58,35 +58,34 @@ ARGV = ["--method", "sft", "--data", "task:addition:split=sft,size=16", "--save-
 
 
 @pytest.mark.parametrize("extra", [["--neftune-noise-alpha", "5"], ["--optim", "muon", "--weight-decay", "0.1"]])
-def test_a_resumed_run_goes_on_as_if_unbroken(extra, tmp_path, capfd):
-    rows, model = {}, small_model(tmp_path / "model")
+def test_resumed_run_matches_an_uninterrupted_run(extra, tmp_path, capfd):
+    model = small_model(tmp_path / "model")
     for name, steps in (("plain", 4), ("whole", 4), ("half", 2)):
-        more = extra if name != "plain" else []
-        argv = [*ARGV, "--model", model, "--max-steps", str(steps), *more]
+        flags = extra if name != "plain" else []
+        argv = [*ARGV, "--model", model, "--max-steps", str(steps), *flags]
         assert main([*argv, "--output-dir", str(tmp_path / name)]) == 0
     assert main(["--resume", str(tmp_path / "half"), "--max-steps", "4"]) == 0
-    for name in ("plain", "whole", "half"):
-        rows[name] = repeatable(metrics(tmp_path / name))
+    rows = {name: repeatable(metrics(tmp_path / name)) for name in ("plain", "whole", "half")}
     assert rows["whole"] == rows["half"]
     assert rows["whole"][-1]["loss/nll"] != rows["plain"][-1]["loss/nll"]
 
 
 @pytest.mark.parametrize("argv", [["grpo"], ["ebft"], ["ebft", "--mode", "strided"]])
-def test_methods_that_sample_refuse_noise(argv, tmp_path, capsys):
+def test_sampling_methods_reject_noise(argv, tmp_path, capsys):
     assert main(["--method", *argv, "--neftune-noise-alpha", "5", "--output-dir", str(tmp_path / "run")]) == 2
-    assert "neftune_noise_alpha=5.0: has no effect on methods that sample" in capsys.readouterr().err
+    assert "neftune_noise_alpha=5.0" in capsys.readouterr().err
 
 
-def test_pairs_share_no_prompt_under_noise(tmp_path, monkeypatch):
-    """Its scale depends on the length of each sequence, which a shared prompt would hide."""
+def test_pairs_do_not_share_prompts_with_noise(tmp_path, monkeypatch):
+    """The scale depends on the length of each sequence, which a shared prompt would hide."""
     shared: list[bool] = []
 
-    def noted(items, *, share_prompt=False, **how):
+    def record(items, *, share_prompt=False, **options):
         shared.append(share_prompt)
-        return make_batches(items, share_prompt=share_prompt, **how)
+        return make_batches(items, share_prompt=share_prompt, **options)
 
-    monkeypatch.setattr(loop, "make_batches", noted)
+    monkeypatch.setattr(loop, "make_batches", record)
     argv = ["--method", "dpo", "--data", "task:addition:split=train,size=8", "--max-steps", "1"]
-    for name, more in (("plain", []), ("noise", ["--neftune-noise-alpha", "5"])):
-        assert main([*argv, *more, "--output-dir", str(tmp_path / name)]) == 0
+    for name, flags in (("plain", []), ("noise", ["--neftune-noise-alpha", "5"])):
+        assert main([*argv, *flags, "--output-dir", str(tmp_path / name)]) == 0
     assert shared == [True, False]

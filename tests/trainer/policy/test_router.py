@@ -1,4 +1,4 @@
-"""The load-balancing loss against transformers' own, over all sequences of a step at once."""
+"""The load-balancing loss vs. transformers' loss over all sequences of a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.policy.logps import Policy
 from trainer.policy.router import RouterLoss
 
 CPU = torch.device("cpu")
-COEF = 3.0  # so large that its gradient is not lost in that of the likelihood
+COEF = 3.0  # large, so that its gradient is not lost in the likelihood's
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              max_position_embeddings=64, initializer_range=0.2, vocab_size=275, bos_token_id=None, eos_token_id=2,
              pad_token_id=0, num_experts_per_tok=2)  # fmt: skip
@@ -45,7 +45,7 @@ def load(folder: Path) -> Policy:
 
 
 def by_transformers(folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
-    """The load-balancing loss, and the gradient of likelihood and loss; every sequence runs alone."""
+    """The load-balancing loss, and the gradient of likelihood plus loss; every sequence runs alone."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     lm = load(folder).model
@@ -64,13 +64,13 @@ def by_transformers(folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize(
     "run", [{}, {"max_tokens_per_micro_batch": 24}, {"gradient_accumulation_steps": 3}, {"packing": False}], ids=str
 )
-def test_the_gradient_is_that_of_the_whole_step(run, folder):
+def test_gradient_is_normalised_over_the_whole_step(run, folder):
     run = RunConfig(**run)
     policy = load(folder)
     policy.router = RouterLoss(policy, COEF)
     items = [Item(ids=ids, mask=[False] + [True] * (len(ids) - 1)) for ids in SEQUENCES]
     aux, want = by_transformers(folder)
-    for _ in range(2):  # a step leaves nothing behind
+    for _ in range(2):  # the second step must not depend on the first
         micro_batches = pack_items(run, policy, items, accumulation=run.gradient_accumulation_steps)
         sums = backward(policy, micro_batches)
         assert policy.router.end() == {"loss/router_aux": pytest.approx(aux, rel=1e-5)}
@@ -80,29 +80,29 @@ def test_the_gradient_is_that_of_the_whole_step(run, folder):
     assert "loss/nll" in sums.means()
 
 
-def test_an_evaluation_and_a_reference_are_not_balanced(folder):
+def test_evaluation_has_no_router_loss(folder):
     policy = load(folder)
     policy.router = RouterLoss(policy, COEF)
     policy.model.eval()
     items = [Item(ids=ids, mask=[False] + [True] * (len(ids) - 1)) for ids in SEQUENCES]
     (micro_batch,) = pack_items(RunConfig(), policy, items, accumulation=1)
     plain = load(folder)
-    for one in (policy, plain):
-        one.model.eval()
-        backward(one, [micro_batch])
+    for each in (policy, plain):
+        each.model.eval()
+        backward(each, [micro_batch])
     for (name, a), b in zip(policy.model.named_parameters(), plain.model.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad), name
     assert policy.router.end() == {}
 
 
-def test_models_without_experts_are_refused():
+def test_models_without_experts_are_rejected():
     policy = load_policy(ModelConfig(model="builtin:tiny"), LoraConfig(), CPU, with_reference=False)
-    with pytest.raises(ValueError, match="router_aux_loss_coef=0.01: .*ForCausalLM has no experts with a load-balanc"):
+    with pytest.raises(ValueError, match="router_aux_loss_coef=0.01: .*ForCausalLM .*experts"):
         RouterLoss(policy, 0.01)
 
 
 @pytest.mark.parametrize("method", ["sft", "kto", "dpo"])
-def test_it_is_part_of_a_run(method, tmp_path, folder, capfd):
+def test_run_trains_with_the_router_loss(method, tmp_path, folder, capfd):
     if "qwen3" in (folder / "config.json").read_text() and method != "sft":
         pytest.skip("one model is enough")
     split = "sft" if method == "sft" else "train"
@@ -112,5 +112,5 @@ def test_it_is_part_of_a_run(method, tmp_path, folder, capfd):
     with_loss = ["--router-aux-loss-coef", "1", "--eval-data", "task:addition:split=eval,size=4"]
     assert main([*argv, *with_loss, "--output-dir", str(tmp_path / "run")]) == 0
     values = [row["loss/router_aux"] for row in repeatable(metrics(tmp_path / "run")) if row["step"]]
-    assert len(values) == 8 and min(values) > 1.9, "two experts chosen: 2 if they are balanced"
+    assert len(values) == 8 and min(values) > 1.9, "2 if the two chosen experts are balanced"
     assert min(values[-3:]) < max(values[0], 2.05)

@@ -1,3 +1,5 @@
+"""bfloat16 weights and 8-bit moments: training, checkpoints, rejected settings."""
+
 from __future__ import annotations
 
 import sys
@@ -14,17 +16,15 @@ from trainer.run.checkpoint import load_checkpoint, save_checkpoint
 from trainer.run.run import open_run
 
 CPU = torch.device("cpu")
-
-
-pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 products says so once
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a warning on CPUs without bfloat16 matmuls
 
 
 @pytest.fixture
 def torchao():
-    """Its code as it is written: compiling it takes a minute on a CPU."""
-    found = pytest.importorskip("torchao", reason="torchao is not installed; it is an extra, pip install torchao")
+    """torchao without compilation, which takes a minute on a CPU."""
+    module = pytest.importorskip("torchao", reason="torchao is not installed; it is an extra, pip install torchao")
     with torch.compiler.set_stance("force_eager"):
-        yield found
+        yield module
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -50,7 +50,7 @@ KINDS = [("adamw", torch.bfloat16), ("adamw_8bit", torch.float32), ("adamw_8bit"
 
 
 @pytest.mark.parametrize(("optim", "dtype"), KINDS)
-def test_small_state_learns_as_plain_adamw_does(request, optim, dtype):
+def test_small_state_learns_like_plain_adamw(request, optim, dtype):
     if optim == "adamw_8bit":
         request.getfixturevalue("torchao")
     exact, small = network(), network(dtype)
@@ -69,13 +69,13 @@ def test_8_bit_moments_take_a_byte_each(torchao):
     slots = optimizer.state[model[0].weight]
     assert slots["exp_avg"].codes.dtype == torch.uint8 and slots["exp_avg"].codes.shape == (96, 64)
     assert len(slots["exp_avg"].scale) == 96 * 64 // 256
-    assert optimizer.state[model[0].bias]["exp_avg"].dtype == torch.float32  # too few to be worth it
+    assert optimizer.state[model[0].bias]["exp_avg"].dtype == torch.float32  # too small to quantise
 
 
-def test_updates_below_the_step_of_bfloat16_are_there_on_average():
+def test_stochastic_rounding_keeps_updates_below_bfloat16_resolution_on_average():
     start, rate, steps = 1.0, 1e-4, 100
     weights = {}
-    for name, make in (("at random", build_optimizer), ("to the nearest", None)):
+    for name, make in (("stochastic", build_optimizer), ("nearest", None)):
         torch.manual_seed(0)
         model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
         nn.init.constant_(model.weight, start)
@@ -85,13 +85,13 @@ def test_updates_below_the_step_of_bfloat16_are_there_on_average():
             model.weight.grad = torch.ones_like(model.weight)
             optimizer.step()
         weights[name] = model.weight.detach().float().mean().item()
-    assert weights["to the nearest"] == start  # half a step of bfloat16 below 1 is 2e-3: every update is lost
+    assert weights["nearest"] == start  # half a bfloat16 step below 1 is 2e-3: every update is lost
     # 4,096 weights, each a sum of random roundings with a standard deviation of at most 0.004 * sqrt(0.025 * 100) / 2
-    assert weights["at random"] == pytest.approx(start - steps * rate, abs=5 * 0.004 * 1.6 / 64)
+    assert weights["stochastic"] == pytest.approx(start - steps * rate, abs=5 * 0.004 * 1.6 / 64)
 
 
 @pytest.mark.parametrize(("optim", "dtype"), KINDS)
-def test_resumed_training_is_bit_for_bit_the_unbroken_one(request, tmp_path, optim, dtype):
+def test_resumed_training_matches_uninterrupted_training_bit_for_bit(request, tmp_path, optim, dtype):
     if optim == "adamw_8bit":
         request.getfixturevalue("torchao")
     cfg = OptimConfig(learning_rate=3e-3, optim=optim, warmup_ratio=0.5)
@@ -99,13 +99,13 @@ def test_resumed_training_is_bit_for_bit_the_unbroken_one(request, tmp_path, opt
     optimizer, schedule = build_optimizer(model, cfg, 20)
     train(model, optimizer, schedule, 5)
     folder = save_checkpoint(tmp_path, 5, model, optimizer, schedule, {}, keep=1)
-    unbroken = train(model, optimizer, schedule, 6)
+    expected = train(model, optimizer, schedule, 6)
 
     other = network(dtype)
     other_optimizer, other_schedule = build_optimizer(other, cfg, 20)
-    train(other, other_optimizer, other_schedule, 2)  # whatever it held before must not matter
+    train(other, other_optimizer, other_schedule, 2)  # its earlier state must not matter
     load_checkpoint(folder, other, other_optimizer, other_schedule)
-    assert train(other, other_optimizer, other_schedule, 6) == unbroken
+    assert train(other, other_optimizer, other_schedule, 6) == expected
     assert float(other_schedule.get_last_lr()[0]) == float(schedule.get_last_lr()[0])
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -113,7 +113,7 @@ def test_resumed_training_is_bit_for_bit_the_unbroken_one(request, tmp_path, opt
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("before", "after"), [("adamw", "adamw_8bit"), ("adamw_8bit", "adamw")])
-def test_a_run_may_go_on_with_another_kind_of_state(torchao, tmp_path, before, after, dtype):
+def test_run_may_continue_with_another_kind_of_state(torchao, tmp_path, before, after, dtype):
     model, other = network(dtype), network(dtype)
     optimizer, schedule = build_optimizer(model, OptimConfig(learning_rate=3e-3, optim=before), 20)
     train(model, optimizer, schedule, 5)
@@ -124,32 +124,27 @@ def test_a_run_may_go_on_with_another_kind_of_state(torchao, tmp_path, before, a
     assert train(other, other_optimizer, other_schedule, 6) == pytest.approx(expected, rel=0.02)
 
 
-def test_without_torchao_one_sentence_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    with pytest.raises(ValueError, match=r"optim=adamw_8bit.*pip install -e"):
-        build_optimizer(network(), OptimConfig(optim="adamw_8bit"), 1)
-
-
-def test_a_missing_torchao_is_found_before_anything_is_loaded(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    run = RunConfig(method="sft", output_dir=str(tmp_path / "run"))
-    with pytest.raises(ValueError, match=r"optim=adamw_8bit.*pip install -e '\.\[small\]'"):
-        open_run(SimpleNamespace(run=run, optim=OptimConfig(optim="adamw_8bit")))
+def test_missing_torchao_is_reported_before_the_run_folder_is_created(monkeypatch, tmp_path):
+    for name in ("torchao.optim", "torchao"):
+        monkeypatch.setitem(sys.modules, name, None)
+    run, optim = RunConfig(method="sft", output_dir=str(tmp_path / "run")), OptimConfig(optim="adamw_8bit")
+    for call in (lambda: open_run(SimpleNamespace(run=run, optim=optim)), lambda: build_optimizer(network(), optim, 1)):
+        with pytest.raises(ValueError, match=r"optim=adamw_8bit.*pip install -e '\.\[small\]'"):
+            call()
     assert not (tmp_path / "run").exists()
 
 
-def test_bfloat16_weights_are_refused_where_they_make_no_sense():
+def test_bfloat16_weights_without_effect_are_rejected():
     with pytest.raises(ValueError, match="trained_dtype=bfloat16.*dtype=float32"):
         ModelConfig(model="builtin:tiny", trained_dtype="bfloat16", dtype="float32")
     cfg = ModelConfig(model="builtin:tiny", trained_dtype="bfloat16")
-    with pytest.raises(ValueError, match="add --dtype bfloat16"):  # auto is float32 on a CPU
+    with pytest.raises(ValueError, match="--dtype bfloat16"):  # auto is float32 on a CPU
         load_policy(cfg, LoraConfig(), CPU, with_reference=False)
-    with pytest.raises(ValueError, match="adapters are always float32"):
+    with pytest.raises(ValueError, match="remove --trained-dtype"):
         load_policy(cfg, LoraConfig(r=4), CPU, with_reference=False)
 
 
-def test_trained_weights_are_held_as_asked():
+def test_trained_weights_are_bfloat16():
     cfg = ModelConfig(model="builtin:tiny", trained_dtype="bfloat16", dtype="bfloat16")
     policy = load_policy(cfg, LoraConfig(), CPU, with_reference=True)
     assert {p.dtype for p in policy.model.parameters()} == {torch.bfloat16}

@@ -1,4 +1,4 @@
-"""Weights for a server, held against what transformers saves and peft merges."""
+"""Weights for servers vs. transformers' saved models and peft's merged adapters."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def policy_of(model: nn.Module) -> Policy:
 
 
 def with_lora(model: nn.Module, **settings: Any) -> Any:
-    """An adapter that does something: peft starts B at zero, and A of an embedding."""
+    """Add an adapter with nonzero weights: peft initialises B, and an embedding's A, to zero."""
     config = LoraConfig(
         **{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **settings}
     )
@@ -56,24 +56,23 @@ def with_lora(model: nn.Module, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_names_and_values_are_those_that_save_pretrained_writes(kind, tmp_path):
+def test_names_and_values_match_save_pretrained(kind, tmp_path):
     model = make_model(kind)
-    source = PolicyWeights(policy_of(model), torch.float32)
-    ours = dict(source.tensors())
+    tensors = dict(PolicyWeights(policy_of(model), torch.float32).tensors())
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
-    assert ours.keys() == saved.keys()
-    assert all(torch.equal(ours[name], saved[name]) for name in saved)
+    assert tensors.keys() == saved.keys()
+    assert all(torch.equal(tensors[name], saved[name]) for name in saved)
 
 
 @pytest.mark.parametrize("kind", ["llama-tied", "qwen3-moe"])
-def test_specs_say_what_tensors_give_in_the_same_order(kind):
+def test_specs_match_tensors_in_order(kind):
     source = PolicyWeights(policy_of(make_model(kind)), torch.bfloat16)
-    given = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in source.tensors()]
-    assert [(spec.name, spec.shape, spec.dtype) for spec in source.specs()] == given
-    assert {dtype for _, _, dtype in given} == {torch.bfloat16}
-    layers = [name.split(".")[2] for name, _, _ in given if name.startswith("model.layers.")]
-    assert layers == sorted(layers)  # a server can finish one layer before the next begins
+    specs = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in source.tensors()]
+    assert [(spec.name, spec.shape, spec.dtype) for spec in source.specs()] == specs
+    assert {dtype for _, _, dtype in specs} == {torch.bfloat16}
+    layers = [name.split(".")[2] for name, _, _ in specs if name.startswith("model.layers.")]
+    assert layers == sorted(layers)  # a server can finish each layer before the next
 
 
 @pytest.mark.parametrize(
@@ -83,30 +82,30 @@ def test_specs_say_what_tensors_give_in_the_same_order(kind):
         {"alpha_pattern": {"q_proj": 32}, "rank_pattern": {"q_proj": 2}},
     ],
 )
-def test_a_merged_adapter_equals_pefts_own_merge_and_leaves_the_policy_as_it_was(settings):
+def test_merged_adapter_matches_peft_and_does_not_change_the_policy(settings):
     model = with_lora(make_model("llama-tied"), **settings)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    ours = dict(PolicyWeights(policy_of(model), torch.float32).tensors())
+    tensors = dict(PolicyWeights(policy_of(model), torch.float32).tensors())
     merged = copy.deepcopy(model).merge_and_unload()
     expected = {name: tensor.detach() for name, tensor in merged.named_parameters()}
-    assert ours.keys() == expected.keys()
-    assert max(float((ours[name] - expected[name]).abs().max()) for name in ours) < 1e-6
+    assert tensors.keys() == expected.keys()
+    assert max(float((tensors[name] - expected[name]).abs().max()) for name in tensors) < 1e-6
     base = {name: tensor.detach() for name, tensor in make_model("llama-tied").named_parameters()}
     name = "model.layers.0.self_attn.q_proj.weight"
-    assert (ours[name] - base[name]).abs().max() > 0.01
+    assert (tensors[name] - base[name]).abs().max() > 0.01
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_a_bfloat16_base_is_merged_in_float32_and_rounded_once():
+def test_bfloat16_base_is_merged_in_float32_and_rounded_once():
     model = with_lora(make_model("llama"))
     name, layer = next((n, m) for n, m in model.get_base_model().named_modules() if n.endswith("layers.0.mlp.up_proj"))
     layer.base_layer.weight.data = layer.base_layer.weight.data.bfloat16()
-    ours = dict(PolicyWeights(policy_of(model), torch.bfloat16).tensors())[f"{name}.weight"]
+    merged = dict(PolicyWeights(policy_of(model), torch.bfloat16).tensors())[f"{name}.weight"]
     exact = layer.base_layer.weight.double() + layer.get_delta_weight("default").double()
-    assert torch.equal(ours, exact.float().bfloat16())
+    assert torch.equal(merged, exact.float().bfloat16())
 
 
-def test_the_adapter_folder_loads_in_peft_and_names_its_base(tmp_path):
+def test_adapter_folder_loads_in_peft_and_names_its_base(tmp_path):
     model = with_lora(make_model("llama"))
     PolicyWeights(policy_of(model), torch.float32).save_adapter(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
@@ -119,7 +118,7 @@ def test_the_adapter_folder_loads_in_peft_and_names_its_base(tmp_path):
         assert torch.equal(again.eval()(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
 
 
-def test_only_the_adapter_under_training_counts(tmp_path):
+def test_only_the_trained_adapter_is_used(tmp_path):
     model = with_lora(make_model("llama"))
     alone = dict(PolicyWeights(policy_of(model), torch.float32).tensors())
     model.add_adapter("reference", LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
@@ -137,18 +136,18 @@ def test_only_the_adapter_under_training_counts(tmp_path):
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ],
 )
-def test_an_adapter_vllm_cannot_serve_is_refused_at_once(settings, message):
-    with pytest.raises(ValueError, match=message):
+def test_adapter_that_vllm_cannot_serve_is_rejected(settings, message):
+    with pytest.raises(ValueError, match=f"^{message}.*--rollout.engine local"):
         PolicyWeights(policy_of(with_lora(make_model("llama"), **settings)), torch.float32)
 
 
-def test_an_adapter_of_several_ranks_is_merged_but_not_saved_for_vllm(tmp_path):
+def test_adapter_with_several_ranks_is_merged_but_not_saved_for_vllm(tmp_path):
     source = PolicyWeights(policy_of(with_lora(make_model("llama"), rank_pattern={"q_proj": 2})), torch.float32)
     with pytest.raises(ValueError, match="rank_pattern=.*use --sync.backend"):
         source.save_adapter(tmp_path)
 
 
-def test_a_source_left_half_way_leaves_gradients_on():
+def test_abandoned_source_keeps_gradients_enabled():
     source = PolicyWeights(policy_of(with_lora(make_model("llama"))), torch.float32)
     tensors = source.tensors()
     next(tensors)
@@ -156,7 +155,7 @@ def test_a_source_left_half_way_leaves_gradients_on():
     assert not next(tensors)[1].requires_grad
 
 
-def test_weights_are_read_anew_each_time():
+def test_weights_are_read_again_for_each_sync():
     model = make_model("llama")
     source = PolicyWeights(policy_of(model), torch.float32)
     first = {name: tensor.clone() for name, tensor in source.tensors()}
@@ -166,7 +165,7 @@ def test_weights_are_read_anew_each_time():
     assert all(torch.equal(first[name] + 1.0, tensor) for name, tensor in source.tensors())
 
 
-def test_the_same_adapter_saved_twice_gives_the_same_bytes(tmp_path: Path):
+def test_saving_an_adapter_is_deterministic(tmp_path: Path):
     model = with_lora(make_model("llama"))
     for name in ("a", "b"):
         PolicyWeights(policy_of(model), torch.float32).save_adapter(tmp_path / name)

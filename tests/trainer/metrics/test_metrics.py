@@ -80,7 +80,7 @@ def test_laps_add_up_and_moved_seconds_leave_no_negative_time():
     timer.move("rollout_s", "reward_s", 5.0)
     timer.lap("train_s")
     timer.lap("train_s")
-    found = timer.metrics(10)
+    found = timer.later(10)()
     assert found["time/reward_s"] == 5.0 and found["time/rollout_s"] == 0.0 < found["time/train_s"]
     assert found["perf/tokens_per_s"] == 10 / found["time/step_s"] and found["mem/peak_gib"] > 0
 

@@ -100,8 +100,7 @@ class EvaluateConfig:
         for name in for_rows if self.tasks else for_tasks:
             if getattr(self, name):
                 why = f"with tasks={self.tasks}" if self.tasks else "without --tasks"
-                flag = name.replace("_", "-")
-                raise UserError(f"{name}={getattr(self, name)}: has no effect {why}; remove --{flag}")
+                raise UserError(f"{name}={getattr(self, name)}: has no effect {why}; remove --{name.replace('_', '-')}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,7 +113,10 @@ def evaluate(cfg: EvaluateConfig) -> dict[str, float]:
     if cfg.tasks:
         from trainer.harness import run_tasks
 
-        result, settings = run_tasks(cfg), {"tasks": cfg.tasks, "num_fewshot": cfg.num_fewshot, "limit": cfg.limit}
+        tasks = [name.strip() for name in cfg.tasks.split(",") if name.strip()]
+        names = ("num_fewshot", "limit", "task_folder", "system_prompt", "as_chat", "batch_size", "trust_remote_code")
+        result = run_tasks(cfg.source, tasks, **{name: getattr(cfg, name) for name in names})
+        settings = {"tasks": cfg.tasks, "num_fewshot": cfg.num_fewshot, "limit": cfg.limit}
     else:
         result, settings = evaluate_rows(cfg)
     for name, value in result.items():

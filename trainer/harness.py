@@ -7,7 +7,7 @@ texts come from the in-process engine, which is several times faster on a GPU an
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from data.chat import stop_ids
 from data.errors import UserError
@@ -15,36 +15,43 @@ from rollout.engine import Request, Sampling
 from rollout.engines.load import load_model
 from trainer.generate import run_settings
 
-if TYPE_CHECKING:
-    from trainer.evaluate import EvaluateConfig
 
 SUPPORTED = {"do_sample", "temperature", "top_p", "top_k", "until", "max_gen_toks"}  # settings of the engine
 
 
-def run_tasks(cfg: EvaluateConfig) -> dict[str, float]:
+def run_tasks(
+    source: str,
+    tasks: list[str],
+    *,
+    task_folder: str | None,
+    num_fewshot: int | None,
+    limit: int | None,
+    system_prompt: str | None,
+    as_chat: bool,
+    batch_size: int,
+    trust_remote_code: bool,
+) -> dict[str, float]:
     """Return the metrics of each task as TASK/METRIC, including the harness's standard errors."""
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager
     except ImportError:
         raise UserError("--tasks needs lm-evaluation-harness; pip install -e '.[eval]'") from None
-    tasks = [name.strip() for name in cfg.tasks.split(",") if name.strip()]
-    manager = TaskManager(include_path=cfg.task_folder)
+    manager = TaskManager(include_path=task_folder)
     if unknown := [name for name in tasks if name not in manager.all_tasks]:
         raise UserError(
             f"tasks={unknown[0]}: unknown task; `lm-eval ls tasks` lists them, --task-folder adds custom tasks"
         )
-    run = run_settings(cfg.source)
-    model, tokenizer = load_model(cfg.source, trust_remote_code=cfg.trust_remote_code)
-    system_prompt = run.get("system_prompt") if cfg.system_prompt is None else cfg.system_prompt
+    model, tokenizer = load_model(source, trust_remote_code=trust_remote_code)
+    system_prompt = run_settings(source).get("system_prompt") if system_prompt is None else system_prompt
     evaluation = lm_eval.simple_evaluate(
-        model=language_model(model, tokenizer, cfg.batch_size),
+        model=language_model(model, tokenizer, batch_size),
         tasks=tasks,
-        num_fewshot=cfg.num_fewshot,
-        limit=cfg.limit,
+        num_fewshot=num_fewshot,
+        limit=limit,
         task_manager=manager,
         system_instruction=system_prompt,
-        apply_chat_template=system_prompt is not None or cfg.as_chat,
+        apply_chat_template=system_prompt is not None or as_chat,
         log_samples=False,
     )
     return {

@@ -258,10 +258,7 @@ def persistent_bytes(s: Sizes, work: Work) -> dict[str, float]:
 
 
 def critic_bytes(s: Sizes, work: Work, model: Sizes | None) -> float:
-    """Return the bytes of a critic's weights, gradients and moments.
-
-    The critic is a two-layer head on the policy (model=None) or a separate model.
-    """
+    """Return the bytes of a critic: a two-layer head on the policy (model=None) or a separate model."""
     if model is None:
         return 16 * (2 * s.width * (s.width + 2) + 1)
     alone = replace(work, shards=1, has_reference=False, other_bytes=0.0, critic=0.0)
@@ -300,11 +297,8 @@ def cast_bytes(s: Sizes, work: Work) -> int:
 
 
 def activation_bytes(s: Sizes, work: Work) -> int:
-    """Return the bytes of activations and casts kept between forward and backward.
-
-    Checkpointing keeps w D per block and token, offloading two blocks of it. Compiled blocks also keep the attention
-    output.
-    """
+    """Return the bytes of activations and casts kept between forward and backward: w D per block and token with
+    checkpointing (plus the attention output if compiled), two blocks of it with offloading."""
     n, w, d = work.local_tokens, work.stream, s.width
     norm = 4 * d + 4
     outside = n * (norm + w * d * work.full + 2 * w * s.head_dim + 8)  # last norm, rotary table, ids
@@ -611,11 +605,8 @@ def other_models(cfg: MethodConfig) -> Iterator[str]:
 
 
 def micro_batch(cfg: MethodConfig) -> tuple[int, bool]:
-    """Return the tokens of the largest micro-batch and whether a step has several micro-batches.
-
-    The largest micro-batch is the limit, one longer sequence, or a full accumulation step. GPUs that share rows count
-    together.
-    """
+    """Return the tokens of the largest micro-batch (the limit, one longer sequence, or a full accumulation step), and
+    whether a step has several. GPUs that share rows count together."""
     run, length = cfg.run, longest_sequence(cfg)
     if length is None:
         return run.max_tokens_per_micro_batch, True
@@ -625,10 +616,7 @@ def micro_batch(cfg: MethodConfig) -> tuple[int, bool]:
 
 
 def longest_sequence(cfg: MethodConfig) -> int | None:
-    """Return the longest sequence that the settings allow, in tokens. Prompts without a limit count as 0.
-
-    None: there is no limit.
-    """
+    """Return the longest possible sequence in tokens, or None without a limit. Unlimited prompts count as 0."""
     if getattr(cfg, "mode", None) == "strided":
         return None  # a row contains many continuations
     if hasattr(cfg, "rollout"):
@@ -655,10 +643,7 @@ def engine_memory_of(cfg: MethodConfig, s: Sizes, work: Work, device: str | None
 
 
 def rollout_size_of(cfg: MethodConfig, device: str) -> RolloutSize | None:
-    """Return the size of a rollout on one device. None: the method does not sample with the engine.
-
-    Prompts without a limit count as 0 tokens.
-    """
+    """Return the size of a rollout on one device, or None without an engine. Unlimited prompts count as 0."""
     if not hasattr(cfg, "rollout") or longest_sequence(cfg) is None:
         return None
     num = -(-cfg.run.sequences_per_step // world_size()) * cfg.minibatches_per_rollout

@@ -410,11 +410,8 @@ class Timer:
                 parts[to_name] = parts.get(to_name, 0.0) + seconds
         return parts
 
-    def metrics(self, num_tokens: int) -> dict[str, float]:
-        return self.later(num_tokens)()
-
     def later(self, num_tokens: int) -> Callable[[], dict[str, float]]:
-        """Reduce the peak memory over all ranks; the returned function waits for the device and returns metrics()."""
+        """Reduce the peak memory over all ranks; the returned function waits for the device and returns the metrics."""
         peak = float(all_max(torch.tensor(peak_gib()), "peak memory"))
 
         def metrics() -> dict[str, float]:

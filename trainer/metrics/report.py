@@ -414,9 +414,9 @@ def total_reward(run: RunData, sample: Mapping[str, Any]) -> float:
     """Return the weighted sum of a sample's rewards."""
     rewards = list((sample.get("rewards") or {}).values())
     specs = run.config.get("reward_weights") or []
-    weights = [1.0] * len(rewards)
-    if len(specs) == len(rewards):
-        weights = [parse_weight(spec).at(sample["step"]) for spec in specs]
+    weights = (
+        [parse_weight(x).at(sample["step"]) for x in specs] if len(specs) == len(rewards) else [1.0] * len(rewards)
+    )
     return sum(weight * reward for weight, reward in zip(weights, rewards, strict=True) if reward is not None)
 
 

@@ -25,6 +25,7 @@ COLUMNS = ("loss/total", "reward/mean", "reward/accuracy", "policy/entropy")
 HIDDEN = ("system_prompt", "output_dir", "run_id", "resume", "overwrite_output_dir", "report_to", "save_",
           "logging_steps", "vllm.", "sync.", "rollout.cache", "stop_grace_s", "parallel.timeout_s", "ref_cache",
           )  # fmt: skip
+SHOWN_ABOVE = ("method", "model", "data", "eval_data")
 
 
 def model_card(
@@ -61,11 +62,8 @@ def model_card(
 
 
 def is_hub_id(name: str, run_dir: Path) -> bool:
-    """Return whether the name is OWNER/NAME on the hub rather than a local path such as models/base.
-
-    A path exists relative to the working directory or to a folder above the run: a run usually writes below the folder
-    in which it was started.
-    """
+    """Return whether the name is OWNER/NAME on the hub rather than a path such as models/base, which exists relative to
+    the working directory or to a folder above the run (usually where the run was started)."""
     if name.count("/") != 1 or ":" in name or name.startswith((".", "/", "~")) or name.endswith(DATA_FILES):
         return False
     return not any((folder / name).exists() for folder in (Path.cwd(), *run_dir.resolve().parents))
@@ -152,9 +150,7 @@ def settings(run: RunData) -> str:
     changed = [
         (key, value)
         for key, value in flatten(run.config)
-        if defaults.get(key) != value
-        and key not in ("method", "model", "data", "eval_data")
-        and not key.startswith(HIDDEN)
+        if defaults.get(key) != value and key not in SHOWN_ABOVE and not key.startswith(HIDDEN)
     ]
     rows = "\n".join(f"| `{key}` | {cell(shown(value))} |" for key, value in changed)
     return f"## Settings that differ from the defaults\n\n| setting | value |\n|---|---|\n{rows}" if rows else ""

@@ -122,8 +122,8 @@ def save_checkpoint(
     reshard(model)
     if saver is not None:
         saver.wait()  # at most one copy in memory
-    record = {"step": step, "schedule": _schedule_state(schedule), "rng": _python_rng(), "run": state}
-    record["processes"] = world_size()
+    schedule_state = {"last_epoch": schedule.last_epoch, "step_count": schedule._step_count}
+    record = {"step": step, "schedule": schedule_state, "rng": _python_rng(), "run": state, "processes": world_size()}
     groups = {
         "extra": {name: value.detach() for name, value in (tensors or {}).items()},
         "weights": {_name_on_disk(model, name): p.detach() for name, p in _trained(model)},
@@ -396,10 +396,6 @@ def _restore_slots(optimizer: Optimizer, trained: dict[str, nn.Parameter], momen
         optimizer.state[parameter] = as_held(optimizer, parameter, slots)
 
 
-def _schedule_state(schedule: LambdaLR) -> dict[str, int]:
-    return {"last_epoch": schedule.last_epoch, "step_count": schedule._step_count}
-
-
 def _python_rng() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
@@ -578,7 +574,8 @@ class Saver:
             stop.save_ends()
             save.free()
             raise UserError(failed(target, problems))
-        save.start([rank for rank, (_, writes) in enumerate(reports) if writes])
+        save.writers = [rank for rank, (_, writes) in enumerate(reports) if writes]
+        save.thread.start()
         self._save = save
         if not in_background:
             self.wait()
@@ -659,10 +656,6 @@ class Save:
             stop.save_ends()
             raise
         return None
-
-    def start(self, writers: list[int]) -> None:
-        self.writers = writers
-        self.thread.start()
 
     def _run(self) -> None:
         try:

@@ -204,9 +204,8 @@ class Run:
             (self.dir / "run_id").write_text(self.id)
             save_config(self.dir / "config.yaml", self._config_tree())
         except OSError as error:
-            raise UserError(
-                f"output_dir={self.dir}: cannot be written ({error.strerror}); choose another folder"
-            ) from None
+            reason = f"cannot be written ({error.strerror}); choose another folder"
+            raise UserError(f"output_dir={self.dir}: {reason}") from None
 
     def restore(self, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> int:
         """Load the checkpoint, if any, and open the logs. Return the number of steps already done."""
@@ -542,10 +541,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def resumed_folder(settings: RunConfig) -> tuple[Path, int | None]:
-    """Return the run folder and the step to resume from at the latest, if any.
-
-    --resume is a run, a checkpoint or latest, which is the run in output_dir.
-    """
+    """Return the folder and the last step allowed, if any, for --resume RUN, CHECKPOINT or latest (output_dir)."""
     folder = Path(settings.output_dir if settings.resume == "latest" else str(settings.resume)).expanduser()
     newest = None
     if not folder.is_dir():

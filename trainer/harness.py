@@ -15,7 +15,6 @@ from rollout.engine import Request, Sampling
 from rollout.engines.load import load_model
 from trainer.generate import run_settings
 
-
 SUPPORTED = {"do_sample", "temperature", "top_p", "top_k", "until", "max_gen_toks"}  # settings of the engine
 
 

@@ -3,7 +3,7 @@
     python -m trainer.push runs/grpo-20261115-093000 me/my-model
     python -m trainer.push runs/grpo-20261115-093000 me/my-model --out folder      # write the folder, upload nothing
 
-The folder contains the exported model, README.md (trainer/run/card.py) and metrics.jsonl. Prompts, completions and
+The folder contains the exported model, README.md (trainer/metrics/card.py) and metrics.jsonl. Prompts, completions and
 local paths are not uploaded, unless --with-report adds report.html, which shows samples and all settings.
 """
 
@@ -24,8 +24,8 @@ from data.command.flags import parse_command, run_command
 from data.errors import UserError
 from rollout.servers.model_folder import BUILTIN
 from trainer.files.atomic_folder import atomic_folder
+from trainer.metrics.card import is_hub_id, model_card
 from trainer.report import defaults_of
-from trainer.run.card import is_hub_id, model_card
 from trainer.run.export import change_json
 
 

@@ -18,11 +18,11 @@ from data.rows.held_out import held_out_numbers
 from rollout.servers.model_folder import BUILTIN
 from tests.trainer.metrics.test_report import CONFIG
 from trainer import evaluate, generate, push, report
+from trainer.metrics.card import model_card
 from trainer.metrics.compare import names_of
 from trainer.metrics.metrics import JsonlLog
 from trainer.metrics.report import write_report
 from trainer.report import defaults_of
-from trainer.run.card import model_card
 
 ROWS = [("1+1=", "2"), ("2+5=", "7"), ("3+4=", "7"), ("8+5=", "14")]  # the tiny model knows sums without a carry
 

@@ -38,11 +38,11 @@ def planned(policy: Policy, held: torch.dtype, tokens: int, trained: int, *, off
     """GiB of the step beyond weights and gradients."""
     on_cuda = policy.device.type == "cuda"
     work = plan.Work(
-        tokens=tokens, trained_tokens=trained, held=held.itemsize, compute=policy.compute_dtype.itemsize,
+        tokens=tokens, trained_tokens=trained, weight_bytes=held.itemsize, compute=policy.compute_dtype.itemsize,
         checkpointing=True, offloading=offloading, accumulates=False, triton=on_cuda,
     )  # fmt: skip
     s = plan.sizes_of(policy.model)
-    return (plan.busiest(s, work).total - held.itemsize * s.params) / GIB
+    return (plan.fullest_point(s, work).total - held.itemsize * s.params) / GIB
 
 
 def measure(shape: dict[str, Any], num_rows: int, length: int, held: torch.dtype, seconds: float) -> list[Row]:

@@ -690,7 +690,7 @@ RESUMES = {
     "other folder": (["--resume", "run", "--output-dir", "other"], "--output-dir=other"),
     "overwrite": (["--resume", "run", "--overwrite-output-dir"], "--overwrite-output-dir"),
     "no such checkpoint": (["--resume", "run/checkpoints/step-00000009"], "step-00000009"),
-    "a new run in it": ([*GRPO, *MODEL, *TASK, "--output-dir", "run"], "output_dir=run: already holds a run"),
+    "a new run in it": ([*GRPO, *MODEL, *TASK, "--output-dir", "run"], "output_dir=run: already contains a run"),
 }
 
 
@@ -733,5 +733,5 @@ def test_the_command_itself_when_a_reward_raises_after_the_folder_is_made(here):
     assert done.returncode == 0, done.stderr
     before = files(here)
     done = run(*argv, cwd=here, timeout=60)
-    check_sentence(done.returncode, done.stderr, "output_dir=run: already holds a run", "--resume run")
+    check_sentence(done.returncode, done.stderr, "output_dir=run: already contains a run", "--resume run")
     assert files(here) == before

@@ -1,4 +1,4 @@
-"""Code that comes with a model, as Python files or inside pickles, never runs unless --trust-remote-code says so."""
+"""Test that a model's code, in Python files or pickles, never runs without --trust-remote-code."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CLASSES = {
 
 
 class Bomb:
-    """Writes the marker when it is unpickled."""
+    """An object that writes the marker when unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -70,7 +70,7 @@ def change(path: Path, **values: object) -> None:
 
 @pytest.fixture
 def marker(tmp_path, monkeypatch) -> Path:
-    """The file that code in a model would write. Whoever asks on stdin is told yes, and that it must not ask."""
+    """Return the file that a model's code would write. A prompt on stdin is answered with yes, and fails the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -82,7 +82,7 @@ def marker(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def evil(tmp_path, marker) -> Path:
-    """A model folder with code of its own for everything that can be loaded from it."""
+    """Return a model folder with custom code for everything that can be loaded from it."""
     folder = tmp_path / "evil_model"
     shutil.copytree(TINY, folder)
     (folder / "evil.py").write_text(EVIL.format(marker=marker))
@@ -143,13 +143,13 @@ def test_python_files_of_a_model_do_not_run(entry, evil, marker, data, capfd):
     run, line = ENTRIES[entry]
     argv = [word.replace("EVIL", str(evil)).replace("DATA", str(data)) for word in line.split()]
     code = run(*argv)
-    said = capfd.readouterr().err
-    assert not marker.exists(), said
-    (sentence,) = [line for line in said.splitlines() if line.startswith("error: ")]
-    assert failed(code) and "custom code" in sentence and "--trust-remote-code" in sentence, said
+    printed = capfd.readouterr().err
+    assert not marker.exists(), printed
+    (message,) = [line for line in printed.splitlines() if line.startswith("error: ")]
+    assert failed(code) and "custom code" in message and "--trust-remote-code" in message, printed
 
 
-def test_they_do_run_when_that_is_asked_for(evil, marker, data):
+def test_python_files_run_with_trust_remote_code(evil, marker, data):
     assert run_show("--data", str(data), "--model", str(evil), "--trust-remote-code") == 0
     assert marker.read_text() == "ran"
     marker.unlink()
@@ -157,7 +157,7 @@ def test_they_do_run_when_that_is_asked_for(evil, marker, data):
     assert run_check(*argv, "--trust-remote-code") == 0
 
 
-def test_an_export_does_not_take_the_word_of_the_run_for_it(evil, marker, tmp_path, capfd):
+def test_an_export_ignores_trust_remote_code_of_the_run(evil, marker, tmp_path, capfd):
     import torch
 
     from trainer.export import main
@@ -174,18 +174,18 @@ def test_an_export_does_not_take_the_word_of_the_run_for_it(evil, marker, tmp_pa
     save_checkpoint(tmp_path / "run" / "checkpoints", 1, model, optimizer, schedule, {}, keep=1, describe=describe)
     (tmp_path / "run" / "config.yaml").write_text(f"method: sft\nmodel: {evil}\ntrust_remote_code: true\n")
     assert main([str(tmp_path / "run"), str(tmp_path / "out")]) == 2
-    said = capfd.readouterr().err
-    assert not marker.exists() and "--trust-remote-code" in said and not (tmp_path / "out").exists(), said
+    printed = capfd.readouterr().err
+    assert not marker.exists() and "--trust-remote-code" in printed and not (tmp_path / "out").exists(), printed
 
 
 def pickled(folder: Path, marker: Path, name: str) -> None:
-    """The weights as a pickle that writes the marker, in place of safetensors."""
+    """Replace the safetensors by a pickle that writes the marker."""
     for path in folder.glob("*.safetensors"):
         path.unlink()
     (folder / name).write_bytes(pickle.dumps({"weight": Bomb(marker)}))
 
 
-def test_weights_in_pickles_are_refused(marker, tmp_path, data, capfd):
+def test_weights_in_pickles_are_an_error(marker, tmp_path, data, capfd):
     folder = tmp_path / "pickled"
     shutil.copytree(TINY, folder)
     change(folder / "config.json", num_labels=1, architectures=["LlamaForSequenceClassification"])
@@ -202,7 +202,7 @@ def test_weights_in_pickles_are_refused(marker, tmp_path, data, capfd):
     assert not marker.exists()
 
 
-def test_adapters_in_pickles_are_refused(marker, tmp_path, data, capfd):
+def test_adapters_in_pickles_are_an_error(marker, tmp_path, data, capfd):
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -219,7 +219,7 @@ def test_adapters_in_pickles_are_refused(marker, tmp_path, data, capfd):
     ):
         assert failed(run())
         assert "has no adapter_model.safetensors" in capfd.readouterr().err
-    inner = tmp_path / "adapter_of_adapter"  # transformers itself applies an adapter that lies in a base folder
+    inner = tmp_path / "adapter_of_adapter"  # transformers applies an adapter in a base folder
     shutil.copytree(folder, inner)
     shutil.copy(TINY / "model.safetensors", inner / "adapter_model.safetensors")
     change(inner / "adapter_config.json", base_model_name_or_path=str(folder))
@@ -228,17 +228,17 @@ def test_adapters_in_pickles_are_refused(marker, tmp_path, data, capfd):
     assert not marker.exists()
 
 
-def test_reward_models_in_workers_are_not_asked_about_either(evil, marker):
+def test_reward_models_in_workers_do_not_run_custom_code(evil, marker):
     with pytest.raises(ValueError, match=r"custom code.*--trust-remote-code"):
         load_rewards([f"model:{evil}"], num_workers=1)
     assert not marker.exists()
 
 
 LOADERS = [path for folder in ("data", "rollout", "trainer") for path in (ROOT / folder).rglob("*.py")]
-PICKLES = {"rollout/rewards/worker_child.py"}  # from the trainer to a worker that it started
+PICKLES = {"rollout/rewards/worker_child.py"}  # from the trainer to its worker
 
 
-def test_every_call_that_loads_says_what_it_trusts():
+def test_every_loading_call_passes_trust_remote_code():
     texts = {path: path.read_text() for path in LOADERS}
     texts = {path: text for path, text in texts.items() if re.search(r"\.(from_pretrained|from_config|loads?)\b", text)}
     for path, node in ((path, node) for path, text in texts.items() for node in ast.walk(ast.parse(text))):

@@ -1,4 +1,4 @@
-"""Our folder `kernels` and Hugging Face's package `kernels` live side by side, and a run works without the latter."""
+"""Test that strop's `kernels` coexists with Hugging Face's package `kernels`, which is optional."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# Modules of Hugging Face's kernels 0.17.2: a file of ours with such a name would hide theirs.
+# Modules of Hugging Face's kernels 0.17.2, which a file of the same name would hide.
 TAKEN = {
     "archs", "backends", "benchmark", "benchmarks", "cli", "compat", "deps", "hf_hub", "importer", "install", "layer",
     "load", "locking", "python_deps", "resolver", "status", "utils", "validate", "variants", "verify", "_rust",
     "_system", "_versions", "_windows",
 }  # fmt: skip
 
-# Accepts what transformers does with the names it imports: combine them, call them, decorate with use_kernel_*.
+# Supports what transformers does with the imported names: combine, call, decorate with use_kernel_*.
 STAND_IN = """
 class Anything:
     def __getattr__(self, name):
@@ -50,13 +50,13 @@ logits = AutoModelForCausalLM.from_config(config)(torch.tensor([[1, 2, 3]])).log
 assert logits.shape == (1, 3, 50)
 """
 
-OURS = f"""
+STROP = f"""
 import kernels, kernels.attention
 assert kernels.__file__ == {str(ROOT / "kernels" / "__init__.py")!r}, kernels.__file__
 assert kernels.attention.__file__ == {str(ROOT / "kernels" / "attention.py")!r}
 """
 
-THEIRS = """
+HUGGING_FACE = """
 from transformers.utils.import_utils import is_kernels_available
 assert is_kernels_available()
 import kernels.layer, sys
@@ -68,7 +68,7 @@ assert LayerRepository is sys.modules["transformers.integrations.hub_kernels"].L
 
 @pytest.fixture(scope="session")
 def neighbour(tmp_path_factory) -> Path:
-    """A folder as site-packages would be with Hugging Face's package in it, holding the names transformers imports."""
+    """Return a fake site-packages with Hugging Face's package and the names transformers imports."""
     import transformers
     from transformers.utils import import_utils
 
@@ -97,18 +97,18 @@ def python(code: str, *path: Path, cwd: Path) -> None:
 
 @pytest.mark.slow
 def test_neighbour_alone_is_what_transformers_expects(neighbour, tmp_path):
-    python(MODEL + THEIRS, neighbour, cwd=tmp_path)
+    python(MODEL + HUGGING_FACE, neighbour, cwd=tmp_path)
 
 
 def test_clone_comes_first(neighbour, tmp_path):
-    """Without it, every other test shows that models load."""
-    python("import trainer\n" + MODEL + OURS + THEIRS, ROOT, neighbour, cwd=tmp_path)
+    """The other tests show that models load without it."""
+    python("import trainer\n" + MODEL + STROP + HUGGING_FACE, ROOT, neighbour, cwd=tmp_path)
 
 
 @pytest.mark.slow
 def test_editable_install_comes_last(neighbour, tmp_path):
-    (tmp_path / "data").mkdir()  # a user's own folder of that name, in the working directory
-    code = "import trainer, data.types\n" + MODEL + OURS + THEIRS
+    (tmp_path / "data").mkdir()  # a user's folder in the working directory
+    code = "import trainer, data.types\n" + MODEL + STROP + HUGGING_FACE
     python(code, neighbour, ROOT, cwd=tmp_path)
 
 
@@ -119,7 +119,7 @@ import sys, transformers.activations
 assert sys.modules["kernels"].__file__ == {str(neighbour / "kernels" / "__init__.py")!r}
 import trainer
 """
-    python(code + MODEL + OURS + THEIRS, neighbour, ROOT, cwd=tmp_path)
+    python(code + MODEL + STROP + HUGGING_FACE, neighbour, ROOT, cwd=tmp_path)
 
 
 UNKNOWN = """
@@ -140,20 +140,20 @@ def test_importing_kernels_is_light_and_an_unknown_name_is_still_an_error(neighb
     python(UNKNOWN, ROOT, neighbour, cwd=tmp_path)
 
 
-def test_no_file_of_ours_hides_one_of_theirs():
+def test_no_file_hides_one_of_hugging_face():
     ours = {path.stem for path in (ROOT / "kernels").iterdir()} - {"__init__", "__pycache__"}
     assert not ours & TAKEN
 
 
-def test_no_distribution_of_ours_owns_the_name():
-    """transformers asks which distribution has a top-level `kernels` and holds its version against a range."""
+def test_no_distribution_of_strop_owns_the_name():
+    """transformers checks the version of the distribution that has a top-level `kernels`."""
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert "trainer" in setuptools["packages"] and "kernels" not in setuptools["packages"]
     assert "strop" not in importlib.metadata.packages_distributions().get("kernels", [])
 
 
 @pytest.mark.slow
-def test_demo_starts_beside_the_neighbour(neighbour, tmp_path):
+def test_demo_starts_with_the_other_package_installed(neighbour, tmp_path):
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{neighbour}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "trainer", "--method", "grpo", "--max-steps", "1", "--max-eval-rows", "8",
                "--output-dir", str(tmp_path / "run")]  # fmt: skip

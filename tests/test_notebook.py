@@ -1,4 +1,4 @@
-"""docs/quickstart.ipynb runs from top to bottom, as somebody would run it in Jupyter."""
+"""Test that docs/quickstart.ipynb runs from top to bottom, as in Jupyter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.metrics.metrics import JsonlLog
 from trainer.notebook import curves
 
 NOTEBOOK = ROOT / "docs" / "quickstart.ipynb"
-# A cell's last expression is what Jupyter would draw.
+# Jupyter shows the last expression of a cell.
 RUN_CELLS = """
 import ast, json, sys
 space = {{}}
@@ -30,7 +30,7 @@ for cell in json.load(open({notebook!r}))["cells"]:
 """
 
 
-# The same runs, shorter: nothing is learned.
+# Shorter runs, which learn nothing.
 SHORTER = {
     r"\"--max-steps\", \"60\", \"--eval-steps\", \"20\"": r"\"--max-steps\", \"2\", \"--max-eval-rows\", \"8\"",
     "max_steps=20,": "max_steps=2,",
@@ -39,7 +39,7 @@ SHORTER = {
 
 
 def run_cells(notebook: Path, folder: Path) -> tuple[str, dict[str, str]]:
-    """What they print, and what Jupyter would show of each cell by its name."""
+    """Return what the cells print, and what Jupyter would show for each cell, by name."""
     script = folder / "cells.py"
     script.write_text(RUN_CELLS.format(notebook=str(notebook)))
     done = run_python(str(script), cwd=folder)
@@ -69,7 +69,7 @@ def test_the_model_learns_and_answers(tmp_path):
     assert "'62'" in shown.values()  # 38+24, with its carry
 
 
-def test_it_is_a_notebook_that_names_only_what_is_there():
+def test_the_notebook_is_valid_and_its_names_exist():
     notebook = json.loads(NOTEBOOK.read_text())
     assert notebook["nbformat"] == 4 and len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
     text = "".join(line for cell in notebook["cells"] for line in cell["source"])

@@ -1,4 +1,4 @@
-"""A run from Python: train(Config(...)) with functions as rewards, and what its folder needs to be resumed."""
+"""Test runs from Python: train(Config(...)) with reward functions, and their resume."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write_script(folder: Path) -> None:
 
 def test_a_run_from_python_is_resumed_there_and_by_the_command(tmp_path):
     write_script(tmp_path)
-    # a real process, in an environment with nothing in it but the way to our modules
+    # a real process with a minimal environment
     env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path), "PATH": os.defpath}
     command = [sys.executable, "script.py"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
@@ -66,7 +66,7 @@ def test_a_run_from_python_is_resumed_there_and_by_the_command(tmp_path):
     assert [row["step"] for row in rows] == [1, 2, 3] and {row["reward/polite/mean"] for row in rows} == {0.25}
 
 
-def test_a_function_that_no_import_finds_is_named_at_resume(tmp_path):
+def test_resume_names_a_function_that_cannot_be_imported(tmp_path):
     write_script(tmp_path)
     done = run_python("script.py", "short", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

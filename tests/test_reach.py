@@ -74,7 +74,7 @@ def test_an_epoch_is_known_to_every_method(method, tmp_path, capfd):
     # 16 rows left to train on; a step has 4 of them, or for grpo 2 prompts with 2 completions each
     gap = 2 if method == "sft" else 4
     assert [row["step"] for row in rows if "eval/rows" in row] == [0, *range(gap, 9, gap), 9]
-    assert f"evals_per_epoch=2: every {gap} steps, an epoch has {2 * gap}" in capfd.readouterr().out
+    assert f"evals_per_epoch=2: every {gap} steps ({2 * gap} per epoch)" in capfd.readouterr().out
 
 
 def test_special_and_eot_tokens_reach_the_exported_model(tmp_path, capfd):

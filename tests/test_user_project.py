@@ -1,4 +1,4 @@
-"""A user's project with packages called as ours: our entries work from there, and the user's code gets the user's."""
+"""Test strop in a user's project whose packages have the same names as strop's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.entry import ROOT, environment
 PROJECT = {
     "data/__init__.py": "from .x import double\n",
     "data/x.py": "from data.loader import FACTOR\n\n\ndef double(v):\n    return FACTOR * v\n",
-    "data/loader.py": "FACTOR = 2\n",  # ours has a loader.py, too
+    "data/loader.py": "FACTOR = 2\n",  # strop also has a loader.py
     "losses/__init__.py": "HALF = 0.5\n",
     "rollout/__init__.py": "",
     "rollout/types.py": "def third():\n    return 3\n",
@@ -33,7 +33,7 @@ import helper
 import losses
 import trainer
 from data import double
-from rollout.rewards.functions import FUNCTIONS  # the user's rollout has none: ours
+from rollout.rewards.functions import FUNCTIONS  # missing in the user's rollout, so strop's
 
 
 def score(completions, **columns):
@@ -48,7 +48,7 @@ TOTAL = 2 + 2 + 2 + 0.5 + 7 + 3 + 4
 ENTRIES = ("trainer", "trainer --method grpo", "data.show", "data.reasoning_gym", "rollout.rewards", "rollout.serve",
            "trainer.plan", "trainer.export", "trainer.report", "trainer.generate", "trainer.evaluate", "trainer.push",
            "trainer.from_trl", "trainer.translate", "trainer.tiny.build", "bench.table")  # fmt: skip
-# Started by our own code only.
+# Started only by strop.
 CHILDREN = {
     "rollout.gyms.launcher", "rollout.rewards.code_child",
     "rollout.servers.worker.strop_guard", "rollout.servers.worker.strop_probe",
@@ -66,7 +66,7 @@ def project(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """The Python of an environment as `pip install -e .` leaves it: our folder last, and the line of strop_build."""
+    """Return the Python of an environment after `pip install -e .`: strop's folder last, plus the strop_build line."""
     build = pytest.importorskip("strop_build", reason="setuptools is not installed")
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False, symlinks=True)
@@ -83,8 +83,8 @@ def python(*argv: str, cwd: Path, executable: Path | str = sys.executable) -> su
     return subprocess.run([executable, *argv], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
 
 
-def test_every_entry_starts_there(project, installed):
-    """By --help of every command that people type: one of each folder as a command, the others in one process."""
+def test_every_command_starts_in_the_project(project, installed):
+    """Run --help of every command: one per folder as a process, the others in one process."""
     note = (
         f"python -m trainer: runs {ROOT / 'trainer'}, not {project / 'trainer.py'}; to run yours, rename it or use an "
         "environment without strop\n"
@@ -105,33 +105,33 @@ def test_every_entry_starts_there(project, installed):
     assert [f"{entry} ends with 0" in done.stdout for entry in ENTRIES] == [True] * len(ENTRIES), done.stderr
 
 
-def test_entries_are_all_there_are():
+def test_the_list_of_commands_is_complete():
     names = [name for name in structure.sources() if '__name__ == "__main__"' in (ROOT / name).read_text()]
     modules = {name.removesuffix(".py").removesuffix("/__main__").replace("/", ".") for name in names}
     typed = {entry.split()[0] for entry in ENTRIES}
     assert {name for name in modules - CHILDREN if not name.startswith("bench")} == typed - {"bench.table"}
 
 
-def test_every_package_with_an_entry_takes_the_names():
+def test_every_package_with_a_command_claims_its_names():
     ours = [path for package in strop_names.NAMES for path in (ROOT / package).rglob("*.py")]
     packages = {p.relative_to(ROOT).parts[0] for p in ours if '__name__ == "__main__"' in p.read_text()}
     assert packages == {"bench", "data", "rollout", "trainer"}
     assert all("strop_names.take()" in (ROOT / package / "__init__.py").read_text() for package in packages)
 
 
-def test_an_install_leaves_other_programs_alone(project, installed, tmp_path):
+def test_an_install_does_not_affect_other_programs(project, installed, tmp_path):
     (project / "data" / "show.py").write_text("print('by path')\n")
     (project / "data" / "pairs.py").write_text("print('not an entry of ours')\n")
-    for argv, said in {
+    for argv, output in {
         ("-c", "import data, sys; print(data.__file__, 'strop_names' in sys.modules)"):
             f"{project / 'data' / '__init__.py'} False",
         ("data/show.py", "-m", "trainer"): "by path",
         ("-m", "data.pairs"): "not an entry of ours",
     }.items():  # fmt: skip
         done = python(*argv, cwd=project, executable=installed)
-        assert (done.returncode, done.stdout, done.stderr) == (0, f"{said}\n", "")
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"{output}\n", "")
     (project / "data" / "show.py").unlink()
-    clone = tmp_path / "clone"  # whoever stands in a clone runs that clone
+    clone = tmp_path / "clone"  # the working directory wins
     (clone / "trainer").mkdir(parents=True)
     (clone / "strop_names.py").write_text("def take(): ...\n")
     (clone / "trainer" / "__init__.py").touch()
@@ -152,7 +152,7 @@ def test_an_editable_install_has_the_line(tmp_path):
         assert f"{ROOT}\n" in [wheel.read(name).decode() for name in wheel.namelist() if name.endswith(".pth")]
 
 
-def test_a_reward_gets_the_users_modules_and_where_there_are_none_ours(project):
+def test_a_reward_imports_the_users_modules_and_otherwise_strops(project):
     done = python("-P", "-m", "rollout.rewards", "--check", "mine.py:score", "--data", "rows.jsonl", cwd=project)
     assert done.returncode == 0 and f"score: mean {TOTAL:g}" in done.stdout, done.stderr
 
@@ -165,7 +165,7 @@ def test_a_reward_file_is_found_with_its_packages_from_elsewhere(project, tmp_pa
     assert done.returncode == 0 and f"score: mean {TOTAL:g}" in done.stdout, done.stderr
 
 
-def test_training_from_there(project, tmp_path):
+def test_training_in_the_project(project, tmp_path):
     argv = ["--method", "grpo", "--max-steps", "1", "--max-eval-rows", "4", "--reward-funcs", "mine.score",
             "--reward-num-workers", "1", "--output-dir", str(tmp_path / "run")]  # fmt: skip
     done = python("-P", "-m", "trainer", *argv, cwd=project)
@@ -174,7 +174,7 @@ def test_training_from_there(project, tmp_path):
     assert last["step"] == 1 and last["reward/score/mean"] == TOTAL
 
 
-def test_what_no_import_statement_asks_for_is_refused_by_a_sentence(project):
+def test_a_dynamic_import_of_a_shared_name_is_an_error(project):
     (project / "by_name.py").write_text("import importlib\nimportlib.import_module('data.x')\n\ndef score(): ...\n")
     done = python("-P", "-m", "rollout.rewards", "--check", "by_name.score", "--data", "rows.jsonl", cwd=project)
     assert done.returncode == 2 and "Traceback" not in done.stderr
@@ -187,14 +187,14 @@ def test_what_no_import_statement_asks_for_is_refused_by_a_sentence(project):
         assert part in done.stderr, done.stderr
 
 
-def test_a_package_that_was_imported_before_ours_is_refused_by_a_sentence(project):
-    code = "import data, sys\nsys.path.remove('')\nimport trainer.cli"  # as a script that trains from Python would
+def test_a_package_imported_before_strops_is_an_error(project):
+    code = "import data, sys\nsys.path.remove('')\nimport trainer.cli"  # like a script that trains from Python
     done = python("-c", code, cwd=project)
     last = done.stderr.splitlines()[-1]
     assert str(project / "data") in last and str(ROOT / "data") in last and "rename your package" in last, done.stderr
 
 
-def test_ours_stay_ours_after_the_users_folder_was_searched(project):
+def test_strops_modules_stay_after_the_users_folder_was_searched(project):
     code = (
         "import sys; sys.path.remove(''); from data.user_code import import_beside; mine = import_beside('mine')\n"
         "import losses, kernels, trainer.cli, data.loader\n"
@@ -207,8 +207,8 @@ def test_ours_stay_ours_after_the_users_folder_was_searched(project):
     assert done.returncode == 0, done.stderr
 
 
-def test_without_a_package_of_such_a_name_imports_are_pythons_own(tmp_path):
-    (tmp_path / "data").mkdir()  # rows, no modules
+def test_without_a_shared_name_imports_are_unchanged(tmp_path):
+    (tmp_path / "data").mkdir()  # a folder without modules
     (tmp_path / "data" / "rows.jsonl").write_text("")
     (tmp_path / "plain.py").write_text("PLAIN = __builtins__['__import__']\n")
     code = (

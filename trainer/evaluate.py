@@ -1,12 +1,12 @@
-"""python -m trainer.evaluate RUN: score a run, or any model, on held-out rows or on tasks of lm-evaluation-harness.
+"""python -m trainer.evaluate RUN: evaluate a run, or any model, on held-out rows or lm-evaluation-harness tasks.
 
-    python -m trainer.evaluate runs/grpo-20261115-093000                  # its own held-out rows and rewards, all rows
+    python -m trainer.evaluate runs/grpo-20261115-093000                  # the run's held-out rows and rewards
     python -m trainer.evaluate Qwen/Qwen3-0.6B --data test.jsonl --reward-funcs exact_match
     python -m trainer.evaluate runs/grpo-20261115-093000 --tasks gsm8k,arc_easy --limit 100
 
-Greedy unless --temperature is set. What is not given is taken from the run's config.yaml; of a run with --val-set-size
-the rows that it held out. The result is printed and added to evaluations.jsonl in the run folder, which the report
-shows. Tasks need `pip install -e '.[eval]'`.
+Decoding is greedy unless --temperature is set. Other defaults come from the run's config.yaml; a run with
+--val-set-size is evaluated on the rows it held out. The result is printed and appended to evaluations.jsonl in the run
+folder, which the report shows. Tasks need `pip install -e '.[eval]'`.
 """
 
 from __future__ import annotations
@@ -36,54 +36,54 @@ from rollout.engine import Completion, Request, Sampling
 from trainer.generate import run_settings
 from trainer.metrics.metrics import read_jsonl
 
-PART = 512  # completions between two lines of progress
+PART = 512  # completions per progress line
 RESULTS = "evaluations.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
-    """Score a run, or any model, on held-out rows or on tasks of lm-evaluation-harness."""
+    """Evaluate a run, or any model, on held-out rows or lm-evaluation-harness tasks."""
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN|MODEL")]
-    """A finished run, a model or adapter folder, a hub id, or builtin:tiny."""
+    """Finished run, model or LoRA adapter folder, hub id, or builtin:tiny."""
     data: tuple[str, ...] = ()
-    """Rows to evaluate on, all of them, in the form of the trainer's --data. None given: the run's --eval-data."""
+    """Data to evaluate on, all rows, same syntax as the trainer's --data. Default: the run's --eval-data."""
     data_format: str | None = None
-    """How rows are read. None: as the run did, or auto."""
+    """Row format. None: the run's, or auto."""
     reward_funcs: tuple[str, ...] = ()
-    """Reward functions. None given: those of the run, or exact_match."""
+    """Reward functions. Default: the run's, or exact_match."""
     reward_weights: tuple[str, ...] = ()
-    """One weight per function, for the total; none given means those of the run, or 1 each."""
+    """One weight per reward function, for the total. Default: the run's, or 1 each."""
     max_rows: int | None = None
-    """Use the first rows only. None: all."""
+    """Use only the first rows. None: all rows."""
     num_generations: int = 1
     """Completions per row; more than 1 needs a temperature."""
     max_completion_length: int | None = None
-    """Most tokens of a completion. None: that of the run, or 256."""
+    """Maximum tokens per completion. None: the run's, or 256."""
     temperature: float = 0.0
     """Sampling temperature. 0: greedy."""
     seed: int = 0
-    """Seed of the sampling."""
+    """Sampling seed."""
     chat_template: str = "tokenizer_default"
-    """Chat template; a trained model carries its own."""
+    """Chat template; a trained model includes its own."""
     chat_template_kwargs: JsonObject = field(default_factory=dict)
-    """Variables for the chat template, as a JSON object. Empty: those of the run."""
+    """Variables for the chat template, as a JSON object. Empty: the run's."""
     system_prompt: str | None = None
-    """System message for conversations without one. None: that of the run."""
+    """System message for conversations without one. None: the run's."""
     tasks: str = ""
-    """Instead of rows: tasks of lm-evaluation-harness, separated by commas."""
+    """lm-evaluation-harness tasks to run instead of rows, separated by commas."""
     task_folder: str | None = None
-    """Folder with task files of your own."""
+    """Folder with custom task files."""
     num_fewshot: int | None = None
-    """Examples before each question. None: what the task says."""
+    """Examples before each question. None: the task's default."""
     limit: int | None = None
-    """Questions per task, the first ones. None: all."""
+    """Use only the first questions of each task. None: all questions."""
     as_chat: bool = False
-    """Ask the questions of tasks as user messages, through the chat template."""
+    """Send task questions as user messages, through the chat template."""
     batch_size: int = 16
-    """Sequences scored at once by a task."""
+    """Batch size for tasks that score given answers."""
     out: str | None = None
-    """Also write every prompt, completion and score to this JSON Lines file."""
+    """Also write all prompts, completions and rewards to this JSON Lines file."""
     trust_remote_code: bool = False
     """Allow running the Python code that comes with the model."""
 
@@ -93,35 +93,38 @@ class EvaluateConfig:
                 raise UserError(f"{name}={getattr(self, name)}: must be 1 or more")
         if self.num_generations > 1 and self.temperature == 0:
             raise UserError(
-                f"num_generations={self.num_generations}: greedy completions of a row are all equal; set --temperature"
+                f"num_generations={self.num_generations}: greedy completions of a row are identical; set --temperature"
             )
-        of_rows = ("data", "data_format", "reward_funcs", "reward_weights", "max_rows", "out", "max_completion_length")
-        of_tasks = ("task_folder", "num_fewshot", "limit", "as_chat")
-        for name in of_rows if self.tasks else of_tasks:
+        for_rows = ("data", "data_format", "reward_funcs", "reward_weights", "max_rows", "out", "max_completion_length")
+        for_tasks = ("task_folder", "num_fewshot", "limit", "as_chat")
+        for name in for_rows if self.tasks else for_tasks:
             if getattr(self, name):
                 why = f"with tasks={self.tasks}" if self.tasks else "without --tasks"
-                raise UserError(f"{name}={getattr(self, name)}: has no effect {why}; leave it out")
+                raise UserError(f"{name}={getattr(self, name)}: has no effect {why}; remove --{name.replace('_', '-')}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 2 after one sentence about what is wrong."""
+    """Return the exit status: 0, or 2 after a one-line error."""
     return run_command(lambda: evaluate(parse_command(EvaluateConfig, argv, "python -m trainer.evaluate")))
 
 
 def evaluate(cfg: EvaluateConfig) -> dict[str, float]:
-    """Evaluate, print, and add the result to the run folder."""
+    """Evaluate, print the result, and append it to the run folder."""
     if cfg.tasks:
         from trainer.harness import run_tasks
 
-        result, what = run_tasks(cfg), {"tasks": cfg.tasks, "num_fewshot": cfg.num_fewshot, "limit": cfg.limit}
+        tasks = [name.strip() for name in cfg.tasks.split(",") if name.strip()]
+        names = ("num_fewshot", "limit", "task_folder", "system_prompt", "as_chat", "batch_size", "trust_remote_code")
+        result = run_tasks(cfg.source, tasks, **{name: getattr(cfg, name) for name in names})
+        settings = {"tasks": cfg.tasks, "num_fewshot": cfg.num_fewshot, "limit": cfg.limit}
     else:
-        result, what = score_rows(cfg)
+        result, settings = evaluate_rows(cfg)
     for name, value in result.items():
         print(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
     folder = Path(cfg.source).expanduser()
     if (folder / "config.yaml").is_file():
         steps = [record["step"] for record in read_jsonl(folder / "metrics.jsonl")]
-        record = {"step": max(steps, default=0), "time": datetime.now(UTC).isoformat(timespec="seconds"), **what}
+        record = {"step": max(steps, default=0), "time": datetime.now(UTC).isoformat(timespec="seconds"), **settings}
         record["results"] = result
         with (folder / RESULTS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
@@ -129,8 +132,8 @@ def evaluate(cfg: EvaluateConfig) -> dict[str, float]:
     return result
 
 
-def score_rows(cfg: EvaluateConfig) -> tuple[dict[str, float], dict[str, Any]]:
-    """Mean rewards over the completions of all rows, and what was evaluated."""
+def evaluate_rows(cfg: EvaluateConfig) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return the mean rewards over the completions of all rows, and the settings to record."""
     from rollout.rewards.options import DEFAULT_REWARD
     from rollout.rewards.table import load_rewards
 
@@ -146,9 +149,9 @@ def score_rows(cfg: EvaluateConfig) -> tuple[dict[str, float], dict[str, Any]]:
     totals = [total for total in table.totals if total is not None]
     result = {"reward/mean": statistics.fmean(totals) if totals else float("nan")}
     for name, column in zip(table.names, zip(*table.values, strict=True), strict=True):
-        scored = [value for value in column if value is not None]
-        if scored and len(table.names) > 1:
-            result[f"{name}/mean"] = statistics.fmean(scored)
+        rewarded = [value for value in column if value is not None]
+        if rewarded and len(table.names) > 1:
+            result[f"{name}/mean"] = statistics.fmean(rewarded)
     if len(totals) > 1:
         result["reward/standard_error"] = statistics.stdev(totals) / len(totals) ** 0.5
     result |= {
@@ -159,28 +162,28 @@ def score_rows(cfg: EvaluateConfig) -> tuple[dict[str, float], dict[str, Any]]:
     if cfg.out:
         with Path(cfg.out).open("w", encoding="utf-8") as file:
             for prompt, completion, row in zip(prompts, completions, table.values, strict=True):
-                scores = dict(zip(table.names, row, strict=True))
-                kept = {"source": prompt.source, "prompt": prompt.prompt, "completion": completion.text}
-                file.write(json.dumps(kept | {"rewards": scores, "finish_reason": completion.finish_reason}) + "\n")
+                record = {"source": prompt.source, "prompt": prompt.prompt, "completion": completion.text}
+                record |= {"rewards": dict(zip(table.names, row, strict=True))}
+                file.write(json.dumps(record | {"finish_reason": completion.finish_reason}) + "\n")
     decoding = "greedy" if cfg.temperature == 0 else f"temperature {cfg.temperature:g}, {cfg.num_generations} each"
     return result, {"data": list(data), "reward_funcs": [str(name) for name in names], "decoding": decoding}
 
 
 def held_out_specs(run: dict[str, Any]) -> tuple[str, ...]:
-    """Where the run's held-out rows are: its --eval-data, or the --data that --val-set-size took them from."""
+    """Return the source of the run's held-out rows: its --eval-data, or the --data that --val-set-size splits."""
     if run.get("val_set_size") and KINDS.get(str(run.get("method"))) != "prompts":
         raise UserError(
-            f"--data: required, since val_set_size={run['val_set_size']:g} of {run.get('method')} holds out rows that "
-            "are not prompts"
+            f"--data is required: the rows held out by val_set_size={run['val_set_size']:g} of {run.get('method')} are "
+            "not prompts"
         )
     data = run.get("data") if run.get("val_set_size") else run.get("eval_data")
     if not data:
-        raise UserError("--data: required, since the source names no held-out rows of its own")
+        raise UserError("--data is required: the source has no held-out rows")
     return tuple(data)
 
 
 def check_single_turn(run: dict[str, Any]) -> None:
-    """Refuse a run whose completions are not only the model's own text: without the rest it would look worse."""
+    """Raise if the run was trained with tools or an environment: without them the model would seem worse."""
     gym = run.get("nemo_gym") or {}
     for name, value in (
         ("tools", " ".join(run.get("tools") or ())),
@@ -191,15 +194,15 @@ def check_single_turn(run: dict[str, Any]) -> None:
     ):
         if value:
             raise UserError(
-                f"{name}={value}: the run was trained with it, and evaluate samples plain completions; evaluate such a "
-                "run with --eval-data in training, or its final/ as a model"
+                f"{name}={value}: the run was trained with it, but trainer.evaluate samples plain completions; use "
+                "--eval-data in training, or evaluate the run's final/ as a model"
             )
 
 
 def sample(
     cfg: EvaluateConfig, run: dict[str, Any], data: Sequence[str], rewards: Sequence[str]
 ) -> tuple[list[Prompt], list[Completion]]:
-    """num_generations completions of each row; the prompts are repeated."""
+    """Sample num_generations completions per row; each prompt is repeated for each completion."""
     from rollout.engines.load import load_model
     from rollout.engines.local import LocalEngine
 
@@ -228,7 +231,7 @@ def sample(
         prompts = read(data)
     prompts = prompts[: cfg.max_rows]
     prompts = [prompt for prompt in prompts for _ in range(cfg.num_generations)]
-    requests = [Request.of(prompt, cfg.seed + number) for number, prompt in enumerate(prompts)]
+    requests = [Request.of(prompt, cfg.seed + i) for i, prompt in enumerate(prompts)]
     sampling = Sampling(
         temperature=cfg.temperature,
         max_tokens=max_tokens,

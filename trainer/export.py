@@ -10,7 +10,7 @@ from trainer.run.export import ExportConfig, export_checkpoint
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 2 after one sentence about what is wrong."""
+    """Return the exit status: 0, or 2 after a one-line error."""
     return run_command(lambda: export(parse_command(ExportConfig, argv, "python -m trainer.export")))
 
 

@@ -1,10 +1,10 @@
-"""python -m trainer.generate RUN: talk to a trained model, or print its answers to given prompts.
+"""python -m trainer.generate RUN: chat with a trained model, or print its answers to prompts.
 
     python -m trainer.generate runs/grpo-20261115-093000                       # a conversation in the terminal
     python -m trainer.generate runs/grpo-20261115-093000 --prompt "7+5=" "2+2="
     echo "Why is the sky blue?" | python -m trainer.generate Qwen/Qwen3-0.6B
 
-A prompt is a user message if the model has a chat template, else text to continue. A run that trained on plain text
+A prompt is a user message if the model has a chat template, otherwise text to continue. A run trained on plain-text
 prompts continues text even if its tokenizer has a template.
 """
 
@@ -26,63 +26,63 @@ from data.types import Messages
 from rollout.engine import Request, Sampling
 from trainer.metrics.metrics import read_jsonl
 
-NEW = "/new"  # typed instead of a message: forget the conversation
+NEW = "/new"  # typed instead of a message: start a new conversation
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
-    """Talk to a trained model, or print its answers to given prompts."""
+    """Chat with a trained model, or print its answers to prompts."""
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN|MODEL")]
-    """A finished run, a model or adapter folder, a hub id, or builtin:tiny."""
+    """Finished run, model or LoRA adapter folder, hub id, or builtin:tiny."""
     prompt: tuple[str, ...] = ()
-    """Prompts to answer, each on its own. None given: lines typed, or read from a pipe, as one conversation."""
+    """Independent prompts to answer. Default: lines from the terminal or a pipe, as one conversation."""
     system_prompt: str | None = None
-    """System message. None: that of the run."""
+    """System message. None: the run's."""
     plain: bool = False
-    """Continue the text as it is, without the chat template."""
+    """Continue the text, without the chat template."""
     temperature: float = 0.0
     """Sampling temperature. 0: greedy."""
     top_p: float = 1.0
-    """Sample from the most likely tokens that have this much probability together. 1: all tokens."""
+    """Sample from the most likely tokens whose total probability is this. 1: all tokens."""
     max_tokens: int = 512
-    """Most tokens of an answer."""
+    """Maximum tokens per answer."""
     seed: int = 0
-    """Seed of the first answer; the next one has the next seed."""
+    """Seed of the first answer; incremented for each further answer."""
     trust_remote_code: bool = False
     """Allow running the Python code that comes with the model."""
 
     def __post_init__(self) -> None:
         if self.plain and self.system_prompt is not None:
-            raise UserError("system_prompt: has no effect with plain, which has no messages; leave one of them out")
+            raise UserError("system_prompt: has no effect with --plain, which sends no messages; use one of the two")
         if self.top_p != 1 and self.temperature == 0:
-            raise UserError(f"top_p={self.top_p}: has no effect on greedy answers; set --temperature")
+            raise UserError(f"top_p={self.top_p}: has no effect with greedy decoding; set --temperature")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 2 after one sentence about what is wrong."""
+    """Return the exit status: 0, or 2 after a one-line error."""
     return run_command(lambda: generate(parse_command(GenerateConfig, argv, "python -m trainer.generate")))
 
 
 def generate(cfg: GenerateConfig) -> None:
-    answer = Answerer(cfg)
+    model = ChatModel(cfg)
     if cfg.prompt:
-        for number, prompt in enumerate(cfg.prompt):
-            print(answer.to(prompt, [], cfg.seed + number))
+        for i, prompt in enumerate(cfg.prompt):
+            print(model.answer(prompt, [], cfg.seed + i))
         return
     messages: Messages = []
-    for number, line in enumerate(lines_of(answer.is_chat)):
+    for i, line in enumerate(read_lines(model.is_chat)):
         if line == NEW:
             messages = []
             continue
-        said = answer.to(line, messages, cfg.seed + number)
-        print(said, flush=True)
-        if answer.is_chat:
-            messages += [{"role": "user", "content": line}, {"role": "assistant", "content": said}]
+        answer = model.answer(line, messages, cfg.seed + i)
+        print(answer, flush=True)
+        if model.is_chat:
+            messages += [{"role": "user", "content": line}, {"role": "assistant", "content": answer}]
 
 
-class Answerer:
-    """A model with the settings it was trained with."""
+class ChatModel:
+    """A model with the prompt settings it was trained with."""
 
     def __init__(self, cfg: GenerateConfig) -> None:
         from rollout.engines.load import load_model
@@ -92,9 +92,9 @@ class Answerer:
         model, self.tokenizer = load_model(cfg.source, trust_remote_code=cfg.trust_remote_code)
         self.is_chat = bool(self.tokenizer.chat_template) and not cfg.plain and not trained_on_text(cfg.source)
         if cfg.system_prompt is not None and not self.is_chat:
-            raise UserError("system_prompt: has no effect on a model that continues plain text; leave it out")
+            raise UserError("system_prompt: has no effect on a model that continues text; remove --system-prompt")
         self.system_prompt = run.get("system_prompt") if cfg.system_prompt is None else cfg.system_prompt
-        self.settings = run.get("chat_template_kwargs") or None
+        self.template_kwargs = run.get("chat_template_kwargs") or None
         self.context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.engine = LocalEngine(model, self.tokenizer)
         self.sampling = Sampling(
@@ -105,41 +105,41 @@ class Answerer:
             stop=tuple(run.get("stop") or ()),
         )
 
-    def to(self, line: str, before: Messages, seed: int) -> str:
+    def answer(self, line: str, before: Messages, seed: int) -> str:
         if self.is_chat:
-            whole = [*before, {"role": "user", "content": line}]
-            ids = render_prompt(self.tokenizer, whole, self.system_prompt, self.settings)
+            messages = [*before, {"role": "user", "content": line}]
+            ids = render_prompt(self.tokenizer, messages, self.system_prompt, self.template_kwargs)
         else:
             ids = render_prompt(self.tokenizer, line)
         room = self.sampling.max_tokens if self.context is None else self.context - len(ids)
         if room < 1:
             raise UserError(
-                f"the prompt has {len(ids)} tokens, and the model's context {self.context}; shorten it, or type {NEW}"
+                f"{len(ids)} prompt tokens exceed the model's context of {self.context}; shorten it, or type {NEW}"
             )
         request = Request(prompt_ids=ids, seed=seed, max_tokens=min(room, self.sampling.max_tokens))
         return self.engine.generate([request], self.sampling)[0].text
 
 
 def run_settings(source: str) -> dict[str, Any]:
-    """config.yaml of a run folder; {} for a model that is none."""
+    """Read config.yaml of a run folder; {} for any other model."""
     path = Path(source).expanduser() / "config.yaml"
     return load_config(path) if path.is_file() else {}
 
 
 def trained_on_text(source: str) -> bool:
-    """Whether a run sampled completions of plain text, not of conversations."""
+    """Return whether a run's prompts were plain text rather than conversations."""
     path = Path(source).expanduser() / "samples.jsonl"
     samples = read_jsonl(path) if path.is_file() else []
     return bool(samples) and isinstance(samples[-1].get("prompt"), str)
 
 
-def lines_of(is_chat: bool) -> Iterator[str]:
-    """Lines that somebody types, until Ctrl-D, or those of a pipe. Empty ones are left out."""
+def read_lines(is_chat: bool) -> Iterator[str]:
+    """Yield nonempty lines from a pipe, or from the terminal until Ctrl-D."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\n") for line in sys.stdin if line.strip())
         return
-    kind = f"Ask something; {NEW} starts over" if is_chat else "Type a text to continue"
-    print(f"{kind}, Ctrl-D ends.", file=sys.stderr)
+    hint = f"Type a message; {NEW} starts over" if is_chat else "Type a text to continue"
+    print(f"{hint}, Ctrl-D ends.", file=sys.stderr)
     while True:
         try:
             line = input("> ")

@@ -1,7 +1,7 @@
-"""Tasks of lm-evaluation-harness on a model of ours: python -m trainer.evaluate RUN --tasks gsm8k,arc_easy
+"""Run lm-evaluation-harness tasks: python -m trainer.evaluate RUN --tasks gsm8k,arc_easy
 
-The harness loads tasks, builds prompts and computes metrics; its Hugging Face backend scores given answers. Texts that
-a task asks to generate come from our in-process engine, which is several times faster on a GPU and equal when greedy.
+The harness loads tasks, builds prompts and computes metrics; its Hugging Face backend scores given answers. Generated
+texts come from the in-process engine, which is several times faster on a GPU and gives the same greedy texts.
 """
 
 from __future__ import annotations
@@ -15,43 +15,54 @@ from rollout.engine import Request, Sampling
 from rollout.engines.load import load_model
 from trainer.generate import run_settings
 
-KNOWN = {"do_sample", "temperature", "top_p", "top_k", "until", "max_gen_toks"}  # what the engine can follow
+SUPPORTED = {"do_sample", "temperature", "top_p", "top_k", "until", "max_gen_toks"}  # settings of the engine
 
 
-def run_tasks(cfg: Any) -> dict[str, float]:
-    """Metrics of each task, named TASK/METRIC, with the harness's standard errors; `cfg` is trainer.evaluate's."""
+def run_tasks(
+    source: str,
+    tasks: list[str],
+    *,
+    task_folder: str | None,
+    num_fewshot: int | None,
+    limit: int | None,
+    system_prompt: str | None,
+    as_chat: bool,
+    batch_size: int,
+    trust_remote_code: bool,
+) -> dict[str, float]:
+    """Return the metrics of each task as TASK/METRIC, including the harness's standard errors."""
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager
     except ImportError:
-        raise UserError("tasks: needs lm-evaluation-harness; pip install -e '.[eval]'") from None
-    tasks = [name.strip() for name in cfg.tasks.split(",") if name.strip()]
-    manager = TaskManager(include_path=cfg.task_folder)
+        raise UserError("--tasks needs lm-evaluation-harness; pip install -e '.[eval]'") from None
+    manager = TaskManager(include_path=task_folder)
     if unknown := [name for name in tasks if name not in manager.all_tasks]:
-        raise UserError(f"tasks={unknown[0]}: no such task; `lm-eval ls tasks` lists them, --task-folder adds yours")
-    run = run_settings(cfg.source)
-    model, tokenizer = load_model(cfg.source, trust_remote_code=cfg.trust_remote_code)
-    system_prompt = run.get("system_prompt") if cfg.system_prompt is None else cfg.system_prompt
-    found = lm_eval.simple_evaluate(
-        model=language_model(model, tokenizer, cfg.batch_size),
+        raise UserError(
+            f"tasks={unknown[0]}: unknown task; `lm-eval ls tasks` lists them, --task-folder adds custom tasks"
+        )
+    model, tokenizer = load_model(source, trust_remote_code=trust_remote_code)
+    system_prompt = run_settings(source).get("system_prompt") if system_prompt is None else system_prompt
+    evaluation = lm_eval.simple_evaluate(
+        model=language_model(model, tokenizer, batch_size),
         tasks=tasks,
-        num_fewshot=cfg.num_fewshot,
-        limit=cfg.limit,
+        num_fewshot=num_fewshot,
+        limit=limit,
         task_manager=manager,
         system_instruction=system_prompt,
-        apply_chat_template=system_prompt is not None or cfg.as_chat,
+        apply_chat_template=system_prompt is not None or as_chat,
         log_samples=False,
     )
     return {
         f"{task}/{metric.replace(',none', '').replace(',', '/')}": value
-        for task, metrics in found["results"].items()
+        for task, metrics in evaluation["results"].items()
         for metric, value in metrics.items()
         if isinstance(value, float | int) and metric != "sample_len"
     }
 
 
 def language_model(model: Any, tokenizer: Any, batch_size: int) -> Any:
-    """The harness's Hugging Face backend, with our engine for the texts it generates."""
+    """Build the harness's Hugging Face backend, with the in-process engine for generated texts."""
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 
@@ -63,43 +74,38 @@ def language_model(model: Any, tokenizer: Any, batch_size: int) -> Any:
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
             settings = [normalize_gen_kwargs(request.args[1], self.max_gen_toks) for request in requests]
-            strange = {name for own in settings for name in own} - KNOWN
-            if strange:
-                print(f"tasks: {', '.join(sorted(strange))} is not known to our engine; transformers generates",
-                      file=sys.stderr)  # fmt: skip
+            if unsupported := {name for kwargs in settings for name in kwargs} - SUPPORTED:
+                names = ", ".join(sorted(unsupported))
+                print(f"tasks: the engine does not support {names}; generating with transformers", file=sys.stderr)
                 return super().generate_until(requests, disable_tqdm)
             texts = [""] * len(requests)
-            for key in sorted({_key(own) for own in settings}):  # requests that are sampled alike go together
-                chosen = [number for number, own in enumerate(settings) if _key(own) == key]
-                for number, text in zip(chosen, self._sampled(requests, chosen, settings[chosen[0]]), strict=True):
-                    texts[number] = text
-                    self.cache_hook.add_partial("generate_until", requests[number].args, text)
+            keys = [repr(sorted(kwargs.items())) for kwargs in settings]
+            for key in sorted(set(keys)):  # one batch per sampling setting
+                batch = [i for i in range(len(requests)) if keys[i] == key]
+                for i, text in zip(batch, self._sample(requests, batch, settings[batch[0]]), strict=True):
+                    texts[i] = text
+                    self.cache_hook.add_partial("generate_until", requests[i].args, text)
             return texts
 
-        def _sampled(self, requests: list[Any], chosen: list[int], own: dict[str, Any]) -> list[str]:
+        def _sample(self, requests: list[Any], batch: list[int], kwargs: dict[str, Any]) -> list[str]:
             eos = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
-            until = handle_stop_sequences(list(own["until"]), eos=eos)
-            room = self.max_length - own["max_gen_toks"]
+            until = handle_stop_sequences(list(kwargs["until"]), eos=eos)
+            room = self.max_length - kwargs["max_gen_toks"]
             if room < 1:
-                raise UserError(
-                    f"tasks: asks for {own['max_gen_toks']} tokens, and the model's context is {self.max_length}"
-                )
-            temperature = own.get("temperature", 1.0) if own.get("do_sample") else 0.0
+                tokens = kwargs["max_gen_toks"]
+                raise UserError(f"--tasks: max_gen_toks={tokens} does not fit the model's context of {self.max_length}")
+            temperature = kwargs.get("temperature", 1.0) if kwargs.get("do_sample") else 0.0
             sampling = Sampling(
                 temperature=temperature,
-                top_p=own.get("top_p", 1.0) if temperature else 1.0,
-                top_k=own.get("top_k", 0) if temperature else 0,
-                max_tokens=own["max_gen_toks"],
+                top_p=kwargs.get("top_p", 1.0) if temperature else 1.0,
+                top_k=kwargs.get("top_k", 0) if temperature else 0,
+                max_tokens=kwargs["max_gen_toks"],
                 stop_ids=self.ends,
                 stop=tuple(text for text in until if text),
             )
-            contexts = [self.tok_encode(requests[number].args[0], left_truncate_len=room) for number in chosen]
-            asked = [Request(prompt_ids=ids, seed=number) for ids, number in zip(contexts, chosen, strict=True)]
-            made = self.engine.generate(asked, sampling)
-            return [postprocess_generated_text(completion.text, until, None) for completion in made]
+            contexts = [self.tok_encode(requests[i].args[0], left_truncate_len=room) for i in batch]
+            prompts = [Request(prompt_ids=ids, seed=i) for ids, i in zip(contexts, batch, strict=True)]
+            completions = self.engine.generate(prompts, sampling)
+            return [postprocess_generated_text(completion.text, until, None) for completion in completions]
 
     return EngineLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
-
-
-def _key(own: dict[str, Any]) -> str:
-    return repr(sorted(own.items()))

@@ -1,29 +1,32 @@
-"""Memory of a training run on each GPU: one model for the command, and for the advice after an out-of-memory error.
+"""Estimate the memory of a training run per GPU, for the command and for the advice after an out-of-memory error.
 
     python -m trainer.plan --model Qwen/Qwen3-1.7B --gpus 1 --method grpo
     python -m trainer.plan --shape llama-3.1-8b --gpus 8 --method dpo --gpu a100-80
     python -m trainer.plan --shape qwen3-8b --gpus 8 --parallel.context 4 --max-tokens-per-micro-batch 131072
     python -m trainer.plan --model builtin:tiny --lora.r 16 --max-tokens-per-micro-batch 16384
 
-    num_bytes = planned_peak(cfg, tokens)      # peak of a training step of so many tokens
-    text = out_of_memory(error, cfg)           # which flags to lower, and what each would save
+    num_bytes = planned_peak(cfg, tokens)      # peak of a training step with this many tokens
+    text = out_of_memory(error, cfg)           # flags to lower and what each would save
 
-Only a config.json is read, no weights. Sections: what is counted, bytes (a formula for each row of the table), a run
-from its Config, out of memory, the command.
+Only config.json is read, no weights.
 
 L layers, D width, H query heads, G key-value heads, K head size, I width inside the gated MLP, V vocabulary, P
-parameters; n tokens of a micro-batch on this GPU (packed, so all are real). h = bytes of a trained weight, w = of a
-number in the residual stream, c = of one in the matrix products: full fine-tuning holds float32 weights and multiplies
-in bfloat16 under autocast (h 4, w 4, c 2); --trained-dtype bfloat16 has 2, 2, 2, and --dtype float32 has 4, 4, 4. The
-frozen base of a LoRA run, and blocks that FSDP gathers in bfloat16, have w 2, c 2. With --load-in-4bit the matrices of
-that base take PACKED bytes a weight, and c more for the one in use.
+parameters, n tokens of a micro-batch on this GPU (packed, so no padding). Bytes per number: h in a trained weight, w in
+the residual stream, c in a matrix product.
 
-Checked in tests/trainer/test_plan.py: what autograd saves, tensor by tensor, on a CPU; the peak of a step there; the
-head's buffers and the peak of a checkpointed bfloat16 step, against rows measured on an H200; AdamW's moments, against
-what the optimizers hold. bench/vs_trl.py compares whole DPO steps on a GPU. Not measured, so only estimated: FSDP's
-buffers, the in-process engine on a GPU, RESERVE and ASLEEP. Not counted: what --compile saves (compiled blocks keep
-fewer activations), what kernels/block.py saves on a GPU without it (norms keep neither float32 nor normalised inputs,
-MLPs no silu(gate)), dense masks and scores of sdpa (sequences are packed, with flex attention), reward models.
+    full fine-tuning (float32 weights, bfloat16 autocast)      h 4, w 4, c 2
+    --trained-dtype bfloat16                                   h 2, w 2, c 2
+    --dtype float32                                            h 4, w 4, c 4
+    frozen LoRA base; blocks that FSDP gathers in bfloat16          w 2, c 2
+
+With --load-in-4bit the matrices of the base take PACKED bytes per weight, plus c per weight of the matrix in use.
+
+tests/trainer/test_plan.py checks saved activations and the peak of a step on a CPU, the head's buffers and the peak of
+a checkpointed bfloat16 step against an H200, and AdamW's state. bench/vs_trl.py compares whole DPO steps on a GPU.
+FSDP's buffers, the in-process engine on a GPU, RESERVE and ASLEEP are unverified estimates.
+
+Not counted: activations that --compile saves, or kernels/block.py on a GPU without it (norms keep neither float32 nor
+normalised inputs, MLPs no silu(gate)); dense masks and scores of sdpa (packed rows use flex attention); reward models.
 """
 
 from __future__ import annotations
@@ -32,69 +35,79 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from data.command.flags import parse_command, run_command
 from data.errors import UserError
 from data.hub import check_hub
+from data.training_config import KINDS
 from rollout.servers.model_folder import read_adapter, resolve_model
+from trainer.cli import load_method, method_names
 from trainer.config.checks import check_numbers
 from trainer.config.errors import load_error
 from trainer.parallel.ranks import world_size
 
-CHUNK, PART, SLICE = 4096, 512, 1 << 28  # of kernels/linear_logprob_triton.py, which needs triton to import
-TRITON_HEAD = (9, 10)  # compute capabilities that it runs on: Hopper and Blackwell
+if TYPE_CHECKING:
+    from trainer.config.blocks import MethodConfig
+
+CHUNK, PART, SLICE = 4096, 512, 1 << 28  # as in kernels/linear_logprob_triton.py, which needs triton to import
+TRITON_HEAD = (9, 10)  # compute capabilities of that kernel: Hopper and Blackwell
 TORCH_BLOCK = 1 << 25  # BLOCK_ELEMENTS of kernels/linear_logprob.py
-SCALED, SMALLEST = 256, 4096  # torchao's 8-bit moments: numbers of a scale, and of the smallest tensor that has them
-PACKED = 0.5 + 2 / 64  # bytes of a weight in kernels/nf4.py: a code, and its part of a bfloat16 scale
+SCALED, SMALLEST = 256, 4096  # torchao's 8-bit moments: numbers per scale, and the smallest tensor in 8 bits
+PACKED = 0.5 + 2 / 64  # bytes per weight in kernels/nf4.py: a code and its share of a bfloat16 scale
 GIB = 1 << 30
 BYTES = {"float32": 4, "bfloat16": 2}
-RESERVE = 2.0  # GiB, assumed: CUDA context, NCCL, cuBLAS workspaces, gaps in the allocator
-ASLEEP = 1.5  # GiB, assumed: what a colocated vLLM server keeps while it sleeps
-PAGE = 64  # tokens of a page of the in-process engine's cache
-ROWS = {"cuda": 512, "cpu": 256}  # that this engine decodes at once by default
-LONGEST, STEP = 1 << 20, 256  # largest micro-batch tried, in tokens, and the step between two
-RANK = 16  # of adapters suggested to a run that trains all weights
+RESERVE = 2.0  # GiB, assumed: CUDA context, NCCL, cuBLAS workspaces, allocator fragmentation
+ASLEEP = 1.5  # GiB, assumed: a sleeping colocated vLLM server
+PAGE = 64  # tokens per page of the in-process engine's cache
+ROWS = {"cuda": 512, "cpu": 256}  # default max_batch_size of the in-process engine
+LONGEST, STEP = 1 << 20, 256  # largest micro-batch tried and the step between two, in tokens
+RANK = 16  # --lora.r suggested to a run that trains all weights
 Head = Literal["one pass", "any loss", "none"]
+HEADS: dict[str, Head] = {"sft": "one pass", "rm": "none", "prm": "none"}  # the others follow from their Config
 
 
 # what is counted -------------------------------------------------------------------------------------------------
 
 
 class Method(NamedTuple):
-    """What a method needs memory for."""
+    """Facts about a method that decide its memory."""
 
     head: Head
-    reference: Literal["always", "with beta", "never"] = "never"
-    samples: bool = False
-    sequences: int = 1  # of one row
-    critic: bool = False
+    reference: Literal["always", "with beta", "never"]
+    samples: bool
+    sequences: int  # per row
+    critic: bool
 
     def head_for(self, context: int) -> Head:
-        """The pass that computes the gradient too is not for GPUs that share a row (logps.token_loss)."""
+        """Return the head's path; ranks that share a row cannot use the fused one (logps.token_loss)."""
         return "any loss" if context > 1 and self.head == "one pass" else self.head
 
 
-METHODS = {
-    "sft": Method("one pass"),
-    **dict.fromkeys(("dpo", "ipo"), Method("any loss", "always", sequences=2)),
-    "kto": Method("any loss", "always"),
-    **dict.fromkeys(("cpo", "simpo", "orpo"), Method("any loss", sequences=2)),
-    "rm": Method("none", sequences=2),
-    "prm": Method("none"),
-    **dict.fromkeys(("grpo", "gdpo", "rloo", "opd"), Method("one pass", "with beta", samples=True)),
-    "online_dpo": Method("any loss", "always", samples=True),
-    "ppo": Method("one pass", "with beta", samples=True, critic=True),
-    "ebft": Method("one pass", "always", samples=True),  # its frozen feature network
-}
-ANY = Method("any loss")  # a method outside the repository
+@cache
+def method_facts(config: type[MethodConfig]) -> Method:
+    """Derive the facts from the blocks of a Config and the files of its base classes."""
+    from trainer.config.groups import GroupConfig, PolicyGradientConfig  # imports torch
+
+    names = [kind.__module__.rpartition(".")[2] for kind in config.__mro__]
+    blocks = {block.name for block in fields(config)}
+    has_policy_loss = issubclass(config, PolicyGradientConfig)
+    head: Head = "one pass" if has_policy_loss else "any loss"
+    return Method(
+        head=next((HEADS[name] for name in names if name in HEADS), head),
+        reference="always" if blocks & {"reference", "features"} else "with beta" if has_policy_loss else "never",
+        samples=issubclass(config, GroupConfig),
+        sequences=2 if next((KINDS[name] for name in names if name in KINDS), "") == "pairs" else 1,
+        critic="value_model" in blocks,
+    )
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A decoder of RMS norms, grouped attention and a gated MLP."""
+    """Sizes of a decoder with RMS norms, grouped-query attention and a gated MLP."""
 
     layers: int
     width: int
@@ -105,9 +118,9 @@ class Sizes:
     vocab: int
     tied: bool
     qk_norm: bool
-    tensors: tuple[int, ...]  # parameters of each, tied ones once
+    tensors: tuple[int, ...]  # parameters per tensor; a tied tensor counts once
     matrices: int  # parameters in the linear layers of the blocks
-    ends: tuple[int, ...]  # in and out of each of those layers
+    ends: tuple[int, ...]  # input and output width of each of these layers
 
     @property
     def params(self) -> int:
@@ -123,36 +136,36 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Work:
-    """What is trained, how, and on how many tokens at a time."""
+    """A micro-batch and the settings that decide its memory."""
 
     tokens: int
     lora_r: int = 0
-    in_4bit: bool = False  # a frozen base in 4 bits
-    held: int = 4  # h: bytes of a weight when all are trained
+    in_4bit: bool = False  # frozen base in 4 bits
+    weight_bytes: int = 4  # h, in full fine-tuning
     compute: int = 2  # c
     checkpointing: bool = False
-    offloading: bool = False  # of what checkpointing keeps
-    compiled: bool = False  # or may be; on one GPU, checkpointed blocks then keep the output of attention
+    offloading: bool = False  # checkpointed activations are offloaded
+    compiled: bool = False  # may be compiled: on one GPU, checkpointed blocks then keep the attention output
     head: Head = "one pass"
     has_reference: bool = False
-    others: float = 0.0  # bytes of other frozen models
-    critic: float = 0.0  # bytes of PPO's critic, which every GPU holds whole
+    other_bytes: float = 0.0  # other frozen models
+    critic: float = 0.0  # bytes of PPO's critic, which is not sharded
     optim: str = "adamw"
     shards: int = 1  # GPUs that FSDP shards over; 1: replicas
     triton: bool = True
-    trained_tokens: int | None = None  # None: all of them
+    trained_tokens: int | None = None  # None: all tokens
     accumulates: bool = True  # gradients of earlier micro-batches exist
     context: int = 1  # GPUs that share the micro-batch
 
     @property
-    def own(self) -> int:
-        """n: tokens that one GPU computes."""
+    def local_tokens(self) -> int:
+        """n, tokens per GPU."""
         return -(-self.tokens // self.context)
 
     @property
-    def rows(self) -> int:
-        """R: those of them that train."""
-        return self.own if self.trained_tokens is None else -(-self.trained_tokens // self.context)
+    def local_trained_tokens(self) -> int:
+        """Trained tokens per GPU."""
+        return self.local_tokens if self.trained_tokens is None else -(-self.trained_tokens // self.context)
 
     @property
     def full(self) -> bool:
@@ -160,47 +173,47 @@ class Work:
 
     @property
     def stream(self) -> int:
-        """w; FSDP casts what it gathers, so autocast does not."""
-        return self.held if self.full and self.shards == 1 else self.compute
+        """w; FSDP casts the blocks it gathers, so autocast does not."""
+        return self.weight_bytes if self.full and self.shards == 1 else self.compute
 
 
-class Asked(NamedTuple):
-    """Completions that the in-process engine makes for a step on one GPU."""
+class RolloutSize(NamedTuple):
+    """Completions that the in-process engine samples for a step on one GPU."""
 
-    rows: int  # decoded at once
-    prompts: int  # distinct ones
+    rows: int  # decoded concurrently
+    prompts: int  # distinct prompts
     prompt_length: int
     completion_length: int
 
     @property
     def tokens(self) -> int:
-        """In its cache, by whole pages: every prompt once, and the own tokens of each row."""
-        return self.prompts * pages(self.prompt_length) + self.rows * pages(self.completion_length + 1)
+        """Tokens in the cache, in whole pages: each prompt once, plus the completion of each row."""
+        return self.prompts * whole_pages(self.prompt_length) + self.rows * whole_pages(self.completion_length + 1)
 
 
 class EngineMemory(NamedTuple):
-    """Bytes that the in-process engine holds while it samples."""
+    """Bytes of the in-process engine while it samples."""
 
-    copy: float  # of the weights in the dtype of matrix products; on a CPU it uses those that are trained
+    copy: float  # weights in the compute dtype; 0 on a CPU, which samples from the trained weights
     cache: float  # keys and values
-    logits: float  # of one step, float32
+    logits: float  # one decode step, float32
 
 
-class Moment(NamedTuple):
-    """A point in the step, and its bytes beyond those kept from start to end."""
+class StepPoint(NamedTuple):
+    """A point in the step and its bytes in addition to persistent_bytes."""
 
     name: str
     activations: float
-    passing: float  # short-lived buffers
-    gradients: float = 0.0  # computed so far, if none are kept
+    buffers: float  # temporary
+    gradients: float = 0.0  # computed so far, if gradients are not persistent
 
     @property
     def total(self) -> float:
-        return self.activations + self.passing + self.gradients
+        return self.activations + self.buffers + self.gradients
 
 
 def sizes_of(model: Any) -> Sizes:
-    """Sizes of a transformers causal LM, which may be on the meta device."""
+    """Return the sizes of a transformers causal LM, which may be on the meta device."""
     from torch import nn
 
     config, head = model.config, model.get_output_embeddings()
@@ -220,128 +233,127 @@ def sizes_of(model: Any) -> Sizes:
 # bytes -----------------------------------------------------------------------------------------------------------
 
 
-def kept(s: Sizes, work: Work) -> dict[str, float]:
-    """Bytes per GPU kept from start to end.
+def persistent_bytes(s: Sizes, work: Work) -> dict[str, float]:
+    """Return the bytes per GPU that last for the whole step, by kind.
 
-    AdamW's step needs no extra memory: on a GPU it is one kernel for all weights, or one for each. With LoRA the base
-    is its own reference.
+    AdamW's step allocates nothing: on a GPU it is one kernel, or one kernel per weight. With LoRA the base serves as
+    the reference.
     """
-    trained_bytes = work.held if work.full else 4
+    trained_bytes = work.weight_bytes if work.full else 4
     tensors = s.tensors if work.full else tuple(work.lora_r * end for end in s.ends)
     trained = sum(tensors)
-    if work.optim == "adamw_8bit":  # a byte, and a float32 scale for each 256; small and odd tensors stay as they are
-        parts = [(num, num / work.shards) for num in tensors]
-        in_8bit = sum(num for num, own in parts if own >= SMALLEST and own % SCALED == 0)
-    else:
-        in_8bit = 0
+    in_8bit = 0
+    if work.optim == "adamw_8bit":  # a byte per number, a float32 scale per 256; other sizes are not quantised
+        shards = [(num, num / work.shards) for num in tensors]
+        in_8bit = sum(num for num, shard in shards if shard >= SMALLEST and shard % SCALED == 0)
     base = work.compute * s.params - (work.compute - PACKED) * s.matrices * work.in_4bit
-    whole = {
-        "weights": work.held * s.params if work.full else base,
+    total = {
+        "weights": work.weight_bytes * s.params if work.full else base,
         "adapters": 4 * s.adapter(work.lora_r),
         "gradients": trained_bytes * trained,
         "optimizer state": 2 * (1 + 4 / SCALED) * in_8bit + 2 * trained_bytes * (trained - in_8bit),
-        "reference": work.compute * s.params * (work.has_reference and work.full) + work.others,
+        "reference": work.compute * s.params * (work.has_reference and work.full) + work.other_bytes,
     }
-    return {name: size / work.shards for name, size in whole.items()} | ({"critic": work.critic} if work.critic else {})
+    return {name: size / work.shards for name, size in total.items()} | ({"critic": work.critic} if work.critic else {})
 
 
-def critic_bytes(s: Sizes, work: Work, own: Sizes | None) -> float:
-    """Weights, gradients and moments of a critic: a head of two layers on the policy, or a model of its own."""
-    if own is None:
+def critic_bytes(s: Sizes, work: Work, model: Sizes | None) -> float:
+    """Return the bytes of a critic: a two-layer head on the policy (model=None) or a separate model."""
+    if model is None:
         return 16 * (2 * s.width * (s.width + 2) + 1)
-    alone = replace(work, shards=1, has_reference=False, others=0.0, critic=0.0)
-    return sum(kept(own, alone).values())
+    alone = replace(work, shards=1, has_reference=False, other_bytes=0.0, critic=0.0)
+    return sum(persistent_bytes(model, alone).values())
 
 
-def saved_by_block(s: Sizes, work: Work) -> int:
-    """Bytes that autograd saves of one block: per own token the terms below, and keys and values of the other GPUs'."""
+def block_activation_bytes(s: Sizes, work: Work) -> int:
+    """Return the bytes that autograd saves per block: the terms below per local token, plus remote keys and values."""
     w, c, d, inner = work.stream, work.compute, s.width, s.inner
     heads, keys = s.heads + s.kv_heads, (s.heads + s.kv_heads) * s.head_dim
     if work.full:
         terms = {
-            "two norms": 2 * ((4 + w) * d + 4),  # input in float32, normalised input, one root each
-            "their outputs": (5 if w != c else 2) * c * d,  # autocast casts for each of q, k, v, gate, up
+            "two norms": 2 * ((4 + w) * d + 4),  # float32 input, normalised input, one root
+            "norm outputs": (5 if w != c else 2) * c * d,  # autocast casts once for each of q, k, v, gate, up
             "q, k norms": ((4 + c) * keys + 4 * heads) * s.qk_norm,
             "MLP": 4 * c * inner,  # gate, silu(gate), up, their product
         }
     else:
         terms = {
             "two norms": 2 * (4 * d + 4),
-            # each matrix keeps its own cast of its input; in float32 those with the same input share it
+            # each matrix keeps a cast of its input; in float32, matrices with the same input share it
             "inputs of matrices": c * (2 * d + inner if c == 4 else 5 * d + s.heads * s.head_dim + inner),
             "inside the adapters": c * 7 * work.lora_r,
             "q, k norms": (4 * keys + 4 * heads) * s.qk_norm,
             "MLP": 3 * c * inner,
         }
     terms["attention"] = 2 * c * keys + 4 * s.heads  # q, k, v, output, log-sum-exp; no T x T scores
-    return work.own * sum(terms.values()) + 2 * c * s.kv_heads * s.head_dim * (work.tokens - work.own)
+    return work.local_tokens * sum(terms.values()) + 2 * c * s.kv_heads * s.head_dim * (work.tokens - work.local_tokens)
 
 
-def casts(s: Sizes, work: Work) -> int:
-    """Bytes of the bfloat16 copies that autocast makes of the trained float32 matrices of all blocks."""
+def cast_bytes(s: Sizes, work: Work) -> int:
+    """Return the bytes of autocast's bfloat16 copies of the trained float32 matrices, over all blocks."""
     if work.compute == 4:
         return 0
     return work.compute * (s.matrices * (work.stream != work.compute) if work.full else s.adapter(work.lora_r))
 
 
-def saved(s: Sizes, work: Work) -> int:
-    """Bytes of activations kept between forward and backward, casts included; checkpointing keeps w D per block, and
-    offloading two of those; compiled blocks keep the output of attention, too."""
-    n, w, d = work.own, work.stream, s.width
+def activation_bytes(s: Sizes, work: Work) -> int:
+    """Return the bytes of activations and casts kept between forward and backward: w D per block and token with
+    checkpointing (plus the attention output if compiled), two blocks of it with offloading."""
+    n, w, d = work.local_tokens, work.stream, s.width
     norm = 4 * d + 4
     outside = n * (norm + w * d * work.full + 2 * w * s.head_dim + 8)  # last norm, rotary table, ids
     if work.offloading:
         return outside + n * w * d * min(2, s.layers)
     if work.checkpointing:
-        attention = s.heads * (work.compute * s.head_dim + 4) * work.compiled  # and its log-sum-exp
+        attention = s.heads * (work.compute * s.head_dim + 4) * work.compiled  # output and log-sum-exp
         return outside + n * (w * d + attention) * s.layers
-    first = 0 if work.full else n * norm  # embeddings do not train: the first norm saves nothing
-    return outside - first + s.layers * saved_by_block(s, work) + casts(s, work)
+    first = 0 if work.full else n * norm  # embeddings are frozen, so the first norm saves nothing
+    return outside - first + s.layers * block_activation_bytes(s, work) + cast_bytes(s, work)
 
 
-def offloaded(s: Sizes, work: Work) -> int:
-    """Bytes of main memory that offloading takes for each GPU: the inputs of all blocks but the last."""
-    return work.own * work.stream * s.width * (s.layers - 1) * work.offloading
+def offloaded_bytes(s: Sizes, work: Work) -> int:
+    """Return the bytes of main memory that offloading takes per GPU: the inputs of all blocks but the last."""
+    return work.local_tokens * work.stream * s.width * (s.layers - 1) * work.offloading
 
 
 def head_bytes(s: Sizes, work: Work) -> int:
-    """Peak of the log-prob head (kernels/linear_logprob.py), including its new gradients dX and dW.
+    """Return the peak of the log-prob head (kernels/linear_logprob.py), including its new gradients dX and dW.
 
-    It stores no logits, but one chunk of exponentials E; `part` is a part of E @ W in float32.
+    The head stores one chunk of exponentials E instead of logits; `part` is a chunk of E @ W in float32.
     """
     if work.head == "none":
         return 0
-    rows, d, v, w, c = work.rows, s.width, s.vocab, work.stream, work.compute
+    rows, d, v, w, c = work.local_trained_tokens, s.width, s.vocab, work.stream, work.compute
     cast, dx = c * s.embedding * (w != c), c * rows * d
-    if not work.triton or c == 4:  # blocks of float32: four at a time, or three and the summand of dW
+    if not work.triton or c == 4:  # float32 blocks: four, or three plus the summand of dW
         block = 4 * v * min(rows, max(1, TORCH_BLOCK // v))
         low = 0 if c == 4 else block // 2
         dw = s.embedding * work.full
         return cast + dx + 4 * dw + max(4 * block, 3 * block + low + c * dw)
-    if work.head == "any loss" and work.full:  # E of some columns, all rows
+    if work.head == "any loss" and work.full:  # E for some columns and all rows
         columns = min(v, max(256, SLICE // max(1, rows) // 256 * 256))
         return cast + 2 * rows * columns + 4 * d * columns + 4 * rows * d + dx + w * s.embedding
-    at_once = work.full and w != 4 and rows <= 2 * d
-    chunk = rows if at_once else min(rows, CHUNK)
+    is_one_chunk = work.full and w != 4 and rows <= 2 * d
+    chunk = rows if is_one_chunk else min(rows, CHUNK)
     e = 2 * -(-chunk // 128) * 128 * v
     part = 4 * d * min(chunk, PART * max(1, d // 1024))
     if not work.full:
         return e + dx + part
-    if w == 4 or at_once:
+    if w == 4 or is_one_chunk:
         return cast + e + dx + part + w * s.embedding
     return max(e + dx + part + 4 * s.embedding, dx + (4 + w) * s.embedding)  # the sum is float32, then rounded
 
 
 def logits_bytes(s: Sizes, rows: int) -> int:
-    """What storing the logits would take at its peak: logits, float32 copy, log-softmax, gradient."""
+    """Return the peak if logits were stored: logits, float32 copy, log-softmax, gradient."""
     return 12 * rows * s.vocab
 
 
-def in_flight(s: Sizes, work: Work) -> tuple[float, float]:
-    """Bytes that FSDP holds gathered beyond its shards: in forward and head, and in the backward of a block.
+def gathered_bytes(s: Sizes, work: Work) -> tuple[float, float]:
+    """Return FSDP's bytes in addition to its shards: in forward and head, and in the backward of a block.
 
-    A block in use, the next one prefetched and its gather buffer (3 c each); embeddings and head, which stay gathered
-    (c); in the backward the block's unsharded gradient (c), and that in float32 for the reduction (4).
+    Blocks take 3 c per weight: the block in use, the prefetched block and its gather buffer. Embeddings and head stay
+    gathered (c). The backward adds the block's unsharded gradient (c) and its float32 copy for the reduction (4).
     """
     if work.shards == 1:
         return 0.0, 0.0
@@ -350,63 +362,64 @@ def in_flight(s: Sizes, work: Work) -> tuple[float, float]:
     return gathered, gathered + (c + 4) * block * work.full
 
 
-def moments(s: Sizes, work: Work) -> list[Moment]:
-    """Candidates for the peak.
+def step_points(s: Sizes, work: Work) -> list[StepPoint]:
+    """Return the points of a step that may be its peak.
 
-    A step of a single micro-batch starts without gradients, which grow as activations are freed (`is_first`).
-    Replicas sum gradients some buckets at a time, of 25 MiB each, which is not counted.
+    A step with a single micro-batch starts without gradients, which grow as activations are freed (`is_first`). The
+    25 MiB buckets in which replicas sum gradients are not counted.
     """
-    w, c, n, d = work.stream, work.compute, work.own, s.width
+    w, c, n, d = work.stream, work.compute, work.local_tokens, s.width
     has_head = work.head != "none"
     is_first, is_tied = work.full and not work.accumulates, work.full and s.tied and has_head
-    stays, (gathered, reduced) = saved(s, work), in_flight(s, work)
-    block = saved_by_block(s, work) + casts(s, work) / s.layers
-    grad = work.held / work.shards  # bytes of a gradient once it is there
-    head_grad = grad * s.embedding * has_head  # of a tied head it waits for that of the embedding
-    waits, new = (0, head_grad) if is_first else (head_grad * is_tied, 0)
-    # In the MLP: gradients of product, silu and up in place of the product (an adapter takes its input through
-    # float32), that of the residual stream, and the new gradient of one matrix before it is accumulated.
+    saved, (gathered, reduced) = activation_bytes(s, work), gathered_bytes(s, work)
+    block = block_activation_bytes(s, work) + cast_bytes(s, work) / s.layers
+    grad = work.weight_bytes / work.shards  # bytes per stored gradient
+    head_grad = grad * s.embedding * has_head  # a tied head's gradient is kept until the embedding's is computed
+    waiting, new = (0, head_grad) if is_first else (head_grad * is_tied, 0)
+    # In the MLP: gradients of product, silu and up in place of the product (an adapter casts its input to float32),
+    # the gradient of the residual stream, and one matrix's new gradient before it is accumulated.
     wide = 2 * c + (4 if work.lora_r and c == 2 else 0)
     matrix = d * s.inner * (w + c * (w != c)) if work.full and work.accumulates else 0
-    unpacked = c * d * s.inner * work.in_4bit  # the dequantised weight of the matrix in use
+    unpacked = c * d * s.inner * work.in_4bit  # dequantised matrix in use
     worst = n * (wide * s.inner + w * d) + matrix + unpacked + reduced
-    left = n * w * d * (work.offloading and s.layers > 1)  # one of two inputs has left before the head
-    found = [Moment("log-prob head", stays - left, c * work.rows * d + head_bytes(s, work) + gathered)]
-    if work.checkpointing:  # autocast's cache holds the casts of all blocks until the forward ends
+    offloaded = n * w * d * (work.offloading and s.layers > 1)  # one of two inputs is offloaded before the head
+    head = c * work.local_trained_tokens * d + head_bytes(s, work) + gathered
+    points = [StepPoint("log-prob head", saved - offloaded, head)]
+    if work.checkpointing:  # autocast caches the casts of all blocks until the forward ends
         forward = n * (4 * c * s.inner + w * d) + unpacked + gathered
-        found.append(Moment("forward, casts of all weights", stays, forward + casts(s, work)))
-    found.append(Moment("backward of a block", stays + block * work.checkpointing, worst + waits, new))
-    if is_first:  # in the first block, the others have their gradients and it has only that of its last matrix
+        points.append(StepPoint("forward, casts of all weights", saved, forward + cast_bytes(s, work)))
+    points.append(StepPoint("backward of a block", saved + block * work.checkpointing, worst + waiting, new))
+    if is_first:  # all later blocks have gradients; the first block has only its last matrix's gradient
         last = block + n * (w * d + 2 * w * s.head_dim + 8)
-        others = grad * (s.params - s.matrices / s.layers + d * s.inner)
-        found.append(Moment("backward of the first block", last, worst, others))
-    # The gradient of an embedding is dense, and added to what is there.
-    again = w * s.embedding * work.full if work.accumulates or is_tied else 0
+        later = grad * (s.params - s.matrices / s.layers + d * s.inner)
+        points.append(StepPoint("backward of the first block", last, worst, later))
+    # An embedding's gradient is dense and is added to an existing gradient.
+    summand = w * s.embedding * work.full if work.accumulates or is_tied else 0
     every = grad * s.params if is_first else 0
-    found.append(Moment("embedding's gradient", n * w * d, waits + again + gathered, every))
-    return found
+    points.append(StepPoint("embedding's gradient", n * w * d, waiting + summand + gathered, every))
+    return points
 
 
-def busiest(s: Sizes, work: Work) -> Moment:
-    """The peak of forward and backward."""
-    return max(moments(s, work), key=lambda moment: moment.total)
+def fullest_point(s: Sizes, work: Work) -> StepPoint:
+    """Return the peak of forward and backward."""
+    return max(step_points(s, work), key=lambda point: point.total)
 
 
-def at_peak(s: Sizes, work: Work) -> dict[str, float]:
-    """Bytes of each kind on one GPU at the peak of forward and backward."""
-    parts, fullest = kept(s, work), busiest(s, work)
+def peak_parts(s: Sizes, work: Work) -> dict[str, float]:
+    """Return the bytes of each kind on one GPU at the peak of forward and backward."""
+    parts, fullest = persistent_bytes(s, work), fullest_point(s, work)
     if work.full and not work.accumulates:
         parts["gradients"] = fullest.gradients
-    return parts | {"activations": fullest.activations, "buffers": fullest.passing}
+    return parts | {"activations": fullest.activations, "buffers": fullest.buffers}
 
 
 def peak(s: Sizes, work: Work) -> float:
-    """Most bytes that tensors take on one GPU during forward, backward and update."""
-    return sum(at_peak(s, work).values())
+    """Return the peak bytes of tensors on one GPU during forward, backward and update."""
+    return sum(peak_parts(s, work).values())
 
 
-def largest(s: Sizes, work: Work, gib: float) -> int:
-    """Most tokens of a micro-batch, in steps of 256, whose peak stays within; 0 when not even those fit."""
+def largest_micro_batch(s: Sizes, work: Work, gib: float) -> int:
+    """Return the largest micro-batch in tokens that fits, a multiple of STEP; 0 if none fits."""
     low, high = 0, LONGEST // STEP
     while low < high:
         middle = (low + high + 1) // 2
@@ -417,67 +430,66 @@ def largest(s: Sizes, work: Work, gib: float) -> int:
     return low * STEP
 
 
-def kept_without_gradients(s: Sizes, work: Work) -> float:
-    return sum(size for name, size in kept(s, work).items() if name != "gradients")
+def persistent_without_gradients(s: Sizes, work: Work) -> float:
+    return sum(size for name, size in persistent_bytes(s, work).items() if name != "gradients")
 
 
-def held_by_engine(s: Sizes, work: Work, asked: Asked, device: str, most: float = math.inf) -> EngineMemory:
-    """What the in-process engine holds on cuda or cpu; `most` bounds the bytes of its cache."""
+def engine_memory(s: Sizes, work: Work, rollout: RolloutSize, device: str, most: float = math.inf) -> EngineMemory:
+    """Return the memory of the in-process engine on cuda or cpu; `most` limits its cache."""
     copy = work.compute * s.params if device == "cuda" else 0
-    return EngineMemory(copy, min(most, cache_bytes(s, work.compute, asked.tokens)), 4 * asked.rows * s.vocab)
+    return EngineMemory(copy, min(most, cache_bytes(s, work.compute, rollout.tokens)), 4 * rollout.rows * s.vocab)
 
 
-def sampling(s: Sizes, work: Work, held: EngineMemory) -> float:
-    """Bytes while this process samples completions: no gradients or activations, and no casts beside a copy."""
-    passing = in_flight(s, work)[0] + (0 if held.copy else casts(s, work))
-    return kept_without_gradients(s, work) + sum(held) + passing
+def sampling_bytes(s: Sizes, work: Work, engine: EngineMemory) -> float:
+    """Return the bytes while this process samples: no gradients or activations, and no casts if there is a copy."""
+    buffers = gathered_bytes(s, work)[0] + (0 if engine.copy else cast_bytes(s, work))
+    return persistent_without_gradients(s, work) + sum(engine) + buffers
 
 
 def cache_bytes(s: Sizes, compute: int, num_tokens: int) -> int:
-    """Keys and values of tokens under generation."""
+    """Return the bytes of keys and values."""
     return 2 * s.layers * s.kv_heads * s.head_dim * compute * num_tokens
 
 
-def pages(num_tokens: int) -> int:
-    """Tokens of whole pages."""
+def whole_pages(num_tokens: int) -> int:
+    """Round up to whole pages."""
     return -(-num_tokens // PAGE) * PAGE
 
 
-def room_for_cache(s: Sizes, work: Work, asked: Asked, room: float) -> float:
-    """Bytes of `room` that are left for the engine's cache on a GPU."""
-    without = held_by_engine(s, work, asked, "cuda", most=0)
-    return max(0.0, room - sampling(s, work, without))
+def room_for_cache(s: Sizes, work: Work, rollout: RolloutSize, room: float) -> float:
+    """Return the bytes of `room` that are left for the engine's cache on a GPU."""
+    without_cache = engine_memory(s, work, rollout, "cuda", most=0)
+    return max(0.0, room - sampling_bytes(s, work, without_cache))
 
 
-def rows_within(s: Sizes, work: Work, asked: Asked, cache: float) -> int:
-    """Rows that are decoded at once, of those asked for, in a cache of so many bytes; 0 when there is no room for
-    one."""
-    for rows in range(asked.rows, 0, -1):
-        fewer = asked._replace(rows=rows, prompts=-(-rows * asked.prompts // asked.rows))
+def rows_that_fit(s: Sizes, work: Work, rollout: RolloutSize, cache: float) -> int:
+    """Return how many rows the engine can decode concurrently with this many bytes of cache."""
+    for rows in range(rollout.rows, 0, -1):
+        fewer = rollout._replace(rows=rows, prompts=-(-rows * rollout.prompts // rollout.rows))
         if cache_bytes(s, work.compute, fewer.tokens) <= cache:
             return rows
     return 0
 
 
-def fits_in_process(s: Sizes, work: Work, group: Asked, room: float) -> bool:
-    """As trainer/rl/engine_choice.py decides: what training takes with no tokens at all, a copy of the weights, and the
-    cache of one group."""
-    held = held_by_engine(s, work, group, "cuda")
-    return sum(kept(s, work).values()) + casts(s, work) + held.copy + held.cache <= room
+def fits_in_process(s: Sizes, work: Work, group: RolloutSize, room: float) -> bool:
+    """Decide as trainer/rl/engine_choice.py does: training without tokens, a copy of the weights and the cache of one
+    group must fit."""
+    engine = engine_memory(s, work, group, "cuda")
+    return sum(persistent_bytes(s, work).values()) + cast_bytes(s, work) + engine.copy + engine.cache <= room
 
 
-def beside_engine(s: Sizes, work: Work, held: EngineMemory | None, room: float) -> float:
-    """Peak bytes of training: what the engine holds stays where it fits beside training, else it is freed."""
+def peak_with_engine(s: Sizes, work: Work, engine: EngineMemory | None, room: float) -> float:
+    """Return the peak bytes of training; the engine's memory counts if both fit, otherwise it is freed."""
     top = peak(s, work)
-    if held is None or not held.copy:
+    if engine is None or not engine.copy:
         return top
-    return top + sum(held) if top + sum(held) <= room else top
+    return top + sum(engine) if top + sum(engine) <= room else top
 
 
 def flops_per_token(s: Sizes, work: Work) -> int:
-    """2 N forward, 4 N backward (2 N where weights are frozen), 2 N more to recompute, 2 N for a reference.
+    """Return 2 N for forward, 4 N for backward (2 N if weights are frozen), 2 N to recompute, 2 N for a reference.
 
-    N leaves out an embedding that is only looked up. Attention scores are not counted: short sequences add little.
+    N excludes an untied embedding. Attention scores are not counted: they are small for short sequences.
     """
     num = s.params - (0 if s.tied else s.embedding)
     return num * (2 + (4 if work.full else 2) + 2 * work.checkpointing + 2 * work.has_reference)
@@ -487,7 +499,7 @@ def flops_per_token(s: Sizes, work: Work) -> int:
 
 
 def meta_model(model: str, *, trust_remote_code: bool = False) -> Any:
-    """The model on the meta device."""
+    """Build the model on the meta device."""
     from transformers import AutoConfig
 
     path = resolve_model(model)
@@ -498,12 +510,12 @@ def meta_model(model: str, *, trust_remote_code: bool = False) -> Any:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
     except Exception as error:  # damaged files make transformers raise anything
-        raise UserError(f"model={model}: its config.json cannot be read: {load_error(error, path)}") from None
+        raise UserError(f"model={model}: cannot read its config.json: {load_error(error, path)}") from None
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-        raise UserError(f"model={model}: a mixture of experts, which is not planned for")
+        raise UserError(f"model={model}: the planner does not support mixtures of experts")
     for name in ("num_attention_heads", "intermediate_size", "num_hidden_layers"):
         if not hasattr(config, name):
-            raise UserError(f"model={model}: its config has no {name}; only decoder models are planned for")
+            raise UserError(f"model={model}: config.json has no {name}; the planner supports only decoder models")
     return build(config, trust_remote_code=trust_remote_code)
 
 
@@ -515,52 +527,47 @@ def build(config: Any, *, trust_remote_code: bool = False) -> Any:
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
-def sizes_for(cfg: Any, model: str | None = None) -> Sizes:
-    """Sizes of the trained model, or of another one that the run loads."""
+def sizes_for(cfg: MethodConfig, model: str | None = None) -> Sizes:
+    """Return the sizes of the trained model, or of another model that the run loads."""
     return sizes_of(meta_model(model or cfg.model.model, trust_remote_code=cfg.model.trust_remote_code))
 
 
-def planned_peak(cfg: Any, tokens: int, *, trained_tokens: int | None = None) -> float:
-    """Peak bytes of tensors on this device in a step of so many tokens here, sampling included."""
+def planned_peak(cfg: MethodConfig, tokens: int, *, trained_tokens: int | None = None) -> float:
+    """Return the peak bytes of tensors on this device, sampling included, in a step with this many tokens on it."""
     s, parts = sizes_for(cfg), cfg.run.gradient_accumulation_steps
-    most = min(math.ceil(tokens / parts), max(cfg.run.max_tokens_per_micro_batch, longest(cfg) or 0))
+    most = min(math.ceil(tokens / parts), max(cfg.run.max_tokens_per_micro_batch, longest_sequence(cfg) or 0))
     trained = None if trained_tokens is None else math.ceil(most * trained_tokens / tokens)
     work = replace(work_of(cfg, s), tokens=most, trained_tokens=trained, accumulates=most < tokens)
-    held = engine_of(cfg, s, work)
-    return max(beside_engine(s, work, held, room_here()), 0.0 if held is None else sampling(s, work, held))
+    engine = engine_memory_of(cfg, s, work)
+    sampling = 0.0 if engine is None else sampling_bytes(s, work, engine)
+    return max(peak_with_engine(s, work, engine, memory_here()), sampling)
 
 
-def work_of(cfg: Any, s: Sizes, device: str | None = None) -> Work:
-    """The Work of this run at the largest micro-batch its settings allow, on cuda or cpu; None: this machine's."""
+def work_of(cfg: MethodConfig, s: Sizes, device: str | None = None) -> Work:
+    """Return the Work of this run at its largest micro-batch, on cuda or cpu. None: this machine's device."""
     import torch
 
     has_gpu, device = torch.cuda.is_available(), device or device_here()
+    facts = method_facts(type(cfg))
     compute = BYTES[{"cuda": "bfloat16", "cpu": "float32"}[device] if cfg.model.dtype == "auto" else cfg.model.dtype]
     tokens, is_part = micro_batch(cfg)
     work = Work(
-        tokens=tokens, lora_r=cfg.lora.r, in_4bit=cfg.model.load_in_4bit, held=BYTES[cfg.model.trained_dtype],
+        tokens=tokens, lora_r=cfg.lora.r, in_4bit=cfg.model.load_in_4bit, weight_bytes=BYTES[cfg.model.trained_dtype],
         compute=compute,
         checkpointing=cfg.model.gradient_checkpointing, offloading=cfg.model.activation_offloading,
-        head=method_of(cfg).head_for(cfg.parallel.context),
-        has_reference=has_reference(cfg), others=compute * sum(sizes_for(cfg, name).params for name in frozen(cfg)),
-        optim=cfg.optim.optim, accumulates=is_part, context=cfg.parallel.context,
+        head=facts.head_for(cfg.parallel.context), has_reference=has_reference(cfg),
+        other_bytes=compute * sum(sizes_for(cfg, name).params for name in other_models(cfg)), optim=cfg.optim.optim,
+        accumulates=is_part, context=cfg.parallel.context,
         compiled=device == "cuda" and cfg.model.compile is not False and world_size() == 1,
         triton=device == "cuda" and (not has_gpu or torch.cuda.get_device_capability()[0] in TRITON_HEAD),
     )  # fmt: skip
-    if method_of(cfg).critic:
-        value_model = getattr(cfg, "value_model", None)
-        work = replace(work, critic=critic_bytes(s, work, value_model and sizes_for(cfg, value_model)))
+    if facts.critic:
+        work = replace(work, critic=critic_bytes(s, work, cfg.value_model and sizes_for(cfg, cfg.value_model)))
     return replace(work, shards=shards_of(cfg, s, work, device))
 
 
-def method_of(cfg: Any) -> Method:
-    """The method by the module of its Config, or of a base class."""
-    names = (kind.__module__.rpartition(".")[2] for kind in type(cfg).__mro__)
-    return next((METHODS[name] for name in names if name in METHODS), ANY)
-
-
-def shards_of(cfg: Any, s: Sizes, work: Work, device: str) -> int:
-    """GPUs that the model is sharded over, by the settings, or as the trainer decides for auto."""
+def shards_of(cfg: MethodConfig, s: Sizes, work: Work, device: str) -> int:
+    """Return the number of GPUs that the model is sharded over; auto is resolved as in training."""
     import torch
 
     from trainer.policy.sharding import room_for_a_copy
@@ -569,26 +576,26 @@ def shards_of(cfg: Any, s: Sizes, work: Work, device: str) -> int:
     if world == 1 or parallel.mode == "replicate" or work.in_4bit:
         return 1
     if parallel.mode == "auto":
-        replica = kept(s, replace(work, optim="adamw", others=0.0, critic=0.0))
+        replica = persistent_bytes(s, replace(work, optim="adamw", other_bytes=0.0, critic=0.0))
         if sum(replica.values()) <= room_for_a_copy(torch.device(device)):
             return 1
     return parallel.shard or world
 
 
-def has_reference(cfg: Any) -> bool:
-    """Whether training uses a reference of the starting point; without LoRA that is a second model."""
-    wants, beta = method_of(cfg).reference, cfg.policy_loss.beta if hasattr(cfg, "policy_loss") else 0.0
-    if wants == "always" and hasattr(cfg, "features"):
-        return cfg.features.feature_model is None or beta > 0
-    if wants == "always":
+def has_reference(cfg: MethodConfig) -> bool:
+    """Return whether training uses the starting point as a reference; without LoRA that is a second model."""
+    if hasattr(cfg, "reference"):
         is_free = getattr(cfg, "reference_free", False)
         return not is_free and cfg.reference.ref != "precomputed" and cfg.reference.ref_model is None
-    is_own_teacher = hasattr(cfg, "distill") and cfg.distill.teacher == "self"
-    return wants == "with beta" and (beta > 0 or is_own_teacher)
+    if not hasattr(cfg, "policy_loss"):
+        return False
+    is_feature_model = hasattr(cfg, "features") and cfg.features.feature_model is None
+    is_teacher = hasattr(cfg, "distill") and cfg.distill.teacher == "self"
+    return cfg.policy_loss.beta > 0 or is_feature_model or is_teacher
 
 
-def frozen(cfg: Any) -> Iterator[str]:
-    """Frozen models other than --model."""
+def other_models(cfg: MethodConfig) -> Iterator[str]:
+    """Yield the frozen models other than --model."""
     if hasattr(cfg, "reference") and cfg.reference.ref_model is not None and cfg.reference.ref != "precomputed":
         yield cfg.reference.ref_model
     if hasattr(cfg, "features") and cfg.features.feature_model is not None:
@@ -597,51 +604,51 @@ def frozen(cfg: Any) -> Iterator[str]:
         yield cfg.distill.teacher
 
 
-def micro_batch(cfg: Any) -> tuple[int, bool]:
-    """Tokens of the largest forward (the limit, one longer sequence, or a whole accumulation step), and whether a step
-    has several; of this device, or of those that share its rows."""
-    run, length = cfg.run, longest(cfg)
+def micro_batch(cfg: MethodConfig) -> tuple[int, bool]:
+    """Return the tokens of the largest micro-batch (the limit, one longer sequence, or a full accumulation step), and
+    whether a step has several. GPUs that share rows count together."""
+    run, length = cfg.run, longest_sequence(cfg)
     if length is None:
         return run.max_tokens_per_micro_batch, True
-    whole = run.per_device_train_batch_size * method_of(cfg).sequences * cfg.parallel.context * length
-    tokens = min(max(run.max_tokens_per_micro_batch, length), whole)
-    return tokens, run.gradient_accumulation_steps > 1 or tokens < whole
+    sequences = run.per_device_train_batch_size * method_facts(type(cfg)).sequences * cfg.parallel.context
+    tokens = min(max(run.max_tokens_per_micro_batch, length), sequences * length)
+    return tokens, run.gradient_accumulation_steps > 1 or tokens < sequences * length
 
 
-def longest(cfg: Any) -> int | None:
-    """Tokens of the longest sequence that the settings allow, without unbounded prompts; None if there is no limit."""
+def longest_sequence(cfg: MethodConfig) -> int | None:
+    """Return the longest possible sequence in tokens, or None without a limit. Unlimited prompts count as 0."""
     if getattr(cfg, "mode", None) == "strided":
-        return None  # rows of continuations side by side
+        return None  # a row contains many continuations
     if hasattr(cfg, "rollout"):
         return (cfg.max_prompt_length or 0) + cfg.max_completion_length
     return cfg.response.max_length if hasattr(cfg, "response") else getattr(cfg, "max_length", None)
 
 
-def engine_of(cfg: Any, s: Sizes, work: Work, device: str | None = None) -> EngineMemory | None:
-    """What the in-process engine of this run holds; None if it does not sample."""
+def engine_memory_of(cfg: MethodConfig, s: Sizes, work: Work, device: str | None = None) -> EngineMemory | None:
+    """Return the memory of this run's in-process engine; None if it has none."""
     from trainer.config.groups import servers_asked
 
-    device, room = device or device_here(), room_here()
-    asked = asked_of(cfg, device)
-    if asked is None or cfg.rollout.engine == "vllm":
+    device, room = device or device_here(), memory_here()
+    rollout = rollout_size_of(cfg, device)
+    if rollout is None or cfg.rollout.engine == "vllm":
         return None
     if cfg.rollout.engine == "auto":
-        group = asked._replace(rows=cfg.num_generations, prompts=1)
+        group = rollout._replace(rows=cfg.num_generations, prompts=1)
         if servers_asked(cfg) or (device == "cuda" and not fits_in_process(s, work, group, room)):
             return None
     if device == "cpu":
-        return held_by_engine(s, work, asked, device)
+        return engine_memory(s, work, rollout, device)
     most = math.inf if cfg.rollout.cache_gib is None else cfg.rollout.cache_gib * GIB
-    return held_by_engine(s, work, asked, device, min(most, room_for_cache(s, work, asked, room)))
+    return engine_memory(s, work, rollout, device, min(most, room_for_cache(s, work, rollout, room)))
 
 
-def asked_of(cfg: Any, device: str) -> Asked | None:
-    """Completions of a rollout on one device, without unbounded prompts; None for a method that has none."""
-    if not hasattr(cfg, "rollout") or longest(cfg) is None:
+def rollout_size_of(cfg: MethodConfig, device: str) -> RolloutSize | None:
+    """Return the size of a rollout on one device, or None without an engine. Unlimited prompts count as 0."""
+    if not hasattr(cfg, "rollout") or longest_sequence(cfg) is None:
         return None
     num = -(-cfg.run.sequences_per_step // world_size()) * cfg.minibatches_per_rollout
     rows = min(cfg.rollout.max_batch_size or ROWS[device], num)
-    return Asked(rows, -(-num // cfg.num_generations), cfg.max_prompt_length or 0, cfg.max_completion_length)
+    return RolloutSize(rows, -(-num // cfg.num_generations), cfg.max_prompt_length or 0, cfg.max_completion_length)
 
 
 def device_here() -> str:
@@ -650,8 +657,8 @@ def device_here() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def room_here() -> float:
-    """Bytes for tensors on this GPU."""
+def memory_here() -> float:
+    """Return the bytes available for tensors on this GPU."""
     import torch
 
     return torch.cuda.mem_get_info()[1] - RESERVE * GIB if torch.cuda.is_available() else math.inf
@@ -661,7 +668,7 @@ def room_here() -> float:
 
 
 class Advice(NamedTuple):
-    """A flag and what it would save, in bytes."""
+    """A flag and the bytes it would save."""
 
     flag: str
     saves: float
@@ -669,106 +676,104 @@ class Advice(NamedTuple):
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and those behind it."""
+    """Yield the error and the errors that led to it."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether this error, or its cause, is torch's out-of-memory error."""
-    torch = sys.modules.get("torch")  # without torch nothing was allocated
+    """Return whether this error or one of its causes is torch's out-of-memory error."""
+    torch = sys.modules.get("torch")  # before torch is imported, nothing is allocated
     return torch is not None and any(isinstance(cause, torch.OutOfMemoryError) for cause in causes(error))
 
 
-def out_of_memory(error: BaseException, cfg: Any) -> str:
-    """The message, one flag per line. Never fails: without an estimate it only names the flags."""
-    lines = [f"out of memory: {asked_for(error)}"]
+def out_of_memory(error: BaseException, cfg: MethodConfig) -> str:
+    """Build the error message, one flag per line. Never fails: without an estimate it only names the flags."""
+    lines = [f"out of memory: {allocation_error(error)}"]
     try:
         s = sizes_for(cfg)
         work = work_of(cfg, s)
-        if engine := engine_of(cfg, s, work):
-            engines = {"to sample: copy of the weights": engine.copy, "cache": engine.cache}
-            parts = at_peak(s, work) | engines
-        else:
-            parts = at_peak(s, work)
-        held = ", ".join(f"{name} {size / GIB:.3g}" for name, size in parts.items() if size)
-        lines.append(f"  this run holds about, in GiB: {held}")
-        given = advice(s, work, cfg)
-        width = max(len(one.flag) for one in given)
-        lines += [f"  {one.flag:<{width}}  saves about {one.saves / GIB:.3g} GiB{one.remark}" for one in given]
+        parts = peak_parts(s, work)
+        if engine := engine_memory_of(cfg, s, work):
+            parts |= {"to sample: copy of the weights": engine.copy, "cache": engine.cache}
+        sizes = ", ".join(f"{name} {size / GIB:.3g}" for name, size in parts.items() if size)
+        lines.append(f"  estimated memory of this run in GiB: {sizes}")
+        options = advice(s, work, cfg)
+        width = max(len(option.flag) for option in options)
+        lines += [f"  {x.flag:<{width}}  saves about {x.saves / GIB:.3g} GiB{x.remark}" for x in options]
     except Exception as failure:  # the estimate must not hide the first line
-        lines.append(f"  what would help cannot be estimated here ({type(failure).__name__}); try")
+        lines.append(f"  no estimate of the savings ({type(failure).__name__}); try")
         lines.append("  --max-tokens-per-micro-batch 4096 or less, --gradient-checkpointing, --lora.r 16")
-    lines.append("  checkpoints are complete: --resume continues from the last one, with these flags added")
+    lines.append("  saved checkpoints are complete: continue from the last one with --resume and these flags")
     return "\n".join(lines)
 
 
-def asked_for(error: BaseException) -> str:
-    """The figures of torch's message, without its advice about environment variables."""
+def allocation_error(error: BaseException) -> str:
+    """Return the numbers of torch's message, without its advice about environment variables."""
     for cause in causes(error):
-        if found := re.search(r"Tried to allocate [^.]*(?:\.\d[^.]*)*\.", str(cause)):
-            text = re.split(r" If reserved but unallocated| See documentation", str(cause)[found.start() :])[0]
+        if match := re.search(r"Tried to allocate [^.]*(?:\.\d[^.]*)*\.", str(cause)):
+            text = re.split(r" If reserved but unallocated| See documentation", str(cause)[match.start() :])[0]
             return " ".join(text.split()).replace("Tried", "tried", 1).rstrip(".")
     return " ".join(str(cause).split()) or type(cause).__name__
 
 
-def advice(s: Sizes, work: Work, cfg: Any) -> list[Advice]:
-    """What can be lowered in this run, the largest saving first."""
+def advice(s: Sizes, work: Work, cfg: MethodConfig) -> list[Advice]:
+    """Return the flags that would save memory in this run, largest saving first."""
     import torch
 
     def saves(**changed: Any) -> float:
         return peak(s, work) - peak(s, replace(work, **changed))
 
-    length, half = longest(cfg), work.tokens // 2
+    length, half = longest_sequence(cfg), work.tokens // 2
     if length is None or half >= length:
         # a second micro-batch keeps the gradients of the first, so half as many tokens may save nothing
         while (less := saves(tokens=half, accumulates=True)) <= 0 and half // 2 >= (length or 1):
             half //= 2
-        found = [Advice(f"--max-tokens-per-micro-batch {half}", less, f", {work.tokens} tokens now")]
-    else:  # one sequence is a micro-batch by itself
+        options = [Advice(f"--max-tokens-per-micro-batch {half}", less, f", {work.tokens} tokens now")]
+    else:  # a micro-batch is one sequence
         name = "completion-length" if hasattr(cfg, "rollout") else "length"
         remark = f", one sequence is {length} tokens"
-        found = [Advice(f"--max-{name} {length // 2}", saves(tokens=half), remark)]
+        options = [Advice(f"--max-{name} {length // 2}", saves(tokens=half), remark)]
     rank, remark = (RANK, ": only adapters are trained") if work.full else (max(1, work.lora_r // 2), "")
-    is_wide = work.full and work.held == 4 and work.compute == 2
+    is_wide = work.full and work.weight_bytes == 4 and work.compute == 2
     is_alone = work.shards == work.context == 1
     in_full = work.lora_r > 0 and not work.in_4bit and is_alone and work.head != "none"
-    second = hasattr(cfg, "reference") and (work.has_reference or work.others)
-    can_leave = work.checkpointing and not work.offloading and device_here() == "cuda"
-    host = offloaded(s, replace(work, offloading=True)) / GIB
-    for is_possible, flag, changed, said in (
-        (not work.checkpointing, "--gradient-checkpointing", {"checkpointing": True}, ", a third more time"),
-        (can_leave, "--activation-offloading", {"offloading": True}, f", and takes {host:.3g} of main memory"),
+    second = hasattr(cfg, "reference") and (work.has_reference or work.other_bytes)
+    can_offload = work.checkpointing and not work.offloading and device_here() == "cuda"
+    host = offloaded_bytes(s, replace(work, offloading=True)) / GIB
+    for is_possible, flag, changed, remark_on_flag in (
+        (not work.checkpointing, "--gradient-checkpointing", {"checkpointing": True}, ", a third slower"),
+        (can_offload, "--activation-offloading", {"offloading": True}, f", uses {host:.3g} GiB of main memory"),
         (work.optim == "adamw", "--optim adamw_8bit", {"optim": "adamw_8bit"}, " of moments (needs torchao)"),
-        (is_wide, "--trained-dtype bfloat16", {"held": 2}, ", in a new run: weights, gradients and moments"),
+        (is_wide, "--trained-dtype bfloat16", {"weight_bytes": 2}, ", in a new run: weights, gradients and moments"),
         (True, f"--lora.r {rank}", {"lora_r": rank}, f", in a new run{remark}"),
         (in_full, "--load-in-4bit", {"in_4bit": True}, ", in a new run: the frozen base in 4 bits"),
-        (second, "--ref precomputed", {"has_reference": False, "others": 0.0}, ": no second model while training"),
+        (second, "--ref precomputed", {"has_reference": False, "other_bytes": 0.0}, ": no second model while training"),
     ):
         if is_possible:
-            found.append(Advice(flag, saves(**changed), said))
-    if engine := engine_of(cfg, s, work):
-        size = max(1, asked_of(cfg, device_here()).rows // 2)
-        fewer = engine_of(replace(cfg, rollout=replace(cfg.rollout, max_batch_size=size)), s, work)
+            options.append(Advice(flag, saves(**changed), remark_on_flag))
+    if engine := engine_memory_of(cfg, s, work):
+        size = max(1, rollout_size_of(cfg, device_here()).rows // 2)
+        fewer = engine_memory_of(replace(cfg, rollout=replace(cfg.rollout, max_batch_size=size)), s, work)
         less = sum(engine) - sum(fewer)
-        found.append(Advice(f"--rollout.max-batch-size {size}", less, " while completions are made"))
+        options.append(Advice(f"--rollout.max-batch-size {size}", less, " while sampling"))
         if engine.copy:
-            bound, remark = engine.cache / 2 / GIB, " while completions are made: fewer rows at once"
-            found.append(Advice(f"--rollout.cache-gib {bound:.2g}", engine.cache / 2, remark))
+            bound, remark = engine.cache / 2 / GIB, " while sampling: fewer concurrent rows"
+            options.append(Advice(f"--rollout.cache-gib {bound:.2g}", engine.cache / 2, remark))
     if torch.cuda.is_available() and hasattr(cfg, "vllm") and cfg.rollout.engine == "vllm" and not cfg.vllm.url:
         total, share = torch.cuda.mem_get_info()[1], cfg.vllm.gpu_memory_utilization or 0.35
         lower = round(max(0.1, share - 0.1), 2)
-        remark = f" for a server on this GPU, of {total / GIB:.3g} GiB"
-        found.append(Advice(f"--vllm.gpu-memory-utilization {lower}", (share - lower) * total, remark))
-    return sorted((one for one in found if one.saves > 0), key=lambda one: -one.saves)
+        remark = f" for a server on this GPU ({total / GIB:.3g} GiB)"
+        options.append(Advice(f"--vllm.gpu-memory-utilization {lower}", (share - lower) * total, remark))
+    return sorted((option for option in options if option.saves > 0), key=lambda option: -option.saves)
 
 
 # the command -----------------------------------------------------------------------------------------------------
 
 
 class Card(NamedTuple):
-    """Memory as torch reports it, and dense peak rates of the data sheet."""
+    """A GPU: memory as torch reports it and dense peak rates from the data sheet."""
 
     gib: float
     bf16: float  # TFLOP/s
@@ -812,84 +817,84 @@ FIELDS = (
 @dataclass(frozen=True, kw_only=True)
 class Lora:
     r: int = 0
-    """Rank of adapters on all linear layers but the head; 0 trains all weights."""
+    """Rank of adapters on all linear layers but the head. 0: train all weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
     engine: Literal["auto", "local", "vllm"] = "auto"
-    """What samples: this process (local), or vLLM servers. auto: this process if it has room, as in training."""
+    """Sampling engine: the trainer process (local) or vLLM servers. auto: local if it fits, as in training."""
     max_batch_size: int | None = None
-    """Rows that the local engine decodes at once. None: 512, or as many as there is room for."""
+    """Maximum concurrent completions of the local engine. None: 512, or as many as fit."""
     cache_gib: float | None = None
-    """Most GiB of the local engine's key-value cache. None: what is free, at most what the largest batch needs."""
+    """Maximum size of the local engine's KV cache in GiB. None: free memory, up to what the largest batch needs."""
     max_length: int = 1024
-    """Tokens of prompt and completion together, for that cache."""
+    """Tokens of prompt plus completion, for the KV cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vllm:
     colocate: bool | None = None
-    """Whether the server shares the trainer's GPU, asleep while the trainer works. None: only if there is one GPU."""
+    """Run the server on the trainer's GPU, asleep during training. None: only if there is one GPU."""
     gpu_memory_utilization: float = 0.35
-    """Share of the GPU's memory that a colocated server takes while it is awake."""
+    """Fraction of GPU memory that a colocated server uses while awake."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
     mode: Literal["auto", "replicate", "fsdp"] = "auto"
-    """How GPUs hold the model. auto: the table shows both."""
+    """Replicate the model on every GPU, or shard it with FSDP. auto: the table shows both."""
     shard: int | None = None
-    """Number of GPUs that one copy is sharded over. None: all of them."""
+    """Number of GPUs that one copy is sharded over. None: all GPUs."""
     context: int = 1
-    """Number of GPUs that share each micro-batch, a slice of its tokens each."""
+    """Number of GPUs that split the tokens of each micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """Memory of a run on each GPU, what fits, and a rough speed. Trains nothing, loads no weights."""
+    """Estimate the memory of a run per GPU, what fits, and a rough speed. Trains nothing and loads no weights."""
 
     model: str | None = None
-    """Model to plan for: a hub id, a folder with a config.json, an adapter or finished run, or builtin:tiny."""
+    """Model to plan for: hub id, folder with a config.json, LoRA adapter, finished run, or builtin:tiny."""
     trust_remote_code: bool = False
     """Allow running the Python code that comes with the model."""
     shape: str | None = None
-    """Name of a known size instead of a model, without the hub: qwen3-1.7b, llama-3.1-8b, ..."""
+    """Known size to use instead of a model, without the hub: qwen3-1.7b, llama-3.1-8b, ..."""
     gpus: int = 1
     """Number of GPUs that train."""
     gpu: Literal[("here", *CARDS, *ALIASES)] | None = None
-    """GPU to plan for. None: the one in this machine, or h200 if it has none."""
+    """GPU to plan for. None: this machine's GPU, or h200 if it has none."""
     gpu_memory: float | None = None
-    """Memory of one GPU in GiB. None: that of the card."""
+    """Memory of one GPU in GiB. None: from --gpu."""
     method: str = "sft"
-    """Training method, which decides about reference model, log-prob head and sampling."""
+    """Training method; decides the reference model, the log-prob head and sampling."""
     beta: float = 0.0
-    """KL weight of GRPO and its relatives: above 0 a reference model is held."""
+    """KL weight of GRPO and similar methods. Above 0: adds a reference model."""
     teacher: str | None = None
-    """opd: the teacher, in any form that --model takes, or self. None: a server, or one that takes no memory here."""
+    """opd: the teacher, in any form that --model takes, or self. None: a teacher that uses no memory here."""
     num_generations: int = 8
-    """Completions per prompt; the local engine holds a prompt once for all of them."""
+    """Completions per prompt; the local engine caches each prompt once."""
     max_completion_length: int = 256
-    """Most tokens of a completion, for the cache of the local engine."""
+    """Maximum tokens per completion, for the local engine's KV cache."""
     value_model: str | None = None
-    """PPO's critic, if it is a model of its own."""
+    """PPO's critic, if it is a separate model."""
     ref: Literal["auto", "precomputed"] = "auto"
-    """How the reference is held. precomputed: its log-probs are on disk, and no copy is in memory."""
+    """Reference model. precomputed: read its log-probs from disk, without a copy in memory."""
     lora: Lora = field(default_factory=Lora)
     load_in_4bit: bool = False
-    """Hold the frozen base of a LoRA run in 4 bits."""
+    """Store the frozen base of a LoRA run in 4 bits."""
     max_tokens_per_micro_batch: int = 8192
-    """Most tokens of one forward pass."""
+    """Maximum tokens per forward pass."""
     gradient_checkpointing: bool = False
-    """Give the verdict for gradient checkpointing; the table shows both."""
+    """Report whether the run fits with gradient checkpointing; the table shows both."""
     activation_offloading: bool = False
-    """Count the inputs that gradient checkpointing keeps in main memory."""
+    """Count the block inputs saved by gradient checkpointing in main memory."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of matrix products."""
+    """Compute dtype (matmuls)."""
     trained_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of trained weights, their gradients and AdamW's moments; adapters are always float32."""
     optim: Literal["adamw", "adamw_8bit"] = "adamw"
-    """Optimizer. adamw_8bit keeps the two moments in 8 bits."""
+    """Optimizer. adamw_8bit stores the two moments in 8 bits."""
     rollout: Rollout = field(default_factory=Rollout)
     vllm: Vllm = field(default_factory=Vllm)
     parallel: Parallel = field(default_factory=Parallel)
@@ -898,11 +903,11 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         if (self.model is None) == (self.shape is None):
-            raise UserError(f"model={self.model}, shape={self.shape}: give one of --model and --shape")
+            raise UserError(f"model={self.model}, shape={self.shape}: pass exactly one of --model and --shape")
         if self.shape is not None and self.shape not in KNOWN:
-            raise UserError(f"shape={self.shape}: not a known size; there is {', '.join(KNOWN)}, or use --model")
-        if self.method not in METHODS:
-            raise UserError(f"method={self.method}: not a method of ours; there is {', '.join(METHODS)}")
+            raise UserError(f"shape={self.shape}: unknown size; use one of {', '.join(KNOWN)}, or pass --model")
+        if self.method not in method_names():
+            raise UserError(f"method={self.method}: unknown method; use one of {', '.join(method_names())}")
         rules = {
             "1 or more": "gpus max_tokens_per_micro_batch num_generations max_completion_length",
             "above 0": "gpu_memory",
@@ -914,23 +919,24 @@ class PlanConfig:
         check_numbers(self.vllm, {"above 0 and at most 1": "gpu_memory_utilization"}, "vllm.")
         if self.trained_dtype == "bfloat16" and (self.lora.r or self.dtype == "float32"):
             raise UserError(
-                f"trained_dtype=bfloat16: has no effect on adapters, and is less precise than dtype=float32 "
-                f"(lora.r={self.lora.r}, dtype={self.dtype}); leave it out"
+                f"trained_dtype=bfloat16: has no effect on adapters (lora.r={self.lora.r}) and is narrower than "
+                f"dtype=float32 (dtype={self.dtype}); remove --trained-dtype"
             )
         if self.activation_offloading and not self.gradient_checkpointing:
             raise UserError(
-                "activation_offloading=True: moves what gradient checkpointing saves; add --gradient-checkpointing, or "
-                "leave it out"
+                "activation_offloading=True: only applies to checkpointed blocks; add --gradient-checkpointing"
             )
         if self.load_in_4bit:
             if not self.lora.r:
                 raise UserError("load_in_4bit=True: 4-bit weights cannot be trained; train adapters with --lora.r 16")
-            if METHODS[self.method].head == "none":
-                raise UserError(f"load_in_4bit=True: not for reward models (method={self.method}); leave it out")
+            if self.facts.head == "none":
+                raise UserError(
+                    f"load_in_4bit=True: not supported for reward models (method={self.method}); remove --load-in-4bit"
+                )
             is_sharded = self.parallel.mode == "fsdp" or self.parallel.shard is not None
             if is_sharded or self.parallel.context > 1:
                 name = "fsdp" if is_sharded else f"parallel.context={self.parallel.context}"
-                raise UserError(f"load_in_4bit=True: not supported with {name}; leave one of them out")
+                raise UserError(f"load_in_4bit=True: not supported with {name}; remove --load-in-4bit")
         for name, value in (("shard", self.parallel.shard), ("context", self.parallel.context)):
             if value is not None and (value < 1 or self.gpus % value):
                 raise UserError(f"parallel.{name}={value}: must divide the {self.gpus} GPUs")
@@ -938,23 +944,24 @@ class PlanConfig:
             raise UserError("parallel.mode=fsdp: has no effect with one GPU; set --gpus")
         if self.parallel.mode == "replicate" and self.parallel.shard is not None:
             raise UserError(f"parallel.shard={self.parallel.shard}: has no effect with parallel.mode=replicate")
-        if self.beta and METHODS[self.method].reference != "with beta":
-            raise UserError(f"beta={self.beta}: has no effect on the memory of {self.method}; leave it out")
-
+        if self.beta and self.facts.reference != "with beta":
+            raise UserError(f"beta={self.beta}: has no effect on the memory of method={self.method}; remove --beta")
         if self.teacher is not None and self.method != "opd":
-            raise UserError(f"teacher={self.teacher}: has no effect with method={self.method}; it is for opd")
-        if self.value_model and not METHODS[self.method].critic:
-            raise UserError(f"value_model={self.value_model}: {self.method} has no critic; leave it out")
+            raise UserError(f"teacher={self.teacher}: has no effect with method={self.method}; use --method opd")
+        if self.value_model and not self.facts.critic:
+            raise UserError(f"value_model={self.value_model}: {self.method} has no critic; remove --value-model")
+
+    @property
+    def facts(self) -> Method:
+        return method_facts(load_method(self.method).Config)
 
     @property
     def has_reference(self) -> bool:
-        wants, is_own_teacher = METHODS[self.method].reference, self.teacher == "self"
-        return self.ref == "auto" and (
-            wants == "always" or (wants == "with beta" and (self.beta > 0 or is_own_teacher))
-        )
+        by_flags = self.facts.reference == "with beta" and (self.beta > 0 or self.teacher == "self")
+        return self.ref == "auto" and (self.facts.reference == "always" or by_flags)
 
     @property
-    def others(self) -> float:
+    def other_bytes(self) -> float:
         """Bytes of the teacher."""
         if self.teacher in (None, "self"):
             return 0.0
@@ -963,28 +970,28 @@ class PlanConfig:
 
     @property
     def colocates(self) -> bool:
-        """Whether a vLLM server, if there is one, shares a GPU with the trainer."""
+        """True if a vLLM server would share a GPU with the trainer."""
         return self.gpus == 1 if self.vllm.colocate is None else self.vllm.colocate
 
     @property
-    def asked(self) -> Asked:
+    def rollout_size(self) -> RolloutSize:
         rows = self.rollout.max_batch_size or ROWS["cuda"]
         prompt_length = max(0, self.rollout.max_length - self.max_completion_length)
-        return Asked(rows, -(-rows // self.num_generations), prompt_length, self.max_completion_length)
+        return RolloutSize(rows, -(-rows // self.num_generations), prompt_length, self.max_completion_length)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 2 after one sentence about what is wrong."""
+    """Return the exit status: 0, or 2 after a one-line error."""
     return run_command(lambda: plan(parse_command(PlanConfig, argv, "python -m trainer.plan")))
 
 
 def plan(cfg: PlanConfig) -> None:
-    trusts = cfg.trust_remote_code
-    model = build(known_config(cfg.shape)) if cfg.shape else meta_model(cfg.model, trust_remote_code=trusts)
+    is_trusted = cfg.trust_remote_code
+    model = build(known_config(cfg.shape)) if cfg.shape else meta_model(cfg.model, trust_remote_code=is_trusted)
     print("\n".join(report(cfg, sizes_of(model), *pick_card(cfg))))
     names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     if not {"gate_proj", "up_proj", "down_proj", "q_proj", "o_proj"} <= names:
-        print(f"{type(model).__name__} is not built like a Llama; its activations are counted as if it were.")
+        print(f"{type(model).__name__} is not built like a Llama; its activations are estimated as if it were.")
 
 
 def known_config(name: str) -> Any:
@@ -998,12 +1005,12 @@ def pick_card(cfg: PlanConfig) -> tuple[str, Card]:
     import torch
 
     if cfg.gpu == "here" and not torch.cuda.is_available():
-        raise UserError(f"gpu=here: this machine has no CUDA device; name a card: {', '.join(CARDS)}")
+        raise UserError(f"gpu=here: this machine has no CUDA device; pass one of {', '.join(CARDS)}")
     if cfg.gpu in (None, "here") and torch.cuda.is_available():
-        found = torch.cuda.get_device_properties(0)
-        like = next((x for name, x in CARDS.items() if name.partition("-")[0].upper() in found.name), CARDS["h200"])
-        card = like._replace(gib=found.total_memory / GIB, triton_head=found.major in TRITON_HEAD)
-        name = found.name
+        device = torch.cuda.get_device_properties(0)
+        like = next((x for name, x in CARDS.items() if name.partition("-")[0].upper() in device.name), CARDS["h200"])
+        card = like._replace(gib=device.total_memory / GIB, triton_head=device.major in TRITON_HEAD)
+        name = device.name
     else:
         name = ALIASES.get(cfg.gpu, cfg.gpu) or "h200"
         card = CARDS[name]
@@ -1011,13 +1018,13 @@ def pick_card(cfg: PlanConfig) -> tuple[str, Card]:
 
 
 def columns(cfg: PlanConfig, card: Card) -> dict[str, Work]:
-    """The settings compared: replicate and, with several GPUs, fsdp, each without and with gradient checkpointing."""
+    """Return the settings to compare: replicate and, with several GPUs, fsdp, each without and with checkpointing."""
     parallel = cfg.parallel
     base = Work(
         tokens=cfg.max_tokens_per_micro_batch, lora_r=cfg.lora.r, in_4bit=cfg.load_in_4bit,
-        held=BYTES[cfg.trained_dtype], compute=BYTES[cfg.dtype], has_reference=cfg.has_reference, optim=cfg.optim,
-        triton=card.triton_head, context=parallel.context, head=METHODS[cfg.method].head_for(parallel.context),
-        others=cfg.others, compiled=cfg.gpus == 1,
+        weight_bytes=BYTES[cfg.trained_dtype], compute=BYTES[cfg.dtype], has_reference=cfg.has_reference,
+        optim=cfg.optim, triton=card.triton_head, context=parallel.context, head=cfg.facts.head_for(parallel.context),
+        other_bytes=cfg.other_bytes, compiled=cfg.gpus == 1,
     )  # fmt: skip
     modes = {}
     if cfg.gpus == 1 or (parallel.mode != "fsdp" and parallel.shard is None):
@@ -1032,49 +1039,51 @@ def columns(cfg: PlanConfig, card: Card) -> dict[str, Work]:
 
 
 class Sampler(NamedTuple):
-    """What samples in one column, and GiB of the GPU with it."""
+    """The engine of one column and its effect on GPU memory, in GiB."""
 
     engine: Literal["local", "vllm", "none"]
-    room: float  # for tensors of the trainer while it trains
-    sampling: float = 0.0  # all that is held while completions are made
+    room: float  # for the trainer's tensors during training
+    sampling: float = 0.0  # total while sampling
     can_sample: bool = True
-    held: EngineMemory | None = None  # by the local engine
+    memory: EngineMemory | None = None  # of the local engine, in bytes
 
 
 def sampler_of(cfg: PlanConfig, s: Sizes, work: Work, card: Card) -> Sampler:
-    """The engine of a column, by the settings or as the trainer decides for auto."""
-    room, group = card.gib - RESERVE, cfg.asked._replace(rows=cfg.num_generations, prompts=1)
-    if not METHODS[cfg.method].samples:
+    """Choose the engine of a column; auto is resolved as in training."""
+    room, group = card.gib - RESERVE, cfg.rollout_size._replace(rows=cfg.num_generations, prompts=1)
+    if not cfg.facts.samples:
         return Sampler("none", room)
     is_local = cfg.rollout.engine == "local"
     if cfg.rollout.engine == "auto":
         is_local = fits_in_process(s, work, group, room * GIB)
     if not is_local:
         share = cfg.vllm.gpu_memory_utilization * card.gib if cfg.colocates else 0.0
-        gib = kept_without_gradients(s, work) / GIB + share
+        gib = persistent_without_gradients(s, work) / GIB + share
         return Sampler("vllm", room - (ASLEEP if cfg.colocates else 0.0), gib, gib <= room)
     most = math.inf if cfg.rollout.cache_gib is None else cfg.rollout.cache_gib * GIB
-    held = held_by_engine(s, work, cfg.asked, "cuda", min(most, room_for_cache(s, work, cfg.asked, room * GIB)))
-    least = sampling(s, work, held_by_engine(s, work, group, "cuda"))
-    return Sampler("local", room, sampling(s, work, held) / GIB, least <= room * GIB, held)
+    most = min(most, room_for_cache(s, work, cfg.rollout_size, room * GIB))
+    engine = engine_memory(s, work, cfg.rollout_size, "cuda", most)
+    least = sampling_bytes(s, work, engine_memory(s, work, group, "cuda"))
+    return Sampler("local", room, sampling_bytes(s, work, engine) / GIB, least <= room * GIB, engine)
 
 
 def report(cfg: PlanConfig, s: Sizes, card_name: str, card: Card) -> list[str]:
-    """Two lines about the run, the table, and sentences about it."""
+    """Return the lines to print: two lines about the run, the table, and notes on it."""
     works = columns(cfg, card)
-    if METHODS[cfg.method].critic:
-        own = cfg.value_model and sizes_of(meta_model(cfg.value_model, trust_remote_code=cfg.trust_remote_code))
-        works = {name: replace(work, critic=critic_bytes(s, work, own)) for name, work in works.items()}
+    if cfg.facts.critic:
+        model = cfg.value_model and sizes_of(meta_model(cfg.value_model, trust_remote_code=cfg.trust_remote_code))
+        works = {name: replace(work, critic=critic_bytes(s, work, model)) for name, work in works.items()}
     samplers = [sampler_of(cfg, s, work, card) for work in works.values()]
     rooms = " or ".join(sorted({f"{sampler.room:.1f}" for sampler in samplers}))
     num_adapter = f", {s.adapter(cfg.lora.r):,} in adapters" if cfg.lora.r else ""
-    sharing = f", a slice of it on each of {cfg.parallel.context}" if cfg.parallel.context > 1 else ""
-    held = f", weights held in {cfg.trained_dtype}" if cfg.trained_dtype != "float32" else ""
-    held = ", base in 4 bits" if cfg.load_in_4bit else held
+    sharing = f" split over {cfg.parallel.context} GPUs" if cfg.parallel.context > 1 else ""
+    stored = f", weights in {cfg.trained_dtype}" if cfg.trained_dtype != "float32" else ""
+    stored = ", base in 4 bits" if cfg.load_in_4bit else stored
     out = [
-        f"{cfg.shape or cfg.model}: {s.params:,} parameters{num_adapter}; {cfg.method}, {cfg.dtype}, {cfg.optim}{held}",
-        f"{cfg.gpus} x {card_name}, {card.gib:.1f} GiB each, {rooms} for tensors of the trainer; "
-        f"{cfg.max_tokens_per_micro_batch} tokens in a micro-batch{sharing}; gc = gradient checkpointing",
+        f"{cfg.shape or cfg.model}: {s.params:,} parameters{num_adapter}; "
+        f"{cfg.method}, {cfg.dtype}, {cfg.optim}{stored}",
+        f"{cfg.gpus} x {card_name}, {card.gib:.1f} GiB each, {rooms} for the trainer's tensors; "
+        f"{cfg.max_tokens_per_micro_batch} tokens per micro-batch{sharing}; gc = gradient checkpointing",
         "",
     ]
 
@@ -1082,22 +1091,21 @@ def report(cfg: PlanConfig, s: Sizes, card_name: str, card: Card) -> list[str]:
         out.append(f"{name:<36}" + "".join(f"{format(cell, form):>16}" for cell in cells))
 
     row("GiB on each GPU", works)
-    parts = [at_peak(s, work) for work in works.values()]
+    parts = [peak_parts(s, work) for work in works.values()]
     for part in parts[0]:
         if any(sizes[part] for sizes in parts):
-            name = "passing buffers beside them" if part == "buffers" else part
-            row(name, [sizes[part] / GIB for sizes in parts], ".2f")
+            row("temporary buffers" if part == "buffers" else part, [sizes[part] / GIB for sizes in parts], ".2f")
     peaks = [sum(sizes.values()) / GIB for sizes in parts]
     row("peak", peaks, ".2f")
-    if METHODS[cfg.method].samples:
+    if cfg.facts.samples:
         row("engine", [sampler.engine for sampler in samplers])
         names = {"local": ", local cache", "vllm": ", vLLM's share" if cfg.colocates else ", servers elsewhere"}
-        found = {names[sampler.engine] for sampler in samplers}
-        row(f"while sampling{found.pop() if len(found) == 1 else ''}", [x.sampling for x in samplers], ".2f")
+        kinds = {names[sampler.engine] for sampler in samplers}
+        row(f"while sampling{kinds.pop() if len(kinds) == 1 else ''}", [x.sampling for x in samplers], ".2f")
     fits = [gib <= sampler.room and sampler.can_sample for gib, sampler in zip(peaks, samplers, strict=True)]
     row("fits", ["yes" if ok else "no" for ok in fits])
     best = [
-        largest(s, work, sampler.room) if sampler.can_sample else 0
+        largest_micro_batch(s, work, sampler.room) if sampler.can_sample else 0
         for work, sampler in zip(works.values(), samplers, strict=True)
     ]
     row("largest max-tokens-per-micro-batch", [f"{tokens:,}" if tokens else "none" for tokens in best])
@@ -1108,44 +1116,44 @@ def report(cfg: PlanConfig, s: Sizes, card_name: str, card: Card) -> list[str]:
 
 
 def explain_engine(cfg: PlanConfig, s: Sizes, works: dict[str, Work], samplers: dict[str, Sampler]) -> Iterator[str]:
-    """What the local engine holds in the first column that has it, and whether that stays during training."""
-    ours = {name: sampler for name, sampler in samplers.items() if sampler.held is not None and sampler.can_sample}
-    if not ours:
+    """Explain the local engine's memory in the first column that has it, and whether it is freed during training."""
+    local = {name: sampler for name, sampler in samplers.items() if sampler.memory is not None and sampler.can_sample}
+    if not local:
         return
-    name, first = next(iter(ours.items()))
-    rows = rows_within(s, works[name], cfg.asked, first.held.cache)
+    name, first = next(iter(local.items()))
+    rows = rows_that_fit(s, works[name], cfg.rollout_size, first.memory.cache)
     yield (
-        f"The engine of {name} holds {sum(first.held) / GIB:.2f} GiB: a copy of the weights "
-        f"{first.held.copy / GIB:.2f}, a cache for {rows} rows at once {first.held.cache / GIB:.2f}, logits "
-        f"{first.held.logits / GIB:.2f}."
+        f"Engine of {name}: {sum(first.memory) / GIB:.2f} GiB (copy of the weights {first.memory.copy / GIB:.2f}, "
+        f"cache for {rows} concurrent rows {first.memory.cache / GIB:.2f}, logits {first.memory.logits / GIB:.2f})."
     )
-    stay = {name for name, sampler in ours.items() if peak(s, works[name]) + sum(sampler.held) <= sampler.room * GIB}
-    for verb, names in (("stays", stay), ("is freed", ours.keys() - stay)):
+    stay = {name for name, sampler in local.items() if peak(s, works[name]) + sum(sampler.memory) <= sampler.room * GIB}
+    for verb, names in (("kept", stay), ("freed", local.keys() - stay)):
         if names:
-            yield f"That {verb} while training: {', '.join(name for name in ours if name in names)}."
+            yield f"This memory is {verb} during training: {', '.join(name for name in local if name in names)}."
 
 
 def explain(cfg: PlanConfig, s: Sizes, works: dict[str, Work], fits: dict[str, bool]) -> Iterator[str]:
     first = next(iter(works.values()))
-    fullest = "; ".join(f"{name}: {busiest(s, work).name}" for name, work in works.items())
-    yield f"A step is fullest at: {fullest}."
+    fullest = "; ".join(f"{name}: {fullest_point(s, work).name}" for name, work in works.items())
+    yield f"Peak of a step: {fullest}."
     if first.head != "none":
         yield (
             f"The log-prob head takes {head_bytes(s, first) / GIB:.2f} GiB if all tokens train; "
-            f"storing their logits would take {logits_bytes(s, first.rows) / GIB:.2f} (avoided)."
+            f"stored logits would take {logits_bytes(s, first.local_trained_tokens) / GIB:.2f} GiB."
         )
-    host = {name: offloaded(s, work) / GIB for name, work in works.items() if work.offloading}
+    host = {name: offloaded_bytes(s, work) / GIB for name, work in works.items() if work.offloading}
     if host:
         sizes = ", ".join(f"{name} {gib:.2f}" for name, gib in host.items())
-        yield f"Offloaded activations take page-locked main memory, in GiB for each GPU: {sizes}."
-    asked = {name: ok for name, ok in fits.items() if works[name].checkpointing == cfg.gradient_checkpointing}
+        yield f"Offloaded activations take pinned main memory, in GiB per GPU: {sizes}."
     verdict = ", ".join(
-        f"{name.removesuffix(' + gc')} {'fits' if ok else 'does not fit'}" for name, ok in asked.items()
+        f"{name.removesuffix(' + gc')} {'fits' if ok else 'does not fit'}"
+        for name, ok in fits.items()
+        if works[name].checkpointing == cfg.gradient_checkpointing
     )
-    yield f"Asked for, {'with' if cfg.gradient_checkpointing else 'without'} gradient checkpointing: {verdict}."
+    yield f"{'With' if cfg.gradient_checkpointing else 'Without'} gradient checkpointing: {verdict}."
     yield (
-        f"Rough: speed is {cfg.mfu:.2f} of the data sheet's peak, training alone, neither sampling nor waiting; "
-        f"{RESERVE:g} GiB are set aside for CUDA and the allocator. Memory: trainer/plan.py."
+        f"Speed: {cfg.mfu:.2f} of the data sheet's peak, for training only, without sampling or waiting. "
+        f"{RESERVE:g} GiB are reserved for CUDA and the allocator. Formulas: trainer/plan.py."
     )
 
 

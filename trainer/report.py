@@ -1,7 +1,7 @@
-"""Pages about runs: trainer/metrics/report.py for one, trainer/metrics/compare.py for several.
+"""Write the report of a run (trainer/metrics/report.py) or compare several runs (trainer/metrics/compare.py).
 
 python -m trainer.report RUN                          # writes RUN/report.html
-python -m trainer.report RUN RUN [--out PAGE.html]    # one page with their curves over each other
+python -m trainer.report RUN RUN [--out PAGE.html]    # one page with the curves of all runs
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from trainer.metrics.report import write_report
 USAGE = """usage: python -m trainer.report RUN              writes RUN/report.html
        python -m trainer.report RUN RUN [...] [--out PAGE.html]
 
-Of several runs it writes one page, comparison.html unless --out names another, with their curves over each other."""
+For several runs, writes one page with the curves of all of them: PAGE.html, by default comparison.html."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status: 0, or 2 after one sentence about what is wrong."""
+    """Return the exit status: 0, or 2 after a one-line error."""
     if any(word in HELP for word in argv):
         print(USAGE)
         return 0
@@ -36,15 +36,15 @@ def main(argv: Sequence[str]) -> int:
 def report(argv: Sequence[str]) -> None:
     runs, out = list(argv), None
     if "--out" in runs:
-        place = runs.index("--out")
-        if place + 1 == len(runs):
-            raise UserError("--out: names no file; write --out PAGE.html")
-        out = Path(runs[place + 1])
-        del runs[place : place + 2]
-    if not runs or (strange := [word for word in runs if word.startswith("-")]):
-        raise UserError(f"{strange[0] if runs else 'RUN'}: name run folders; python -m trainer.report RUN [RUN ...]")
+        i = runs.index("--out")
+        if i + 1 == len(runs):
+            raise UserError("--out: no file; pass --out PAGE.html")
+        out = Path(runs[i + 1])
+        del runs[i : i + 2]
+    if not runs or (flags := [word for word in runs if word.startswith("-")]):
+        raise UserError(f"{flags[0] if runs else 'RUN'}: pass run folders; python -m trainer.report RUN [RUN ...]")
     if len(runs) == 1 and out is not None:
-        raise UserError(f"--out={out}: is for several runs; the page of one is written to its folder")
+        raise UserError(f"--out={out}: has no effect with one run, whose report is in its folder; remove --out")
     if len(runs) == 1:
         print(write_report(Path(runs[0]), defaults_of(Path(runs[0]))))
     else:
@@ -52,12 +52,12 @@ def report(argv: Sequence[str]) -> None:
 
 
 def defaults_of(run_dir: Path) -> dict[str, Any] | None:
-    """Default settings of the run's method; None if it is not there, as of a method of the user's own elsewhere."""
+    """Return the default settings of the run's method; None if it cannot be imported, like a custom method now."""
     path = run_dir / "config.yaml"
     settings = load_config(path) if path.is_file() else {}
     try:
         return default_tree(load_method(str(settings["method"])).Config, settings)
-    except Exception:  # the module may be anybody's, and the page can do without
+    except Exception:  # a custom module may raise anything, and the page works without defaults
         return None
 
 

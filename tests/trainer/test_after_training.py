@@ -18,11 +18,11 @@ from data.rows.held_out import held_out_numbers
 from rollout.servers.model_folder import BUILTIN
 from tests.trainer.metrics.test_report import CONFIG
 from trainer import evaluate, generate, push, report
+from trainer.metrics.card import model_card
 from trainer.metrics.compare import names_of
 from trainer.metrics.metrics import JsonlLog
 from trainer.metrics.report import write_report
 from trainer.report import defaults_of
-from trainer.run.card import model_card
 
 ROWS = [("1+1=", "2"), ("2+5=", "7"), ("3+4=", "7"), ("8+5=", "14")]  # the tiny model knows sums without a carry
 
@@ -60,12 +60,12 @@ def write_metrics(folder, *, slope, steps=40):
         log.write(step, row)
 
 
-def test_generate_asks_as_the_run_was_trained(run, capsys, monkeypatch):
+def test_generate_uses_the_runs_prompt_settings(run, capsys, monkeypatch):
     assert generate.main([str(run), "--prompt", "1+1=", "2+5="]) == 0
     assert capsys.readouterr().out.split() == ["2", "7"]
     assert not generate.trained_on_text(str(run))
     (run / "samples.jsonl").write_text(json.dumps({"prompt": "1+1=", "completion": "2", "step": 1}) + "\n")
-    assert generate.trained_on_text(str(run))  # then a prompt is text to continue
+    assert generate.trained_on_text(str(run))  # a prompt is text to continue
 
 
 def test_generate_keeps_a_conversation_until_new(monkeypatch, capsys):
@@ -79,19 +79,19 @@ def test_generate_keeps_a_conversation_until_new(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "argv, says",
+    "argv, words",
     [
-        (["builtin:tiny", "--plain", "--system-prompt", "x"], "system_prompt: has no effect with plain"),
-        (["builtin:tiny", "--top-p", "0.9"], "top_p=0.9: has no effect on greedy answers"),
+        (["builtin:tiny", "--plain", "--system-prompt", "x"], "system_prompt: has no effect with --plain"),
+        (["builtin:tiny", "--top-p", "0.9"], "top_p=0.9"),
         (["./nowhere"], "model=./nowhere: no such folder"),
     ],
 )
-def test_generate_refuses_in_one_sentence(argv, says, capsys):
+def test_invalid_generate_settings(argv, words, capsys):
     assert generate.main(argv) == 2
-    assert says in capsys.readouterr().err
+    assert words in capsys.readouterr().err
 
 
-def test_evaluate_takes_the_runs_own_rows_and_rewards_and_adds_to_its_folder(run, tmp_path, capsys):
+def test_evaluate_uses_the_runs_rows_and_rewards_and_appends_to_its_folder(run, tmp_path, capsys):
     out = tmp_path / "scored.jsonl"
     assert evaluate.main([str(run), "--out", str(out)]) == 0
     assert "reward/mean: 0.7500\n" in capsys.readouterr().out
@@ -105,7 +105,7 @@ def test_evaluate_takes_the_runs_own_rows_and_rewards_and_adds_to_its_folder(run
     assert "Evaluations after training" in page and ">0.750<" in page
     assert record["results"]["reward/standard_error"] == 0.25
     assert evaluate.main([str(run), "--max-rows", "1"]) == 0
-    assert "standard_error" not in capsys.readouterr().out  # one row has none
+    assert "standard_error" not in capsys.readouterr().out  # undefined for one row
 
 
 def change_config(run, **settings):
@@ -113,19 +113,19 @@ def change_config(run, **settings):
     (run / "config.yaml").write_text(yaml.safe_dump(config | settings))
 
 
-def test_evaluate_takes_the_rows_that_the_run_held_out(run, tmp_path, capsys):
+def test_evaluate_uses_the_rows_that_the_run_held_out(run, tmp_path, capsys):
     rows = [str(tmp_path / "held_out.jsonl")]
     change_config(run, method="grpo", data=rows, eval_data=[], val_set_size=0.5, dedup=False, max_eval_rows=500, seed=3)
     assert evaluate.main([str(run), "--out", str(tmp_path / "out.jsonl")]) == 0
-    asked_for = [json.loads(line)["prompt"][-1]["content"] for line in (tmp_path / "out.jsonl").open()]
-    assert asked_for == [ROWS[number][0] for number in sorted(held_out_numbers(4, 0.5, 3))]
+    questions = [json.loads(line)["prompt"][-1]["content"] for line in (tmp_path / "out.jsonl").open()]
+    assert questions == [ROWS[i][0] for i in sorted(held_out_numbers(4, 0.5, 3))]
     assert "rows: 2" in capsys.readouterr().out
     change_config(run, method="sft")
     assert evaluate.main([str(run)]) == 2
-    assert "--data: required, since val_set_size=0.5 of sft" in capsys.readouterr().err
+    assert "val_set_size=0.5 of sft" in capsys.readouterr().err
 
 
-def test_evaluate_leaves_out_the_long_prompts_that_the_run_left_out(run, capsys):
+def test_evaluate_skips_the_long_prompts_that_the_run_skipped(run, capsys):
     change_config(run, max_prompt_length=1)
     assert evaluate.main([str(run)]) == 2
     assert "max_prompt_length=1" in capsys.readouterr().err
@@ -135,7 +135,7 @@ def test_evaluate_leaves_out_the_long_prompts_that_the_run_left_out(run, capsys)
     "settings",
     [{"tools": ["calculator"]}, {"rollout_func": "m.f"}, {"openenv": {"env": "m.E"}}, {"verifiers": {"env": "toy"}}],
 )
-def test_evaluate_refuses_runs_whose_completions_need_more_than_the_model(settings, run, capsys):
+def test_evaluate_rejects_runs_with_tools_or_environments(settings, run, capsys):
     change_config(run, **settings)
     assert evaluate.main([str(run)]) == 2
     assert "the run was trained with it" in capsys.readouterr().err
@@ -150,18 +150,18 @@ def test_evaluate_any_model_with_several_samples(run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "argv, says",
+    "argv, words",
     [
-        ([], "--data: required"),
-        (["--num-generations", "2"], "num_generations=2: greedy completions of a row are all equal"),
+        ([], "--data is required"),
+        (["--num-generations", "2"], "num_generations=2: greedy"),
         (["--limit", "3"], "limit=3: has no effect without --tasks"),
         (["--tasks", "x", "--data", "a.jsonl"], "has no effect with tasks=x"),
         (["--max-rows", "0"], "max_rows=0: must be 1 or more"),
     ],
 )
-def test_evaluate_refuses_in_one_sentence(argv, says, capsys):
+def test_invalid_evaluate_settings(argv, words, capsys):
     assert evaluate.main(["builtin:tiny", *argv]) == 2
-    assert says in capsys.readouterr().err
+    assert words in capsys.readouterr().err
 
 
 SUMS = """
@@ -181,7 +181,7 @@ metric_list:
 """
 
 
-def test_tasks_of_the_harness_equal_its_own_backend(run, tmp_path, capsys):
+def test_harness_tasks_match_its_huggingface_backend(run, tmp_path, capsys):
     lm_eval = pytest.importorskip("lm_eval", reason="needs pip install -e '.[eval]'")
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -190,10 +190,10 @@ def test_tasks_of_the_harness_equal_its_own_backend(run, tmp_path, capsys):
 
     rows = tmp_path / "task_rows.jsonl"
     sums = [(a, b) for a in range(2, 10) for b in range(1, 6)]
-    made = [
+    task_rows = [
         {"prompt": f"{a}+{b}=", "answer": str(a + b), "choices": [str(a + b - 1), str(a + b), str(a)]} for a, b in sums
     ]
-    rows.write_text("".join(json.dumps(row) + "\n" for row in made))
+    rows.write_text("".join(json.dumps(row) + "\n" for row in task_rows))
     texts = {
         "": ("generate_until", '"{{answer}}"', "generation_kwargs: {until: ['\\n'], max_gen_toks: 6}", "exact_match"),
         "_choice": ("multiple_choice", "1", 'doc_to_choice: "{{choices}}"', "acc"),
@@ -201,23 +201,23 @@ def test_tasks_of_the_harness_equal_its_own_backend(run, tmp_path, capsys):
     folder = tmp_path / "tasks"
     folder.mkdir()
     for kind, (output, target, more, metric) in texts.items():
-        made = SUMS.format(kind=kind, rows=rows, output=output, target=target, more=more, metric=metric)
-        (folder / f"sums{kind}.yaml").write_text(made)
+        text = SUMS.format(kind=kind, rows=rows, output=output, target=target, more=more, metric=metric)
+        (folder / f"sums{kind}.yaml").write_text(text)
     assert evaluate.main([str(run), "--tasks", "sums,sums_choice", "--task-folder", str(folder), "--as-chat"]) == 0
-    ours = json.loads((run / "evaluations.jsonl").read_text())["results"]
+    results = json.loads((run / "evaluations.jsonl").read_text())["results"]
     model, tokenizer = load_model("builtin:tiny")
-    theirs = lm_eval.simple_evaluate(
+    expected = lm_eval.simple_evaluate(
         model=HFLM(pretrained=model, tokenizer=tokenizer), tasks=["sums", "sums_choice"], log_samples=False,
         apply_chat_template=True, task_manager=TaskManager(include_path=str(folder)),
     )["results"]  # fmt: skip
-    assert 0 < ours["sums/exact_match"] < 1
-    assert ours["sums/exact_match"] == theirs["sums"]["exact_match,none"]
-    assert ours["sums_choice/acc"] == theirs["sums_choice"]["acc,none"]
+    assert 0 < results["sums/exact_match"] < 1
+    assert results["sums/exact_match"] == expected["sums"]["exact_match,none"]
+    assert results["sums_choice/acc"] == expected["sums_choice"]["acc,none"]
     assert evaluate.main([str(run), "--tasks", "no_such_task"]) == 2
-    assert "tasks=no_such_task: no such task" in capsys.readouterr().err
+    assert "tasks=no_such_task" in capsys.readouterr().err
 
 
-def test_two_runs_on_one_page(run, tmp_path, capsys):
+def test_comparison_of_two_runs(run, tmp_path, capsys):
     other = tmp_path / "other" / "grpo-demo"
     shutil.copytree(run, other)
     (other / "metrics.jsonl").unlink()
@@ -240,22 +240,24 @@ def test_two_runs_on_one_page(run, tmp_path, capsys):
     differing = page[page.index("Settings that differ") :].partition("</table>")[0]
     assert "learning_rate" in differing and "0.001" in differing and "lr_scheduler_type" not in differing
     assert "0.250 &rarr; 0.650" in page and "0.250 &rarr; 0.350" in page
-    assert page.count('data-label="held-out reward"') == 2  # on a narrow page each number stands beside its name
-    assert page.count('aria-label="eval/reward/mean over steps"') == 2  # a large chart, and a small one to read there
+    assert page.count('data-label="held-out reward"') == 2  # the labels on a narrow page
+    assert (
+        page.count('aria-label="eval/reward/mean over steps"') == 2
+    )  # a large chart, and a small one for narrow pages
 
 
-def test_names_of_runs_say_no_more_of_the_path_than_they_must(tmp_path):
+def test_run_names_are_the_shortest_distinct_paths(tmp_path):
     assert names_of([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
     assert names_of([tmp_path / "x" / "a", tmp_path / "y" / "a"]) == ["x/a", "y/a"]
 
 
 @pytest.mark.parametrize(
-    "argv, says", [(["RUN", "--out"], "--out: names no file"), (["RUN", "--out", "p.html"], "is for several runs"),
-                   (["RUN", "--fast"], "--fast: name run folders"), ([], "RUN: name run folders")]
+    "argv, words", [(["RUN", "--out"], "--out: no file"), (["RUN", "--out", "p.html"], "--out=p.html"),
+                   (["RUN", "--fast"], "--fast: "), ([], "RUN: ")]
 )  # fmt: skip
-def test_report_refuses_in_one_sentence(argv, says, run, capsys):
+def test_invalid_report_arguments(argv, words, run, capsys):
     assert report.main([str(run) if word == "RUN" else word for word in argv]) == 2
-    assert says in capsys.readouterr().err
+    assert words in capsys.readouterr().err
 
 
 CARD = """\
@@ -273,7 +275,7 @@ tags:
 
 # my-model
 
-Fine-tuned from [org/base](https://huggingface.co/org/base) by `grpo` with strop, on `org/rows`, `held_out.jsonl`: 40 \
+Fine-tuned from [org/base](https://huggingface.co/org/base) with strop's `grpo` on `org/rows`, `held_out.jsonl`: 40 \
 steps in 1:20.
 
 ## Results
@@ -332,7 +334,7 @@ def test_the_card_of_a_pushed_model(run, tmp_path, capsys):
         assert str(tmp_path) not in path.read_text()
 
 
-def test_the_card_names_no_path_or_address(run, tmp_path, monkeypatch):
+def test_the_card_contains_no_path_or_address(run, tmp_path, monkeypatch):
     secret = ("/home/bob", "rows/train", "10.0.0.7")
     change_config(
         run, reward_funcs=["model:/home/bob/secret/rm", "/home/bob/rewards.py:fn", "model:org/rm"], model="/home/bob/m",
@@ -353,39 +355,39 @@ def test_the_card_shows_no_prompt_and_escapes_names(run, tmp_path, monkeypatch):
     assert "| org/held | regex:a\\|b/mean | 0.500 |" in card and "| org/held | rows | 32 |" in card
 
 
-def test_a_relative_path_is_no_hub_id(run, tmp_path, monkeypatch):
-    (tmp_path / "models" / "base").mkdir(parents=True)  # beside the run, where it was started
+def test_a_relative_path_is_not_a_hub_id(run, tmp_path, monkeypatch):
+    (tmp_path / "models" / "base").mkdir(parents=True)  # next to the run, where it was started
     change_config(run, model="models/base", data=["models/base", "org/rows"])
     card = model_card(run, "me/x", defaults=defaults_of(run))
     assert "Fine-tuned from a local model" in card and "on `base`, `org/rows`" in card and "models/base" not in card
 
 
-def test_push_says_why_it_does_not(run, tmp_path, capsys, monkeypatch):
-    def refused(argv, says):
+def test_invalid_pushes(run, tmp_path, capsys, monkeypatch):
+    def check(argv, words):
         assert push.main(argv) == 2
-        assert says in capsys.readouterr().err
+        assert words in capsys.readouterr().err
 
-    refused([str(run), "my-model"], "repo=my-model: is not OWNER/NAME")
-    refused([str(tmp_path), "me/x", "--out", str(tmp_path / "o")], "has no config.yaml")
-    refused([str(run), "me/x", "--out", str(run)], "exists already")
-    refused([str(run), "me/x", "--with-report", "--out", str(tmp_path / "o")], "has no report.html")
+    check([str(run), "my-model"], "repo=my-model: must be OWNER/NAME")
+    check([str(tmp_path), "me/x", "--out", str(tmp_path / "o")], "no config.yaml")
+    check([str(run), "me/x", "--out", str(run)], "already exists")
+    check([str(run), "me/x", "--with-report", "--out", str(tmp_path / "o")], "has no report.html")
     (run / "final" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path)}))
-    refused([str(run), "me/x", "--out", str(tmp_path / "o")], "its adapter needs a base model that is a folder")
+    check([str(run), "me/x", "--out", str(tmp_path / "o")], "--base-model")
     (run / "final" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/gone/base"}))
-    refused([str(run), "me/x", "--out", str(tmp_path / "o")], "its adapter needs a base model that is a folder")
+    check([str(run), "me/x", "--out", str(tmp_path / "o")], "--base-model")
     tiny = str(BUILTIN["builtin:tiny"])
     (run / "final" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": tiny}))
-    refused([str(run), "me/x", "--out", str(tmp_path / "o")], "its adapter is for builtin:tiny, which is part of strop")
+    check([str(run), "me/x", "--out", str(tmp_path / "o")], "builtin:tiny")
     assert not (tmp_path / "o").exists()
     assert push.main([str(run), "me/x", "--out", str(tmp_path / "o"), "--base-model", "org/base"]) == 0
     assert json.loads((tmp_path / "o" / "adapter_config.json").read_text())["base_model_name_or_path"] == "org/base"
     assert "library_name: peft" in (tmp_path / "o" / "README.md").read_text()
     from huggingface_hub import HfApi
 
-    for client in filter(find_spec, ("httpx", "httpx2")):  # the hub's own depends on its version
+    for client in filter(find_spec, ("httpx", "httpx2")):  # the hub's client depends on its version
         error = importlib.import_module(client).ConnectError("no network")
         monkeypatch.setattr(HfApi, "create_repo", Mock(side_effect=error))
-        refused(
+        check(
             [str(run), "me/x", "--base-model", "org/base"],
-            "repo=me/x: not uploaded (no network); write the folder with --out",
+            "repo=me/x: upload failed (no network); write the folder with --out",
         )

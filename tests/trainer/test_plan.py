@@ -1,4 +1,4 @@
-"""The planner against what autograd saves on a CPU, and peaks measured on an H200; the out-of-memory message."""
+"""Test the planner against autograd on a CPU and peaks on an H200, and the out-of-memory message."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rollout.engines import local
 from tests.entry import metrics
 from trainer import plan
 from trainer.__main__ import main as train
+from trainer.cli import load_method, method_names
 from trainer.config.blocks import (
     DataConfig,
     LoraConfig,
@@ -29,23 +30,23 @@ from trainer.config.blocks import (
     RunConfig,
 )  # fmt: skip
 from trainer.config.groups import GroupConfig
-from trainer.methods import cpo, dpo, ebft, gdpo, grpo, kto, prm, rm, sft
+from trainer.methods import dpo, grpo, sft
 from trainer.plan import (
     CARDS,
     GIB,
     KNOWN,
-    METHODS,
+    Method,
     Parallel,
     PlanConfig,
     Sizes,
     Work,
+    activation_bytes,
     critic_bytes,
-    kept,
     main,
     peak,
-    saved,
+    persistent_bytes,
     sizes_of,
-)
+)  # fmt: skip
 from trainer.policy import sharding
 from trainer.policy.load import quantize_layers
 from trainer.policy.optim import build_optimizer
@@ -73,14 +74,14 @@ def tiny(kind: str, numbers: dict[str, int], dtype: torch.dtype = torch.float32)
 
 
 def saved_bytes(model: nn.Module, num_tokens: int, *, autocast: bool) -> int:
-    """Of every storage that autograd saves in a forward up to the head, once, but for parameters."""
-    own = {x.untyped_storage().data_ptr() for x in model.parameters()}
-    found: dict[int, torch.UntypedStorage] = {}  # holding them, so that no address is used twice
+    """Return the bytes of all storages except parameters that autograd saves in a forward up to the head."""
+    parameters = {x.untyped_storage().data_ptr() for x in model.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no address is reused
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         storage = x.untyped_storage()
-        if storage.data_ptr() not in own:
-            found[storage.data_ptr()] = storage
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage
         return x
 
     ids = torch.arange(num_tokens)[None] % 300
@@ -89,7 +90,7 @@ def saved_bytes(model: nn.Module, num_tokens: int, *, autocast: bool) -> int:
         torch.autocast("cpu", torch.bfloat16, enabled=autocast),
     ):
         model.base_model(input_ids=ids, position_ids=torch.arange(num_tokens)[None], use_cache=False)
-    return sum(x.nbytes() for x in found.values())
+    return sum(x.nbytes() for x in saved.values())
 
 
 @pytest.fixture(scope="module")
@@ -103,14 +104,14 @@ def test_known_shapes_have_the_published_number_of_parameters():
     for name, published in PUBLISHED.items():
         config, counts = plan.known_config(name), []
         layers = config.num_hidden_layers
-        for num in (1, 2):  # every layer has the same number
+        for num in (1, 2):  # all layers have the same size
             config.num_hidden_layers = num
             counts.append(sizes_of(plan.build(config)).params)
         assert counts[0] + (layers - 1) * (counts[1] - counts[0]) == published, name
 
 
 SAVED = [
-    ("llama", SMALL, {}), ("qwen3", WIDE, {}), ("qwen3", SMALL, {"compute": 4}), ("qwen3", SMALL, {"held": 2}),
+    ("llama", SMALL, {}), ("qwen3", WIDE, {}), ("qwen3", SMALL, {"compute": 4}), ("qwen3", SMALL, {"weight_bytes": 2}),
     ("llama", WIDE, {"compute": 4, "checkpointing": True}), ("qwen3", SMALL, {"checkpointing": True}),
     ("llama", SMALL, {"lora_r": 8}), ("qwen3", WIDE, {"lora_r": 8}), ("llama", WIDE, {"lora_r": 8, "compute": 4}),
     ("qwen3", SMALL, {"lora_r": 8, "compute": 4}), ("qwen3", WIDE, {"lora_r": 8, "in_4bit": True}),
@@ -118,12 +119,12 @@ SAVED = [
 ]  # fmt: skip
 
 
-def test_saved_activations_are_those_of_autograd():
+def test_activations_match_autograd():
     from peft import LoraConfig, get_peft_model
 
     for kind, numbers, options in SAVED:
         work = Work(tokens=64, **options)
-        is_low = work.held == 2 or (work.lora_r and work.compute == 2)
+        is_low = work.weight_bytes == 2 or (work.lora_r and work.compute == 2)
         model = tiny(kind, numbers, torch.bfloat16 if is_low else torch.float32)
         s = sizes_of(model)
         assert (s.qk_norm, s.params) == (kind == "qwen3", sum(x.numel() for x in model.parameters()))
@@ -131,32 +132,32 @@ def test_saved_activations_are_those_of_autograd():
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if work.in_4bit:
             quantize_layers(model, torch.device("cpu"))
-            assert kept(s, work)["weights"] == sum(x.nbytes for x in model.parameters())
+            assert persistent_bytes(s, work)["weights"] == sum(x.nbytes for x in model.parameters())
         if work.lora_r:
             wrapped = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
             assert s.adapter(8) == sum(x.numel() for x in wrapped.parameters() if x.requires_grad)
             model = wrapped.get_base_model()
-        found = saved_bytes(model, 64, autocast=work.compute == 2)
-        found += 64 * 2 * 4 * s.head_dim * work.checkpointing  # the rotary table: kept as an argument, unseen by hooks
-        assert saved(s, work) == pytest.approx(found, rel=0.01), (kind, options)
+        saved = saved_bytes(model, 64, autocast=work.compute == 2)
+        saved += 64 * 2 * 4 * s.head_dim * work.checkpointing  # the rotary table, an argument that hooks do not see
+        assert activation_bytes(s, work) == pytest.approx(saved, rel=0.01), (kind, options)
 
 
-# bench/results/h200/train_step.jsonl: 8 completions of 512 tokens behind a prompt of 2048, Qwen3-1.7B shape, bfloat16,
-# activations checkpointed, one micro-batch, no optimizer; GiB beyond weights and gradients, by tokens computed.
+# bench/results/h200/train_step.jsonl: 8 completions of 512 tokens after a prompt of 2048, Qwen3-1.7B shape, bfloat16,
+# checkpointing, one micro-batch, no optimizer: computed tokens, GiB in addition to weights and gradients.
 MEASURED_STEPS = [("shared prompt", 6144, 0.7828), ("packed", 20480, 2.7334), ("rows, sdpa", 20480, 2.7247)]
 
 
-def test_peak_of_a_step_is_the_measured_one(sizes):
+def test_peak_of_a_step_matches_the_measurement(sizes):
     s = sizes["qwen3-1.7b"]
     for layout, tokens, gib in MEASURED_STEPS:
-        work = Work(tokens=tokens, trained_tokens=8 * 512, checkpointing=True, held=2, accumulates=False)
-        fullest = plan.busiest(s, work)
+        work = Work(tokens=tokens, trained_tokens=8 * 512, checkpointing=True, weight_bytes=2, accumulates=False)
+        fullest = plan.fullest_point(s, work)
         assert fullest.name == "backward of the first block", layout
         assert (fullest.total - 2 * s.params) / GIB == pytest.approx(gib, rel=0.03), layout
 
 
-# bench/results/h200/linear_logprob.jsonl, bfloat16: N, D, V; GiB beyond inputs and gradients of one pass, of any loss,
-# of a frozen head, and of torch with stored logits (None: not measured there).
+# bench/results/h200/linear_logprob.jsonl, bfloat16: N, D, V; GiB in addition to inputs and gradients for one pass, any
+# loss, a frozen head, and torch with stored logits (None: not measured).
 MEASURED_HEADS = [
     ((8192, 2048, 151936), 1.7468, 0.8140, 1.1672, 13.2993),
     ((8192, 4096, 128256), 1.9886, 1.1263, 1.0099, 10.7012),
@@ -164,13 +165,13 @@ MEASURED_HEADS = [
 ]
 
 
-def test_buffers_of_the_head_are_the_measured_ones(sizes):
+def test_head_buffers_match_the_measurements(sizes):
     for (n, d, v), one_pass, any_loss, frozen, torch_path in MEASURED_HEADS:
         s = replace(sizes["qwen3-1.7b"], width=d, vocab=v)
         dx, dw = 2 * n * d, 2 * v * d
         for options, gradients, gib in (
-            ({"head": "one pass", "held": 2}, dx + dw, one_pass),
-            ({"head": "any loss", "held": 2}, dx + dw, any_loss),
+            ({"head": "one pass", "weight_bytes": 2}, dx + dw, one_pass),
+            ({"head": "any loss", "weight_bytes": 2}, dx + dw, any_loss),
             ({"lora_r": 8}, dx, frozen),
         ):
             got = plan.head_bytes(s, Work(tokens=n, **options)) - gradients
@@ -179,28 +180,28 @@ def test_buffers_of_the_head_are_the_measured_ones(sizes):
             assert (plan.logits_bytes(s, n) - dx - dw) / GIB == pytest.approx(torch_path, rel=0.001)
 
 
-def test_measured_facts_are_those_in_the_bench_results():
+def test_measurements_are_in_the_bench_results():
     folder = ROOT / "bench" / "results" / "h200"
     rows = [json.loads(x) for name in ("train_step", "linear_logprob") for x in (folder / f"{name}.jsonl").open()]
-    there = {round(row["peak_gib"], 4) for row in rows}
-    facts = {gib for *_, gib in MEASURED_STEPS} | {x for _, *gibs in MEASURED_HEADS for x in gibs if x}
-    assert facts <= there, facts - there
+    results = {round(row["peak_gib"], 4) for row in rows}
+    copied = {gib for *_, gib in MEASURED_STEPS} | {x for _, *gibs in MEASURED_HEADS for x in gibs if x}
+    assert copied <= results, copied - results
 
 
-def test_what_is_kept_by_hand(sizes):
+def test_persistent_bytes_by_hand(sizes):
     s = sizes["llama-3.1-8b"]
-    full = kept(s, Work(tokens=1, has_reference=True))
+    full = persistent_bytes(s, Work(tokens=1, has_reference=True))
     assert list(full.values()) == [4 * s.params, 0, 4 * s.params, 8 * s.params, 2 * s.params]
-    shard = kept(s, Work(tokens=1, has_reference=True, shards=8))
+    shard = persistent_bytes(s, Work(tokens=1, has_reference=True, shards=8))
     assert {name: 8 * x for name, x in shard.items()} == full
-    assert s.adapter(16) == 41_943_040  # of a rank-16 adapter on all linear layers
-    lora = kept(s, Work(tokens=1, lora_r=16, has_reference=True))
+    assert s.adapter(16) == 41_943_040  # rank 16 on all linear layers
+    lora = persistent_bytes(s, Work(tokens=1, lora_r=16, has_reference=True))
     assert list(lora.values()) == [2 * s.params, *(x * s.adapter(16) for x in (4, 4, 8)), 0]
-    assert list(kept(s, Work(tokens=1, held=2)).values()) == [x * s.params for x in (2, 0, 2, 4, 0)]
-    assert kept(s, Work(tokens=1, others=8.0, shards=8))["reference"] == 1.0
+    assert list(persistent_bytes(s, Work(tokens=1, weight_bytes=2)).values()) == [x * s.params for x in (2, 0, 2, 4, 0)]
+    assert persistent_bytes(s, Work(tokens=1, other_bytes=8.0, shards=8))["reference"] == 1.0
 
 
-def test_a_critic_is_whole_on_every_gpu(sizes):
+def test_a_critic_is_not_sharded(sizes):
     s, small = sizes["llama-3.1-8b"], sizes["qwen3-0.6b"]
     work = Work(tokens=1, shards=8)
     head = critic_bytes(s, work, None)
@@ -208,22 +209,23 @@ def test_a_critic_is_whole_on_every_gpu(sizes):
     model = critic_bytes(s, work, small)
     assert model == 16 * small.params
     assert critic_bytes(s, replace(work, lora_r=16), small) == 2 * small.params + 16 * small.adapter(16)
-    assert kept(s, replace(work, critic=model)) == kept(s, work) | {"critic": model}
+    assert persistent_bytes(s, replace(work, critic=model)) == persistent_bytes(s, work) | {"critic": model}
 
 
 def test_8_bit_moments_by_hand(sizes):
     s = sizes["qwen3-0.6b"]
-    norms = 28 * (2 * 1024 + 2 * 128) + 1024  # tensors too small for scales
-    small = kept(s, Work(tokens=1, optim="adamw_8bit"))["optimizer state"]
+    norms = 28 * (2 * 1024 + 2 * 128) + 1024  # tensors too small for 8 bits
+    small = persistent_bytes(s, Work(tokens=1, optim="adamw_8bit"))["optimizer state"]
     assert small == 2 * (1 + 4 / 256) * (s.params - norms) + 8 * norms
-    lower = kept(s, Work(tokens=1, optim="adamw_8bit", held=2))["optimizer state"]
+    lower = persistent_bytes(s, Work(tokens=1, optim="adamw_8bit", weight_bytes=2))["optimizer state"]
     assert lower == small - 4 * norms
-    assert kept(s, Work(tokens=1, optim="adamw_8bit", lora_r=1))["optimizer state"] == 8 * s.adapter(1)  # all are small
+    lora = persistent_bytes(s, Work(tokens=1, optim="adamw_8bit", lora_r=1))
+    assert lora["optimizer state"] == 8 * s.adapter(1)  # all tensors are small
 
 
 @pytest.mark.parametrize("optim, dtype", [("adamw", "float32"), ("adamw", "bfloat16"), ("adamw_8bit", "float32"),
                                           ("adamw_8bit", "bfloat16")])  # fmt: skip
-def test_optimizer_state_is_what_the_optimizer_holds(optim, dtype):
+def test_optimizer_state_matches_the_optimizer(optim, dtype):
     if optim == "adamw_8bit":
         pytest.importorskip("torchao", reason="torchao is not installed; it is an extra, pip install torchao")
     model = tiny("qwen3", WIDE | {"intermediate_size": 450}, getattr(torch, dtype))
@@ -236,16 +238,16 @@ def test_optimizer_state_is_what_the_optimizer_holds(optim, dtype):
     finally:
         torch.compiler.set_stance("default")
     slots = [x for state in optimizer.state.values() for x in state.values() if x.numel() > 1]
-    found = sum(sum(y.nbytes for y in (x.codes, x.scale)) if hasattr(x, "codes") else x.nbytes for x in slots)
-    work = Work(tokens=1, optim=optim, held=getattr(torch, dtype).itemsize)
-    assert kept(sizes_of(model), work)["optimizer state"] == found
+    allocated = sum(sum(y.nbytes for y in (x.codes, x.scale)) if hasattr(x, "codes") else x.nbytes for x in slots)
+    work = Work(tokens=1, optim=optim, weight_bytes=getattr(torch, dtype).itemsize)
+    assert persistent_bytes(sizes_of(model), work)["optimizer state"] == allocated
 
 
 def peak_bytes(step) -> int:
-    """Most that a call has beyond what was there before, by torch's own record of each allocation."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as found:
+    """Return the peak of the bytes that a call allocates, from torch's profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
-    events = [x for x in found.profiler.kineto_results.events() if x.name() == "[memory]"]
+    events = [x for x in profile.profiler.kineto_results.events() if x.name() == "[memory]"]
     now = most = 0
     for event in sorted(events, key=lambda x: x.start_ns()):
         now += event.nbytes()
@@ -253,14 +255,14 @@ def peak_bytes(step) -> int:
     return most
 
 
-# vocabulary, checkpointed, later micro-batch: the head, a block's backward, the first block's, the embedding's gradient
+# vocabulary, checkpointing, accumulates, point of the peak
 STEPS = [(300, False, True, "log-prob head"), (40, False, False, "backward of a block"),
          (40, True, True, "backward of a block"), (40, True, False, "backward of the first block"),
          (3000, True, False, "log-prob head")]  # fmt: skip
 
 
 @pytest.mark.parametrize("vocab, checkpointing, accumulates, fullest", STEPS)
-def test_peak_of_a_step_on_a_cpu_is_the_one_that_torch_records(vocab, checkpointing, accumulates, fullest):
+def test_peak_of_a_step_on_a_cpu_matches_the_profiler(vocab, checkpointing, accumulates, fullest):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
@@ -281,75 +283,69 @@ def test_peak_of_a_step_on_a_cpu_is_the_one_that_torch_records(vocab, checkpoint
         model.zero_grad(set_to_none=True)
     s = sizes_of(model)
     work = Work(tokens=128, compute=4, checkpointing=checkpointing, accumulates=accumulates, triton=False)
-    assert plan.busiest(s, work).name == fullest
-    assert plan.busiest(s, work).total == pytest.approx(peak_bytes(step), rel=0.15)
+    assert plan.fullest_point(s, work).name == fullest
+    assert plan.fullest_point(s, work).total == pytest.approx(peak_bytes(step), rel=0.15)
     weights = sum(x.nbytes for x in model.parameters())
-    total = weights * (3 + accumulates) + plan.busiest(s, work).total  # with two moments
+    total = weights * (3 + accumulates) + plan.fullest_point(s, work).total  # with two moments
     assert peak(s, work) == pytest.approx(total)
 
 
-def test_casts_of_all_weights_are_there_until_a_checkpointed_forward_ends(sizes):
+def test_a_checkpointed_forward_keeps_the_casts_of_all_weights(sizes):
     s = sizes["llama-3.1-8b"]
-    found = {x.name: x for x in plan.moments(s, Work(tokens=1024, checkpointing=True))}
-    assert found["forward, casts of all weights"].passing > 2 * s.matrices
-    sharded = {x.name: x for x in plan.moments(s, Work(tokens=1024, checkpointing=True, shards=8))}
-    assert sharded["forward, casts of all weights"].passing < 2 * s.matrices
+    points = {x.name: x for x in plan.step_points(s, Work(tokens=1024, checkpointing=True))}
+    assert points["forward, casts of all weights"].buffers > 2 * s.matrices
+    sharded = {x.name: x for x in plan.step_points(s, Work(tokens=1024, checkpointing=True, shards=8))}
+    assert sharded["forward, casts of all weights"].buffers < 2 * s.matrices
 
 
 def test_largest_micro_batch_is_the_last_that_fits(sizes):
     s = sizes["qwen3-1.7b"]
-    for options in (
-        {},
-        {"checkpointing": True},
-        {"head": "any loss"},
-        {"shards": 8},
-        {"lora_r": 16},
-        {"triton": False},
-    ):
+    all_options = [{"checkpointing": True}, {"head": "any loss"}, {"shards": 8}, {"lora_r": 16}, {"triton": False}]
+    for options in ({}, *all_options):
         work = Work(tokens=1, **options)
-        tokens = plan.largest(s, work, 60.0)
+        tokens = plan.largest_micro_batch(s, work, 60.0)
         assert tokens >= 256, options
         assert peak(s, replace(work, tokens=tokens)) <= 60 * GIB < peak(s, replace(work, tokens=tokens + 256)), options
-        assert plan.largest(s, work, 0.5) == 0, options
+        assert plan.largest_micro_batch(s, work, 0.5) == 0, options
 
 
-def test_a_base_in_4_bits_saves_its_matrices_but_for_one(sizes):
+def test_a_base_in_4_bits_unpacks_one_matrix_at_a_time(sizes):
     s = sizes["llama-3.1-8b"]
     work = Work(tokens=8192, lora_r=16, checkpointing=True, head="any loss")
     less = (2 - plan.PACKED) * s.matrices
-    weights = [kept(s, x)["weights"] for x in (work, replace(work, in_4bit=True))]
+    weights = [persistent_bytes(s, x)["weights"] for x in (work, replace(work, in_4bit=True))]
     assert weights[0] - weights[1] == less
     assert peak(s, work) - peak(s, replace(work, in_4bit=True)) == less - 2 * 4096 * 14336 > 9 * GIB
 
 
-def test_offloading_leaves_two_inputs_of_blocks_on_the_gpu(sizes):
+def test_offloading_keeps_the_inputs_of_two_blocks_on_the_gpu(sizes):
     s = sizes["qwen3-1.7b"]
-    for options, width in (({"held": 2}, 2), ({}, 4), ({"lora_r": 16}, 2)):
+    for options, width in (({"weight_bytes": 2}, 2), ({}, 4), ({"lora_r": 16}, 2)):
         work = Work(tokens=65536, checkpointing=True, **options)
         less, one = replace(work, offloading=True), 65536 * width * 2048
-        assert saved(s, work) - saved(s, less) == 26 * one
-        assert plan.offloaded(s, less) == 27 * one and plan.offloaded(s, work) == 0
-        at_head = [plan.moments(s, x)[0].activations for x in (work, less)]
+        assert activation_bytes(s, work) - activation_bytes(s, less) == 26 * one
+        assert plan.offloaded_bytes(s, less) == 27 * one and plan.offloaded_bytes(s, work) == 0
+        at_head = [plan.step_points(s, x)[0].activations for x in (work, less)]
         assert at_head[0] - at_head[1] == 27 * one
         assert 25 * one < peak(s, work) - peak(s, less) <= 27 * one
     alone = replace(s, layers=1)
     work = Work(tokens=64, checkpointing=True)
-    assert saved(alone, replace(work, offloading=True)) == saved(alone, work)
+    assert activation_bytes(alone, replace(work, offloading=True)) == activation_bytes(alone, work)
 
 
 def test_command_counts_offloaded_activations(capsys):
-    asked = ["--shape", "qwen3-1.7b", "--gpu", "h200", "--max-tokens-per-micro-batch", "65536"]
+    argv = ["--shape", "qwen3-1.7b", "--gpu", "h200", "--max-tokens-per-micro-batch", "65536"]
     peaks = []
     for more in (["--gradient-checkpointing"], ["--gradient-checkpointing", "--activation-offloading"]):
-        assert plan.main([*asked, *more]) == 0
+        assert plan.main([*argv, *more]) == 0
         text = capsys.readouterr().out
         peaks.append([float(x) for x in re.search(r"^peak +([\d.]+) +([\d.]+)$", text, flags=re.MULTILINE).groups()])
-    assert "Offloaded activations take page-locked main memory, in GiB for each GPU: replicate + gc 13.50." in text
-    # the inputs of 26 blocks or more, and the attention of 28: blocks whose inputs leave are compiled without it
+    assert "replicate + gc 13.50." in text
+    # at least 26 block inputs, plus the attention of 28 blocks: with offloading, compiled blocks do not keep it
     attention = 28 * 65536 * 16 * (2 * 128 + 4) / plan.GIB
     assert peaks[0][0] == peaks[1][0] and 12.5 < peaks[0][1] - peaks[1][1] - attention <= 13.5
-    assert plan.main([*asked, "--activation-offloading"]) == 2
-    assert "activation_offloading=True: moves what gradient checkpointing saves; add" in capsys.readouterr().err
+    assert plan.main([*argv, "--activation-offloading"]) == 2
+    assert "add --gradient-checkpointing" in capsys.readouterr().err
 
 
 def test_flops_per_token(sizes):
@@ -362,11 +358,9 @@ def test_flops_per_token(sizes):
     assert plan.flops_per_token(tied, Work(tokens=1)) == 6 * tied.params
 
 
-def test_numbers_copied_from_elsewhere_are_still_those():
+def test_copied_constants_match_their_source():
     triton_head = pytest.importorskip("kernels.linear_logprob_triton")
-    assert (triton_head.CHUNK, triton_head.PART, triton_head.SLICE) == (
-        plan.CHUNK, plan.PART, plan.SLICE
-    )  # fmt: skip
+    assert (triton_head.CHUNK, triton_head.PART, triton_head.SLICE) == (plan.CHUNK, plan.PART, plan.SLICE)
     assert (BLOCK_ELEMENTS, BYTES_PER_WEIGHT) == (plan.TORCH_BLOCK, plan.PACKED)
     assert RunConfig.max_tokens_per_micro_batch == PlanConfig.max_tokens_per_micro_batch
     assert OptimConfig.optim == PlanConfig.optim
@@ -377,66 +371,67 @@ def test_numbers_copied_from_elsewhere_are_still_those():
     for name in ("num_generations", "max_completion_length"):
         assert getattr(GroupConfig, name) == getattr(PlanConfig, name)
     assert ModelConfig.trained_dtype == PlanConfig.trained_dtype
-    files = {path.stem for path in (ROOT / "trainer" / "methods").glob("*.py")} - {"__init__"}
-    assert files == METHODS.keys()
+
+
+def printed_table(text: str) -> dict[str, list[str]]:
+    return {line[:36].strip(): line[36:].split() for line in text.splitlines() if len(line) > 36}
 
 
 def test_command_prints_table_and_verdict(capsys):
-    asked = ["--shape", "llama-3.1-8b", "--gpus", "8", "--gpu", "h100", "--method", "dpo", "--gradient-checkpointing"]
-    assert main(asked) == 0
+    argv = ["--shape", "llama-3.1-8b", "--gpus", "8", "--gpu", "h100", "--method", "dpo", "--gradient-checkpointing"]
+    assert main(argv) == 0
     text = capsys.readouterr().out
-    rows = {x[:36].strip(): x[36:].split() for x in text.splitlines() if len(x) > 36}
+    rows = printed_table(text)
     assert "8,030,261,248 parameters; dpo, bfloat16, adamw" in text
     assert rows["weights"] == ["29.92", "29.92", "3.74", "3.74"]
     assert rows["reference"] == ["14.96", "14.96", "1.87", "1.87"]
     assert rows["fits"] == ["no", "no", "yes", "yes"]
-    assert "with gradient checkpointing: replicate does not fit, fsdp fits." in text
-    assert "storing their logits would take 11.74 (avoided)" in text
-    kept_rows = ("weights", "gradients", "optimizer state", "reference")
+    assert "replicate does not fit, fsdp fits" in text
+    assert "11.74 GiB" in text  # stored logits
+    names = ("weights", "gradients", "optimizer state", "reference", "activations", "temporary buffers")
     for i, total in enumerate(map(float, rows["peak"])):
-        backward = float(rows["activations"][i]) + float(rows["passing buffers beside them"][i])
-        assert sum(float(rows[name][i]) for name in kept_rows) + backward == pytest.approx(total, abs=0.05)
+        assert sum(float(rows[name][i]) for name in names) == pytest.approx(total, abs=0.05)
 
 
 def test_command_takes_a_folder_lora_and_a_colocated_server(capsys, tmp_path):
-    plan.known_config("qwen3-0.6b").save_pretrained(tmp_path)  # a config.json alone
-    asked = "--method grpo --lora.r 16 --rollout.engine vllm --gpu h200".split()
-    assert main(["--model", str(tmp_path), *asked]) == 0
+    plan.known_config("qwen3-0.6b").save_pretrained(tmp_path)  # only a config.json
+    argv = "--method grpo --lora.r 16 --rollout.engine vllm --gpu h200".split()
+    assert main(["--model", str(tmp_path), *argv]) == 0
     text = capsys.readouterr().out
     assert "596,049,920 parameters, 10,092,544 in adapters" in text
     sampling = next(x for x in text.splitlines() if x.startswith("while sampling, vLLM's share")).split()[-1]
-    held = (2 * 596_049_920 + 12 * 10_092_544) / GIB
-    assert float(sampling) == pytest.approx(held + 0.35 * CARDS["h200"].gib, abs=0.01)
+    trainer = (2 * 596_049_920 + 12 * 10_092_544) / GIB
+    assert float(sampling) == pytest.approx(trainer + 0.35 * CARDS["h200"].gib, abs=0.01)
     assert main(["--model", "builtin:tiny", "--method", "grpo", "--gpu", "4090"]) == 0
     text = capsys.readouterr().out
-    assert "while sampling, local cache" in text and "That stays while training: replicate" in text
-    assert next(x for x in text.splitlines() if x.startswith("engine  ")).split() == ["engine", "local", "local"]
+    assert "while sampling, local cache" in text and "kept during training: replicate" in text
+    assert printed_table(text)["engine"] == ["local", "local"]
     assert plan.pick_card(PlanConfig(shape="qwen3-8b", gpu="a100")) == ("a100-80", CARDS["a100-80"])
 
 
-def test_command_says_which_engine_auto_takes_and_what_it_holds(capsys):
+def test_command_prints_the_engine_that_auto_chooses_and_its_memory(capsys):
     def table_of(*argv: str) -> tuple[dict[str, list[str]], str]:
         assert main(["--method", "grpo", *argv]) == 0
         text = capsys.readouterr().out
-        return {x[:36].strip(): x[36:].split() for x in text.splitlines() if len(x) > 36}, text
+        return printed_table(text), text
 
     rows, text = table_of("--shape", "qwen3-8b", "--gpus", "4", "--gpu", "a100")
     assert rows["engine"] == ["vllm", "vllm", "local", "local"] and rows["while sampling"]
     assert rows["fits"] == ["no", "no", "no", "yes"]
-    assert "The engine of fsdp holds 44.80 GiB: a copy of the weights 15.26, a cache for 512 rows at once" in text
-    assert "That is freed while training: fsdp, fsdp + gc." in text
-    rows, text = table_of("--shape", "llama-3.1-8b", "--gpu", "h200")  # no room for a token beside a copy
-    assert rows["engine"] == ["vllm", "vllm"] and "engine of" not in text
+    assert "Engine of fsdp: 44.80 GiB (copy of the weights 15.26, cache for 512 concurrent rows" in text
+    assert "freed during training: fsdp, fsdp + gc." in text
+    rows, text = table_of("--shape", "llama-3.1-8b", "--gpu", "h200")  # no room for a copy of the weights and a token
+    assert rows["engine"] == ["vllm", "vllm"] and "Engine of" not in text
     bounded = ("--shape", "qwen3-0.6b", "--lora.r", "16", "--gpu", "4090", "--rollout.cache-gib", "4")
     rows, text = table_of(*bounded)
-    assert "a cache for 88 rows at once 4.00" in text and rows["engine"] == ["local", "local"]
+    assert "cache for 88 concurrent rows 4.00" in text and rows["engine"] == ["local", "local"]
     rows, _ = table_of(*bounded[:-2], "--rollout.engine", "vllm")
     assert rows["engine"] == ["vllm", "vllm"]
     main(["--shape", "qwen3-0.6b", "--method", "sft"])
-    assert "engine" not in capsys.readouterr().out
+    assert "engine" not in capsys.readouterr().out.lower()
 
 
-def test_columns_are_those_of_the_parallel_flags():
+def test_columns_follow_the_parallel_flags():
     def columns_of(**parallel: Any) -> dict[str, Work]:
         cfg = PlanConfig(shape="qwen3-8b", gpus=8, gpu="h200", parallel=Parallel(**parallel))
         return {name: work for name, work in plan.columns(cfg, CARDS["h200"]).items() if "gc" not in name}
@@ -445,7 +440,7 @@ def test_columns_are_those_of_the_parallel_flags():
     assert {name: work.shards for name, work in columns_of(mode="replicate").items()} == {"replicate": 1}
     assert {name: work.shards for name, work in columns_of(shard=4).items()} == {"fsdp": 4}
     shared = columns_of(mode="fsdp", context=4)["fsdp"]
-    assert (shared.shards, shared.own, shared.head) == (8, 8192 // 4, "any loss")
+    assert (shared.shards, shared.local_tokens, shared.head) == (8, 8192 // 4, "any loss")
 
 
 IN_4BIT = {"shape": "qwen3-0.6b", "load_in_4bit": True, "lora": plan.Lora(r=8)}
@@ -458,35 +453,36 @@ def test_a_base_in_4_bits_is_never_sharded(capsys):
     assert "base in 4 bits" in printed and "fsdp" not in printed
 
 
-def test_command_refuses_in_one_sentence(capsys, tmp_path):
-    for argv, said in (
-        (["--model", str(tmp_path)], "contains neither config.json"),
+def test_invalid_settings(capsys, tmp_path):
+    for argv, words in (
+        (["--model", str(tmp_path)], "holds neither config.json"),
         (["--shap", "qwen3-8b"], "--shap: unknown flag; did you mean --shape?"),
         (["--shape", "qwen3-8b", "--gpus", "x"], "--gpus=x: expected a whole number"),
         (["--shape", "qwen3-8b", "--gpu", "tpu"], "--gpu=tpu: expected one of here, h200"),
         (["--shape", "qwen3-8b", "--gpus", "0"], "gpus=0: must be 1 or more"),
     ):
         assert main(argv) == 2
-        said_there = capsys.readouterr().err
-        assert said_there.startswith("error: ") and said in said_there and said_there.count("\n") == 1
-    for wrong, said in (
-        ({"model": "a", "shape": "b"}, "one of --model and --shape"),
-        ({"shape": "llama-9"}, "there is qwen3-0.6b"),
-        ({"shape": "qwen3-0.6b", "method": "gspo"}, "there is sft"),
-        ({"shape": "qwen3-0.6b", "method": "grpo", "value_model": "x"}, "value_model=x: grpo has no critic"),
-        ({"shape": "qwen3-0.6b", "beta": 0.1}, "has no effect on the memory of sft"),
-        ({"shape": "qwen3-0.6b", "gpus": 8, "parallel": Parallel(shard=3)}, "parallel.shard=3: must divide the 8"),
-        ({"shape": "qwen3-0.6b", "gpus": 8, "parallel": Parallel(context=5)}, "parallel.context=5: must divide"),
-        ({"shape": "qwen3-0.6b", "parallel": Parallel(mode="fsdp")}, "parallel.mode=fsdp: has no effect with one GPU"),
-        ({"shape": "qwen3-0.6b", "gpus": 2, "parallel": Parallel(mode="replicate", shard=2)}, "parallel.shard=2: has"),
-        ({"shape": "qwen3-0.6b", "load_in_4bit": True}, "train adapters with --lora.r 16"),
-        (IN_4BIT | {"gpus": 2, "parallel": Parallel(mode="fsdp")}, "not supported with fsdp"),
-        (IN_4BIT | {"gpus": 2, "parallel": Parallel(context=2)}, "not supported with parallel.context=2"),
-        (IN_4BIT | {"method": "rm"}, "not for reward models"),
-        ({"shape": "qwen3-0.6b", "trained_dtype": "bfloat16", "dtype": "float32"}, "trained_dtype=bfloat16"),
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and words in error and error.count("\n") == 1
+    shape = {"shape": "qwen3-0.6b"}
+    for settings, words in (
+        ({"model": "a", "shape": "b"}, "model=a, shape=b"),
+        ({"shape": "llama-9"}, "shape=llama-9: .* qwen3-0.6b"),
+        (shape | {"method": "gspo"}, "method=gspo: .* grpo"),
+        (shape | {"method": "grpo", "value_model": "x"}, "value_model=x: grpo"),
+        (shape | {"beta": 0.1}, "beta=0.1: .* method=sft"),
+        (shape | {"gpus": 8, "parallel": Parallel(shard=3)}, "parallel.shard=3: .* 8"),
+        (shape | {"gpus": 8, "parallel": Parallel(context=5)}, "parallel.context=5"),
+        (shape | {"parallel": Parallel(mode="fsdp")}, "parallel.mode=fsdp: .* --gpus"),
+        (shape | {"gpus": 2, "parallel": Parallel(mode="replicate", shard=2)}, "parallel.shard=2"),
+        (shape | {"load_in_4bit": True}, "load_in_4bit=True: .* --lora.r 16"),
+        (IN_4BIT | {"gpus": 2, "parallel": Parallel(mode="fsdp")}, "load_in_4bit=True: .* fsdp"),
+        (IN_4BIT | {"gpus": 2, "parallel": Parallel(context=2)}, "load_in_4bit=True: .* parallel.context=2"),
+        (IN_4BIT | {"method": "rm"}, "load_in_4bit=True: .*method=rm"),
+        (shape | {"trained_dtype": "bfloat16", "dtype": "float32"}, "trained_dtype=bfloat16"),
     ):
-        with pytest.raises(ValueError, match=said):
-            PlanConfig(**wrong)
+        with pytest.raises(ValueError, match=words):
+            PlanConfig(**settings)
 
 
 # out of memory
@@ -512,7 +508,7 @@ def folder_of(tmp_path) -> str:
 DATA = DataConfig(data=("x",))
 
 
-def test_a_run_in_the_terms_of_the_planner(tmp_path):
+def test_work_of_a_run(tmp_path):
     model = ModelConfig(model=folder_of(tmp_path))
     run = RunConfig(max_tokens_per_micro_batch=4096)
     cfg = dpo.Config(model=model, data=DATA, run=run)
@@ -521,30 +517,49 @@ def test_a_run_in_the_terms_of_the_planner(tmp_path):
     assert (s.params, s.adapter(2)) == (count, 2 * 6 * (128 + 96 + 96 + 128 + 3 * 224))
     work = plan.work_of(cfg, s, "cuda")
     assert (work.tokens, work.accumulates, work.head, work.has_reference) == (4096, True, "any loss", True)
-    assert (work.held, work.compute, work.shards) == (4, 2, 1)
-    parts = plan.at_peak(s, work)
+    assert (work.weight_bytes, work.compute, work.shards) == (4, 2, 1)
+    parts = plan.peak_parts(s, work)
     assert [parts[x] / count for x in ("weights", "gradients", "optimizer state", "reference")] == [4, 4, 8, 2]
     assert sum(parts.values()) == peak(s, work)
 
     low = replace(model, trained_dtype="bfloat16", gradient_checkpointing=True)
     small = plan.work_of(replace(cfg, model=low, optim=replace(cfg.optim, optim="adamw_8bit")), s, "cuda")
-    assert (small.held, small.optim, small.checkpointing) == (2, "adamw_8bit", True)
+    assert (small.weight_bytes, small.optim, small.checkpointing) == (2, "adamw_8bit", True)
     free = (replace(cfg, reference=replace(cfg.reference, ref="precomputed")), replace(cfg, reference_free=True))
     assert not any(plan.work_of(x, s, "cuda").has_reference for x in free)
     other = replace(cfg.reference, ref_model="builtin:tiny")
     tiny = plan.sizes_for(sft.Config(model=ModelConfig(model="builtin:tiny"), data=DATA)).params
-    assert plan.work_of(replace(cfg, reference=other, lora=LoraConfig(r=4)), s, "cuda").others == 2 * tiny
+    assert plan.work_of(replace(cfg, reference=other, lora=LoraConfig(r=4)), s, "cuda").other_bytes == 2 * tiny
 
 
-def test_every_method_has_its_terms():
-    for method in (cpo, dpo, ebft, gdpo, grpo, kto, prm, rm, sft):
-        data = PromptConfig(data=("x",)) if method in (grpo, gdpo) else DATA
-        cfg = method.Config(model=ModelConfig(model="builtin:tiny"), data=data)
-        assert plan.method_of(cfg) is METHODS[method.__name__.rpartition(".")[2]]
-        assert plan.work_of(cfg, plan.sizes_for(cfg), "cuda").tokens > 0
-        s = plan.sizes_for(cfg)
-        assert (plan.engine_of(cfg, s, plan.work_of(cfg, s)) is not None) == plan.method_of(cfg).samples
-        assert plan.planned_peak(cfg, 1000) > 0
+POLICY_GRADIENT = Method("one pass", "with beta", samples=True, sequences=1, critic=False)
+FIXED = Method("any loss", "never", samples=False, sequences=1, critic=False)
+FACTS = {
+    "sft": FIXED._replace(head="one pass"),
+    **dict.fromkeys(("dpo", "ipo"), FIXED._replace(reference="always", sequences=2)),
+    "kto": FIXED._replace(reference="always"),
+    **dict.fromkeys(("cpo", "simpo", "orpo"), FIXED._replace(sequences=2)),
+    "rm": FIXED._replace(head="none", sequences=2),
+    "prm": FIXED._replace(head="none"),
+    **dict.fromkeys(("grpo", "gdpo", "rloo", "opd"), POLICY_GRADIENT),
+    "online_dpo": FIXED._replace(reference="always", samples=True),
+    "ppo": POLICY_GRADIENT._replace(critic=True),
+    "ebft": POLICY_GRADIENT._replace(reference="always"),  # its frozen feature network
+}
+
+
+def test_facts_of_every_method():
+    assert {name: plan.method_facts(load_method(name).Config) for name in method_names()} == FACTS
+
+
+@pytest.mark.parametrize("name", ["cpo", "dpo", "ebft", "gdpo", "grpo", "kto", "prm", "rm", "sft"])
+def test_every_kind_of_method_can_be_planned(name):
+    data = PromptConfig(data=("x",)) if name in ("grpo", "gdpo") else DATA
+    cfg = load_method(name).Config(model=ModelConfig(model="builtin:tiny"), data=data)
+    s = plan.sizes_for(cfg)
+    assert plan.work_of(cfg, s, "cuda").tokens > 0
+    assert (plan.engine_memory_of(cfg, s, plan.work_of(cfg, s)) is not None) == FACTS[name].samples
+    assert plan.planned_peak(cfg, 1000) > 0
 
 
 def test_planned_peak_splits_a_step_as_the_run_does():
@@ -553,10 +568,10 @@ def test_planned_peak_splits_a_step_as_the_run_does():
     s = plan.sizes_for(cfg)
     work = plan.work_of(cfg, s)
     whole = replace(work, tokens=1500, trained_tokens=500, accumulates=False)
-    held = plan.engine_of(cfg, s, work)  # 64 completions of 257 tokens, in five pages each
-    assert held == (0, plan.cache_bytes(s, 4, 64 * 320), 4 * 64 * s.vocab)
-    made = plan.sampling(s, work, held)
-    assert plan.planned_peak(cfg, 1500, trained_tokens=500) == max(peak(s, whole), made)
+    engine = plan.engine_memory_of(cfg, s, work)  # 64 completions of 257 tokens, five pages each
+    assert engine == (0, plan.cache_bytes(s, 4, 64 * 320), 4 * 64 * s.vocab)
+    sampling = plan.sampling_bytes(s, work, engine)
+    assert plan.planned_peak(cfg, 1500, trained_tokens=500) == max(peak(s, whole), sampling)
     served = replace(cfg, rollout=replace(cfg.rollout, engine="vllm"))
     assert plan.planned_peak(served, 1500, trained_tokens=500) == peak(s, whole)
     part = replace(work, tokens=2048, trained_tokens=1024, accumulates=True)
@@ -566,28 +581,27 @@ def test_planned_peak_splits_a_step_as_the_run_does():
     assert plan.planned_peak(halves, 1500, trained_tokens=500) == peak(s, part)
 
 
-def test_engine_on_a_gpu_holds_a_copy_pages_and_logits(monkeypatch, sizes):
+def test_engine_memory_on_a_gpu_is_a_copy_pages_and_logits(sizes):
     s, work = sizes["qwen3-0.6b"], Work(tokens=8192)
-    asked = plan.Asked(rows=512, prompts=64, prompt_length=255, completion_length=256)
-    assert asked.tokens == 64 * 256 + 512 * 320
-    held = plan.held_by_engine(s, work, asked, "cuda")
-    assert held == (2 * s.params, 2 * 28 * 8 * 128 * 2 * asked.tokens, 512 * 151936 * 4)
-    assert plan.held_by_engine(s, work, asked, "cpu") == held._replace(copy=0)
-    assert plan.held_by_engine(s, work, asked, "cuda", GIB).cache == GIB
-    rows = plan.rows_within(s, work, asked, GIB)
-    assert rows == 26  # with four prompts: 9344 of the 9362 tokens that are 1 GiB
-    assert plan.rows_within(s, work, asked, held.cache) == 512 and plan.rows_within(s, work, asked, 0) == 0
+    size = plan.RolloutSize(rows=512, prompts=64, prompt_length=255, completion_length=256)
+    assert size.tokens == 64 * 256 + 512 * 320
+    engine = plan.engine_memory(s, work, size, "cuda")
+    assert engine == (2 * s.params, 2 * 28 * 8 * 128 * 2 * size.tokens, 512 * 151936 * 4)
+    assert plan.engine_memory(s, work, size, "cpu") == engine._replace(copy=0)
+    assert plan.engine_memory(s, work, size, "cuda", GIB).cache == GIB
+    # 1 GiB is 9362 tokens: 26 rows and four prompts take 9344
+    assert [plan.rows_that_fit(s, work, size, cache) for cache in (GIB, engine.cache, 0)] == [26, 512, 0]
 
-    kept_there = kept(s, work)
-    sampling = plan.sampling(s, work, held)
-    assert sampling == sum(kept_there.values()) - kept_there["gradients"] + sum(held)
-    room = peak(s, work) + sum(held)
-    assert plan.beside_engine(s, work, held, room) == room  # it stays where it fits
-    assert plan.beside_engine(s, work, held, room - 1) == peak(s, work)
-    assert plan.beside_engine(s, work, None, room) == peak(s, work)
-    assert plan.room_for_cache(s, work, asked, sampling) == held.cache and plan.room_for_cache(s, work, asked, 0) == 0
-    group = asked._replace(rows=8, prompts=1)
-    needed = sum(kept_there.values()) + plan.casts(s, work) + 2 * s.params + plan.cache_bytes(s, 2, group.tokens)
+    persistent = persistent_bytes(s, work)
+    sampling = plan.sampling_bytes(s, work, engine)
+    assert sampling == sum(persistent.values()) - persistent["gradients"] + sum(engine)
+    room = peak(s, work) + sum(engine)
+    assert plan.peak_with_engine(s, work, engine, room) == room  # both fit
+    assert plan.peak_with_engine(s, work, engine, room - 1) == peak(s, work)
+    assert plan.peak_with_engine(s, work, None, room) == peak(s, work)
+    assert [plan.room_for_cache(s, work, size, room) for room in (sampling, 0)] == [engine.cache, 0]
+    group = size._replace(rows=8, prompts=1)
+    needed = sum(persistent.values()) + plan.cast_bytes(s, work) + 2 * s.params + plan.cache_bytes(s, 2, group.tokens)
     assert plan.fits_in_process(s, work, group, needed) and not plan.fits_in_process(s, work, group, needed - 1)
 
 
@@ -597,50 +611,50 @@ def test_engine_of_a_run_on_a_gpu(monkeypatch, tmp_path):
     cfg = grpo.Config(model=model, data=PromptConfig(data=("x",)), run=run, max_prompt_length=100)
     s = plan.sizes_for(cfg)
     work = plan.work_of(cfg, s, "cuda")
-    assert plan.asked_of(cfg, "cuda") == (512, 128, 100, 256) and plan.asked_of(cfg, "cpu").rows == 256
+    assert plan.rollout_size_of(cfg, "cuda") == (512, 128, 100, 256) and plan.rollout_size_of(cfg, "cpu").rows == 256
 
-    def held(gib=10.0, **rollout: Any) -> Any:
-        monkeypatch.setattr(plan, "room_here", lambda: gib * GIB)
-        return plan.engine_of(replace(cfg, rollout=replace(cfg.rollout, **rollout)), s, work, "cuda")
+    def memory(gib=10.0, **rollout: Any) -> Any:
+        monkeypatch.setattr(plan, "memory_here", lambda: gib * GIB)
+        return plan.engine_memory_of(replace(cfg, rollout=replace(cfg.rollout, **rollout)), s, work, "cuda")
 
     cache = plan.cache_bytes(s, 2, 128 * 128 + 512 * 320)
-    assert held() == held(engine="local") == (2 * s.params, cache, 4 * 512 * 64)
-    assert held(max_batch_size=64).cache == plan.cache_bytes(s, 2, 128 * 128 + 64 * 320)
-    assert held(cache_gib=0.01).cache == 0.01 * GIB and held(engine="vllm") is None
-    small = held(gib=(plan.sampling(s, work, held()) - 1e6) / GIB)
+    assert memory() == memory(engine="local") == (2 * s.params, cache, 4 * 512 * 64)
+    assert memory(max_batch_size=64).cache == plan.cache_bytes(s, 2, 128 * 128 + 64 * 320)
+    assert memory(cache_gib=0.01).cache == 0.01 * GIB and memory(engine="vllm") is None
+    small = memory(gib=(plan.sampling_bytes(s, work, memory()) - 1e6) / GIB)
     assert cache - 1e6 == pytest.approx(small.cache, abs=1)
-    assert held(gib=16 * s.params / GIB) is None  # auto: too small, so servers sample
-    assert plan.engine_of(replace(cfg, overlap=replace(cfg.overlap, async_prefetch=True)), s, work, "cuda") is None
+    assert memory(gib=16 * s.params / GIB) is None  # auto: too small for the local engine
+    ahead = replace(cfg, overlap=replace(cfg.overlap, async_prefetch=True))
+    assert plan.engine_memory_of(ahead, s, work, "cuda") is None
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert plan.asked_of(replace(cfg, num_generations=64), "cuda") == (512, 16, 100, 256)  # each process its part
+    assert plan.rollout_size_of(replace(cfg, num_generations=64), "cuda") == (512, 16, 100, 256)  # per rank
 
 
-def test_shards_follow_the_processes(monkeypatch, tmp_path):
+def test_shards_follow_the_number_of_ranks(monkeypatch, tmp_path):
     cfg = dpo.Config(model=ModelConfig(model=folder_of(tmp_path)), data=DATA)
     s = plan.sizes_for(cfg)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    found = {}
-    for name, options in (("auto", {}), ("replicate", {}), ("fsdp", {}), ("fsdp", {"shard": 2})):
-        work = plan.work_of(replace(cfg, parallel=ParallelConfig(mode=name, **options)), s, "cpu")
-        found[name, *options.values()] = work.shards
-    assert found == {("auto",): 1, ("replicate",): 1, ("fsdp",): 4, ("fsdp", 2): 2}
-    monkeypatch.setattr(sharding, "SMALL", 16 * s.params)  # no room for the reference beside it
+    for mode, shard, expected in (("auto", None, 1), ("replicate", None, 1), ("fsdp", None, 4), ("fsdp", 2, 2)):
+        parallel = ParallelConfig(mode=mode, shard=shard)
+        assert plan.work_of(replace(cfg, parallel=parallel), s, "cpu").shards == expected, (mode, shard)
+    monkeypatch.setattr(sharding, "SMALL", 16 * s.params)  # room for the policy, but not for the reference
     assert plan.work_of(cfg, s, "cpu").shards == 4
 
 
-def test_processes_that_share_rows_hold_a_part_each_and_all_keys(monkeypatch, tmp_path):
+def test_ranks_that_share_rows_split_tokens_but_not_keys(monkeypatch, tmp_path):
     run = RunConfig(max_tokens_per_micro_batch=4096, per_device_train_batch_size=1)
     cfg = sft.Config(model=ModelConfig(model=folder_of(tmp_path)), data=DATA, run=run, max_length=2048)
     monkeypatch.setenv("WORLD_SIZE", "2")
     s = plan.sizes_for(cfg)
     copies = [ParallelConfig(mode="replicate", context=size) for size in (1, 2)]
-    alone, ours = (plan.work_of(replace(cfg, parallel=sharding), s, "cuda") for sharding in copies)
-    assert (alone.tokens, ours.tokens, ours.own, ours.rows) == (2048, 4096, 2048, 2048)  # two rows, a half of each
-    assert (alone.head, ours.head) == ("one pass", "any loss")
-    assert saved(s, ours) - saved(s, alone) == 6 * 2048 * 2 * 2 * 16 * 2  # keys and values in bfloat16
+    alone, pair = (plan.work_of(replace(cfg, parallel=parallel), s, "cuda") for parallel in copies)
+    assert (alone.tokens, pair.tokens) == (2048, 4096)  # pair: two rows, half of each per rank
+    assert pair.local_tokens == pair.local_trained_tokens == 2048
+    assert (alone.head, pair.head) == ("one pass", "any loss")
+    assert activation_bytes(s, pair) - activation_bytes(s, alone) == 6 * 2048 * 2 * 2 * 16 * 2  # bfloat16 keys, values
 
 
-def test_advice_says_what_the_planner_says(tmp_path):
+def test_advice_matches_the_planner(tmp_path):
     model = ModelConfig(model=folder_of(tmp_path))
     cfg = dpo.Config(model=model, data=DATA, run=RunConfig(max_tokens_per_micro_batch=4096))
     s = plan.sizes_for(cfg)
@@ -661,7 +675,7 @@ def test_advice_is_about_this_run():
     cfg = sft.Config(model=model, data=DATA, run=run, lora=LoraConfig(r=8), max_length=1024)
     s = plan.sizes_for(cfg)
     flags = [one.flag for one in plan.advice(s, plan.work_of(cfg, s, "cuda"), cfg)]
-    # one sequence fills a micro-batch; adapters are too small for 8-bit moments; the rest is set
+    # one sequence fills a micro-batch; adapters are too small for 8-bit moments; the other flags are set
     assert sorted(flags) == ["--load-in-4bit", "--lora.r 4", "--max-length 512"]
     packed = replace(cfg, model=replace(model, load_in_4bit=True))
     flags = [one.flag for one in plan.advice(s, plan.work_of(packed, s, "cuda"), packed)]
@@ -673,14 +687,14 @@ def test_advice_names_offloading_on_a_gpu(monkeypatch):
     cfg = sft.Config(model=model, data=DATA, max_length=1024)
     s = plan.sizes_for(cfg)
     work = plan.work_of(cfg, s, "cuda")
-    assert "--activation-offloading" not in [one.flag for one in plan.advice(s, work, cfg)]  # refused on a CPU
+    assert "--activation-offloading" not in [x.flag for x in plan.advice(s, work, cfg)]  # not supported on a CPU
     monkeypatch.setattr(plan, "device_here", lambda: "cuda")
-    found = {one.flag: one for one in plan.advice(s, work, cfg)}["--activation-offloading"]
-    assert found.saves == peak(s, work) - peak(s, replace(work, offloading=True))
-    assert found.remark == f", and takes {work.own * 4 * s.width * (s.layers - 1) / GIB:.3g} of main memory"
+    advice = {x.flag: x for x in plan.advice(s, work, cfg)}["--activation-offloading"]
+    assert advice.saves == peak(s, work) - peak(s, replace(work, offloading=True))
+    assert f" {work.local_tokens * 4 * s.width * (s.layers - 1) / GIB:.3g} GiB" in advice.remark
 
 
-def test_full_device_is_told_in_one_message_and_the_run_can_be_resumed(tmp_path, monkeypatch, capfd):
+def test_out_of_memory_is_one_message_and_the_run_can_be_resumed(tmp_path, monkeypatch, capfd):
     argv = ["--method", "grpo", "--max-steps", "2", "--save-steps", "1", "--per-device-train-batch-size", "16",
             "--max-eval-rows", "1", "--output-dir", str(tmp_path / "run")]  # fmt: skip
     backward = grpo.backward
@@ -694,7 +708,7 @@ def test_full_device_is_told_in_one_message_and_the_run_can_be_resumed(tmp_path,
     err = capfd.readouterr().err
     assert "error: out of memory: tried to allocate 2.32 GiB. GPU 0 has a total capacity of 139.81 GiB" in err
     assert "PYTORCH_CUDA_ALLOC_CONF" not in err and "Traceback" not in err
-    assert "this run holds about, in GiB: weights" in err and "cache" in err
+    assert "GiB: weights" in err and "cache" in err
     for flag in ("--gradient-checkpointing", "--lora.r 16", "--rollout.max-batch-size 8", "--max-tokens-per-micro"):
         assert flag in err, err
     monkeypatch.setattr(grpo, "backward", backward)
@@ -702,12 +716,12 @@ def test_full_device_is_told_in_one_message_and_the_run_can_be_resumed(tmp_path,
     assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2]
 
 
-def test_cause_is_found_behind_another_error():
+def test_an_out_of_memory_error_may_be_the_cause_of_another_error():
     try:
         try:
             raise torch.OutOfMemoryError(CUDA)
         except torch.OutOfMemoryError as inner:
             raise RuntimeError("prompt=a: its completions could not be made") from inner
     except RuntimeError as error:
-        assert plan.is_out_of_memory(error) and "2.32 GiB" in plan.asked_for(error)
+        assert plan.is_out_of_memory(error) and "2.32 GiB" in plan.allocation_error(error)
     assert not plan.is_out_of_memory(RuntimeError("other"))

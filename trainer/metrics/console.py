@@ -13,7 +13,7 @@ from trainer.metrics.health import Finding, reward_function_of
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-# (label, metric): the handful of numbers that matter; those a method does not log are left out
+# (label, metric) of the numbers shown, if the method logs them
 NUMBERS = (
     ("reward", "reward/mean"),
     ("accuracy", "reward/accuracy"),
@@ -29,21 +29,21 @@ NUMBERS = (
     ("grad norm", "optim/grad_norm"),
     ("tokens/s", "perf/tokens_per_s"),
 )
-LEFT_OUT = {  # label: left out where one of these metrics says it better
+REPLACED_BY = {  # label: hidden if one of these metrics is logged, which is more telling
     "loss": ("reward/mean",),  # the policy loss is near zero at every step by construction
     "chosen": ("reward/margin", "reward/mean"),
     "rejected": ("reward/margin", "reward/mean"),
 }
-DROPPED_FIRST = ("so far", "tokens/s", "grad norm", "length", "entropy")  # where the terminal is too narrow for all
+DROPPED_FIRST = ("so far", "tokens/s", "grad norm", "length", "entropy")  # if the terminal is too narrow
 EVAL_HEADLINES = ("eval/reward/mean", "eval/reward/accuracy", "eval/reward/auc", "eval/reward/macro_f1", "eval/nll")
-PACE_STEPS = 30  # the time left follows the pace of this many last steps
-SAMPLE_SECONDS_LIVE = 3.0  # a shown sample stays long enough to be read
+PACE_STEPS = 30  # recent steps that the estimate of the time left is based on
+SAMPLE_SECONDS_LIVE = 3.0  # minimum time between samples, to read them
 SAMPLE_SECONDS_PLAIN = 60.0
 SPARKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
 
 class Console:
-    """Shows progress on `stream` (standard output unless given); every call is cheap."""
+    """Progress display on `stream` (default: standard output); every call is cheap."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Console:
         title: str,
         logging_steps: int = 1,
         stream: TextIO | None = None,
-        config: Mapping[str, Any] | None = None,  # of the run: how completions are sampled
+        config: Mapping[str, Any] | None = None,  # run config, for the sampling settings
     ) -> None:
         self.total_steps, self.title, self.logging_steps = total_steps, title, logging_steps
         self._config = config or {}
@@ -62,8 +62,8 @@ class Console:
         self._started_at = time.monotonic()
         self._step_ends: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS)
         self._latest: dict[str, float] = {}
-        self._headline_name = ""  # metric of the first number of a line
-        self._headline: list[float] = []  # that metric at every step so far, for the sparkline
+        self._headline_name = ""  # metric of a line's first number
+        self._headline: list[float] = []  # its values so far, for the sparkline
         self._evals: list[float] = []
         self._eval_decoding = ""
         self._sample: Mapping[str, Any] | None = None
@@ -72,9 +72,9 @@ class Console:
         self._live: Any = None
 
     def start(self) -> None:
-        """Show the title and, on a terminal, the live display; starts the clock for the time left."""
+        """Show the title and, on a terminal, the live display; start the clock for the time left."""
         if hasattr(self._stream, "reconfigure"):
-            self._stream.reconfigure(errors="replace")  # a sample must not end a run on an ASCII terminal
+            self._stream.reconfigure(errors="replace")  # a sample must not crash a run on an ASCII terminal
         self._started_at = time.monotonic()
         self._step_ends.append((self._start_step, self._started_at))
         if self._stream.isatty():
@@ -84,10 +84,10 @@ class Console:
         self._print(f"{self.title}: {steps}{resumed}", "bold")
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show a step's metrics; an evaluation among them gets its own line in either mode."""
+        """Show a step's metrics, and an evaluation on a separate line."""
         self.step_now = step
         values = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-        if any(name in values for _, name in NUMBERS):  # not a line that holds only an evaluation
+        if any(name in values for _, name in NUMBERS):  # not an evaluation alone
             self._latest = values
             self._step_ends.append((step, time.monotonic()))
             self._headline_name = self._headline_name or next((name for _, name in NUMBERS if name in values), "")
@@ -95,7 +95,7 @@ class Console:
             if self._live is None and (step % self.logging_steps == 0 or step == self.total_steps):
                 self._print(self._step_line())
         elif step == self._start_step:
-            self._step_ends.clear()  # the evaluation before the first step does not count as pace
+            self._step_ends.clear()  # the pace excludes the evaluation before the first step
             self._step_ends.append((step, time.monotonic()))
         if evaluated := [values[name] for name in EVAL_HEADLINES if name in values]:
             self._evals.append(evaluated[0])
@@ -104,7 +104,7 @@ class Console:
             self._print(f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  {line}", "green")
 
     def sample(self, sample: Mapping[str, Any]) -> None:
-        """Show {"prompt", "completion", "rewards", "advantage"}, unless one was shown a moment ago."""
+        """Show {"prompt", "completion", "rewards", "advantage"}, unless another sample was shown a moment ago."""
         wait = SAMPLE_SECONDS_PLAIN if self._live is None else SAMPLE_SECONDS_LIVE
         if time.monotonic() - self._sample_at < wait:
             return
@@ -115,16 +115,16 @@ class Console:
             self._print(f"sample: {text}  ({scores})" if scores else f"sample: {text}")
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line."""
         self._print(text)
 
     def warn(self, finding: Finding) -> None:
-        """A finding of the health monitor."""
+        """Print a finding of the health monitor."""
         kind = "warning" if finding.level == "warning" else "info"
         self._print(f"{kind}: {finding.message}", "yellow" if kind == "warning" else "cyan")
 
     def stop(self) -> None:
-        """Leave the last state of the display on the screen and release the terminal; may be called twice."""
+        """Release the terminal, keeping the last state of the display on screen; may be called twice."""
         if self._live is not None:
             self._sample = None
             self._live.stop()
@@ -147,7 +147,7 @@ class Console:
         else:
             from rich.text import Text
 
-            self._rich.print(Text(text, style=style))  # Text: brackets in a message are not markup
+            self._rich.print(Text(text, style=style))  # Text, so that brackets are not markup
 
     def _step_line(self) -> str:
         width = len(str(self.total_steps))
@@ -158,9 +158,9 @@ class Console:
         return "  ".join(parts)
 
     def _shown_numbers(self) -> list[tuple[str, str]]:
-        """(label, value) of the last step; a step without anything to learn says so instead of its zeros."""
+        """Return (label, value) pairs of the last step; for a step without signal, the reason replaces its zeros."""
         values, reason = self._latest, nothing_to_learn(self._latest)
-        hidden = {label for label, better in LEFT_OUT.items() if any(name in values for name in better)}
+        hidden = {label for label, better in REPLACED_BY.items() if any(name in values for name in better)}
         hidden |= {"entropy", "grad norm", "tokens/s"} if reason else set()
         shown = [(label, number(values[name])) for label, name in NUMBERS if name in values and label not in hidden]
         if shown and shown[0][0] == "reward" and train_decoding(self._config):
@@ -168,11 +168,11 @@ class Console:
         return shown + ([(reason, "")] if reason else [])
 
     def _seconds_left(self) -> float | None:
-        """From the pace of the last steps, evaluations and checkpoints between them included."""
-        (first, began), (last, ended) = self._step_ends[0], self._step_ends[-1]
+        """Estimate from the pace of the last steps, including evaluations and checkpoints between them."""
+        (first, started), (last, ended) = self._step_ends[0], self._step_ends[-1]
         if last <= first:
             return None
-        pace = (ended - began) / (last - first)
+        pace = (ended - started) / (last - first)
         return max(0.0, (self.total_steps - last) * pace - (time.monotonic() - ended))
 
     def _render(self) -> RenderableType:
@@ -199,7 +199,7 @@ class Console:
         return Group(bar, *([numbers] if cells else []), *self._render_sample())
 
     def _cells(self) -> list[tuple[str, str]]:
-        """(label, value) of the numbers that fit side by side."""
+        """Return the (label, value) pairs that fit next to each other."""
         cells = self._shown_numbers()
         if self._evals:
             first, last = number(self._evals[0]), number(self._evals[-1])
@@ -225,10 +225,10 @@ class Console:
 
 
 def number(value: float) -> str:
-    """Three or four figures, short: 0.0312, 3.41, 128, 12.3k, 3.2e-05."""
+    """Format with three or four digits: 0.0312, 3.41, 128, 12.3k, 3.2e-05."""
     size = abs(value)
     if size == 0:
-        return "0"  # exactly, not rounded to it
+        return "0"  # exactly 0, not rounded
     if size >= 1e9 or 0 < size < 1e-3:
         return f"{value:.1e}"
     for scale, suffix in ((1e6, "M"), (1e3, "k")):
@@ -238,12 +238,12 @@ def number(value: float) -> str:
 
 
 def figure(value: float) -> str:
-    """A count as it is, 32; any other number short."""
+    """Format a count in full, any other number with number()."""
     return str(value) if isinstance(value, int) else number(value)
 
 
 def duration(seconds: float) -> str:
-    """0:42, 12:05, 3:00:09, 2d 3:00:09."""
+    """Format as 0:42, 12:05, 3:00:09, 2d 3:00:09."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     if not hours:
@@ -253,7 +253,7 @@ def duration(seconds: float) -> str:
 
 
 def sparkline(values: list[float], width: int = 16) -> str:
-    """The whole run in a few characters: means of equal stretches, scaled to their own range."""
+    """Draw the whole run in a few characters: means of equal stretches, scaled to their range."""
     width = min(width, len(values))
     edges = [i * len(values) // width for i in range(width + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
@@ -263,24 +263,24 @@ def sparkline(values: list[float], width: int = 16) -> str:
 
 
 def train_decoding(config: Mapping[str, Any]) -> str:
-    """ "sampled at temperature 1" for a method that samples, else "". Training never decodes greedily."""
+    """Return "sampled at temperature 1" for a method that samples, otherwise "". Training never decodes greedily."""
     temperature = config.get("temperature")
     return f"sampled at temperature {temperature:g}" if isinstance(temperature, int | float) else ""
 
 
 def eval_decoding(config: Mapping[str, Any], names: Iterable[str]) -> str:
-    """How held-out completions are made: "greedy", "sampled at temperature 0.6", or "" where nothing is sampled."""
+    """Return how held-out completions are decoded: "greedy", "sampled at temperature 0.6", or "" without sampling."""
     rollout = config.get("rollout")
     if not train_decoding(config) or not isinstance(rollout, Mapping):
         return ""
-    if "eval/cfm" in names:  # EBFT samples held-out groups as those of training
+    if "eval/cfm" in names:  # EBFT samples held-out groups with the training settings
         return train_decoding(config)
     temperature = rollout.get("eval_temperature")
     return f"sampled at temperature {temperature:g}" if temperature else "greedy"
 
 
 def nothing_to_learn(metrics: Mapping[str, float]) -> str:
-    """Why a step of a group method had no gradient, or ""."""
+    """Return why a step of a group method had no gradient, or ""."""
     if metrics.get("reward/zero_std_frac") != 1.0 or metrics.get("optim/grad_norm") != 0.0:
         return ""
     scores = {value for name, value in metrics.items() if reward_function_of(name) is not None}
@@ -289,7 +289,7 @@ def nothing_to_learn(metrics: Mapping[str, float]) -> str:
 
 
 def eval_line(metrics: Mapping[str, float], config: Mapping[str, Any]) -> str:
-    """ "eval (greedy): reward 0.412  exact_match 0.412  length 3.40", or "" when the step was not evaluated."""
+    """Return "eval (greedy): reward 0.412  exact_match 0.412  length 3.40", or "" if the step was not evaluated."""
     parts = []
     for name, value in metrics.items():
         if name.startswith("eval/"):
@@ -301,15 +301,15 @@ def eval_line(metrics: Mapping[str, float], config: Mapping[str, Any]) -> str:
 
 
 def evaluation_lines(records: Iterable[Mapping[str, Any]], config: Mapping[str, Any]) -> list[str]:
-    """Held-out numbers before and after: one line per eval/* metric that was measured twice or more."""
-    seen: dict[str, list[tuple[int, float]]] = {}
+    """Return held-out numbers before and after: one line per eval/* metric with at least two values."""
+    series: dict[str, list[tuple[int, float]]] = {}
     for record in records:
         for name, value in record.items():
             if name.startswith("eval/") and name != "eval/rows" and value is not None:
-                seen.setdefault(name, []).append((record["step"], value))
-    decoding = eval_decoding(config, seen)
+                series.setdefault(name, []).append((record["step"], value))
+    decoding = eval_decoding(config, series)
     lines = []
-    for name, ((first, before), *_, (last, after)) in ((n, p) for n, p in seen.items() if len(p) > 1):
+    for name, ((first, before), *_, (last, after)) in ((n, p) for n, p in series.items() if len(p) > 1):
         what = name.removeprefix("eval/").removesuffix("/mean") + (f" ({decoding})" if decoding else "")
         length = f"{last - first} step{'s' * (last - first != 1)}"
         lines.append(f"held-out {what}: {number(before)} before, {number(after)} after ({length})")
@@ -317,20 +317,20 @@ def evaluation_lines(records: Iterable[Mapping[str, Any]], config: Mapping[str, 
 
 
 def one_line(text: str, limit: int = 160) -> str:
-    """Text from a model made safe to print: line ends and control characters written out, cut at the limit."""
+    """Make a model's text safe to print: escape line ends and control characters, and truncate it."""
     text = text[: limit + 1]
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:limit])
     return shown + "..." if len(text) > limit else shown
 
 
 def prompt_text(prompt: Any, limit: int = 160) -> str:
-    """A prompt in one line: the end of the text, where the question is, or the last message."""
+    """Return a prompt as one line: the end of the text, where the question is, or the last message."""
     text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"]) if prompt else ""
     return one_line(text) if len(text) <= limit else "..." + one_line(text[-limit:])
 
 
 def score_text(sample: Mapping[str, Any]) -> str:
-    """ "exact_match 1.000, advantage +0.53"."""
+    """Return "exact_match 1.000, advantage +0.53"."""
     parts = [f"{name} {number(value)}" for name, value in (sample.get("rewards") or {}).items() if value is not None]
     if sample.get("advantage") is not None:
         parts.append(f"advantage {sample['advantage']:+.2f}")

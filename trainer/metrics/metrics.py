@@ -1,6 +1,4 @@
-"""Metrics: the glossary of names, sums over micro-batches, the files and services they are written to; the counters
-of a run, which a resume keeps, and the timer of a step.
-"""
+"""Metrics: the glossary of names, sums over micro-batches, log files and services, run counters, step timer."""
 
 from __future__ import annotations
 
@@ -26,30 +24,30 @@ from data.packing import to_device
 from rollout.engines.memory import highest_peak
 from trainer.parallel.comm import all_gather, all_max, all_sum, pick_device, world_size
 
-# One line per name, `*` stands for any text. Our own methods log no other name (tests/test_smoke.py).
+# One line per name; `*` matches any text. Built-in methods log no other names (tests/test_smoke.py).
 GLOSSARY: dict[str, str] = {
     "step": "Optimizer steps done; the x axis of every curve. Step 0 is the model before training.",
     "reward/mean": "Total reward, the weighted sum over reward functions; mean over the step's completions.",
-    "reward/trained_mean": "The same over the groups trained on, where some were replaced (resampled or replayed).",
+    "reward/trained_mean": "reward/mean over the groups trained on, if some were replaced (resampled or replayed).",
     "reward/std": "Standard deviation of the total reward over all completions of the step.",
-    "reward/zero_std_frac": "Fraction of groups whose completions all got the same reward, so they teach nothing.",
+    "reward/zero_std_frac": "Fraction of groups whose completions all got the same reward, so they carry no signal.",
     "reward/*/mean": "Mean of this reward function, unweighted, over the completions it applies to.",
     "reward/*/std": "Standard deviation of this reward function, unweighted, over the completions it applies to.",
     "reward/log/*": "Logged by a reward function with log_metric; mean over its calls in the step.",
-    "reward/cfm": "Squared distance of the mean feature of a prompt's rollouts to the target's, not whitened; mean.",
-    "reward/cfm_unbiased": "reward/cfm minus what the spread of the few rollouts adds to it; may be below 0.",
+    "reward/cfm": "Squared distance of a prompt's mean rollout feature to the target's, not whitened; mean.",
+    "reward/cfm_unbiased": "reward/cfm minus the bias from the spread of the few rollouts; may be below 0.",
     "reward/failed_rows": "Completions without a reward because a function failed on them (reward_on_error none).",
     "reward/chosen": "Implicit reward of chosen or desirable responses, as the method defines it; mean over them.",
     "reward/rejected": "Implicit reward of rejected or undesirable responses; mean over them.",
     "reward/judge_failed_rows": "Completions without a verdict because the judge failed on their prompt.",
     "pairs/ties_frac": "Fraction of prompts without a pair, because their completions are all equally good.",
-    "pairs/reward_gap": "Reward of the best completion of a prompt minus that of the worst; mean over pairs.",
-    "reward/margin": "Reward of the chosen minus that of the rejected response; mean over pairs.",
+    "pairs/reward_gap": "Reward of a prompt's best completion minus the reward of its worst; mean over pairs.",
+    "reward/margin": "Reward of the chosen response minus reward of the rejected response; mean over pairs.",
     "reward/accuracy": "Fraction of pairs whose chosen response has the higher reward; a tie counts as wrong.",
-    "reward/step_accuracy": "Fraction of labelled solution steps that the model judges as labelled.",
+    "reward/step_accuracy": "Fraction of labelled solution steps that the model classifies as labelled.",
     "policy/logp_chosen": "Log-prob of chosen or desirable responses, summed over their tokens; mean over them.",
     "policy/logp_rejected": "Log-prob of rejected or undesirable responses, summed over their tokens; mean over them.",
-    "policy/log_odds": "ORPO's log odds ratio of chosen against rejected; mean over pairs.",
+    "policy/log_odds": "ORPO's log odds ratio of chosen vs. rejected; mean over pairs.",
     "policy/kto_z0": "KTO's reference point: mean log-ratio of mismatched rows over the step, never below 0.",
     "policy/entropy": "Entropy of the next-token distribution, -sum_v p(v) log p(v) in nats; mean over trained tokens.",
     "policy/clip_frac": "Fraction of trained tokens whose ratio is clipped, so they give no gradient.",
@@ -58,7 +56,7 @@ GLOSSARY: dict[str, str] = {
     "policy/clip_capped_frac": "Fraction of trained tokens beyond delta or dual_clip (advantage below 0).",
     "policy/cispo_cap_frac": "Fraction of tokens whose ratio is above cispo_cap, which bounds their weight.",
     "policy/vespo_phi": "VESPO's weight of a completion; mean over tokens.",
-    "policy/behaviour_ratio": "Trainer against engine: exp(old_logp - behaviour_logp) before any bound; token mean.",
+    "policy/behaviour_ratio": "Trainer vs. engine: exp(old_logp - behaviour_logp) before any bound; token mean.",
     "policy/behaviour_chi2": "Spread of policy/behaviour_ratio: mean of its square, minus 1.",
     "policy/behaviour_sequence_ratio": "Product of a completion's token ratios to the engine; mean over completions.",
     "policy/behaviour_geometric_ratio": "Geometric mean of a completion's ratios to the engine; mean over completions.",
@@ -70,25 +68,25 @@ GLOSSARY: dict[str, str] = {
     "policy/entropy_kept_frac": "Fraction of tokens that top_entropy_quantile trains on.",
     "policy/entropy_coef": "Weight of the entropy bonus in this step, as entropy_target has adapted it.",
     "policy/ess_frac": "Effective sample size of the raw token ratios to the engine, (sum w)^2 / (n sum w^2).",
-    "policy/ess_sequence_frac": "The same for the ratios of whole completions.",
+    "policy/ess_sequence_frac": "policy/ess_frac for the ratios of whole completions.",
     "policy/advantage_std": "Standard deviation of the advantages of the step.",
     "policy/skipped_frac": "Fraction of completions not computed because their advantage is 0.",
     "policy/ratio": "Importance ratio exp(logp - old_logp); mean over trained tokens, 1 when on policy.",
-    "policy/behaviour_kl": "Engine against trainer, k3: token mean of exp(d) - 1 - d, d = old_logp - behaviour_logp.",
-    "policy/behaviour_gap": "Engine against trainer: mean over trained tokens of abs(old_logp - behaviour_logp).",
-    "policy/sync_gap": "Servers against trainer on fixed tokens after the last weight sync that was checked, in nats.",
+    "policy/behaviour_kl": "Engine vs. trainer, k3: token mean of exp(d) - 1 - d, d = old_logp - behaviour_logp.",
+    "policy/behaviour_gap": "Engine vs. trainer: mean over trained tokens of abs(old_logp - behaviour_logp).",
+    "policy/sync_gap": "Servers vs. trainer on fixed tokens after the last weight sync that was checked, in nats.",
     "policy/ref_kl": "KL of a completion to the reference, k1 summed over its tokens (kl_in_reward); mean over them.",
     "policy/ref_kl_k3": "KL to the reference, k3: mean over trained tokens of exp(d) - 1 - d, d = ref_logp - logp.",
-    "policy/reverse_kl": "Student to teacher: token mean of logp - teacher_logp, less the rewards' weighted advantage.",
+    "policy/reverse_kl": "Student to teacher: token mean of logp - teacher_logp, minus the weighted reward advantage.",
     "policy/jsd": "Divergence of student and teacher over the whole vocabulary, by jsd_beta; mean over trained tokens.",
-    "value/mean": "Critic: value before a trained token, by the weights of the rollout's start; mean.",
-    "value/explained_variance": "Critic: 1 - var(earned - value) / var(earned) over trained tokens; 1 is perfect.",
-    "value/clip_frac": "Critic: fraction of trained tokens without gradient, their value beyond cliprange_value.",
-    "loss/total": "What is minimised: the weighted sum of the loss terms, each averaged over the whole step.",
-    "loss/policy": "Policy loss of loss_type, by default -min(ratio * A, clip(ratio) * A); averaged as loss_type says.",
-    "loss/kl": "KL term before its weight beta, by default k3 times ratio; averaged as loss_type says.",
+    "value/mean": "Critic: value before a trained token, under the weights at the start of the rollout; mean.",
+    "value/explained_variance": "Critic: 1 - var(return - value) / var(return) over trained tokens; 1 is perfect.",
+    "value/clip_frac": "Critic: fraction of trained tokens without gradient, clipped by cliprange_value.",
+    "loss/total": "The minimised loss: weighted sum of the loss terms, each averaged over the whole step.",
+    "loss/policy": "Policy loss of loss_type, by default -min(ratio * A, clip(ratio) * A), with loss_type's average.",
+    "loss/kl": "KL term before its weight beta, by default k3 times ratio, with loss_type's average.",
     "loss/value": "Critic: half the squared error of a value, clipped; mean over trained tokens.",
-    "loss/router_aux": "Load-balancing loss of the experts before its weight; the number chosen if balanced.",
+    "loss/router_aux": "Load-balancing loss before its weight; equals the experts per token if perfectly balanced.",
     "loss/dft": "Negative log-likelihood weighted by the token's own probability; mean over trained tokens.",
     "loss/nll": "Negative log-likelihood, -logp of the target in nats; mean over trained tokens.",
     "loss/*": "Loss term of this name before its weight; mean over its unit (pairs, rows or tokens).",
@@ -105,7 +103,7 @@ GLOSSARY: dict[str, str] = {
     "rollout/resampled_groups": "Groups sampled to replace groups with equal rewards (dynamic_sampling).",
     "rollout/replayed_groups": "Groups of earlier steps that replace groups with equal rewards.",
     "rollout/replay_size": "Groups in the replay buffer.",
-    "rollout/rerolled_groups": "Groups whose prompt was sampled again because no completion was rewarded before.",
+    "rollout/rerolled_groups": "Groups whose prompt was sampled again because no earlier completion was rewarded.",
     "rollout/reroll_waiting": "Prompts waiting to be sampled again.",
     "rollout/num_turns": "Turns of the model in an episode; mean over episodes.",
     "rollout/tool_calls": "Tool calls in an episode; mean over episodes.",
@@ -113,13 +111,13 @@ GLOSSARY: dict[str, str] = {
     "rollout/env_done": "Fraction of episodes that the environment ended.",
     "rollout/env_refused": "Actions in an episode that could not be parsed; mean over episodes.",
     "rollout/env_failed": "Fraction of episodes lost because their environment failed; they are not trained on.",
-    "rollout/left_out_turns": "Turns of an episode that are not in the trained sequence; mean over episodes.",
+    "rollout/left_out_turns": "Turns per episode that are not in the trained sequence; mean over episodes.",
     "rollout/retokenised_frac": "Fraction of completions that a rollout function returned as text, tokenised again.",
-    "rollout/anchors": "Positions in the step's documents from which they were continued.",
+    "rollout/anchors": "Positions in the step's documents from which completions were sampled.",
     "rollout/servers_ready": "Servers that accept requests at the end of the step.",
-    "rollout/server_out": "Times a server was taken out because it failed, since the start.",
-    "rollout/server_restarts": "Times one of our servers was restarted, since the start.",
-    "rollout/retries": "Requests sent again because a server failed, since the start.",
+    "rollout/server_out": "Number of times a failed server was removed from the pool, since the start.",
+    "rollout/server_restarts": "Number of restarts of servers that the run had started, since the start.",
+    "rollout/retries": "Requests resent because a server failed, since the start.",
     "rollout/resumed_samples": "Completions interrupted by new weights and continued with them, since the start.",
     "rollout/sync_mb": "Megabytes of weights sent in the last sync.",
     "time/sync_s": "Seconds spent sending weights to the servers since the last step.",
@@ -130,92 +128,91 @@ GLOSSARY: dict[str, str] = {
     "time/train_s": "Seconds spent in forward, backward and optimizer in this step.",
     "time/wall_s": "Seconds since training began, with evaluation and checkpoints; summed over resumes.",
     "perf/tokens_per_s": "Tokens trained on in this step (prompts and completions, no padding) / time/step_s.",
-    "mem/peak_gib": "Peak memory of a process so far in GiB (of the GPU, else resident); largest over processes.",
+    "mem/peak_gib": "Peak memory of a rank so far in GiB (GPU memory, or resident without a GPU); maximum over ranks.",
     "data/epoch": "Passes over the training rows so far.",
     "data/tokens_total": "Tokens trained on since the run began, prompts and completions.",
     "data/shared_frac": "Fraction of the step's tokens saved by computing the prompt of a group or pair once.",
     "data/prompts_total": "Rows drawn from the training data since the run began.",
     "eval/reward/mean": "Total reward, the weighted sum over reward functions; mean over the held-out completions.",
-    "eval/reward/best_of_*": "Highest total reward of the completions of a held-out row; mean over rows.",
+    "eval/reward/best_of_*": "Highest total reward among a held-out row's completions; mean over rows.",
     "eval/*/mean": "Mean of this reward function on the held-out rows.",
     "eval/log/*": "Logged by a reward function with log_metric on the held-out rows; mean over its calls.",
-    "eval/cfm": "reward/cfm of held-out prompts, always with the same seeds.",
+    "eval/cfm": "reward/cfm of held-out prompts, with fixed seeds.",
     "eval/cfm_unbiased": "reward/cfm_unbiased of held-out prompts.",
     "eval/len_mean": "Completion length in tokens on the held-out rows; mean over rows.",
     "eval/nll": "Negative log-likelihood on the held-out rows, -logp in nats; mean over their trained tokens.",
     "eval/loss": "The training loss on the held-out rows, computed as one step over all of them.",
     "eval/reward/accuracy": "Fraction of held-out pairs whose chosen response has the higher reward.",
-    "eval/reward/margin": "Reward of the chosen minus that of the rejected response; mean over held-out pairs.",
+    "eval/reward/margin": "Reward of the chosen minus reward of the rejected response; mean over held-out pairs.",
     "eval/reward/chosen": "Implicit reward of held-out chosen or desirable responses; mean over them.",
     "eval/reward/rejected": "Implicit reward of held-out rejected or undesirable responses; mean over them.",
     "eval/reward/auc": "Probability that a held-out desirable row has a higher reward than an undesirable one.",
-    "eval/reward/step_accuracy": "Fraction of labelled held-out solution steps that the model judges as labelled.",
-    "eval/reward/macro_f1": "F1 of judging held-out steps, mean of the classes right and wrong.",
-    "eval/reward/macro_f1_majority": "The same F1 if every step got the more frequent label: the baseline.",
+    "eval/reward/step_accuracy": "Fraction of labelled held-out solution steps that the model classifies as labelled.",
+    "eval/reward/macro_f1": "F1 of classifying held-out steps, mean of the classes right and wrong.",
+    "eval/reward/macro_f1_majority": "Baseline for macro_f1: every step gets the more frequent label.",
     "eval/rows": "Number of held-out rows evaluated.",
-    "health/*": "1 while this finding of the health monitor holds; absent otherwise.",
+    "health/*": "1 while this finding of the health monitor is active; absent otherwise.",
 }
 
 
 @cache
 def _pattern(name: str) -> re.Pattern[str]:
-    # `*` crosses slashes: a reward function may be called by a path or hold a regular expression
+    # `*` crosses slashes: a reward function's name may be a path or contain a regular expression
     return re.compile(".+".join(re.escape(part) for part in name.split("*")), re.DOTALL)
 
 
 def describe(name: str) -> str | None:
-    """The glossary's line for a metric, or None; an exact entry wins over a wildcard."""
+    """Return the glossary's line for a metric, or None; an exact entry wins over a wildcard."""
     if name in GLOSSARY:
         return GLOSSARY[name]
     return next((text for key, text in GLOSSARY.items() if "*" in key and _pattern(key).fullmatch(name)), None)
 
 
 class MetricSums:
-    """Adds (sum, count) pairs over micro-batches; divides once, after the cross-rank reduce."""
+    """(sum, count) pairs added over micro-batches and divided once, after the cross-rank reduce."""
 
     def __init__(self) -> None:
         self.pairs: dict[str, Tensor] = {}
 
     def add(self, metrics: Mapping[str, tuple[Tensor | float, Tensor | float]]) -> None:
-        """Add one micro-batch, without a device sync. Plain numbers work too."""
+        """Add one micro-batch, without a host sync. Plain numbers work too."""
         for name, (total, count) in metrics.items():
-            total = _number(total, torch.device("cpu"))
-            row = torch.stack([total, to_device(_number(count, total.device), total.device)])  # (2,)
-            self.pairs[name] = self.pairs[name] + row if name in self.pairs else row
+            total = _scalar(total, torch.device("cpu"))
+            pair = torch.stack([total, to_device(_scalar(count, total.device), total.device)])  # (2,)
+            self.pairs[name] = self.pairs[name] + pair if name in self.pairs else pair
 
     def means(self) -> dict[str, float]:
-        """Global sum / global count of every name; names with a count of zero are left out."""
+        """Return global sum / global count per name; names with a count of zero are dropped."""
         return self.later()()
 
     def later(self) -> Callable[[], dict[str, float]]:
-        """means() in two parts: sums over ranks and a copy to the host now, the wait for that copy when called."""
-        names = self._names()  # every rank must reduce the same ones, in the same order
+        """Sum over ranks and start a copy to the host; the returned function waits for the copy and returns means()."""
+        names = self._names()  # all ranks must reduce the same names in the same order
         if not names:
             return dict
-        found = [row.device for row in self.pairs.values()] or [pick_device()]
-        device = next((device for device in found if device.type == "cuda"), found[0])
-        nothing = torch.zeros(2, device=device)
-        rows = [to_device(self.pairs[name], device) if name in self.pairs else nothing for name in names]
-        copy = HostCopy(all_sum(torch.stack(rows), "metrics"))  # (num_metrics, 2)
+        devices = [pair.device for pair in self.pairs.values()] or [pick_device()]
+        device = next((device for device in devices if device.type == "cuda"), devices[0])
+        zeros = torch.zeros(2, device=device)
+        pairs = [to_device(self.pairs[name], device) if name in self.pairs else zeros for name in names]
+        copy = HostCopy(all_sum(torch.stack(pairs), "metrics"))  # (num_metrics, 2)
 
         def means() -> dict[str, float]:
-            rows = zip(names, copy.read().tolist(), strict=True)
-            return {name: total / count for name, (total, count) in rows if count > 0}
+            pairs = zip(names, copy.read().tolist(), strict=True)
+            return {name: total / count for name, (total, count) in pairs if count > 0}
 
         return means
 
     def _names(self) -> list[str]:
-        """Names of all ranks: a rank may lack some."""
+        """Return the names of all ranks; some names may exist on one rank only."""
         if world_size() == 1:
             return sorted(self.pairs)
-        own = torch.tensor(list(json.dumps(sorted(self.pairs)).encode()), dtype=torch.uint8, device=pick_device())
-        return sorted(
-            {name for part in all_gather(own, "names of metrics") for name in json.loads(bytes(part.tolist()))}
-        )
+        local = torch.tensor(list(json.dumps(sorted(self.pairs)).encode()), dtype=torch.uint8, device=pick_device())
+        gathered = all_gather(local, "names of metrics")
+        return sorted({name for names in gathered for name in json.loads(bytes(names.tolist()))})
 
 
 class HostCopy:
-    """Copies a tensor to the host without waiting; read() waits for the copy, not for what was launched after it."""
+    """An asynchronous copy of a tensor to the host; read() waits for the copy, but not for work launched after it."""
 
     def __init__(self, x: Tensor) -> None:
         self.host, self.event = x, None
@@ -230,28 +227,28 @@ class HostCopy:
         return self.host
 
 
-def _number(x: Tensor | float, device: torch.device) -> Tensor:  # ()
-    """A tensor where it is, or a plain number on the device, filled in there: a copy would be waited for."""
+def _scalar(x: Tensor | float, device: torch.device) -> Tensor:  # ()
+    """Return a tensor on its device, or a number as a tensor filled on `device`, which avoids a synchronous copy."""
     return x.detach().float() if isinstance(x, Tensor) else torch.full((), float(x), device=device)
 
 
 class JsonlLog:
-    """Appends one JSON object per line, unbuffered, so a killed run loses none."""
+    """A file with one JSON object per line, written unbuffered, so a killed run loses none."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        self._file = self.path.open("ab", buffering=0)  # close() has nothing left to write
+        self._file = self.path.open("ab", buffering=0)
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
-        """One line {"step": step, **record}. JSON has no inf or nan: they are written as null."""
+        """Append the line {"step": step, **record}. JSON has no inf or nan: they are written as null."""
         assert record.get("step", step) == step, f"record of step {record['step']} written as step {step}"
         line = json.dumps(_finite({"step": step, **record}), ensure_ascii=False, allow_nan=False)
-        left = line.encode("utf-8", errors="replace") + b"\n"
-        while left:
-            left = left[self._file.write(left) :]
+        unwritten = line.encode("utf-8", errors="replace") + b"\n"
+        while unwritten:
+            unwritten = unwritten[self._file.write(unwritten) :]
 
     def flush_to_disk(self) -> None:
-        """Sync to disk; called before a checkpoint that relies on these lines."""
+        """Sync to disk, before a checkpoint that relies on these lines."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -269,29 +266,29 @@ def _finite(value: Any) -> Any:
 
 
 def _parse_lines(path: Path) -> Iterable[tuple[bytes, dict[str, Any]]]:
-    """(line without its end, record) of every complete line; a last line cut off by a crash is skipped."""
+    """Yield (line without its newline, record) for every complete line; skip a last line truncated by a crash."""
     lines = path.read_bytes().split(b"\n")
     while lines and not lines[-1].strip():
         lines.pop()
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-        except ValueError:  # also raised for bytes that are not UTF-8
+        except ValueError:  # includes UnicodeDecodeError
             record = None
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             yield line, record
         elif number < len(lines):
-            raise UserError(f"{path}:{number}: not a JSON object with a step; remove that line, or restore the file")
+            raise UserError(f"{path}:{number}: not a JSON object with a step; remove the line or restore the file")
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Records of a metrics.jsonl or samples.jsonl, also of a running or killed run; [] if there is no such file."""
+    """Read a metrics.jsonl or samples.jsonl, even of a running or killed run; [] if the file does not exist."""
     path = Path(path)
     return [record for _, record in _parse_lines(path)] if path.exists() else []
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Keep the lines up to and including `step`, byte for byte, so that a resumed run writes each step once."""
+    """Drop the lines after `step` and keep the others byte for byte, so that a resumed run writes each step once."""
     path = Path(path)
     if not path.exists():
         return
@@ -302,7 +299,7 @@ def truncate_after(path: Path, step: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)  # the rename must survive a power cut too
+    folder = os.open(path.parent, os.O_RDONLY)  # the rename must survive a power failure
     try:
         os.fsync(folder)
     finally:
@@ -310,7 +307,7 @@ def truncate_after(path: Path, step: int) -> None:
 
 
 class Sink(Protocol):
-    """Another destination of the metrics."""
+    """A service that receives the metrics."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -318,7 +315,7 @@ class Sink(Protocol):
 
 
 class TensorboardSink:
-    """Event files in RUN/tensorboard; tensorboard hides those of steps repeated after a resume."""
+    """Event files in RUN/tensorboard; tensorboard hides steps that are repeated after a resume."""
 
     def __init__(self, run_dir: Path, start_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -351,7 +348,7 @@ class WandbSink:
             resume="allow",
             config=dict(config),
         )
-        # wandb's own step counter cannot go back, as a resumed run must: plot against ours
+        # wandb's step counter cannot decrease, as it must after a resume: plot against the logged step
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -363,30 +360,30 @@ class WandbSink:
 
 
 def check_sinks(report_to: Iterable[str]) -> None:
-    """Refuse an unknown name or a missing package before a run folder is made."""
+    """Raise for an unknown service or a missing package, before a run folder is created."""
     for name in set(report_to) - {"none"}:
         if name not in ("tensorboard", "wandb"):
-            raise UserError(f"report_to={name}: not a place metrics can go; use tensorboard, wandb or none")
+            raise UserError(f"report_to={name}: unknown service; use tensorboard, wandb or none")
         spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # a folder wandb/ of earlier runs has no origin
-            raise UserError(f"report_to={name}: is not installed; pip install {name}, or use --report-to none")
+        if spec is None or spec.origin is None:  # a folder wandb/ from earlier runs has no origin
+            raise UserError(f"report_to={name}: not installed; pip install {name}, or use --report-to none")
 
 
 def open_sinks(
     report_to: Iterable[str], run_dir: Path, config: Mapping[str, Any], *, start_step: int = 0
 ) -> list[Sink]:
-    """The sinks named by --report-to, which check_sinks has seen."""
+    """Open the sinks named by --report-to, which check_sinks has checked."""
     tensorboard = [TensorboardSink(run_dir, start_step)] if "tensorboard" in report_to else []
     return tensorboard + ([WandbSink(run_dir, config)] if "wandb" in report_to else [])
 
 
 class Timer:
-    """Seconds of one step, part by part. On a GPU laps are events: only reading the times waits for the device."""
+    """Seconds of one step by part. On a GPU laps are events: only reading the times waits for the device."""
 
     def __init__(self) -> None:
         self._start = self._last = _mark()
         self._laps: list[tuple[str, Any, Any]] = []  # name, begin, end
-        self._moved: dict[int, list[tuple[str, str, float]]] = {}  # after so many laps: from, to, seconds
+        self._moved: dict[int, list[tuple[str, str, float]]] = {}  # by number of laps: from, to, seconds
 
     def lap(self, name: str) -> None:
         """Add the time since the last lap to `name`."""
@@ -394,30 +391,27 @@ class Timer:
         self._laps.append((name, begin, self._last))
 
     def move(self, from_name: str, to_name: str, seconds: float) -> None:
-        """Move some of the time of one part to another."""
+        """Move some time of one part to another."""
         self._moved.setdefault(len(self._laps), []).append((from_name, to_name, seconds))
 
     @property
     def seconds(self) -> float:
-        """From the start to the last lap."""
+        """Seconds from the start to the last lap."""
         return _between(self._start, self._last)
 
     @property
     def parts(self) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for number, (name, begin, end) in enumerate(self._laps, start=1):
-            found[name] = found.get(name, 0.0) + _between(begin, end)
-            for from_name, to_name, seconds in self._moved.get(number, []):
-                # In these seconds of the host a device may still have worked on the step before.
-                found[from_name] = max(0.0, found[from_name] - seconds)
-                found[to_name] = found.get(to_name, 0.0) + seconds
-        return found
-
-    def metrics(self, num_tokens: int) -> dict[str, float]:
-        return self.later(num_tokens)()
+        parts: dict[str, float] = {}
+        for num_laps, (name, begin, end) in enumerate(self._laps, start=1):
+            parts[name] = parts.get(name, 0.0) + _between(begin, end)
+            for from_name, to_name, seconds in self._moved.get(num_laps, []):
+                # These are host seconds, in which the device may still have worked on the previous step.
+                parts[from_name] = max(0.0, parts[from_name] - seconds)
+                parts[to_name] = parts.get(to_name, 0.0) + seconds
+        return parts
 
     def later(self, num_tokens: int) -> Callable[[], dict[str, float]]:
-        """metrics() in two parts: memory now, by all ranks; the wait for the device when called."""
+        """Reduce the peak memory over all ranks; the returned function waits for the device and returns the metrics."""
         peak = float(all_max(torch.tensor(peak_gib()), "peak memory"))
 
         def metrics() -> dict[str, float]:
@@ -433,7 +427,7 @@ class Timer:
 
 
 def _mark() -> Any:
-    """The time on the host, or on a GPU an event at the end of what has been launched so far."""
+    """Return the host time, or on a GPU an event after all work launched so far."""
     if not torch.cuda.is_available():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -449,7 +443,7 @@ def _between(begin: Any, end: Any) -> float:
 
 
 class Counters:
-    """How much a run has consumed; part of its checkpoint."""
+    """Totals of a run, saved in its checkpoint."""
 
     KEPT = ("prompts", "tokens", "skipped_steps", "skipped_in_a_row", "unrewarded_in_a_row", "unrewarded_evaluations")
 
@@ -457,9 +451,9 @@ class Counters:
         self.prompts = 0
         self.tokens = 0
         self.skipped_steps = 0
-        self.skipped_in_a_row = 0  # up to the last step
-        self.unrewarded_in_a_row = 0  # batches, up to the last one
-        self.unrewarded_evaluations = 0  # in a row
+        self.skipped_in_a_row = 0  # consecutive steps up to the last
+        self.unrewarded_in_a_row = 0  # consecutive batches up to the last
+        self.unrewarded_evaluations = 0  # consecutive
         self.started = time.perf_counter()
         self.earlier_s = 0.0  # before the checkpoint that this run resumed from
 
@@ -484,11 +478,11 @@ class Counters:
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.earlier_s, self.prompts, self.tokens = state["wall_s"], state["prompts"], state["tokens"]
         for name in self.KEPT:
-            setattr(self, name, state.get(name, 0))  # older checkpoints have fewer of them
+            setattr(self, name, state.get(name, 0))  # older checkpoints have fewer
 
 
 def peak_gib() -> float:
-    """Most memory held so far: of the GPU where there is one, else of this process."""
+    """Return the peak memory so far: of the GPU or, without one, of this process."""
     if torch.cuda.is_available():
         return highest_peak() / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, KiB elsewhere

@@ -1,10 +1,10 @@
-"""RUN/report.html, one self-contained page about a run: python -m trainer.report RUN
+"""Write RUN/report.html, a self-contained page about a run: python -m trainer.report RUN
 
     write_report(Path("runs/grpo-20261115-093000"))
 
-It reads only config.yaml, metrics.jsonl and samples.jsonl, so it also works while a run is going or after it was
-killed. The page loads nothing and runs no script. Curves are inline SVG of our own: a plotting library's would be ten
-times larger and could not follow light and dark mode.
+Only config.yaml, metrics.jsonl and samples.jsonl are read, so this also works for running and killed runs. The page
+loads nothing and runs no script. Curves are hand-written inline SVG: a plotting library's SVG would be ten times larger
+and could not follow light and dark mode.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Point = tuple[float, float]
 AREAS = {"reward": "Reward", "loss": "Loss", "policy": "Policy", "value": "Critic", "eval": "Evaluation",
          "rollout": "Rollout", "optim": "Optimizer"}  # fmt: skip
 FOLDED_AREAS = {"perf": "Speed", "time": "Time", "mem": "Memory", "data": "Data"}
-# On top of the page: the first of these groups that the run logged.
+# Shown at the top of the page: the first of these groups that the run logged.
 TOP = (
     ("reward/mean", "reward/accuracy", "reward/step_accuracy", "reward/margin"),
     ("reward/chosen", "reward/rejected"),
@@ -39,17 +39,17 @@ TOP = (
 )
 LOWER_IS_BETTER = ("eval/nll", "eval/loss", "eval/reward/rejected", "eval/cfm", "eval/cfm_unbiased")
 NEITHER = ("eval/len_mean", "eval/rows")
-HEALTHY = {"policy/entropy": (0.05, 0.5)}  # drawn as a band behind the curve
-LAST_SAMPLED_STEPS = 10  # best and worst samples are picked from these
+HEALTHY = {"policy/entropy": (0.05, 0.5)}  # drawn as a shaded band
+LAST_SAMPLED_STEPS = 10  # recent steps to choose the best and worst samples from
 SHOWN_SAMPLES = 3
 MAX_TEXT = 4000  # characters of a sample's prompt or completion
-SMALL, TALL, LARGE = (360, 170), (360, 230), (560, 236)  # size of a chart
-RIGHT, TOP_MARGIN, BOTTOM = 10, 10, 24  # margins; the left one fits the labels
-CHARACTER = 6.4  # width of a digit of a label
-MAX_POINTS = 300  # more than the pixels of a small chart: a longer run is drawn as the range of each stretch
+SMALL, TALL, LARGE = (360, 170), (360, 230), (560, 236)  # chart sizes
+RIGHT, TOP_MARGIN, BOTTOM = 10, 10, 24  # margins; the left margin depends on the labels
+CHARACTER = 6.4  # width of a digit in a label
+MAX_POINTS = 300  # about the pixels of a small chart; longer runs are drawn as a range per stretch
 MAX_SLICES = 48  # hover targets
-SPARSE = 12  # with fewer points than this each gets a dot
-SAME = 5e-7  # values this close, relative to their size, differ by float32 rounding only
+SPARSE = 12  # with fewer points, each point gets a dot
+SAME = 5e-7  # relative difference of float32 rounding
 ROUNDING = 1e-5  # float32 log-probs of two implementations differ by less
 
 
@@ -62,19 +62,19 @@ class RunData:
 
     name: str
     config: dict[str, Any]
-    defaults: Mapping[str, Any] | None  # of the method's settings; None if it could not be imported
+    defaults: Mapping[str, Any] | None  # the method's default settings; None if it could not be imported
     records: list[dict[str, Any]]  # one per step, in order
     samples: list[dict[str, Any]]
     finished: bool
-    evaluations: list[dict[str, Any]] = field(default_factory=list)  # by python -m trainer.evaluate
-    logged: list[str] = field(default_factory=list)  # every metric name, in the glossary's order
+    evaluations: list[dict[str, Any]] = field(default_factory=list)  # from python -m trainer.evaluate
+    logged: list[str] = field(default_factory=list)  # all metric names, in glossary order
 
     @property
     def last_step(self) -> int:
         return self.records[-1]["step"] if self.records else 0
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """Steps and values of a metric, steps that did not log it left out."""
+        """Return the steps that logged a metric, and its values."""
         pairs = [(r["step"], r[name]) for r in self.records if isinstance(r.get(name), int | float)]
         return [step for step, _ in pairs], [value for _, value in pairs]
 
@@ -93,13 +93,13 @@ def write_page(path: Path, page: str) -> Path:
         temporary.write_bytes(page.encode("utf-8", errors="replace"))
         os.replace(temporary, path)
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); permit it, or copy the run elsewhere") from None
+        raise UserError(f"{path}: cannot be written ({error.strerror}); fix the permissions or copy the run") from None
     return path
 
 
 def load_run(run_dir: Path, defaults: Mapping[str, Any] | None = None) -> RunData:
     if not (run_dir / "config.yaml").is_file():
-        raise UserError(f"{run_dir}: has no config.yaml, so it is not a run folder; pass what --output-dir named")
+        raise UserError(f"{run_dir}: not a run folder (no config.yaml); pass a run's --output-dir")
     config = load_config(run_dir / "config.yaml")
     by_step: dict[int, dict[str, Any]] = {}
     for record in read_jsonl(run_dir / "metrics.jsonl"):
@@ -117,13 +117,13 @@ def load_run(run_dir: Path, defaults: Mapping[str, Any] | None = None) -> RunDat
         finished=(run_dir / "final").exists() or (max_steps is not None and last_step >= max_steps),
         logged=sorted(
             {name for record in records for name in record} - {"step"},
-            key=lambda name: (texts.index(known) if (known := describe(name)) else len(texts), name),
+            key=lambda name: (texts.index(line) if (line := describe(name)) else len(texts), name),
         ),
     )
 
 
 def render(run: RunData) -> str:
-    """The whole page."""
+    """Return the HTML of the page."""
     _, episodes = replay(run.records)
     method, model = str(run.config.get("method", "run")), str(run.config.get("model", ""))
     parts = [
@@ -139,16 +139,15 @@ def render(run: RunData) -> str:
         samples_html(run),
         curves_html(run, {f"health/{episode.finding.name}" for episode in episodes}),
         config_html(run),
-        "<footer>Light line: every step. Strong line: centred moving mean over a fifteenth of the run. "
+        "<footer>Light line: every step. Strong line: centred moving average over a fifteenth of the run. "
         "All numbers are in metrics.jsonl.</footer>",
     ]
     return page_html(f"{method} {model}: {run.name}", parts)
 
 
 def page_html(title: str, parts: Iterable[str]) -> str:
-    """A self-contained page."""
     style = (Path(__file__).parent / "report.css").read_text(encoding="utf-8")
-    # the policy forbids scripts and the network outright, should an escape ever be missed
+    # forbid scripts and the network, in case an escape is ever missing
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -160,7 +159,7 @@ def page_html(title: str, parts: Iterable[str]) -> str:
 
 
 def text(value: object) -> str:
-    """Any text made safe for the page: markup escaped, control characters written out."""
+    """Escape markup and control characters."""
     shown = "".join(c if c.isprintable() or c in "\n\t " else repr(c)[1:-1] for c in str(value))
     return escape(shown)
 
@@ -193,14 +192,14 @@ def facts_html(run: RunData) -> str:
 
 
 def top_names(run: RunData) -> list[str]:
-    found = ([name for name in group if run.values(name)] for group in TOP)
-    return next((names for names in found if names), [])
+    logged = ([name for name in group if run.values(name)] for group in TOP)
+    return next((names for names in logged if names), [])
 
 
 def top_html(run: RunData) -> str:
-    """Held-out evaluation and the curves that matter most for the method."""
+    """Show the held-out evaluation and the method's most important curves."""
     names = top_names(run)
-    if len(names) == 1:  # drawn twice, because a wide chart that shrinks has unreadable labels
+    if len(names) == 1:  # drawn twice, because the labels of a shrunk chart are unreadable
         charts = chart_html(run, names[0], LARGE, "wide-only") + chart_html(run, names[0], SMALL, "narrow-only")
     else:
         charts = "".join(chart_html(run, name, TALL) for name in names)
@@ -208,10 +207,10 @@ def top_html(run: RunData) -> str:
 
 
 def evaluation_html(run: RunData) -> str:
-    """Before -> after on held-out rows; for an unfinished run, up to now."""
+    """Show held-out metrics before and after training, or up to now for an unfinished run."""
     names = [name for name in run.logged if name.startswith("eval/") and run.values(name)]
     if not names:
-        empty = '<p class="soft">None: the run had no --eval-data.</p>'
+        empty = '<p class="soft">None: the run has no --eval-data.</p>'
         return f'<div class="card"><h3>Held-out evaluation</h3>{empty}</div>'
     head = next((name for name in EVAL_HEADLINES if name in names), names[0])
     steps, values = run.series(head)
@@ -227,15 +226,17 @@ def evaluation_html(run: RunData) -> str:
     until = "after" if run.finished else "latest"
     rows = [f'<tr><th></th><th class="num">before</th><th class="num">{until}</th><th class="num">change</th></tr>']
     for name in names:
-        own = run.values(name)
+        series = run.values(name)
         if name == "eval/rows" and is_constant(run, name):
-            caption += f", {own[0]:.0f} rows"
+            caption += f", {series[0]:.0f} rows"
             continue
-        later = f"{number(own[-1])}</td><td class='num'>{change_html(name, own)}" if len(own) > 1 else "</td><td>"
+        later = "</td><td>"
+        if len(series) > 1:
+            later = f"{number(series[-1])}</td><td class='num'>{change_html(name, series)}"
         rows.append(
             f'<tr title="{text(f"{name}: {definition(name)}")}">'
             f'<td class="mono">{text(name.removeprefix("eval/"))}</td>'
-            f'<td class="num">{number(own[0])}</td><td class="num">{later}</td></tr>'
+            f'<td class="num">{number(series[0])}</td><td class="num">{later}</td></tr>'
         )
     return (
         f'<div class="card"><h3>Held-out evaluation{tag_html(eval_decoding(run.config, names))}</h3>'
@@ -245,13 +246,13 @@ def evaluation_html(run: RunData) -> str:
 
 
 def evaluations_html(run: RunData) -> str:
-    """What python -m trainer.evaluate found, one row for each number."""
+    """Show the results of python -m trainer.evaluate, one row per number."""
     rows = "".join(
-        f'<tr><td class="soft">{text(str(one.get("time", ""))[:16].replace("T", " "))}</td>'
-        f'<td class="mono">{text(one.get("tasks") or " ".join(one.get("data", [])))}</td>'
+        f'<tr><td class="soft">{text(str(record.get("time", ""))[:16].replace("T", " "))}</td>'
+        f'<td class="mono">{text(record.get("tasks") or " ".join(record.get("data", [])))}</td>'
         f'<td class="mono">{text(name)}</td><td class="num">{figure(value)}</td></tr>'
-        for one in run.evaluations
-        for name, value in (one.get("results") or {}).items()
+        for record in run.evaluations
+        for name, value in (record.get("results") or {}).items()
         if isinstance(value, int | float)
     )
     head = '<tr><th>when (UTC)</th><th>on</th><th>metric</th><th class="num">value</th></tr>'
@@ -279,7 +280,7 @@ def health_html(run: RunData, episodes: Iterable[Episode]) -> str:
         if episode.last_step > episode.first_step:
             span = f"{episode.num_steps} steps from {episode.first_step} to {episode.last_step}"
         state = "at the end of the run" if run.finished else "now"
-        when = f"{span}; {f'still so {state}' if episode.now else 'no longer so'}"
+        when = f"{span}; {f'still active {state}' if episode.now else 'no longer active'}"
         classes = f"finding {'info' if episode.finding.level == 'info' else ''} {'' if episode.now else 'over'}"
         sentence = episode.finding.message
         parts.append(
@@ -287,8 +288,8 @@ def health_html(run: RunData, episodes: Iterable[Episode]) -> str:
             f'<p class="when"><code>health/{text(episode.finding.name)}</code>: {when}</p></div>'
         )
     num_steps = len(run.values("optim/grad_norm"))
-    short = f"Nothing found, but {num_steps} steps are too few to judge."
-    none = "Nothing found: no watched number left its range for long." if num_steps >= 20 else short
+    short = f"No findings, but {num_steps} steps are too few to tell."
+    none = "No findings: all monitored metrics stayed within their range." if num_steps >= 20 else short
     return "\n".join(parts) or f'<p class="soft">{none}</p>'
 
 
@@ -296,13 +297,13 @@ def health_html(run: RunData, episodes: Iterable[Episode]) -> str:
 
 
 def curves_html(run: RunData, findings: set[str]) -> str:
-    """Every metric that is on no other place of the page: a curve, or a row in the list of constants."""
-    left = [name for name in run.logged if name not in {*top_names(run), *findings}]
-    left = [name for name in left if name not in names_in_table_only(run)]
-    flat = {name: shown for name in left if (shown := flat_value(run, name))}
-    curved = [name for name in left if name not in flat]
-    known = {**AREAS, **FOLDED_AREAS}
-    area_of = {name: known.get(name.partition("/")[0], "Other metrics") for name in curved}
+    """Show every metric that is not elsewhere on the page: a curve, or a row in the table of constants."""
+    elsewhere = {*top_names(run), *findings, *names_in_table_only(run)}
+    names = [name for name in run.logged if name not in elsewhere]
+    flat = {name: shown for name in names if (shown := flat_value(run, name))}
+    curved = [name for name in names if name not in flat]
+    titles = {**AREAS, **FOLDED_AREAS}
+    area_of = {name: titles.get(name.partition("/")[0], "Other metrics") for name in curved}
 
     def section(title: str) -> str:
         charts = "".join(chart_html(run, name) for name in curved if area_of[name] == title)
@@ -323,7 +324,7 @@ def curves_html(run: RunData, findings: set[str]) -> str:
 
 
 def names_in_table_only(run: RunData) -> set[str]:
-    """Evaluation metrics that the table on top shows completely: two points are not a curve."""
+    """Return the evaluation metrics without a curve: the table at the top shows all of their values."""
     evaluated = [name for name in run.logged if name.startswith("eval/") and run.values(name)]
     return {name for name in evaluated if len(run.values(name)) < 3 or is_constant(run, name)}
 
@@ -334,23 +335,23 @@ def is_constant(run: RunData, name: str) -> bool:
 
 
 def flat_value(run: RunData, name: str) -> str:
-    """What the list of constants shows for a metric, "" for one that is worth a curve."""
+    """Return the value in the table of constants, or "" for a metric that needs a curve."""
     values = run.values(name)
     if not values:
         return "never a finite number"
     if is_constant(run, name):
         return f"{values[0]:.7g}"
-    if name.startswith("policy/behaviour_"):  # an engine in this process differs from the trainer by rounding alone
+    if name.startswith("policy/behaviour_"):  # an in-process engine differs from the trainer only by rounding
         for ideal in (0, 1):
             if all(abs(value - ideal) < ROUNDING for value in values):
-                return f"{ideal} to rounding"
+                return f"{ideal} up to rounding"
     earlier = (*top_names(run), *run.logged[: run.logged.index(name)])
     twin = next((other for other in earlier if repeats(run, other, name)), None)
     return f"same as {text(twin)}" if twin else ""
 
 
 def repeats(run: RunData, first: str, second: str) -> bool:
-    """Whether two metrics of an area are the same curve, as of a total of one term."""
+    """Return whether two metrics of an area have the same curve, like a total with a single term."""
     (steps, values), (other_steps, others) = run.series(first), run.series(second)
     if first.partition("/")[0] != second.partition("/")[0] or steps != other_steps:
         return False
@@ -359,7 +360,7 @@ def repeats(run: RunData, first: str, second: str) -> bool:
 
 
 def definition(name: str) -> str:
-    return describe(name) or "Logged by your own code."
+    return describe(name) or "Logged by custom code."
 
 
 def chart_html(run: RunData, name: str, size: tuple[int, int] = SMALL, kind: str = "") -> str:
@@ -376,7 +377,7 @@ def chart_html(run: RunData, name: str, size: tuple[int, int] = SMALL, kind: str
 
 
 def precise(value: float, spread: float) -> str:
-    """A number with enough digits to tell it from the other values of its curve."""
+    """Format with enough digits to distinguish the value from others of its curve."""
     digits = 2 + math.ceil(math.log10(abs(value) / spread)) if spread and value else 0
     return f"{value:#.{min(digits, 12)}g}".rstrip(".") if digits > 3 else number(value)
 
@@ -385,7 +386,7 @@ def precise(value: float, spread: float) -> str:
 
 
 def samples_html(run: RunData) -> str:
-    """The best and worst of the last steps, and some of the first step."""
+    """Show the best and worst samples of the last steps, and some of the first step."""
     steps = sorted({sample["step"] for sample in run.samples})
     if not steps:
         return ""
@@ -394,8 +395,7 @@ def samples_html(run: RunData) -> str:
     distinct = {(str(sample.get("prompt")), str(sample.get("completion"))): sample for sample in recent}
     ranked = sorted(reversed(distinct.values()), key=lambda sample: -total_reward(run, sample))
     where = f"step {last[0]}" if len(last) == 1 else f"steps {last[0]} to {last[-1]}"
-    scores = {total_reward(run, sample) for sample in ranked}
-    if len(scores) > 1:
+    if len({total_reward(run, sample) for sample in ranked}) > 1:
         count = min(SHOWN_SAMPLES, len(ranked) // 2)
         tables = [(f"Best of {where}", ranked[:count]), (f"Worst of {where}", ranked[::-1][:count])]
     else:
@@ -411,18 +411,20 @@ def samples_html(run: RunData) -> str:
 
 
 def total_reward(run: RunData, sample: Mapping[str, Any]) -> float:
-    """Weighted sum of a sample's rewards."""
-    values = list((sample.get("rewards") or {}).values())
-    given = run.config.get("reward_weights") or []
-    weights = [parse_weight(w).at(sample["step"]) for w in given] if len(given) == len(values) else [1.0] * len(values)
-    return sum(weight * value for weight, value in zip(weights, values, strict=True) if value is not None)
+    """Return the weighted sum of a sample's rewards."""
+    rewards = list((sample.get("rewards") or {}).values())
+    specs = run.config.get("reward_weights") or []
+    weights = (
+        [parse_weight(x).at(sample["step"]) for x in specs] if len(specs) == len(rewards) else [1.0] * len(rewards)
+    )
+    return sum(weight * reward for weight, reward in zip(weights, rewards, strict=True) if reward is not None)
 
 
 def sample_row(sample: Mapping[str, Any]) -> str:
     prompt = sample.get("prompt", "")
     if not isinstance(prompt, str):  # a list of messages
         prompt = "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in prompt)
-    scores = "".join(
+    rewards = "".join(
         f"<div><span>{text(name)}</span>{'none' if value is None else number(value)}</div>"
         for name, value in (sample.get("rewards") or {}).items()
     )
@@ -430,22 +432,22 @@ def sample_row(sample: Mapping[str, Any]) -> str:
     return (
         f'<tr><td class="text" data-label="prompt"><pre>{text(shorten(prompt))}</pre></td>'
         f'<td class="text" data-label="completion"><pre>{text(shorten(str(sample.get("completion", ""))))}</pre></td>'
-        f'<td class="scores" data-label="rewards">{scores}</td>'
+        f'<td class="scores" data-label="rewards">{rewards}</td>'
         f'<td data-label="advantage">{"" if advantage is None else f"{advantage:+.2f}"}</td></tr>'
     )
 
 
 def shorten(long: str) -> str:
-    rest = len(long) - MAX_TEXT
-    return long if rest <= 0 else f"{long[:MAX_TEXT]}\n[{rest} more characters in samples.jsonl]"
+    extra = len(long) - MAX_TEXT
+    return long if extra <= 0 else f"{long[:MAX_TEXT]}\n[{extra} more characters in samples.jsonl]"
 
 
 def config_html(run: RunData) -> str:
-    """What differs from the method's defaults, then everything, folded."""
+    """Show the settings that differ from the method's defaults, then all settings, folded."""
     settings = dict(flatten(run.config))
-    whole = settings_html((key, value, "") for key, value in settings.items())
+    all_settings = settings_html((key, value, "") for key, value in settings.items())
     if run.defaults is None:
-        return f"<h2>Config</h2>{whole}"
+        return f"<h2>Config</h2>{all_settings}"
     defaults = dict(flatten(run.defaults))
     changed = [(key, value, defaults.get(key, "")) for key, value in settings.items()
                if key != "method" and defaults.get(key) != value]  # fmt: skip
@@ -453,7 +455,7 @@ def config_html(run: RunData) -> str:
     return (
         "<h2>Config</h2><h3>Different from the defaults</h3>"
         + (settings_html(changed) if changed else unchanged)
-        + details_html(f"All {len(settings)} settings", whole)
+        + details_html(f"All {len(settings)} settings", all_settings)
     )
 
 
@@ -489,59 +491,59 @@ def curve_svg(
     size: tuple[int, int] = SMALL,
     healthy: tuple[float, float] | None = None,
 ) -> str:
-    """One metric over steps: values as a light line, the smoothed curve as a strong one."""
+    """Draw one metric over steps: a light line for the values, a strong line for the smoothed curve."""
     assert len(steps) == len(values) > 0, f"{len(steps)} steps, {len(values)} values"
     width, height = size
     first = (step_range or steps)[0]
-    body, place, left, (low, high) = axes((min(values), max(values)), step_range or (steps[0], steps[-1]), size)
+    body, to_xy, left, (low, high) = axes((min(values), max(values)), step_range or (steps[0], steps[-1]), size)
     if healthy and healthy[1] > low and healthy[0] < high:
-        top, bottom = place(first, min(healthy[1], high))[1], place(first, max(healthy[0], low))[1]
+        top, bottom = to_xy(first, min(healthy[1], high))[1], to_xy(first, max(healthy[0], low))[1]
         body.append(f'<rect class="band" x="{left:.1f}" y="{top:.1f}" width="{width - left - RIGHT:.1f}" '
                     f'height="{bottom - top:.1f}"/>')  # fmt: skip
     smoothed = smooth(values)
     if len(values) < SPARSE:
-        points = [place(*point) for point in zip(steps, values, strict=True)]
+        points = [to_xy(*point) for point in zip(steps, values, strict=True)]
         body.append(_line("smooth", points))
         body += [f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in points]
     else:
-        body.append(_line("raw", [place(*point) for point in outline(steps, values)]))
+        body.append(_line("raw", [to_xy(*point) for point in outline(steps, values)]))
         strong = list(zip(steps, smoothed, strict=True))
         kept = [*strong[: -1 : max(1, len(strong) // MAX_POINTS)], strong[-1]]
-        body.append(_line("smooth", [place(*point) for point in kept]))
-    body.append(_slices(steps, values, smoothed, place, height))
+        body.append(_line("smooth", [to_xy(*point) for point in kept]))
+    body.append(_slices(steps, values, smoothed, to_xy, height))
     return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}">' + "".join(body) + "</svg>"
 
 
 def axes(
     values: tuple[float, float], across: tuple[float, float], size: tuple[int, int]
 ) -> tuple[list[str], Callable[[float, float], Point], float, tuple[float, float]]:
-    """Grid and labels of a chart; the function that places a point; its left edge; the range of the value axis."""
+    """Return the SVG of grid and labels, the map from (step, value) to (x, y), the left edge, and the value range."""
     width, height = size
     low, high, ticks = value_axis(*values)
     labels = tick_texts(ticks)
     left = 14 + CHARACTER * max(map(len, labels))
     first, last = across[0], max(across[1], across[0] + 1)
 
-    def place(step: float, value: float) -> Point:
+    def to_xy(step: float, value: float) -> Point:
         x = left + (step - first) / (last - first) * (width - left - RIGHT)
         return x, TOP_MARGIN + (high - value) / (high - low) * (height - TOP_MARGIN - BOTTOM)
 
     body = []
     for value, shown in zip(ticks, labels, strict=True):
-        y = place(first, value)[1]
+        y = to_xy(first, value)[1]
         body.append(f'<line class="grid" x1="{left:.1f}" x2="{width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         body.append(f'<text x="{left - 6:.1f}" y="{y + 3.5:.1f}" text-anchor="end">{shown}</text>')
     stride = max(1, round(nice_step((last - first) / (width / 110))))
     marks = list(range(math.ceil(first / stride) * stride, math.floor(last) + 1, stride))
     for step, shown in zip(marks, tick_texts(marks) if len(marks) > 1 else map(str, marks), strict=True):
-        x = place(step, low)[0]
+        x = to_xy(step, low)[0]
         anchor = "end" if x + CHARACTER * len(shown) / 2 > width else "middle"
         body.append(f'<text x="{x:.1f}" y="{height - 7}" text-anchor="{anchor}">{shown}</text>')
-    return body, place, left, (low, high)
+    return body, to_xy, left, (low, high)
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Centred moving mean over a fifteenth of the run, so that it does not lag; at the ends the window is cut."""
+    """Return a moving average over a fifteenth of the run, centred to avoid lag; the window shrinks at the ends."""
     half = len(values) // 30
     sums = [0.0]
     for value in values:
@@ -551,7 +553,7 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def outline(steps: Sequence[int], values: Sequence[float]) -> list[Point]:
-    """All points, or for a long run the lowest and highest of each stretch, so that no spike is lost."""
+    """Return all points or, for a long run, the minimum and maximum of each stretch, so that no spike is lost."""
     points = list(zip(steps, values, strict=True))
     if len(points) <= MAX_POINTS:
         return points
@@ -565,7 +567,7 @@ def outline(steps: Sequence[int], values: Sequence[float]) -> list[Point]:
 
 
 def value_axis(low: float, high: float) -> tuple[float, float, list[float]]:
-    """Range and three to six round ticks; starts at zero when the values come near it."""
+    """Return the range and three to six round ticks; the range starts at zero if the values come near it."""
     if low > 0 and low < 0.6 * high:
         low = 0.0
     if high < 0 and high > 0.6 * low:
@@ -579,13 +581,13 @@ def value_axis(low: float, high: float) -> tuple[float, float, list[float]]:
 
 
 def nice_step(rough: float) -> float:
-    """The largest of 1, 2, 2.5, 5 times a power of ten that is not above `rough`."""
+    """Return the largest number up to `rough` that is 1, 2, 2.5 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(rough))
     return max(factor for factor in (1.0, 2.0, 2.5, 5.0) if factor <= rough / power + 1e-9) * power
 
 
 def tick_texts(ticks: Sequence[float]) -> list[str]:
-    """As many decimals as tell the ticks apart; 12.5k from ten thousand on, 2e-4 below a thousandth, 2e9 above."""
+    """Format ticks with enough decimals to distinguish them: 12.5k from 10,000 on, 2e-4 below 0.001, 2e9 from 1e9."""
     tick, largest = ticks[1] - ticks[0], max(map(abs, ticks))
     if 1e-3 <= largest < 1e9:
         unit, suffix = (1e6, "M") if largest >= 1e6 else (1e3, "k") if largest >= 1e4 else (1.0, "")
@@ -603,11 +605,11 @@ def _line(name: str, points: Sequence[Point]) -> str:
     return f'<polyline class="{name}" points="' + " ".join(f"{x:.1f},{y:.1f}" for x, y in points) + '"/>'
 
 
-def _slices(steps: Sequence[int], values: Sequence[float], smoothed: Sequence[float], place, height: int) -> str:
-    """Invisible columns that show a tooltip, without any script."""
+def _slices(steps: Sequence[int], values: Sequence[float], smoothed: Sequence[float], to_xy, height: int) -> str:
+    """Return invisible columns with tooltips, which need no script."""
     count = min(MAX_SLICES, len(steps))
     picks = sorted({round(i * (len(steps) - 1) / max(1, count - 1)) for i in range(count)})
-    middles = [place(steps[i], values[i])[0] for i in picks]
+    middles = [to_xy(steps[i], values[i])[0] for i in picks]
     spread = max(values) - min(values)
     parts = []
     for k, i in enumerate(picks):

@@ -1,41 +1,41 @@
 """Checkpoints: everything a run needs to resume with the same numbers, as safetensors and JSON.
 
     checkpoints/step-00000020/
-        model.safetensors       trained parameters as transformers names them, or adapter_model.safetensors as peft does
-        config.json, ...        make the folder loadable by them (written by trainer/run/export.py)
+        model.safetensors       trained parameters by transformers' names; adapter_model.safetensors by peft's
+        config.json, ...        make the folder loadable by transformers or peft (written by trainer/run/export.py)
         optimizer.safetensors   per parameter: exp_avg, exp_avg_sq, step
         rng.safetensors         torch generators, CPU and CUDA
-        extra.safetensors       tensors of other parts of the run, if any (a moving reference)
+        extra.safetensors       other tensors of the run, if any (a moving reference)
         state.json              step, schedule, Python and numpy generators, state of loader, rewards, counters
         manifest.json           size and sha256 of every other file
 
-With a sharded model every rank writes its shards, in place of model, optimizer and extra.safetensors:
+With a sharded model every rank writes a shard file, which replaces model, optimizer and extra.safetensors:
 
         shard-00000-of-00002.safetensors    parts of weights/NAME, moments/NAME.exp_avg, extra/NAME
-        shards.json                         shape of each tensor, and which file holds which part of it
+        shards.json                         shape of each tensor and the file of each of its parts
 
-Any number of processes can load either kind, sharded or not; each reads the parts it needs, after every byte has been
-checked against the manifest. Hyperparameters (rates, betas, schedule shape) are not saved: they come from the config,
-so a flag changed at --resume takes effect.
+Any number of ranks can load either kind, sharded or not. Every byte is checked against the manifest, then each rank
+reads the parts it needs. Hyperparameters (rates, betas, schedule shape) are not saved: they come from the config, so a
+flag changed at --resume takes effect.
 
-Why not torch.distributed.checkpoint: its safetensors storage writes no checksums, serialises a rank's shard in memory
-as a whole, and takes its dtype from the first part; async_save runs collectives (pickled plans) in its threads, where a
-rank that dies leaves the others waiting; folders would still be made atomic here, and old checkpoints read here.
+torch.distributed.checkpoint is not used: its safetensors storage writes no checksums, serialises a rank's whole shard
+in memory, and takes the dtype from the first part. Its async_save runs collectives (pickled plans) in threads, where a
+dead rank makes the others hang. Atomic folders and old checkpoints would still need the code here.
 
-Saving is asynchronous: the step takes a copy, and a thread (Saver) writes it. On a GPU not even the copy is waited for
-(Copies): it goes to page-locked memory on a stream of its own, while training goes on. The next optimizer step waits
-for it on the device, the thread before it writes.
+Saving is asynchronous: the step takes a copy, and a thread (Saver) writes it. On a GPU the copy is asynchronous too
+(Copies): a separate stream copies to pinned memory during training. The next optimizer step waits for the copy on the
+device, and the thread waits for it before it writes.
 
     saver = Saver()
     saver.begin(target, snapshot, describe, after, in_background=True)    # waits for the previous save
-    saver.poll()                                                          # after each step: has it failed?
-    saver.wait()                                                          # until it is complete, or failed
+    saver.poll()                                                          # after each step; raises if the save failed
+    saver.wait()                                                          # until the save is complete or has failed
 
-Every rank writes its shards into a temporary folder beside `target`, on a shared file system, then a note of what it
-has written. The thread of rank 0 waits for the notes, writes index and manifest, syncs, and renames the folder, so a
-checkpoint is complete or absent; if killed during a save, the run resumes from the previous one. Threads call no
-collectives: in poll() and wait(), which all ranks call at the same places, the main threads agree on whether a save is
-complete or has failed on some rank.
+Every rank writes its shard file into a temporary folder next to `target`, on a shared file system, then a note that
+lists the file. The thread of rank 0 waits for all notes, writes index and manifest, syncs, and renames the folder, so a
+checkpoint is complete or absent. If killed during a save, the run resumes from the previous checkpoint. Threads call no
+collectives: the main threads agree in poll() and wait(), which all ranks call at the same points, on whether a save is
+complete or has failed on any rank.
 """
 
 from __future__ import annotations
@@ -83,15 +83,15 @@ from trainer.policy.offload import SLAB, Slabs, bytes_of
 from trainer.policy.optim import SCALE, as_held, as_saved, restore_schedule
 from trainer.run import stop
 
-FORMAT = 1  # of the manifest
-INDEX = "shards.json"  # which file holds which part of which tensor
+FORMAT = 1  # manifest version
+INDEX = "shards.json"
 MANIFEST = "manifest.json"
-FILES = {"rng.safetensors", "state.json"}  # besides the tensors
+FILES = {"rng.safetensors", "state.json"}  # in every checkpoint, in addition to the tensors
 WEIGHTS = ("model.safetensors", "adapter_model.safetensors")  # one of the two
-HASHERS = 8  # files verified at the same time
+HASHERS = 8  # threads that verify files
 POLL_S = 0.05
-LOCKED = 0.25  # of main memory that saves may keep locked, on all ranks of a machine together
-CONTAINER = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # files with its limit
+LOCKED = 0.25  # fraction of main memory that all ranks of a machine together may pin for saves
+CONTAINER = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # memory limit files
 ALIGNED = 64  # bytes
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 
@@ -114,16 +114,16 @@ def save_checkpoint(
 ) -> Path:
     """Write checkpoints/step-NNNNNNNN, then remove all but the newest `keep`. `state` is JSON: loader, counters, ...
 
-    `describe` adds the files that make the folder loadable by transformers or peft. A `saver` writes from a copy, in
-    the background; without one the checkpoint is complete on return.
+    `describe` adds the files that make the folder loadable by transformers or peft. A `saver` writes a copy in the
+    background; without a saver the checkpoint is complete on return.
     """
     target = checkpoints / f"step-{step:08d}"
     check_state(state)
     reshard(model)
     if saver is not None:
-        saver.wait()  # hold at most one copy at a time
-    record = {"step": step, "schedule": _schedule_state(schedule), "rng": _python_rng(), "run": state}
-    record["processes"] = world_size()
+        saver.wait()  # at most one copy in memory
+    schedule_state = {"last_epoch": schedule.last_epoch, "step_count": schedule._step_count}
+    record = {"step": step, "schedule": schedule_state, "rng": _python_rng(), "run": state, "processes": world_size()}
     groups = {
         "extra": {name: value.detach() for name, value in (tensors or {}).items()},
         "weights": {_name_on_disk(model, name): p.detach() for name, p in _trained(model)},
@@ -133,7 +133,7 @@ def save_checkpoint(
     snapshot = _snapshot(groups, WEIGHTS[hasattr(model, "peft_config")], copies)
     if saver is not None:
         saver.order(optimizer, snapshot.copied)
-        if hasattr(optimizer, "_new_buffer"):  # torchao's: these moments exist for this save alone, and are to go now
+        if hasattr(optimizer, "_new_buffer"):  # torchao: these dequantised moments exist only for this save; free them
             wait_on_device(snapshot.copied)
             copies.sources.clear()
     if is_main():
@@ -150,12 +150,13 @@ def save_checkpoint(
 
 
 def _snapshot(groups: dict[str, dict[str, Tensor]], weights_file: str, copies: Copies | None) -> Snapshot:
-    """What this rank writes: its shards, or, if nothing is sharded, everything on rank 0, as a model folder.
+    """Collect what this rank writes: its shards or, if nothing is sharded, everything on rank 0, as a model folder.
 
-    With `copies` training can go on: the optimizer changes weights and moments, others the rest, which comes first.
+    With `copies` training can continue. Extra tensors are copied first: the device waits for them here, while weights
+    and moments only have to be copied before the next optimizer step.
     """
 
-    def held(tensor: Tensor) -> Tensor | Copy:
+    def stored(tensor: Tensor) -> Tensor | Copy:
         return local(tensor) if copies is None else copies.add(local(tensor))
 
     snapshot = Snapshot(copies=copies)
@@ -166,9 +167,9 @@ def _snapshot(groups: dict[str, dict[str, Tensor]], weights_file: str, copies: C
             for name, tensor in tensors.items():
                 if is_first_copy(tensor) if is_dtensor(tensor) else is_main():
                     start = tuple(piece.start for piece in local_slices(tensor))
-                    snapshot.shards[f"{group}/{name}"] = Shard(held(tensor), start, tuple(tensor.shape))
+                    snapshot.shards[f"{group}/{name}"] = Shard(stored(tensor), start, tuple(tensor.shape))
         elif is_main() and (tensors or group != "extra"):
-            snapshot.files[names[group]] = {name: held(tensor) for name, tensor in tensors.items()}
+            snapshot.files[names[group]] = {name: stored(tensor) for name, tensor in tensors.items()}
         if copies is not None:
             snapshot.copied = copies.event()
             if group == "extra":
@@ -177,13 +178,13 @@ def _snapshot(groups: dict[str, dict[str, Tensor]], weights_file: str, copies: C
 
 
 def check_state(state: dict[str, Any]) -> None:
-    """Refuse what does not survive JSON (tensors, tuples, keys that are not text)."""
+    """Raise if a value does not survive JSON: a tensor, a tuple, a key that is not a string."""
     for name, value in state.items():
         problem = _json_problem(value)
         if problem:
             raise UserError(
-                f"state_dict of {name}: holds {problem}, which a checkpoint cannot give back as it was; "
-                "return only dicts with text keys, lists, text, numbers, booleans and None"
+                f"state_dict of {name}: contains {problem}, which JSON cannot restore; "
+                "return only dicts with string keys, lists, strings, numbers, booleans and None"
             )
 
 
@@ -202,26 +203,26 @@ def _json_problem(value: Any) -> str | None:
 
 
 def latest_valid(checkpoints: Path, log: Callable[[str], None], *, at_most: int | None = None) -> Path | None:
-    """The newest undamaged checkpoint (not after step `at_most`), or None if there is none at all.
+    """Return the newest undamaged checkpoint up to step `at_most`, or None if there are no checkpoints.
 
-    Damaged ones are skipped and logged; if all are damaged, that is an error.
+    Log and skip damaged checkpoints; raise if all are damaged.
     """
-    found = [folder for at, folder in list_checkpoints(checkpoints) if at_most is None or at <= at_most]
-    for folder in reversed(found):
+    folders = [folder for step, folder in list_checkpoints(checkpoints) if at_most is None or step <= at_most]
+    for folder in reversed(folders):
         problem = find_problem(folder)
         if problem is None:
             return folder
-        log(f"checkpoint {folder} is damaged ({problem}); trying the one before it")
-    if found:
+        log(f"checkpoint {folder} is damaged ({problem}); trying the previous one")
+    if folders:
         raise UserError(
-            f"resume={checkpoints}: no undamaged checkpoint ({len(found)} tried); restore one from a backup, "
+            f"resume={checkpoints}: no undamaged checkpoint ({len(folders)} tried); restore one from a backup, "
             "or start again with --overwrite-output-dir"
         )
     return None
 
 
 def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every complete checkpoint, oldest first; not yet verified."""
+    """Return (step, folder) of every complete checkpoint, oldest first; not yet verified."""
     if not checkpoints.is_dir():
         return []
     matches = [(_STEP_NAME.fullmatch(folder.name), folder) for folder in checkpoints.iterdir() if folder.is_dir()]
@@ -229,24 +230,24 @@ def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
 
 
 def find_problem(folder: Path) -> str | None:
-    """What is wrong with a checkpoint on disk, or None."""
+    """Describe what is wrong with a checkpoint on disk; None if nothing is."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             return f"manifest.json is not of format {FORMAT}"
-        sums = manifest.get("files")
-        if not isinstance(sums, dict) or not _lists_a_checkpoint(sums):
+        files = manifest.get("files")
+        if not isinstance(files, dict) or not _is_complete(files):
             return "manifest.json does not list the files of a checkpoint"
-        for name in sums:
+        for name in files:
             size = (folder / name).stat().st_size
-            if not isinstance(sums[name], dict) or size != sums[name].get("size"):
-                return f"{name} has {size} bytes, not what manifest.json says"
+            if not isinstance(files[name], dict) or size != files[name].get("size"):
+                return f"{name} has {size} bytes, unlike in manifest.json"
         with ThreadPoolExecutor(HASHERS) as threads:
-            found = dict(zip(sums, threads.map(lambda name: sha256_of(folder / name), sums), strict=True))
-        for name, sha256 in found.items():
-            if sha256 != sums[name].get("sha256"):
+            checksums = dict(zip(files, threads.map(lambda name: sha256_of(folder / name), files), strict=True))
+        for name, sha256 in checksums.items():
+            if sha256 != files[name].get("sha256"):
                 return f"{name} has changed since it was written"
-        if INDEX in sums and {p.file for r in stored_tensors(folder).records.values() for p in r.parts} - sums.keys():
+        if INDEX in files and {p.file for r in stored_tensors(folder).records.values() for p in r.parts} - files.keys():
             return "manifest.json does not list the files of a checkpoint"
         return _state_problem(folder, json.loads((folder / "state.json").read_bytes()))
     except FileNotFoundError as error:
@@ -258,12 +259,12 @@ def find_problem(folder: Path) -> str | None:
 
 
 def _state_problem(folder: Path, state: Any) -> str | None:
-    """What is wrong with the parts of state.json that every checkpoint has, or None if nothing."""
-    number = _STEP_NAME.fullmatch(folder.name)
+    """Describe what is wrong with the parts of state.json that every checkpoint has; None if nothing is."""
+    match = _STEP_NAME.fullmatch(folder.name)
     if not isinstance(state, dict) or not isinstance(state.get("step"), int):
-        return "state.json names no step"
-    if number and int(number[1]) != state["step"]:
-        return f"it is step {state['step']} under another number"
+        return "state.json has no step"
+    if match and int(match[1]) != state["step"]:
+        return f"the folder's step differs from step {state['step']} in state.json"
     schedule = state.get("schedule")
     counts = [schedule.get(name) for name in ("last_epoch", "step_count")] if isinstance(schedule, dict) else [None]
     if not all(type(count) is int and count >= 0 for count in counts) or not isinstance(state.get("run"), dict):
@@ -273,23 +274,23 @@ def _state_problem(folder: Path, state: Any) -> str | None:
         random.Random().setstate(python)
         np.random.RandomState().set_state(numpy)
     except (LookupError, TypeError, ValueError, ArithmeticError):
-        return "state.json holds no states of random generators"
+        return "state.json has no valid generator states"
     return None
 
 
-def _lists_a_checkpoint(names: dict[str, Any]) -> bool:
+def _is_complete(names: dict[str, Any]) -> bool:
     unsharded = "optimizer.safetensors" in names and bool(names.keys() & set(WEIGHTS))
     return names.keys() >= FILES and (unsharded or INDEX in names)
 
 
 def set_aside_after(checkpoints: Path, step: int, log: Callable[[str], None]) -> None:
-    """Rename checkpoints of later steps when a run resumes from `step`: the next resume would pick them."""
-    for at, folder in list_checkpoints(checkpoints):
-        if at > step:
-            aside = folder.with_name(f"{folder.name}.old")
-            remove_folder(aside)
-            folder.rename(aside)
-            log(f"checkpoint {folder.name} is later than step {step}, where this run resumes; kept as {aside}")
+    """Rename checkpoints after `step`, from which a run resumes: the next resume would choose them."""
+    for later_step, folder in list_checkpoints(checkpoints):
+        if later_step > step:
+            renamed = folder.with_name(f"{folder.name}.old")
+            remove_folder(renamed)
+            folder.rename(renamed)
+            log(f"checkpoint {folder.name} is later than step {step}, where this run resumes; kept as {renamed}")
     if checkpoints.is_dir():
         sync(checkpoints)
 
@@ -297,25 +298,25 @@ def set_aside_after(checkpoints: Path, step: int, log: Callable[[str], None]) ->
 def load_checkpoint(
     folder: Path, model: nn.Module, optimizer: Optimizer, schedule: LambdaLR, *, verified: bool = False
 ) -> dict[str, Any]:
-    """Load a checkpoint into the given objects and the global generators; returns {"step", "run": state, "tensors"}.
+    """Load a checkpoint into these objects and the global generators; return {"step", "run": state, "tensors"}.
 
-    Changes nothing unless everything fits. verified: latest_valid has just checked every byte.
+    Nothing is changed unless everything fits. verified: latest_valid has just checked every byte.
     """
     problem = None if verified else find_problem(folder)
     if problem:
-        raise UserError(f"checkpoint={folder}: damaged, {problem}; resume from another one")
+        raise UserError(f"checkpoint={folder}: damaged, {problem}; resume from another checkpoint")
     reshard(model)
     trained = dict(_trained(model))
     stored = stored_tensors(folder)
     weights, moments = stored.below("weights/"), stored.below("moments/")
     names = {_name_on_disk(model, name): name for name in trained}
-    _check_fit(folder, trained, {names.get(name, name): found for name, found in weights.records.items()})
+    _check_fit(folder, trained, {names.get(name, name): record for name, record in weights.records.items()})
     record = json.loads((folder / "state.json").read_text())
     assert {name.rpartition(".")[0] for name in moments} <= trained.keys(), f"{folder}: moments of unknown parameters"
 
     with torch.no_grad():
-        for name, own in names.items():
-            local(trained[own]).copy_(weights.read(name, local_slices(trained[own])))
+        for name_on_disk, name in names.items():
+            local(trained[name]).copy_(weights.read(name_on_disk, local_slices(trained[name])))
     _restore_slots(optimizer, trained, moments)
     restore_schedule(schedule, **record["schedule"])
     restore_rng(folder)
@@ -323,7 +324,7 @@ def load_checkpoint(
 
 
 def stored_tensors(folder: Path) -> TensorFiles:
-    """The tensors of a checkpoint by group and name: weights/..., moments/..., extra/...; none is read yet."""
+    """Index the tensors of a checkpoint as weights/NAME, moments/NAME and extra/NAME, without reading them."""
     if (folder / INDEX).exists():
         return TensorFiles(folder, records_from_json(json.loads((folder / INDEX).read_text())))
     names = {name: "weights/" for name in WEIGHTS}
@@ -336,15 +337,15 @@ def stored_tensors(folder: Path) -> TensorFiles:
 
 
 def _check_fit(folder: Path, trained: dict[str, nn.Parameter], weights: dict[str, Record]) -> None:
-    differences = [f"it lacks {name}" for name in trained.keys() - weights.keys()]
+    differences = [f"{name} is missing" for name in trained.keys() - weights.keys()]
     differences += [f"{name} is not trained here" for name in weights.keys() - trained.keys()]
     for name in trained.keys() & weights.keys():
-        ours, saved = _describe(trained[name]), _describe(weights[name])
-        differences += [f"{name} is {saved} there and {ours} here"] if ours != saved else []
+        here, saved = _describe(trained[name]), _describe(weights[name])
+        differences += [f"{name} is {saved} in the checkpoint and {here} here"] if here != saved else []
     if differences:
         raise UserError(
-            f"resume={folder}: its weights do not fit this model ({min(differences)}; {len(differences)} differences "
-            "in all); resume with the model, --lora and --dtype settings the run was started with"
+            f"resume={folder}: its weights do not match this model ({min(differences)}; {len(differences)} differences "
+            "in total); resume with the run's original --model, --lora and --dtype settings"
         )
 
 
@@ -359,25 +360,25 @@ def _name_on_disk(model: nn.Module, name: str) -> str:
     if not hasattr(model, "peft_config"):
         return name
     name = adapter_name(name)
-    if model.peft_config[ADAPTER].task_type == "CAUSAL_LM":  # as peft names modules that are trained in full
+    if model.peft_config[ADAPTER].task_type == "CAUSAL_LM":  # peft's name for modules trained in full
         name = name.replace(".modules_to_save.", ".")
     return name
 
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Trained parameters; a tied one once, under its first name."""
+    """Return the trained parameters; a tied parameter once, under its first name."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def _slots(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, dict[str, Tensor]]]:
-    """(parameter name, its optimizer state), for parameters that have been updated."""
+    """Return (parameter name, optimizer state) for parameters that have been updated."""
     names = {p: name for name, p in _trained(model)}
-    rows = []
+    states = []
     for parameter, slots in optimizer.state.items():
-        assert parameter in names, f"the optimizer holds an untrained parameter of shape {tuple(parameter.shape)}"
+        assert parameter in names, f"the optimizer has an untrained parameter of shape {tuple(parameter.shape)}"
         assert all(isinstance(value, Tensor) for value in slots.values()), f"{names[parameter]}: {slots.keys()}"
-        rows.append((names[parameter], as_saved(slots)))
-    return rows
+        states.append((names[parameter], as_saved(slots)))
+    return states
 
 
 def _restore_slots(optimizer: Optimizer, trained: dict[str, nn.Parameter], moments: TensorFiles) -> None:
@@ -395,10 +396,6 @@ def _restore_slots(optimizer: Optimizer, trained: dict[str, nn.Parameter], momen
         optimizer.state[parameter] = as_held(optimizer, parameter, slots)
 
 
-def _schedule_state(schedule: LambdaLR) -> dict[str, int]:
-    return {"last_epoch": schedule.last_epoch, "step_count": schedule._step_count}
-
-
 def _python_rng() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
@@ -414,7 +411,7 @@ def _torch_rng() -> dict[str, Tensor]:
 
 
 def _generator_states(record: dict[str, Any]) -> tuple[Any, Any]:
-    """The states saved by _python_rng, as random and numpy take them."""
+    """Convert the states saved by _python_rng to the types that random and numpy expect."""
     version, words, gauss = record["python"]
     kind, keys, *rest = record["numpy"]
     return (version, tuple(words), gauss), (kind, np.array(keys, dtype=np.uint32), *rest)
@@ -436,32 +433,32 @@ def restore_rng(folder: Path) -> None:
 
 
 class Copy(NamedTuple):
-    """A tensor in page-locked memory, once its copies have ended."""
+    """A tensor in pinned memory, valid after its copies have ended."""
 
     shape: torch.Size
     dtype: torch.dtype
     pieces: list[Tensor]  # uint8
 
     def tensor(self) -> Tensor:
-        whole = self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces)
-        return whole.view(self.dtype).view(self.shape)
+        joined = self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces)
+        return joined.view(self.dtype).view(self.shape)
 
 
 class Copies:
-    """The copies of one save, in slabs: behind what has been computed so far, on a stream of their own."""
+    """The copies of one save, in slabs, on a separate stream and after all work launched so far."""
 
     def __init__(self, slabs: Slabs, stream: torch.cuda.Stream | None) -> None:
         self.slabs, self.stream = slabs, stream
         self.used: list[Tensor] = []  # slabs
-        self.filled = SLAB  # bytes of the last one
-        self.sources: list[Tensor] = []  # held until they are copied
+        self.filled = SLAB  # bytes used in the last slab
+        self.sources: list[Tensor] = []  # kept alive until they are copied
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream())
 
     def add(self, tensor: Tensor) -> Tensor | Copy:
-        """A copy in main memory; a Copy may still be under way."""
+        """Copy the tensor to main memory; a returned Copy may still be in flight."""
         fits = tensor.numel() and tensor.is_contiguous() and self.slabs.has(tensor.nbytes, locked_share())
-        if not (fits and is_copied_aside(tensor)):
+        if not (fits and is_copied_async(tensor)):
             return tensor.to("cpu", copy=True)
         self.sources.append(tensor)
         rest, pieces = bytes_of(tensor), []
@@ -476,39 +473,38 @@ class Copies:
         return Copy(tensor.shape, tensor.dtype, pieces)
 
     def event(self) -> torch.cuda.Event | None:
-        """Of the end of the copies added so far."""
+        """Record an event after the copies added so far."""
         return self.stream.record_event() if self.stream is not None and self.used else None
 
     def free(self) -> None:
-        """The next save copies on the same stream, so behind any copy that is still under way."""
+        """Release the slabs. The next save copies on the same stream, so after any copy still in flight."""
         self.slabs.give_back(self.used)
         self.used, self.sources = [], []
 
 
 def wait_on_device(event: torch.cuda.Event | None) -> None:
-    """What the GPU computes from now on comes after the event."""
+    """Make later GPU work wait for the event."""
     if event is not None:
         torch.cuda.current_stream().wait_event(event)
 
 
-def is_copied_aside(tensor: Tensor) -> bool:
-    """Whether its copy need not be waited for."""
+def is_copied_async(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
 def locked_share() -> float:
-    """Bytes that this rank may lock."""
+    """Return the bytes that this rank may pin."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or "1")
     return LOCKED * main_memory() / ranks
 
 
 def main_memory() -> int:
-    """Bytes of the machine, or what a container may have of them."""
-    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    """Return the bytes of main memory, or the container's limit."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in CONTAINER:
-        with contextlib.suppress(OSError, ValueError):  # not there, or no limit
-            found.append(int(Path(path).read_text()))
-    return min(found)
+        with contextlib.suppress(OSError, ValueError):  # no file or no limit
+            limits.append(int(Path(path).read_text()))
+    return min(limits)
 
 
 @dataclass
@@ -517,12 +513,12 @@ class Shard:
 
     tensor: Tensor | Copy
     start: tuple[int, ...]
-    shape: tuple[int, ...]  # of the full tensor
+    shape: tuple[int, ...]  # full tensor
 
 
 @dataclass
 class Snapshot:
-    """What one rank writes of a checkpoint."""
+    """The part of a checkpoint that one rank writes."""
 
     texts: dict[str, str] = field(default_factory=dict)  # by file name
     files: dict[str, dict[str, Tensor | Copy]] = field(default_factory=dict)
@@ -537,18 +533,18 @@ class Saver:
     def __init__(self) -> None:
         self._save: Save | None = None
         self._slabs = Slabs(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        self._stream: torch.cuda.Stream | None = None  # of copies
-        self._copied: torch.cuda.Event | None = None  # for the next optimizer step to wait for
-        self._optimizer: Optimizer | None = None  # that does
+        self._stream: torch.cuda.Stream | None = None  # for copies
+        self._copied: torch.cuda.Event | None = None  # the next optimizer step waits for it
+        self._optimizer: Optimizer | None = None  # has the hook that waits
 
     def copies(self) -> Copies:
-        """For the save that begins."""
-        if self._stream is None and torch.cuda.is_available():  # not before: a rank picks its device late
+        """Return the Copies of a new save."""
+        if self._stream is None and torch.cuda.is_available():  # not in __init__: a rank chooses its device later
             self._stream = torch.cuda.Stream()
         return Copies(self._slabs, self._stream)
 
     def order(self, optimizer: Optimizer, copied: torch.cuda.Event | None) -> None:
-        """The optimizer's next step comes after this event."""
+        """Make the optimizer's next step wait for this event."""
         self._copied = copied
         if optimizer is not self._optimizer:
             self._optimizer = optimizer
@@ -567,35 +563,36 @@ class Saver:
         *,
         in_background: bool,
     ) -> None:
-        """Write `target`. On rank 0 `describe` adds its files at once, and `after` runs at the end."""
+        """Write `target`. On rank 0 `describe` adds its files immediately, and `after` runs at the end."""
         self.wait()
         save = Save(target, snapshot, after)
         stop.save_begins()
         error = save.prepare(describe) if is_main() else None
         reports = of_all([error, bool(snapshot.shards)], "begin of a save")
-        problems = [(number, found) for number, (found, _) in enumerate(reports) if found]
+        problems = [(rank, problem) for rank, (problem, _) in enumerate(reports) if problem]
         if problems:
             stop.save_ends()
             save.free()
             raise UserError(failed(target, problems))
-        save.start([number for number, (_, writes) in enumerate(reports) if writes])
+        save.writers = [rank for rank, (_, writes) in enumerate(reports) if writes]
+        save.thread.start()
         self._save = save
         if not in_background:
             self.wait()
 
     def poll(self) -> None:
-        """Check the running save; raises if it has failed on any rank."""
+        """Check the running save; raise if it has failed on any rank."""
         save = self._save
         if save is None:
             return
         ended = not save.thread.is_alive()
         reports = of_all([ended, save.error and reason_of(save.error)], "state of a save")
-        problems = [(number, found) for number, (_, found) in enumerate(reports) if found]
+        problems = [(rank, problem) for rank, (_, problem) in enumerate(reports) if problem]
         if problems:
             self._save = None
             save.cancelled.set()
             save.thread.join()
-            of_all(None, "end of a failed save")  # no rank writes there any more
+            of_all(None, "end of a failed save")  # no rank writes to the folder any more
             if is_main():
                 shutil.rmtree(save.tmp, ignore_errors=True)
             if save.error is not None and not isinstance(save.error, OSError | SafetensorError):
@@ -612,9 +609,9 @@ class Saver:
             self.poll()
 
     def end(self) -> None:
-        """After the run has failed, let the running save finish without collectives: other ranks may be gone.
+        """After the run has failed, finish the running save without collectives: other ranks may be gone.
 
-        Rank 0 waits for the others as long as after SIGTERM.
+        Rank 0 waits for the other ranks as long as after SIGTERM.
         """
         save, self._save = self._save, None
         if save is None:
@@ -622,7 +619,7 @@ class Saver:
         save.thread.join(stop.STOP.grace_s if world_size() > 1 and is_main() else None)
         if save.thread.is_alive():
             save.cancelled.set()
-            log(f"checkpoint={save.target}: not written, as not all ranks have written their part")
+            log(f"checkpoint={save.target}: not saved, because not all ranks have written their shard")
         elif save.error is not None:
             if is_main():
                 shutil.rmtree(save.tmp, ignore_errors=True)
@@ -645,7 +642,7 @@ class Save:
         self.thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
 
     def prepare(self, describe: Callable[[Path], None]) -> str | None:
-        """Make the folder and write the small files, in the main thread; returns why that failed, or None."""
+        """Create the folder and write the small files, in the main thread; return the reason of a failure, or None."""
         try:
             shutil.rmtree(self.tmp, ignore_errors=True)
             self.tmp.mkdir(parents=True)
@@ -660,16 +657,12 @@ class Save:
             raise
         return None
 
-    def start(self, writers: list[int]) -> None:
-        self.writers = writers
-        self.thread.start()
-
     def _run(self) -> None:
         try:
             self._write()
         except Cancelled:
             return
-        except Exception as error:  # raised by the main thread, at the next poll
+        except Exception as error:  # the main thread raises it at the next poll
             self.error = error
         finally:
             self.free()
@@ -683,57 +676,57 @@ class Save:
 
     def _write(self) -> None:
         if self.snapshot.copied is not None:
-            torch.cuda.set_device(self.snapshot.copies.stream.device)  # of this thread; CUDA would open the first one
+            torch.cuda.set_device(self.snapshot.copies.stream.device)  # a new thread's default is the first device
             self.snapshot.copied.synchronize()
             self.snapshot.copies.sources.clear()
         if not is_main() and not self.snapshot.shards:
             return
         if not self.tmp.is_dir():
-            raise OSError(f"it does not see {self.tmp}; all ranks need one file system for the run folder")
-        sums = {name: self._write_file(name, parts) for name, parts in self.snapshot.files.items()}
+            raise OSError(f"cannot see {self.tmp}; all ranks need a shared file system for the run folder")
+        files = {name: self._write_file(name, parts) for name, parts in self.snapshot.files.items()}
         records: dict[str, Record] = {}
         if self.snapshot.shards:
             name = f"shard-{self.writers.index(rank()):05d}-of-{len(self.writers):05d}.safetensors"
-            sums[name] = self._write_file(name, {key: shard.tensor for key, shard in self.snapshot.shards.items()})
+            files[name] = self._write_file(name, {key: shard.tensor for key, shard in self.snapshot.shards.items()})
             for key, shard in self.snapshot.shards.items():
                 part = Part(name, key, shard.start, tuple(shard.tensor.shape))
                 records[key] = Record(shard.shape, shard.tensor.dtype, [part])
         if is_main():
-            self._finish(sums, records)
+            self._finish(files, records)
         else:
             note = self._note(rank())
             scratch = note.with_suffix(".part")
-            scratch.write_text(json.dumps({"files": sums, "tensors": records_to_json(records)}))
+            scratch.write_text(json.dumps({"files": files, "tensors": records_to_json(records)}))
             sync(scratch)
             scratch.rename(note)
 
     def _write_file(self, name: str, tensors: Mapping[str, Tensor | Copy]) -> dict[str, Any]:
         order = aligned(specs_of(tensors))
         path = self.tmp / name
-        found = (tensors[key] for key in order)
-        whole = (x.tensor() if isinstance(x, Copy) else x for x in found)
-        size, sha256 = write_tensors(path, order, whole, self._go_on)
+        in_order = (tensors[key] for key in order)
+        in_memory = (x.tensor() if isinstance(x, Copy) else x for x in in_order)
+        size, sha256 = write_tensors(path, order, in_memory, self._check_cancelled)
         sync(path)
         return {"size": size, "sha256": sha256}
 
-    def _go_on(self) -> None:
+    def _check_cancelled(self) -> None:
         if self.cancelled.is_set():
             raise Cancelled
 
     def _note(self, writer: int) -> Path:
         return self.tmp / f".written-{writer:05d}.json"
 
-    def _finish(self, sums: dict[str, Any], records: dict[str, Record]) -> None:
-        """On rank 0: list the files of all ranks, sync everything, and rename the folder."""
+    def _finish(self, files: dict[str, Any], records: dict[str, Record]) -> None:
+        """List the files of all ranks, sync everything, and rename the folder. Rank 0 only."""
         for note in [self._note(writer) for writer in self.writers if writer != rank()]:
             while not note.exists():
                 self.cancelled.wait(POLL_S)
-                self._go_on()
+                self._check_cancelled()
             written = json.loads(note.read_text())
-            sums |= written["files"]
+            files |= written["files"]
             for name, record in records_from_json(written["tensors"]).items():
                 merged = records.setdefault(name, Record(record.shape, record.dtype))
-                # 8-bit moments are saved as float32; shards too small for 8 bit keep their own dtype.
+                # 8-bit moments are saved as float32; shards too small for 8 bits keep their dtype.
                 merged.dtype = torch.promote_types(merged.dtype, record.dtype)
                 merged.parts.extend(record.parts)
             note.unlink()
@@ -741,14 +734,14 @@ class Save:
         if records:
             (self.tmp / INDEX).write_text(json.dumps(records_to_json(records)))
         for path in sorted(self.tmp.iterdir()):
-            if path.name not in sums:
+            if path.name not in files:
                 sync(path)
-                sums[path.name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
-        sums = dict(sorted(sums.items()))
-        (self.tmp / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": sums}, indent=1))
+                files[path.name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
+        files = dict(sorted(files.items()))
+        (self.tmp / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1))
         sync(self.tmp / MANIFEST)
         sync(self.tmp)
-        self._go_on()
+        self._check_cancelled()
         remove_folder(self.target)
         self.tmp.rename(self.target)
         sync(self.target.parent)
@@ -756,8 +749,8 @@ class Save:
 
 
 def failed(target: Path, problems: list[tuple[int, str]]) -> str:
-    number, reason = problems[0]
-    return could_not_write("checkpoint", target, f"rank {number}: {reason}" if world_size() > 1 else reason)
+    failed_rank, reason = problems[0]
+    return could_not_write("checkpoint", target, f"rank {failed_rank}: {reason}" if world_size() > 1 else reason)
 
 
 def sha256_of(path: Path) -> str:

@@ -1,10 +1,9 @@
-"""Reproducibility: which of torch's algorithms a run may use, so that equal commands give equal numbers.
+"""Reproducibility: restrict torch to deterministic algorithms, so that equal commands give equal numbers.
 
 On a CPU the backward of `x[index]` adds rows from several threads in no fixed order (index_put with accumulate=True,
-from 32,768 elements on). If an index repeats, as that of a shared prompt's last token does, the sum depends on thread
-timing. So a run on a CPU always uses torch's deterministic algorithms. On a GPU they cost time, and --deterministic
-turns them on. Our own kernels need no switch: the only atomics in kernels/ count in integers
-(linear_logprob_triton.py).
+from 32,768 elements on). If an index repeats, like that of a shared prompt's last token, the sum depends on thread
+timing. So a run on a CPU always uses torch's deterministic algorithms. On a GPU they are slower and need
+--deterministic. The kernels/ are deterministic: their only atomics count integers (linear_logprob_triton.py).
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ import os
 
 import torch
 
-# The faster of the two deterministic cuBLAS settings. cuBLAS reads it at the first product.
+# The faster of the two deterministic cuBLAS settings. cuBLAS reads it at the first matmul.
 CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 ON_CPU = (
-    "deterministic: on a CPU every run repeats bit for bit with the same number of threads; in this run an operation "
-    "that cannot repeat is an error"
+    "deterministic: on a CPU every run is reproducible bit for bit with the same number of threads; in this run a "
+    "nondeterministic operation is an error"
 )
 ON_GPU = (
-    "deterministic: torch's deterministic algorithms only, an operation that has none is an error; costs time in "
-    "attention's backward, in sums by index and where torch.compile would measure; completions of a vLLM server are "
-    "not covered"
+    "deterministic: only torch's deterministic algorithms, and an operation without one is an error; slower in the "
+    "attention backward, in sums by index and without torch.compile's autotuning; completions of vLLM servers are not "
+    "covered"
 )
 
 
@@ -30,7 +29,7 @@ class Algorithms:
     """Turns on torch's deterministic algorithms; close() restores the previous settings."""
 
     def __init__(self, device: str, strict: bool) -> None:
-        """`strict` (--deterministic): an operation without such an algorithm is an error, else a warning."""
+        """`strict` (--deterministic): an operation without a deterministic algorithm is an error, not a warning."""
         fill = torch.utils.deterministic
         self._before = (
             torch.are_deterministic_algorithms_enabled(),
@@ -40,7 +39,7 @@ class Algorithms:
         )
         if device == "cpu" or strict:
             torch.use_deterministic_algorithms(True, warn_only=not strict)
-            fill.fill_uninitialized_memory = False  # it would fill all new memory, to detect uninitialised reads
+            fill.fill_uninitialized_memory = False  # a slow debugging aid that fills all new memory
         if device == "cuda" and strict:
             os.environ.setdefault(*CUBLAS)
             torch.backends.cudnn.benchmark = False

@@ -2,11 +2,11 @@
 
     python -m trainer.export runs/dpo-20261115-093000 out          # the newest checkpoint of a run, sharded or not
 
-Full weights: a transformers folder, for `AutoModelForCausalLM.from_pretrained` and `pipeline("text-generation")`, in
-the dtype the base model has on disk: float32 stays exact, a bfloat16 base gives bfloat16, rounded once. LoRA: a peft
-adapter folder in its training dtype (float32) that names its base; a local base by absolute path, so that the adapter
-loads from any working directory, but its base must not move. Both hold the tokenizer, its chat template, and a
-generation_config.json with every stop id.
+Full weights: a transformers folder for `AutoModelForCausalLM.from_pretrained` and `pipeline("text-generation")`, in the
+dtype of the base model's files: float32 stays exact, bfloat16 is rounded once. LoRA: a peft adapter folder in the
+training dtype (float32). It refers to a local base by absolute path, so the adapter loads from any working directory,
+but the base must not move. Both contain the tokenizer, its chat template, and a generation_config.json with every stop
+id.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from trainer.policy.model_files import ExportedModel, write_model
 from trainer.run.checkpoint import INDEX, MANIFEST, find_problem, latest_valid, stored_tensors
 
 SCORER_TASKS = ("SEQ_CLS", "TOKEN_CLS")  # peft's names for the models of trainer/policy/heads.py
-OF_TRAINING = ("state.json", INDEX, MANIFEST)  # files of a checkpoint that are no part of a model folder
+OF_TRAINING = ("state.json", INDEX, MANIFEST)  # checkpoint files that do not belong in a model folder
 
 
 def export_model(model: nn.Module, tokenizer: Any, folder: Path, *, merge_lora: bool, base: str) -> None:
-    """Write `folder` (replacing an older one) from a live transformers or peft model, which is not changed.
+    """Write or replace `folder` from a live transformers or peft model, which is not changed.
 
-    `base` is what the weights were loaded from: hub id, folder or builtin:NAME.
+    `base` is the source of the weights: hub id, folder or builtin:NAME.
     """
     base = loadable_base(base)
     is_lora = hasattr(model, "peft_config")
-    # A scorer is always merged: an adapter folder cannot hold what its head needs (labels, padding token).
+    # A scorer is always merged: an adapter folder has no place for its labels and padding token.
     is_scorer = is_lora and model.peft_config[ADAPTER].task_type in SCORER_TASKS
     reshard(model)
     if any(is_dtensor(p) for p in model.parameters()):
@@ -77,22 +77,22 @@ def export_model(model: nn.Module, tokenizer: Any, folder: Path, *, merge_lora: 
 
 
 def export_shards(model: Any, tokenizer: Any, folder: Path, *, as_adapter: bool, base: str) -> None:
-    """The same for a sharded model: all ranks gather one tensor at a time, and rank 0 writes it."""
+    """Export a sharded model: all ranks gather one tensor at a time, and rank 0 writes it."""
     lm = causal_lm(model)
-    own = (model if as_adapter else lm).state_dict(keep_vars=True)
+    shards = (model if as_adapter else lm).state_dict(keep_vars=True)
 
     def get(name: str) -> Tensor:
-        return gather(own[name].detach()).cpu()
+        return gather(shards[name].detach()).cpu()
 
     if as_adapter:
-        names = {adapter_name(name): name for name in own if ".lora_" in name and f".{ADAPTER}." in name}
-        specs = specs_of({name: own[names[name]] for name in names})
+        names = {adapter_name(name): name for name in shards if ".lora_" in name and f".{ADAPTER}." in name}
+        specs = specs_of({name: shards[names[name]] for name in names})
         tensors = (get(name) for name in names.values())
     else:
         exported = ExportedModel(lm, dtype_on_disk(base) or lm.dtype, get)
         tensors = exported.tensors()
     if not is_main():
-        for _ in tensors:  # their part of each gather
+        for _ in tensors:  # join every gather
             continue
         return
     with atomic_folder(folder, "export") as tmp:
@@ -109,7 +109,7 @@ def export_shards(model: Any, tokenizer: Any, folder: Path, *, as_adapter: bool,
 
 
 def finish_config(folder: Path, dtype: torch.dtype) -> None:
-    """Settings of an export's config.json that differ during training."""
+    """Set the values of config.json that differ during training."""
     change_json(folder / "config.json", dtype=str(dtype).removeprefix("torch."), use_cache=True)
 
 
@@ -133,35 +133,35 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def loadable_base(base: str) -> str:
-    """A name that loads from any working directory: local folders become absolute paths."""
-    found = Path(resolve_model(base)).expanduser()
-    return str(found.resolve()) if found.is_dir() else base
+    """Return a name that loads from any working directory: a local folder becomes an absolute path."""
+    folder = Path(resolve_model(base)).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else base
 
 
 def generation_config(model: nn.Module, tokenizer: Any) -> Any:
-    """The model's generation config with all stop ids, so that `generate` stops where our rollouts stop."""
+    """Return the model's generation config with all stop ids, so that `generate` stops where rollouts stop."""
     from transformers import GenerationConfig
 
-    own = getattr(model, "generation_config", None) or GenerationConfig()
-    config = copy.deepcopy(own)
+    original = getattr(model, "generation_config", None) or GenerationConfig()
+    config = copy.deepcopy(original)
     try:
         config.validate(strict=True)
     except ValueError:  # some published configs cannot be saved (a temperature without sampling)
-        config = GenerationConfig(bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id)
-    config._from_model_config = False  # else transformers may rebuild it from config.json and drop the stop ids
-    eos = list(stop_ids(tokenizer, own.eos_token_id))
+        config = GenerationConfig(bos_token_id=original.bos_token_id, eos_token_id=original.eos_token_id)
+    config._from_model_config = False  # otherwise transformers may rebuild it from config.json without the stop ids
+    eos = list(stop_ids(tokenizer, original.eos_token_id))
     config.eos_token_id = eos if eos else None
     config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(eos), None)
     return config
 
 
 def dtype_on_disk(base: str) -> torch.dtype | None:
-    """The dtype in the base model's config.json, or None if it has none or cannot be read."""
+    """Return the dtype in the base model's config.json; None if it is missing or cannot be read."""
     from transformers import PretrainedConfig
 
     try:
         config, _ = PretrainedConfig.get_config_dict(base)
-    except OSError:  # gone from disk or hub: use the trained dtype, which loses nothing
+    except OSError:  # deleted from disk or hub: use the trained dtype, which is lossless
         return None
     name = config.get("dtype") or config.get("torch_dtype")
     dtype = getattr(torch, str(name), None)
@@ -169,7 +169,7 @@ def dtype_on_disk(base: str) -> torch.dtype | None:
 
 
 def describe_model(model: Any, tokenizer: Any, folder: Path, *, base: str) -> None:
-    """Write everything of an export but the weights; makes a checkpoint folder loadable too."""
+    """Write all files of an export except the weights; also makes a checkpoint folder loadable."""
     if hasattr(model, "peft_config"):
         model.peft_config[ADAPTER].save_pretrained(folder)
         change_json(folder / "adapter_config.json", base_model_name_or_path=loadable_base(base))
@@ -186,14 +186,14 @@ def _save_config(model: Any, folder: Path) -> None:
 
 
 def _save_adapter(model: Any, folder: Path, base: str) -> None:
-    # No base embeddings in the adapter: we never resize them, and peft would query the hub to find out.
+    # Never save base embeddings: they are not resized, and peft would query the hub to find out.
     model.save_pretrained(folder, selected_adapters=[ADAPTER], save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)  # peft's unfilled model card
     change_json(folder / "adapter_config.json", base_model_name_or_path=base)
 
 
 def _full_model(model: Any, dtype: torch.dtype | None) -> Any:
-    """A transformers model whose attributes may be set without changing the live one; weights may be shared."""
+    """Return a transformers model whose attributes may be set without changing `model`; weights may be shared."""
     if hasattr(model, "peft_config"):
         # Merge in float32, then round once.
         merged = _cpu_copy(model, torch.float32).merge_and_unload(safe_merge=True, adapter_names=[ADAPTER])
@@ -202,7 +202,7 @@ def _full_model(model: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _cpu_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy in main memory, as training may have filled the GPU; tied tensors stay tied."""
+    """Copy to main memory, because training may have filled the GPU; tied tensors stay tied."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         data = parameter.detach().to("cpu", dtype if parameter.is_floating_point() else parameter.dtype, copy=True)
@@ -214,23 +214,23 @@ def _cpu_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """Write the model of a checkpoint, sharded or not, as a folder that other tools load. Needs no GPU."""
+    """Export the model of a checkpoint, sharded or not, as a folder that other tools can load. Needs no GPU."""
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
-    """A run folder, whose newest checkpoint is taken, or a checkpoint in one."""
+    """Run folder (its newest checkpoint is exported) or a checkpoint in it."""
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
     """Folder to write; must not exist."""
     merge_lora: bool = False
-    """Write merged weights rather than an adapter, as a run with --merge-lora does in any case."""
+    """Write merged weights instead of an adapter. A run with --merge-lora is always merged."""
     trust_remote_code: bool = False
-    """Let the model's own Python code run; what the run's config.yaml says about it does not count here."""
+    """Allow running the Python code that comes with the model. The run's config.yaml does not set this."""
 
 
 def export_checkpoint(cfg: ExportConfig) -> Path:
-    """Tensor by tensor: needs neither a GPU nor memory for the full model."""
+    """Export tensor by tensor, without a GPU or memory for the full model; return the checkpoint."""
     out = Path(cfg.out).expanduser()
     if out.exists():
-        raise UserError(f"out={cfg.out}: exists already; name a new folder")
+        raise UserError(f"out={cfg.out}: already exists; choose a new folder")
     run, checkpoint = find_checkpoint(cfg.source)
     settings = load_config(run / "config.yaml")
     _, base, _ = find_model(str(settings["model"]))
@@ -238,7 +238,9 @@ def export_checkpoint(cfg: ExportConfig) -> Path:
     adapter = checkpoint / "adapter_config.json"
     merge = cfg.merge_lora or bool(settings.get("merge_lora"))
     if adapter.exists() and json.loads(adapter.read_text())["task_type"] in SCORER_TASKS:
-        raise UserError(f"source={cfg.source}: an adapter of a reward model; finish the run, its final/ is merged")
+        raise UserError(
+            f"source={cfg.source}: adapters of reward models cannot be exported; finish the run and use its final/"
+        )
     with atomic_folder(out, "out") as tmp:
         for path in checkpoint.iterdir():
             if path.is_file() and path.suffix != ".safetensors" and path.name not in OF_TRAINING:
@@ -259,11 +261,11 @@ def export_checkpoint(cfg: ExportConfig) -> Path:
 
 
 def find_checkpoint(source: str) -> tuple[Path, Path]:
-    """(run folder, undamaged checkpoint in it)."""
+    """Return the run folder and an undamaged checkpoint in it."""
     folder = Path(source).expanduser().resolve()
     if (folder / MANIFEST).exists():
         if problem := find_problem(folder):
-            raise UserError(f"source={source}: damaged, {problem}; name another checkpoint")
+            raise UserError(f"source={source}: damaged, {problem}; pass another checkpoint")
         run, checkpoint = folder.parents[1], folder
     else:
         run, checkpoint = folder, latest_valid(folder / "checkpoints", log)
@@ -273,7 +275,7 @@ def find_checkpoint(source: str) -> tuple[Path, Path]:
 
 
 def skeleton(checkpoint: Path, base: str, *, trust_remote_code: bool) -> Any:
-    """The model of a checkpoint on the meta device, adapters included."""
+    """Build the model of a checkpoint on the meta device, adapters included."""
     import transformers
 
     adapter = checkpoint / "adapter_config.json"
@@ -297,18 +299,18 @@ def skeleton(checkpoint: Path, base: str, *, trust_remote_code: bool) -> Any:
 
 
 def getter(weights: TensorFiles, base: str) -> Callable[[str], Tensor]:
-    """Reads tensors of a skeleton: trained ones from the checkpoint, others from the base model's files."""
+    """Return a function that reads a skeleton's tensor from the checkpoint or, if untrained, the base model's files."""
     files: list[TensorFiles] = []
 
     def get(name: str) -> Tensor:
         saved = f"base_model.model.{adapter_name(name)}"
-        for known in (name, saved, saved.replace(".modules_to_save.", ".")):
-            if known in weights.records:
-                return weights.read(known)
+        for key in (name, saved, saved.replace(".modules_to_save.", ".")):
+            if key in weights.records:
+                return weights.read(key)
         files[:] = files or [model_tensors(base)]
         plain = name.replace(".base_layer.", ".")
         if plain not in files[0].records:
-            raise UserError(f"model={base}: its files hold no {plain}; export the adapter, and merge it by peft")
+            raise UserError(f"model={base}: its files have no {plain}; export the adapter and merge it with peft")
         return files[0].read(plain)
 
     return get

@@ -1,8 +1,8 @@
 """A run is a folder: config.yaml, metrics.jsonl, samples.jsonl, checkpoints/, final/, report.html.
 
-    with open_run(cfg, "grpo") as run:                       # finds or refuses the folder; writes nothing yet
+    with open_run(cfg, "grpo") as run:                       # chooses and checks the folder; writes nothing yet
         ...load model and data...
-        run.begin(total_steps, title)                        # the folder exists from here on
+        run.begin(total_steps, title)                        # creates the folder
         state = {"loader": loader, "rewards": rewards, "counters": counters}
         first = run.restore(policy, optimizer, schedule, state)
         for step in range(first + 1, total_steps + 1):
@@ -12,11 +12,9 @@
             run.maybe_save(step, policy, optimizer, schedule, state)
         run.finish(policy)
 
-A killed run resumes from its last checkpoint: metrics and samples are on disk before the checkpoint that covers them,
-and lines beyond it are cut off at the resume, so each step is written once. `state` names what a checkpoint keeps
-besides weights, optimizer and schedule.
-
-Sections: the run, the run folder (its name, whether it may be used, its lock), state in a checkpoint.
+A killed run resumes from its last checkpoint. Metrics and samples reach the disk before the checkpoint that covers
+them, and a resume cuts off later lines, so each step is written once. `state` is what a checkpoint contains in addition
+to weights, optimizer and schedule.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -46,7 +44,7 @@ from data.command.config_file import load_config, save_config
 from data.command.flags import config_to_tree
 from data.errors import UserError
 from data.user_code import describe_error, users_part
-from trainer.config.blocks import RunConfig, check_4bit
+from trainer.config.blocks import MethodConfig, RunConfig, check_4bit
 from trainer.config.defaults import default_tree
 from trainer.config.learning_rates import SMALL_MODEL, far_off
 from trainer.files.atomic_folder import remove_folder, remove_leftovers
@@ -71,22 +69,23 @@ from trainer.run.checkpoint import (
 )
 from trainer.run.export import describe_model, export_model
 
-# Everything a run writes into its folder: overwriting deletes this and nothing else.
+# Everything a run writes into its folder; --overwrite-output-dir deletes nothing else.
 FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "report.html", "run_id", "wandb_run_id")
 FOLDERS = ("checkpoints", "final", "logs", "tensorboard", "wandb")
 PER_EPOCH = {"saves_per_epoch": "--save-steps", "evals_per_epoch": "--eval-steps"}
+T = TypeVar("T")
 
 
-def open_run(cfg: Any, method: str = "") -> Run:
-    """Name the folder of a new run, or find the checkpoint to resume from; refuses a folder that holds another run.
+def open_run(cfg: MethodConfig, method: str = "") -> Run:
+    """Choose the folder of a new run, or find the checkpoint to resume from. Raise if the folder contains another run.
 
-    `method` is the name in folder and title; config.yaml keeps the value of --method. Also seeds the global generators,
-    which initialise adapters and draw dropout, and sets torch's deterministic algorithms until the run is closed.
+    `method` is the name in folder and title; config.yaml keeps the value of --method. Also seed the global generators,
+    which adapter initialisation and dropout use, and set torch's deterministic algorithms until the run is closed.
     """
-    settings: RunConfig = cfg.run
+    settings = cfg.run
     method = method or method_of(cfg)
     check_sinks(settings.report_to)
-    # A method outside the repository may not have these blocks.
+    # A Config outside the repository needs only model and run.
     if hasattr(cfg, "lora"):
         check_4bit(cfg.model, cfg.lora, getattr(cfg, "parallel", None))
     if hasattr(cfg, "optim"):
@@ -94,9 +93,9 @@ def open_run(cfg: Any, method: str = "") -> Run:
     random.seed(settings.seed)
     np.random.seed(settings.seed % 2**32)
     torch.manual_seed(settings.seed % 2**64)
-    run = on_main(lambda: _open(cfg, method))  # verifying a large checkpoint takes long
-    found = None if run is None else [str(run.dir), None if run.checkpoint is None else str(run.checkpoint)]
-    folder, checkpoint = from_main(found, "run folder")
+    run = on_main(lambda: _open(cfg, method))  # verifying a large checkpoint is slow
+    paths = None if run is None else [str(run.dir), None if run.checkpoint is None else str(run.checkpoint)]
+    folder, checkpoint = from_main(paths, "run folder")
     run = run or OtherRank(cfg, method, Path(folder), Path(checkpoint) if checkpoint else None)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     run.keep(determinism.Algorithms(device, settings.deterministic))
@@ -105,17 +104,17 @@ def open_run(cfg: Any, method: str = "") -> Run:
     return run
 
 
-def method_of(cfg: Any) -> str:
-    """The value of --method, or for a Config made in Python the module of its class."""
+def method_of(cfg: MethodConfig) -> str:
+    """Return --method, or the module of the Config's class if the run was started from Python."""
     return cfg.run.method or type(cfg).__module__.removeprefix("trainer.methods.")
 
 
-def _open(cfg: Any, method: str) -> Run:
-    settings: RunConfig = cfg.run
+def _open(cfg: MethodConfig, method: str) -> Run:
+    settings = cfg.run
     if settings.resume is None:
         folder = expand(settings.output_dir, method)
         if not is_new_each_time(settings):
-            refuse_other_run(folder, settings.overwrite_output_dir)
+            check_unused(folder, settings.overwrite_output_dir)
         return Run(cfg, method, folder, None)
     folder, newest = resumed_folder(settings)
     lock = lock_folder(folder)
@@ -124,29 +123,29 @@ def _open(cfg: Any, method: str) -> Run:
     checkpoint = latest_valid(folder / "checkpoints", log, at_most=newest)
     if checkpoint is None and (folder / "final").is_dir():
         raise UserError(
-            f"resume={folder}: this run has finished and kept no checkpoint to resume from; "
-            f"start a new run from its result, --model {folder}"
+            f"resume={folder}: this run has finished and has no checkpoint to resume from; "
+            f"start a new run from its model with --model {folder}"
         )
     return Run(cfg, method, folder, checkpoint, lock)
 
 
 class Run:
-    """One training run and its folder. `dir` exists once begin() has been called; `start_step` is known at once."""
+    """One training run and its folder. begin() creates `dir`; `start_step` is known before."""
 
     def __init__(
-        self, cfg: Any, method: str, folder: Path, checkpoint: Path | None, lock: IO[bytes] | None = None
+        self, cfg: MethodConfig, method: str, folder: Path, checkpoint: Path | None, lock: IO[bytes] | None = None
     ) -> None:
         self.cfg, self.method, self.dir, self.checkpoint = cfg, method, folder, checkpoint
         self.start_step = step_of(checkpoint) if checkpoint else 0
-        # Random, and the same after a resume: servers tell runs apart by it. Stored in RUN/run_id.
+        # Random, stored in RUN/run_id and unchanged by a resume: servers identify runs by it.
         self.id = (read_id(folder) if lock is not None else None) or secrets.token_hex(8)
         self.total_steps = 0
         self.steps_per_epoch: Fraction | None = None
-        self._high_losses = 0  # steps in a row with a loss above loss_watchdog_threshold, on rank 0
+        self._high_losses = 0  # consecutive steps with a loss above loss_watchdog_threshold, on rank 0
         self._title = method
         self._lock = lock
         self._resumed = lock is not None
-        self._save_step = self.start_step  # of the last save, which may still be running
+        self._save_step = self.start_step  # last save, which may still be running
         self._saver = Saver()
         self._last_step = -1
         self._pending: tuple[int, Callable[[], Mapping[str, float]]] | None = None  # step and metrics of log_later
@@ -156,7 +155,7 @@ class Run:
         self._metrics: JsonlLog | None = None
         self._samples: JsonlLog | None = None
         self._sinks: list[Sink] = []
-        self._kept: list[Any] = []
+        self._closed_at_end: list[Any] = []
 
     def __enter__(self) -> Run:
         return self
@@ -173,31 +172,30 @@ class Run:
                     raise UserError(_could_not_write(self.dir, error)) from None
                 log(_could_not_write(self.dir, error))  # the error that ended the run is reported after this
             if isinstance(ended_by, KeyboardInterrupt) and not ended_by.args:
-                ended_by.args = (self._where_to_continue(),)  # trainer/__main__.py prints it
+                ended_by.args = (self._interrupted_message(),)  # trainer/__main__.py prints it
 
-    def _where_to_continue(self) -> str:
-        """What a user who pressed Ctrl-C wants to know."""
+    def _interrupted_message(self) -> str:
         if self._metrics is None:
             return "interrupted while loading; no step was done"
         done = f"interrupted after step {max(self._last_step, 0)}"
         command = f"python -m trainer --resume {shlex.quote(str(self.dir))}"
         if saved := list_checkpoints(self.dir / "checkpoints"):
             return f"{done}; continue from step {saved[-1][0]} with: {command}"
-        return f"{done}; there is no checkpoint yet, so this starts again at step 0: {command}"
+        return f"{done}; no checkpoint yet, so this restarts at step 0: {command}"
 
     @stop.uninterrupted()
     def begin(self, total_steps: int, title: str, steps_per_epoch: Fraction | None = None) -> None:
-        """Make the folder and write config.yaml. Called once all input has been read, so bad input leaves no folder."""
+        """Create the folder and write config.yaml. Call this after reading all input: bad input leaves no folder."""
         self._title = title
         self._set_length(total_steps, steps_per_epoch)
         settings = self.cfg.run
         try:
-            if self._resumed:  # its config.yaml is replaced once the checkpoint has been loaded
+            if self._resumed:  # config.yaml is replaced after the checkpoint is loaded
                 (self.dir / "run_id").write_text(self.id)
                 return
             self.dir = make_folder(self.dir, may_exist=not is_new_each_time(settings))
             self._lock = lock_folder(self.dir)
-            refuse_other_run(self.dir, settings.overwrite_output_dir)
+            check_unused(self.dir, settings.overwrite_output_dir)
             for name in FILES:
                 (self.dir / name).unlink(missing_ok=True)
             for name in FOLDERS:
@@ -210,7 +208,7 @@ class Run:
             raise UserError(f"output_dir={self.dir}: {reason}") from None
 
     def restore(self, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> int:
-        """Load the checkpoint, if any, and open the logs. Returns the number of steps already done."""
+        """Load the checkpoint, if any, and open the logs. Return the number of steps already done."""
         assert self._lock is not None, "begin() comes before restore()"
         self._load(policy, optimizer, schedule, state)
         with _writing(self.dir):
@@ -231,7 +229,7 @@ class Run:
             self.note(text)
         self._note_epochs()
         if self.checkpoint is not None:
-            restore_rng(self.checkpoint)  # again, and last: a user's load_state_dict or a sink may have drawn numbers
+            restore_rng(self.checkpoint)  # again, last: a user's load_state_dict or a sink may have drawn numbers
         stop.work_begins()
         return self.start_step
 
@@ -244,11 +242,11 @@ class Run:
         self.total_steps, self.steps_per_epoch = total_steps, steps_per_epoch
         for name in PER_EPOCH if steps_per_epoch is None else ():
             if getattr(self.cfg.run, name):
-                value, instead = getattr(self.cfg.run, name), PER_EPOCH[name]
-                raise UserError(f"{name}={value}: this method does not say how long an epoch is; use {instead}")
+                value, flag = getattr(self.cfg.run, name), PER_EPOCH[name]
+                raise UserError(f"{name}={value}: this method does not define the length of an epoch; use {flag}")
 
     def _marks(self, step: int, every: int, per_epoch: int | None) -> int:
-        """How often something has been due up to this step: every `every` steps, or `per_epoch` times an epoch."""
+        """Count the marks up to this step: one every `every` steps, or `per_epoch` per epoch."""
         if per_epoch is None:
             return step // every if every else 0
         return math.floor(step * per_epoch / self.steps_per_epoch) if per_epoch else 0
@@ -257,13 +255,13 @@ class Run:
         for name in PER_EPOCH:
             if times := getattr(self.cfg.run, name):
                 gap = max(1.0, float(self.steps_per_epoch / times))
-                self.note(f"{name}={times}: every {gap:.4g} steps, an epoch has {float(self.steps_per_epoch):.6g}")
+                self.note(f"{name}={times}: every {gap:.4g} steps ({float(self.steps_per_epoch):.6g} per epoch)")
 
     def log_later(self, step: int, metrics: Callable[[], Mapping[str, float]]) -> None:
-        """log(step, metrics()); on a GPU only once the next step has been launched, so that the host does not wait.
+        """Call log(step, metrics()); on a GPU, only after the next step is launched, to avoid a host sync.
 
-        The line is written before anything that depends on it: the next line, a checkpoint, the end of the run. A
-        method that evaluates calls write_pending() first.
+        The line is written before the next line, a checkpoint and the end of the run. A method that evaluates calls
+        write_pending() first.
         """
         self.write_pending()
         if self._defers:
@@ -272,23 +270,23 @@ class Run:
             self.log(step, metrics())
 
     def write_pending(self) -> None:
-        """Write the line that log_later has kept, if any."""
+        """Write the line deferred by log_later, if any."""
         if self._pending is not None:
             (step, metrics), self._pending = self._pending, None
             self.log(step, metrics())
 
     def _write_last(self, *, failed: bool) -> None:
-        """Write the pending line as the run ends. If the run has failed, an error here is only logged."""
+        """Write the pending line at the end of the run. If the run has failed, only log an error."""
         step = self._pending and self._pending[0]
         try:
             self.write_pending()
         except Exception as error:
             if not failed:
                 raise
-            log(f"the metrics of step {step} could not be read or written ({describe_error(error)})")
+            log(f"metrics of step {step} could not be read or written ({describe_error(error)})")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of this step as one line, health findings added, and show it."""
+        """Write and show the metrics of this step as one line, including health findings."""
         self.write_pending()
         assert self._metrics is not None and self._console is not None, "restore() comes before log()"
         assert step > self._last_step, f"step {step} logged after step {self._last_step}: one line per step, in order"
@@ -302,16 +300,16 @@ class Run:
         self._console.step(step, metrics)
         for finding in findings:
             self._console.warn(finding)
-        if step == 0 and stop.asked():  # an evaluation alone is not worth another step
+        if step == 0 and stop.asked():  # do not take a step only to save the first evaluation
             raise stop.Stopped(f"stopped by SIGTERM before the first step; continue with --resume {self.dir}")
 
     def sample(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write rows of {"prompt", "completion", "rewards", "advantage", ...}, and show some of them."""
+        """Write rows of {"prompt", "completion", "rewards", "advantage", ...}, and show the first."""
         assert self._samples is not None and self._console is not None, "restore() comes before sample()"
         rows = list(rows)
         self._write(self._samples, step, rows)
-        for row in rows[:1]:
-            self._console.sample(row)
+        if rows:
+            self._console.sample(rows[0])
 
     def note(self, text: str) -> None:
         """Log a line to the console."""
@@ -320,17 +318,17 @@ class Run:
         else:
             self._console.note(text)
 
-    def keep(self, thing: Any) -> Any:
-        """Close `thing` when the run ends, also on an error."""
-        self._kept.append(thing)
-        return thing
+    def keep(self, resource: T) -> T:
+        """Close the resource when the run ends, even after an error."""
+        self._closed_at_end.append(resource)
+        return resource
 
     def maybe_save(self, step: int, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> None:
-        """Save if a multiple of save_steps has been passed since the last save, and at the last step, so that a
-        finished run can be extended. A method with several steps per rollout calls this only between rollouts.
+        """Save if a multiple of save_steps was passed since the last save, and at the last step, so that a finished
+        run can be extended. A method with several steps per rollout calls this only between rollouts.
 
-        After SIGTERM, or if the loss stays above loss_watchdog_threshold, it saves in any case and ends the run. Raises
-        if the previous save failed.
+        After SIGTERM, or if the loss stays above loss_watchdog_threshold, always save and end the run. Raise if the
+        previous save failed.
         """
         self._saver.poll()
         settings = self.cfg.run
@@ -347,9 +345,9 @@ class Run:
                 self.save(step, policy, optimizer, schedule, state)
             self._saver.wait()
             raise UserError(
-                f"loss_watchdog_threshold={settings.loss_watchdog_threshold:g}: the loss was above it for "
-                f"{settings.loss_watchdog_patience} steps in a row, up to step {step}, which is saved; check the data "
-                f"and the learning rate, then continue with --resume {self.dir}"
+                f"loss_watchdog_threshold={settings.loss_watchdog_threshold:g}: the loss was higher in "
+                f"{settings.loss_watchdog_patience} consecutive steps, up to step {step}, which is saved; check the "
+                f"data and the learning rate, then continue with --resume {self.dir}"
             )
         if stop.asked():
             if self._save_step < step:
@@ -358,15 +356,13 @@ class Run:
             raise stop.Stopped(f"stopped by SIGTERM after step {step}, saved; continue with --resume {self.dir}")
 
     def _watch_loss(self, metrics: Mapping[str, float]) -> None:
-        """Count steps in a row with a loss above the threshold; the count follows from metrics.jsonl at a resume."""
+        """Count consecutive steps with a loss above the threshold; a resume recounts them from metrics.jsonl."""
         limit, loss = self.cfg.run.loss_watchdog_threshold, metrics.get("loss/total")
         if limit is not None and loss is not None:
             self._high_losses = 0 if loss <= limit else self._high_losses + 1
 
     def save(self, step: int, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> None:
-        """Write checkpoints/step-N, in the background by default. The step must have been logged: a resumed run does
-        not log it again.
-        """
+        """Write checkpoints/step-N, in the background by default. Log the step first: a resumed run does not log it."""
         self.write_pending()
         assert step == self._last_step, f"checkpoint of step {step}, but the last step logged is {self._last_step}"
         self._flush()
@@ -382,7 +378,7 @@ class Run:
 
     def finish(self, policy: Policy) -> None:
         """Export the model to final/, write the report, and log their paths and the evaluation."""
-        from trainer.metrics.report import write_report  # only needed here
+        from trainer.metrics.report import write_report  # the training core does not depend on the report
 
         assert self._console is not None, "restore() comes before finish()"
         self.write_pending()
@@ -399,12 +395,12 @@ class Run:
         self.close()
 
     def close(self) -> None:
-        """Release the terminal, close kept things and files; may be called twice."""
+        """Release the terminal, and close files and kept resources; may be called twice."""
         if self._console is not None:
             self._console.stop()
-        opened = (self._lock, self._samples, self._metrics, *self._sinks, *self._kept)
-        self._sinks, self._kept = [], []
-        with contextlib.ExitStack() as stack:  # closes the last first; one failure does not leave the others open
+        opened = (self._lock, self._samples, self._metrics, *self._sinks, *self._closed_at_end)
+        self._sinks, self._closed_at_end = [], []
+        with contextlib.ExitStack() as stack:  # closes in reverse order, and all of them even if one fails
             for target in opened:
                 if target is not None:
                     stack.callback(target.close)
@@ -414,42 +410,41 @@ class Run:
         check_state(states_of(state))  # fail now, not at the first save
         if self.checkpoint is not None:
             loaded = load_checkpoint(self.checkpoint, policy.model, optimizer, schedule, verified=True)
-            assert loaded["step"] == self.start_step, f"{self.checkpoint} holds step {loaded['step']}"
+            assert loaded["step"] == self.start_step, f"{self.checkpoint} contains step {loaded['step']}"
             load_states(state, loaded["run"], loaded["tensors"], self.checkpoint)
 
     def _continue_folder(self) -> None:
         """Restore the folder to its state at the checkpoint."""
         if self.start_step > self.total_steps:
             raise UserError(
-                f"resume={self.dir}: step {self.start_step} is done, and the settings ask for {self.total_steps}; "
-                "raise --max-steps or --num-train-epochs, or leave them out"
+                f"resume={self.dir}: step {self.start_step} is done, more than the {self.total_steps} steps to train; "
+                "raise or remove --max-steps or --num-train-epochs"
             )
         set_aside_after(self.dir / "checkpoints", self.start_step, log)
-        kept = self.start_step if self.checkpoint is not None else -1
+        last_step = self.start_step if self.checkpoint is not None else -1
         for name in ("metrics.jsonl", "samples.jsonl"):
-            truncate_after(self.dir / name, kept)
+            truncate_after(self.dir / name, last_step)
         steps = {record["step"] for record in read_jsonl(self.dir / "metrics.jsonl")}
-        lost = self.start_step - len(steps - {0})
-        if lost:
+        if num_lost := self.start_step - len(steps - {0}):
             log(
-                f"resume={self.dir}: metrics.jsonl lacks {lost} of the {self.start_step} steps done, as it was deleted "
-                "or shortened; curves and report will lack them too"
+                f"resume={self.dir}: {num_lost} of {self.start_step} steps are missing in metrics.jsonl, which was "
+                "deleted or truncated; they will be missing in curves and report"
             )
         before = self._rows_before()
         save_config(self.dir / "config.yaml", self._config_tree())
         if before not in (None, self.cfg.run.sequences_per_step):
-            log(f"resume={self.dir}: a step has {self.cfg.run.sequences_per_step} rows now, and had {before}")
+            log(f"resume={self.dir}: the rows per step changed from {before} to {self.cfg.run.sequences_per_step}")
         if self.checkpoint is None:
-            log(f"resume={self.dir}: it has no checkpoint yet; starting at step 0 in the same folder")
+            log(f"resume={self.dir}: no checkpoint yet; starting at step 0 in the same folder")
         elif self.start_step >= self.total_steps:
-            done = f"step {self.start_step} of {self.total_steps} is done, nothing is left to train"
+            done = f"all {self.total_steps} steps are done"
             log(f"resume={self.dir}: {done}; raise --max-steps or --num-train-epochs to continue")
         else:
-            remove_folder(self.dir / "final")  # of an earlier finish, no longer the result
+            remove_folder(self.dir / "final")  # the result of fewer steps
             log(f"resume={self.dir}: resuming after step {self.start_step} of {self.total_steps}")
 
     def _rows_before(self) -> int | None:
-        """Rows per step when the checkpoint was saved, from its settings and number of processes, if known."""
+        """Return the rows per step when the checkpoint was saved, from its settings and number of ranks, if known."""
         state = {} if self.checkpoint is None else json.loads((self.checkpoint / "state.json").read_text())
         settings = load_config(self.dir / "config.yaml")
         factors = [settings.get("per_device_train_batch_size"), settings.get("gradient_accumulation_steps")]
@@ -459,10 +454,10 @@ class Run:
     def _config_tree(self) -> dict[str, Any]:
         tree = {**config_to_tree(self.cfg), "method": method_of(self.cfg)}
         if self._resumed:
-            # Keep the original output_dir (a resume names the folder), so that --config starts a new run elsewhere.
+            # A resume sets output_dir to the folder; keep the original, so that --config starts a new run elsewhere.
             before = load_config(self.dir / "config.yaml")
             tree["output_dir"] = before.get("output_dir", tree["output_dir"])
-            if world_size() == 1 and "parallel" in before:  # of a run with several processes, which may resume it
+            if world_size() == 1 and "parallel" in before:  # several ranks may resume the run later
                 tree["parallel"] = before["parallel"]
         return tree
 
@@ -479,7 +474,7 @@ class Run:
 
 
 class OtherRank(Run):
-    """The run on ranks other than 0: takes part in collectives and writes nothing but its shards."""
+    """The run on ranks other than 0: joins collectives and writes only its shards."""
 
     def begin(self, total_steps: int, title: str, steps_per_epoch: Fraction | None = None) -> None:
         self._set_length(total_steps, steps_per_epoch)
@@ -525,14 +520,14 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _could_not_write(path: Path, error: OSError) -> str:
-    return f"{path}: could not be written ({error.strerror}); free space there, then continue with --resume"
+    return f"{path}: could not be written ({error.strerror}); free up disk space, then continue with --resume"
 
 
 # the run folder --------------------------------------------------------------------------------------------------
 
 
 def expand(output_dir: str, method: str, now: time.struct_time | None = None) -> Path:
-    """runs/{method}-{time} -> runs/grpo-20261115-093000; of a dotted method name, the last part."""
+    """Expand runs/{method}-{time} to runs/grpo-20261115-093000; a dotted method name is cut to its last part."""
     stamp = time.strftime("%Y%m%d-%H%M%S", now or time.localtime())
     return Path(output_dir.replace("{method}", method.rpartition(".")[2]).replace("{time}", stamp)).expanduser()
 
@@ -546,73 +541,73 @@ def step_of(checkpoint: Path) -> int:
 
 
 def resumed_folder(settings: RunConfig) -> tuple[Path, int | None]:
-    """(run folder, last step to resume from, if any). resume is latest (of output_dir), a run or a checkpoint."""
+    """Return the folder and the last step allowed, if any, for --resume RUN, CHECKPOINT or latest (output_dir)."""
     folder = Path(settings.output_dir if settings.resume == "latest" else str(settings.resume)).expanduser()
     newest = None
     if not folder.is_dir():
-        raise UserError(f"resume={settings.resume}: no such folder {folder}; name a run folder or a checkpoint in it")
+        raise UserError(f"resume={settings.resume}: no folder {folder}; pass a run folder or a checkpoint in it")
     if re.fullmatch(r"step-\d+", folder.resolve().name):
         newest = step_of(folder.resolve())
         folder = folder.resolve().parents[1]
     if not (folder / "config.yaml").is_file():
-        raise UserError(f"resume={settings.resume}: {folder} holds no run (no config.yaml); name a run folder")
+        raise UserError(f"resume={settings.resume}: {folder} has no config.yaml; pass a run folder")
     return folder, newest
 
 
 def read_id(folder: Path) -> str | None:
-    """The random id of the run in this folder; None for a run without one, or if it is damaged."""
+    """Return the random id of the run in this folder; None if it is missing or damaged."""
     try:
-        found = (folder / "run_id").read_text(encoding="ascii", errors="replace").strip()
+        run_id = (folder / "run_id").read_text(encoding="ascii", errors="replace").strip()
     except OSError:
         return None
-    return found if re.fullmatch(r"[0-9a-f]{8,64}", found) else None
+    return run_id if re.fullmatch(r"[0-9a-f]{8,64}", run_id) else None
 
 
-def refuse_other_run(folder: Path, overwrite: bool) -> None:
+def check_unused(folder: Path, overwrite: bool) -> None:
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"output_dir={folder}: is a file; name a folder")
-    if not overwrite and _holds_run(folder):
+        raise UserError(f"output_dir={folder}: is a file; pass a folder")
+    if not overwrite and _has_results(folder):
         raise UserError(
-            f"output_dir={folder}: already holds a run; continue it with --resume {folder}, delete it with "
-            "--overwrite-output-dir, or name another folder"
+            f"output_dir={folder}: already contains a run; continue it with --resume {folder}, delete it with "
+            "--overwrite-output-dir, or choose another folder"
         )
 
 
-def _holds_run(folder: Path) -> bool:
-    """Whether the folder holds training results; a start that failed before its first step left none."""
+def _has_results(folder: Path) -> bool:
+    """Return whether the folder contains training results; a run that failed before its first step has none."""
     if any((folder / name).exists() for name in ("checkpoints", "final")):
         return True
     return (folder / "metrics.jsonl").exists() and any(row["step"] > 0 for row in read_jsonl(folder / "metrics.jsonl"))
 
 
 def make_folder(folder: Path, *, may_exist: bool) -> Path:
-    """Create the folder, with -2, -3, ... added if another run started in the same second."""
+    """Create the folder; append -2, -3, ... if another run started in the same second."""
     if may_exist:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
-    for again in range(1, 1000):
-        tried = folder if again == 1 else folder.with_name(f"{folder.name}-{again}")
+    for i in range(1, 1000):
+        candidate = folder if i == 1 else folder.with_name(f"{folder.name}-{i}")
         try:
-            tried.mkdir(parents=True)
-            return tried
+            candidate.mkdir(parents=True)
+            return candidate
         except FileExistsError:
             continue
-    raise UserError(f"output_dir={folder}: a thousand runs started there in the same second; wait a moment")
+    raise UserError(f"output_dir={folder}: a thousand runs started there in the same second; try again")
 
 
 def lock_folder(folder: Path) -> IO[bytes]:
-    """Lock the folder against other processes; the system releases it when this process ends."""
+    """Lock the folder against other processes; the OS releases the lock when this process ends."""
     try:
         file = (folder / ".lock").open("ab")
     except OSError as error:
-        raise UserError(f"output_dir={folder}: cannot be written ({error.strerror}); permit it") from None
+        raise UserError(f"output_dir={folder}: cannot be written ({error.strerror}); fix the permissions") from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             return file  # the file system has no locks
         file.close()
-        raise UserError(f"output_dir={folder}: another process is training in it; wait for it, or end it") from None
+        raise UserError(f"output_dir={folder}: another process is training in it; wait for it or stop it") from None
     return file
 
 
@@ -620,9 +615,9 @@ def lock_folder(folder: Path) -> IO[bytes]:
 
 
 class Stateful(Protocol):
-    """Something whose state is saved in a checkpoint; a plain dict works too.
+    """An object whose state is saved in a checkpoint; a plain dict works too.
 
-    state_dict is JSON; an object that holds tensors also has tensors() and load_tensors(mapping).
+    state_dict is JSON; an object with tensors also has tensors() and load_tensors(mapping).
     """
 
     def state_dict(self) -> Any: ...
@@ -638,15 +633,15 @@ def states_of(state: State) -> dict[str, Any]:
 
 
 def tensors_of(state: State) -> dict[str, Tensor]:
-    holders = {name: item for name, item in state.items() if hasattr(item, "tensors")}
-    return {f"{name}/{key}": value for name, item in holders.items() for key, value in item.tensors().items()}
+    with_tensors = {name: item for name, item in state.items() if hasattr(item, "tensors")}
+    return {f"{name}/{key}": value for name, item in with_tensors.items() for key, value in item.tensors().items()}
 
 
 def load_states(state: State, saved: dict[str, Any], tensors: TensorFiles, checkpoint: Path) -> None:
     if state.keys() != saved.keys():
         raise UserError(
-            f"resume={checkpoint}: holds the state of {', '.join(sorted(saved))}, but this method keeps "
-            f"{', '.join(sorted(state))}; resume with the version of the method it was written by"
+            f"resume={checkpoint}: contains the state of {', '.join(sorted(saved))}, but this method expects "
+            f"{', '.join(sorted(state))}; resume with the version of the method that wrote the checkpoint"
         )
     for name, item in state.items():
         try:
@@ -661,6 +656,6 @@ def load_states(state: State, saved: dict[str, Any], tensors: TensorFiles, check
             if isinstance(error, UserError) or users_part(error):
                 raise
             raise UserError(
-                f"resume={checkpoint}: the state of {name} in its state.json cannot be used ({describe_error(error)}); "
+                f"resume={checkpoint}: invalid state of {name} in state.json ({describe_error(error)}); "
                 "resume from another checkpoint"
             ) from error

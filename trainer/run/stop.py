@@ -1,15 +1,15 @@
-"""SIGTERM, as schedulers send it before preemption: the run finishes its step, saves, and exits with its own code.
+"""Handle SIGTERM, which schedulers send before preemption: finish the step, save, and exit with EXIT_CODE.
 
-    with end_on_sigterm() as stop:                # trainer/__main__.py, around all of a run
+    with end_on_sigterm() as stop:                # trainer/__main__.py, around the whole run
         stop.grace_s = cfg.run.stop_grace_s
         module.train(cfg)
 
-While a run loads there is nothing to save: Stopped is raised at once, like KeyboardInterrupt. After work_begins() the
-signal only sets a flag, and the run calls asked() after every step, where all ranks agree on one answer.
+While a run loads there is nothing to save: Stopped is raised immediately, like KeyboardInterrupt. After work_begins()
+the signal only sets a flag. The run calls asked() after every step, where all ranks agree on one answer.
 
 A thread enforces the time limit. The signal wakes it through a pipe, because a Python handler does not run while the
-main thread is inside one long call (a CUDA kernel that hangs, a collective). It ends the process without the main
-thread; servers and workers of the run notice that their owner is gone and exit.
+main thread is inside one long call (a hanging CUDA kernel, a collective). The thread ends the process without the main
+thread; servers and workers of the run notice that their parent is gone and exit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-EXIT_CODE = 128 + signal.SIGTERM  # 143, what shells show for SIGTERM; --resume continues the run
+EXIT_CODE = 128 + signal.SIGTERM  # 143, as in shells; --resume continues the run
 
 
 class Stopped(SystemExit):
@@ -44,24 +44,24 @@ class Stop:
 
     def _reset(self) -> None:
         self.signalled = False
-        self.at_once = True  # nothing to save yet
+        self.is_loading = True  # nothing to save: stop immediately
         self.not_saving = threading.Event()
         self.not_saving.set()
         self.pipe = -1  # write end; a signal arrives as one byte
 
     def handle(self, *_: object) -> None:
         first, self.signalled = not self.signalled, True
-        if first and self.at_once:  # a second signal must not interrupt the cleanup of the first
+        if first and self.is_loading:  # a second signal must not interrupt the cleanup of the first
             raise Stopped("stopped by SIGTERM while loading; there was nothing to save")
 
     def watch(self, pipe: int) -> None:
-        """Wait for SIGTERM, then end the process after grace_s; a running save gets as long again."""
+        """Wait for SIGTERM, then end the process after grace_s, or after twice that if a save is running."""
         with os.fdopen(pipe, "rb", buffering=0) as signals:
-            while (got := signals.read(1)) and got != b"\0":
-                if got[0] == signal.SIGTERM:
+            while (byte := signals.read(1)) and byte != b"\0":
+                if byte[0] == signal.SIGTERM:
                     time.sleep(self.grace_s)
                     self.not_saving.wait(self.grace_s)
-                    line = f"stopped by SIGTERM: the run had not ended after stop_grace_s={self.grace_s:g}; "
+                    line = f"stopped by SIGTERM: the run did not end within stop_grace_s={self.grace_s:g}; "
                     os.write(2, f"{line}its checkpoints are complete, continue with --resume\n".encode())
                     os._exit(EXIT_CODE)
 
@@ -71,7 +71,7 @@ STOP = Stop()
 
 @contextlib.contextmanager
 def end_on_sigterm() -> Iterator[Stop]:
-    """Handle SIGTERM during a run. Only the main thread can; in others nothing changes."""
+    """Handle SIGTERM during a run. Does nothing outside the main thread, which alone can handle signals."""
     if threading.current_thread() is not threading.main_thread():
         yield STOP
         return
@@ -84,7 +84,7 @@ def end_on_sigterm() -> Iterator[Stop]:
     try:
         yield STOP
     finally:
-        if not STOP.signalled:  # else the process is about to end, within the time limit
+        if not STOP.signalled:  # otherwise the process is about to end, and the time limit stays active
             signal.signal(signal.SIGTERM, before)
             signal.set_wakeup_fd(pipe_before)
             os.write(STOP.pipe, b"\0")
@@ -93,31 +93,31 @@ def end_on_sigterm() -> Iterator[Stop]:
 
 
 def asked() -> bool:
-    """Whether to save and stop now; the same answer on every rank."""
-    from trainer.parallel.comm import any_rank  # torch is slow to import, and --help should not wait for it
+    """Return whether to save and stop now; the same on every rank."""
+    from trainer.parallel.comm import any_rank  # imports torch, which --help should not wait for
 
     return any_rank(STOP.signalled)
 
 
 def work_begins() -> None:
-    """From here on SIGTERM waits for the end of the step."""
-    STOP.at_once = False
+    """From now on SIGTERM waits for the end of the step."""
+    STOP.is_loading = False
 
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delay SIGTERM until the enclosed work is done, while a run loads."""
-    at_once, STOP.at_once = STOP.at_once, False
+    """While a run loads, delay SIGTERM until the enclosed work is done."""
+    is_loading, STOP.is_loading = STOP.is_loading, False
     try:
         yield
     finally:
-        STOP.at_once = at_once
-    if at_once and STOP.signalled:
+        STOP.is_loading = is_loading
+    if is_loading and STOP.signalled:
         raise Stopped("stopped by SIGTERM before the first step; continue with --resume")
 
 
 def save_begins() -> None:
-    """A save that has started may finish, in any thread."""
+    """Give a save the time to finish, in any thread."""
     STOP.not_saving.clear()
 
 
@@ -126,7 +126,7 @@ def save_ends() -> None:
 
 
 def _leave_to_parent() -> None:
-    """A forked child, such as a library's worker, gets the default SIGTERM handler back, and not the pipe."""
+    """Restore the default SIGTERM handler and close the pipe in a forked child, such as a library's worker."""
     if STOP.pipe >= 0:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Plain lines where there is no terminal, and the live display in a real pseudo-terminal."""
+"""Test plain lines without a terminal, and the live display in a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_plain_lines(clock):
     config = {"temperature": 1.0, "rollout": {"eval_temperature": 0.0}}
     console = Console(10, 0, "grpo tiny", logging_steps=4, stream=out, config=config)
     console.start()
-    clock.now += 500  # an evaluation before training does not count as pace
+    clock.now += 500  # the pace excludes an evaluation before training
     console.step(0, {"eval/reward/mean": 0.41, "eval/exact_match/mean": 0.41, "eval/len_mean": 3.0})
     for step in range(1, 11):
         clock.now += 30
@@ -92,7 +92,7 @@ REASON = "nothing to learn: "
         (SOLVED | {"optim/grad_norm": 0.1}, "grad norm 0.100  tokens/s 0"),  # replayed groups, or a KL term
     ],
 )
-def test_step_lines_say_what_matters(metrics, line):
+def test_step_lines(metrics, line):
     out = io.StringIO()
     console = Console(1, 0, "t", stream=out)
     console.start()
@@ -100,7 +100,7 @@ def test_step_lines_say_what_matters(metrics, line):
     assert out.getvalue().rstrip().endswith(line)
 
 
-def test_decoding_is_named_as_the_run_does_it():
+def test_names_of_decoding():
     greedy = {"temperature": 0.7, "rollout": {"eval_temperature": 0}}
     names = {"eval/reward/mean": 1.0}
     assert eval_decoding(greedy, names) == "greedy" and train_decoding(greedy) == "sampled at temperature 0.7"
@@ -109,7 +109,7 @@ def test_decoding_is_named_as_the_run_does_it():
     assert eval_decoding({}, names) == train_decoding({}) == ""  # nothing is sampled
 
 
-def test_a_resumed_run_says_so_and_times_only_its_own_steps(clock):
+def test_a_resumed_run_is_labelled_and_times_only_new_steps(clock):
     out = io.StringIO()
     console = Console(100, 90, "sft tiny", stream=out)
     console.start()
@@ -200,7 +200,7 @@ print("THE END")
 
 
 def run_in_terminal(columns, **environment):
-    """What a process wrote to a pseudo-terminal of this width."""
+    """Return the output of a process in a pseudo-terminal of this width."""
     leader, follower = pty.openpty()
     env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "24", **environment}
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
@@ -213,7 +213,7 @@ def run_in_terminal(columns, **environment):
     while True:
         try:
             block = os.read(leader, 65536)
-        except OSError:  # how Linux reports that the other end was closed
+        except OSError:  # on Linux: the other end was closed
             break
         if not block:
             break

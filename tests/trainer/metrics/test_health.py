@@ -1,4 +1,4 @@
-"""Each rule at its threshold, its smoothing, and the same findings after a resume."""
+"""Test each rule at its threshold, its smoothing, and its findings after a resume."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEALTHY = {
 
 
 def watch_constant(num_steps=30, **changes):
-    """A run whose every step logs the same numbers; returns the last step's findings and the watch."""
+    """Observe steps with equal metrics; return the last step's findings and the watch."""
     watch = Watch()
     step_metrics = {}
     for step in range(1, num_steps + 1):
@@ -34,15 +34,15 @@ def watch_constant(num_steps=30, **changes):
     return marks
 
 
-def test_a_reward_is_judged_by_its_mean_over_many_steps():
-    watch = Watch()  # steps of one group: most score little, some all
+def test_a_low_reward_is_a_mean_over_many_steps():
+    watch = Watch()  # one group per step: most rewards are low, some are 1
     for step in range(1, 41):
         watch.observe(step, HEALTHY | {"reward/exact_match/mean": 1.0 if step % 3 == 0 else 0.1})
         assert "reward_low/exact_match" not in watch.firing
     for step in range(41, 61):
         watch.observe(step, HEALTHY | {"reward/exact_match/mean": 0.1})
     assert watch.firing["reward_low/exact_match"].message.startswith(
-        "reward function exact_match averages 0.1 over the last 20 steps (want > 0.15): try it on its own"
+        "reward function exact_match averages 0.1 over the last 20 steps (want > 0.15)"
     )
 
 
@@ -67,7 +67,7 @@ def test_thresholds():
         assert watch_constant(**{metric: outside}) == {name}
 
 
-def test_messages_are_one_sentence_that_says_what_to_do():
+def test_messages_are_one_sentence_with_advice():
     watch = Watch()
     bad = {
         "reward/mean": 0.0,
@@ -93,7 +93,7 @@ def test_messages_are_one_sentence_that_says_what_to_do():
 
 @pytest.mark.parametrize("shift", [2.0, -2.0])
 def test_an_engine_whose_log_probs_are_shifted_is_a_warning_at_the_fifth_step(shift):
-    """As of a proxy that added two nats to every log-prob; the numbers are those of trainer/rl/step.py."""
+    """Like a proxy that adds two nats to every log-prob; the metrics are computed as in training."""
     watch, shown = Watch(), []
     for step in range(1, 7):
         gap, kl = abs(shift), math.expm1(-shift) + shift
@@ -106,20 +106,20 @@ def engine_metrics(gap: float, kl: float) -> dict[str, float]:
     return {"policy/behaviour_gap": gap, "policy/behaviour_kl": kl}
 
 
-def test_rounding_of_float32_and_bfloat16_is_no_warning():
+def test_rounding_of_float32_and_bfloat16_is_not_a_warning():
     for gap, kl in ((1e-6, 1e-12), (1e-4, 1e-8), (0.012, 5e-4), (0.03, 5e-3)):
         assert watch_constant(**engine_metrics(gap, kl)) == set()
 
 
 @pytest.mark.parametrize("sign", ["rollout/staleness_max", "rollout/replayed_groups"])
-def test_samples_of_older_weights_may_differ_by_what_was_learned_since(sign):
+def test_samples_of_older_weights_may_differ_more(sign):
     assert watch_constant(**engine_metrics(0.3, 0.1), **{sign: 2.0}) == set()
     assert watch_constant(**engine_metrics(0.3, 0.1), **{sign: 0.0}) == {"behaviour_gap"}
     assert watch_constant(**engine_metrics(2.0, 1.1), **{sign: 2.0}) == {"behaviour_gap"}
     assert watch_constant(**engine_metrics(0.3, 1.1), **{sign: 2.0}) == {"behaviour_kl"}
 
 
-def test_a_reward_function_has_twenty_steps_to_get_going():
+def test_a_low_reward_is_reported_after_twenty_steps():
     watch = Watch()
     first = {}
     for step in range(1, 26):
@@ -128,7 +128,7 @@ def test_a_reward_function_has_twenty_steps_to_get_going():
     assert first == {"reward_low/f": 20}
 
 
-def test_one_odd_step_does_not_cry_wolf():
+def test_one_odd_step_is_not_a_finding():
     watch = Watch()
     for step in range(1, 40):
         odd = {"optim/grad_norm": 1e4, "policy/entropy": 9.0, "reward/std": 0.0, "rollout/truncated_frac": 1.0}
@@ -137,7 +137,7 @@ def test_one_odd_step_does_not_cry_wolf():
         assert not any(name.startswith("health/") for name in metrics)
 
 
-def test_message_comes_back_only_after_fifty_steps_but_the_mark_stays():
+def test_a_message_repeats_after_fifty_steps_and_the_metric_stays():
     watch, shown, marks = Watch(), [], []
     for step in range(1, 121):
         metrics = HEALTHY | {"optim/grad_norm": 20.0 if step <= 30 or step >= 40 else 1.0}
@@ -157,7 +157,7 @@ def test_zero_gradient_is_information_only_when_every_group_was_skipped():
     assert watch_constant(**{"optim/grad_norm": 0.0, "reward/zero_std_frac": 0.9}) == {"zero_std", "grad_norm_zero"}
 
 
-def test_a_solved_run_is_told_so_instead_of_warned():
+def test_a_solved_run_is_an_info_instead_of_warnings():
     watch, shown = Watch(), []
     for step in range(1, 101):
         skill = min(1.0, step / 40)
@@ -200,7 +200,7 @@ def test_a_penalty_is_information_and_does_not_hide_success():
     assert {n: f.level for n, f in watch.firing.items()} == {"reward_low/penalty": "info", "solved": "info"}
 
 
-def test_supervised_runs_are_judged_by_their_gradient_only():
+def test_supervised_runs_only_check_the_gradient():
     watch = Watch()
     for step in range(1, 31):
         watch.observe(step, {"loss/total": 2.0, "loss/nll": 2.0, "policy/entropy": 2.2, "optim/grad_norm": 30.0})
@@ -235,7 +235,7 @@ def test_replay_continues_like_an_unbroken_run():
     for line in lines:
         metrics = {k: v for k, v in line.items() if k != "step"}
         unbroken.append(whole.observe(line["step"], metrics))
-        finite = {k: None if v == float("inf") else v for k, v in metrics.items()}  # as JsonlLog writes it
+        finite = {k: None if v == float("inf") else v for k, v in metrics.items()}  # like JsonlLog
         written.append(json.dumps({"step": line["step"], **finite}))
     assert sum(map(len, unbroken)) > 10
     for cut in (0, 3, 77, 150):
@@ -245,7 +245,7 @@ def test_replay_continues_like_an_unbroken_run():
         assert resumed.firing == whole.firing
 
 
-def test_replay_tells_when_each_finding_fired():
+def test_replay_returns_when_each_finding_fired():
     records = [
         {"step": s, **HEALTHY, "optim/grad_norm": 20.0 if s <= 10 else 1.0, "policy/entropy": 0.3 if s <= 20 else 2.0}
         for s in range(1, 31)
@@ -258,7 +258,7 @@ def test_replay_tells_when_each_finding_fired():
     assert isinstance(norm.finding, Finding)
 
 
-def test_rewards_from_features_are_judged_by_alignment_and_not_by_their_spread():
+def test_feature_rewards_check_alignment_and_not_spread():
     watch = Watch()
     fine = {"reward/cfm": 0.1, "reward/mean": -0.2, "reward/std": 0.01, "reward/zero_std_frac": 0.9,
             "reward/alignment/mean": 1.2, "reward/diversity/mean": 0.05, "policy/entropy": 2.5}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Glossary, sums, jsonl files and sinks."""
+"""Test glossary, sums, JSON Lines files and sinks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_logged_name_is_described_in_one_line():
         assert text and "\n" not in text and text.endswith("."), name
 
 
-def test_describe_prefers_the_exact_entry_and_knows_odd_function_names():
+def test_describe_prefers_the_exact_entry_and_accepts_odd_function_names():
     assert describe("eval/reward/mean") == GLOSSARY["eval/reward/mean"]
     assert describe("eval/last_number/mean") == GLOSSARY["eval/*/mean"]
     assert describe("reward/regex:^a/b\nc$/std") == GLOSSARY["reward/*/std"]
@@ -50,7 +50,7 @@ def test_means_divide_once_over_all_micro_batches():
     assert sums.means() == {"loss/nll": 1.0, "policy/entropy": 0.25, "reward/mean": 1.5}
 
 
-def test_a_mean_over_nothing_is_left_out_not_zero():
+def test_a_mean_with_count_zero_is_dropped():
     sums = MetricSums()
     sums.add({"policy/entropy": (torch.tensor(0.0), torch.tensor(0)), "loss/nll": (1.0, 2)})
     assert sums.means() == {"loss/nll": 0.5}
@@ -74,13 +74,13 @@ def test_means_may_be_read_later_than_they_are_summed():
     assert later() == {"loss/nll": 3.0} and sums.means() == {"loss/nll": 7 / 3}
 
 
-def test_laps_of_a_step_add_up_and_moved_seconds_never_leave_less_than_none():
+def test_laps_add_up_and_moved_seconds_leave_no_negative_time():
     timer = Timer()
     timer.lap("rollout_s")
     timer.move("rollout_s", "reward_s", 5.0)
     timer.lap("train_s")
     timer.lap("train_s")
-    found = timer.metrics(10)
+    found = timer.later(10)()
     assert found["time/reward_s"] == 5.0 and found["time/rollout_s"] == 0.0 < found["time/train_s"]
     assert found["perf/tokens_per_s"] == 10 / found["time/step_s"] and found["mem/peak_gib"] > 0
 
@@ -96,7 +96,7 @@ def test_jsonl_round_trip_is_exact(tmp_path):
     assert second == {"step": 2, "rewards": {"f": None}, "list": [1.5, None]}
 
 
-def test_truncate_keeps_steps_byte_for_byte_and_drops_a_torn_line(tmp_path):
+def test_truncate_keeps_steps_byte_for_byte_and_drops_a_truncated_line(tmp_path):
     path = tmp_path / "m.jsonl"
     lines = [
         b'{"step": 0, "eval/nll":  1.50}',
@@ -114,7 +114,7 @@ def test_truncate_keeps_steps_byte_for_byte_and_drops_a_torn_line(tmp_path):
     assert path.read_bytes() == b"".join(line + b"\n" for line in lines[:3])
 
 
-def test_any_torn_tail_is_dropped(tmp_path):
+def test_a_truncated_last_line_is_dropped(tmp_path):
     path = tmp_path / "m.jsonl"
     for tail in (b"\x00\x00\x00", b'{"step": 9', b"\xff\xfe", b"12\n", b'"step"'):
         path.write_bytes(b'{"step": 1}\n' + tail)
@@ -122,7 +122,7 @@ def test_any_torn_tail_is_dropped(tmp_path):
         assert path.read_bytes() == b'{"step": 1}\n', tail
 
 
-def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
+def test_a_complete_last_line_without_a_newline_is_kept(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2}')
     truncate_after(path, 100)
@@ -145,7 +145,7 @@ def test_missing_files_are_empty(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tensorboard_sink_writes_what_tensorboard_reads(tmp_path):
+def test_tensorboard_can_read_its_sink(tmp_path):
     (sink,) = open_sinks(("tensorboard", "none"), tmp_path, {})
     for step in (1, 2, 3):
         sink.write(step, {"reward/mean": step / 4})
@@ -161,17 +161,17 @@ def test_tensorboard_sink_writes_what_tensorboard_reads(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.75)]
 
 
-def test_sinks_that_cannot_be_opened_are_refused(monkeypatch):
+def test_sinks_that_cannot_be_opened(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     for name in ("wandb", "tensorboard"):
-        with pytest.raises(ValueError, match=f"report_to={name}: is not installed; pip install {name}, or use"):
+        with pytest.raises(ValueError, match=f"report_to={name}: .*pip install {name}"):
             check_sinks(("none", name))
     with pytest.raises(ValueError, match="report_to=mlflow"):
         check_sinks(("mlflow",))
 
 
-def test_wandb_resumes_the_same_run_and_plots_against_our_step(tmp_path, monkeypatch):
+def test_wandb_resumes_the_same_run_and_plots_against_the_logged_step(tmp_path, monkeypatch):
     calls = []
 
     class Run:

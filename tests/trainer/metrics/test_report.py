@@ -1,4 +1,4 @@
-"""The report page of runs that look real: a GRPO run, an SFT run, unfinished and empty ones."""
+"""Test the report page of realistic runs: GRPO, SFT, unfinished and empty."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CONFIG = {
 
 
 def grpo_step(step, total, rng):
-    """Numbers that behave like a small GRPO run which learns its task."""
+    """Return metrics like those of a small GRPO run that learns its task."""
     skill = 1 / (1 + math.exp(-8 * (step / total - 0.45)))
     accuracy = min(0.99, 0.38 + 0.58 * skill + rng.gauss(0, 0.035))
     spread = math.sqrt(accuracy * (1 - accuracy))
@@ -127,7 +127,7 @@ def make_sft_run(folder, steps=120):
 
 
 class Page(HTMLParser):
-    """Tags, attributes and text of a page, with unclosed or stray tags noticed."""
+    """Parse tags, attributes and text of a page; assert that tags are balanced."""
 
     VOID = {"meta", "link", "img", "br", "hr", "input"}
 
@@ -170,7 +170,7 @@ def read(path):
     return page
 
 
-OWN = {  # logged by user code, a method's or a reward's
+CUSTOM = {  # logged by custom code
     "reward/log/almost_one": lambda step: 0.99999 + 1e-6 * (step % 10),
     "distill/kl": lambda step: 1e-5 * (step % 7),
     "bare": lambda step: 3e9 + 1e7 * (step % 3),
@@ -196,14 +196,14 @@ def make_pair_run(folder, name="dpo", extra=None):
 
 @pytest.fixture(scope="module")
 def grpo(tmp_path_factory):
-    """The page of a finished run that also logged metrics of its user."""
+    """Write the page of a finished run with custom metrics."""
     folder = make_grpo_run(tmp_path_factory.mktemp("runs") / "grpo-demo")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     (folder / "metrics.jsonl").unlink()
     log = JsonlLog(folder / "metrics.jsonl")
     for line in lines:
         log.write(
-            line["step"], line | ({name: make(line["step"]) for name, make in OWN.items()} if line["step"] else {})
+            line["step"], line | ({name: make(line["step"]) for name, make in CUSTOM.items()} if line["step"] else {})
         )
     log.close()
     path = write_report(folder, DEFAULTS)
@@ -219,7 +219,7 @@ def test_a_finished_grpo_run(grpo):
     assert "reward, step 0 \u2192 200, 64 rows" in flat and flat.index("Samples") < flat.index("Curves")
     assert "0.610 \u2192 1.13 +0.520" in flat  # eval/reward/mean before and after
     assert "exact_match/mean 0.410 0.930 +0.520" in flat
-    assert "6 steps from 62 to 67; no longer so" in flat and "health/grad_norm_high" in flat
+    assert "6 steps from 62 to 67; no longer active" in flat and "health/grad_norm_high" in flat
 
 
 def test_every_logged_metric_is_on_the_page_once_with_its_definition(grpo):
@@ -227,12 +227,12 @@ def test_every_logged_metric_is_on_the_page_once_with_its_definition(grpo):
     charts = dict(re.findall(r'<span class="mono">([^<]+)</span>.*?<p class="definition">([^<]*)</p>', html, re.DOTALL))
     assert len(charts) > 20 and all(charts.values())
     folded = dict(re.findall(r'<td class="mono">([^<]+)</td><td class="num">([^<]*)</td><td class="soft">', html))
-    logged = {*grpo_step(1, 200, random.Random(0)), *OWN}
+    logged = {*grpo_step(1, 200, random.Random(0)), *CUSTOM}
     assert charts.keys() | folded.keys() >= logged and not charts.keys() & folded.keys()
     assert folded["distill/constant"] == "0.25" and folded["distill/never"] == "never a finite number"
     assert folded["mem/peak_gib"] == "1.31" and folded["reward/exact_match/std"] == "same as reward/std"
-    assert folded["policy/behaviour_kl"] == "0 to rounding"
-    assert "last 0.99999" in html and ">0.9999900<" in html and charts["bare"] == "Logged by your own code."
+    assert folded["policy/behaviour_kl"] == "0 up to rounding"
+    assert "last 0.99999" in html and ">0.9999900<" in html and charts["bare"] == "Logged by custom code."
 
 
 def test_best_and_worst_samples(grpo):
@@ -244,10 +244,10 @@ def test_best_and_worst_samples(grpo):
 
 def test_config_shows_differences_first(grpo):
     html, flat = grpo
-    changed, whole = flat.partition("Different from the defaults")[2].partition("All 20 settings")[::2]
+    changed, everything = flat.partition("Different from the defaults")[2].partition("All 20 settings")[::2]
     assert "learning_rate 0.0003 default 1e-06" in changed and "max_steps 200 default none" in changed
     assert "num_generations" not in changed and "lora.alpha" not in changed and "system_prompt none" in changed
-    assert "lora.alpha 32" in whole and "lora.target_modules all-linear" in whole and "<details" in html
+    assert "lora.alpha 32" in everything and "lora.target_modules all-linear" in everything and "<details" in html
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_an_sft_run(tmp_path):
     assert "sft Qwen/Qwen2.5-0.5B-Instruct" in page.flat and "Samples" not in page.flat and "Reward" not in page.flat
     assert "nll 2.31 1.19 \u22121.12" in page.flat
     assert '<span class="change good">\u22121.12</span>' in html.read_text(), "a falling nll is good"
-    assert "Nothing found" in page.flat and "loss/total same as loss/nll" in page.flat
+    assert "No findings" in page.flat and "loss/total same as loss/nll" in page.flat
 
 
 def test_a_run_without_any_step_or_evaluation(tmp_path):
@@ -292,7 +292,7 @@ def test_a_run_without_any_step_or_evaluation(tmp_path):
     folder.mkdir()
     (folder / "config.yaml").write_text("method: grpo\nmodel: m\nmax_steps: null\n")
     page = read(write_report(folder))
-    assert "the run had no --eval-data" in page.flat and "Steps 0" in page.flat
+    assert "the run has no --eval-data" in page.flat and "Steps 0" in page.flat
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss/total": 0.5}\n{"step": 2, "loss')
     assert read(write_report(folder)).tags.count("svg") == 2, "one chart, for wide and for narrow windows"
 
@@ -327,7 +327,7 @@ def test_the_page_is_replaced_not_appended(tmp_path):
     assert not list(folder.glob(".tmp*"))
 
 
-OWN_METHOD = """
+CUSTOM_METHOD = """
 from dataclasses import dataclass, field
 from trainer.config.blocks import Flat, LoraConfig, OptimConfig
 @dataclass(frozen=True)
@@ -342,20 +342,20 @@ def train(cfg): ...
 
 def test_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own_method_of_report.py").write_text(OWN_METHOD)
-    folder = make_grpo_run(tmp_path / "run", steps=2, config={"method": "own_method_of_report"})
+    (tmp_path / "custom_method_of_report.py").write_text(CUSTOM_METHOD)
+    folder = make_grpo_run(tmp_path / "run", steps=2, config={"method": "custom_method_of_report"})
     assert main([str(folder)]) == 0 and capsys.readouterr().out.strip() == str(folder / "report.html")
     changed = read(folder / "report.html").flat.partition("Different from the defaults")[2].partition("settings")[0]
     assert "temperature 1.0 default 0.5" in changed and "model builtin:tiny" in changed and "lora.r" not in changed
     (folder / "report.html").unlink()
-    (folder / ".tmp-report.html").mkdir()  # as root one may write anywhere, but not a file over a folder
+    (folder / ".tmp-report.html").mkdir()  # even root cannot replace a folder by a file
     for argv, message in (
         ([str(folder)], f"error: {folder / 'report.html'}: cannot be written ("),
-        ([str(tmp_path / "no")], f"error: {tmp_path / 'no'}: has no config.yaml"),
+        ([str(tmp_path / "no")], f"error: {tmp_path / 'no'}: not a run folder"),
     ):
         assert main(argv) == 2
-        said = capsys.readouterr().err
-        assert said.startswith(message) and said.count("\n") == 1
+        error = capsys.readouterr().err
+        assert error.startswith(message) and error.count("\n") == 1
     (folder / "config.yaml").write_text("a: " + "[" * 3000)
     with pytest.raises(ValueError, match="config.yaml: is nested too deeply"):
         write_report(folder)
@@ -398,7 +398,7 @@ def test_axes_have_round_unambiguous_ticks_around_the_data():
 def test_labels_fit_the_margin():
     svg = curve_svg(range(50), [0.99999 + 1e-7 * i for i in range(50)], label="x")
     for x, label in re.findall(r'<text x="([\d.]+)"[^>]*text-anchor="end">([^<]+)', svg):
-        assert float(x) > 6 * len(label), f"{label} begins left of the picture"
+        assert float(x) > 6 * len(label), f"{label} starts left of the picture"
 
 
 def test_one_point_and_constant_curves_are_drawn_inside_the_box():

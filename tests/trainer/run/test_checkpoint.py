@@ -59,7 +59,7 @@ def optimizer_of(model: nn.Module, lr: float = 1e-2) -> tuple[AdamW, LambdaLR]:
 
 
 def train(model: nn.Module, optimizer: AdamW, schedule: LambdaLR, steps: int) -> list[float]:
-    """Steps that draw from all three generators, dropout included."""
+    """Take steps that draw from all three generators, including for dropout."""
     losses = []
     for _ in range(steps):
         ids = torch.randint(0, 40, (2, 8)) + random.randrange(1) + int(np.random.randint(1))
@@ -84,7 +84,7 @@ def save(folder: Path, step: int, model: nn.Module | None = None, keep: int = 9,
     return save_checkpoint(folder, step, model, optimizer, schedule, state or {}, keep=keep)
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 products says so once
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch warns once on a CPU without bfloat16 matmuls
 @pytest.mark.parametrize(
     "build",
     [
@@ -94,7 +94,7 @@ def save(folder: Path, step: int, model: nn.Module | None = None, keep: int = 9,
     ],
     ids=["tied", "untied bfloat16", "lora float64"],
 )
-def test_resumed_training_is_bit_for_bit_the_unbroken_one(tmp_path, build):
+def test_resumed_training_is_bit_identical(tmp_path, build):
     model = build()
     optimizer, schedule = optimizer_of(model)
     seed_all(3)
@@ -106,7 +106,7 @@ def test_resumed_training_is_bit_for_bit_the_unbroken_one(tmp_path, build):
     other = build()
     other_optimizer, other_schedule = optimizer_of(other)
     seed_all(99)
-    train(other, other_optimizer, other_schedule, 1)  # whatever it held before must not matter
+    train(other, other_optimizer, other_schedule, 1)  # earlier state must not matter
     loaded = load_checkpoint(folder, other, other_optimizer, other_schedule)
     assert loaded == {"step": 3, "run": state, "tensors": {}}
     assert train(other, other_optimizer, other_schedule, 3) == unbroken
@@ -130,7 +130,7 @@ def test_restored_embedding_is_still_tied(tmp_path):
     assert torch.equal(model.lm_head.weight, tiny_llama(seed=4).lm_head.weight)
 
 
-def test_lora_checkpoint_holds_only_the_adapter(tmp_path):
+def test_lora_checkpoint_contains_only_the_adapter(tmp_path):
     from safetensors import safe_open
 
     folder = save(tmp_path, 1, with_lora(tiny_llama()))
@@ -161,15 +161,15 @@ def test_parameter_without_gradient_has_no_moments(tmp_path):
     assert set(optimizer.state) == set(model["a"].parameters())
 
 
-def test_only_the_newest_are_kept(tmp_path):
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
     for step in (1, 2, 30, 4000):
         save(tmp_path, step, keep=2)
     assert [step for step, _ in list_checkpoints(tmp_path)] == [30, 4000]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000030", "step-00004000"]
 
 
-def test_a_save_is_copied_only_when_the_one_before_is_written(tmp_path, monkeypatch):
-    """Else there would be two copies of everything in main memory."""
+def test_a_save_waits_for_the_previous_save_before_copying(tmp_path, monkeypatch):
+    """At most one copy may be in main memory."""
     model, behind = nn.Linear(2, 3), saver.Saver()
     optimizer, schedule = optimizer_of(model)
     write, copy, may_write, under_way = saver.write_tensors, checkpoint._snapshot, threading.Event(), []
@@ -184,55 +184,55 @@ def test_a_save_is_copied_only_when_the_one_before_is_written(tmp_path, monkeypa
 
 
 @pytest.fixture
-def aside(monkeypatch) -> saver.Saver:
-    """A saver that copies tensors of a CPU as those of a GPU, in small slabs."""
+def slab_saver(monkeypatch) -> saver.Saver:
+    """Return a saver that copies CPU tensors like GPU tensors, in small slabs."""
     for module in (offload, checkpoint):
         monkeypatch.setattr(module, "SLAB", 640)
-    monkeypatch.setattr(checkpoint, "is_copied_aside", lambda tensor: True)
+    monkeypatch.setattr(checkpoint, "is_copied_async", lambda tensor: True)
     made = saver.Saver()
     made._slabs.give_back(made._slabs.take(300 * 640))
     return made
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_copies_in_slabs_are_what_is_saved(tmp_path, aside, dtype, monkeypatch):
+def test_copies_in_slabs_are_saved(tmp_path, slab_saver, dtype, monkeypatch):
     model = tiny_llama(dtype=dtype)
     optimizer, schedule = optimizer_of(model)
     train(model, optimizer, schedule, 2)
     more = {"odd": torch.arange(7, dtype=torch.uint8), "none": torch.zeros(0), "one": torch.tensor(3.0).double()}
     more["turned"] = torch.arange(6.0).view(2, 3).T
-    count, taken = aside._slabs.count, []
-    take = aside._slabs.take
-    monkeypatch.setattr(aside._slabs, "take", lambda size: (taken.append(size), take(size))[1])
+    count, taken = slab_saver._slabs.count, []
+    take = slab_saver._slabs.take
+    monkeypatch.setattr(slab_saver._slabs, "take", lambda size: (taken.append(size), take(size))[1])
     for step in (2, 3):
         save_checkpoint(tmp_path, 0, model, optimizer, schedule, {}, keep=9, tensors=more)
-        save_checkpoint(tmp_path, step, model, optimizer, schedule, {}, keep=9, tensors=more, saver=aside)
+        save_checkpoint(tmp_path, step, model, optimizer, schedule, {}, keep=9, tensors=more, saver=slab_saver)
         train(model, optimizer, schedule, 1)  # changes everything in place while the thread writes
-        aside.wait()
+        slab_saver.wait()
         for name in ("model.safetensors", "optimizer.safetensors", "extra.safetensors"):
             files = [tmp_path / f"step-{at:08d}" / name for at in (0, step)]
             assert files[0].read_bytes() == files[1].read_bytes(), name
-        assert aside._slabs.count == len(aside._slabs.free) == count  # used again
+        assert slab_saver._slabs.count == len(slab_saver._slabs.free) == count  # reused
     weights = sum(p.nbytes for p in model.parameters())
     assert 2 * 3 * weights / 640 <= len(taken) <= 2 * 3 * weights / 640 + 50  # with two moments, twice
     assert find_problem(tmp_path / "step-00000003") is None
 
 
-def test_what_may_not_be_locked_is_copied_as_before(tmp_path, monkeypatch, aside):
+def test_tensors_over_the_pin_limit_are_copied_synchronously(tmp_path, monkeypatch, slab_saver):
     model = tiny_llama()
     optimizer, schedule = optimizer_of(model)
-    aside._slabs.free = aside._slabs.free[:5]
-    aside._slabs.count = 5
+    slab_saver._slabs.free = slab_saver._slabs.free[:5]
+    slab_saver._slabs.count = 5
     save_checkpoint(tmp_path, 0, model, optimizer, schedule, {}, keep=9)
-    save_checkpoint(tmp_path, 1, model, optimizer, schedule, {}, keep=9, saver=aside)
+    save_checkpoint(tmp_path, 1, model, optimizer, schedule, {}, keep=9, saver=slab_saver)
     train(model, optimizer, schedule, 1)
-    aside.wait()
+    slab_saver.wait()
     files = [tmp_path / f"step-{at:08d}" / "model.safetensors" for at in (0, 1)]
     assert files[0].read_bytes() == files[1].read_bytes()
-    assert aside._slabs.count == len(aside._slabs.free) == 5
+    assert slab_saver._slabs.count == len(slab_saver._slabs.free) == 5
 
 
-def test_a_container_limits_what_may_be_locked(tmp_path, monkeypatch):
+def test_a_container_limits_pinned_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "CONTAINER", (str(tmp_path / "limit"), str(tmp_path / "none")))
     whole = checkpoint.main_memory()
     for written, meant in (("max", whole), (str(2**70), whole), (str(2**20), 2**20)):
@@ -242,7 +242,7 @@ def test_a_container_limits_what_may_be_locked(tmp_path, monkeypatch):
     assert checkpoint.locked_share() == 2**20 / 8
 
 
-def test_slabs_come_back_when_a_save_fails(tmp_path, monkeypatch, aside):
+def test_a_failed_save_releases_its_slabs(tmp_path, monkeypatch, slab_saver):
     model = tiny_llama()
     optimizer, schedule = optimizer_of(model)
 
@@ -250,18 +250,18 @@ def test_slabs_come_back_when_a_save_fails(tmp_path, monkeypatch, aside):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(saver, "write_tensors", full)
-    save_checkpoint(tmp_path, 1, model, optimizer, schedule, {}, keep=9, saver=aside)
+    save_checkpoint(tmp_path, 1, model, optimizer, schedule, {}, keep=9, saver=slab_saver)
     with pytest.raises(ValueError, match="No space left"):
-        aside.wait()
-    assert len(aside._slabs.free) == 300
+        slab_saver.wait()
+    assert len(slab_saver._slabs.free) == 300
     with pytest.raises(ValueError, match="No space left"):
-        save_checkpoint(tmp_path, 1, model, optimizer, schedule, {}, keep=9, saver=aside, describe=full)
-    assert len(aside._slabs.free) == 300
+        save_checkpoint(tmp_path, 1, model, optimizer, schedule, {}, keep=9, saver=slab_saver, describe=full)
+    assert len(slab_saver._slabs.free) == 300
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu_the_next_step_comes_after_the_copy_and_the_host_waits_for_neither(tmp_path, dtype):
+def test_on_a_gpu_the_next_step_waits_for_the_copy_without_a_host_sync(tmp_path, dtype):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(16))).to("cuda", dtype)  # 1 GiB, or half
     optimizer, schedule = build_optimizer(model, OptimConfig(learning_rate=0.1), 9)
@@ -280,7 +280,7 @@ def test_on_a_gpu_the_next_step_comes_after_the_copy_and_the_host_waits_for_neit
         started = time.perf_counter()
         save_checkpoint(tmp_path, at, model, optimizer, schedule, {}, keep=1, saver=behind)
         took = time.perf_counter() - started
-        step()  # at once, in place
+        step()  # immediately, in place
         torch.cuda.synchronize()
         updated = time.perf_counter() - started
         behind.wait()
@@ -294,7 +294,7 @@ def test_on_a_gpu_the_next_step_comes_after_the_copy_and_the_host_waits_for_neit
 
 
 def test_parts_of_two_dtypes_are_read_in_the_wider_one(tmp_path):
-    """As moments are, of which one shard is in 8 bit and the other too small for that."""
+    """Like moments with one shard in 8 bits and another too small for that."""
     exact = torch.tensor([[1.0], [1 / 3]])
     first = saver.Shard(exact[:1].bfloat16(), (0, 0), (2, 1))
     save = saver.Save(tmp_path / "step-00000001", saver.Snapshot(shards={"moments/x": first}), lambda: None)
@@ -309,21 +309,21 @@ def test_parts_of_two_dtypes_are_read_in_the_wider_one(tmp_path):
     assert torch.equal(checkpoint.stored_tensors(save.target).read("moments/x"), exact)
 
 
-def test_later_leftovers_do_not_push_out_what_was_just_saved(tmp_path):
+def test_later_leftovers_do_not_delete_a_new_checkpoint(tmp_path):
     save(tmp_path, 40)
     save(tmp_path, 30, keep=1)
     assert [step for step, _ in list_checkpoints(tmp_path)] == [30, 40]
 
 
-def test_going_back_sets_later_checkpoints_aside(tmp_path):
+def test_later_checkpoints_are_renamed(tmp_path):
     for step in (10, 20, 30):
         save(tmp_path, step)
-    said = []
-    set_aside_after(tmp_path, 10, said.append)
+    logged = []
+    set_aside_after(tmp_path, 10, logged.append)
     assert [step for step, _ in list_checkpoints(tmp_path)] == [10]
-    assert (tmp_path / "step-00000020.old" / "manifest.json").exists() and len(said) == 2
+    assert (tmp_path / "step-00000020.old" / "manifest.json").exists() and len(logged) == 2
     save(tmp_path, 20)
-    set_aside_after(tmp_path, 10, said.append)  # an older set-aside of the same step is replaced
+    set_aside_after(tmp_path, 10, logged.append)  # replaces an earlier renamed checkpoint
     assert [step for step, _ in list_checkpoints(tmp_path)] == [10]
 
 
@@ -353,21 +353,21 @@ DAMAGE = {
 }
 
 
-def test_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path):
+def test_a_damaged_checkpoint_is_logged_and_skipped(tmp_path):
     whole, good, bad = save(tmp_path / "whole", 40), save(tmp_path, 20), tmp_path / "step-00000040"
     model = nn.Linear(2, 3)
     for name, damage in DAMAGE.items():
         shutil.rmtree(bad, ignore_errors=True)
         shutil.copytree(whole, bad)
         damage(bad)
-        said = []
-        assert latest_valid(tmp_path, said.append) == good, name
-        assert len(said) == 1 and "step-00000040 is damaged" in said[0], name
+        logged = []
+        assert latest_valid(tmp_path, logged.append) == good, name
+        assert len(logged) == 1 and "step-00000040 is damaged" in logged[0], name
         with pytest.raises(ValueError, match="damaged"):
             load_checkpoint(bad, model, *optimizer_of(model))
     damage_flip(good)
     with pytest.raises(ValueError, match=r"no undamaged checkpoint \(2 tried\)"):
-        latest_valid(tmp_path, said.append)
+        latest_valid(tmp_path, logged.append)
 
 
 def test_any_flipped_manifest_byte_is_noticed_or_harmless(tmp_path):
@@ -395,19 +395,19 @@ def test_no_checkpoint_at_all_is_none(tmp_path):
     assert latest_valid(tmp_path, pytest.fail) is None
 
 
-def test_latest_valid_can_be_held_to_an_earlier_step(tmp_path):
+def test_latest_valid_up_to_an_earlier_step(tmp_path):
     folders = [save(tmp_path, step) for step in (10, 20, 30)]
     assert latest_valid(tmp_path, pytest.fail, at_most=20) == folders[1]
 
 
-def test_other_model_is_refused_in_one_sentence_and_left_alone(tmp_path):
+def test_another_model_is_an_error_and_stays_unchanged(tmp_path):
     linear, llama = nn.Linear(2, 3), tiny_llama()
     for step, (saved, here, words) in enumerate((
-        (linear, nn.Linear(2, 4), r"bias is \(3,\) float32 there and \(4,\) float32 here"),
+        (linear, nn.Linear(2, 4), r"bias is \(3,\) float32 .* \(4,\) float32"),
         (linear, nn.Linear(2, 3, bias=False), "bias is not trained here; 1 differences"),
-        (nn.Linear(2, 3, bias=False), linear, "it lacks bias"),
-        (linear, nn.Linear(2, 3).bfloat16(), "bias is .* float32 there and .* bfloat16 here"),
-        (llama, with_lora(tiny_llama()), "it lacks base_model"),
+        (nn.Linear(2, 3, bias=False), linear, "bias is missing"),
+        (linear, nn.Linear(2, 3).bfloat16(), "bias is .* float32 .* bfloat16"),
+        (llama, with_lora(tiny_llama()), "base_model.* is missing"),
     )):  # fmt: skip
         folder = save(tmp_path, step, saved)
         before = [p.clone() for p in here.parameters()]
@@ -417,19 +417,19 @@ def test_other_model_is_refused_in_one_sentence_and_left_alone(tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(before, here.parameters(), strict=True)), words
 
 
-def test_state_json_cannot_give_back_is_refused(tmp_path):
+def test_state_that_is_not_json_is_an_error(tmp_path):
     for state, words in (
-        ({"rewards": {"best": torch.ones(1)}}, "state_dict of rewards: holds a Tensor"),
-        ({"rewards": {"seen": {3: 1}}}, "state_dict of rewards: holds the key 3"),
-        ({"loader": [{"order": (1, 2)}]}, "state_dict of loader: holds a tuple"),
-        ({"counters": np.float64(1.0)}, "state_dict of counters: holds a float64"),
+        ({"rewards": {"best": torch.ones(1)}}, "state_dict of rewards: contains a Tensor"),
+        ({"rewards": {"seen": {3: 1}}}, "state_dict of rewards: contains the key 3"),
+        ({"loader": [{"order": (1, 2)}]}, "state_dict of loader: contains a tuple"),
+        ({"counters": np.float64(1.0)}, "state_dict of counters: contains a float64"),
     ):
         with pytest.raises(ValueError, match=words):
             save(tmp_path, 1, state=state)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_disk_full_leaves_earlier_checkpoints_and_no_litter(tmp_path, monkeypatch):
+def test_disk_full_leaves_earlier_checkpoints_and_no_temporary_files(tmp_path, monkeypatch):
     good = save(tmp_path, 20)
 
     def full(path, *args):
@@ -446,7 +446,7 @@ def test_disk_full_leaves_earlier_checkpoints_and_no_litter(tmp_path, monkeypatc
     assert find_problem(good) is None
 
 
-def test_real_write_limit_leaves_earlier_checkpoints_and_no_litter(tmp_path):
+def test_real_write_limit_leaves_earlier_checkpoints_and_no_temporary_files(tmp_path):
     good = save(tmp_path, 20, nn.Linear(100, 100))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))

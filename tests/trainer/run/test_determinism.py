@@ -1,4 +1,4 @@
-"""Equal commands give equal numbers, whatever else the machine runs."""
+"""Test that equal commands give equal numbers, regardless of the machine's load."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def two_threads():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a run trains on the GPU here")
-def test_in_a_run_rows_taken_several_times_add_their_gradients_in_order(two_threads, tmp_path):
-    """Of the sizes of the tiny recipe, where two threads added them in the order in which they came."""
+def test_gradients_of_repeated_rows_are_added_in_order(two_threads, tmp_path):
+    """With the sizes of the tiny recipe, two threads would add them in arrival order."""
     draw = torch.Generator().manual_seed(0)
     index = torch.randint(0, 483, (330,), generator=draw)
-    index[:60] = 7  # the last token of a prompt, from which every completion of its group begins
+    index[:60] = 7  # the last prompt token, shared by all completions of a group
     grad = torch.randn(330, 128, generator=draw)
     assert grad.numel() >= 32768, "torch uses one thread below that"
 
@@ -60,14 +60,14 @@ def test_in_a_run_rows_taken_several_times_add_their_gradients_in_order(two_thre
     assert switches() == before, "what a run sets ends with it"
 
 
-def test_the_flag_is_said_saved_and_kept_by_resume(tmp_path, monkeypatch, capsys):
+def test_the_flag_is_logged_saved_and_kept_by_resume(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     before = switches()
-    said = determinism.ON_GPU if torch.cuda.is_available() else determinism.ON_CPU
+    line = determinism.ON_GPU if torch.cuda.is_available() else determinism.ON_CPU
     assert main([*SMALL, "--deterministic", "--output-dir", "run", "--save-steps", "1"]) == 0
-    assert said in capsys.readouterr().err
+    assert line in capsys.readouterr().err
     assert main(["--resume", "run", "--max-steps", "2"]) == 0
-    assert said in capsys.readouterr().err
+    assert line in capsys.readouterr().err
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["deterministic"] is True
     assert switches() == before
 
@@ -75,7 +75,7 @@ def test_the_flag_is_said_saved_and_kept_by_resume(tmp_path, monkeypatch, capsys
 @pytest.mark.parametrize("strict", [False, True])
 def test_on_a_gpu_only_the_flag_chooses_algorithms(strict, monkeypatch):
     name, value = determinism.CUBLAS
-    monkeypatch.setenv(name, "")  # so that it is put back
+    monkeypatch.setenv(name, "")  # so that monkeypatch restores it
     monkeypatch.delenv(name)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     before = switches()

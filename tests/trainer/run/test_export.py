@@ -62,7 +62,7 @@ def tiny_llama(tied: bool = True, seed: int = 0) -> Any:
 
 
 def with_lora(model: nn.Module) -> Any:
-    """An adapter that does something: peft starts B at zero."""
+    """Add an adapter with an effect: peft initialises B to zero."""
     peft_model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
     for name, parameter in peft_model.named_parameters():
         if "lora_B" in name:
@@ -117,12 +117,12 @@ def test_export_keeps_tokenizer_template_and_every_stop_id(tmp_path, base):
 
 
 def test_pipeline_answers_messages_and_stops_at_the_end_of_turn(tmp_path, base):
-    """A head that always prefers one byte, then the end of the turn: the answer must be exactly that byte."""
+    """The head always prefers one byte, then the end of turn, so the answer must be exactly that byte."""
     model, tokenizer = tiny_llama(tied=False), byte_tokenizer()
     letter, end = tokenizer.convert_tokens_to_ids("A"), tokenizer.convert_tokens_to_ids("<|im_end|>")
     with torch.no_grad():
         for parameter in model.model.layers.parameters():
-            parameter.zero_()  # layers add nothing: the next token depends on the last one only
+            parameter.zero_()  # disable the layers: the next token depends only on the last token
         model.model.embed_tokens.weight.zero_()[:, 0] = 1.0
         model.model.embed_tokens.weight[letter] = torch.eye(16)[1]
         model.lm_head.weight.zero_()
@@ -146,7 +146,7 @@ def test_export_has_the_dtype_of_the_base_on_disk(tmp_path):
         assert torch.equal(loaded.state_dict()[name], value.to(torch.bfloat16)), name
 
 
-def test_dtype_of_a_base_that_is_gone_is_unknown(tmp_path):
+def test_dtype_of_a_deleted_base_is_unknown(tmp_path):
     assert dtype_on_disk(str(tmp_path / "gone")) is None
 
 
@@ -169,7 +169,7 @@ def test_adapter_export_loads_with_its_base(tmp_path, base, monkeypatch):
     assert answer[0]["generated_text"][-1]["role"] == "assistant"
 
 
-def test_adapter_export_leaves_a_reference_adapter_out(tmp_path, base):
+def test_adapter_export_excludes_a_reference_adapter(tmp_path, base):
     model = with_lora(AutoModelForCausalLM.from_pretrained(base))
     export_model(model, byte_tokenizer(), tmp_path / "one", merge_lora=False, base=base)
     model.load_adapter(tmp_path / "one", "reference", is_trainable=False)
@@ -180,7 +180,7 @@ def test_adapter_export_leaves_a_reference_adapter_out(tmp_path, base):
     torch.testing.assert_close(logits(merged), logits(model), rtol=0, atol=1e-4)
 
 
-def test_merged_export_is_a_plain_model_and_the_live_one_stays(tmp_path, base):
+def test_merged_export_is_a_plain_model_and_leaves_the_live_model_unchanged(tmp_path, base):
     model = with_lora(AutoModelForCausalLM.from_pretrained(base))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     expected = logits(model)
@@ -206,7 +206,7 @@ def test_merged_export_rounds_once_to_the_dtype_on_disk(tmp_path):
     assert torch.equal(saved, exact.to(torch.bfloat16))
 
 
-def test_export_replaces_an_older_one(tmp_path, base):
+def test_export_replaces_an_older_export(tmp_path, base):
     (tmp_path / "final").mkdir()
     (tmp_path / "final" / "adapter_config.json").write_text("{}")
     export_model(tiny_llama(), byte_tokenizer(), tmp_path / "final", merge_lora=False, base=base)
@@ -214,7 +214,7 @@ def test_export_replaces_an_older_one(tmp_path, base):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "final"]
 
 
-def test_failed_export_leaves_the_older_one(tmp_path, base, monkeypatch):
+def test_failed_export_keeps_the_older_export(tmp_path, base, monkeypatch):
     (tmp_path / "final").mkdir()
     (tmp_path / "final" / "old").touch()
     tokenizer = byte_tokenizer()
@@ -245,7 +245,7 @@ def test_base_names_load_from_anywhere(tmp_path, monkeypatch, base):
 
 
 def checkpoint_of(run: Path, model: Any, base: str) -> None:
-    """A run folder as far as an export looks at it."""
+    """Write the files of a run folder that an export reads."""
     run.mkdir()
     (run / "config.yaml").write_text(f"method: sft\nmodel: {base}\n")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
@@ -257,7 +257,7 @@ def checkpoint_of(run: Path, model: Any, base: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["full", "adapter", "merged"])
-def test_checkpoint_is_exported_as_the_live_model_is(tmp_path, kind):
+def test_checkpoint_export_equals_the_live_export(tmp_path, kind):
     tiny_llama(tied=kind == "full").to(torch.bfloat16).save_pretrained(tmp_path / "base")
     byte_tokenizer().save_pretrained(tmp_path / "base")
     base = str(tmp_path / "base")
@@ -274,11 +274,11 @@ def test_checkpoint_is_exported_as_the_live_model_is(tmp_path, kind):
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(p.name for p in (tmp_path / "live").iterdir())
     for path in (tmp_path / "live").iterdir():
         if path.suffix == ".safetensors":
-            ours, theirs = load_file(tmp_path / "out" / path.name), load_file(path)
-            assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+            exported, live = load_file(tmp_path / "out" / path.name), load_file(path)
+            assert exported.keys() == live.keys() and all(torch.equal(exported[name], live[name]) for name in live)
         else:
             assert (tmp_path / "out" / path.name).read_text() == path.read_text(), path.name
-    with pytest.raises(ValueError, match="exists already"):
+    with pytest.raises(ValueError, match="out=.*out: already exists"):
         export_checkpoint(out)
 
 
@@ -293,7 +293,7 @@ def test_large_model_is_written_in_several_files(tmp_path):
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path):
+def test_source_without_a_checkpoint_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="not a run folder with a checkpoint"):
         export_checkpoint(ExportConfig(source=str(tmp_path), out=str(tmp_path / "out")))
     assert not (tmp_path / "out").exists()

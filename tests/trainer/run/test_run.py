@@ -1,10 +1,11 @@
-"""The folder of a run, driven by a small training loop of the shape that methods have.
+"""Test the run folder with a small training loop like a method's.
 
-Run as a script, this file trains once and kills itself where told to: see test_killed_run_resumes_to_the_same_numbers.
+As a script, this file trains and kills itself at a given step: see test_killed_run_resumes_to_the_same_numbers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,20 +45,20 @@ KILLED_AT = (1, 3, 5, 8)
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What every method's config has, as far as a run looks at it."""
+    """The blocks that a run reads."""
 
     model: Flat[ModelConfig] = field(default_factory=lambda: ModelConfig(model="builtin:tiny"))
     run: Flat[RunConfig] = field(default_factory=RunConfig)
 
 
 @pytest.fixture(autouse=True)
-def nothing_to_describe(monkeypatch):
-    """The model of these tests is two linear layers; test_smoke.py shows that a real checkpoint is a model folder."""
+def no_description(monkeypatch):
+    """The model here is two linear layers; test_smoke.py checks that a real checkpoint is a model folder."""
     monkeypatch.setattr(trainer.run.run, "describe_model", lambda *args, **options: None)
 
 
 class Draws:
-    """A loader stand-in: its place in a stream is its state."""
+    """A fake loader whose state is its position in a stream."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -70,7 +72,7 @@ class Draws:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.position = state["position"]
-        random.random()  # user code may draw numbers here; the run must not notice
+        random.random()  # user code may draw numbers here, which must not affect the run
 
 
 def config(output_dir: Path | str, **settings: Any) -> Config:
@@ -79,7 +81,7 @@ def config(output_dir: Path | str, **settings: Any) -> Config:
 
 
 def resumed(folder: Path, **settings: Any) -> Config:
-    """What the command line makes of --resume FOLDER."""
+    """Return the config for --resume FOLDER."""
     return config(folder, resume="latest", **settings)
 
 
@@ -88,10 +90,23 @@ def make_policy(width: int = 4) -> Policy:
     return Policy(model=model, tokenizer=None, source="none", device=torch.device("cpu"), compute_dtype=torch.float32)
 
 
+@contextlib.contextmanager
+def restored_run(cfg: Config, total_steps: int, *epoch: Any, defers: bool = False) -> Iterator[tuple[Run, tuple]]:
+    """Yield a run after restore(), and the arguments of restore()."""
+    with open_run(cfg, "sft") as run:
+        run._defers = defers
+        policy = make_policy()
+        optimizer = AdamW(policy.model.parameters())
+        state = (policy, optimizer, LambdaLR(optimizer, lambda step: 1.0), {})
+        run.begin(total_steps, "", *epoch)
+        run.restore(*state)
+        yield run, state
+
+
 def train(
     cfg: Config, *, width: int = 4, kill_at: int = -1, interrupt_at: int = -1, method: str = "sft", defers: bool = False
 ) -> Run:
-    """A loop of the shape that methods have; everything random in it comes from the global generators."""
+    """Train like a method. All randomness comes from the global generators."""
     with open_run(cfg, method) as run:
         run._defers = defers  # True: as on a GPU
         policy = make_policy(width)
@@ -142,7 +157,7 @@ def test_fresh_run_writes_its_folder(tmp_path):
     assert rows(run.dir, "samples.jsonl")[3] == {
         "step": 4, "prompt": "1+1=", "completion": "4", "rewards": {"exact_match": 1.0},
     }  # fmt: skip
-    assert checkpoint_names(run.dir) == ["step-00000009", "step-00000010"]  # the last step too
+    assert checkpoint_names(run.dir) == ["step-00000009", "step-00000010"]  # includes the last step
     saved = yaml.safe_load((run.dir / "config.yaml").read_text())
     assert saved["method"] == "sft" and saved["model"] == "builtin:tiny" and saved["max_steps"] == 10
     assert "resume" not in saved
@@ -155,17 +170,12 @@ def test_the_seed_alone_decides_the_numbers(tmp_path):
 
 
 def test_saves_wait_for_the_end_of_a_rollout(tmp_path):
-    """Four optimizer steps per rollout, a save asked for every three: caught up at the next rollout."""
-    policy = make_policy()
-    optimizer = AdamW(policy.model.parameters())
-    schedule = LambdaLR(optimizer, lambda step: 1.0)
-    with open_run(config(tmp_path / "a", save_total_limit=99), "sft") as run:
-        run.begin(22, "")
-        run.restore(policy, optimizer, schedule, {})
+    """With four steps per rollout and a save due every three, saves happen at the next end of a rollout."""
+    with restored_run(config(tmp_path / "a", save_total_limit=99), 22) as (run, state):
         for step in range(1, 23):
             run.log(step, {})
             if step % 4 == 0 or step == 22:
-                run.maybe_save(step, policy, optimizer, schedule, {})
+                run.maybe_save(step, *state)
     assert [int(name[-2:]) for name in checkpoint_names(run.dir)] == [4, 8, 12, 16, 20, 22]
 
 
@@ -183,60 +193,48 @@ def test_saves_wait_for_the_end_of_a_rollout(tmp_path):
 def test_saves_and_evaluations_are_spaced_evenly_over_epochs(per_epoch, rows, rows_per_step, expected, tmp_path):
     cfg = config(tmp_path / "a", max_steps=12, save_steps=100, saves_per_epoch=per_epoch, evals_per_epoch=per_epoch,
                  save_total_limit=99)  # fmt: skip
-    with open_run(cfg, "sft") as run:
-        policy = make_policy()
-        optimizer = AdamW(policy.model.parameters())
-        schedule = LambdaLR(optimizer, lambda step: 1.0)
-        run.begin(12, "", steps_per_epoch(rows, rows_per_step))
-        run.restore(policy, optimizer, schedule, {})
+    with restored_run(cfg, 12, steps_per_epoch(rows, rows_per_step)) as (run, state):
         due = []
         for step in range(1, 13):
             due += [step] if run.eval_due(step) else []
             run.log(step, {})
-            run.maybe_save(step, policy, optimizer, schedule, {})
+            run.maybe_save(step, *state)
     saved = [int(name[-2:]) for name in checkpoint_names(run.dir)] if per_epoch else []
     assert saved == expected and due == (expected or [12])
 
 
-def test_a_method_that_does_not_know_epochs_says_so(tmp_path):
-    with pytest.raises(ValueError, match="saves_per_epoch=2: this method does not say how long an epoch is; use --sav"):
+def test_saves_per_epoch_need_the_length_of_an_epoch(tmp_path):
+    with pytest.raises(ValueError, match="saves_per_epoch=2: .* --save-steps"):
         train(config(tmp_path / "a", save_steps=100, saves_per_epoch=2))
     assert not (tmp_path / "a").exists()
 
 
-def watched(folder: Path, losses: list[float], **settings: Any) -> None:
-    """A run whose losses are given."""
-    with open_run(config(folder, loss_watchdog_threshold=5.0, **settings), "sft") as run:
-        policy = make_policy()
-        optimizer = AdamW(policy.model.parameters())
-        schedule = LambdaLR(optimizer, lambda step: 1.0)
-        run.begin(len(losses), "")
-        first = run.restore(policy, optimizer, schedule, {})
-        for step, loss in enumerate(losses[first:], first + 1):
+def log_losses(folder: Path, losses: list[float], **settings: Any) -> None:
+    with restored_run(config(folder, loss_watchdog_threshold=5.0, **settings), len(losses)) as (run, state):
+        for step, loss in enumerate(losses[run.start_step :], run.start_step + 1):
             run.log(step, {"loss/total": loss})
-            run.maybe_save(step, policy, optimizer, schedule, {})
+            run.maybe_save(step, *state)
 
 
-def test_watchdog_saves_and_stops_after_high_losses_in_a_row(tmp_path):
+def test_watchdog_saves_and_stops_after_consecutive_high_losses(tmp_path):
     losses = [9.0, 9.0, 1.0, 6.0, 5.0, 7.0, float("inf"), 8.0, 9.0, 9.0]  # 5 is not above 5
-    message = "loss_watchdog_threshold=5: the loss was above it for 3 steps in a row, up to step 8, which is saved"
-    with pytest.raises(ValueError, match=message):
-        watched(tmp_path / "a", losses)
+    with pytest.raises(ValueError, match="loss_watchdog_threshold=5: .* 3 consecutive steps, up to step 8"):
+        log_losses(tmp_path / "a", losses)
     assert steps(tmp_path / "a")[-1] == 8 and checkpoint_names(tmp_path / "a")[-1] == "step-00000008"
-    with pytest.raises(ValueError, match="for 2 steps in a row, up to step 2"):
-        watched(tmp_path / "b", losses, loss_watchdog_patience=2)
-    watched(tmp_path / "c", [9.0, 9.0, 5.0] * 3)
+    with pytest.raises(ValueError, match="2 consecutive steps, up to step 2"):
+        log_losses(tmp_path / "b", losses, loss_watchdog_patience=2)
+    log_losses(tmp_path / "c", [9.0, 9.0, 5.0] * 3)
 
 
-def test_watchdog_counts_on_after_a_resume(tmp_path):
+def test_watchdog_keeps_counting_after_a_resume(tmp_path):
     losses = [1.0, 1.0, 1.0, 1.0, 7.0, 8.0, 9.0, 9.0]
-    watched(tmp_path / "a", losses[:6], save_steps=2)
-    with pytest.raises(ValueError, match="up to step 7, which is saved"):
-        watched(tmp_path / "a", losses, save_steps=2, resume="latest")
+    log_losses(tmp_path / "a", losses[:6], save_steps=2)
+    with pytest.raises(ValueError, match="up to step 7"):
+        log_losses(tmp_path / "a", losses, save_steps=2, resume="latest")
 
 
 @pytest.mark.parametrize("save_steps", [1, 3, 0])
-def test_lines_that_are_read_later_are_the_same(save_steps, tmp_path):
+def test_deferred_lines_are_the_same(save_steps, tmp_path):
     direct, later = (
         train(config(tmp_path / str(defers), save_steps=save_steps, save_async=False), defers=defers)
         for defers in (False, True)
@@ -245,30 +243,24 @@ def test_lines_that_are_read_later_are_the_same(save_steps, tmp_path):
     assert (later.dir / "metrics.jsonl").read_text() == text and "health/grad_norm_high" in text
 
 
-def test_a_line_is_written_with_the_next_step_or_before_what_depends_on_it(tmp_path):
-    policy = make_policy()
-    optimizer = AdamW(policy.model.parameters())
-    rest = (policy, optimizer, LambdaLR(optimizer, lambda step: 1.0), {})
+def test_a_deferred_line_is_written_with_the_next_step_or_before_a_save(tmp_path):
     read = []
-    with open_run(config(tmp_path / "a", save_async=False), "sft") as run:
-        run._defers = True
-        run.begin(9, "")
-        run.restore(*rest)
+    with restored_run(config(tmp_path / "a", save_async=False), 9, defers=True) as (run, state):
         for step in range(1, 7):
             run.log_later(step, lambda step=step: read.append(step) or {"loss/total": float(step)})
             assert read == list(range(1, step))
-            run.maybe_save(step, *rest)  # at 3 and 6
+            run.maybe_save(step, *state)  # at 3 and 6
             assert read == list(range(1, step + (step % 3 == 0)))
             if step % 3 == 0:
                 assert steps(run.dir) == list(range(1, step + 1))
         run.log_later(7, lambda: read.append(7) or {})
-        run.log(8, {})  # as a step with an evaluation
+        run.log(8, {})  # like a step with an evaluation
         assert read == list(range(1, 8)) and steps(run.dir) == list(range(1, 9))
         run.log_later(9, dict)
     assert steps(run.dir) == list(range(1, 10))
 
 
-def test_an_interrupt_or_error_leaves_no_line_behind(tmp_path, capsys):
+def test_an_interrupt_or_error_writes_the_deferred_line(tmp_path, capsys):
     with pytest.raises(KeyboardInterrupt, match="interrupted after step 5"):
         train(config(tmp_path / "a", save_steps=0), interrupt_at=5, defers=True)
     assert steps(tmp_path / "a") == list(range(6))
@@ -276,16 +268,14 @@ def test_an_interrupt_or_error_leaves_no_line_behind(tmp_path, capsys):
     def lost() -> dict[str, float]:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    policy = make_policy()
-    optimizer = AdamW(policy.model.parameters())
-    with pytest.raises(ValueError, match="the real reason"), open_run(config(tmp_path / "b"), "sft") as run:
-        run._defers = True
-        run.begin(9, "")
-        run.restore(policy, optimizer, LambdaLR(optimizer, lambda step: 1.0), {})
+    with (
+        pytest.raises(ValueError, match="the real reason"),
+        restored_run(config(tmp_path / "b"), 9, defers=True) as (run, _),
+    ):
         run.log_later(1, lost)
         raise ValueError("the real reason")
-    said = capsys.readouterr()
-    assert "the metrics of step 1 could not be read or written" in said.out + said.err
+    printed = capsys.readouterr()
+    assert "metrics of step 1" in printed.out + printed.err
 
 
 def test_health_findings_are_in_the_metrics_and_on_the_console(tmp_path, capsys):
@@ -307,8 +297,8 @@ def test_killed_run_resumes_to_the_same_numbers(tmp_path):
         run = train(resumed(folder, save_async=False))
         assert run.start_step == (stop - 1) // 3 * 3
         for name in ("metrics.jsonl", "samples.jsonl", "config.yaml"):
-            ours, theirs = ((d / name).read_text().replace(str(d), "DIR") for d in (run.dir, unbroken.dir))
-            assert ours == theirs
+            texts = {(d / name).read_text().replace(str(d), "DIR") for d in (run.dir, unbroken.dir)}
+            assert len(texts) == 1, name
         for name in checkpoint_names(unbroken.dir):
             assert checkpoint_files(folder, name) == checkpoint_files(unbroken.dir, name)
 
@@ -317,13 +307,13 @@ def checkpoint_files(folder: Path, name: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (folder / "checkpoints" / name).iterdir()}
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
-    """Step 5 waits until writing has begun, and writing until step 5; what is written is the state of step 3."""
+def test_training_continues_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    """Step 5 waits for the start of the write, and the write for step 5; the checkpoint contains step 3."""
     unbroken = train(config(tmp_path / "unbroken", save_async=False, save_total_limit=9))
-    begun, five, write = threading.Event(), threading.Event(), saver.write_tensors
+    started, five, write = threading.Event(), threading.Event(), saver.write_tensors
 
     def late(path, *args):
-        begun.set()
+        started.set()
         assert five.wait(60)
         return write(path, *args)
 
@@ -332,7 +322,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     def logged(self, step, metrics):
         log(self, step, metrics)
         if step == 5:
-            assert begun.wait(60)
+            assert started.wait(60)
             five.set()
 
     monkeypatch.setattr(saver, "write_tensors", late)
@@ -343,7 +333,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
         assert checkpoint_files(run.dir, name) == checkpoint_files(unbroken.dir, name)
 
 
-def test_failed_write_in_the_background_is_told_and_the_run_goes_on_from_the_checkpoint_before(tmp_path, monkeypatch):
+def test_failed_background_write_ends_the_run_which_resumes_from_the_previous_checkpoint(tmp_path, monkeypatch):
     unbroken = train(config(tmp_path / "unbroken"))
     write = saver.write_tensors
 
@@ -363,20 +353,18 @@ def test_failed_write_in_the_background_is_told_and_the_run_goes_on_from_the_che
     assert (run.dir / "metrics.jsonl").read_bytes() == (unbroken.dir / "metrics.jsonl").read_bytes()
 
 
-def test_ctrl_c_lets_the_save_under_way_finish_and_says_where_to_continue(tmp_path, monkeypatch):
+def test_ctrl_c_finishes_the_running_save_and_prints_how_to_continue(tmp_path, monkeypatch):
     write, folder = saver.write_tensors, tmp_path / "a run"
     monkeypatch.setattr(saver, "write_tensors", lambda *args: (time.sleep(0.1), write(*args))[1])
     with pytest.raises(KeyboardInterrupt) as early:
         train(config(folder), interrupt_at=2)
     command = f"python -m trainer --resume '{folder}'"
-    assert str(early.value) == (
-        f"interrupted after step 2; there is no checkpoint yet, so this starts again at step 0: {command}"
-    )
+    assert str(early.value).startswith("interrupted after step 2") and str(early.value).endswith(f"step 0: {command}")
     with pytest.raises(KeyboardInterrupt) as late:
         train(resumed(folder), interrupt_at=4)
     assert str(late.value) == f"interrupted after step 4; continue from step 3 with: {command}"
     assert checkpoint_names(folder) == ["step-00000003"] and train(resumed(folder)).start_step == 3
-    with pytest.raises(KeyboardInterrupt, match="interrupted while loading; no step was done"):
+    with pytest.raises(KeyboardInterrupt, match="interrupted while loading"):
         with open_run(config(tmp_path / "b"), "sft"):
             raise KeyboardInterrupt
 
@@ -387,7 +375,7 @@ def test_resume_without_a_checkpoint_starts_again_in_the_same_folder(tmp_path, c
     assert (run.start_step, run.checkpoint) == (0, None)
     assert steps(run.dir) == [0, 1, 2]
     assert steps(run.dir, "samples.jsonl") == [1, 2]
-    assert "it has no checkpoint yet; starting at step 0" in capsys.readouterr().err
+    assert "starting at step 0" in capsys.readouterr().err
 
 
 def test_the_id_of_a_run_is_random_and_survives_resumes(tmp_path):
@@ -395,17 +383,17 @@ def test_the_id_of_a_run_is_random_and_survives_resumes(tmp_path):
     assert one.id != two.id and len(one.id) == 16 and (one.dir / "run_id").read_text() == one.id
     assert train(resumed(one.dir, max_steps=2)).id == one.id
     assert train(config(one.dir, max_steps=1, overwrite_output_dir=True)).id != one.id
-    (two.dir / "run_id").write_text("../../no id")  # damaged, or a run of before there were ids: it gets one
+    (two.dir / "run_id").write_text("../../no id")  # damaged: the run gets a new id
     again = train(resumed(two.dir, max_steps=2))
     assert len(again.id) == 16 and train(resumed(two.dir, max_steps=3)).id == again.id
 
 
-def test_finished_run_says_so_when_resumed(tmp_path, capsys):
+def test_finished_run_trains_no_step_when_resumed(tmp_path, capsys):
     train(config(tmp_path / "a"))
     before = (tmp_path / "a" / "metrics.jsonl").read_bytes()
     run = train(resumed(tmp_path / "a"))
     assert run.start_step == 10
-    assert "step 10 of 10 is done, nothing is left to train" in capsys.readouterr().err
+    assert "all 10 steps are done" in capsys.readouterr().err
     assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == before
 
 
@@ -416,23 +404,23 @@ def test_finished_run_can_be_extended(tmp_path):
     assert yaml.safe_load((run.dir / "config.yaml").read_text())["max_steps"] == 8
 
 
-def test_steps_of_another_size_are_named_at_a_resume(tmp_path, capsys):
+def test_resume_logs_a_changed_number_of_rows_per_step(tmp_path, capsys):
     train(config(tmp_path / "a", max_steps=3, per_device_train_batch_size=8))
     train(resumed(tmp_path / "a", max_steps=4, per_device_train_batch_size=4, gradient_accumulation_steps=2))
-    assert "rows now" not in capsys.readouterr().err
+    assert "rows per step" not in capsys.readouterr().err
     train(resumed(tmp_path / "a", max_steps=5, per_device_train_batch_size=4))
-    assert "a step has 4 rows now, and had 8" in capsys.readouterr().err
+    assert "rows per step changed from 8 to 4" in capsys.readouterr().err
 
 
 def test_finished_run_without_checkpoints_is_not_trained_again(tmp_path):
     train(config(tmp_path / "a", save_steps=0))
     (tmp_path / "a" / "final").mkdir()
-    with pytest.raises(ValueError, match="has finished and kept no checkpoint"):
+    with pytest.raises(ValueError, match="resume=.*: .* has finished .* --model"):
         train(resumed(tmp_path / "a", save_steps=0))
     assert steps(tmp_path / "a") == list(range(11))
 
 
-def test_damaged_checkpoint_resumes_from_the_one_before(tmp_path, capsys):
+def test_resume_skips_a_damaged_checkpoint(tmp_path, capsys):
     unbroken = train(config(tmp_path / "unbroken"))
     folder = tmp_path / "a"
     train(config(folder))
@@ -441,13 +429,12 @@ def test_damaged_checkpoint_resumes_from_the_one_before(tmp_path, capsys):
     run = train(resumed(folder))
     assert run.start_step == 9
     assert (run.dir / "metrics.jsonl").read_bytes() == (unbroken.dir / "metrics.jsonl").read_bytes()
-    said = capsys.readouterr().err
-    assert "step-00000010 is damaged (model.safetensors has 100 bytes" in said
+    assert "step-00000010 is damaged (model.safetensors has 100 bytes" in capsys.readouterr().err
     assert checkpoint_names(folder) == ["step-00000009", "step-00000010", "step-00000010.old"]
 
 
 def craft(checkpoint: Path, change: Any) -> None:
-    """Edit state.json and bring the manifest into line, as someone would who knows the format."""
+    """Edit state.json and update the manifest."""
     state = json.loads((checkpoint / "state.json").read_text())
     changed = change(state)
     text = changed if isinstance(changed, str) else json.dumps(state)
@@ -458,73 +445,71 @@ def craft(checkpoint: Path, change: Any) -> None:
 
 
 CRAFTED = {
-    "no step": (lambda state: state.pop("step"), "state.json names no step"),
-    "another step": (lambda state: state.update(step=7), "it is step 7 under another number"),
-    "a list": (lambda state: "[]", "state.json names no step"),
+    "no step": (lambda state: state.pop("step"), "has no step"),
+    "another step": (lambda state: state.update(step=7), "step 7 in state.json"),
+    "a list": (lambda state: "[]", "has no step"),
     "nested": (lambda state: "[" * 100_000 + "]" * 100_000, "manifest.json or state.json is not JSON"),
     "no schedule": (lambda state: state.update(schedule=3), "lacks the schedule or the state of the run"),
     "schedule of text": (lambda state: state["schedule"].update(last_epoch="9"), "lacks the schedule"),
     "no run": (lambda state: state.update(run=None), "lacks the schedule or the state of the run"),
-    "no generators": (lambda state: state.pop("rng"), "holds no states of random generators"),
-    "a short generator": (lambda state: state["rng"]["python"][1].pop(), "holds no states of random generators"),
-    "numpy of text": (lambda state: state["rng"].update(numpy=["MT19937", "x"]), "no states of random generators"),
+    "no generators": (lambda state: state.pop("rng"), "generator states"),
+    "a short generator": (lambda state: state["rng"]["python"][1].pop(), "generator states"),
+    "numpy of text": (lambda state: state["rng"].update(numpy=["MT19937", "x"]), "generator states"),
 }
 
 
-def test_crafted_state_is_passed_over_by_a_sentence(tmp_path, capsys):
-    train(config(tmp_path / "whole", max_steps=6))
-    for name, (change, sentence) in CRAFTED.items():
+def test_resume_skips_a_checkpoint_with_an_invalid_state(tmp_path, capsys):
+    train(config(tmp_path / "original", max_steps=6))
+    for name, (change, words) in CRAFTED.items():
         folder = tmp_path / name
-        shutil.copytree(tmp_path / "whole", folder)
+        shutil.copytree(tmp_path / "original", folder)
         craft(folder / "checkpoints" / "step-00000006", change)
         run = open_run(resumed(folder, max_steps=7), "sft")
         run.close()
-        said = capsys.readouterr().err
-        assert "step-00000006 is damaged" in said and sentence in said and run.start_step == 3, name
+        printed = capsys.readouterr().err
+        assert "step-00000006 is damaged" in printed and words in printed and run.start_step == 3, name
 
 
-def test_checkpoint_copied_under_another_number_is_passed_over(tmp_path, capsys):
+def test_resume_skips_a_checkpoint_copied_to_another_step(tmp_path, capsys):
     train(config(tmp_path / "a", max_steps=6))
     checkpoints = tmp_path / "a" / "checkpoints"
     shutil.copytree(checkpoints / "step-00000003", checkpoints / "step-00000009")
     run = train(resumed(tmp_path / "a", max_steps=8))
-    assert "step-00000009 is damaged (it is step 3 under another number)" in capsys.readouterr().err
+    assert "step-00000009 is damaged" in capsys.readouterr().err
     assert run.start_step == 6 and steps(run.dir) == list(range(9))
 
 
-def test_crafted_state_of_a_part_is_refused_by_a_sentence_unless_the_users_code_fails(tmp_path):
-    class Place:
+def test_invalid_state_is_a_user_error_unless_user_code_fails(tmp_path):
+    class Custom:
         value = 1
 
         def load_state_dict(self, state: Any) -> None:
             self.value = state["value"]
 
     checkpoint, nothing = tmp_path / "step-00000003", TensorFiles(tmp_path, {})
-    with pytest.raises(ValueError, match="step-00000003: the state of counters in its state.json cannot be used"):
+    with pytest.raises(ValueError, match="step-00000003: .* state of counters"):
         load_states({"counters": {}}, {"counters": 3}, nothing, checkpoint)
-    with pytest.raises(ValueError, match="the state of counters in its state.json cannot be used .KeyError"):
+    with pytest.raises(ValueError, match="state of counters .*KeyError"):
         load_states({"counters": Counters()}, {"counters": {}}, nothing, checkpoint)
-    with pytest.raises(KeyError, match="value"):  # this file is not ours in the sense of strop_names
-        load_states({"place": Place()}, {"place": {}}, nothing, checkpoint)
+    with pytest.raises(KeyError, match="value"):  # this file counts as user code
+        load_states({"custom": Custom()}, {"custom": {}}, nothing, checkpoint)
 
 
-@pytest.mark.parametrize("kept", [0, 4])
-def test_deleted_or_shortened_metrics_are_said_at_resume(tmp_path, capsys, kept):
+@pytest.mark.parametrize("num_lines, lost", [(0, 6), (4, 3)])  # the first line is step 0
+def test_resume_logs_lost_metrics(tmp_path, capsys, num_lines, lost):
     train(config(tmp_path / "a", max_steps=6))
     path = tmp_path / "a" / "metrics.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:kept])) if kept else path.unlink()
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:num_lines])) if num_lines else path.unlink()
     capsys.readouterr()
-    train(resumed(tmp_path / "a", max_steps=7))
-    lost = 6 if not kept else 3  # the first line is step 0
-    assert f"metrics.jsonl lacks {lost} of the 6 steps done, as it was deleted or shortened" in capsys.readouterr().err
-    train(resumed(tmp_path / "a", max_steps=8))
-    assert f"lacks {lost} of the 7 steps" in capsys.readouterr().err
+    for done in (6, 7):
+        train(resumed(tmp_path / "a", max_steps=done + 1))
+        assert f"{lost} of {done} steps are missing in metrics.jsonl" in capsys.readouterr().err
     train(config(tmp_path / "b", max_steps=6))
     train(resumed(tmp_path / "b", max_steps=7))
-    assert "lacks" not in capsys.readouterr().err
+    assert "missing" not in capsys.readouterr().err
 
 
-def test_full_disk_under_the_metrics_is_the_sentence_and_not_an_error_of_close(tmp_path, capsys):
+def test_a_full_disk_raises_the_first_error_and_closes_everything(tmp_path, capsys):
     class Sink:
         closed = False
 
@@ -535,12 +520,8 @@ def test_full_disk_under_the_metrics_is_the_sentence_and_not_an_error_of_close(t
             raise OSError(errno.ENOSPC, "No space left on device")
 
     sink, after = Sink(), Sink()
-    with pytest.raises(ValueError, match="could not be written .No space left on device.; free space there"):
-        with open_run(config(tmp_path / "a"), "sft") as run:
-            policy = make_policy()
-            optimizer = AdamW(policy.model.parameters())
-            run.begin(3, "a small run")
-            run.restore(policy, optimizer, LambdaLR(optimizer, lambda step: 1.0), {})
+    with pytest.raises(ValueError, match="/dev/full: .*No space left on device"):
+        with restored_run(config(tmp_path / "a"), 3) as (run, _):
             run._metrics.close()
             run._metrics = JsonlLog(Path("/dev/full"))
             run._sinks = [sink, after]
@@ -558,31 +539,31 @@ def test_only_damaged_checkpoints_are_an_error(tmp_path):
     assert steps(tmp_path / "a") == list(range(11))
 
 
-def test_resume_from_a_named_checkpoint_goes_back_to_it(tmp_path):
+def test_resume_from_an_earlier_checkpoint(tmp_path):
     train(config(tmp_path / "a", save_total_limit=9))
     before = (tmp_path / "a" / "metrics.jsonl").read_bytes()
     named = tmp_path / "a" / "checkpoints" / "step-00000003"
     run = train(config(tmp_path / "a", resume=str(named), save_total_limit=9))
     assert (run.start_step, run.checkpoint) == (3, named)
     assert (run.dir / "metrics.jsonl").read_bytes() == before
-    with pytest.raises(ValueError, match="no such folder"):
+    with pytest.raises(ValueError, match="resume=.*step-00000004: no folder"):
         open_run(config(tmp_path / "a", resume=str(named.with_name("step-00000004"))), "sft")
 
 
-def test_other_model_is_refused_and_the_folder_left_as_it_was(tmp_path):
+def test_resume_with_another_model_is_an_error_and_changes_no_file(tmp_path):
     train(config(tmp_path / "a", max_steps=7))
     folder = tmp_path / "a"
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(ValueError, match="its weights do not fit this model"):
+    with pytest.raises(ValueError, match="resume=.*: its weights do not match"):
         train(resumed(folder, max_steps=9), width=5)
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_folder_with_another_run_is_refused_unless_overwritten(tmp_path):
+def test_folder_with_another_run_must_be_overwritten(tmp_path):
     folder = tmp_path / "a"
     train(config(folder))
     (folder / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"output_dir=.*a: already holds a run; continue it with --resume"):
+    with pytest.raises(ValueError, match="output_dir=.*a: .* --resume .* --overwrite-output-dir"):
         open_run(config(folder), "sft")
     run = train(config(folder, max_steps=1, overwrite_output_dir=True))
     assert steps(run.dir) == [0, 1] and checkpoint_names(run.dir) == ["step-00000001"]
@@ -608,28 +589,28 @@ def test_existing_folder_without_a_run_is_used(tmp_path):
         train(config(tmp_path / "file" / "below"))
 
 
-def test_output_dir_is_filled_in(tmp_path):
+def test_output_dir_is_expanded(tmp_path):
     moment = time.struct_time((2026, 3, 4, 5, 6, 7, 0, 0, 0))
     assert expand("runs/{method}-{time}", "my_pkg.algo", moment) == Path("runs/algo-20260304-050607")
     run = train(config(tmp_path / "{method}-{time}", method="my_pkg.algo", max_steps=1), method="my_pkg.algo")
     assert run.dir.parent == tmp_path and run.dir.name.startswith("algo-20")
     saved = yaml.safe_load((run.dir / "config.yaml").read_text())
-    assert saved["output_dir"] == str(tmp_path / "{method}-{time}")  # so that --config starts another run
+    assert saved["output_dir"] == str(tmp_path / "{method}-{time}")  # so that --config starts a new run
     assert saved["method"] == "my_pkg.algo"
     train(resumed(run.dir, method="my_pkg.algo", max_steps=2), method="my_pkg.algo")
     assert yaml.safe_load((run.dir / "config.yaml").read_text())["output_dir"] == saved["output_dir"]
 
 
-def test_a_name_of_the_methods_own_leaves_what_resume_needs(tmp_path):
+def test_config_yaml_keeps_the_method_if_the_folder_has_another_name(tmp_path):
     run = train(config(tmp_path / "{method}", method="my_pkg.algo", max_steps=1), method="its_name")
     assert run.dir == tmp_path / "its_name" and run.method == "its_name"
     assert yaml.safe_load((run.dir / "config.yaml").read_text())["method"] == "my_pkg.algo"
-    run = train(config(tmp_path / "{method}", method="", max_steps=1), method="")  # a config made in Python
+    run = train(config(tmp_path / "{method}", method="", max_steps=1), method="")  # started from Python
     assert yaml.safe_load((run.dir / "config.yaml").read_text())["method"] == __name__
     assert run.dir == tmp_path / "test_run"
 
 
-def test_runs_begun_in_the_same_second_get_folders_of_their_own(tmp_path, monkeypatch):
+def test_runs_started_in_the_same_second_get_different_folders(tmp_path, monkeypatch):
     moment = time.localtime()
     monkeypatch.setattr(time, "localtime", lambda: moment)
     runs = [open_run(config(tmp_path / "{method}-{time}"), "sft") for _ in range(3)]
@@ -640,45 +621,37 @@ def test_runs_begun_in_the_same_second_get_folders_of_their_own(tmp_path, monkey
     assert [run.dir.name for run in runs] == [name, f"{name}-2", f"{name}-3"]
 
 
-def test_folder_in_use_by_another_process_is_refused(tmp_path):
+def test_folder_in_use_by_another_process_is_an_error(tmp_path):
     train(config(tmp_path / "a"))
     script = f"""
 import fcntl, sys
 file = open({str(tmp_path / "a" / ".lock")!r}, "ab")
 fcntl.lockf(file, fcntl.LOCK_EX)
-print("held", flush=True)
+print("locked", flush=True)
 sys.stdin.readline()
 """
     command = [sys.executable, "-c", script]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "held\n"
-        with pytest.raises(ValueError, match="another process is training in it"):
+        assert process.stdout.readline() == "locked\n"
+        with pytest.raises(ValueError, match="output_dir=.*a: another process"):
             open_run(resumed(tmp_path / "a"), "sft")
         process.communicate("\n")
     open_run(resumed(tmp_path / "a"), "sft").close()
 
 
-def test_state_that_cannot_be_saved_is_refused_before_training(tmp_path):
-    policy = make_policy()
-    optimizer = AdamW(policy.model.parameters())
-    schedule = LambdaLR(optimizer, lambda step: 1.0)
-    with open_run(config(tmp_path / "a"), "sft") as run:
-        run.begin(3, "")
-        with pytest.raises(ValueError, match="state_dict of rewards: holds a Tensor"):
-            run.restore(policy, optimizer, schedule, {"rewards": {"seen": torch.ones(1)}})
+def test_state_that_cannot_be_saved_is_an_error_before_training(tmp_path):
+    with restored_run(config(tmp_path / "a"), 3) as (run, (*state, _)):
+        with pytest.raises(ValueError, match="state_dict of rewards: contains a Tensor"):
+            run.restore(*state, {"rewards": {"seen": torch.ones(1)}})
 
 
-def test_non_finite_metric_stays_json(tmp_path):
-    policy = make_policy()
-    optimizer = AdamW(policy.model.parameters())
-    with open_run(config(tmp_path / "a"), "sft") as run:
-        run.begin(3, "")
-        run.restore(policy, optimizer, LambdaLR(optimizer, lambda step: 1.0), {})
+def test_non_finite_metric_is_null(tmp_path):
+    with restored_run(config(tmp_path / "a"), 3) as (run, _):
         run.log(1, {"loss/total": float("nan"), "optim/lr": 1e-3})
     assert rows(tmp_path / "a") == [{"step": 1, "loss/total": None, "optim/lr": 1e-3}]
 
 
-def test_finish_exports_reports_and_says_where(tmp_path, capsys):
+def test_finish_exports_reports_and_prints_the_paths(tmp_path, capsys):
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     tokenizers = pytest.importorskip("tokenizers")
@@ -700,12 +673,12 @@ def test_finish_exports_reports_and_says_where(tmp_path, capsys):
     loaded = AutoModelForCausalLM.from_pretrained(run.dir / "final")
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
     assert (run.dir / "report.html").stat().st_size > 1000
-    said = capsys.readouterr().out
-    assert "held-out exact_match: 0.250 before, 0.750 after (1 step)" in said
-    assert f"model: {run.dir / 'final'}" in said and f"report: {run.dir / 'report.html'}" in said
+    printed = capsys.readouterr().out
+    assert "held-out exact_match: 0.250 before, 0.750 after (1 step)" in printed
+    assert f"model: {run.dir / 'final'}" in printed and f"report: {run.dir / 'report.html'}" in printed
 
 
-if __name__ == "__main__":  # a process of its own, and one fork of it for each kill
+if __name__ == "__main__":  # a separate process that forks for each kill
     trainer.run.run.describe_model = lambda *args, **options: None
     for stop in sys.argv[2:]:
         child = os.fork()

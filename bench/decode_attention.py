@@ -1,11 +1,11 @@
-"""One decode step: attention over a paged cache with shared prompts, and the draw of the next token.
+"""One decode step: attention over a paged cache with shared prompts, and sampling of the next token.
 
     python -m bench.decode_attention [--out rows.jsonl] [--only attention draw] [--seconds 3]
 
-Heads and vocabulary of Qwen3-0.6B in bfloat16 on a GPU; small ones in float32 elsewhere, where the plain-torch twins
-run. The peer of attention is torch's over the keys and values of each row, gathered beforehand: a cache that holds the
-prompt once per row. `read_gb` is what a call must read, a prompt once for the rows of a tile; `gb_per_s` divides it by
-the time. The peer of the draw is log_softmax and multinomial. Rates count rows: one token each.
+Heads and vocabulary of Qwen3-0.6B in bfloat16 on a GPU; small sizes in float32 elsewhere, where the references
+run. The peer of attention is sdpa over the keys and values of each row, gathered beforehand: a cache with the
+prompt once per row. `read_gb` is the data that a call must read, a prompt once per tile; `gb_per_s` divides it by
+the time. The peer of draw is log_softmax and multinomial. Rates count rows, with one token each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PAGE = 64
 
 class Sizes(NamedTuple):
     heads: tuple[int, int, int]  # H, H_kv, K
-    steps: tuple[tuple[int, int, int, int], ...]  # rows, rows of a group, tokens of its prompt, own tokens of each row
+    steps: tuple[tuple[int, int, int, int], ...]  # rows, rows per group, prompt tokens, own tokens per row
     draws: tuple[int, ...]  # rows
     vocab: int
     dtype: torch.dtype
@@ -47,7 +47,7 @@ SIZES = {
 
 
 def lay_out(num_rows: int, group: int, prefix: int, own: int, device: torch.device) -> tuple[Rows, int]:
-    """Rows of whole groups with pages in random order, and the number of pages."""
+    """Build rows of whole groups with pages in random order; return them and the number of pages."""
     prefix_pages, own_pages, groups = -(-prefix // PAGE), -(-own // PAGE), num_rows // group
     total = groups * prefix_pages + num_rows * own_pages
     page = torch.randperm(total, generator=torch.Generator().manual_seed(0)).to(torch.int32)
@@ -77,7 +77,7 @@ def attention(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
             "ours": partial(decode_attention, query, keys, values, rows, **options),
             "sdpa, gathered before": partial(sdpa, query, *gathered, head_dim**-0.5),
         }
-        size = 2 * key_heads * head_dim * query.element_size()  # bytes of one token, keys and values
+        size = 2 * key_heads * head_dim * query.element_size()  # bytes per token, keys and values
         read = size * (num_rows // TILE_ROWS * prefix + num_rows * own)
         timings = alternate(calls, seconds=seconds)
         made += [
@@ -95,7 +95,7 @@ def attention(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
 
 
 def gather(cache: Tensor, rows: Rows, prefix: int, own: int) -> Tensor:  # (B, H_kv, P + own, K)
-    """The prefix and own tokens of each row, one after the other."""
+    """Gather the prefix and own tokens of each row."""
     steps = torch.arange(PAGE, device=cache.device)
     place = (rows.table.long()[:, :, None] * PAGE + steps).flatten(1)  # (B, slots)
     behind = -(-prefix // PAGE) * PAGE

@@ -1,10 +1,10 @@
-"""One frozen linear layer, forward and backward: its weight in bfloat16, in NF4 by our kernel, and by plain torch.
+"""One frozen linear layer, forward and backward: bfloat16 weight, NF4 with strop's kernel, NF4 with plain torch.
 
     python -m bench.nf4 [--out rows.jsonl] [--shape llama-3.1-8b] [--tokens 8192]
 
-The layer is the up projection of the model's MLP, with random weights. The error is that of the output against the
-product with the same weight in float32: for NF4 mostly that of the 4-bit codes. Rates count tokens; GiB is the peak of
-a pass beyond the layer and its input. bitsandbytes is measured where it is installed.
+The layer is the up projection of the model's MLP, with random weights. The error compares the output with the
+product with the same weight in float32; for NF4 it is mostly the code error. Rates count tokens; GiB is the peak
+of a pass, without the layer and its input. bitsandbytes is measured if installed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainer.plan import known_config
 
 
 class PlainLinear4bit(Linear4bit):
-    """By plain torch; autograd keeps the dequantised weight."""
+    """Plain torch version; autograd saves the dequantised weight."""
 
     def forward(self, x: Tensor) -> Tensor:  # (..., O)
         packed = nf4.Packed(self.codes, self.absmax)

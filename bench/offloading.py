@@ -1,11 +1,11 @@
-"""A checkpointed step with the inputs of blocks on the GPU, and with them in main memory (--activation-offloading).
+"""A checkpointed step with block inputs on the GPU, and in main memory (--activation-offloading).
 
     python -m bench.offloading [--out rows.jsonl] [--layers 28] [--rows 16] [--length 4096]
 
-Forward, clipped policy gradient and backward of one micro-batch, without an optimizer, for weights held in float32 and
-in bfloat16. The model is a Qwen3-1.7B shape with random weights on a GPU, a tiny one elsewhere. The error is the
-largest difference of a gradient to one of "on the GPU"; for that itself, between two of its runs, it shows whether
-kernels are deterministic. `planned_gib` is what trainer/plan.py expects for GiB, `host_gib` the main memory taken.
+Forward, clipped policy gradient and backward of one micro-batch, without an optimizer, for float32 and bfloat16
+weights. The model is a random Qwen3-1.7B on a GPU, a tiny model elsewhere. The error is the
+largest gradient difference to "on the GPU"; for "on the GPU" itself, between two runs, which shows whether
+kernels are deterministic. `planned_gib` is the estimate of trainer/plan.py for GiB, `host_gib` the main memory used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def largest_difference(got: dict[str, Tensor], other: dict[str, Tensor]) -> floa
 
 
 def planned(policy: Policy, held: torch.dtype, tokens: int, trained: int, *, offloading: bool) -> float:
-    """GiB of the step beyond weights and gradients."""
+    """Return the GiB of the step in addition to weights and gradients."""
     on_cuda = policy.device.type == "cuda"
     work = plan.Work(
         tokens=tokens, trained_tokens=trained, held=held.itemsize, compute=policy.compute_dtype.itemsize,

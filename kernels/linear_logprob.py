@@ -249,8 +249,8 @@ class TorchHead:
         self,
         start: int,
         chunk: _Chunk,
-        grad_logp: Tensor,  # (n,)
-        grad_entropy: Tensor | None,  # (n,)
+        grad_logp: Tensor,  # (N,) tokens of the chunk
+        grad_entropy: Tensor | None,  # (N,)
     ) -> _Plan:
         return _Plan(_active_tokens(grad_logp, grad_entropy) if self.skip else None, grad_logp, grad_entropy)
 

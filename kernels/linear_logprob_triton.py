@@ -539,8 +539,8 @@ class TritonHead:
         self,
         start: int,
         stats: Stats,
-        grad_logp: Tensor,  # (n,)
-        grad_entropy: Tensor | None,  # (n,)
+        grad_logp: Tensor,  # (N,) tokens of the chunk
+        grad_entropy: Tensor | None,  # (N,)
     ) -> Plan:
         plan, active, count = self._plan(start, stats, grad_logp, grad_entropy)
         if not self.skip:

@@ -258,8 +258,8 @@ def masks(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
     timings = alternate(entries, seconds=seconds)
     rows = []
     for name, timing in timings.items():
-        made = entries[name]()
-        counts = ((made.kv_num_blocks, partial_tiles.sum(dim=-1)), (made.full_kv_num_blocks, full.sum(dim=-1)))
+        mask = entries[name]()
+        counts = ((mask.kv_num_blocks, partial_tiles.sum(dim=-1)), (mask.full_kv_num_blocks, full.sum(dim=-1)))
         rows.append(make_row(
             "attention/masks", name, timing, shape={"T": length}, dtype="int32", work=length, unit="tokens",
             errors={"tiles": max(relative_error(got, exact) for got, exact in counts)},

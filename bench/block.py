@@ -87,8 +87,8 @@ def random(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, cou
 
 def step(call: Callable[..., Any], inputs: list[Tensor], slopes: list[Tensor]) -> dict[str, Tensor]:
     """Return outputs and gradients by name."""
-    made = call(*inputs)
-    outputs = made if isinstance(made, tuple) else (made,)
+    result = call(*inputs)
+    outputs = result if isinstance(result, tuple) else (result,)
     gradients = torch.autograd.grad(outputs, [x for x in inputs if x.requires_grad], slopes)
     named = {f"out{i}": x.detach() for i, x in enumerate(outputs)}
     return named | {f"d{i}": x for i, x in enumerate(gradients)}
@@ -135,18 +135,18 @@ def main(
 
     Args:
         out: File to append the rows to.
-        tokens: Of the micro-batch; None means 7700 on a GPU and 64 elsewhere.
-        only: Operations to measure, of norm, "head norm", rotation, activation; None means all.
-        seconds: Time for each loop, more where 15 rounds (3 on a CPU) take longer.
+        tokens: Tokens per micro-batch. None: 7700 on a GPU, 64 elsewhere.
+        only: Operations to measure: norm, "head norm", rotation, activation. None: all.
+        seconds: Minimum duration of each loop, which has at least 15 rounds (3 on a CPU).
     """
     require_commit()
     on_gpu = torch.cuda.is_available()
-    made = problems(tokens or (7700 if on_gpu else 64), QWEN3_1_7B if on_gpu else TINY, pick_device())
-    unknown = set(only or ()) - set(made)
+    cases = problems(tokens or (7700 if on_gpu else 64), QWEN3_1_7B if on_gpu else TINY, pick_device())
+    unknown = set(only or ()) - set(cases)
     if unknown:
-        raise ValueError(f"only={min(unknown)}: must be one of {', '.join(made)}")
-    for name in only or made:
-        emit(measure(name, made[name](), seconds), out)
+        raise ValueError(f"only={min(unknown)}: must be one of {', '.join(cases)}")
+    for name in only or cases:
+        emit(measure(name, cases[name](), seconds), out)
 
 
 if __name__ == "__main__":

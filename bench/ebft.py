@@ -72,7 +72,7 @@ class Work:
 
 
 class SharedRow:
-    """The trainer's own step."""
+    """Layout of the trainer."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -234,9 +234,9 @@ class Timed:
 
     def _time(self, part: str, call: Callable[[], Any]) -> Any:
         started = clock()
-        made = call()
+        result = call()
         self.seconds[part].append(clock() - started)
-        return made
+        return result
 
     def medians(self) -> dict[str, float]:
         """Return the median seconds per part, without the first call, which compiles."""
@@ -271,9 +271,9 @@ def make_work(shape: dict[str, Any], num_tokens: int, plan: dict[str, int], devi
 def gradient(way: SharedRow | StepMajor, ids: Tensor, advantage: Tensor) -> dict[str, Tensor]:
     model = way.work.policy.model
     way.train(ids, advantage)
-    made = {name: x.grad for name, x in model.named_parameters()}
+    gradients = {name: x.grad for name, x in model.named_parameters()}
     model.zero_grad(set_to_none=True)
-    return made
+    return gradients
 
 
 def widened(work: Work) -> Work:
@@ -335,8 +335,8 @@ def main(
 
     Args:
         out: File to append the rows to.
-        layers: Depth of the model; None means 28 on a GPU and 2 elsewhere.
-        tokens: Length of the document; None means 4096 on a GPU and 256 elsewhere.
+        layers: Depth of the model. None: 28 on a GPU, 2 elsewhere.
+        tokens: Length of the document. None: 4096 on a GPU, 256 elsewhere.
         stride: Tokens from one anchor to the next.
         context: Tokens before the first anchor.
         generated: Tokens of a continuation.

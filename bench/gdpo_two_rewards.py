@@ -81,30 +81,30 @@ def effects() -> dict[str, list[float]]:
 
 def changes(rewards: Tensor, estimate: Callable[[GroupRewards], Tensor]) -> list[float]:
     """Return the advantage with brackets minus the advantage without, for each completion of every group."""
-    made = []
+    changes = []
     for place in range(GROUP):
         both = []
         for brackets in (1.0, 0.0):
             changed = rewards.clone()
             changed[:, place, 1] = brackets
             both.append(estimate(GroupRewards.of(changed, torch.ones(2)))[:, place])
-        made += (both[0] - both[1]).tolist()
-    return made
+        changes += (both[0] - both[1]).tolist()
+    return changes
 
 
 def summary(rows: Sequence[Row]) -> str:
     """Summarize the first and last values of each method, averaged over seeds."""
     lines = []
     for method in METHODS:
-        own = [row for row in rows if row["method"] == method]
-        first, last = min(row["step"] for row in own), max(row["step"] for row in own)
+        runs = [row for row in rows if row["method"] == method]
+        first, last = min(row["step"] for row in runs), max(row["step"] for row in runs)
         cells = []
         for name in ("brackets", "distance"):
             before, after = (
-                statistics.fmean(row[name] for row in own if row["step"] == step) for step in (first, last)
+                statistics.fmean(row[name] for row in runs if row["step"] == step) for step in (first, last)
             )
             cells.append(f"{name} {before:.2f} -> {after:.2f}")
-        lines.append(f"{method}: {', '.join(cells)} after {last} steps, {len({row['seed'] for row in own})} seeds")
+        lines.append(f"{method}: {', '.join(cells)} after {last} steps, {len({row['seed'] for row in runs})} seeds")
     return "\n".join(lines)
 
 
@@ -177,16 +177,16 @@ def main(
         draw: Take the numbers from --rows instead of training.
     """
     if draw:
-        made = [json.loads(line) for line in rows.read_text().splitlines()]
+        results = [json.loads(line) for line in rows.read_text().splitlines()]
     else:
-        made = [row for seed in seeds for method in METHODS for row in train(method, seed, max_steps)]
+        results = [row for seed in seeds for method in METHODS for row in train(method, seed, max_steps)]
         rows.parent.mkdir(parents=True, exist_ok=True)
-        rows.write_text("".join(json.dumps(row) + "\n" for row in made))
+        rows.write_text("".join(json.dumps(row) + "\n" for row in results))
     changed = effects()
     for method in METHODS:
         print(f"{method}: brackets add {statistics.median(changed[method]):.3f} to an advantage (median)")
-    print(summary(made))
-    draw_figure(made, changed, figure)
+    print(summary(results))
+    draw_figure(results, changed, figure)
 
 
 if __name__ == "__main__":

@@ -73,14 +73,14 @@ def make_problem(
     common = min(width, teacher_width) * 3 // 4
     scale = (teacher_width / width) ** 0.5
     teacher_hidden[:, :common], teacher_weight[:, :common] = hidden[:, :common] * scale, weight[:, :common] / scale
-    made = [x.to(dtype) for x in (hidden, weight, teacher_hidden, teacher_weight)]
-    return Problem(made[0].requires_grad_(), made[1].requires_grad_(), *made[2:], beta=0.5)
+    tensors = [x.to(dtype) for x in (hidden, weight, teacher_hidden, teacher_weight)]
+    return Problem(tensors[0].requires_grad_(), tensors[1].requires_grad_(), *tensors[2:], beta=0.5)
 
 
-def with_gradients(p: Problem, loss: Tensor, **made: Tensor) -> Made:
+def with_gradients(p: Problem, loss: Tensor, **values: Tensor) -> Made:
     leaves = p.leaves()
     grads = torch.autograd.grad(loss, list(leaves.values()))
-    return {name: x.detach() for name, x in made.items()} | dict(zip(leaves, grads, strict=True))
+    return {name: x.detach() for name, x in values.items()} | dict(zip(leaves, grads, strict=True))
 
 
 def ours(p: Problem) -> Made:
@@ -210,7 +210,7 @@ def main(
         out: File to append the rows to.
         shapes: Names of the shapes to measure; none given means those that suit this machine.
         only: Sections to run; none given means all on a GPU, jsd on a CPU.
-        seconds: Time for each section and shape, more where 15 rounds (3 on a CPU) take longer.
+        seconds: Minimum duration per section and shape, with at least 15 rounds (3 on a CPU).
     """
     require_commit()
     unknown = set(shapes) - SHAPES.keys()

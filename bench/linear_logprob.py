@@ -181,15 +181,15 @@ def measure(
 
 def errors_of(entries: dict[str, Entry]) -> dict[str, dict[str, float]]:
     """Return the relative distance to float64 of all results of each entry, on the same sample of rows."""
-    found: dict[str, dict[str, float]] = {}
+    errors: dict[str, dict[str, float]] = {}
     for problem in {id(entry.problem): entry.problem for entry in entries.values()}.values():
         few = sample(problem)
         truth = exact(few)
         for name, entry in entries.items():
             if entry.problem is problem:
-                made = entry.solve(few)
-                found[name] = {key: relative_error(x, truth[entry.loss][key]) for key, x in made.items()}
-    return {name: found[name] for name in entries}
+                results = entry.solve(few)
+                errors[name] = {key: relative_error(x, truth[entry.loss][key]) for key, x in results.items()}
+    return {name: errors[name] for name in entries}
 
 
 def main(
@@ -201,7 +201,7 @@ def main(
         out: File to append the rows to.
         shapes: Names of the shapes to measure; none given means those that suit this machine.
         only: Sections to run; none given means all on a GPU, forward and loss on a CPU.
-        seconds: Time for each section and shape, more where 15 rounds (3 on a CPU) take longer.
+        seconds: Minimum duration per section and shape, with at least 15 rounds (3 on a CPU).
     """
     require_commit()
     on_cuda = torch.cuda.is_available()

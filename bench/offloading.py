@@ -56,25 +56,25 @@ def measure(shape: dict[str, Any], num_rows: int, length: int, held: torch.dtype
         if name == "offloaded":
             slabs[name] = offload_inputs(policies[name].model.base_model.layers, device).slabs
     first = policies["on the GPU"]
-    made = make_batches(work.items, max_tokens=num_rows * length, multiple=first.row_multiple)
-    batches = [batch.to(device) for batch in made]
+    micro_batches = make_batches(work.items, max_tokens=num_rows * length, multiple=first.row_multiple)
+    batches = [batch.to(device) for batch in micro_batches]
     assert len(batches) == 1, len(batches)
     calls = {name: partial(step, policy, work, batches, packed_states) for name, policy in policies.items()}
     timings = alternate(calls, seconds=seconds, rounds=5)
     kept = calls["on the GPU"]() if "on the GPU" in timings else None
     sizes = {"rows": num_rows, "T": length, "layers": shape["num_hidden_layers"], "D": shape["hidden_size"]}
-    found = []
+    rows = []
     for name, timing in timings.items():
         gap = largest_difference(calls[name](), kept) if kept is not None else float("nan")
         tokens, is_offloaded = batches[0].num_computed, name in slabs
         gib = planned(policies[name], held, tokens, work.num_trained, offloading=is_offloaded)
         host = slabs[name].count * SLAB / GIB if is_offloaded else 0.0
-        found.append(make_row(
+        rows.append(make_row(
             "offloading", name, timing, shape=sizes, dtype=str(held).removeprefix("torch."), work=tokens,
             unit="tokens", errors={"largest gradient difference": gap},
             against={"on the GPU": timings.get("on the GPU")}, extra={"planned_gib": gib, "host_gib": host},
         ))  # fmt: skip
-    return found
+    return rows
 
 
 def main(
@@ -89,11 +89,11 @@ def main(
 
     Args:
         out: File to append the rows to.
-        layers: Depth of the model; None means 28 on a GPU and 2 elsewhere.
-        rows: Sequences of the micro-batch; None means 16 on a GPU and 2 elsewhere.
-        length: Tokens of a sequence, half of which train; None means 4096 on a GPU and 32 elsewhere.
+        layers: Depth of the model. None: 28 on a GPU, 2 elsewhere.
+        rows: Sequences per micro-batch. None: 16 on a GPU, 2 elsewhere.
+        length: Tokens per sequence; half of them are trained. None: 4096 on a GPU, 32 elsewhere.
         held: Dtypes of the weights.
-        seconds: Time for the loop, more where 5 rounds take longer.
+        seconds: Minimum duration of the loop, which has at least 5 rounds.
     """
     require_commit()
     on_cuda = torch.cuda.is_available()

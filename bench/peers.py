@@ -104,10 +104,10 @@ def surrogate(problem: Problem, logp: Tensor, index: Tensor | slice = slice(None
     return out.terms["policy"].sum / len(problem.target)
 
 
-def with_gradients(problem: Problem, loss: Tensor, **made: Tensor) -> Made:
+def with_gradients(problem: Problem, loss: Tensor, **values: Tensor) -> Made:
     leaves = problem.leaves()
     grads = torch.autograd.grad(loss, list(leaves.values()))  # fresh tensors, not accumulated into .grad
-    return {name: x.detach() for name, x in made.items()} | dict(zip(leaves, grads, strict=True))
+    return {name: x.detach() for name, x in values.items()} | dict(zip(leaves, grads, strict=True))
 
 
 def exact(problem: Problem) -> dict[str, Made]:
@@ -169,8 +169,8 @@ def ours_one_pass(p: Problem, *, entropy: bool = False) -> Made:
     loss, parts = linear_logprob_loss(p.hidden, p.weight, p.target, loss_fn, entropy=entropy, ignore_index=None)
     order, *columns = (torch.cat(column) for column in zip(*parts, strict=True))
     names = TokenLogps._fields[: len(columns)]  # entropy only if requested
-    made = {name: torch.empty_like(x).index_copy(0, order, x) for name, x in zip(names, columns, strict=True)}
-    return with_gradients(p, loss, **made)
+    values = {name: torch.empty_like(x).index_copy(0, order, x) for name, x in zip(names, columns, strict=True)}
+    return with_gradients(p, loss, **values)
 
 
 def ours_general(p: Problem, *, entropy: bool = False) -> Made:
@@ -183,8 +183,8 @@ def trl_logps(p: Problem, *, entropy: bool) -> tuple[Tensor, Tensor]:
     from trl.kernels import ChunkedLogProbFunction
 
     outputs = ("log_probs", "entropy") if entropy else ("log_probs",)
-    made = ChunkedLogProbFunction.apply(p.hidden, p.weight, None, p.target, 1.0, TRL_VOCAB_CHUNK, None, 1.0, outputs)
-    return made[0], made[1]
+    result = ChunkedLogProbFunction.apply(p.hidden, p.weight, None, p.target, 1.0, TRL_VOCAB_CHUNK, None, 1.0, outputs)
+    return result[0], result[1]
 
 
 def trl(p: Problem, *, entropy: bool = False) -> Made:

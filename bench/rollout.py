@@ -81,8 +81,8 @@ def make_work(case: Case, lengths: Lengths, vocab_size: int) -> Work:
     limits = [case.completion] * count
     if lengths == "lognormal":
         limits = [max(1, min(case.completion, round(MEDIAN * rng.lognormvariate(0, SIGMA)))) for _ in limits]
-    own = [{"max_tokens": limit} if HAS_LIMITS and lengths != "full" else {} for limit in limits]
-    requests = [Request(prompt_ids=ids[i // case.group], seed=i, **own[i]) for i in range(count)]
+    limit_options = [{"max_tokens": limit} if HAS_LIMITS and lengths != "full" else {} for limit in limits]
+    requests = [Request(prompt_ids=ids[i // case.group], seed=i, **limit_options[i]) for i in range(count)]
     return Work(case, lengths, requests, limits)
 
 
@@ -175,20 +175,20 @@ class Bench:
     ) -> None:
         """Time providers alternately; `started` is when the engine's creation began, if this is its first case."""
         times: dict[str, list[float]] = {name: [] for name in providers}
-        made: dict[str, list[Completion]] = {}
+        completions: dict[str, list[Completion]] = {}
         first_answer = 0.0
         with watched() as used:
             for number in range(self.rounds + 1):
                 for name, generate in providers.items():
-                    begun = time.perf_counter()
-                    made[name] = generate()
-                    seconds = time.perf_counter() - begun
+                    started_at = time.perf_counter()
+                    completions[name] = generate()
+                    seconds = time.perf_counter() - started_at
                     first_answer = first_answer or time.perf_counter()
                     if number:  # the first round warms up
                         times[name].append(1000 * seconds)
-                    said = f"{work.tokens / seconds:,.0f} tokens/s" + ("" if number else " (warming up)")
+                    speed = f"{work.tokens / seconds:,.0f} tokens/s" + ("" if number else " (warming up)")
                     print(
-                        f"{name}, {'x'.join(map(str, work.case))} {work.lengths}: {seconds:.2f} s, {said}", flush=True
+                        f"{name}, {'x'.join(map(str, work.case))} {work.lengths}: {seconds:.2f} s, {speed}", flush=True
                     )
         timings = {name: Timing(taken, max(used) or None) for name, taken in times.items()}
         known = self.done.setdefault((work.case, work.lengths), {})
@@ -201,7 +201,7 @@ class Bench:
                 self.full_rates.setdefault(name, rate)
             elif name in self.full_rates:
                 extra["over_full_rate"] = rate / self.full_rates[name]
-            emit([self.row(work, name, timing, known | timings, made[name], score, extra)], self.out)
+            emit([self.row(work, name, timing, known | timings, completions[name], score, extra)], self.out)
         known |= timings
 
     def row(
@@ -236,9 +236,9 @@ def run_local(bench: Bench, works: Sequence[Work], **options: Any) -> None:
             call = {"local": lambda work=work, sampling=sampling: engine.generate(work.requests, sampling)}
             bench.measure(work, call, engine.logps, started)
             started = None
-        said = {name: value for name, value in engine.metrics().items() if isinstance(value, int | float)}
-        if said:
-            print("local:", ", ".join(f"{name} {value:.4g}" for name, value in said.items()), flush=True)
+        metrics = {name: value for name, value in engine.metrics().items() if isinstance(value, int | float)}
+        if metrics:
+            print("local:", ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()), flush=True)
     finally:
         engine.close()
 
@@ -264,8 +264,10 @@ def run_vllm(bench: Bench, works: Sequence[Work], folder: Path, vllm: VllmConfig
                 for limit, rows in groups.items()
             }  # all in flight together
             wait(futures.values())
-            made = {i: c for limit, rows in groups.items() for i, c in zip(rows, futures[limit].result(), strict=True)}
-            return [made[i] for i in range(len(work.requests))]
+            results = {
+                i: c for limit, rows in groups.items() for i, c in zip(rows, futures[limit].result(), strict=True)
+            }
+            return [results[i] for i in range(len(work.requests))]
 
         for work in works:
             calls = {

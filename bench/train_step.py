@@ -160,11 +160,11 @@ def main(
 
     Args:
         out: File to append the rows to.
-        layers: Depth of the model; None means 28 on a GPU and 2 elsewhere.
+        layers: Depth of the model. None: 28 on a GPU, 2 elsewhere.
         group: Completions of the prompt.
-        prompt: Tokens of the prompt; None means 2048 on a GPU and 128 elsewhere.
-        completion: Tokens of each completion; None means 512 on a GPU and 32 elsewhere.
-        seconds: Time for the loop, more where 15 rounds (3 on a CPU) take longer.
+        prompt: Prompt tokens. None: 2048 on a GPU, 128 elsewhere.
+        completion: Tokens per completion. None: 512 on a GPU, 32 elsewhere.
+        seconds: Minimum duration of the loop, which has at least 15 rounds (3 on a CPU).
     """
     require_commit()
     on_cuda = torch.cuda.is_available()

@@ -278,7 +278,7 @@ def main(results: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path]) -
 
     Args:
         results: What `bench.runs.results run` wrote.
-        out: The page; pictures are written beside it.
+        out: The page; figures are written to the same folder.
     """
     write_page(read(results), out)
 

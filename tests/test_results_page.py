@@ -62,7 +62,7 @@ def test_selection_adds_required_runs_and_skips_finished_runs():
     chosen = results.chosen_jobs(("opd-arithmetic", "dpo-harmless-1"), set())
     assert list(chosen) == ["start-0", "grpo-arithmetic-0", "opd-arithmetic-0", "dpo-harmless-1"]
     assert "start-0" not in results.chosen_jobs(("opd-arithmetic",), {"start-0"})
-    with pytest.raises(SystemExit, match="only=dpo-helpful: is no run"):
+    with pytest.raises(SystemExit, match="only=dpo-helpful:"):
         results.chosen_jobs(("dpo-helpful",), set())
 
 
@@ -187,7 +187,7 @@ def test_failures_are_detected():
 
 
 def test_quick_rows_are_rejected():
-    with pytest.raises(SystemExit, match="start-0: made with --quick"):
+    with pytest.raises(SystemExit, match="start-0: .*--quick"):
         results_page.latest([made_up("start-0", quick=True)])
     row = json.loads(json.dumps(made_up("start-0")))
     assert results_page.latest([{**row, "wall_s": 1.0}, row])["start-0"]["wall_s"] == 60.0  # the last one counts

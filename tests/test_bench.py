@@ -406,9 +406,9 @@ def test_ebft_layouts_reward_alike():
     work = ebft.make_work(ebft.TINY, 21, plan, torch.device("cpu"))
     shared, step_major = ebft.SharedRow(work), ebft.StepMajor(work)
     ids = torch.randint(512, (5, 4, 3), generator=torch.Generator().manual_seed(2))
-    advantage = shared.judge(ids)
+    advantage = shared.add_rewards(ids)
     assert advantage.shape == (5, 4) and advantage.std() > 0.01
-    assert torch.allclose(step_major.judge(ids), advantage, atol=1e-5)
+    assert torch.allclose(step_major.add_rewards(ids), advantage, atol=1e-5)
 
 
 def test_step_major_rows_match_the_authors_layout():

@@ -1,4 +1,4 @@
-"""Benchmarks; their rows lie in bench/results/."""
+"""Benchmarks; their rows are in bench/results/."""
 
 import strop_names
 

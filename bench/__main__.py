@@ -1,4 +1,4 @@
-"""make bench: every benchmark that runs on this machine."""
+"""Run every benchmark that this machine supports (make bench)."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""One AdamW step on bfloat16 weights and moments: our kernel, torch's fused one, and torchao's.
+"""One AdamW step on bfloat16 weights and moments: strop's kernel, torch's fused AdamW, and torchao's.
 
     python -m bench.adamw [--out rows.jsonl] [--shape qwen3-1.7b]
 
-All parameters of the model, random. Ours and torchao's round at random, torch's to the nearest. The error is that of
-the mean over all weights of what the step adds to them, against the exact step: to the nearest most of it is lost.
-Clipped: with the global norm of the gradients, which torch's clip_grad_norm_ then scales in memory; ours are scaled
-while the step reads them, as in training. Rates count weights; a step reads and writes seven numbers of two bytes for
-each, the norm reads one more, and scaling in memory reads and writes two more.
+All parameters of the model have random values. strop and torchao round stochastically, torch rounds to nearest. The
+error is the relative error of the mean weight change; rounding to nearest loses most of the change. The clipped
+providers also compute the global gradient norm. torch's clip_grad_norm_ scales gradients in memory, strop scales them
+while the step reads them, as in training. Rates count weights. For each weight a step reads and writes seven 2-byte
+values, the norm reads another, and scaling in memory reads and writes two more.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BETAS = (0.9, 0.999)
 
 
 def parameters_of(shape: str, device: torch.device) -> list[nn.Parameter]:
-    """Random weights, and gradients of one sign, so that all weights move the same way."""
+    """Create random weights, and gradients of one sign, so that all weights move in the same direction."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     from bench.train_step import TINY
@@ -39,16 +39,16 @@ def parameters_of(shape: str, device: torch.device) -> list[nn.Parameter]:
     with torch.device("meta"):
         sizes = [p.shape for p in AutoModelForCausalLM.from_config(config).parameters()]
     torch.manual_seed(0)
-    made = []
+    parameters = []
     for size in sizes:
         parameter = nn.Parameter(torch.randn(size, device=device).mul_(0.02).to(torch.bfloat16))
         parameter.grad = torch.rand(size, device=device).add_(0.5).to(torch.bfloat16)
-        made.append(parameter)
-    return made
+        parameters.append(parameter)
+    return parameters
 
 
 def steps(parameters: list[nn.Parameter]) -> dict[str, Callable[[], object]]:
-    """What each provider does in a step; each has moments of its own."""
+    """Return each provider's step; each has its own moments."""
     groups = [{"params": parameters, "weight_decay": 0.0}]
     limit = 0.5 * values_to_check(parameters, None)[0].item()
 
@@ -65,38 +65,39 @@ def steps(parameters: list[nn.Parameter]) -> dict[str, Callable[[], object]]:
     def gated(optimizer: RoundedAdamW) -> None:
         gated_step(optimizer, values_to_check(parameters, None), limit)
 
-    made: dict[str, Callable[[], object]] = {
+    providers: dict[str, Callable[[], object]] = {
         "ours": ours().step,
         "torch, to the nearest": fused().step,
-        "ours, clipped": partial(gated, ours()),  # before torch's has scaled the gradients
+        "ours, clipped": partial(gated, ours()),  # before torch's provider has scaled the gradients
         "torch, clipped": partial(clipped, fused()),
     }
     try:
         from torchao.optim import _AdamW
     except ImportError:
         print("torchao: not installed", flush=True)
-        return made
-    return made | {"torchao": _AdamW(groups, lr=RATE, betas=BETAS, weight_decay=0.0, bf16_stochastic_round=True).step}
+        return providers
+    torchao = _AdamW(groups, lr=RATE, betas=BETAS, weight_decay=0.0, bf16_stochastic_round=True)
+    return providers | {"torchao": torchao.step}
 
 
 @torch.no_grad()
-def lost(step: Callable[[], object], parameters: list[nn.Parameter]) -> float:
-    """How far the mean change of all weights is from that of an exact first step, which is the rate for each."""
+def change_error(step: Callable[[], object], parameters: list[nn.Parameter]) -> float:
+    """Return the relative error of the mean weight change; the exact first step changes each weight by -RATE."""
     before = [p.clone() for p in parameters]
     step()
-    moved = sum((p.double() - old.double()).sum() for p, old in zip(parameters, before, strict=True))
+    change = sum((p.double() - old.double()).sum() for p, old in zip(parameters, before, strict=True))
     for p, old in zip(parameters, before, strict=True):
         p.copy_(old)
-    assert isinstance(moved, Tensor)
-    return abs(moved.item() / sum(p.numel() for p in parameters) / -RATE - 1.0)
+    assert isinstance(change, Tensor)
+    return abs(change.item() / sum(p.numel() for p in parameters) / -RATE - 1.0)
 
 
 def measure(shape: str, seconds: float) -> list[Row]:
     parameters = parameters_of(shape, pick_device())
     num = sum(p.numel() for p in parameters)
-    made = steps(parameters)
-    errors = {name: lost(step, parameters) for name, step in made.items()}
-    timings = alternate(made, seconds=seconds)
+    providers = steps(parameters)
+    errors = {name: change_error(step, parameters) for name, step in providers.items()}
+    timings = alternate(providers, seconds=seconds)
     return [
         make_row(
             "adamw", name, timing, shape={"weights": num, "tensors": len(parameters)}, dtype="bfloat16", work=num,
@@ -112,8 +113,8 @@ def main(out: Path | None = None, shape: str | None = None, seconds: float = 3.0
 
     Args:
         out: File to append the rows to.
-        shape: One of trainer.plan's, or tiny; None means qwen3-1.7b on a GPU and tiny elsewhere.
-        seconds: Time for the loop, more where 15 rounds (3 on a CPU) take longer.
+        shape: A model of trainer.plan, or tiny. None: qwen3-1.7b on a GPU, tiny elsewhere.
+        seconds: Minimum duration of the loop, which has at least 15 rounds (3 on a CPU).
     """
     require_commit()
     emit(measure(shape or ("qwen3-1.7b" if torch.cuda.is_available() else "tiny"), seconds), out)

@@ -1,10 +1,10 @@
-"""Attention over packed rows, shared prompts and strided rows, forward and backward: flex against its alternatives.
+"""Attention over packed rows, shared prompts and strided rows, forward and backward: flex vs. alternatives.
 
     python -m bench.attention [--out rows.jsonl] [--only packed shared strided masks] [--seconds 3]
 
-Heads of Qwen3-1.7B on a GPU; small ones elsewhere, where only dense masks have a backward. Masks are made beforehand,
-as one serves all layers; section `masks` times the making. Rates count the tokens that the layout stands for, a prompt
-once for each of its completions; `tflops` counts the products of visible pairs only. Errors are those of the heads that
+Heads of Qwen3-1.7B on a GPU; small heads elsewhere, where only dense masks have a backward. Masks are built beforehand,
+because one mask serves all layers; section `masks` times building them. Rates count logical tokens, a prompt
+once per completion; `tflops` counts only products of visible pairs. Errors cover the heads that
 share the first key head, whose float64 scores fit in memory.
 """
 
@@ -51,7 +51,7 @@ SIZES = {
 
 
 class Problem(NamedTuple):
-    """Inputs of attention over R rows, and the gradient of its output."""
+    """Inputs of attention over R rows, and the gradient of the output."""
 
     query: Tensor  # (R, H, T, K)
     key: Tensor  # (R, H_kv, T, K)
@@ -71,12 +71,12 @@ class Problem(NamedTuple):
         return dense_mask(self.spans, self.length)
 
     def num_pairs(self) -> int:
-        """Visible pairs of a query and a key."""
+        """Number of visible query-key pairs."""
         runs = (self.spans.prefix_stop - self.spans.prefix_start) + (self.spans.own_stop - self.spans.own_start)
         return int(runs.sum())
 
     def at(self, places: Tensor, spans: Spans) -> Problem:  # places (R', T')
-        """The same tokens in other places: rows that repeat some of them."""
+        """Rearrange the tokens into rows that may repeat some of them."""
         tensors = (x.detach()[0][:, places].transpose(0, 1) for x in self[:4])  # (R', H, T', K)
         query, key, value, weight = (x.contiguous() for x in tensors)
         return Problem(query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), weight, spans)
@@ -117,7 +117,7 @@ def flex(problem: Problem) -> Attend:
 
 
 def dense_sdpa(problem: Problem) -> Attend:
-    """As transformers calls sdpa with a mask: key heads repeated."""
+    """Call sdpa with a mask like transformers, with repeated key heads."""
     mask, repeats = problem.dense(), problem.query.shape[1] // problem.key.shape[1]
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def causal_sdpa(problem: Problem) -> Attend:
 
 
 def errors_of(problem: Problem, got: dict[str, Tensor]) -> dict[str, float]:
-    """Distances to float64, over the query heads of the first key head."""
+    """Return distances to float64, over the query heads of the first key head."""
     few = {"out": problem.query.shape[1] // problem.key.shape[1], "dk": 1, "dv": 1}
     few["dq"] = few["out"]
     heads = (few["dq"], 1, 1, few["out"])
@@ -149,7 +149,7 @@ def measure(
     rows = []
     for name, timing in timings.items():
         problem, attend = entries[name]
-        # Forward: scores and output; backward: scores again, and the gradients of four operands.
+        # Forward: scores and output; backward: scores, and the gradients of four operands.
         flops = 7 * 2 * problem.num_pairs() * problem.query.shape[1] * problem.query.shape[3]
         rows.append(make_row(
             f"attention/{section}", name, timing, shape=shape, dtype=str(problem.query.dtype).removeprefix("torch."),
@@ -161,7 +161,7 @@ def measure(
 
 
 def packed(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
-    """Causal sequences of uneven lengths in one row, as a step of DPO has them; nothing is shared."""
+    """Measure causal sequences of uneven lengths in one row, as in DPO, without shared prompts."""
     longest = sizes.prompt // 2
     lengths = [longest // 4 + (7 * i * longest // 16) % longest for i in range(16)]
     lengths[-1] += -sum(lengths) % TILE
@@ -180,7 +180,7 @@ def packed(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
 
 
 def varlen(problem: Problem, lengths: list[int]) -> Attend:
-    """torch's variable-length attention, in whichever form this version has it."""
+    """Run torch's variable-length attention, whose API depends on the version."""
     from torch.nn.attention.varlen import varlen_attn
 
     takes = signature(varlen_attn).parameters
@@ -200,7 +200,7 @@ def varlen(problem: Problem, lengths: list[int]) -> Attend:
 
 
 def shared(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
-    """One prompt and its completions: the prompt laid once, or once for each of them."""
+    """Measure one prompt and its completions: one copy of the prompt, or one per completion."""
     group, length = sizes.completions, sizes.prompt + sizes.completion
     problem = draw_problem(sizes, shared_prompt(sizes.prompt, group, sizes.completion, device))
     own = sizes.prompt + torch.arange(group * sizes.completion, device=device).view(group, -1)
@@ -240,7 +240,7 @@ def strided_spans(sizes: Sizes, device: torch.device) -> Spans:
 
 
 def masks(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
-    """Tile lists from the spans, against torch's own, which looks at every pair."""
+    """Measure building tile lists from spans vs. torch's create_block_mask, which evaluates every pair."""
     spans = strided_spans(sizes, device)
     length = spans.own_start.shape[1]
     see = SpanMask(spans)
@@ -258,8 +258,8 @@ def masks(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
     timings = alternate(entries, seconds=seconds)
     rows = []
     for name, timing in timings.items():
-        made = entries[name]()
-        counts = ((made.kv_num_blocks, partial_tiles.sum(dim=-1)), (made.full_kv_num_blocks, full.sum(dim=-1)))
+        mask = entries[name]()
+        counts = ((mask.kv_num_blocks, partial_tiles.sum(dim=-1)), (mask.full_kv_num_blocks, full.sum(dim=-1)))
         rows.append(make_row(
             "attention/masks", name, timing, shape={"T": length}, dtype="int32", work=length, unit="tokens",
             errors={"tiles": max(relative_error(got, exact) for got, exact in counts)},

@@ -1,9 +1,9 @@
-"""The small operations of a block in training, forward and backward: our kernels and transformers' eager modules.
+"""Elementwise block operations in training, forward and backward: strop's kernels vs. transformers' eager modules.
 
     python -m bench.block [--out rows.jsonl] [--tokens 7700] [--only norm rotation] [--seconds 2]
 
-Sizes of Qwen3-1.7B in bfloat16 on a GPU; small ones elsewhere, where the plain-torch twins run. Norm is that of the
-residual stream, head norm that of the queries; both weights train. The floor is a copy in memory of `moved_gb`, the
+Sizes of Qwen3-1.7B in bfloat16 on a GPU; small sizes elsewhere, where the references run. Norm is the norm of the
+residual stream, head norm the norm of the queries; both weights train. The floor is a memory copy of `moved_gb`, the
 bytes that a forward and a backward pass must read and write. Errors are against float64. Rates count tokens.
 """
 
@@ -31,7 +31,7 @@ class Problem(NamedTuple):
     shape: dict[str, int]
     inputs: list[Tensor]
     slopes: list[Tensor]  # gradients of the outputs
-    moved: int  # how many times each of the `per_pass` numbers is read or written, both passes together
+    moved: int  # reads and writes of each of the `per_pass` elements, both passes together
     per_pass: int
     calls: dict[str, Callable[..., Any]]
     exact: Callable[..., Any]
@@ -54,7 +54,7 @@ def norm(tokens: int, heads: tuple[int, ...], width: int, device: torch.device, 
 
 
 def rotation(tokens: int, sizes: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Problem:
-    """Read and write queries and keys, and so for their gradients."""
+    """Read and write queries and keys, and their gradients."""
     from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
     heads, key_heads, size = sizes["num_attention_heads"], sizes["num_key_value_heads"], sizes["head_dim"]
@@ -86,9 +86,9 @@ def random(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, cou
 
 
 def step(call: Callable[..., Any], inputs: list[Tensor], slopes: list[Tensor]) -> dict[str, Tensor]:
-    """Outputs and gradients by name."""
-    made = call(*inputs)
-    outputs = made if isinstance(made, tuple) else (made,)
+    """Return outputs and gradients by name."""
+    result = call(*inputs)
+    outputs = result if isinstance(result, tuple) else (result,)
     gradients = torch.autograd.grad(outputs, [x for x in inputs if x.requires_grad], slopes)
     named = {f"out{i}": x.detach() for i, x in enumerate(outputs)}
     return named | {f"d{i}": x for i, x in enumerate(gradients)}
@@ -135,18 +135,18 @@ def main(
 
     Args:
         out: File to append the rows to.
-        tokens: Of the micro-batch; None means 7700 on a GPU and 64 elsewhere.
-        only: Operations to measure, of norm, "head norm", rotation, activation; None means all.
-        seconds: Time for each loop, more where 15 rounds (3 on a CPU) take longer.
+        tokens: Tokens per micro-batch. None: 7700 on a GPU, 64 elsewhere.
+        only: Operations to measure: norm, "head norm", rotation, activation. None: all.
+        seconds: Minimum duration of each loop, which has at least 15 rounds (3 on a CPU).
     """
     require_commit()
     on_gpu = torch.cuda.is_available()
-    made = problems(tokens or (7700 if on_gpu else 64), QWEN3_1_7B if on_gpu else TINY, pick_device())
-    unknown = set(only or ()) - set(made)
+    cases = problems(tokens or (7700 if on_gpu else 64), QWEN3_1_7B if on_gpu else TINY, pick_device())
+    unknown = set(only or ()) - set(cases)
     if unknown:
-        raise ValueError(f"only={min(unknown)}: unknown; there is {', '.join(made)}")
-    for name in only or made:
-        emit(measure(name, made[name](), seconds), out)
+        raise ValueError(f"only={min(unknown)}: must be one of {', '.join(cases)}")
+    for name in only or cases:
+        emit(measure(name, cases[name](), seconds), out)
 
 
 if __name__ == "__main__":

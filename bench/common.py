@@ -1,8 +1,8 @@
-"""Rows, timing and printing shared by the benchmarks. A row without its errors, hardware and commit does not exist.
+"""Rows, timing and printing shared by the benchmarks. Every row has its errors, hardware and commit.
 
-Providers of one measurement take turns inside one loop, so a machine that heats up slows all of them; every ratio in a
-row is between two providers of the same loop. On CUDA a call is timed by events on the device, after a write that
-pushes its inputs out of the L2 cache; elsewhere by the clock.
+Providers alternate inside one loop, so a machine that heats up slows all of them; every ratio in a row is between two
+providers of the same loop. On CUDA a call is timed by device events, after a write that evicts its inputs from the L2
+cache; elsewhere by the clock.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ QWEN3_0_6B = QWEN3_1_7B | {"hidden_size": 1024, "intermediate_size": 3072}
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One measurement: what, how long, how much memory, how wrong, against what, on what."""
+    """One measurement."""
 
     bench: str
     provider: str
@@ -50,11 +50,11 @@ class Row:
     ms_p80: float
     rate: float  # `unit` per second
     unit: str
-    peak_gib: float | None  # most memory held during the call beyond its inputs and what it returns; None on a CPU
-    errors: dict[str, float]  # relative Frobenius distance to the same in float64 (a bf16 model: float32), by quantity
-    floor_ms: float | None  # the matrix products it cannot do without, timed in the same loop
+    peak_gib: float | None  # peak memory of the call, excluding inputs and results; None on a CPU
+    errors: dict[str, float]  # quantity -> relative Frobenius distance to float64 (for a bf16 model, to float32)
+    floor_ms: float | None  # unavoidable matrix products, timed in the same loop
     ratio_to_floor: float | None
-    ratio_to: dict[str, float]  # own time over that of another provider of the same loop
+    ratio_to: dict[str, float]  # time relative to another provider of the same loop
     extra: dict[str, float]
     hardware: str
     versions: dict[str, str]
@@ -94,48 +94,48 @@ def hardware() -> str:
 
 @cache
 def versions() -> dict[str, str]:
-    """Python, CUDA and every package here that a row could depend on."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python, CUDA and every installed package that a row could depend on."""
+    installed = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
+    return installed | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
 
 
 @cache
 def commit() -> str:
-    """STROP_COMMIT where it is set (a copy of the tree whose git knows nothing of it), else what git says."""
+    """Return STROP_COMMIT if set (for a copy of the tree without git), otherwise git's description."""
     if name := os.environ.get("STROP_COMMIT", ""):
         return name
     try:
-        found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-        name = found.stdout.strip() if found.returncode == 0 else ""
-    except FileNotFoundError:  # no git on this machine
+        git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+        name = git.stdout.strip() if git.returncode == 0 else ""
+    except FileNotFoundError:  # git is not installed
         name = ""
     if not name:
-        raise ValueError("commit: not a git checkout; a row names the commit it measured, so set STROP_COMMIT to it")
+        raise ValueError("commit: not a git checkout; set STROP_COMMIT to the measured commit")
     return name
 
 
 def require_commit() -> None:
-    """The first line of every benchmark's main: without a commit there is no row, so nothing is measured."""
+    """Raise before anything is measured if the commit is unknown."""
     commit()
 
 
 def relative_error(got: Tensor, exact: Tensor) -> float:
-    """Frobenius norm of the difference over that of the truth, in float64."""
+    """Return the Frobenius norm of the difference relative to the norm of `exact`, in float64."""
     return ((got.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
 def alternate(
     providers: Mapping[str, Callable[[], object]], *, seconds: float = 3.0, rounds: int | None = None
 ) -> dict[str, Timing]:
-    """Time every provider in turn, at least `rounds` times each and until `seconds` are over for all together.
+    """Time all providers alternately, at least `rounds` times each and for at least `seconds` in total.
 
-    A call may return the tensors it makes by name (its gradients): they do not count as its peak memory. One whose
-    package is not installed or which needs more memory than there is gets a printed line and no timing.
+    A call may return tensors by name (its gradients), which do not count as its peak memory. A provider that is not
+    installed or runs out of memory gets a printed line and no timing.
     """
     on_cuda = torch.cuda.is_available()
     rounds = rounds or (15 if on_cuda else 3)
@@ -153,10 +153,10 @@ def alternate(
     time_one = cuda_milliseconds(torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")) if on_cuda else milliseconds
     deadline, order = time.perf_counter() + seconds, random.Random(0)
     while times and (time.perf_counter() < deadline or min(map(len, times.values())) < rounds):
-        # In another order each round: what ran before decides how warm the machine is.
+        # In a new order each round: the previous provider determines how warm the machine is.
         for name in order.sample(list(times), len(times)):
             times[name].append(time_one(providers[name]))
-    return {name: Timing(taken, peaks[name]) for name, taken in times.items()}
+    return {name: Timing(ms, peaks[name]) for name, ms in times.items()}
 
 
 def milliseconds(call: Callable[[], object]) -> float:
@@ -166,54 +166,56 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 
 def cuda_milliseconds(flush: Tensor) -> Callable[[Callable[[], object]], float]:
-    """A clock that reads the device's time of one call with cold caches."""
+    """Return a function that measures the device time of one call with cold caches."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def time_one(call: Callable[[], object]) -> float:
-        for _ in range(16):  # a millisecond of work ahead, as in a training step: launches are then not what is timed
+        for _ in range(16):  # queue a millisecond of work, as in a training step, to hide launch overhead
             flush.zero_()
         start.record()
-        made = call()
+        result = call()
         stop.record()
         stop.synchronize()
-        del made  # freed only now: the next call finds the same free memory
+        del result  # freed only now, so that every call starts with the same free memory
         return start.elapsed_time(stop)
 
     return time_one
 
 
 def peak_memory(call: Callable[[], object]) -> float | None:
-    """GiB that the call held at its peak beyond what was there before and the tensors it returns by name."""
+    """Return the peak GiB of the call, excluding earlier allocations and tensors that it returns by name."""
     if not torch.cuda.is_available():
         return None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    made = call()
+    result = call()
     torch.cuda.synchronize()
-    own = sum(x.untyped_storage().nbytes() for x in made.values()) if isinstance(made, Mapping) else 0
-    return max(0, torch.cuda.max_memory_allocated() - before - own) / GIB
+    returned = sum(x.untyped_storage().nbytes() for x in result.values()) if isinstance(result, Mapping) else 0
+    return max(0, torch.cuda.max_memory_allocated() - before - returned) / GIB
 
 
 @contextmanager
 def watched() -> Iterator[list[float]]:
-    """GiB in use on the whole GPU by whoever, looked at ten times a second: torch keeps what it once took, and asking
-    the driver more often could slow down what is measured. Without a GPU it stays [0.0]."""
-    used = [0.0]
-    over = threading.Event()
+    """Sample the GiB in use on the GPU by all processes, ten times per second; [0.0] without a GPU.
 
-    def look() -> None:
-        while not over.wait(0.1):
+    Torch keeps what it has allocated, and more frequent driver calls could slow down the measured code.
+    """
+    used = [0.0]
+    stop = threading.Event()
+
+    def sample() -> None:
+        while not stop.wait(0.1):
             free, total = torch.cuda.mem_get_info()
             used.append((total - free) / GIB)
 
-    thread = threading.Thread(target=look, daemon=True)
+    thread = threading.Thread(target=sample, daemon=True)
     if torch.cuda.is_available():
         thread.start()
     try:
         yield used
     finally:
-        over.set()
+        stop.set()
 
 
 def make_row(
@@ -223,15 +225,15 @@ def make_row(
     *,
     shape: dict[str, int],
     dtype: str,
-    work: float,  # how many `unit` one call does
+    work: float,  # `unit` per call
     unit: str,
     errors: dict[str, float],
     floor: Timing | None = None,
-    against: Mapping[str, Timing | None] | None = None,  # of the same loop, itself aside; None: that one could not run
+    against: Mapping[str, Timing | None] | None = None,  # providers of the same loop; None: the provider did not run
     extra: dict[str, float] | None = None,
 ) -> Row:
     if not errors:
-        raise ValueError(f"errors of {provider}: empty; a row carries how far its result is from float64")
+        raise ValueError(f"errors of {provider}: empty; a row must contain its error relative to float64")
     p50 = timing.p50
     others = {name: other for name, other in (against or {}).items() if other is not None and name != provider}
     return Row(
@@ -244,7 +246,7 @@ def make_row(
 
 
 def emit(rows: Sequence[Row], out: Path | None) -> None:
-    """A table for people, and one JSON object per row when `out` is given."""
+    """Print the rows as tables, and append them to `out` as JSON lines."""
     for (bench, shape, dtype), group in groupby(rows, key=lambda row: (row.bench, named(row.shape, "{}"), row.dtype)):
         print_table(f"{bench}, {shape}, {dtype}", list(group))
     if out is not None:
@@ -263,14 +265,16 @@ def print_table(title: str, rows: list[Row]) -> None:
         rate = f"{row.rate:,.0f} {row.unit}"
         peak = "" if row.peak_gib is None else f"{row.peak_gib:.2f}"
         floor = "" if row.ratio_to_floor is None else f"{row.ratio_to_floor:.2f}"
-        rest = [
+        details = [
             named(row.ratio_to, "{:.3f} x", "{value} {key}"),
             named(row.errors, "{:.1e}"),
             named({key: x for key, x in row.extra.items() if key not in shared}, "{:.4g}"),
         ]
         times = f"{row.ms_p50:9.2f} {row.ms_p20:9.2f} {row.ms_p80:9.2f}"
         print(
-            f"{row.provider:>30} {times} {rate:>18} {peak:>6} {floor:>7} ", " | ".join(filter(None, rest)), flush=True
+            f"{row.provider:>30} {times} {rate:>18} {peak:>6} {floor:>7} ",
+            " | ".join(filter(None, details)),
+            flush=True,
         )
 
 
@@ -279,7 +283,7 @@ def named(values: Mapping[str, float], number: str, form: str = "{key} {value}")
 
 
 def read_rows(paths: Iterable[Path]) -> list[Row]:
-    """Rows that `emit` wrote; a file with other fields is refused."""
+    """Read rows that `emit` wrote; raise on other fields."""
     rows = []
     for path in paths:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):

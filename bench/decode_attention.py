@@ -1,11 +1,11 @@
-"""One decode step: attention over a paged cache with shared prompts, and the draw of the next token.
+"""One decode step: attention over a paged cache with shared prompts, and sampling of the next token.
 
     python -m bench.decode_attention [--out rows.jsonl] [--only attention draw] [--seconds 3]
 
-Heads and vocabulary of Qwen3-0.6B in bfloat16 on a GPU; small ones in float32 elsewhere, where the plain-torch twins
-run. The peer of attention is torch's over the keys and values of each row, gathered beforehand: a cache that holds the
-prompt once per row. `read_gb` is what a call must read, a prompt once for the rows of a tile; `gb_per_s` divides it by
-the time. The peer of the draw is log_softmax and multinomial. Rates count rows: one token each.
+Heads and vocabulary of Qwen3-0.6B in bfloat16 on a GPU; small sizes in float32 elsewhere, where the references
+run. The peer of attention is sdpa over the keys and values of each row, gathered beforehand: a cache with the
+prompt once per row. `read_gb` is the data that a call must read, a prompt once per tile; `gb_per_s` divides it by
+the time. The peer of draw is log_softmax and multinomial. Rates count rows, with one token each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PAGE = 64
 
 class Sizes(NamedTuple):
     heads: tuple[int, int, int]  # H, H_kv, K
-    steps: tuple[tuple[int, int, int, int], ...]  # rows, rows of a group, tokens of its prompt, own tokens of each row
+    steps: tuple[tuple[int, int, int, int], ...]  # rows, rows per group, prompt tokens, own tokens per row
     draws: tuple[int, ...]  # rows
     vocab: int
     dtype: torch.dtype
@@ -47,13 +47,13 @@ SIZES = {
 
 
 def lay_out(num_rows: int, group: int, prefix: int, own: int, device: torch.device) -> tuple[Rows, int]:
-    """Rows of whole groups with pages in random order, and the number of pages."""
+    """Build rows of whole groups with pages in random order; return them and the number of pages."""
     prefix_pages, own_pages, groups = -(-prefix // PAGE), -(-own // PAGE), num_rows // group
     total = groups * prefix_pages + num_rows * own_pages
     page = torch.randperm(total, generator=torch.Generator().manual_seed(0)).to(torch.int32)
-    shared, mine = page.split([groups * prefix_pages, num_rows * own_pages])
+    shared, own_page_ids = page.split([groups * prefix_pages, num_rows * own_pages])
     shared = shared.view(groups, prefix_pages).repeat_interleave(group, dim=0)
-    table = torch.cat([shared, mine.view(num_rows, own_pages)], dim=1)
+    table = torch.cat([shared, own_page_ids.view(num_rows, own_pages)], dim=1)
     tiles = torch.full((num_rows, TILE_ROWS), -1, dtype=torch.int32)
     tiles[: num_rows // TILE_ROWS] = torch.arange(num_rows, dtype=torch.int32).view(-1, TILE_ROWS)
     lengths = (torch.full((num_rows,), n, dtype=torch.int32) for n in (prefix, own))
@@ -61,7 +61,7 @@ def lay_out(num_rows: int, group: int, prefix: int, own: int, device: torch.devi
 
 
 def attention(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
-    made = []
+    results = []
     num_heads, key_heads, head_dim = sizes.heads
     for num_rows, group, prefix, own in sizes.steps:
         rows, pages = lay_out(num_rows, group, prefix, own, device)
@@ -77,10 +77,10 @@ def attention(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
             "ours": partial(decode_attention, query, keys, values, rows, **options),
             "sdpa, gathered before": partial(sdpa, query, *gathered, head_dim**-0.5),
         }
-        size = 2 * key_heads * head_dim * query.element_size()  # bytes of one token, keys and values
+        size = 2 * key_heads * head_dim * query.element_size()  # bytes per token, keys and values
         read = size * (num_rows // TILE_ROWS * prefix + num_rows * own)
         timings = alternate(calls, seconds=seconds)
-        made += [
+        results += [
             make_row(
                 "decode_attention", name, timing,
                 shape={"B": num_rows, "G": group, "P": prefix, "own": own, "H": num_heads, "H_kv": key_heads,
@@ -91,16 +91,16 @@ def attention(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
             )
             for name, timing in timings.items()
         ]  # fmt: skip
-    return made
+    return results
 
 
 def gather(cache: Tensor, rows: Rows, prefix: int, own: int) -> Tensor:  # (B, H_kv, P + own, K)
-    """The prefix and own tokens of each row, one after the other."""
+    """Gather the prefix and own tokens of each row."""
     steps = torch.arange(PAGE, device=cache.device)
-    place = (rows.table.long()[:, :, None] * PAGE + steps).flatten(1)  # (B, slots)
-    behind = -(-prefix // PAGE) * PAGE
-    place = torch.cat([place[:, :prefix], place[:, behind : behind + own]], dim=1)
-    return cache[:, place].transpose(0, 1).contiguous()
+    slot = (rows.table.long()[:, :, None] * PAGE + steps).flatten(1)  # (B, slots)
+    own_start = -(-prefix // PAGE) * PAGE
+    slot = torch.cat([slot[:, :prefix], slot[:, own_start : own_start + own]], dim=1)
+    return cache[:, slot].transpose(0, 1).contiguous()
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # (B, H, K)
@@ -108,7 +108,7 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # 
 
 
 def draws(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
-    made = []
+    results = []
     for num_rows in sizes.draws:
         generator = torch.Generator(device).manual_seed(0)
         logits = torch.randn(num_rows, sizes.vocab, generator=generator, device=device).mul_(3).to(sizes.dtype)
@@ -123,13 +123,13 @@ def draws(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
         timings = alternate(calls, seconds=seconds)
         for name, timing in timings.items():
             ids, logps = calls[name]()
-            made.append(make_row(
+            results.append(make_row(
                 "draw", name, timing, shape={"B": num_rows, "V": sizes.vocab},
                 dtype=str(sizes.dtype).removeprefix("torch."), work=num_rows, unit="rows",
                 errors={"logp": relative_error(logps, exact.gather(1, ids[:, None])[:, 0])}, against=timings,
                 extra={"gb_per_s": logits.numel() * logits.element_size() / 1e6 / timing.p50},
             ))  # fmt: skip
-    return made
+    return results
 
 
 def multinomial(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,20 +1,20 @@
-"""One optimizer step of strided energy-based fine-tuning: one shared row with a cache, against one row per sample.
+"""One optimizer step of strided energy-based fine-tuning: one shared row with a cache vs. one row per sample.
 
     python -m bench.ebft [--out rows.jsonl] [--layers 28] [--tokens 4096] [--stride 8] [--generated 8] [--samples 4]
 
-Both continue one document of random ids from all its anchors, take features of a frozen copy, and train. Weights are
-random, with the shape of Qwen3-0.6B on a GPU and a tiny one elsewhere.
+Both continue one document of random ids from all anchors, compute features with a frozen copy, and train. Weights are
+random, with the shape of Qwen3-0.6B on a GPU and a tiny shape elsewhere.
 
     shared row, cached  the trainer's layout: the document once, all samples after it; a token costs one query
     step-major, dense   the authors' layout: the document repeated per sample, the tokens of one step adjacent, the
                         whole sequence recomputed for every token, dense masks through sdpa
 
 Only layout, cache and masks differ. The second avoids unrelated costs: its mask is built once, its rows run as one
-batch, and it computes logits only where a token is sampled or scored, with the same head, sampler and fused log-probs
-as ours. It trains cross-entropy on every copy of the document, which is part of the layout.
+batch, and it computes logits only for tokens that are sampled or trained, with strop's head, sampler and fused
+log-probs. It trains cross-entropy on every copy of the document, which is part of the layout.
 
 The rate counts generated tokens over the whole step. AdamW runs with a learning rate of 0, so all steps see the same
-weights. Errors are those of the log-probs of the same tokens, and of the gradient for the same advantages, against the
+weights. Errors are of the log-probs of the same tokens, and of the gradient for the same advantages, against the
 second layout in the next wider float; gaps are between the two layouts.
 """
 
@@ -54,7 +54,7 @@ SHARED, STEP_MAJOR = "shared row, cached", "step-major, dense"
 
 @dataclass(frozen=True)
 class Work:
-    """The inputs of both layouts."""
+    """Inputs of both layouts."""
 
     cfg: EbftConfig
     policy: Policy
@@ -72,7 +72,7 @@ class Work:
 
 
 class SharedRow:
-    """The trainer's own step."""
+    """Layout of the trainer."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -105,7 +105,7 @@ class SharedRow:
 
 
 class StepMajor:
-    """n rows of F = L + G * A places; token s of anchor a is at L + s * A + a in the row of its sample."""
+    """n rows of F = L + G * A positions; token s of anchor a is at L + s * A + a in the row of its sample."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -139,7 +139,7 @@ class StepMajor:
     def add_rewards(self, ids: Tensor) -> Tensor:  # (A, n)
         network, frozen = self.work.network, self.work.policy.reference
         blocks, rows = blocks_of(frozen, "random"), self._rows(ids)
-        last = torch.cat([self.place[:, -1], self.target_place[:, -1]])  # features are taken at the last token
+        last = torch.cat([self.place[:, -1], self.target_place[:, -1]])  # features of the last token
         places = (torch.arange(len(rows), device=last.device).unsqueeze(1) * rows.shape[1] + last).flatten()
         with states_of([blocks[number - 1] for number in network.layers], places) as states:
             self._hidden(frozen, rows)
@@ -187,7 +187,7 @@ class StepMajor:
         return torch.cat([text, ids.permute(1, 2, 0).flatten(1)], dim=1)
 
     def _hidden(self, lm: Any, rows: Tensor) -> Tensor:  # (n, F, D)
-        """Rows may be truncated: no token attends to a later step."""
+        """Compute hidden states. Rows may be truncated, because no token attends to a later step."""
         policy, width = self.work.policy, rows.shape[1]
         with torch.autocast(policy.device.type, policy.compute_dtype, enabled=policy.autocast_dtype is not None):
             return lm.base_model(
@@ -199,14 +199,14 @@ class StepMajor:
         length, num_anchors, width = len(self.text), len(self.anchor), len(self.position_ids)
         place = torch.arange(width, device=self.text.device)
         query, key = place.unsqueeze(1), place
-        seen = torch.cat([place[:length] + 1, self.anchor.repeat(self.place.shape[1])])  # (F,) tokens of the document
+        seen = torch.cat([place[:length] + 1, self.anchor.repeat(self.place.shape[1])])  # (F,) visible document tokens
         document = (key < length) & (key < seen.unsqueeze(1))
         own = (length <= key) & (key <= query) & ((query - key) % num_anchors == 0)  # earlier steps of the same anchor
         return (document | own)[None, None]
 
 
 def score(work: Work, hidden: Tensor, ids: Tensor) -> Tensor:  # (A, n, G)
-    """Log-probs of all generated tokens; hidden (A * n * G, D) are the predicting states, in the order of ids."""
+    """Return the log-probs of all generated tokens; hidden (A * n * G, D) are the predictors, in the order of ids."""
     policy = work.policy
     return linear_logprob(
         as_head_takes(policy, hidden), target=ids.flatten(), temperature=work.cfg.temperature, ignore_index=None,
@@ -216,7 +216,7 @@ def score(work: Work, hidden: Tensor, ids: Tensor) -> Tensor:  # (A, n, G)
 
 @dataclass
 class Timed:
-    """The optimizer step of one layout, and the seconds of its parts in every call."""
+    """Optimizer step of one layout; records the seconds of its parts in every call."""
 
     way: SharedRow | StepMajor
     optimizer: torch.optim.Optimizer
@@ -234,24 +234,24 @@ class Timed:
 
     def _time(self, part: str, call: Callable[[], Any]) -> Any:
         started = clock()
-        made = call()
+        result = call()
         self.seconds[part].append(clock() - started)
-        return made
+        return result
 
     def medians(self) -> dict[str, float]:
-        """Median seconds per part, without the first call, which compiles."""
+        """Return the median seconds per part, without the first call, which compiles."""
         return {f"{part}_s": torch.tensor(taken[1:]).median().item() for part, taken in self.seconds.items()}
 
 
 def clock() -> float:
-    """Synchronises first: three waits are negligible in a step of many passes."""
+    """Return the time after a sync; three syncs are negligible in a step of many passes."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def make_work(shape: dict[str, Any], num_tokens: int, plan: dict[str, int], device: torch.device) -> Work:
-    """Weights in the trainer's dtypes: trained ones in float32, frozen ones in the dtype of the matrix products."""
+    """Create weights in the trainer's dtypes: float32 if trained, the matmul dtype if frozen."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     policy = make_policy(shape, device, torch.float32, attention="auto")
     frozen = copy.deepcopy(policy.model).to(dtype).eval().requires_grad_(False)
@@ -271,13 +271,13 @@ def make_work(shape: dict[str, Any], num_tokens: int, plan: dict[str, int], devi
 def gradient(way: SharedRow | StepMajor, ids: Tensor, advantage: Tensor) -> dict[str, Tensor]:
     model = way.work.policy.model
     way.train(ids, advantage)
-    made = {name: x.grad for name, x in model.named_parameters()}
+    gradients = {name: x.grad for name, x in model.named_parameters()}
     model.zero_grad(set_to_none=True)
-    return made
+    return gradients
 
 
 def widened(work: Work) -> Work:
-    """The same work in the next wider float."""
+    """Return the same work in the next wider float."""
     dtype = WIDER[work.policy.compute_dtype]
     return replace(
         work, policy=replace(work.policy, model=copy.deepcopy(work.policy.model).to(dtype), compute_dtype=dtype)
@@ -335,8 +335,8 @@ def main(
 
     Args:
         out: File to append the rows to.
-        layers: Depth of the model; None means 28 on a GPU and 2 elsewhere.
-        tokens: Length of the document; None means 4096 on a GPU and 256 elsewhere.
+        layers: Depth of the model. None: 28 on a GPU, 2 elsewhere.
+        tokens: Length of the document. None: 4096 on a GPU, 256 elsewhere.
         stride: Tokens from one anchor to the next.
         context: Tokens before the first anchor.
         generated: Tokens of a continuation.

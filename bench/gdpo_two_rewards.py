@@ -1,11 +1,11 @@
-"""Two rewards of different size, under GRPO and under GDPO: what each makes of the same completions, and learns.
+"""Two rewards of different scale under GRPO and GDPO: advantages of the same completions, and training results.
 
-    python -m bench.gdpo_two_rewards                # 3 seeds of both by `python -m trainer`, then the figure
+    python -m bench.gdpo_two_rewards                # 3 seeds of both with `python -m trainer`, then the figure
     python -m bench.gdpo_two_rewards --seeds 0 --max-steps 40 --figure /tmp/quick.svg --rows /tmp/quick.jsonl
-    python -m bench.gdpo_two_rewards --draw         # the figure alone, again, from the rows there are
+    python -m bench.gdpo_two_rewards --draw         # only the figure, from existing rows
 
-The recipe is trainer/recipes/gdpo_two_rewards.yaml: both methods come about as close to the answers, and one of them
-forgets the brackets. A weight of its own for the brackets would help GRPO, too; GDPO needs none to be found.
+The recipe is trainer/recipes/gdpo_two_rewards.yaml. Both methods get about equally close to the answers, but GRPO
+forgets the brackets. A weight for the brackets would also help GRPO; GDPO needs no tuning.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Row = dict[str, Any]
 
 
 def train(method: str, seed: int, max_steps: int | None) -> list[Row]:
-    """Held-out rewards of one run, step by step."""
+    """Read the held-out rewards of one run at every evaluation."""
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-m", "trainer", "--config", str(RECIPE), "--method", method, "--seed", str(seed),
                    "--save-steps", "0", "--logging-steps", "1000", "--output-dir", f"{scratch}/run"]  # fmt: skip
@@ -62,7 +62,7 @@ def train(method: str, seed: int, max_steps: int | None) -> list[Row]:
 
 
 def effects() -> dict[str, list[float]]:
-    """How much brackets alone change the advantage of each completion of one batch, all else as the model made it."""
+    """Measure how much brackets alone change the advantage of each completion of one batch."""
     recipe = load_config(RECIPE)
     policy = load_policy(
         ModelConfig(model="builtin:tiny", dtype="float32"), LoraConfig(), pick_device(), with_reference=False
@@ -80,31 +80,31 @@ def effects() -> dict[str, list[float]]:
 
 
 def changes(rewards: Tensor, estimate: Callable[[GroupRewards], Tensor]) -> list[float]:
-    """Advantage with brackets minus advantage without, for one completion of every group after the other."""
-    made = []
+    """Return the advantage with brackets minus the advantage without, for each completion of every group."""
+    changes = []
     for place in range(GROUP):
         both = []
         for brackets in (1.0, 0.0):
             changed = rewards.clone()
             changed[:, place, 1] = brackets
             both.append(estimate(GroupRewards.of(changed, torch.ones(2)))[:, place])
-        made += (both[0] - both[1]).tolist()
-    return made
+        changes += (both[0] - both[1]).tolist()
+    return changes
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """First and last of each method, mean of the seeds."""
+    """Summarize the first and last values of each method, averaged over seeds."""
     lines = []
     for method in METHODS:
-        own = [row for row in rows if row["method"] == method]
-        first, last = min(row["step"] for row in own), max(row["step"] for row in own)
+        runs = [row for row in rows if row["method"] == method]
+        first, last = min(row["step"] for row in runs), max(row["step"] for row in runs)
         cells = []
         for name in ("brackets", "distance"):
             before, after = (
-                statistics.fmean(row[name] for row in own if row["step"] == step) for step in (first, last)
+                statistics.fmean(row[name] for row in runs if row["step"] == step) for step in (first, last)
             )
             cells.append(f"{name} {before:.2f} -> {after:.2f}")
-        lines.append(f"{method}: {', '.join(cells)} after {last} steps, {len({row['seed'] for row in own})} seeds")
+        lines.append(f"{method}: {', '.join(cells)} after {last} steps, {len({row['seed'] for row in runs})} seeds")
     return "\n".join(lines)
 
 
@@ -114,7 +114,7 @@ def draw_figure(rows: Sequence[Row], effects: dict[str, list[float]], figure: Pa
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"svg.hashsalt": "strop", "svg.fonttype": "none", "font.size": 9})  # the same file every time
+    plt.rcParams.update({"svg.hashsalt": "strop", "svg.fonttype": "none", "font.size": 9})  # reproducible file
     fig, (left, middle, right) = plt.subplots(1, 3, figsize=(9.6, 3.0))
     draw_effects(left, effects)
     for axes, name, label in (
@@ -135,7 +135,7 @@ def draw_figure(rows: Sequence[Row], effects: dict[str, list[float]], figure: Pa
 
 
 def draw_effects(axes: Any, effects: dict[str, list[float]]) -> None:
-    """One dot for each completion, a bar at their median."""
+    """Draw a dot per completion and a bar at the median."""
     noise = torch.Generator().manual_seed(0)
     for place, method in enumerate(METHODS):
         values = effects[method]
@@ -151,7 +151,7 @@ def draw_effects(axes: Any, effects: dict[str, list[float]]) -> None:
 
 
 def draw_course(axes: Any, rows: Sequence[Row], name: str, method: str) -> None:
-    """Every seed as a light line, their mean as a strong one."""
+    """Draw every seed as a light line and the mean as a strong line."""
     for seed in sorted({row["seed"] for row in rows}):
         points = [(row["step"], row[name]) for row in rows if row["seed"] == seed]
         axes.plot(*zip(*points, strict=True), color=COLOURS[method], alpha=0.35, linewidth=1)
@@ -167,7 +167,7 @@ def main(
     rows: Path = ROOT / "docs" / "gdpo_two_rewards.jsonl",
     draw: bool = False,
 ) -> None:
-    """Train both methods and draw what came of it.
+    """Train both methods and draw the figure.
 
     Args:
         seeds: Runs of each method.
@@ -177,16 +177,16 @@ def main(
         draw: Take the numbers from --rows instead of training.
     """
     if draw:
-        made = [json.loads(line) for line in rows.read_text().splitlines()]
+        results = [json.loads(line) for line in rows.read_text().splitlines()]
     else:
-        made = [row for seed in seeds for method in METHODS for row in train(method, seed, max_steps)]
+        results = [row for seed in seeds for method in METHODS for row in train(method, seed, max_steps)]
         rows.parent.mkdir(parents=True, exist_ok=True)
-        rows.write_text("".join(json.dumps(row) + "\n" for row in made))
+        rows.write_text("".join(json.dumps(row) + "\n" for row in results))
     changed = effects()
     for method in METHODS:
         print(f"{method}: brackets add {statistics.median(changed[method]):.3f} to an advantage (median)")
-    print(summary(made))
-    draw_figure(made, changed, figure)
+    print(summary(results))
+    draw_figure(results, changed, figure)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Divergence of a student's and a teacher's head from hidden states, and its gradients: ours, our peers, plain torch.
+"""Divergence between student and teacher from hidden states, and its gradients: strop, its peers, plain torch.
 
     python -m bench.linear_kl [--out rows.jsonl] [--shapes qwen3-1.7b ...] [--only jsd forward ...] [--seconds 3]
 
 Sections: `jsd` is the generalised Jensen-Shannon divergence at beta 1/2, `forward` and `reverse` are the KL divergences
-at its ends, all with a trainable student's head; `frozen` is `jsd` with a frozen one. Each is forward and backward of
+at beta 0 and 1, with a trainable student head; `frozen` is `jsd` with a frozen head. Each runs forward and backward of
 the mean over tokens. The floor is the matrix products alone: both logits, d hidden, and d weight unless frozen. Peak
 memory is beyond inputs and gradients.
 """
@@ -26,15 +26,15 @@ from kernels import reference
 from kernels.linear_kl import Head, linear_kl_loss
 from losses.distill import generalized_jsd
 
-# N, D of the student, E of the teacher, V
+# N, student D, teacher E, V
 SHAPES = {
     "smollm2-135m": (256, 576, 960, 49152),
     "qwen3-0.6b": (8192, 1024, 2048, 151936),
     "qwen3-1.7b": (8192, 2048, 2048, 151936),
 }
 ON_CPU, ON_CUDA = ("smollm2-135m",), ("qwen3-0.6b", "qwen3-1.7b")
-MOST_GIB = 100  # plain torch is left out where what it stores needs more
-SECTIONS = {"jsd": 0.5, "forward": 0.0, "reverse": 1.0, "frozen": 0.5}  # beta of each
+MAX_GIB = 100  # skip plain torch if it needs more memory
+SECTIONS = {"jsd": 0.5, "forward": 0.0, "reverse": 1.0, "frozen": 0.5}  # section -> beta
 
 Section = Literal["jsd", "forward", "reverse", "frozen"]
 
@@ -66,21 +66,21 @@ class Problem:
 def make_problem(
     num_rows: int, width: int, teacher_width: int, vocab: int, *, device: str, dtype: torch.dtype
 ) -> Problem:
-    """Logits of deviation 3; a student's and its teacher's agree in part, as those of two language models do."""
+    """Draw logits of deviation 3; student and teacher agree in part, like two language models."""
     options = {"generator": torch.Generator(device).manual_seed(0), "device": device}
     weight, teacher_weight = (torch.randn(vocab, k, **options) * k**-0.5 for k in (width, teacher_width))
     hidden, teacher_hidden = (3 * torch.randn(num_rows, k, **options) for k in (width, teacher_width))
     common = min(width, teacher_width) * 3 // 4
     scale = (teacher_width / width) ** 0.5
     teacher_hidden[:, :common], teacher_weight[:, :common] = hidden[:, :common] * scale, weight[:, :common] / scale
-    made = [x.to(dtype) for x in (hidden, weight, teacher_hidden, teacher_weight)]
-    return Problem(made[0].requires_grad_(), made[1].requires_grad_(), *made[2:], beta=0.5)
+    tensors = [x.to(dtype) for x in (hidden, weight, teacher_hidden, teacher_weight)]
+    return Problem(tensors[0].requires_grad_(), tensors[1].requires_grad_(), *tensors[2:], beta=0.5)
 
 
-def with_gradients(p: Problem, loss: Tensor, **made: Tensor) -> Made:
+def with_gradients(p: Problem, loss: Tensor, **values: Tensor) -> Made:
     leaves = p.leaves()
     grads = torch.autograd.grad(loss, list(leaves.values()))
-    return {name: x.detach() for name, x in made.items()} | dict(zip(leaves, grads, strict=True))
+    return {name: x.detach() for name, x in values.items()} | dict(zip(leaves, grads, strict=True))
 
 
 def ours(p: Problem) -> Made:
@@ -91,7 +91,7 @@ def ours(p: Problem) -> Made:
 
 
 def trl(p: Problem) -> Made:
-    """What its DistillationTrainer calls; it also gives the student's entropy."""
+    """Call the function of TRL's DistillationTrainer, which also computes the student's entropy."""
     from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
     divergence, _ = ChunkedDivergenceFunction.apply(
@@ -101,11 +101,11 @@ def trl(p: Problem) -> Made:
 
 
 def liger(p: Problem) -> Made:
-    """At beta 1/2 only: elsewhere it weights the two distributions in another way."""
+    """For beta 1/2 only: for other values it weights the two distributions differently."""
     from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
 
     head = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=p.beta)
-    labels = torch.zeros(len(p.hidden), dtype=torch.int64, device=p.hidden.device)  # not used, but not ignored either
+    labels = torch.zeros(len(p.hidden), dtype=torch.int64, device=p.hidden.device)  # required but unused
     return with_gradients(p, head(p.hidden, p.weight, p.teacher_hidden, p.teacher_weight, labels, None, None))
 
 
@@ -129,7 +129,7 @@ def torch_compiled(p: Problem) -> Made:
 
 
 def exact(p: Problem) -> Made:
-    """Float64, some rows at a time."""
+    """Compute in float64, in chunks of rows."""
     parts, grad_weight, count = [], torch.zeros_like(p.weight, dtype=torch.float64), len(p.hidden)
     teacher_head = Head(p.teacher_weight.double())
     for start in range(0, count, CHUNK_ROWS // 2):
@@ -146,12 +146,12 @@ def exact(p: Problem) -> Made:
 
 
 def stored_gib(p: Problem) -> float:
-    """What plain torch holds at its peak: both logits in their dtype, and about a dozen (N, V) in fp32."""
+    """Return plain torch's peak: both logits in their dtype, and about a dozen (N, V) tensors in fp32."""
     return len(p.hidden) * p.weight.shape[0] * (2 * p.hidden.element_size() + 12 * 4) / GIB
 
 
 def matrix_products(p: Problem) -> Callable[[], None]:
-    """Those that no method can do without, alone, in blocks of rows."""
+    """Run the unavoidable products in blocks of rows."""
     hidden, weight, rows = p.hidden.detach(), p.weight.detach(), min(FLOOR_ROWS, len(p.hidden))
     blocks = [torch.empty(rows, len(weight), dtype=hidden.dtype, device=hidden.device) for _ in range(2)]
     grad_hidden = torch.empty_like(hidden)
@@ -171,14 +171,14 @@ def matrix_products(p: Problem) -> Callable[[], None]:
 
 
 def measure(section: str, p: Problem, seconds: float) -> list[Row]:
-    """Time all providers and the floor in one loop, then their errors on a sample of the rows."""
+    """Time all providers and the floor in one loop, then compute errors on a sample of the rows."""
     p = replace(p, beta=SECTIONS[section])
     p = p.frozen_head() if section == "frozen" else p
     solvers: dict[str, Callable[[Problem], Made]] = {"ours": ours, "trl": trl}
     if p.beta == 0.5 and section != "frozen":
         solvers["liger"] = liger
-    if (gib := stored_gib(p)) > MOST_GIB:
-        print(f"torch: left out, what it stores needs {gib:.0f} GiB", flush=True)
+    if (gib := stored_gib(p)) > MAX_GIB:
+        print(f"torch: skipped, needs {gib:.0f} GiB", flush=True)
     else:
         solvers |= {"torch": torch_stored} | ({"torch.compile": torch_compiled} if p.hidden.is_cuda else {})
     calls: dict[str, Callable[[], object]] = {name: partial(solve, p) for name, solve in solvers.items()}
@@ -210,12 +210,12 @@ def main(
         out: File to append the rows to.
         shapes: Names of the shapes to measure; none given means those that suit this machine.
         only: Sections to run; none given means all on a GPU, jsd on a CPU.
-        seconds: Time for each section and shape, more where 15 rounds (3 on a CPU) take longer.
+        seconds: Minimum duration per section and shape, with at least 15 rounds (3 on a CPU).
     """
     require_commit()
     unknown = set(shapes) - SHAPES.keys()
     if unknown:
-        raise ValueError(f"shapes={' '.join(sorted(unknown))}: unknown; there is {', '.join(SHAPES)}")
+        raise ValueError(f"shapes={' '.join(sorted(unknown))}: must be among {', '.join(SHAPES)}")
     on_cuda = torch.cuda.is_available()
     for name in shapes or (ON_CUDA if on_cuda else ON_CPU):
         run_shape(SHAPES[name], only or (tuple(SECTIONS) if on_cuda else ("jsd",)), seconds, out)
@@ -223,7 +223,7 @@ def main(
 
 def run_shape(shape: tuple[int, int, int, int], sections: tuple[str, ...], seconds: float, out: Path | None) -> None:
     on_cuda = torch.cuda.is_available()
-    torch._dynamo.reset()  # it compiles at most 8 shapes of a function, and then silently runs it as it is
+    torch._dynamo.reset()  # Dynamo compiles at most 8 shapes of a function and then silently runs it eagerly
     problem = make_problem(
         *shape, device="cuda" if on_cuda else "cpu", dtype=torch.bfloat16 if on_cuda else torch.float32
     )

@@ -1,10 +1,10 @@
-"""Token log-probs from hidden states and their gradients: ours, our peers and plain torch, timed in turns.
+"""Token log-probs from hidden states and their gradients: strop, its peers and plain torch, timed alternately.
 
     python -m bench.linear_logprob [--out rows.jsonl] [--shapes qwen3-1.7b ...] [--only forward loss ...] [--seconds 3]
 
-Sections: `forward` scores only; `loss` is forward and backward of a clipped policy gradient with a trainable head (of
-the plain negative log-likelihood for peers that have no other loss); `frozen` trains no head; `half` gives every
-second completion advantage zero; `peaked` repeats `loss` with likely targets, on which kernels that skip small
+Sections: `forward` only; `loss` is forward and backward of a clipped policy gradient with a trained head (of
+the negative log-likelihood for peers without other losses); `frozen` has a frozen head; `half` gives every
+second completion advantage zero; `peaked` repeats `loss` with likely targets, for which kernels that skip small
 probabilities cannot skip. The floor is the matrix products alone: one, two (frozen head) or three.
 """
 
@@ -32,13 +32,13 @@ SHAPES = {
 ON_CPU, ON_CUDA = ("smollm2-135m",), ("qwen3-1.7b", "llama3-8b", "qwen2.5-1.5b")
 COMPLETION = 1024  # tokens
 CUBE = 8192
-MOST_GIB = 60  # plain torch is left out where its stored logits need more
+MAX_GIB = 60  # skip plain torch if its stored logits need more
 
 Section = Literal["forward", "loss", "frozen", "half", "peaked"]
 
 
 class Entry(NamedTuple):
-    """A way to solve a problem, and the loss whose float64 gradient it should give."""
+    """A solver, and the loss whose float64 gradient it should match."""
 
     solve: Callable[[Problem], Made]
     problem: Problem
@@ -96,7 +96,7 @@ def half(p: Problem, seconds: float) -> list[Row]:
     }
 
     def split(timings: dict[str, Timing]) -> dict[str, float]:
-        """The two gradient products with half the rows, over those with all: what comes on top of the forward."""
+        """Return the backward time with half the advantages zero, relative to the full backward."""
         full, some, scored = (timings[name].p50 for name in list(entries)[:3])
         return {"gradients_half_over_full": (some - scored) / (full - scored)}
 
@@ -129,8 +129,8 @@ def cross_entropies(p: Problem) -> dict[str, Entry]:
 
 def plain_torch(p: Problem, solve: Callable[[Problem], Made]) -> dict[str, Entry]:
     gib = peers.stored_gib(p)
-    if gib > MOST_GIB:
-        print(f"torch: left out, its stored logits need {gib:.0f} GiB", flush=True)
+    if gib > MAX_GIB:
+        print(f"torch: skipped, its stored logits need {gib:.0f} GiB", flush=True)
         return {}
     return {"torch": Entry(solve, p)}
 
@@ -140,7 +140,7 @@ def exact_entropy(p: Problem) -> float:
 
 
 def sample(p: Problem) -> Problem:
-    """Few enough rows for a float64 run over the whole vocabulary; enough, on a GPU, for the chunks that are timed."""
+    """Select few enough rows for float64 over the whole vocabulary, but on a GPU enough for several chunks."""
     return p.sample(5120 if p.hidden.is_cuda else 32)
 
 
@@ -153,7 +153,7 @@ def measure(
     seconds: float,
     extra: Callable[[dict[str, Timing]], dict[str, float]] | None = None,
 ) -> list[Row]:
-    """Time all entries and the floor in one loop, then their errors on a sample of the rows."""
+    """Time all entries and the floor in one loop, then compute errors on a sample of the rows."""
     p = entries["ours"].problem
     calls = {name: partial(entry.solve, entry.problem) for name, entry in entries.items()}
     calls["floor"] = peers.matrix_products(p, products)
@@ -165,7 +165,7 @@ def measure(
     if "cube" in timings:
         more["tflops_8192"] = 2 * CUBE**3 / timings["cube"].p50 / 1e9
     errors = errors_of({name: entry for name, entry in entries.items() if name in timings})
-    if products == 3:  # the yardstick for everybody's gradients, also where plain torch is too big to be timed
+    if products == 3:  # reference for all gradients, even if plain torch is too large to be timed
         yardstick = errors_of({"torch": Entry(peers.torch_stored, p)})["torch"]
         more |= {f"torch_{key}": error for key, error in yardstick.items()}
     dtype = str(p.hidden.dtype).removeprefix("torch.")
@@ -180,16 +180,16 @@ def measure(
 
 
 def errors_of(entries: dict[str, Entry]) -> dict[str, dict[str, float]]:
-    """Relative Frobenius distance to float64 of everything each entry makes, on the same sample of rows."""
-    found: dict[str, dict[str, float]] = {}
+    """Return the relative distance to float64 of all results of each entry, on the same sample of rows."""
+    errors: dict[str, dict[str, float]] = {}
     for problem in {id(entry.problem): entry.problem for entry in entries.values()}.values():
         few = sample(problem)
         truth = exact(few)
         for name, entry in entries.items():
             if entry.problem is problem:
-                made = entry.solve(few)
-                found[name] = {key: relative_error(x, truth[entry.loss][key]) for key, x in made.items()}
-    return {name: found[name] for name in entries}
+                results = entry.solve(few)
+                errors[name] = {key: relative_error(x, truth[entry.loss][key]) for key, x in results.items()}
+    return {name: errors[name] for name in entries}
 
 
 def main(
@@ -201,20 +201,20 @@ def main(
         out: File to append the rows to.
         shapes: Names of the shapes to measure; none given means those that suit this machine.
         only: Sections to run; none given means all on a GPU, forward and loss on a CPU.
-        seconds: Time for each section and shape, more where 15 rounds (3 on a CPU) take longer.
+        seconds: Minimum duration per section and shape, with at least 15 rounds (3 on a CPU).
     """
     require_commit()
     on_cuda = torch.cuda.is_available()
     unknown = set(shapes) - SHAPES.keys()
     if unknown:
-        raise ValueError(f"shapes={' '.join(sorted(unknown))}: unknown; there is {', '.join(SHAPES)}")
+        raise ValueError(f"shapes={' '.join(sorted(unknown))}: must be among {', '.join(SHAPES)}")
     for name in shapes or (ON_CUDA if on_cuda else ON_CPU):
         run_shape(SHAPES[name], only or (tuple(SECTIONS) if on_cuda else ("forward", "loss")), seconds, out)
 
 
 def run_shape(shape: tuple[int, int, int], sections: tuple[str, ...], seconds: float, out: Path | None) -> None:
     on_cuda = torch.cuda.is_available()
-    torch._dynamo.reset()  # it compiles at most 8 shapes of a function, and then silently runs it as it is
+    torch._dynamo.reset()  # Dynamo compiles at most 8 shapes of a function and then silently runs it eagerly
     for is_peaked in (False, True):
         chosen = [name for name in sections if (name == "peaked") == is_peaked]
         if not chosen:

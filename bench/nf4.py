@@ -1,10 +1,10 @@
-"""One frozen linear layer, forward and backward: its weight in bfloat16, in NF4 by our kernel, and by plain torch.
+"""One frozen linear layer, forward and backward: bfloat16 weight, NF4 with strop's kernel, NF4 with plain torch.
 
     python -m bench.nf4 [--out rows.jsonl] [--shape llama-3.1-8b] [--tokens 8192]
 
-The layer is the up projection of the model's MLP, with random weights. The error is that of the output against the
-product with the same weight in float32: for NF4 mostly that of the 4-bit codes. Rates count tokens; GiB is the peak of
-a pass beyond the layer and its input. bitsandbytes is measured where it is installed.
+The layer is the up projection of the model's MLP, with random weights. The error compares the output with the
+product with the same weight in float32; for NF4 it is mostly the code error. Rates count tokens; GiB is the peak
+of a pass, without the layer and its input. bitsandbytes is measured if installed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainer.plan import known_config
 
 
 class PlainLinear4bit(Linear4bit):
-    """By plain torch; autograd keeps the dequantised weight."""
+    """Plain torch version; autograd saves the dequantised weight."""
 
     def forward(self, x: Tensor) -> Tensor:  # (..., O)
         packed = nf4.Packed(self.codes, self.absmax)
@@ -33,7 +33,7 @@ class PlainLinear4bit(Linear4bit):
 
 
 def layers_of(linear: nn.Linear) -> dict[str, nn.Module]:
-    made: dict[str, nn.Module] = {
+    layers: dict[str, nn.Module] = {
         "bfloat16": linear,
         "ours, NF4": Linear4bit.of(linear),
         "plain torch, NF4": PlainLinear4bit.of(linear),
@@ -43,10 +43,10 @@ def layers_of(linear: nn.Linear) -> dict[str, nn.Module]:
         from bitsandbytes.nn import Params4bit
     except ImportError:
         print("bitsandbytes: not installed", flush=True)
-        return made
-    theirs = Theirs(linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
-    theirs.weight = Params4bit(linear.weight.detach().cpu(), requires_grad=False, quant_type="nf4")
-    return made | {"bitsandbytes, NF4": theirs.to(linear.weight.device)}
+        return layers
+    layer = Theirs(linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
+    layer.weight = Params4bit(linear.weight.detach().cpu(), requires_grad=False, quant_type="nf4")
+    return layers | {"bitsandbytes, NF4": layer.to(linear.weight.device)}
 
 
 def step(layer: Callable[[Tensor], Tensor], x: Tensor) -> None:
@@ -78,9 +78,9 @@ def main(out: Path | None = None, shape: str | None = None, tokens: int | None =
 
     Args:
         out: File to append the rows to.
-        shape: One of trainer.plan's, or tiny; None means llama-3.1-8b on a GPU and tiny elsewhere.
-        tokens: Rows of the input; None means 8192 on a GPU and 64 elsewhere.
-        seconds: Time for the loop, more where 15 rounds (3 on a CPU) take longer.
+        shape: A model of trainer.plan, or tiny. None: llama-3.1-8b on a GPU, tiny elsewhere.
+        tokens: Rows of the input. None: 8192 on a GPU, 64 elsewhere.
+        seconds: Minimum duration of the loop, which has at least 15 rounds (3 on a CPU).
     """
     require_commit()
     on_gpu = torch.cuda.is_available()

@@ -1,11 +1,11 @@
-"""A checkpointed step with the inputs of blocks on the GPU, and with them in main memory (--activation-offloading).
+"""A checkpointed step with block inputs on the GPU, and in main memory (--activation-offloading).
 
     python -m bench.offloading [--out rows.jsonl] [--layers 28] [--rows 16] [--length 4096]
 
-Forward, clipped policy gradient and backward of one micro-batch, without an optimizer, for weights held in float32 and
-in bfloat16. The model is a Qwen3-1.7B shape with random weights on a GPU, a tiny one elsewhere. The error is the
-largest difference of a gradient to one of "on the GPU"; for that itself, between two of its runs, it shows whether
-kernels are deterministic. `planned_gib` is what trainer/plan.py expects for GiB, `host_gib` the main memory taken.
+Forward, clipped policy gradient and backward of one micro-batch, without an optimizer, for float32 and bfloat16
+weights. The model is a random Qwen3-1.7B on a GPU, a tiny model elsewhere. The error is the
+largest gradient difference to "on the GPU"; for "on the GPU" itself, between two runs, which shows whether
+kernels are deterministic. `planned_gib` is the estimate of trainer/plan.py for GiB, `host_gib` the main memory used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def largest_difference(got: dict[str, Tensor], other: dict[str, Tensor]) -> floa
 
 
 def planned(policy: Policy, held: torch.dtype, tokens: int, trained: int, *, offloading: bool) -> float:
-    """GiB of the step beyond weights and gradients."""
+    """Return the GiB of the step in addition to weights and gradients."""
     on_cuda = policy.device.type == "cuda"
     work = plan.Work(
         tokens=tokens, trained_tokens=trained, weight_bytes=held.itemsize, compute=policy.compute_dtype.itemsize,
@@ -56,25 +56,25 @@ def measure(shape: dict[str, Any], num_rows: int, length: int, held: torch.dtype
         if name == "offloaded":
             slabs[name] = offload_inputs(policies[name].model.base_model.layers, device).slabs
     first = policies["on the GPU"]
-    made = make_batches(work.items, max_tokens=num_rows * length, multiple=first.row_multiple)
-    batches = [batch.to(device) for batch in made]
+    micro_batches = make_batches(work.items, max_tokens=num_rows * length, multiple=first.row_multiple)
+    batches = [batch.to(device) for batch in micro_batches]
     assert len(batches) == 1, len(batches)
     calls = {name: partial(step, policy, work, batches, packed_states) for name, policy in policies.items()}
     timings = alternate(calls, seconds=seconds, rounds=5)
     kept = calls["on the GPU"]() if "on the GPU" in timings else None
     sizes = {"rows": num_rows, "T": length, "layers": shape["num_hidden_layers"], "D": shape["hidden_size"]}
-    found = []
+    rows = []
     for name, timing in timings.items():
         gap = largest_difference(calls[name](), kept) if kept is not None else float("nan")
         tokens, is_offloaded = batches[0].num_computed, name in slabs
         gib = planned(policies[name], held, tokens, work.num_trained, offloading=is_offloaded)
         host = slabs[name].count * SLAB / GIB if is_offloaded else 0.0
-        found.append(make_row(
+        rows.append(make_row(
             "offloading", name, timing, shape=sizes, dtype=str(held).removeprefix("torch."), work=tokens,
             unit="tokens", errors={"largest gradient difference": gap},
             against={"on the GPU": timings.get("on the GPU")}, extra={"planned_gib": gib, "host_gib": host},
         ))  # fmt: skip
-    return found
+    return rows
 
 
 def main(
@@ -89,11 +89,11 @@ def main(
 
     Args:
         out: File to append the rows to.
-        layers: Depth of the model; None means 28 on a GPU and 2 elsewhere.
-        rows: Sequences of the micro-batch; None means 16 on a GPU and 2 elsewhere.
-        length: Tokens of a sequence, half of which train; None means 4096 on a GPU and 32 elsewhere.
+        layers: Depth of the model. None: 28 on a GPU, 2 elsewhere.
+        rows: Sequences per micro-batch. None: 16 on a GPU, 2 elsewhere.
+        length: Tokens per sequence; half of them are trained. None: 4096 on a GPU, 32 elsewhere.
         held: Dtypes of the weights.
-        seconds: Time for the loop, more where 5 rounds take longer.
+        seconds: Minimum duration of the loop, which has at least 5 rounds.
     """
     require_commit()
     on_cuda = torch.cuda.is_available()

@@ -1,9 +1,9 @@
-"""One problem of token log-probs from hidden states, and everybody's way to solve it: ours, our peers', plain torch.
+"""A token log-prob problem on hidden states, and its solvers: strop, its peers and plain torch.
 
-A solver takes a Problem and returns what it made by name: `logp`, `entropy`, and the gradients `dX` (hidden states) and
-`dW` (head). Gradients are those of `surrogate`, a clipped policy gradient, or of the negative log-likelihood for peers
-that know no other loss; `exact` gives the float64 truth of both. Peers are imported when called: a missing one raises
-ImportError, which bench.common.alternate reports and survives.
+A solver takes a Problem and returns its results by name: `logp`, `entropy`, and the gradients `dX` (hidden states) and
+`dW` (head). The loss is `surrogate`, a clipped policy gradient, or the negative log-likelihood for peers
+without other losses; `exact` computes both in float64. Peers are imported when called: a missing peer raises
+ImportError, which bench.common.alternate reports.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kernels import reference
 from kernels.linear_logprob import TokenLogps, linear_logprob, linear_logprob_loss
 from losses.policy import Tokens, dapo, token_log_ratio
 
-TRL_VOCAB_CHUNK = 32768  # what its trainers pass
-FLOOR_ROWS = 4096  # rows of one matrix product of the floor: enough to fill any GPU
+TRL_VOCAB_CHUNK = 32768  # the value TRL's trainers use
+FLOOR_ROWS = 4096  # rows per matrix product of the floor: enough to fill any GPU
 CHUNK_ROWS = 1024
 
 Made = dict[str, Tensor]
@@ -29,7 +29,7 @@ Made = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Problem:
-    """N tokens of `num_sequences` completions of one length each."""
+    """N tokens: `num_sequences` completions of equal length."""
 
     hidden: Tensor  # (N, D)
     weight: Tensor  # (V, D)
@@ -49,13 +49,13 @@ class Problem:
         return replace(self, weight=self.weight.detach())
 
     def half_advantage(self) -> Problem:
-        """Every second completion with advantage zero."""
+        """Set the advantage of every second completion to zero."""
         keep = torch.arange(self.num_sequences, device=self.target.device) % 2 == 0
         per_token = keep.repeat_interleave(len(self.target) // self.num_sequences)
         return replace(self, advantage=torch.where(per_token, self.advantage, 0.0))
 
     def sample(self, num_rows: int) -> Problem:
-        """The first tokens of every completion, `num_rows` together."""
+        """Select the first tokens of every completion, `num_rows` in total."""
         length = len(self.target) // self.num_sequences
         kept = torch.arange(len(self.target), device=self.target.device).view(-1, length)
         kept = kept[:, : max(1, num_rows // self.num_sequences)].flatten()
@@ -68,7 +68,7 @@ class Problem:
 def make_problem(
     num_rows: int, width: int, vocab: int, *, num_sequences: int, device: str, dtype: torch.dtype, peaked: bool
 ) -> Problem:
-    """Random hidden states and head; `peaked` makes the target likely, as after training, for an entropy under 1 nat.
+    """Draw random hidden states and a head; `peaked` makes targets likely, as after training (entropy below 1 nat).
 
     Random logits have probabilities near 1 / V, all of them below the gradient filter of some kernels; peaked ones do
     not. Noise of deviation 3 over the vocabulary has a logsumexp of log V + 4.5; the target lies about 6 above.
@@ -83,7 +83,7 @@ def make_problem(
         hidden = 3 * hidden + boost * weight[target].float()
     hidden = hidden.to(dtype)
     advantage = torch.randn(num_sequences, **options).repeat_interleave(num_rows // num_sequences)
-    # Near the current policy, so that no ratio is clipped: a clipped token is a row that ours would skip.
+    # Close to the current policy, so that no ratio is clipped: strop would skip clipped tokens.
     old_logp = plain_logps(hidden, weight, target) + 0.01 * torch.randn(num_rows, **options)
     return Problem(hidden.requires_grad_(), weight.requires_grad_(), target, old_logp, advantage, num_sequences)
 
@@ -97,21 +97,21 @@ def plain_logps(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:  # (N
 
 
 def surrogate(problem: Problem, logp: Tensor, index: Tensor | slice = slice(None)) -> Tensor:
-    """The clipped policy-gradient loss of these tokens, as a share of the mean over all tokens of the problem."""
+    """Return the clipped policy-gradient loss of these tokens, divided by all tokens of the problem."""
     mask = torch.ones_like(logp, dtype=torch.bool)
     log_ratio = token_log_ratio(logp, problem.old_logp[index], mask)
     out = dapo(Tokens(logp, log_ratio, problem.advantage[index], mask, length=mask), epsilon=0.2)
     return out.terms["policy"].sum / len(problem.target)
 
 
-def with_gradients(problem: Problem, loss: Tensor, **made: Tensor) -> Made:
+def with_gradients(problem: Problem, loss: Tensor, **values: Tensor) -> Made:
     leaves = problem.leaves()
-    grads = torch.autograd.grad(loss, list(leaves.values()))  # fresh tensors: nothing is added to an old .grad
-    return {name: x.detach() for name, x in made.items()} | dict(zip(leaves, grads, strict=True))
+    grads = torch.autograd.grad(loss, list(leaves.values()))  # fresh tensors, not accumulated into .grad
+    return {name: x.detach() for name, x in values.items()} | dict(zip(leaves, grads, strict=True))
 
 
 def exact(problem: Problem) -> dict[str, Made]:
-    """Float64 results of both losses: {"surrogate": ..., "nll": ...}."""
+    """Compute both losses in float64: {"surrogate": ..., "nll": ...}."""
     wide = replace(
         problem, hidden=problem.hidden.detach().double().requires_grad_(),
         weight=problem.weight.detach().double().requires_grad_(problem.weight.requires_grad),
@@ -124,7 +124,7 @@ def exact(problem: Problem) -> dict[str, Made]:
     return results
 
 
-# ---- forward only ----
+# Forward only
 
 
 @torch.no_grad()
@@ -143,7 +143,7 @@ def trl_forward(p: Problem, *, entropy: bool = False) -> Made:
 def cce_forward(p: Problem) -> Made:
     from cut_cross_entropy import linear_cross_entropy
 
-    # Detached: it prepares its backward whenever its inputs want one, no_grad or not.
+    # Detached, because it prepares a backward whenever inputs require gradients, even under no_grad.
     return {"logp": -linear_cross_entropy(p.hidden.detach(), p.weight.detach(), p.target, reduction="none")}
 
 
@@ -157,24 +157,24 @@ def compiled_forward(p: Problem) -> Made:
     return {"logp": compiled()(p.hidden, p.weight, p.target)}
 
 
-# ---- forward and backward ----
+# Forward and backward
 
 
 def ours_one_pass(p: Problem, *, entropy: bool = False) -> Made:
-    """Loss and gradients in the pass that makes the log-probs."""
+    """Compute loss and gradients in the same pass as the log-probs."""
 
     def loss_fn(tokens: TokenLogps, index: Tensor) -> tuple[Tensor, Any]:
         return surrogate(p, tokens.logp, index), (index, *(x.detach() for x in tokens if x is not None))
 
     loss, parts = linear_logprob_loss(p.hidden, p.weight, p.target, loss_fn, entropy=entropy, ignore_index=None)
     order, *columns = (torch.cat(column) for column in zip(*parts, strict=True))
-    names = TokenLogps._fields[: len(columns)]  # entropy only where it was asked for
-    made = {name: torch.empty_like(x).index_copy(0, order, x) for name, x in zip(names, columns, strict=True)}
-    return with_gradients(p, loss, **made)
+    names = TokenLogps._fields[: len(columns)]  # entropy only if requested
+    values = {name: torch.empty_like(x).index_copy(0, order, x) for name, x in zip(names, columns, strict=True)}
+    return with_gradients(p, loss, **values)
 
 
 def ours_general(p: Problem, *, entropy: bool = False) -> Made:
-    """Log-probs first, then any loss of them."""
+    """Compute log-probs first, then any loss on them."""
     out = linear_logprob(p.hidden, p.weight, p.target, entropy=entropy, ignore_index=None)
     return with_gradients(p, surrogate(p, out.logp), logp=out.logp, **({"entropy": out.entropy} if entropy else {}))
 
@@ -183,8 +183,8 @@ def trl_logps(p: Problem, *, entropy: bool) -> tuple[Tensor, Tensor]:
     from trl.kernels import ChunkedLogProbFunction
 
     outputs = ("log_probs", "entropy") if entropy else ("log_probs",)
-    made = ChunkedLogProbFunction.apply(p.hidden, p.weight, None, p.target, 1.0, TRL_VOCAB_CHUNK, None, 1.0, outputs)
-    return made[0], made[1]
+    result = ChunkedLogProbFunction.apply(p.hidden, p.weight, None, p.target, 1.0, TRL_VOCAB_CHUNK, None, 1.0, outputs)
+    return result[0], result[1]
 
 
 def trl(p: Problem, *, entropy: bool = False) -> Made:
@@ -204,7 +204,7 @@ def liger_nll(p: Problem) -> Made:
 def liger_grpo(p: Problem) -> Made:
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
-    head = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, loss_type="bnpo")  # bnpo: the mean over all tokens
+    head = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, loss_type="bnpo")  # bnpo averages over all tokens
     rows = (p.num_sequences, -1)
     loss, _ = head(
         p.hidden.view(*rows, p.hidden.shape[1]),
@@ -218,7 +218,7 @@ def liger_grpo(p: Problem) -> Made:
 
 
 def cce_nll(p: Problem, *, exact_gradient: bool = False) -> Made:
-    """Its default skips blocks of small probabilities in the backward; exact_gradient switches that filter off."""
+    """The default skips blocks of small probabilities in the backward; exact_gradient disables this filter."""
     from cut_cross_entropy import linear_cross_entropy
 
     filtered = {"filter_eps": None} if exact_gradient else {}
@@ -226,7 +226,7 @@ def cce_nll(p: Problem, *, exact_gradient: bool = False) -> Made:
 
 
 def stored_logps(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:  # (N,)
-    """Plain torch: logits of the input dtype, fp32 from there on."""
+    """Run plain torch: logits in the input dtype, then fp32."""
     return (hidden @ weight.T).float().log_softmax(dim=-1).gather(1, target.unsqueeze(1)).squeeze(1)
 
 
@@ -246,15 +246,15 @@ def torch_compiled(p: Problem) -> Made:
 
 
 def stored_gib(p: Problem) -> float:
-    """What plain torch holds at its peak: logits in their dtype, and in fp32 log-probs, dlogits and one more."""
+    """Return plain torch's peak: logits in their dtype, and log-probs, dlogits and another copy in fp32."""
     return len(p.target) * p.weight.shape[0] * (p.hidden.element_size() + 3 * 4) / (1 << 30)
 
 
-# ---- the floor ----
+# Floor
 
 
 def matrix_products(p: Problem, count: int) -> Callable[[], None]:
-    """The first `count` products that no method can do without, alone: logits, dX, dW; in blocks of rows."""
+    """Run the first `count` unavoidable products (logits, dX, dW) in blocks of rows."""
     hidden, weight = p.hidden.detach(), p.weight.detach()
     block = torch.empty(min(FLOOR_ROWS, len(hidden)), len(weight), dtype=hidden.dtype, device=hidden.device)
     grad_hidden = torch.empty_like(hidden)
@@ -274,7 +274,7 @@ def matrix_products(p: Problem, count: int) -> Callable[[], None]:
 
 
 def cube(size: int, dtype: torch.dtype, device: str) -> Callable[[], None]:
-    """One square product, the machine's own speed at the moment."""
+    """Run one square product, to measure the machine's current speed."""
     a, b, c = (torch.randn(size, size, device=device, dtype=torch.float32).to(dtype) for _ in range(3))
 
     def call() -> None:

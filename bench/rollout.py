@@ -1,17 +1,17 @@
-"""Completion tokens per second of an engine, as GRPO asks for them: prompts, G completions each, log-probs back.
+"""Completion tokens per second of an engine in GRPO's use: prompts, G completions each, with log-probs.
 
     python -m bench.rollout --engine both [--shape qwen3-0.6b] [--cases 64x8x256x256 8x8x256x512] [--out rows.jsonl]
     python -m bench.rollout --engine local --cases 64x8x256x256 256x8x256x1024 --lengths full lognormal
 
-A case is prompts x group x prompt tokens x completion tokens. With `full` lengths every completion is as long as that;
-with `lognormal` each has a limit of its own (median 256, sigma 0.8, at most the case's). Weights are random. `both` is
-one process: first the in-process engine alone on the GPU, then a vLLM server, so that ratios are of one run (uneven
-lengths only in process: they take minutes through a server). Requests to vLLM carry a seed each; with --unseeded they
-also leave the random numbers to the server, in turns.
+A case is prompts x group x prompt tokens x completion tokens. With `full` lengths every completion has this length;
+with `lognormal` each has its own limit (median 256, sigma 0.8, at most the case's). Weights are random. `both` is
+one process: first the local engine alone on the GPU, then a vLLM server, so that ratios come from one run (uneven
+lengths only with the local engine: they take minutes on a server). Requests to vLLM have seeds; --unseeded also
+measures requests without seeds, alternately.
 
-The error is the gap between the engine's log-probs and the trainer's own of the same tokens, over 8 completions. GiB is
-what was in use on the whole GPU, the trainer's weights included. `start_s` is the time from making the engine to its
-first answer, without the time that a later answer takes. A row is written when its case ends.
+The error is the gap between the engine's and the trainer's log-probs of the same tokens, over 8 completions. GiB is
+all memory in use on the GPU, including the trainer's weights. `start_s` is the time from creating the engine to its
+first answer, minus the time of a later answer. A row is written when its case ends.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from rollout.engines.local import LocalEngine
 from rollout.servers.options import SyncConfig, VllmConfig
 from trainer.policy.logps import Policy
 
-MEDIAN, SIGMA = 256, 0.8  # of log-normal limits
+MEDIAN, SIGMA = 256, 0.8  # log-normal limits
 SCORED = 8  # completions whose log-probs are compared
-HAS_LIMITS = "max_tokens" in {field.name for field in fields(Request)}  # whether a request may have one of its own
+HAS_LIMITS = "max_tokens" in {field.name for field in fields(Request)}  # whether requests have their own limits
 
 Lengths = Literal["full", "lognormal"]
 Generate = Callable[[], list[Completion]]
@@ -56,15 +56,13 @@ class Case(NamedTuple):
     def of(cls, text: str) -> Case:
         numbers = text.split("x")
         if len(numbers) != 4 or not all(number.isdecimal() and int(number) for number in numbers):
-            raise ValueError(
-                f"cases={text}: not four numbers; write prompts x group x prompt tokens x completion tokens"
-            )
+            raise ValueError(f"cases={text}: must be four numbers, prompts x group x prompt tokens x completion tokens")
         return cls(*map(int, numbers))
 
 
 @dataclass(frozen=True)
 class Work:
-    """One case with its requests and the most tokens that each of them may get."""
+    """One case with its requests and their token limits."""
 
     case: Case
     lengths: Lengths
@@ -83,8 +81,8 @@ def make_work(case: Case, lengths: Lengths, vocab_size: int) -> Work:
     limits = [case.completion] * count
     if lengths == "lognormal":
         limits = [max(1, min(case.completion, round(MEDIAN * rng.lognormvariate(0, SIGMA)))) for _ in limits]
-    own = [{"max_tokens": limit} if HAS_LIMITS and lengths != "full" else {} for limit in limits]
-    requests = [Request(prompt_ids=ids[i // case.group], seed=i, **own[i]) for i in range(count)]
+    limit_options = [{"max_tokens": limit} if HAS_LIMITS and lengths != "full" else {} for limit in limits]
+    requests = [Request(prompt_ids=ids[i // case.group], seed=i, **limit_options[i]) for i in range(count)]
     return Work(case, lengths, requests, limits)
 
 
@@ -110,18 +108,18 @@ def main(
     Args:
         out: File to append the rows to.
         engine: local, vllm, or both in one run.
-        shape: One of trainer.plan's, tiny, or smollm2-135m.
-        cases: Prompts x group x prompt tokens x completion tokens, each; they replace the four flags below.
-        lengths: Of completions: one for all cases, or one for each case.
-        prompts: Prompts of the only case.
+        shape: A model of trainer.plan, tiny, or smollm2-135m.
+        cases: Each is prompts x group x prompt tokens x completion tokens; they replace the four flags below.
+        lengths: Completion lengths, one value for all cases or one per case.
+        prompts: Prompts of a single case.
         group: Completions of a prompt.
         prompt: Tokens of a prompt.
         completion: Tokens of a completion.
-        rounds: Timed calls of each case, after one that warms up.
-        held: Dtype of the trainer's weights; by default float32, from 7B parameters on bfloat16.
-        unseeded: Ask vLLM without seeds, too.
-        max_batch_size: Of the local engine; its own default if left out.
-        cache_gib: Of the local engine; its own default if left out.
+        rounds: Timed calls per case, after a warm-up call.
+        held: Dtype of the trainer's weights. Default: float32, or bfloat16 from 7B parameters on.
+        unseeded: Also measure vLLM without seeds.
+        max_batch_size: Local engine's batch size. None: its default.
+        cache_gib: Local engine's cache. None: its default.
         vllm: The server.
     """
     require_commit()
@@ -131,15 +129,17 @@ def main(
     only = "x".join(map(str, (*size, completion or (256 if on_cuda else 32))))
     chosen = [Case.of(text) for text in cases or (only,)]
     if len(lengths) not in (1, len(chosen)):
-        raise ValueError(f"lengths={' '.join(lengths)}: {len(lengths)} for {len(chosen)} cases; give one, or one each")
+        raise ValueError(
+            f"lengths={' '.join(lengths)}: {len(lengths)} for {len(chosen)} cases; pass one, or one per case"
+        )
     if engine != "vllm" and "lognormal" in lengths and not HAS_LIMITS:
-        raise ValueError("lengths=lognormal: this version's Request has no max_tokens; leave it out")
+        raise ValueError("lengths=lognormal: this version's Request has no max_tokens; use --lengths full")
     held = held or ("bfloat16" if shape.rpartition("-")[2] in ("7b", "8b", "14b", "32b") else "float32")
     with scratch() as folder:
         started = time.perf_counter()
         with_server = engine != "local"
         policy = random_policy(shape, folder if with_server else None, held=getattr(torch, held))
-        print(f"{shape}, held in {held}: made in {time.perf_counter() - started:.1f} s", flush=True)
+        print(f"{shape} in {held}: created in {time.perf_counter() - started:.1f} s", flush=True)
         vocab_size = policy.model.config.vocab_size
         each = lengths * len(chosen) if len(lengths) == 1 else lengths
         works = [make_work(case, kind, vocab_size) for case, kind in zip(chosen, each, strict=True)]
@@ -154,41 +154,41 @@ def main(
         for name in ways if engine == "both" else [engine]:
             try:
                 ways[name]()
-            except Exception:  # the other engine's rows are worth having
+            except Exception:  # keep the other engine's rows
                 traceback.print_exc()
                 failed.append(name)
             release()
     if failed:
-        raise SystemExit(f"not measured to the end: {', '.join(failed)}")
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 class Bench:
-    """Times providers case by case and writes their rows; ratios are to every engine that ran the case before."""
+    """Time providers case by case and write their rows, with ratios to every engine that ran the case before."""
 
     def __init__(self, policy: Policy, rounds: int, out: Path | None) -> None:
         self.policy, self.rounds, self.out = policy, rounds, out
         self.done: dict[tuple[Case, Lengths], dict[str, Timing]] = {}
-        self.full_rates: dict[str, float] = {}  # of the first case with full lengths, by provider
+        self.full_rates: dict[str, float] = {}  # provider -> rate of the first case with full lengths
 
     def measure(
         self, work: Work, providers: dict[str, Generate], score: Callable[..., list[list[float]]], started: float | None
     ) -> None:
-        """Providers in turns; `started`: when the engine began to be made, if this is its first case."""
+        """Time providers alternately; `started` is when the engine's creation began, if this is its first case."""
         times: dict[str, list[float]] = {name: [] for name in providers}
-        made: dict[str, list[Completion]] = {}
+        completions: dict[str, list[Completion]] = {}
         first_answer = 0.0
         with watched() as used:
             for number in range(self.rounds + 1):
                 for name, generate in providers.items():
-                    begun = time.perf_counter()
-                    made[name] = generate()
-                    seconds = time.perf_counter() - begun
+                    started_at = time.perf_counter()
+                    completions[name] = generate()
+                    seconds = time.perf_counter() - started_at
                     first_answer = first_answer or time.perf_counter()
                     if number:  # the first round warms up
                         times[name].append(1000 * seconds)
-                    said = f"{work.tokens / seconds:,.0f} tokens/s" + ("" if number else " (warming up)")
+                    speed = f"{work.tokens / seconds:,.0f} tokens/s" + ("" if number else " (warming up)")
                     print(
-                        f"{name}, {'x'.join(map(str, work.case))} {work.lengths}: {seconds:.2f} s, {said}", flush=True
+                        f"{name}, {'x'.join(map(str, work.case))} {work.lengths}: {seconds:.2f} s, {speed}", flush=True
                     )
         timings = {name: Timing(taken, max(used) or None) for name, taken in times.items()}
         known = self.done.setdefault((work.case, work.lengths), {})
@@ -201,7 +201,7 @@ class Bench:
                 self.full_rates.setdefault(name, rate)
             elif name in self.full_rates:
                 extra["over_full_rate"] = rate / self.full_rates[name]
-            emit([self.row(work, name, timing, known | timings, made[name], score, extra)], self.out)
+            emit([self.row(work, name, timing, known | timings, completions[name], score, extra)], self.out)
         known |= timings
 
     def row(
@@ -225,7 +225,7 @@ def run_local(bench: Bench, works: Sequence[Work], **options: Any) -> None:
     taken = inspect.signature(LocalEngine).parameters
     given = {name: value for name, value in options.items() if value is not None}
     if unknown := given.keys() - taken.keys():
-        raise ValueError(f"{', '.join(unknown)}: not an option of the local engine here; leave it out")
+        raise ValueError(f"{', '.join(unknown)}: the local engine has no such option; remove it")
     started: float | None = time.perf_counter()
     policy = bench.policy
     engine = LocalEngine(policy.model, policy.tokenizer, autocast_dtype=policy.autocast_dtype, **given)
@@ -236,9 +236,9 @@ def run_local(bench: Bench, works: Sequence[Work], **options: Any) -> None:
             call = {"local": lambda work=work, sampling=sampling: engine.generate(work.requests, sampling)}
             bench.measure(work, call, engine.logps, started)
             started = None
-        said = {name: value for name, value in engine.metrics().items() if isinstance(value, int | float)}
-        if said:
-            print("local:", ", ".join(f"{name} {value:.4g}" for name, value in said.items()), flush=True)
+        metrics = {name: value for name, value in engine.metrics().items() if isinstance(value, int | float)}
+        if metrics:
+            print("local:", ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()), flush=True)
     finally:
         engine.close()
 
@@ -262,10 +262,12 @@ def run_vllm(bench: Bench, works: Sequence[Work], folder: Path, vllm: VllmConfig
             futures = {
                 limit: engine.submit([plain[i] for i in rows], Sampling(max_tokens=limit, for_training=True))
                 for limit, rows in groups.items()
-            }  # all in flight together, whatever their limits
+            }  # all in flight together
             wait(futures.values())
-            made = {i: c for limit, rows in groups.items() for i, c in zip(rows, futures[limit].result(), strict=True)}
-            return [made[i] for i in range(len(work.requests))]
+            results = {
+                i: c for limit, rows in groups.items() for i, c in zip(rows, futures[limit].result(), strict=True)
+            }
+            return [results[i] for i in range(len(work.requests))]
 
         for work in works:
             calls = {
@@ -283,7 +285,7 @@ def release() -> None:
 
 
 def logp_gap(score: Callable[..., list[list[float]]], completions: Sequence[Completion]) -> tuple[float, float]:
-    """Mean and largest absolute difference to the trainer's log-probs."""
+    """Return the mean and largest absolute difference to the trainer's log-probs."""
     own = score([(c.prompt_ids, c.ids) for c in completions], 1.0)
     gaps = [abs(a - b) for c, row in zip(completions, own, strict=True) for a, b in zip(c.logps, row, strict=True)]
     return sum(gaps) / len(gaps), max(gaps)

@@ -23,7 +23,7 @@ from trainer.policy.load import BUILTIN
 from trainer.policy.logps import Policy
 from trainer.policy.weights import PolicyWeights
 
-# Shapes beside those of trainer.plan: model type and the values of its FIELDS, then the context.
+# Shapes in addition to trainer.plan's: model type, the values of its FIELDS, and the context length.
 OWN = {
     "tiny": ("qwen3", 128, 256, 3, 4, 2, 32, 275, True, 512),
     "smollm2-135m": ("llama", 576, 1536, 30, 9, 3, 64, 49152, True, 8192),
@@ -33,7 +33,7 @@ CONTEXT = 2048  # tokens; the tiny model has 512
 
 @contextlib.contextmanager
 def serving(shape: str, *, vllm: VllmConfig, sync: SyncConfig, lora_rank: int) -> Iterator[tuple[Policy, VllmEngine]]:
-    """The policy, held in float32 and computed in bfloat16 on a GPU, and its server, both gone at the end."""
+    """Create the policy (float32 weights, bfloat16 compute on a GPU) and its server, and remove both at the end."""
     with scratch() as folder:
         policy = random_policy(shape, folder, lora_rank=lora_rank)
         with server_of(policy, folder, vllm=vllm, sync=sync, lora_rank=lora_rank) as engine:
@@ -50,7 +50,7 @@ def server_of(
     lora_rank: int = 0,
     max_model_len: int = CONTEXT,
 ) -> Iterator[VllmEngine]:
-    """A server of the model in folder/model, and what talks to it."""
+    """Start a server of the model in folder/model, and its client."""
     dtype = policy.compute_dtype
     engine = VllmEngine(
         vllm,
@@ -78,21 +78,21 @@ def scratch() -> Iterator[Path]:
 
 
 def shape_config(shape: str) -> Any:
-    """The transformers config of a shape of trainer.plan or of ours."""
+    """Return the transformers config of a shape."""
     from transformers import AutoConfig
 
     if shape in OWN:
         kind, *values = OWN[shape]
         return AutoConfig.for_model(kind, **dict(zip((*FIELDS, "max_position_embeddings"), values, strict=True)))
     if shape not in KNOWN:
-        raise ValueError(f"shape={shape}: not known here; there is {', '.join([*OWN, *KNOWN])}")
+        raise ValueError(f"shape={shape}: must be one of {', '.join([*OWN, *KNOWN])}")
     config = known_config(shape)
     config.max_position_embeddings = 40960
     return config
 
 
 def random_policy(shape: str, folder: Path | None, *, lora_rank: int = 0, held: torch.dtype = torch.float32) -> Policy:
-    """Random weights with the tokenizer of the built-in model; the same in folder/model, for a server, if given.
+    """Create random weights with the tokenizer of the built-in model, and save them in folder/model if given.
 
     Products are in bfloat16 on a GPU. Weights are rounded to that first, so that `held` changes no product.
     """
@@ -113,13 +113,13 @@ def random_policy(shape: str, folder: Path | None, *, lora_rank: int = 0, held: 
     if lora_rank:
         policy.model = add_adapter(model, LoraConfig(r=lora_rank)).to(device)
         return policy
-    for parameter in model.parameters():  # not model.to(held): rotary frequencies stay float32, as a loaded model's do
+    for parameter in model.parameters():  # not model.to(held): rotary frequencies stay float32, as in a loaded model
         parameter.data = parameter.data.to(held)
     return policy
 
 
 def change(policy: Policy, seed: int) -> None:
-    """Other trained weights, as after an optimizer step but larger, so that a sync that did nothing would show."""
+    """Change the trained weights by more than an optimizer step would, so that a missing sync is detected."""
     generator = torch.Generator(policy.device).manual_seed(seed)
     with torch.no_grad():
         for parameter in policy.model.parameters():
@@ -129,6 +129,6 @@ def change(policy: Policy, seed: int) -> None:
 
 
 def free_gib() -> float:
-    """Memory of the GPU that nobody holds."""
+    """Return the free GPU memory."""
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0] / 2**30

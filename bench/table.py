@@ -1,10 +1,10 @@
-"""The benchmark tables of docs/kernels_and_benchmarks.md, made from the rows that the benchmarks wrote.
+"""Render the benchmark tables of docs/kernels_and_benchmarks.md from the rows of the benchmarks.
 
-    python -m bench.table bench/results/h200/*.jsonl                  # print them
-    python -m bench.table bench/results/h200/*.jsonl --write PAGE.md  # put them between the two markers
-    python -m bench.table bench/results/h200/*.jsonl --check PAGE.md  # fail if the page has other tables
+    python -m bench.table bench/results/h200/*.jsonl                  # print the tables
+    python -m bench.table bench/results/h200/*.jsonl --write PAGE.md  # replace the text between the two markers
+    python -m bench.table bench/results/h200/*.jsonl --check PAGE.md  # fail if the tables in the page differ
 
-A row measured again replaces the earlier one of the same benchmark, provider, shape and machine.
+A newer row replaces the earlier row of the same benchmark, provider, shape and machine.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ PROVIDERS = {
     "ours": "ours", "trl": "TRL", "liger": "Liger", "cce": "CCE", "cce, exact": "CCE, no filter", "torch": "torch",
     "torch.compile": "torch.compile",
 }  # fmt: skip
-ANY_LOSS = {"trl", "torch", "torch.compile"}  # peers that give log-probs to a loss of one's own
-# A section and the provider that stands for us in it, in the table's order.
+ANY_LOSS = {"trl", "torch", "torch.compile"}  # peers that return log-probs to a custom loss
+# (benchmark, strop's provider) -> label, in table order
 LABELS = {
     ("linear_logprob/forward", "ours"): "log-probs only, ms",
     ("linear_logprob/loss", "ours"): "loss and gradients in one pass, ms",
@@ -39,15 +39,15 @@ def latest(rows: Iterable[Row]) -> list[Row]:
 
 
 def render(rows: Iterable[Row]) -> str:
-    """Markdown: for each machine what it was, the log-prob table, and the others."""
-    kept = latest(rows)
+    """Render Markdown: for each machine its description, the log-prob table, and one table of all other rows."""
+    rows = latest(rows)
     parts = []
-    for machine in dict.fromkeys(row.hardware for row in kept):
-        here = [row for row in kept if row.hardware == machine]
-        heads = [row for row in here if row.bench.startswith("linear_logprob/")]
-        others = [row for row in here if row not in heads]
+    for machine in dict.fromkeys(row.hardware for row in rows):
+        machine_rows = [row for row in rows if row.hardware == machine]
+        heads = [row for row in machine_rows if row.bench.startswith("linear_logprob/")]
+        others = [row for row in machine_rows if row not in heads]
         parts += [
-            provenance(machine, here),
+            provenance(machine, machine_rows),
             logprob_table(heads) if heads else "",
             step_table(others) if others else "",
         ]
@@ -55,28 +55,27 @@ def render(rows: Iterable[Row]) -> str:
 
 
 def provenance(machine: str, rows: list[Row]) -> str:
-    """Where the numbers come from, in one line."""
-    found: dict[str, str] = {}
+    """Describe machine, versions, dates and commits in one line."""
+    versions: dict[str, str] = {}
     for row in rows:
-        found |= row.versions
-    ours = [f"{name} {found[name]}" for name in ("torch", "triton", "transformers") if name in found]
-    theirs = [f"{name} {found[package]}" for package, name in PEERS.items() if package in found]
+        versions |= row.versions
+    base = [f"{name} {versions[name]}" for name in ("torch", "triton", "transformers") if name in versions]
+    peers = [f"{name} {versions[package]}" for package, name in PEERS.items() if package in versions]
     days = sorted({row.time[:10] for row in rows})
     commits = ", ".join(sorted({row.commit for row in rows}))
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     how = "Medians; providers timed in turns, whole runs (vs_trl) and engines (rollout) one after the other."
-    return f"One {machine}, {', '.join(ours + theirs)}; {when}, commit {commits}. {how}"
+    return f"One {machine}, {', '.join(base + peers)}; {when}, commit {commits}. {how}"
 
 
 def logprob_table(rows: list[Row]) -> str:
-    """One line for each shape and quantity, one column for each provider; the floor is the matrix products alone."""
+    """Render a line per shape and quantity and a column per provider; the floor is the matrix products alone."""
     providers = [name for name in PROVIDERS if any(row.provider == name for row in rows)]
     lines = [f"| N, D, V | | {' | '.join(PROVIDERS[name] for name in providers)} | floor | ours / TRL |"]
     lines.append("|---" * (len(providers) + 4) + "|")
     for shape in dict.fromkeys(shape_of(row) for row in rows):
-        here = [row for row in rows if shape_of(row) == shape]
         first = shape
-        for label, cells in quantities(here):
+        for label, cells in quantities([row for row in rows if shape_of(row) == shape]):
             filled = [cells.get(name, "") for name in (*providers, "floor", "ratio")]
             lines.append(f"| {first} | {label} | {' | '.join(filled)} |")
             first = ""
@@ -84,23 +83,23 @@ def logprob_table(rows: list[Row]) -> str:
 
 
 def quantities(rows: list[Row]) -> Iterable[tuple[str, dict[str, str]]]:
-    """What to say of one shape: times of every section, then memory and error of loss and gradients."""
+    """Yield the lines of one shape: times of every section, then memory and error of loss and gradients."""
     for (bench, ours), label in LABELS.items():
         section = {row.provider: row for row in rows if row.bench == bench}
         if ours in section:
             row = section[ours]
-            able = section.keys() if ours == "ours" else section.keys() & ANY_LOSS
-            cells = {name: number(section[name].ms_p50) for name in able}
+            comparable = section.keys() if ours == "ours" else section.keys() & ANY_LOSS
+            cells = {name: number(section[name].ms_p50) for name in comparable}
             ratio = f"{row.ratio_to['trl']:.2f}" if "trl" in row.ratio_to else ""
             yield label, cells | {"ours": number(row.ms_p50), "floor": number(row.floor_ms), "ratio": ratio}
-    made = [row for row in rows if row.bench == "linear_logprob/loss"]
+    loss_rows = [row for row in rows if row.bench == "linear_logprob/loss"]
     columns: dict[str, Callable[[Row], str]] = {
         "loss and gradients, GiB": lambda row: "" if row.peak_gib is None else f"{row.peak_gib:.2f}",
         "error of dX": lambda row: error(row, "dX"),
         "error of dW": lambda row: error(row, "dW"),
     }
     for label, cell in columns.items():
-        cells = {row.provider: cell(row) for row in made}
+        cells = {row.provider: cell(row) for row in loss_rows}
         if any(cells.values()):
             yield label, cells
 
@@ -128,7 +127,7 @@ def shape_of(row: Row) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three digits."""
+    """Format with about three digits."""
     if value is None:
         return ""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
@@ -139,31 +138,31 @@ def error(row: Row, quantity: str) -> str:
 
 
 def between_markers(text: str) -> tuple[str, str, str]:
-    """What stands before, between and after the markers."""
+    """Split a text into the parts before, between and after the markers."""
     before, begin, rest = text.partition(BEGIN + "\n")
     inside, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"markers {BEGIN} and {END}: not both in the file; write them where the tables should stand")
+        raise ValueError(f"markers {BEGIN} and {END}: not both in the file; add them around the tables")
     return before + begin, inside, end + after
 
 
 def main(files: tyro.conf.Positional[tuple[Path, ...]], check: Path | None = None, write: Path | None = None) -> None:
-    """Print the tables of these files of rows, or hold a text against them.
+    """Print the tables, or check or replace the tables of a page.
 
     Args:
-        files: Rows that the benchmarks wrote.
-        check: A text whose tables must be these.
-        write: A text whose tables are replaced by these.
+        files: JSON lines written by the benchmarks.
+        check: Page whose tables must match.
+        write: Page whose tables are replaced.
     """
-    made = render(read_rows(files))
+    tables = render(read_rows(files))
     if write is not None:
         before, _, after = between_markers(write.read_text(encoding="utf-8"))
-        write.write_text(before + made + after, encoding="utf-8")
+        write.write_text(before + tables + after, encoding="utf-8")
     elif check is not None:
-        if between_markers(check.read_text(encoding="utf-8"))[1] != made:
-            sys.exit(f"check={check}: its benchmark tables are not those of the rows; make them again with --write")
+        if between_markers(check.read_text(encoding="utf-8"))[1] != tables:
+            sys.exit(f"check={check}: its benchmark tables do not match the rows; update them with --write")
     else:
-        print(made, end="")
+        print(tables, end="")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""One-digit arithmetic with a tagged answer: the rows of a small, real learning run, and its curve.
+"""One-digit arithmetic with tagged answers: the rows of a small training run, and its curve.
 
     python -m bench.tagged_arithmetic rows FOLDER                    # sft.jsonl, train.jsonl, eval.jsonl
-    python -m bench.tagged_arithmetic plot FIGURE.svg NAME=RUN ...   # held-out accuracy of some runs, and its points
+    python -m bench.tagged_arithmetic plot FIGURE.svg NAME=RUN ...   # held-out accuracy of several runs
 
-A row asks "What is 7 + 5? ..." and its answer is "<answer>12</answer>", so that `exact_match` wants both the number and
-the form. No problem is in two of the files, 7 + 5 and 5 + 7 count as one. Held-out problems stand there several times:
-at temperature 1 each row is one sample.
+A row asks "What is 7 + 5? ..." and its answer is "<answer>12</answer>", so `exact_match` needs both the number and
+the format. The files share no problem; 7 + 5 and 5 + 7 count as one. Held-out problems are repeated, because at
+temperature 1 each row is one sample.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def plot(figure: Path, runs: dict[str, Path]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    matplotlib.rcParams["svg.hashsalt"] = "strop"  # the same points give the same file
+    matplotlib.rcParams["svg.hashsalt"] = "strop"  # reproducible file
     fig, axes = plt.subplots(figsize=(6, 3.4))
     kept = []
     for name, run in runs.items():

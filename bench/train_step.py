@@ -1,11 +1,11 @@
-"""One GRPO training step of a whole model: a prompt shared by its group, against prompts laid out in full.
+"""One GRPO training step of a whole model: a prompt shared by its group vs. a prompt per completion.
 
     python -m bench.train_step [--out rows.jsonl] [--layers 28] [--group 8] [--prompt 2048] [--completion 512]
 
 Forward, clipped policy gradient and backward, with activation checkpointing in all layouts; no optimizer. The model is
-a Qwen3-1.7B shape with random weights on a GPU, a tiny one elsewhere. The rate counts logical tokens, a prompt once for
-each of its completions, so layouts compare by the same work. Errors are of the whole gradient, against a run in the
-next wider float of the same rows one at a time through the model's own attention.
+a random Qwen3-1.7B on a GPU, a tiny model elsewhere. The rate counts logical tokens, a prompt once per
+completion, so layouts are compared by the same work. Errors are of the whole gradient, against a run in the
+next wider float, row by row with the model's own attention.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
 
 @dataclass(frozen=True)
 class Work:
-    """G completions of one prompt, and what the loss needs of each."""
+    """G completions of one prompt, and their advantages."""
 
     items: list[Item]
     advantage: Tensor  # (G,)
@@ -61,7 +61,7 @@ def make_work(group: int, prompt: int, completion: int, vocab: int, device: torc
 
 
 def make_policy(shape: dict[str, Any], device: torch.device, dtype: torch.dtype, *, attention: str) -> Policy:
-    """A model of random weights, activations checkpointed."""
+    """Create a model with random weights and activation checkpointing."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     torch.manual_seed(0)
@@ -74,12 +74,12 @@ def make_policy(shape: dict[str, Any], device: torch.device, dtype: torch.dtype,
 
 
 def packed_states(policy: Policy, batch: Batch) -> Tensor:  # (N, D)
-    """As the trainer takes them: each position sees what the batch says."""
+    """Return hidden states as in the trainer, with the batch's attention spans."""
     return predictor_states(policy, policy.model, batch)
 
 
 def plain_states(policy: Policy, batch: Batch) -> Tensor:  # (N, D)
-    """Rows of one length each, without any mask of ours: transformers' causal attention."""
+    """Return hidden states of rows of equal length with transformers' causal attention."""
     hidden = policy.model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state  # (R, T, D)
     return hidden.flatten(0, 1)[batch.index]
 
@@ -87,13 +87,13 @@ def plain_states(policy: Policy, batch: Batch) -> Tensor:  # (N, D)
 def step(
     policy: Policy, work: Work, batches: list[Batch], states: Callable[[Policy, Batch], Tensor]
 ) -> dict[str, Tensor]:
-    """Gradients of all parameters by name."""
+    """Return the gradients of all parameters by name."""
     for batch in batches:
         advantage = work.advantage[batch.sequence]  # (N,)
 
         def loss_fn(tokens: TokenLogps, rows: Tensor, advantage: Tensor = advantage) -> tuple[Tensor, None]:
             mask = torch.ones_like(rows, dtype=torch.bool)
-            old_logp = tokens.logp.detach()  # the first step on a batch: the policy that sampled is this one
+            old_logp = tokens.logp.detach()  # first step on a batch: old and current policy are equal
             log_ratio = token_log_ratio(tokens.logp, old_logp, mask)
             out = dapo(Tokens(tokens.logp, log_ratio, advantage[rows], mask, length=mask), epsilon=0.2)
             return out.terms["policy"].sum / work.num_trained, None
@@ -107,7 +107,7 @@ def step(
 
 
 def distance(got: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
-    """Relative Frobenius distance of two gradients, all parameters as one vector."""
+    """Return the relative distance of two gradients, over all parameters."""
     apart = sum((got[name].to(x.dtype) - x).double().square().sum() for name, x in exact.items())
     return (apart / sum(x.double().square().sum() for x in exact.values())).sqrt().item()
 
@@ -160,11 +160,11 @@ def main(
 
     Args:
         out: File to append the rows to.
-        layers: Depth of the model; None means 28 on a GPU and 2 elsewhere.
+        layers: Depth of the model. None: 28 on a GPU, 2 elsewhere.
         group: Completions of the prompt.
-        prompt: Tokens of the prompt; None means 2048 on a GPU and 128 elsewhere.
-        completion: Tokens of each completion; None means 512 on a GPU and 32 elsewhere.
-        seconds: Time for the loop, more where 15 rounds (3 on a CPU) take longer.
+        prompt: Prompt tokens. None: 2048 on a GPU, 128 elsewhere.
+        completion: Tokens per completion. None: 512 on a GPU, 32 elsewhere.
+        seconds: Minimum duration of the loop, which has at least 15 rounds (3 on a CPU).
     """
     require_commit()
     on_cuda = torch.cuda.is_available()

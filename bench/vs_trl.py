@@ -1,42 +1,43 @@
-"""Whole training steps of ours beside TRL's: the same model, the same rows, the same machine, one after the other.
+"""Whole training steps, strop vs. TRL: the same model, rows and machine, measured sequentially.
 
     python -m bench.vs_trl dpo [--shape qwen3-1.7b] [--lora 0] [--out rows.jsonl]
     python -m bench.vs_trl dpo --shape llama-3.1-8b --lora 16
     python -m bench.vs_trl sft [--shape qwen3-1.7b] [--lora 0]
     python -m bench.vs_trl kto [--shape qwen3-1.7b] [--lora 0]
-    python -m bench.vs_trl offline                         # these three, and dpo at 8B: the table of the docs
-    python -m bench.vs_trl grpo [--shape qwen3-0.6b]       # TRL has vLLM in its own process
+    python -m bench.vs_trl offline                         # these three, and dpo at 8B: the table in the docs
+    python -m bench.vs_trl grpo [--shape qwen3-0.6b]       # TRL runs vLLM in its own process
     python -m bench.vs_trl grpo --prompts 64 --completion 256 --trl-accumulation 8
     python -m bench.vs_trl grpo --lora 16 --ways TRL "ours, compile, local"
 
-In grpo, ways named `local` sample in the trainer's process, the others on a vLLM server of ours. TRL and the local ways
+In grpo, ways named `local` sample in the trainer's process, other ways on a strop vLLM server. TRL and the local ways
 have the GPU to themselves; the server starts after them.
 
-Weights are random, prompts have 256 tokens, responses of rows are log-normal (median 200, at most 767), completions of
-grpo have 512. Each way runs the real loop, `python -m trainer` or TRL's trainer.train(), data loading and logging
-included; TRL first, while the GPU is cool. Both train the same rows in the same order, grpo aside, where each draws its
-own prompts. In sft the loss is of the responses alone. Ours packs the rows of a step into one and computes the prompt
-of a pair once, as by default; TRL pads the rows to the longest, as by default: its packing and padding-free batches
-need FlashAttention to keep rows apart, and packing puts other rows into a step. In kto both sides score each prompt
-also with another prompt's response, for the reference point; these tokens are not counted.
+Weights are random, prompts have 256 tokens, row responses are log-normal (median 200, at most 767), grpo completions
+have 512 tokens. Each way runs the real loop, `python -m trainer` or TRL's trainer.train(), including data loading and
+logging. TRL runs first, while the GPU is cool. Both train on the same rows in the same order; in grpo each draws its
+own prompts. The sft loss covers responses only. With default settings, strop packs the rows of a step into one row and
+computes the prompt of a pair once, and TRL pads rows to the longest. (TRL's packing and padding-free batches need
+FlashAttention to separate rows, and packing changes the rows of a step.) In kto both also compute log-probs of
+mismatched responses for the reference point; these tokens are not counted.
 
-A step is the time from one step's end to the next one's. The first 14 of 24 are left out (grpo: 2 of 12), and the last
-one where its rows were sampled during the step before. The rate is that of all these steps together and counts real
-tokens, prompt and response, once for each sequence; ratios are of seconds per token. `speedup over TRL` is by the
-median step: TRL's time over the way's own, per token of an average step.
+A step lasts from the end of the previous step to its own end. The first 14 of 24 steps are excluded (grpo: 2 of 12),
+and the last step if its rows were sampled during the step before. The rate covers all remaining steps and counts real
+tokens, prompt and response, once per sequence; ratios compare seconds per token. `speedup over TRL` compares the median
+steps: TRL's time divided by the way's time, per token of an average step.
 
-dpo, sft and kto go on for some steps that are not timed, in which kernels are recorded (bench/runs/kernel_times.py):
-`gpu_busy` is the part of eight steps in which at least one kernel runs, and products_ms, attention_ms, ... are
-milliseconds a step of groups of kernels.
+dpo, sft and kto then run untimed steps in which kernels are recorded (bench/runs/kernel_times.py): `gpu_busy` is the
+fraction of eight steps in which at least one kernel runs, and products_ms, attention_ms, ... are milliseconds per step
+and kernel group.
 
-The error is that of the first step's loss, relative to its exact value: log 2 in dpo and 1/2 in kto, where policy and
-reference are one; in sft the loss of the same rows by transformers in float32, one at a time. In grpo it is the mean
-distance of the trainer's log-probs from the engine's, over all sampled tokens of the last step.
+The error is the error of the first step's loss relative to its exact value. The exact value is log 2 in dpo and 1/2 in
+kto, because policy and reference are equal; in sft it is the loss of the same rows by transformers in float32, one row
+at a time. In grpo the error is the mean distance between the trainer's and the engine's log-probs, over all sampled
+tokens of the last step.
 
-Ways differ by what they hold: TRL is given bfloat16 weights, its leanest setting, ours are float32 as by default or
-bfloat16 with random rounding (--trained-dtype). GiB in grpo is all that was in use on the GPU, engines, servers and
-CUDA contexts included, looked at in the same way for both; elsewhere it is the most that tensors took. `planned` is
-what trainer/plan.py says of the largest step. Parts of a step (rollout_s, reward_s, train_s, ...) are medians.
+TRL gets bfloat16 weights, its leanest setting; strop uses float32 (default) or bfloat16 with stochastic rounding
+(--trained-dtype). In grpo, GiB is all memory in use on the GPU, including engines, servers and CUDA contexts, measured
+in the same way for both; elsewhere it is the peak of allocated tensors. `planned` is the estimate of trainer/plan.py
+for the largest step. Parts of a step (rollout_s, reward_s, train_s, ...) are medians.
 """
 
 from __future__ import annotations
@@ -71,13 +72,12 @@ from trainer.plan import KNOWN, known_config
 
 TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512}  # fmt: skip
-# Steps that compile and allocate, and in which cuBLAS meets most lengths: the first use of one of its kernels makes the
-# host wait for the GPU.
+# Steps that compile, allocate and load cuBLAS kernels for most lengths: the first use of a kernel makes the host wait.
 WARMUP = {"dpo": 14, "sft": 14, "kto": 14, "grpo": 2}
-STEPS = 24  # of dpo, sft and kto
-EXTRA_STEPS = 10  # after the timed ones, for bench/runs/kernel_times.py
+STEPS = 24  # dpo, sft and kto
+EXTRA_STEPS = 10  # untimed steps at the end, for bench/runs/kernel_times.py
 PROMPT, LONGEST = 256, 1024
-PORT = 8123  # of our server
+PORT = 8123  # strop's server
 OURS = {
     "ours": ["--gradient-checkpointing"],
     "ours, no checkpointing": [],
@@ -90,25 +90,25 @@ OURS = {
     "ours, 4bit": ["--gradient-checkpointing", "--load-in-4bit"],
     "ours, 4bit, compile": ["--gradient-checkpointing", "--load-in-4bit", "--compile"],
 }
-SHOW_S = 10  # seconds between the lines of a run that are shown
-RESULT = "measured: "  # begins a line of the process that measures
+SHOW_S = 10  # seconds between printed lines of a run
+RESULT = "measured: "  # prefix of result lines of the measuring process
 TRL = {"TRL": True, "TRL, no checkpointing": False}
 ERRORS = {"dpo": "first_loss", "sft": "first_loss", "kto": "first_loss", "grpo": "logp_gap"}
-EXACT = {"dpo": math.log(2), "kto": 0.5}  # first loss, where policy and reference are one
+EXACT = {"dpo": math.log(2), "kto": 0.5}  # first loss, with equal policy and reference
 Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of each timed step: seconds and tokens; GiB at the peak; how far from right."""
+    """Result of one way."""
 
-    seconds: list[float]
-    tokens: list[float]
+    seconds: list[float]  # per timed step
+    tokens: list[float]  # per timed step
     peak_gib: float
     error: float
-    parts: dict[str, float]  # seconds of the parts of the last step, where they are known
+    parts: dict[str, float]  # seconds of the parts of the last step, if known
     planned_gib: float | None = None
-    kernels: dict[str, float] = field(default_factory=dict)  # of bench/runs/kernel_times.py
+    kernels: dict[str, float] = field(default_factory=dict)  # from bench/runs/kernel_times.py
 
 
 @dataclass(frozen=True)
@@ -135,11 +135,11 @@ def dpo(
 
     Args:
         out: File to append the rows to.
-        shape: One of trainer.plan's, or tiny.
-        lora: Rank of adapters; 0 trains all weights.
-        ways: Which to run, by name; empty: all that make sense.
-        pairs: Pairs of a step.
-        steps: Steps of each run, the first 14 untimed.
+        shape: A model of trainer.plan, or tiny.
+        lora: LoRA rank; 0 trains all weights.
+        ways: Names of the ways to run; empty: all applicable.
+        pairs: Pairs per step.
+        steps: Steps per run, the first 14 untimed.
     """
     measure_cases([Case("dpo", shape, lora, ways, pairs, steps)], out)
 
@@ -156,11 +156,11 @@ def sft(
 
     Args:
         out: File to append the rows to.
-        shape: One of trainer.plan's, or tiny.
-        lora: Rank of adapters; 0 trains all weights.
-        ways: Which to run, by name; empty: all that make sense.
-        rows: Rows of a step.
-        steps: Steps of each run, the first 14 untimed.
+        shape: A model of trainer.plan, or tiny.
+        lora: LoRA rank; 0 trains all weights.
+        ways: Names of the ways to run; empty: all applicable.
+        rows: Rows per step.
+        steps: Steps per run, the first 14 untimed.
     """
     measure_cases([Case("sft", shape, lora, ways, rows, steps)], out)
 
@@ -173,15 +173,15 @@ def kto(
     rows: int = 16,
     steps: int = STEPS,
 ) -> None:
-    """Labelled responses: forward of policy and reference, also of mismatched rows, backward, AdamW.
+    """Labelled responses: forward of policy and reference, including mismatched rows, backward, AdamW.
 
     Args:
         out: File to append the rows to.
-        shape: One of trainer.plan's, or tiny.
-        lora: Rank of adapters; 0 trains all weights.
-        ways: Which to run, by name; empty: all that make sense.
-        rows: Rows of a step.
-        steps: Steps of each run, the first 14 untimed.
+        shape: A model of trainer.plan, or tiny.
+        lora: LoRA rank; 0 trains all weights.
+        ways: Names of the ways to run; empty: all applicable.
+        rows: Rows per step.
+        steps: Steps per run, the first 14 untimed.
     """
     measure_cases([Case("kto", shape, lora, ways, rows, steps)], out)
 
@@ -192,11 +192,11 @@ def offline(
     small: str = "qwen3-1.7b",
     large: str = "llama-3.1-8b",
 ) -> None:
-    """The rows of "Whole steps beside TRL" that need no sampling, with one process for each side.
+    """Measure all table rows that need no sampling, with one process for TRL and one for strop.
 
     Args:
         out: File to append the rows to.
-        only: dpo, sft, kto, large; empty: all of them.
+        only: dpo, sft, kto, large; empty: all.
         small: Shape of dpo, sft and kto, which train all weights.
         large: Shape of dpo with adapters of rank 16.
     """
@@ -208,7 +208,7 @@ def offline(
     }
     for name in only:
         if name not in cases:
-            raise ValueError(f"only={name}: unknown; there is {', '.join(cases)}")
+            raise ValueError(f"only={name}: must be one of {', '.join(cases)}")
     measure_cases([case for name, case in cases.items() if not only or name in only], out)
 
 
@@ -216,18 +216,18 @@ def measure_cases(cases: list[Case], out: Path | None) -> None:
     require_commit()
     for case in cases:
         check_steps(case.method, case.steps)
-    with scratch() as folder, contextlib.closing(Side()) as trl, contextlib.closing(Side()) as own:
-        config, made, missing = None, "", []
+    with scratch() as folder, contextlib.closing(Side()) as trl, contextlib.closing(Side()) as strop:
+        config, shape, missing = None, "", []
         for case in cases:
-            if case.shape != made:
+            if case.shape != shape:
                 shutil.rmtree(folder / "model", ignore_errors=True)
-                config, made = make_model(case.shape, folder / "model"), case.shape
-            failed = measure_case(case, config, folder, trl, own, out)
+                config, shape = make_model(case.shape, folder / "model"), case.shape
+            failed = measure_case(case, config, folder, trl, strop, out)
             missing += [f"{case.method} {case.shape} {way}" for way in failed]
-    refuse_missing(missing)
+    exit_if_missing(missing)
 
 
-def measure_case(case: Case, config: Any, folder: Path, trl: Side, own: Side, out: Path | None) -> list[str]:
+def measure_case(case: Case, config: Any, folder: Path, trl: Side, strop: Side, out: Path | None) -> list[str]:
     method, per_step, name = case.method, case.per_step, "pairs" if case.method == "dpo" else "rows"
     rows = make_rows(method, per_step * (case.steps + EXTRA_STEPS))
     ordered = in_our_order(rows)
@@ -239,7 +239,7 @@ def measure_case(case: Case, config: Any, folder: Path, trl: Side, own: Side, ou
     job = {"method": method, "rows": per_step, "sequences": per_step * (2 if method == "dpo" else 1)}
     job |= {"lora": case.lora, "steps": case.steps, "extra": EXTRA_STEPS, "exact": exact}
     size = {name: per_step, "P": PROMPT, "layers": config.num_hidden_layers, "D": config.hidden_size, "lora": case.lora}
-    return measure(method, folder, case.ways, flags, job, size, out, trl, own)
+    return measure(method, folder, case.ways, flags, job, size, out, trl, strop)
 
 
 def grpo(
@@ -255,29 +255,29 @@ def grpo(
     trl_accumulation: int = 1,
     more: str = "",
 ) -> None:
-    """Sampling, rewards, one update, weights to the engine; a new policy samples each step.
+    """Sampling, rewards, one optimizer step, weight sync; a new policy samples each step.
 
     Args:
         out: File to append the rows to.
-        shape: One of trainer.plan's, or tiny.
-        lora: Rank of adapters; 0 trains all weights. Only with local ways.
-        ways: Which to run, by name; empty: TRL and the local ways.
-        prompts: Prompts of a step.
-        group: Completions of a prompt.
-        completion: Tokens of a completion.
-        steps: Steps of each run, the first 2 untimed.
-        share: Of the GPU's memory that TRL's engine takes; 0.3 is its default. Ours has room for the keys and values
-            of all completions of a step.
-        trl_accumulation: Parts that TRL trains a step's completions in, where all at once do not fit; it samples them
-            together in any case.
-        more: Further flags of ours, as one string.
+        shape: A model of trainer.plan, or tiny.
+        lora: LoRA rank; 0 trains all weights. Only with local ways.
+        ways: Names of the ways to run; empty: TRL and the local ways.
+        prompts: Prompts per step.
+        group: Completions per prompt.
+        completion: Tokens per completion.
+        steps: Steps per run, the first 2 untimed.
+        share: Fraction of GPU memory for TRL's engine; 0.3 is its default. strop's server has room for the keys and
+            values of all completions of a step.
+        trl_accumulation: Number of parts in which TRL trains a step's completions, if they do not fit together; it
+            always samples them together.
+        more: Additional strop flags, as one string.
     """
     require_commit()
     check_steps("grpo", steps)
     rows = prompts * group
     if rows % trl_accumulation:
         raise ValueError(f"trl_accumulation={trl_accumulation}: must divide the {rows} completions of a step")
-    with scratch() as folder, contextlib.closing(Side()) as trl, contextlib.closing(Side()) as own:
+    with scratch() as folder, contextlib.closing(Side()) as trl, contextlib.closing(Side()) as strop:
         config = make_model(shape, folder / "model")
         write_rows(folder / "rows.jsonl", [{"prompt": text} for (text,) in prompts_and_responses(prompts * steps, 0)])
         flags = ["--method", "grpo", "--data", str(folder / "rows.jsonl"), *shlex.split(more)]
@@ -290,82 +290,80 @@ def grpo(
         job |= {"share": share, "lora": lora, "pool_bytes": pool_bytes, "accumulation": trl_accumulation}
         size = {"prompts": prompts, "G": group, "P": PROMPT, "R": completion} | ({"lora": lora} if lora else {})
         size |= {"layers": config.num_hidden_layers, "D": config.hidden_size}
-        refuse_missing(measure("grpo", folder, ways, flags, job, size, out, trl, own))
+        exit_if_missing(measure("grpo", folder, ways, flags, job, size, out, trl, strop))
 
 
 def measure(
     method: str, folder: Path, ways: tuple[str, ...], flags: list[str], job: dict[str, Any], size: dict[str, int],
-    out: Path | None, trl: Side, own: Side,
+    out: Path | None, trl: Side, strop: Side,
 ) -> list[str]:  # fmt: skip
-    """Every way in turn, and a row as soon as one has ended. Returns the ways that failed."""
+    """Measure the ways in order and emit each row immediately. Return the ways that failed."""
     chosen = list(ways or ways_of(method, job["lora"]))
     for way in chosen:
         if way not in TRL and base_of(way) not in OURS:
-            raise ValueError(f"ways={way}: not known here; there is {', '.join([*TRL, *OURS])}, and {LOCAL[2:]} added")
-    theirs = [way for way in chosen if way in TRL]
-    mine = [way for way in chosen if way not in TRL]
-    local = [way for way in mine if way.endswith(LOCAL)]
-    served = [way for way in mine if way not in local] if method == "grpo" else []
+            names = ", ".join([*TRL, *OURS])
+            raise ValueError(f"ways={way}: must be one of {names}, optionally followed by '{LOCAL}'")
+    trl_ways = [way for way in chosen if way in TRL]
+    strop_ways = [way for way in chosen if way not in TRL]
+    served = [way for way in strop_ways if not way.endswith(LOCAL)] if method == "grpo" else []
     if served and job["lora"]:
-        raise ValueError(
-            f"ways={served[0]}: with lora={job['lora']} only local ways are measured; add {LOCAL[2:]} to it"
-        )
+        raise ValueError(f"ways={served[0]}: lora={job['lora']} needs a local way; use '{served[0]}{LOCAL}'")
     flags = [*flags, "--model", str(folder / "model"), "--save-steps", "0"]
     flags += ["--max-steps", str(job["steps"] + job["extra"])]
     flags += ["--lora.r", str(job["lora"]), "--lora.alpha", str(2 * job["lora"])] if job["lora"] else []
     job |= {"folder": str(folder), "warmup": WARMUP[method]}
-    rows: dict[str, Row] = {}  # of TRL's ways
+    trl_rows: dict[str, Row] = {}
     missing = list(chosen)
 
-    def take(side: Side, jobs: dict[str, dict[str, Any]]) -> None:
-        for way, made in side.run(jobs):
+    def run_jobs(side: Side, jobs: dict[str, dict[str, Any]]) -> None:
+        for way, measured in side.run(jobs):
             missing.remove(way)
-            row = row_of(method, way, made, rows, size)
+            row = row_of(method, way, measured, trl_rows, size)
             if way in TRL:
-                rows[way] = row
+                trl_rows[way] = row
             emit([row], out)
 
-    def ours(names: list[str], urls: list[str]) -> dict[str, dict[str, Any]]:
+    def strop_jobs(names: list[str], urls: list[str]) -> dict[str, dict[str, Any]]:
         output = ["--output-dir", str(folder / "run"), OVERWRITE]
         return {way: job | {"way": "ours", "flags": [*flags, *flags_of(method, way, urls), *output]} for way in names}
 
-    # In grpo each side has the GPU to itself: an engine or server of the other would count as its memory.
-    take(trl, {way: job | {"way": "trl", "checkpointing": TRL[way]} for way in theirs})
+    # In grpo each side has the GPU to itself, because the other side's engine or server would count as its memory.
+    run_jobs(trl, {way: job | {"way": "trl", "checkpointing": TRL[way]} for way in trl_ways})
     if method == "grpo":
         trl.close()
-    take(own, ours([way for way in mine if way not in served], []))
+    run_jobs(strop, strop_jobs([way for way in strop_ways if way not in served], []))
     if served:
-        own.close()
+        strop.close()
         with serving(folder, job) as urls:
             wait_for(urls)
-            take(own, ours(served, urls))
+            run_jobs(strop, strop_jobs(served, urls))
     return missing
 
 
 def check_steps(method: str, steps: int) -> None:
     if steps < WARMUP[method] + 2:
-        raise ValueError(f"steps={steps}: the first {WARMUP[method]} are not timed; take {WARMUP[method] + 2} or more")
+        raise ValueError(f"steps={steps}: the first {WARMUP[method]} are not timed; use {WARMUP[method] + 2} or more")
 
 
-def refuse_missing(missing: list[str]) -> None:
+def exit_if_missing(missing: list[str]) -> None:
     if missing:
         raise SystemExit(f"not measured: {', '.join(missing)}")
 
 
-def row_of(method: str, way: str, made: Measured, trl: dict[str, Row], size: dict[str, int]) -> Row:
-    timing = Timing([1000 * s for s in made.seconds], made.peak_gib)
-    step_tokens = sum(made.tokens) / len(made.tokens)
-    extra = {"step_tokens": step_tokens, **made.parts, **made.kernels}
-    if made.planned_gib is not None:
-        extra |= {"planned_gib": made.planned_gib, "planned_over_peak": made.planned_gib / made.peak_gib}
+def row_of(method: str, way: str, measured: Measured, trl: dict[str, Row], size: dict[str, int]) -> Row:
+    timing = Timing([1000 * s for s in measured.seconds], measured.peak_gib)
+    step_tokens = sum(measured.tokens) / len(measured.tokens)
+    extra = {"step_tokens": step_tokens, **measured.parts, **measured.kernels}
+    if measured.planned_gib is not None:
+        extra |= {"planned_gib": measured.planned_gib, "planned_over_peak": measured.planned_gib / measured.peak_gib}
     for name, other in trl.items():
         extra[f"speedup over {name}"] = other.ms_p50 / other.extra["step_tokens"] * step_tokens / timing.p50
     row = make_row(
         f"vs_trl/{method}", way, timing, shape=size, dtype="bfloat16", work=step_tokens, unit="tokens",
-        errors={ERRORS[method]: made.error}, extra=extra,
+        errors={ERRORS[method]: measured.error}, extra=extra,
     )  # fmt: skip
-    # Not by the median step: one that samples ahead waits more in one step and less in the next.
-    rate = sum(made.tokens) / sum(made.seconds)
+    # Not the median step: a way that samples ahead waits more in one step and less in the next.
+    rate = sum(measured.tokens) / sum(measured.seconds)
     return replace(row, rate=rate, ratio_to={name: other.rate / rate for name, other in trl.items()})
 
 
@@ -387,7 +385,7 @@ def ways_of(method: str, lora: int) -> list[str]:
 
 
 def base_of(way: str) -> str:
-    """Its name in OURS."""
+    """Return the way's name in OURS."""
     for suffix in (LOCAL, ASYNC, AWAKE):
         way = way.removesuffix(suffix)
     return way
@@ -406,7 +404,7 @@ def flags_of(method: str, way: str, urls: list[str]) -> list[str]:
 
 
 class Side:
-    """A process that runs jobs one after the other: what is imported and compiled once serves the next."""
+    """A process that runs jobs sequentially, so that later jobs reuse imports and compiled code."""
 
     command = (sys.executable, "-m", "bench.runs.vs_trl_run")
 
@@ -414,11 +412,11 @@ class Side:
         self._child: subprocess.Popen[str] | None = None
 
     def run(self, jobs: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Measured]]:
-        """What each way measured, as soon as it has; a way that fails is left out, with the end of its output shown."""
+        """Yield the result of each way when it is available; skip ways that fail and print the end of their output."""
         if not jobs:
             return
         child = self._start()
-        left = list(jobs)
+        pending = list(jobs)
         lines: list[str] = []
         started = shown = time.monotonic()
         print(f"running: {', '.join(jobs)}", flush=True)
@@ -426,26 +424,26 @@ class Side:
             print(json.dumps(jobs), file=child.stdin, flush=True)
             for line in child.stdout:
                 if line.startswith(RESULT):
-                    way, made = json.loads(line.removeprefix(RESULT))
-                    if made is None:
+                    way, result = json.loads(line.removeprefix(RESULT))
+                    if result is None:
                         break
-                    left.remove(way)
-                    yield way, Measured(**made)
+                    pending.remove(way)
+                    yield way, Measured(**result)
                     continue
                 lines.append(line)
                 if time.monotonic() - shown > SHOW_S and line.strip():
                     shown = time.monotonic()
                     print(f"{shown - started:.0f} s: {line.strip()[:110]}", flush=True)
-        except BaseException:  # Ctrl-C, or a row could not be written: nobody waits for the other ways
+        except BaseException:  # Ctrl-C, or a row could not be written: stop the remaining ways
             child.kill()
             self.close()
             raise
-        if left:
-            print(f"no result of {', '.join(left)}:", "".join(lines[-40:]), sep="\n", flush=True)
-            self.close()  # after an error of the device nothing works in that process
+        if pending:
+            print(f"no result of {', '.join(pending)}:", "".join(lines[-40:]), sep="\n", flush=True)
+            self.close()  # after a device error the process is unusable
 
     def _start(self) -> subprocess.Popen[str]:
-        if self._child is not None and self._child.poll() is not None:  # it has died since
+        if self._child is not None and self._child.poll() is not None:  # it has died
             self.close()
         if self._child is None:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -460,7 +458,7 @@ class Side:
 
 @contextmanager
 def serving(folder: Path, job: dict[str, Any]) -> Iterator[list[str]]:
-    """Start a server of ours that can sleep; it may not answer yet."""
+    """Start a strop server that can sleep; it may not be ready yet."""
     os.environ.setdefault("STROP_VLLM_TOKEN", secrets.token_hex(8))
     on_gpu = []
     if torch.cuda.is_available():
@@ -480,13 +478,13 @@ def serving(folder: Path, job: dict[str, Any]) -> Iterator[list[str]]:
 
 
 def wait_for(urls: list[str]) -> None:
-    """Until the servers answer; they have ten minutes."""
+    """Wait until the servers answer, for at most ten minutes."""
     deadline = time.monotonic() + 600
     for url in urls:
         headers = {"Authorization": f"Bearer {os.environ['STROP_VLLM_TOKEN']}"}
         while not answers(urllib.request.Request(f"{url}/health", headers=headers)):
             if time.monotonic() > deadline:
-                raise SystemExit(f"{url}: does not answer")
+                raise SystemExit(f"{url}: no answer after 600 s")
             time.sleep(0.5)
 
 
@@ -508,12 +506,12 @@ def scratch() -> Iterator[Path]:
 
 
 def make_model(shape: str, folder: Path) -> Any:
-    """Config of a model with random weights in bfloat16 (float32 on a CPU), and a tokenizer of one word a token."""
+    """Save a model with random bfloat16 weights (float32 on a CPU) and a word-level tokenizer; return its config."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     if shape != "tiny" and shape not in KNOWN:
-        raise ValueError(f"shape={shape}: not known here; there is {', '.join(KNOWN)}, tiny")
+        raise ValueError(f"shape={shape}: must be one of {', '.join(KNOWN)}, tiny")
     config = AutoConfig.for_model("qwen3", **TINY) if shape == "tiny" else known_config(shape)
     config.max_position_embeddings, config.eos_token_id, config.bos_token_id = 4096, 0, None
     on_cuda = torch.cuda.is_available()
@@ -536,7 +534,7 @@ def words(rng: random.Random, count: int) -> str:
 
 
 def prompts_and_responses(count: int, responses: int) -> list[tuple[str, ...]]:
-    """Texts of so many prompts, each with so many responses."""
+    """Return the texts of `count` prompts, each with this many responses."""
     rng = random.Random(0)
 
     def response() -> str:
@@ -558,19 +556,19 @@ def write_rows(path: Path, rows: Rows) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class RowIndex:
     row: int
 
 
 def in_our_order(rows: Rows) -> Rows:
-    """As the trainer takes them in its first epoch."""
-    loader = Loader([Place(i) for i in range(len(rows))], batch_size=len(rows), seed=RunConfig().seed)
-    return [rows[place.row] for place in loader.next()]
+    """Return the rows in the trainer's order of the first epoch."""
+    loader = Loader([RowIndex(i) for i in range(len(rows))], batch_size=len(rows), seed=RunConfig().seed)
+    return [rows[index.row] for index in loader.next()]
 
 
 @torch.no_grad()
 def exact_nll(model: Path, rows: Rows) -> float:
-    """Mean negative log-likelihood of the tokens of all responses and of their ends, in float32."""
+    """Return the mean negative log-likelihood of all response tokens, including their ends, in float32."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -589,7 +587,7 @@ def exact_nll(model: Path, rows: Rows) -> float:
 
 
 def reward(completions: list[Any], **_: Any) -> list[float]:
-    """Something that differs within a group and costs nothing."""
+    """A cheap reward that differs within a group."""
     return [float(len(str(completion)) % 7) for completion in completions]
 
 

@@ -1,11 +1,11 @@
-"""Seconds to bring a server the weights of the policy, by every backend that works here, and whether they arrived.
+"""Weight sync time of every backend that works on this machine, with a check of the result.
 
     python -m bench.weight_sync [--shape qwen3-1.7b] [--backends ipc filesystem lora] [--syncs 5] [--out rows.jsonl]
 
-Each sync sends other weights than the one before: pause, transfer, load, resume. The error is the largest gap between
-the server's and the trainer's log-probs of the same fixed tokens after each of them; for bfloat16 the mean gap. On a
-GPU the server shares it, and what it gives back while it sleeps is measured too. Backends with full weights take turns
-on one server, lora has another.
+Each sync sends new weights: pause, transfer, load, resume. The error is the largest gap between
+the server's and the trainer's log-probs of the same fixed tokens after each sync; for bfloat16 the mean gap. On a
+GPU, the server is colocated, and the memory that it frees while asleep is also measured. Backends with full weights
+alternate on one server; lora has another server.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(
     if full:
         with serving(shape, vllm=vllm, sync=SyncConfig(backend=full[0]), lora_rank=0) as (policy, engine):
             rows = [measure(shape, backend, policy, engine, syncs) for backend in full]
-            emit(rows, out)  # now: a server that does not start later must not lose them
+            emit(rows, out)  # now, so that a later failure does not lose the rows
             if engine.colocate:
                 emit([measure_sleep(shape, policy, engine)], out)
     if "lora" in backends:
@@ -55,7 +55,7 @@ def main(
 
 
 def measure(shape: str, backend: str, policy: Policy, engine: VllmEngine, syncs: int) -> Row:
-    """`syncs` of them after a first one that sets things up."""
+    """Run `syncs` syncs after a first sync for set-up."""
     servers = [member.server for member in engine.pool.members]
     source = PolicyWeights(policy, torch.bfloat16 if policy.device.type == "cuda" else torch.float32)
     engine.weights.sync.close()
@@ -81,7 +81,7 @@ def measure(shape: str, backend: str, policy: Policy, engine: VllmEngine, syncs:
 
 
 def measure_sleep(shape: str, policy: Policy, engine: VllmEngine) -> Row:
-    """Sleep, then wake with new weights: how long it takes until requests are answered again, and what it frees."""
+    """Measure sleep, wake with new weights until requests are answered, and the memory that sleep frees."""
     awake = free_gib()
     times = []
     asleep = 0.0

@@ -1,22 +1,22 @@
 """AdamW on bfloat16 weights and moments with stochastic rounding, so that small updates are not lost.
 
-In float32, from the bfloat16 values w, m, v and the gradient g, with t the number of this step:
+At step t, in float32, from the bfloat16 values w, m, v and the gradient g:
 
     m' = beta1 m + (1 - beta1) g        v' = beta2 v + (1 - beta2) g^2
     w' = (1 - lr decay) w - lr (m' / (1 - beta1^t)) / (sqrt(v' / (1 - beta2^t)) + eps)
 
-and each of the three is rounded to one of its two bfloat16 neighbours, with probabilities that make it exact on
-average. Rounding to nearest would always lose an update under 2^-9 of a weight. It would also lose every decrease of v
-with beta2 = 0.999, which is at most 1e-3 of v: v would never shrink.
+Each result is rounded to one of its two bfloat16 neighbours, with probabilities that make the rounding exact on
+average. Rounding to nearest would always lose an update below 2^-9 of a weight. With beta2 = 0.999 it would also lose
+every decrease of v, which is at most 1e-3 of v: v would never shrink.
 
-`step_all_` updates any number of tensors. On CUDA it is one launch: the kernel finds addresses and rates in a table,
-which costs one small copy per step. Elsewhere it is `reference_step`, in plain torch. A `Gate` on the device scales
-gradients while they are read, and can call the step off; the host need not know.
+`step_all_` updates any number of tensors. On CUDA it is one launch: the kernel reads addresses and rates from a table,
+which costs one small copy per step. Elsewhere it is `reference_step`, in plain torch. A `StepGuard` on the device
+scales gradients while they are read and can skip the step without a host sync.
 
-The random bits depend only on the seed of the tensor and the position in it: a repeated step gives the same weights,
-and so do replicas on several ranks, whatever else is in the launch. One Philox call gives four words of 32 bits, one
-for each of four weights. The halves of a word round the weight and its first moment, their sum modulo 2^16 the second
-moment. Each is uniform, and any two of them are independent.
+The random bits depend only on the tensor's seed and the position in the tensor. A repeated step therefore gives the
+same weights, on every rank and with any other tensors in the launch. One Philox call gives four 32-bit words, one for
+each of four weights. The halves of a word round the weight and its first moment; their sum modulo 2^16 rounds the
+second moment. All three are uniform and pairwise independent.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # CPU builds of torch come without Triton; reference_step runs there
+except ImportError:  # CPU builds of torch lack Triton; reference_step runs there
     triton = None
 
-BLOCK = 1024  # weights that take the same word of their Philox calls; four blocks in a row take the four words
+BLOCK = 1024  # weights that use the same word of their Philox calls; four consecutive blocks use the four words
 CHUNK = 32 * BLOCK  # weights per program
 WIDTH = 10  # int64 columns of the table: four addresses, size, seed, and eight float32
 
@@ -65,7 +65,7 @@ class Rates(NamedTuple):
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """What the kernel reads, each rounded to float32 once."""
+        """Kernel inputs, each rounded to float32 once."""
         correction1, correction2 = self.corrections
         return (
             self.lr / correction1, 1.0 - self.lr * self.decay, self.beta1, 1.0 - self.beta1,
@@ -74,110 +74,111 @@ class Rates(NamedTuple):
 
 
 class StepGuard(NamedTuple):
-    """What only the device knows of a step, as torch's fused AdamW takes it; one float32 number each."""
+    """Device-side controls of a step, as in torch's fused AdamW: one float32 scalar each."""
 
     grad_scale: Tensor  # () or (1,); gradients are divided by it
-    found_inf: Tensor  # () or (1,); 1: the step changes nothing, 0: it is taken
+    found_inf: Tensor  # () or (1,); 1: skip the step, 0: take it
 
 
 class Update(NamedTuple):
-    """The step of one parameter."""
+    """Step of one parameter."""
 
-    held: ParamTensors
+    tensors: ParamTensors
     rates: Rates
     seed: int
 
 
 @lru_cache(maxsize=8)
 def pass_through(device: torch.device) -> StepGuard:
-    """A step as it is: gradients unscaled, nothing called off."""
+    """Return a guard that neither scales gradients nor skips the step."""
     return StepGuard(torch.ones(1, device=device), torch.zeros(1, device=device))
 
 
-def step_(held: ParamTensors, rates: Rates, seed: int, gate: StepGuard | None = None) -> None:
-    """Update weight and moments in place. bfloat16 is rounded stochastically, float32 not at all."""
-    step_all_([Update(held, rates, seed)], gate)
+def step_(tensors: ParamTensors, rates: Rates, seed: int, guard: StepGuard | None = None) -> None:
+    """Update weight and moments in place. bfloat16 is rounded stochastically; float32 is not rounded."""
+    step_all_([Update(tensors, rates, seed)], guard)
 
 
-def step_all_(updates: Sequence[Update], gate: StepGuard | None = None) -> None:
-    """The same for many parameters, all on one device."""
-    fitting, others = [], []
+def step_all_(updates: Sequence[Update], guard: StepGuard | None = None) -> None:
+    """Update many parameters on one device."""
+    supported, unsupported = [], []
     for update in updates:
-        (fitting if update.held.weight.is_cuda and fits(update.held) else others).append(update)
-    kernel_step_all(fitting, gate)
-    for update in others:
-        reference_step(*update, gate)
+        (supported if update.tensors.weight.is_cuda and fits(update.tensors) else unsupported).append(update)
+    kernel_step_all(supported, guard)
+    for update in unsupported:
+        reference_step(*update, guard)
 
 
-def fits(held: ParamTensors) -> bool:
-    """Whether the kernel can take them. Written out, as is `_table`: it runs for each parameter in each step."""
-    w, g, m, v = held
+def fits(tensors: ParamTensors) -> bool:
+    """Return whether the kernel supports these tensors. Unrolled because it runs for each parameter in each step."""
+    w, g, m, v = tensors
     bfloat16 = torch.bfloat16
     if triton is None or not (w.dtype is g.dtype is m.dtype is v.dtype is bfloat16):
         return False
     return w.is_contiguous() and g.is_contiguous() and m.is_contiguous() and v.is_contiguous()
 
 
-# the kernel ------------------------------------------------------------------------------------------------------
+# Triton kernel
 
 
-def kernel_step(held: ParamTensors, rates: Rates, seed: int, gate: StepGuard | None = None) -> None:
-    """The Triton kernel; bfloat16 and contiguous tensors only."""
-    kernel_step_all([Update(held, rates, seed)], gate)
+def kernel_step(tensors: ParamTensors, rates: Rates, seed: int, guard: StepGuard | None = None) -> None:
+    """Run the Triton kernel on one parameter; contiguous bfloat16 tensors only."""
+    kernel_step_all([Update(tensors, rates, seed)], guard)
 
 
-def kernel_step_all(updates: Sequence[Update], gate: StepGuard | None = None) -> None:
-    """One launch for all of them."""
-    updates = [update for update in updates if update.held.weight.numel()]  # this rank may hold no shard of some
+def kernel_step_all(updates: Sequence[Update], guard: StepGuard | None = None) -> None:
+    """Update all parameters in one launch."""
+    updates = [update for update in updates if update.tensors.weight.numel()]  # this rank's shard may be empty
     if not updates:
         return
-    device = updates[0].held.weight.device
-    chunks = _chunks_on(device, tuple([update.held.weight.numel() for update in updates]))
+    device = updates[0].tensors.weight.device
+    chunks = _chunks_on(device, tuple([update.tensors.weight.numel() for update in updates]))
     _step[len(chunks),](
-        _table(updates, device), chunks, *(gate or pass_through(device)),
-        WIDTH=WIDTH, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=4, maxnreg=96,  # 20 warps at a time; fewer registers spill
+        _table(updates, device), chunks, *(guard or pass_through(device)),
+        WIDTH=WIDTH, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=4, maxnreg=96,  # 20 resident warps; fewer registers spill
     )  # fmt: skip
 
 
 def _table(updates: Sequence[Update], device: torch.device) -> Tensor:  # (num_tensors, WIDTH) int64
-    """Addresses change with every backward pass and the rates with every step, so it is made anew each time."""
-    whole, places, which = array("q"), {}, []
+    """Build the kernel's table. Addresses change with every backward pass and rates with every step: no caching."""
+    integers, rates_index, index = array("q"), {}, []
     for (w, g, m, v), rates, seed in updates:
-        whole.extend((w.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr(), w.numel(), seed))
-        which.append(places.setdefault(rates, len(places)))
-    numbers = torch.tensor([rates.numbers for rates in places], dtype=torch.float32)[which]
-    table = torch.cat([torch.frombuffer(whole, dtype=torch.int64).view(-1, 6), numbers.view(torch.int64)], dim=1)
-    # The allocator of pinned memory keeps the block until the copy is over, so nothing has to wait for it.
+        integers.extend((w.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr(), w.numel(), seed))
+        index.append(rates_index.setdefault(rates, len(rates_index)))
+    numbers = torch.tensor([rates.numbers for rates in rates_index], dtype=torch.float32)[index]
+    table = torch.cat([torch.frombuffer(integers, dtype=torch.int64).view(-1, 6), numbers.view(torch.int64)], dim=1)
+    # The pinned-memory allocator keeps the block until the copy finishes, so no wait is needed.
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 @lru_cache(maxsize=8)
 def _chunks_on(device: torch.device, sizes: tuple[int, ...]) -> Tensor:  # (num_chunks, 2) int32
-    """Number of the tensor, and of the chunk in it."""
+    """Return the tensor index of each chunk and the chunk's index within that tensor."""
     counts = torch.tensor([-(-size // CHUNK) for size in sizes])
     owner = torch.arange(len(sizes)).repeat_interleave(counts)
     within = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
     return torch.stack([owner, within], dim=1).to(device, torch.int32)
 
 
-# the same in plain torch -----------------------------------------------------------------------------------------
+# Plain torch
 
 
 @torch.no_grad()
-def reference_step(held: ParamTensors, rates: Rates, seed: int, gate: StepGuard | None = None) -> None:
-    """The same in plain torch, with other random bits."""
-    generator = torch.Generator(held.weight.device).manual_seed(seed)
-    if gate is not None:
-        held = held._replace(grad=held.grad.to(_wide(held)) / gate.grad_scale.to(held.grad.device))
-    exact = exact_step(held, rates)
-    for target, value in zip((held.weight, held.exp_avg, held.exp_avg_sq), exact, strict=True):
-        made = stochastic_round(value, generator) if target.dtype == torch.bfloat16 else value.to(target.dtype)
-        target.copy_(made if gate is None else torch.where(gate.found_inf.to(target.device) == 0, made, target))
+def reference_step(tensors: ParamTensors, rates: Rates, seed: int, guard: StepGuard | None = None) -> None:
+    """Update one parameter in plain torch, with random bits that differ from the kernel's."""
+    generator = torch.Generator(tensors.weight.device).manual_seed(seed)
+    if guard is not None:
+        grad = tensors.grad.to(_wide(tensors)) / guard.grad_scale.to(tensors.grad.device)
+        tensors = tensors._replace(grad=grad)
+    exact = exact_step(tensors, rates)
+    for target, value in zip((tensors.weight, tensors.exp_avg, tensors.exp_avg_sq), exact, strict=True):
+        value = stochastic_round(value, generator) if target.dtype == torch.bfloat16 else value.to(target.dtype)
+        target.copy_(value if guard is None else torch.where(guard.found_inf.to(target.device) == 0, value, target))
 
 
-def exact_step(held: ParamTensors, rates: Rates) -> tuple[Tensor, Tensor, Tensor]:
-    """Weight and moments after the step in float32 or wider, before rounding."""
-    weight, grad, exp_avg, exp_avg_sq = (x.to(_wide(held)) for x in held)
+def exact_step(tensors: ParamTensors, rates: Rates) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weight and moments after the step in float32 or wider, before rounding."""
+    weight, grad, exp_avg, exp_avg_sq = (x.to(_wide(tensors)) for x in tensors)
     correction1, correction2 = rates.corrections
     exp_avg = rates.beta1 * exp_avg + (1.0 - rates.beta1) * grad
     exp_avg_sq = rates.beta2 * exp_avg_sq + (1.0 - rates.beta2) * grad.square()
@@ -186,15 +187,15 @@ def exact_step(held: ParamTensors, rates: Rates) -> tuple[Tensor, Tensor, Tensor
     return weight, exp_avg, exp_avg_sq
 
 
-def _wide(held: ParamTensors) -> torch.dtype:
-    return torch.promote_types(held.weight.dtype, torch.float32)
+def _wide(tensors: ParamTensors) -> torch.dtype:
+    return torch.promote_types(tensors.weight.dtype, torch.float32)
 
 
 def stochastic_round(
     x: Tensor,  # (...) float32
     generator: torch.Generator,
 ) -> Tensor:  # (...) bfloat16
-    """Stochastic rounding to the bfloat16 neighbour towards zero or away from it."""
+    """Round stochastically to the bfloat16 neighbour towards zero or away from it."""
     noise = torch.randint(1 << 16, x.shape, generator=generator, device=x.device, dtype=torch.int32)
     bits = x.float().view(torch.int32) + noise  # carries into the upper half with probability lower half / 2^16
     return (bits & -65536).view(torch.float32).to(torch.bfloat16)  # exact
@@ -228,7 +229,7 @@ if triton is not None:
     def _step_block(
         weight, grad, exp_avg, exp_avg_sq, size, word, unscale, numbers, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr
     ):
-        """`size`: weights from here to the end of the tensor, which may be none or more than a block."""
+        """Update one block. `size` is the number of weights left in the tensor; it may be 0 or exceed a block."""
         rate, shrink, beta1, rest1, beta2, rest2, eps, scale2 = numbers
         g = _load(grad, size, IS_WHOLE, BLOCK) * unscale
         m = beta1 * _load(exp_avg, size, IS_WHOLE, BLOCK) + rest1 * g
@@ -244,8 +245,8 @@ if triton is not None:
         weight, grad, exp_avg, exp_avg_sq, at, size, seed, unscale, numbers,
         IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Four blocks from position `at`, a multiple of four blocks."""
-        # Seven rounds are the fewest that pass the statistical tests of Philox's authors; ten are the default.
+        """Update four blocks from position `at`, a multiple of four blocks."""
+        # Seven is the minimum number of rounds that passes the statistical tests of Philox's authors; default: ten.
         words = tl.randint4x(seed, (at // 4).to(tl.int32) + tl.arange(0, BLOCK), 7)
         for part in tl.static_range(4):
             begin = at + part * BLOCK

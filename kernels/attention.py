@@ -1,17 +1,16 @@
 """Attention over packed rows, with the mask given as two runs of keys per query.
 
-Packed documents, a prompt shared by many completions, and the strided layout of energy-based fine-tuning have the same
-form: a query sees a run of keys before its own sequence (the shared prompt; may be empty) and a run within it,
+Packed documents, a prompt shared by many completions and the strided layout of energy-based fine-tuning have the same
+form. A query sees a run of keys before its own sequence (the shared prompt; may be empty) and a run within it:
 
     visible(q, k) = prefix_start[q] <= k < prefix_stop[q]  or  own_start[q] <= k < own_stop[q]
 
-so a mask is four integers per query. There are two ways to run it:
+A mask is therefore four integers per query, one kernel serves all layouts, and a sliding window keeps the form. There
+are two implementations:
 - `dense_mask`: (R, 1, Q, K) booleans for scaled_dot_product_attention. Works on every device, with a backward; O(Q K)
   memory.
 - `block_mask` and `flex_attend`: flex_attention, CUDA only. Difference arrays turn the runs into tile lists in
   O(R (Q + Q K / 128^2)) time; memory stays O(Q). One compiled graph serves every length and every mask.
-
-Two runs instead of one mask function per layout: one kernel serves all layouts, and a sliding window keeps the form.
 
 Shapes: R = packed rows, Q = queries, K = keys; in `flex_attend` H = heads and K = head size, as everywhere else.
 """
@@ -26,38 +25,38 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-TILE = 128  # flex_attention's default sparse block, and what its kernels are tuned for
-GRAPHS = 64  # of one function that Dynamo may make
+TILE = 128  # flex_attention's default sparse block size, which its kernels are tuned for
+MAX_GRAPHS = 64  # Dynamo graphs per function
 
 
 class Spans(NamedTuple):
-    """The keys each query sees: two half-open runs that never overlap and are not both empty.
+    """Keys visible to each query: two half-open runs that never overlap and are not both empty.
 
-    Causal self-attention over a row has own_stop = q + 1. Padding attends to padding, since a softmax over no keys is
+    Causal self-attention over a row has own_stop = q + 1. Padding attends to padding, because a softmax over no keys is
     NaN.
     """
 
     prefix_start: Tensor  # (R, Q) int64
-    prefix_stop: Tensor  # (R, Q) int64; equal to prefix_start where there is no prefix
+    prefix_stop: Tensor  # (R, Q) int64; equal to prefix_start if there is no prefix
     own_start: Tensor  # (R, Q) int64
     own_stop: Tensor  # (R, Q) int64
 
 
 def with_window(spans: Spans, window: int) -> Spans:
-    """Spans of a sliding-window layer: each query keeps the last `window` keys it sees, itself included.
+    """Return the spans of a sliding-window layer: each query keeps the last `window` visible keys, including itself.
 
     Position ids continue from the prefix into the own run, so these are exactly the keys less than `window` back.
     """
     if window < 1:
-        raise ValueError(f"window={window}: a query sees at least itself; use 1 or more")
+        raise ValueError(f"window={window}: must be at least 1")
     own_start = torch.maximum(spans.own_start, spans.own_stop - window)
-    left = (window - (spans.own_stop - spans.own_start)).clamp(min=0)  # how many prefix keys still fit
-    prefix_start = torch.maximum(spans.prefix_start, spans.prefix_stop - left)
+    num_prefix = (window - (spans.own_stop - spans.own_start)).clamp(min=0)  # prefix keys within the window
+    prefix_start = torch.maximum(spans.prefix_start, spans.prefix_stop - num_prefix)
     return spans._replace(prefix_start=prefix_start, own_start=own_start)
 
 
 def dense_mask(spans: Spans, num_keys: int) -> Tensor:  # (R, 1, Q, K) bool, True = visible
-    """The mask for scaled_dot_product_attention."""
+    """Return the mask for scaled_dot_product_attention."""
     key = torch.arange(num_keys, device=spans.own_start.device)
     start, stop = spans.prefix_start.unsqueeze(-1), spans.prefix_stop.unsqueeze(-1)  # (R, Q, 1)
     prefix = (start <= key) & (key < stop)  # (R, Q, K)
@@ -66,9 +65,9 @@ def dense_mask(spans: Spans, num_keys: int) -> Tensor:  # (R, 1, Q, K) bool, Tru
 
 
 class SpanMask:
-    """`spans` as a flex_attention mask_mod. int32 halves what the kernel loads.
+    """flex_attention mask_mod for `spans`. int32 halves the bytes that the kernel loads.
 
-    An object rather than a closure: it is compared by identity, and `flex_attend` reads its spans.
+    An object rather than a closure, so that it is compared by identity and `flex_attend` can read its spans.
     """
 
     def __init__(self, spans: Spans) -> None:
@@ -83,13 +82,13 @@ def _visible(spans: Spans, b: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return prefix | ((spans.own_start[b, q] <= k) & (k < spans.own_stop[b, q]))
 
 
-def block_mask(spans: Spans, num_keys: int) -> BlockMask:  # of shape (R, 1, Q, K)
-    """The mask for `flex_attend`, with exact lists of full and partial 128 x 128 tiles; no host sync.
+def block_mask(spans: Spans, num_keys: int) -> BlockMask:  # shape (R, 1, Q, K)
+    """Build the mask for `flex_attend`, with exact lists of full and partial 128 x 128 tiles; no host sync.
 
     Build it outside inference mode, and share it between layers.
     """
     assert not torch.is_inference_mode_enabled(), "a mask built in inference mode cannot be saved for backward"
-    # Merge runs that touch: a tile across the boundary is full although neither run covers it.
+    # Merge adjacent runs: a tile across the boundary is full although neither run covers it.
     meet = spans.prefix_stop == spans.own_start
     first_stop = torch.where(meet, spans.own_stop, spans.prefix_stop)
     second_start = torch.where(meet, spans.own_stop, spans.own_start)
@@ -98,12 +97,12 @@ def block_mask(spans: Spans, num_keys: int) -> BlockMask:  # of shape (R, 1, Q, 
 
     num_queries = spans.own_start.shape[1]
     tiles = (-(-num_queries // TILE), -(-num_keys // TILE))
-    # A run sees the tiles from its first key to its last, and covers those that lie within it entirely.
+    # A run sees the tiles from its first key to its last, and covers the tiles entirely within it.
     seen_from, seen_to = start // TILE, torch.where(start < stop, (stop + TILE - 1) // TILE, 0)
     covered_from, covered_to = (start + TILE - 1) // TILE, stop // TILE
-    # How many queries of a tile see some key of it, and how many see all of its 128 keys.
+    # For each tile, the number of queries that see any of its keys, and the number that see all 128 keys.
     counts = _count(torch.stack([seen_from, covered_from]), torch.stack([seen_to, covered_to]), tiles)
-    seen, covered = counts.sum(dim=1)  # of both runs
+    seen, covered = counts.sum(dim=1)  # sum over both runs
     full = covered == TILE
     partial = (seen > 0) & ~full
     chosen = torch.stack([partial, full]).unsqueeze(2)  # (2, R, 1, Q/128, K/128)
@@ -119,30 +118,30 @@ def _count(
     stop: Tensor,  # (..., R, Q)
     tiles: tuple[int, int],  # Q/128, K/128
 ) -> Tensor:  # (..., R, Q/128, K/128) int32
-    """For each tile, how many of its queries have this key tile in their run [first, stop) of key tiles."""
-    tall, wide = tiles
+    """Count, for each tile, the queries whose run [first, stop) of key tiles contains this key tile."""
+    height, width = tiles
     device = first.device
-    row = torch.arange(first.shape[:-1].numel(), device=device).view(*first.shape[:-1], 1) * tall
-    tile_row = (row + torch.arange(first.shape[-1], device=device) // TILE) * (wide + 1)  # its start, flat
-    some = (first < stop).to(torch.int32).flatten()
-    steps = torch.zeros(*first.shape[:-1], tall, wide + 1, dtype=torch.int32, device=device)
-    steps.view(-1).scatter_add_(0, (tile_row + first.clamp(max=wide)).flatten(), some)
-    steps.view(-1).scatter_add_(0, (tile_row + stop.clamp(max=wide)).flatten(), -some)
-    return steps.cumsum(dim=-1, dtype=torch.int32)[..., :wide]
+    row = torch.arange(first.shape[:-1].numel(), device=device).view(*first.shape[:-1], 1) * height
+    row_start = (row + torch.arange(first.shape[-1], device=device) // TILE) * (width + 1)  # flat index
+    is_nonempty = (first < stop).to(torch.int32).flatten()
+    steps = torch.zeros(*first.shape[:-1], height, width + 1, dtype=torch.int32, device=device)
+    steps.view(-1).scatter_add_(0, (row_start + first.clamp(max=width)).flatten(), is_nonempty)
+    steps.view(-1).scatter_add_(0, (row_start + stop.clamp(max=width)).flatten(), -is_nonempty)
+    return steps.cumsum(dim=-1, dtype=torch.int32)[..., :width]
 
 
 def _tile_lists(
     chosen: Tensor,  # (2, R, 1, A, B) bool, contiguous
 ) -> list[Tensor]:  # (R, 1, A), (R, 1, A, B), (R, 1, A), (R, 1, A, B) int32
-    """For both, per row of tiles: how many are chosen, and the tile indices with the chosen ones first, in order.
+    """Return the number of chosen tiles per tile row and the tile indices, chosen tiles first, for both masks.
 
-    Each has memory of its own: the compiler copies an input that does not begin at a multiple of 16 bytes.
+    The tensors do not share memory, because the compiler copies an input that is not 16-byte aligned.
     """
     chosen = chosen.to(torch.int32)
     order = chosen.argsort(dim=-1, descending=True, stable=True)
     lists = []
-    for number in range(2):
-        lists += [chosen[number].sum(dim=-1, dtype=torch.int32), order[number].to(torch.int32)]
+    for i in range(2):
+        lists += [chosen[i].sum(dim=-1, dtype=torch.int32), order[i].to(torch.int32)]
     return lists
 
 
@@ -156,29 +155,29 @@ def flex_attend(
     query: Tensor,  # (R, H, Q, K)
     key: Tensor,  # (R, H_kv, keys, K); H a multiple of H_kv
     value: Tensor,  # (R, H_kv, keys, K)
-    block_mask: BlockMask,  # of shape (R, 1, Q, keys), from `block_mask`
+    block_mask: BlockMask,  # shape (R, 1, Q, keys), from `block_mask`
     *,
     scale: float,
 ) -> Tensor:  # (R, H, Q, K)
     """softmax(scale * query @ key.T where visible) @ value, forward and backward, without the (Q, keys) scores.
 
-    Compiled at the first call; new head sizes, dtypes and grad modes recompile, lengths and masks do not. Raises if
+    Compiled at the first call. New head sizes, dtypes and grad modes recompile; new lengths and masks do not. Raises if
     compilation is off or fails, because uncompiled flex_attention silently runs dense.
     """
-    if torch.compiler.is_compiling():  # part of a block's graph, which must not read the mask's lengths
+    if torch.compiler.is_compiling():  # inside the graph of a block, which must not read the mask's lengths
         return _attend(query, key, value, block_mask.mask_mod.spans, [getattr(block_mask, n) for n in _LISTS], scale)
     if query.device.type != "cuda":
-        raise ValueError(f"query.device={query.device}: flex_attend runs on CUDA; elsewhere use dense_mask with sdpa")
+        raise ValueError(f"query.device={query.device}: flex_attend needs CUDA; use dense_mask with sdpa")
     rows, _, num_queries, _ = query.shape
     num_keys = key.shape[2]
     if num_queries % TILE or num_keys % TILE:
-        raise ValueError(f"lengths={num_queries, num_keys}: not multiples of {TILE}; pad queries and keys")
+        raise ValueError(f"lengths={num_queries, num_keys}: must be multiples of {TILE}; pad queries and keys")
     if tuple(block_mask.shape) != (rows, 1, num_queries, num_keys):
         shape = tuple(block_mask.shape)
-        raise ValueError(f"block_mask.shape={shape}: the inputs need {(rows, 1, num_queries, num_keys)}")
+        raise ValueError(f"block_mask.shape={shape}: expected {(rows, 1, num_queries, num_keys)}")
     lists = [getattr(block_mask, name) for name in _LISTS]
-    # The compiler's kernel depends on which inputs need gradients, and rounds differently. Let all of them need one, so
-    # that a reference pass gives the same bits as the training pass of the same weights.
+    # The compiled kernel depends on which inputs require gradients, and its rounding changes. All inputs require one
+    # here, so a no-grad pass gives the same bits as a training pass with the same weights.
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     inputs = (x if x.requires_grad else x.detach().requires_grad_() for x in (query, key, value))
     share_graphs()
@@ -196,30 +195,30 @@ _settings = threading.local()
 
 
 def share_graphs() -> None:
-    """Dynamo settings, which stay: to set and reset them in each call takes half as long as the call.
+    """Set Dynamo's config once per thread; setting and resetting it would take half as long as a call.
 
-    From torch 2.12 on each thread has settings of its own, and autograd recomputes checkpointed blocks in another one.
+    Since torch 2.12 each thread has its own config, and autograd recomputes checkpointed blocks in another thread.
 
     Without duck shapes, sizes that are equal by chance (8 heads, 8 tiles) are not tied together, so a new length needs
     no new graph. The scale is a constant. The remaining variants (head size, dtype, grad mode, one row or several,
-    which inputs need gradients) may exceed Dynamo's default limit of 8 graphs.
+    which inputs require gradients) may exceed Dynamo's default limit of 8 graphs.
     """
-    if getattr(_settings, "made", False):
+    if getattr(_settings, "is_set", False):
         return
-    import torch._dynamo as dynamo  # imported here: it takes two seconds, which runs without flex attention save
+    import torch._dynamo as dynamo  # lazy: it takes two seconds to import
     import torch.fx.experimental._config as symbolic_shapes
 
-    dynamo.config.recompile_limit, dynamo.config.specialize_float = GRAPHS, True
+    dynamo.config.recompile_limit, dynamo.config.specialize_float = MAX_GRAPHS, True
     symbolic_shapes.use_duck_shape = False
-    _settings.made = True
+    _settings.is_set = True
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, lists: list[Tensor], scale: float) -> Tensor:
-    """Takes the mask as plain tensors: Dynamo would guard on a BlockMask and recompile for every mask."""
+    """Run flex_attention. The mask is plain tensors, because Dynamo would recompile for every BlockMask."""
     if not torch.compiler.is_dynamo_compiling():
-        raise RuntimeError("flex_attend: torch.compile is off or failed; turn it on, or use dense_mask with sdpa")
+        raise RuntimeError("flex_attend: torch.compile is off or failed; enable it, or use dense_mask with sdpa")
 
-    # Tells the compiler that the symbolic lengths are multiples of the tile, so the kernels need no bounds checks.
+    # The symbolic lengths are multiples of the tile, so the kernels need no bounds checks.
     torch._check(query.shape[2] == TILE * lists[1].shape[2])
     torch._check(key.shape[2] == TILE * lists[1].shape[3])
 

@@ -1,16 +1,15 @@
-"""The small operations of a Llama-like block around its matrix products, for training: each one kernel, forward and
-backward.
+"""Elementwise operations of a Llama-like block for training, one kernel per operation and direction.
 
     out = rms_norm(x, weight, eps)
     query, key = rotate(query, key, cos, sin)
     out = silu_mul(gate, up)
 
-transformers' eager modules launch 3 to 12 kernels for each, all bound by memory. These round their results where those
-modules do, so that a step without them starts from the same loss up to the order of sums; gradients are computed in
-float32 and rounded once. With and without gradients the same kernel runs, so both give the same bits. Nothing is added
-by atomics. On CUDA the kernels run, elsewhere the `*_reference` functions. decode_block.py has the same for decoding.
+transformers' eager modules launch 3 to 12 memory-bound kernels for each. These kernels round where the eager modules
+do, so the loss matches up to the order of sums. Gradients are computed in float32 and rounded once. The same kernel
+runs with and without gradients, so both give the same bits. There are no atomic additions. The kernels run on CUDA,
+the `*_reference` functions elsewhere. decode_block.py is the counterpart for decoding.
 
-Shapes: B = rows, T = tokens of a row, N = all tokens, D = width, H = query heads, H_kv = key heads, K = head size.
+Shapes: B = rows, T = tokens per row, N = all tokens, D = width, H = query heads, H_kv = key heads, K = head size.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from kernels.decode_block import half_rotated, normalised
 try:
     import triton
     import triton.language as tl
-except ImportError:  # CPU builds of torch may come without Triton; the references run there
+except ImportError:  # CPU builds of torch may lack Triton; the references run there
     triton = None
 
-TILE = 2048  # numbers of one program of the norms, more where a row is longer
-PROGRAMS = 512  # that the backward pass of a trained norm is split over: each sums its part of the weight's gradient
-HEADS = 8  # heads that a program of _rotate turns at a time
-BLOCK = 1024  # columns of one program of the activation
+TILE = 2048  # elements per program of the norms; more if a row is longer
+PROGRAMS = 512  # maximum programs of a trained norm's backward; each sums a part of the weight's gradient
+HEADS = 8  # heads that a program of _rotate processes at a time
+BLOCK = 1024  # columns per program of the activation
 
 
 def rms_norm(
@@ -56,7 +55,7 @@ def rotate(
     cos: Tensor,  # (B or 1, T, K)
     sin: Tensor,  # (B or 1, T, K)
 ) -> tuple[Tensor, Tensor]:  # the same shapes, in the dtypes that they promote to with cos
-    """x * cos + cat(-x[K/2:], x[:K/2]) * sin, each product rounded; in memory, heads of a token are side by side."""
+    """x * cos + cat(-x[K/2:], x[:K/2]) * sin, each product rounded. In memory, the heads of a token are adjacent."""
     if not _fits(query, key, cos, sin) or query.shape[-1] % 2 or cos.requires_grad or sin.requires_grad:
         return rotate_reference(query, key, cos, sin)
     return (_Rotate.apply if torch.is_grad_enabled() else _rotated)(query, key, cos, sin)
@@ -76,7 +75,7 @@ def _fits(*tensors: Tensor) -> bool:
     return triton is not None and all(x.is_cuda and x.dtype != torch.float64 for x in tensors)
 
 
-# ---- plain torch ----
+# Plain torch
 
 
 def rms_norm_reference(
@@ -104,8 +103,8 @@ def silu_mul_reference(
     return torch.nn.functional.silu(gate) * up
 
 
-# ---- autograd around the kernels, on CUDA or under TRITON_INTERPRET=1 ----
-# A step calls these some thousand times, and the GPU must not wait for the host: little Python, few tensors saved.
+# Autograd around the kernels, on CUDA or under TRITON_INTERPRET=1. A step calls these thousands of times and the GPU
+# must not wait for the host, so they run little Python and save few tensors.
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -137,7 +136,7 @@ class _RmsNorm(torch.autograd.Function):
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.angles = cos, sin  # not saved for backward: all layers share them, so nothing has to move them
+        ctx.angles = cos, sin  # not saved for backward: all layers share them, so they need no offloading
         ctx.dtypes = query.dtype, key.dtype
         return _rotated(query, key, cos, sin)
 
@@ -180,7 +179,7 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # (..., D)
 def _rotated(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, grad_dtypes: tuple[torch.dtype, torch.dtype] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Forward, or backward to gradients of these dtypes."""
+    """Rotate forward, or backward if grad_dtypes are given."""
     (batch, heads, length, size), key_heads, device = query.shape, key.shape[1], query.device
     assert size % 2 == 0 and cos.shape == sin.shape and cos.shape[1:] == (length, size), f"cos {tuple(cos.shape)}"
     dtypes = grad_dtypes or [torch.promote_types(x.dtype, cos.dtype) for x in (query, key)]
@@ -193,7 +192,7 @@ def _rotated(
             0 if len(cos) == 1 else length, *query.stride()[:3], *key.stride()[:3], NUM_HEADS=heads,
             KEY_HEADS=key_heads, K=size, HEADS=HEADS, HALF=1 << (size // 2 - 1).bit_length(),
             BACKWARD=grad_dtypes is not None, num_warps=4,
-            enable_fp_fusion=False,  # else one of two products is not rounded: the sum becomes a bfloat16 FMA
+            enable_fp_fusion=False,  # a bfloat16 FMA would leave one of the two products unrounded
         )  # fmt: skip
     return new_query.transpose(1, 2), new_key.transpose(1, 2)
 
@@ -212,7 +211,7 @@ def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int]:
-    """The tensor, and the distance of its rows in memory; each row is dense."""
+    """Return the tensor with dense rows, and its row stride."""
     if x.is_contiguous():
         return x, x.shape[-1]
     x = x.reshape(-1, x.shape[-1])
@@ -222,7 +221,7 @@ def _rows(x: Tensor) -> tuple[Tensor, int]:
 
 @functools.cache
 def _tiles(width: int, tile: int) -> tuple[int, dict[str, int]]:
-    """Rows of a program of the norms, and its options."""
+    """Return the rows per program of the norms, and the launch options."""
     block = triton.next_power_of_2(width)
     rows = max(1, tile // block)
     return rows, {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, rows * block // 512))}
@@ -252,12 +251,12 @@ if triton is not None:
         ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """With r = 1 / sqrt(mean(x^2) + eps), n = x r, g = grad weight: grad_x = r (g - n mean(g n)); grad_weight =
-        sum(grad n). r is computed again: x is read anyway."""
+        sum(grad n). r is recomputed because x is read anyway."""
         column = tl.arange(0, BLOCK)[None, :]
         scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
         total = tl.zeros([ROWS, BLOCK], tl.float32)
         dtype: tl.constexpr = x.dtype.element_ty
-        stages: tl.constexpr = 2 if TRAINS and BLOCK <= 8192 else 1  # the next round is loaded ahead, where it fits
+        stages: tl.constexpr = 2 if TRAINS and BLOCK <= 8192 else 1  # prefetch the next iteration if it fits
         for first in tl.range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS, num_stages=stages):
             row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
             inside = (row < num_rows) & (column < width)
@@ -268,7 +267,7 @@ if triton is not None:
             if TRAINS:
                 total += slope * _rounded(normed, dtype)
             slope *= scale
-            mean = tl.sum(slope * value, 1)[:, None] * root / width  # of g n
+            mean = tl.sum(slope * value, 1)[:, None] * root / width  # mean(g n)
             new = ((slope - normed * mean) * root).to(grad_x.dtype.element_ty)
             tl.store(grad_x + row * width + column, new, mask=inside)
         if TRAINS:
@@ -280,7 +279,7 @@ if triton is not None:
         x, out, head_stride, cos, sin, NUM: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
         BACKWARD: tl.constexpr,
     ):  # fmt: skip
-        """All heads of one token, by their two halves. Backward turns by the opposite angle and rounds only once."""
+        """Rotate all heads of one token, in halves. Backward rotates by the opposite angle and rounds only once."""
         half = tl.arange(0, HALF)[None, :]
         inside = half < K // 2
         cos_first = tl.load(cos + half, mask=inside, other=0.0).to(tl.float32)
@@ -308,7 +307,7 @@ if triton is not None:
         key_head, key_token, NUM_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr,
         HALF: tl.constexpr, BACKWARD: tl.constexpr,
     ):  # fmt: skip
-        """One token."""
+        """Rotate one token."""
         at = tl.program_id(0).to(tl.int64)
         row, token = at // length, at % length
         angle = (row * cos_length + token) * K

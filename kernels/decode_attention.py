@@ -1,16 +1,16 @@
-"""Attention of one decode step over a paged cache: one query per row, over a shared prefix and the row's own tokens.
+"""Attention of one decode step over a paged cache: one query per decode row, over a shared prefix and own tokens.
 
-The rows of a group have their prompt in common. It lies in the cache once, and is read once for TILE_ROWS rows rather
-than once per row: at 512 rows in groups of 8 it would otherwise be most of the memory traffic. Two kernels:
-- `_prefix`, one program per tile of rows and key head: attends over the prefix for all rows of the tile at once, and
+The rows of a group share their prompt. The cache contains it once, and it is read once per TILE_ROWS rows: at 512 rows
+in groups of 8, reading it for each row would be most of the memory traffic. There are two kernels:
+- `_prefix`, one program per tile of rows and key head: attends over the prefix for all rows of the tile together, and
   writes maximum, sum and accumulator of the softmax for each row. With few rows the prefix is split over programs.
-- `_own`, one program per row and key head: attends over the row's own tokens, adds what `_prefix` left, and writes the
-  output.
+- `_own`, one program per row and key head: attends over the row's own tokens, merges the results of `_prefix` and
+  writes the output.
 
-Grids depend on shapes alone and lengths are read on the device, so a step can be captured in a CUDA graph.
-`decode_attention` takes the kernels on CUDA, `decode_attention_reference` elsewhere.
+Grids depend only on shapes and lengths are read on the device, so a step can be captured in a CUDA graph.
+`decode_attention` runs the kernels on CUDA and `decode_attention_reference` elsewhere.
 
-Shapes: B = rows, H = query heads, H_kv = key heads, K = head size, S = places of the cache.
+Shapes: B = decode rows, H = query heads, H_kv = key heads, K = head size, S = cache slots.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # CPU builds of torch may come without Triton; the reference runs there
+except ImportError:  # CPU builds of torch may lack Triton; the reference runs there
     triton = None
 
 TILE_ROWS = 8
-BLOCK_BYTES = 1 << 14  # of keys or values per iteration: two in flight, twice, are 64 KiB of shared memory
-MOST_HEADS = 8  # query heads of one program of _prefix: 64 rows of accumulator
+BLOCK_BYTES = 1 << 14  # keys or values per iteration; with two of each in flight, 64 KiB of shared memory
+MAX_HEADS = 8  # query heads per program of _prefix: 64 accumulator rows
 PROGRAMS = 256  # two per multiprocessor of a large GPU; with fewer, the prefix is split
-MOST_SPLITS = 16
+MAX_SPLITS = 16
 
 
 class Rows(NamedTuple):
-    """What each row of a decode step attends to; tensors on the device, so that a captured step reads new values."""
+    """Tokens that each decode row attends to; tensors on the device, so that a captured step reads new values."""
 
-    table: Tensor  # (B, pages) int32: pages of the prefix, then the row's own, which begin on a new page
+    table: Tensor  # (B, pages) int32: pages of the prefix, then the row's own pages
     prefix_len: Tensor  # (B,) int32 tokens of the prefix; may be 0
-    own_len: Tensor  # (B,) int32 tokens of the row's own, the one being run included; 0 and no prefix (padding): zeros
-    tiles: Tensor  # (B, TILE_ROWS) int32 numbers of rows that share one prefix, -1 = none; a row that has one is in one
+    own_len: Tensor  # (B,) int32 own tokens, including the current one; 0 with an empty prefix is padding (output 0)
+    tiles: Tensor  # (B, TILE_ROWS) int32 indices of rows that share a prefix, -1 = none; each row with one is in a tile
 
 
 def supports(head_dim: int) -> bool:
-    """Whether the kernels run with this head size."""
+    """Return whether the kernels support this head size."""
     return 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
 
 
@@ -57,13 +57,13 @@ def decode_attention(
     page: int,
     scale: float,
     window: int | None = None,
-    seen: Visible | None = None,  # from `seen_by`, where the reference runs for several layers
+    seen: Visible | None = None,  # from `visible_tokens`, to share it between layers; used by the reference only
 ) -> Tensor:  # (B, H, K)
-    """softmax(scale * query @ keys.T) @ values over the tokens that each row sees.
+    """softmax(scale * query @ keys.T) @ values over the tokens visible to each row.
 
-    Token n of row b's prefix lies at place table[b, n // page] * page + n % page; its own token n the same way, in the
-    pages behind the ceil(prefix_len / page) of the prefix. With a window, a row at position prefix_len + own_len - 1
-    sees only keys less than `window` positions back, itself included.
+    Prefix token n of row b is in slot table[b, n // page] * page + n % page. Own tokens start on a new page, after the
+    ceil(prefix_len / page) pages of the prefix. With a window, a row at position prefix_len + own_len - 1 sees only
+    keys less than `window` positions back, including itself.
     """
     fits = query.is_cuda and keys.dtype in (torch.bfloat16, torch.float16, torch.float32) and supports(query.shape[2])
     if fits and triton is not None:
@@ -72,29 +72,29 @@ def decode_attention(
 
 
 class Visible(NamedTuple):
-    """The tokens that each row attends to, padded to the longest."""
+    """Cache slots of the tokens that each row attends to, padded to the longest row."""
 
-    place: Tensor  # (B, T) int64
+    slot: Tensor  # (B, T) int64
     visible: Tensor  # (B, T) bool
 
 
 def visible_tokens(rows: Rows, *, page: int, window: int | None = None) -> Visible:
-    """For the reference: the same for all layers of a step with this window."""
+    """Compute the visible tokens for the reference; the same for all layers with this window."""
     prefix_len, own_len = rows.prefix_len.long()[:, None], rows.own_len.long()[:, None]  # (B, 1)
     prefix_pages = -(-prefix_len // page)
     table = rows.table
     if not table.is_cuda:  # only the pages in use; on a GPU this would be a host sync
         table = table[:, : max(1, int((prefix_pages - (-own_len // page)).max()))]
-    slot = torch.arange(table.shape[1] * page, device=table.device)  # (T,)
-    own = slot - prefix_pages * page  # (B, T) number of the own token; negative in the prefix
-    position = torch.where(own < 0, slot, prefix_len + own)
-    visible = torch.where(own < 0, slot < prefix_len, own < own_len)  # (B, T)
+    index = torch.arange(table.shape[1] * page, device=table.device)  # (T,) in the row's pages
+    own = index - prefix_pages * page  # (B, T) index of the own token; negative in the prefix
+    position = torch.where(own < 0, index, prefix_len + own)
+    visible = torch.where(own < 0, index < prefix_len, own < own_len)  # (B, T)
     if window is not None:
         visible = visible & (position >= prefix_len + own_len - window)
-    place = table.long().repeat_interleave(page, dim=1) * page + slot % page
-    # A place that is not visible may hold NaN, which a weight of 0 does not remove: read the row's last token instead.
-    last = place.gather(1, (prefix_pages * page + own_len - 1).clamp(min=0)).clamp(min=0)
-    return Visible(torch.where(visible, place, last), visible)
+    slot = table.long().repeat_interleave(page, dim=1) * page + index % page
+    # An invisible slot may contain NaN, which a weight of 0 does not remove: read the row's last token instead.
+    last = slot.gather(1, (prefix_pages * page + own_len - 1).clamp(min=0)).clamp(min=0)
+    return Visible(torch.where(visible, slot, last), visible)
 
 
 def decode_attention_reference(
@@ -108,14 +108,14 @@ def decode_attention_reference(
     window: int | None = None,
     seen: Visible | None = None,
 ) -> Tensor:  # (B, H, K)
-    """The same in plain torch: gathers the keys and values of every row. In float32 or wider."""
+    """Plain torch version in float32 or wider; gathers the keys and values of every row."""
     num_rows, num_heads, head_dim = query.shape
     if num_rows == 0:
         return torch.empty_like(query)
     wide = torch.promote_types(query.dtype, torch.float32)
-    place, visible = seen or visible_tokens(rows, page=page, window=window)
-    key, value = (x.index_select(1, place.flatten()).to(wide) for x in (keys, values))
-    shape = (keys.shape[0], num_rows, place.shape[1], head_dim)
+    slot, visible = seen or visible_tokens(rows, page=page, window=window)
+    key, value = (x.index_select(1, slot.flatten()).to(wide) for x in (keys, values))
+    shape = (keys.shape[0], num_rows, slot.shape[1], head_dim)
     grouped = query.to(wide).reshape(num_rows, keys.shape[0], -1, head_dim).transpose(0, 1)  # (H_kv, B, H / H_kv, K)
     scores = (grouped @ key.view(shape).transpose(2, 3) * scale).masked_fill(~visible.unsqueeze(1), -torch.inf)
     out = (scores.softmax(dim=-1) @ value.view(shape)).transpose(0, 1).reshape(num_rows, num_heads, head_dim)
@@ -143,7 +143,7 @@ def decode_attention_kernel(
     if num_rows == 0:
         return out
     group = num_heads // key_heads
-    heads = min(group, MOST_HEADS)
+    heads = min(group, MAX_HEADS)
     programs = key_heads * -(-group // heads)
     splits = _splits(-(-num_rows // TILE_ROWS) * programs, pages)
     block = min(64, page & -page, max(16, BLOCK_BYTES // (head_dim * keys.element_size())))
@@ -167,12 +167,12 @@ def decode_attention_kernel(
 
 
 def _splits(programs: int, pages: int) -> int:
-    """Parts of the prefix that are attended to in parallel, so that few rows with a long prompt use the whole GPU.
+    """Return the number of parallel parts of the prefix, so that few rows with a long prompt use the whole GPU.
 
-    A power of two, because the kernels are compiled for each.
+    A power of two, because the kernels are compiled for each value.
     """
-    most = min(MOST_SPLITS, pages, PROGRAMS // programs)
-    return 1 << max(0, most.bit_length() - 1)
+    limit = min(MAX_SPLITS, pages, PROGRAMS // programs)
+    return 1 << max(0, limit.bit_length() - 1)
 
 
 if triton is not None:
@@ -183,15 +183,15 @@ if triton is not None:
         query, keys, values, page, start, first, low, length, top, total, acc, key_place, value_place, scale2,
         K: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,
     ):  # fmt: skip
-        """One block of keys, which lies in one page; exponents are in units of log2.
+        """Attend to one block of keys within one page; exponents are in units of log2.
 
-        The page is looked up one block ahead, or else the loads of keys would wait for it.
-        Tokens from `first` (LINES,) on are visible to each line, those from `low` on to any.
+        The caller loads the page index one block ahead; otherwise the loads of keys would wait for it.
+        Tokens from `first` (LINES,) on are visible to each line; tokens from `low` on are visible to some line.
         """
         token = start + tl.arange(0, BLOCK)
         place = page.to(tl.int64) * PAGE + start % PAGE + tl.arange(0, BLOCK)
         column = tl.arange(0, K)[None, :]
-        seen = ((token >= low) & (token < length))[:, None]  # other places may hold NaN
+        seen = ((token >= low) & (token < length))[:, None]  # other slots may contain NaN
         visible = (token[None, :] >= first[:, None]) & (token < length)[None, :]
         key = tl.load(keys + place[:, None] * key_place + column, mask=seen, other=0.0)
         value = tl.load(values + place[:, None] * value_place + column, mask=seen, other=0.0)
@@ -207,7 +207,7 @@ if triton is not None:
 
     @triton.jit
     def _merged(top, total, acc, other_top, other_total, other_acc):
-        """The softmax over two sets of keys from those over each."""
+        """Merge the partial softmaxes over two sets of keys."""
         new_top = tl.maximum(top, other_top)
         shrink, other_shrink = tl.exp2(top - new_top), tl.exp2(other_top - new_top)
         acc = acc * shrink[:, None] + other_acc * other_shrink[:, None]
@@ -220,7 +220,7 @@ if triton is not None:
         GROUP: tl.constexpr, SPLITS: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
         UPCAST: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, LINES: tl.constexpr,
     ):  # fmt: skip
-        """The lines of a program are (row of the tile, query head); HEADS of the GROUP heads that share a key head."""
+        """A program's lines are (row of the tile, query head), with HEADS of the GROUP heads that share a key head."""
         tile = tl.program_id(0) * TILE
         leader = tl.max(tl.load(tiles + tile + tl.arange(0, TILE)), 0)
         if leader < 0:
@@ -236,10 +236,10 @@ if triton is not None:
         head = tl.program_id(1) % PARTS * HEADS + line % HEADS
         used = (row >= 0) & (head < GROUP)
         row = tl.where(used, row, leader)
-        at = row.to(tl.int64) * (tl.num_programs(1) // PARTS * GROUP) + kv_head * GROUP + head  # of (B, H)
+        at = row.to(tl.int64) * (tl.num_programs(1) // PARTS * GROUP) + kv_head * GROUP + head  # index into (B, H)
         column = tl.arange(0, K)[None, :]
         queries = tl.load(query + at[:, None] * K + column, mask=used[:, None], other=0.0).to(keys.dtype.element_ty)
-        first = tl.maximum(length + tl.load(own_len + row) - window, 0)  # (LINES,) token that each line sees
+        first = tl.maximum(length + tl.load(own_len + row) - window, 0)  # (LINES,) first visible token
         blocks = tl.cdiv(length, BLOCK)
         low = tl.min(first, 0)
         skipped = tl.minimum(low // BLOCK, blocks)
@@ -280,13 +280,13 @@ if triton is not None:
         line = tl.arange(0, LINES)
         used = line < GROUP
         num_heads = tl.num_programs(1) * GROUP
-        at = row.to(tl.int64) * num_heads + kv_head * GROUP + line  # of (B, H)
+        at = row.to(tl.int64) * num_heads + kv_head * GROUP + line  # index into (B, H)
         column = tl.arange(0, K)[None, :]
         queries = tl.load(query + at[:, None] * K + column, mask=used[:, None], other=0.0).to(keys.dtype.element_ty)
         top = tl.full((LINES,), NOTHING, tl.float32)
         total = tl.zeros((LINES,), tl.float32)
         acc = tl.zeros((LINES, K), tl.float32)
-        has_prefix = line < tl.where(before > 0, GROUP, 0)  # otherwise _prefix has written nothing
+        has_prefix = line < tl.where(before > 0, GROUP, 0)  # otherwise _prefix wrote nothing
         prefix_top = tl.load(top_in + at, mask=has_prefix, other=NOTHING)
         prefix_total = tl.load(total_in + at, mask=has_prefix, other=0.0)
         prefix_acc = tl.load(acc_in + at[:, None] * K + column, mask=has_prefix[:, None], other=0.0)

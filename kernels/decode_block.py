@@ -1,14 +1,14 @@
-"""The small operations of a Llama-like block around its matrix products, one kernel each; for decoding, no autograd.
+"""Elementwise operations of a Llama-like block for decoding, one kernel each, without autograd.
 
-- `add_rms_norm`: the residual sum and the norm behind it.
-- `rotate_append`: norms of the query and key heads where the model has them, rotation by position, and the write of
-  keys and values to their places in the cache.
+- `add_rms_norm`: the residual sum and the norm after it.
+- `rotate_append`: norms of the query and key heads if the model has them, rotation by position, and the write of keys
+  and values to their cache slots.
 - `silu_mul`: the activation of a gated MLP.
 
-They round where transformers rounds under autocast, so that sampled log-probs are those of the trainer. Grids depend on
-shapes alone: a step can be captured in a CUDA graph. On CUDA the kernels run, elsewhere the `*_reference` functions.
+They round where transformers rounds under autocast, so that sampled log-probs match the trainer's. Grids depend only on
+shapes, so a step can be captured in a CUDA graph. The kernels run on CUDA, the `*_reference` functions elsewhere.
 
-Shapes: N = tokens, D = model width, H = query heads, H_kv = key heads, K = head size, S = places of the cache.
+Shapes: N = tokens, D = model width, H = query heads, H_kv = key heads, K = head size, S = cache slots.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # CPU builds of torch may come without Triton; the references run there
+except ImportError:  # CPU builds of torch may lack Triton; the references run there
     triton = None
 
-HEADS = 8  # heads of one program of _rotate_append
-BLOCK = 1024  # columns of one program of _silu_mul
+HEADS = 8  # heads per program of _rotate_append
+BLOCK = 1024  # columns per program of _silu_mul
 
 
 def add_rms_norm(
@@ -35,7 +35,7 @@ def add_rms_norm(
 ) -> Tensor:  # (N, D) out_dtype
     """Add delta to the residual stream in place, and return rms_norm(stream) * weight.
 
-    The stream is float32 as in training under autocast.
+    The stream is float32, as in training under autocast.
     """
     fits = stream.is_cuda and stream.dtype == torch.float32 and triton is not None
     return (add_rms_norm_kernel if fits else add_rms_norm_reference)(stream, delta, weight, eps, out_dtype)
@@ -46,7 +46,7 @@ def rotate_append(
     cos: Tensor,  # (T, K) float32
     sin: Tensor,  # (T, K) float32
     position: Tensor,  # (N,) int32
-    place: Tensor,  # (N,) int64; below 0 (padding) nothing is written
+    slot: Tensor,  # (N,) int64; nothing is written for padding (below 0)
     keys: Tensor,  # (H_kv, S, K)
     values: Tensor,  # (H_kv, S, K)
     *,
@@ -55,7 +55,7 @@ def rotate_append(
     k_weight: Tensor | None,  # (K,) float32
     eps: float,
 ) -> Tensor:  # (N, H, K) rotated queries, in the dtype of keys
-    """Normalise the query and key heads if there are weights, rotate them, and write keys and values to their places.
+    """Normalise the query and key heads if there are weights, rotate them, and write keys and values to their slots.
 
     Heads are normalised in float32, rounded to qkv's dtype and multiplied by the float32 weight. The rotation is
     x * cos + cat(-x[K/2:], x[:K/2]) * sin in float32.
@@ -63,7 +63,7 @@ def rotate_append(
     fits = qkv.is_cuda and keys.dtype != torch.float64 and triton is not None
     run = rotate_append_kernel if fits else rotate_append_reference
     return run(
-        qkv, cos, sin, position, place, keys, values, num_heads=num_heads, q_weight=q_weight, k_weight=k_weight, eps=eps
+        qkv, cos, sin, position, slot, keys, values, num_heads=num_heads, q_weight=q_weight, k_weight=k_weight, eps=eps
     )
 
 
@@ -75,7 +75,7 @@ def silu_mul(
     return (silu_mul_kernel if fits else silu_mul_reference)(gate_up)
 
 
-# ---- plain torch ----
+# Plain torch
 
 
 def add_rms_norm_reference(
@@ -95,7 +95,7 @@ def rotate_append_reference(
     cos: Tensor,  # (T, K)
     sin: Tensor,  # (T, K)
     position: Tensor,  # (N,)
-    place: Tensor,  # (N,)
+    slot: Tensor,  # (N,)
     keys: Tensor,  # (H_kv, S, K)
     values: Tensor,  # (H_kv, S, K)
     *,
@@ -112,9 +112,9 @@ def rotate_append_reference(
         key = normalised(key, eps).to(qkv.dtype) * k_weight
     cos, sin = cos[position.long()].unsqueeze(1), sin[position.long()].unsqueeze(1)  # (N, 1, K)
     query, key = ((x * cos + half_rotated(x) * sin).to(keys.dtype) for x in (query, key))
-    real = place >= 0
+    is_token = slot >= 0
     for cache, new in ((keys, key), (values, value.to(values.dtype))):
-        cache[:, place[real]] = new[real].transpose(0, 1)
+        cache[:, slot[is_token]] = new[is_token].transpose(0, 1)
     return query
 
 
@@ -140,7 +140,7 @@ def half_rotated(
     return torch.cat([-x[..., half:], x[..., :half]], dim=-1)
 
 
-# ---- kernels, on CUDA or under TRITON_INTERPRET=1 ----
+# Kernels, on CUDA or under TRITON_INTERPRET=1
 
 
 def add_rms_norm_kernel(
@@ -167,7 +167,7 @@ def rotate_append_kernel(
     cos: Tensor,  # (T, K) float32
     sin: Tensor,  # (T, K) float32
     position: Tensor,  # (N,) int32
-    place: Tensor,  # (N,) int64
+    slot: Tensor,  # (N,) int64
     keys: Tensor,  # (H_kv, S, K)
     values: Tensor,  # (H_kv, S, K)
     *,
@@ -183,7 +183,7 @@ def rotate_append_kernel(
     query = torch.empty(num_tokens, num_heads, head_dim, dtype=keys.dtype, device=qkv.device)
     if num_tokens:
         _rotate_append[num_tokens, triton.cdiv(num_heads + 2 * key_heads, HEADS)](
-            qkv, cos, sin, position, place, keys, values, query, q_weight, k_weight, qkv.stride(0), keys.stride(0),
+            qkv, cos, sin, position, slot, keys, values, query, q_weight, k_weight, qkv.stride(0), keys.stride(0),
             keys.stride(1), values.stride(0), values.stride(1), eps, NUM_HEADS=num_heads, KEY_HEADS=key_heads,
             Q_NORM=q_weight is not None, K_NORM=k_weight is not None, K=head_dim, HEADS=HEADS,
             HALF=triton.next_power_of_2(head_dim // 2), num_warps=4,
@@ -222,7 +222,7 @@ if triton is not None:
 
     @triton.jit
     def _normalised_halves(first, second, weight, half, inside, eps, dtype: tl.constexpr, K: tl.constexpr):
-        """Rounded to `dtype` before the float32 weight. `half` (1, HALF) numbers the columns of one half."""
+        """Normalise; round to `dtype` before the float32 weight. `half` (1, HALF) are the columns of one half."""
         inverse = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / K + eps)[:, None]
         first = (first * inverse).to(dtype).to(tl.float32)
         second = (second * inverse).to(dtype).to(tl.float32)
@@ -236,7 +236,7 @@ if triton is not None:
         value_head, value_place, eps, NUM_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, Q_NORM: tl.constexpr,
         K_NORM: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
     ):  # fmt: skip
-        """HEADS heads of one token, as their two halves; some may be queries and others keys or values."""
+        """Process HEADS heads of one token, in halves; a program may mix query, key and value heads."""
         token = tl.program_id(0).to(tl.int64)
         head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
         half = tl.arange(0, HALF)[None, :]

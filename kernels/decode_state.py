@@ -1,13 +1,13 @@
-"""What a decode step does to the state of its rows, around the forward and the draw; one kernel each.
+"""Update the state of decode rows before the forward pass and after sampling, with one kernel each.
 
-- `locate`: position of each row's token, and its place in the cache.
-- `advance`: write what was drawn, find the rows that end, and make the drawn token the next one of the others.
+- `locate`: find the position and the cache slot of each row's token.
+- `advance`: write the sampled tokens, find the rows that end, and set the next token of the other rows.
 
-In plain torch they are some twenty operations, each 2 to 3 microseconds of a captured step. Grids depend on shapes
-alone and all else is read on the device, so a step can be captured in a CUDA graph. On CUDA the kernels run, elsewhere
-the `*_reference` functions.
+In plain torch these are about twenty operations, each 2 to 3 microseconds of a captured step. Grids depend only on
+shapes and everything else is read on the device, so a step can be captured in a CUDA graph. The kernels run on CUDA,
+the `*_reference` functions elsewhere.
 
-Shapes: B = rows, S = stop ids, N = lines of the output, one for each step, M = rows it has room for, at least B.
+Shapes: B = decode rows, S = stop ids, N = output lines, one per decode step, M = width of a line, at least B.
 """
 
 from __future__ import annotations
@@ -18,49 +18,49 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # CPU builds of torch may come without Triton; the references run there
+except ImportError:  # CPU builds of torch may lack Triton; the references run there
     triton = None
 
-LOCATE_ROWS = 128  # rows of one program of _locate
-ADVANCE_ROWS = 1024  # rows that the only program of _advance takes at once
+LOCATE_ROWS = 128  # rows per program of _locate
+ADVANCE_ROWS = 1024  # rows per iteration of the single program of _advance
 
 
 def locate(
-    table: Tensor,  # (B, pages) int32 pages of the prefix, then the row's own
+    table: Tensor,  # (B, pages) int32 pages of the prefix, then the row's own pages
     prefix_len: Tensor,  # (B,) int32
-    own_len: Tensor,  # (B,) int32 the token to run included: at least 1
+    own_len: Tensor,  # (B,) int32 including the token to run: at least 1
     *,
     page: int,
-) -> tuple[Tensor, Tensor]:  # (B,) int32 positions, (B,) int64 places
-    """Position in its row and place in the cache of the last own token of each row."""
+) -> tuple[Tensor, Tensor]:  # (B,) int32 positions, (B,) int64 slots
+    """Return the position and the cache slot of each row's last own token."""
     fits = table.is_cuda and triton is not None
     return (locate_kernel if fits else locate_reference)(table, prefix_len, own_len, page=page)
 
 
 def advance(
-    ids: Tensor,  # (B,) int64 drawn
+    ids: Tensor,  # (B,) int64 sampled ids
     logps: Tensor,  # (B,) float32
     stop_ids: Tensor,  # (S,) int64, -1 = none
-    tick: Tensor,  # (1,) int64 line of the output to write, which must be there
+    tick: Tensor,  # (1,) int64 output line to write, below N
     out_ids: Tensor,  # (N, M) int64
     out_logps: Tensor,  # (N, M) float32
     *,
-    token: Tensor,  # (B,) int64 the token to run next
+    token: Tensor,  # (B,) int64 next token to run
     own_len: Tensor,  # (B,) int32
-    drawn: Tensor,  # (B,) int32 tokens drawn so far
-    left: Tensor,  # (B,) int32 tokens that may still be drawn; 0 = the row has ended
+    drawn: Tensor,  # (B,) int32 tokens sampled so far
+    left: Tensor,  # (B,) int32 tokens that may still be sampled; 0 = the row has ended
 ) -> None:
-    """Write ids and log-probs to line `tick` of the output, add 1 to it, and update the rows; all in place.
+    """Write ids and log-probs to output line `tick`, increment `tick` and update the rows, all in place.
 
-    The id of a row that had ended is written as -1. A row ends with a stop id or when `left` comes to 0: then only
-    `left` changes, and the row runs its last token again.
+    Rows that had already ended get id -1. A row ends with a stop id or when `left` reaches 0. Then only `left` changes,
+    and the row runs its last token again.
     """
     run = advance_kernel if ids.is_cuda and triton is not None else advance_reference
     state = {"token": token, "own_len": own_len, "drawn": drawn, "left": left}
     run(ids, logps, stop_ids, tick, out_ids, out_logps, **state)
 
 
-# ---- plain torch ----
+# Plain torch
 
 
 def locate_reference(
@@ -72,8 +72,8 @@ def locate_reference(
 ) -> tuple[Tensor, Tensor]:  # (B,) int32, (B,) int64
     own = own_len - 1
     page_at = (prefix_len + page - 1) // page + own // page
-    place = table.gather(1, page_at[:, None].long())[:, 0].long() * page + own % page
-    return prefix_len + own, place
+    slot = table.gather(1, page_at[:, None].long())[:, 0].long() * page + own % page
+    return prefix_len + own, slot
 
 
 def advance_reference(
@@ -95,13 +95,13 @@ def advance_reference(
     tick += 1
     stopped = (ids[:, None] == stop_ids).any(dim=1)
     left.copy_(torch.where(stopped, 0, left - 1).clamp(min=0))
-    goes_on = left > 0
-    token.copy_(torch.where(goes_on, ids, token))
-    own_len.add_(goes_on)
-    drawn.add_(goes_on)
+    continues = left > 0
+    token.copy_(torch.where(continues, ids, token))
+    own_len.add_(continues)
+    drawn.add_(continues)
 
 
-# ---- kernels, on CUDA or under TRITON_INTERPRET=1 ----
+# Kernels, on CUDA or under TRITON_INTERPRET=1
 
 
 def locate_kernel(
@@ -114,13 +114,13 @@ def locate_kernel(
     num_rows = len(table)
     assert table.stride(1) == 1 and prefix_len.is_contiguous() and own_len.is_contiguous()
     position = torch.empty(num_rows, dtype=torch.int32, device=table.device)
-    place = torch.empty(num_rows, dtype=torch.int64, device=table.device)
+    slot = torch.empty(num_rows, dtype=torch.int64, device=table.device)
     if num_rows:
         _locate[triton.cdiv(num_rows, LOCATE_ROWS),](
-            table, prefix_len, own_len, position, place, num_rows, table.stride(0), PAGE=page, BLOCK=LOCATE_ROWS,
+            table, prefix_len, own_len, position, slot, num_rows, table.stride(0), PAGE=page, BLOCK=LOCATE_ROWS,
             num_warps=4,
         )  # fmt: skip
-    return position, place
+    return position, slot
 
 
 def advance_kernel(
@@ -164,7 +164,7 @@ if triton is not None:
         ids, logps, stop_ids, tick, out_ids, out_logps, token, own_len, drawn, left, num_rows, ids_row, logps_row,
         NUM_STOP: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """One program for all rows, so that `tick` has one reader and one writer."""
+        """Process all rows in one program, so that `tick` has one reader and one writer."""
         line = tl.load(tick)
         for first in range(0, num_rows, BLOCK):
             row = first + tl.arange(0, BLOCK)
@@ -179,7 +179,7 @@ if triton is not None:
                 stopped = stopped | (new == tl.load(stop_ids + n))
             after = tl.where(stopped, 0, tl.maximum(before - 1, 0))
             goes_on = inside & (after > 0)
-            # Several warps may hold the same value: all must have read it, and `line`, before one writes.
+            # Several warps may load the same value: all must have read it, and `line`, before one writes.
             tl.debug_barrier()
             tl.store(out_ids + line * ids_row + row, tl.where(before > 0, new, -1), mask=inside)
             tl.store(out_logps + line * logps_row + row, logp, mask=inside)

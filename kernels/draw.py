@@ -1,16 +1,16 @@
-"""Draw one token per row from its logits, with the log-prob: one pass over the logits.
+"""Sample one token per decode row from its logits, with its log-prob, in one pass over the logits.
 
     z = softcap * tanh(scale * x / softcap)         (no softcap: scale * x)
     p = softmax(z / temperature),  id = the first whose cumulative probability is above u(seed, number)
 
-Temperature 0 takes the most likely id, the lowest on ties, with its log-prob at temperature 1. u is a hash of the row's
-seed and of the number of the token in its completion: there is no generator state, and a row draws the same id in any
-batch. Two kernels: `_sum_chunks` reads the logits once, and writes maximum and sum of exponentials of every chunk;
-`_pick` finds the chunk that holds u and reads only that one again. Sums are float64. Grids depend on shapes alone and
-all else is read on the device, so a step can be captured in a CUDA graph.
+Temperature 0 takes the most likely id (the lowest on ties), with its log-prob at temperature 1. u hashes the row's seed
+and the token's index in its completion. There is no generator state, so a row samples the same id in any batch.
+There are two kernels: `_sum_chunks` reads the logits once and writes the maximum and the sum of exponentials of every
+chunk; `_pick` finds the chunk that contains u and rereads only this chunk. Sums are float64. Grids depend only on
+shapes and everything else is read on the device, so a step can be captured in a CUDA graph.
 
-`draw` takes the kernels on CUDA, `draw_reference` elsewhere. A row with a NaN logit gets a NaN log-prob.
-Shapes: B = rows, V = vocabulary.
+`draw` runs the kernels on CUDA and `draw_reference` elsewhere. A row with a NaN logit gets a NaN log-prob.
+Shapes: B = decode rows, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # CPU builds of torch may come without Triton; the reference runs there
+except ImportError:  # CPU builds of torch may lack Triton; the reference runs there
     triton = None
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # int64 constants of splitmix64; torch multiplies modulo 2**64
 MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 MIX_2 = 0x94D049BB133111EB - 2**64
 UNIT = 2.0**60  # probability 1 in the reference: below int64's limit, finer than float64 near 1
-SLAB = 2**24  # logits the reference processes at once: keeps its float64 copies near 128 MB
+SLAB = 2**24  # logits the reference processes at a time: keeps its float64 copies near 128 MB
 CHUNK = 4096
 
 
 def draw(
     logits: Tensor,  # (B, V) float32 or bfloat16
     seed: Tensor,  # (B,) int64
-    number: Tensor,  # (B,) int32 number of the token within its completion
+    number: Tensor,  # (B,) int32 token index within the completion
     temperature: Tensor,  # (B,) float32
     *,
     scale: float = 1.0,
     softcap: float | None = None,
-    top_k: int = 0,  # 0 = all; evaluation only, by the reference
+    top_k: int = 0,  # 0 = all; top-k and top-p run in the reference, for evaluation only
     top_p: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # (B,) int64 ids, (B,) float32 log-probs
-    """Log-probs are those of the full distribution, before top-k and top-p."""
+    """Return sampled ids and their log-probs under the full distribution, before top-k and top-p."""
     options = {"scale": scale, "softcap": softcap}
     if logits.is_cuda and logits.dtype != torch.float64 and triton is not None and (top_k, top_p) == (0, 1.0):
         return draw_kernel(logits, seed, number, temperature, **options)
@@ -51,15 +51,15 @@ def draw(
 
 
 def signed_64(seed: int) -> int:
-    """Any Python integer, wrapped into int64."""
+    """Wrap any Python integer into int64."""
     return ((seed + 2**63) % 2**64) - 2**63
 
 
 def uniform(
     seeds: Tensor,  # (B,) int64
-    number: int | Tensor,  # (B,) number of the token within its completion
+    number: int | Tensor,  # (B,) token index within the completion
 ) -> Tensor:  # (B,) float64 in [0, 1)
-    """A hash of (seed, number): no generator state, so a row draws the same number in any batch."""
+    """Hash (seed, number). There is no generator state, so a row gets the same value in any batch."""
     step = (number.long() + 1) * GOLDEN if isinstance(number, Tensor) else signed_64(GOLDEN * (number + 1))
     return _shift_right(_mix(_mix(seeds) + step), 11).double() * 2.0**-53
 
@@ -75,7 +75,7 @@ def draw_reference(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # (B,) int64 ids, (B,) log-probs in float32 or wider
-    """The same in plain torch, with an integer CDF."""
+    """Plain torch version, with an integer CDF."""
     uniforms, rows = uniform(seed, number), max(1, SLAB // logits.shape[1])
     options = (scale, softcap, top_k, top_p)
     if logits.shape[0] <= rows:
@@ -97,16 +97,16 @@ def _draw(
         weights = _keep_top(weights, top_k, top_p)
     cdf = weights.cumsum(dim=-1)
     target = torch.minimum((uniforms[:, None] * cdf[:, -1:]).long(), cdf[:, -1:] - 1)
-    # right=True takes the first id whose CDF is above the target, so an id of probability 0 is never drawn.
-    drawn = torch.searchsorted(cdf, target, right=True)
-    place = torch.arange(z.shape[1], device=z.device)
-    best = torch.where(z == z.amax(dim=-1, keepdim=True), place, z.shape[1]).amin(dim=-1, keepdim=True)
-    ids = torch.where(is_greedy, best, drawn).clamp(max=z.shape[1] - 1)  # beyond the last only where a logit is NaN
+    # right=True takes the first id whose CDF is above the target, so an id with probability 0 is never sampled.
+    sampled = torch.searchsorted(cdf, target, right=True)
+    column = torch.arange(z.shape[1], device=z.device)
+    best = torch.where(z == z.amax(dim=-1, keepdim=True), column, z.shape[1]).amin(dim=-1, keepdim=True)
+    ids = torch.where(is_greedy, best, sampled).clamp(max=z.shape[1] - 1)  # clamped only if a logit is NaN
     return ids[:, 0], logps.gather(1, ids)[:, 0]
 
 
 def _keep_top(weights: Tensor, top_k: int, top_p: float) -> Tensor:  # (B, V)
-    """Zero all but the top_k ids, then all but the smallest set of those with top_p of the remaining mass."""
+    """Zero all but the top_k ids, then all but the smallest set with top_p of the remaining mass."""
     ranked, order = weights.sort(dim=-1, descending=True, stable=True)
     if top_k > 0:
         ranked[:, top_k:] = 0
@@ -117,14 +117,14 @@ def _keep_top(weights: Tensor, top_k: int, top_p: float) -> Tensor:  # (B, V)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64."""
+    """Apply the finaliser of splitmix64."""
     x = (x ^ _shift_right(x, 30)) * MIX_1
     x = (x ^ _shift_right(x, 27)) * MIX_2
     return x ^ _shift_right(x, 31)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift: torch's >> on int64 copies the sign bit in."""
+    """Shift logically; torch's >> on int64 copies the sign bit."""
     return (x >> bits) & (2 ** (64 - bits) - 1)
 
 
@@ -159,11 +159,11 @@ def draw_kernel(
 
 
 if triton is not None:
-    NOWHERE = tl.constexpr(2**31 - 1)  # behind every place: what is found where NaN compares unequal to everything
+    NOWHERE = tl.constexpr(2**31 - 1)  # above every index; the result if NaN compares unequal to everything
 
     @triton.jit
     def _scaled(logits, temperature, row, place, vocab, row_stride, scale, softcap, SOFTCAP: tl.constexpr):
-        """z / temperature in float32, -inf behind the vocabulary. tanh is built from exp so that it runs everywhere."""
+        """z / temperature in float32, -inf beyond the vocabulary. tanh is built from exp so that it runs everywhere."""
         x = tl.load(logits + row * row_stride + place, mask=place < vocab, other=-float("inf")).to(tl.float32) * scale
         if SOFTCAP:
             a = tl.exp(tl.abs(x / softcap) * -2.0)
@@ -174,7 +174,7 @@ if triton is not None:
 
     @triton.jit
     def _exponentials(z, top):
-        """exp(z - top), and 0 where all are -inf: then top is too, and the difference would be NaN."""
+        """exp(z - top), or 0 if all z are -inf, because -inf - -inf would be NaN."""
         return tl.exp(z - tl.where(top == -float("inf"), 0.0, top)).to(tl.float64)
 
     @triton.jit
@@ -198,9 +198,9 @@ if triton is not None:
 
     @triton.jit
     def _first_above(cdf, target, weight, place):
-        """Number of the first place whose CDF is above the target; the last with any weight if rounding left none.
+        """Index of the first CDF value above the target; the last index with weight if rounding left none.
 
-        A scan in parallel need not be monotonic to the last bit: without the condition on the weight, a place of
+        A parallel scan need not be monotonic to the last bit: without the condition on the weight, an index with
         weight 0 could be taken.
         """
         found = tl.min(tl.where((cdf > target) & (weight > 0.0), place, NOWHERE), 0)

@@ -1,36 +1,36 @@
-"""Divergence between the distributions of two heads, from their hidden states, without storing (N, V) of either.
+"""Divergence between the token distributions of two models, from hidden states, without storing (N, V) logits.
 
     y_nv = scale * (sum_d h_nd w_vd + b_v)
     z_nv = softcap * tanh(y_nv / softcap) / temperature        (no softcap: y / temperature)
 
-for student and teacher, each with its own head; q and p are the softmaxes of the two z. The divergence of a token is
-the generalised Jensen-Shannon divergence of GKD (arXiv:2306.13649), as in losses/distill.py:
+for student and teacher, each with its own head; q and p are the softmaxes of the student's and the teacher's z. The
+divergence of a token is the generalised Jensen-Shannon divergence of GKD (arXiv:2306.13649), as in losses/distill.py:
 
     m = beta p + (1 - beta) q
     D = beta KL(p || m) + (1 - beta) KL(q || m)                dD/dz_v = (1 - beta) q_v (log(q_v / m_v) - KL(q || m))
     D = KL(p || q)  at beta = 0                                dD/dz_v = q_v - p_v
     D = KL(q || p)  at beta = 1                                dD/dz_v = q_v (log(q_v / p_v) - KL(q || p))
 
-where z is the student's; the teacher gets no gradient.
+where z is the student's. The teacher gets no gradient.
 
     out = linear_kl_loss(hidden, Head(**head_of(lm)), teacher_hidden, Head(**head_of(teacher)), beta=0.5)
     out.loss.backward()                          # loss = sum_n token_weight_n D_n
     out.divergence                               # (N,) each D_n, without gradient
 
-A chunk of tokens at a time: two products give both logits, one kernel turns the student's logits into d loss / d y in
-place, and two more products add its part to d hidden and d weight. All of that happens in the forward pass, so the
-backward only scales: 4 products, 3 if the student's head is frozen, 2 without gradients.
+For each chunk of tokens, two products give both logits, one kernel turns the student's logits into d loss / d y in
+place, and two more products add to d hidden and d weight. All of this happens in the forward pass, and the backward
+pass only scales: 4 products, 3 if the student's head is frozen, 2 without gradients.
 
 Numerics: products in the input dtype with fp32 results, everything on logits in fp32 (fp64 for fp64 inputs), d y
-rounded to the input dtype for its two products, dw accumulated in fp32. Ratios are taken of
+rounded to the input dtype for its two products, dw accumulated in fp32. Ratios are computed from
 
     u = log p - log q,   log(q / m) = -log(1 - beta + beta e^u)
 
 with the larger of p and q factored out, so nothing overflows, and u = 0 gives a divergence and a gradient of exactly 0.
-A logit of -inf (a bias that masks an id) is a probability of 0. D is infinite only where it is so by definition.
+A logit of -inf (a bias that masks an id) is a probability of 0. D is infinite only if it is infinite by definition.
 Memory: the logits of one chunk twice in fp32, plus dw in fp32.
-Paths: `triton` on CUDA (linear_kl_triton.py), `torch` anywhere. Gather a DTensor head first.
-Shapes: N = packed tokens, D = width of the student, E = width of the teacher, V = vocabulary, n = tokens of a chunk.
+Implementations: `triton` on CUDA (linear_kl_triton.py), `torch` anywhere. Gather a DTensor head first.
+Shapes: N = packed tokens, D = student width, E = teacher width, V = vocabulary, n = tokens per chunk.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from torch.autograd.function import once_differentiable
 
 from kernels.linear_logprob import Impl, current_device, eager, scale_gradient
 
-BLOCK_ELEMENTS = 1 << 25  # logits of each side at a time on the torch path: 128 MiB in fp32
-CHUNK = 2048  # tokens at a time on the Triton path: 1.16 GiB of fp32 logits for each side if V = 151,936
+BLOCK_ELEMENTS = 1 << 25  # logits per chunk and model with impl=torch: 128 MiB in fp32
+CHUNK = 2048  # tokens per chunk with impl=triton: 1.16 GiB of fp32 logits per model if V = 151,936
 
 
 class Head(NamedTuple):
-    """An output layer, with the fields that trainer/policy/logps.py's head_of has."""
+    """Output layer, with the fields that head_of in trainer/policy/logps.py returns."""
 
     weight: Tensor  # (V, D)
     bias: Tensor | None = None  # (V,)
@@ -57,7 +57,7 @@ class Head(NamedTuple):
     softcap: float | None = None
 
     def first(self, vocab: int) -> Head:
-        """The head of the first `vocab` ids. Two models with one tokenizer may pad their heads differently."""
+        """Return the head of the first `vocab` ids. Models with the same tokenizer may pad their heads differently."""
         return self._replace(weight=self.weight[:vocab], bias=None if self.bias is None else self.bias[:vocab])
 
 
@@ -68,20 +68,20 @@ class Divergence(NamedTuple):
 
 @eager
 def linear_kl_loss(
-    hidden: Tensor,  # (N, D) of the student
+    hidden: Tensor,  # (N, D) student
     head: Head,
     teacher_hidden: Tensor,  # (N, E)
     teacher_head: Head,
     *,
     beta: float,
     temperature: float = 1.0,
-    token_weight: Tensor | None = None,  # (N,) no gradient; None: 1. A token of weight 0 adds nothing to the gradients
+    token_weight: Tensor | None = None,  # (N,) no gradient; None: 1. Tokens with weight 0 add nothing to the gradients
     impl: Impl = "auto",
 ) -> Divergence:
-    """Sum over tokens of weight times divergence, with gradients to the student's hidden states, weight and bias.
+    """Sum weight times divergence over tokens, with gradients to the student's hidden states, weight and bias.
 
-    Both heads must have the same ids in the same rows: with V rows here and more there, pass head.first(V). backward()
-    may be called once.
+    Row v of both heads must be the same id; if one head has more than V rows, pass head.first(V). backward() may be
+    called once.
     """
     use_triton = _check(hidden, head, teacher_hidden, teacher_head, beta, temperature, token_weight, impl)
     weight = None if token_weight is None else token_weight.detach()
@@ -90,12 +90,12 @@ def linear_kl_loss(
     with torch.autocast(hidden.device.type, enabled=False), current_device(hidden):
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves):
             return Divergence(*_LinearKL.apply(*leaves, head.scale, head.softcap, problem))
-        done = _Pass(hidden.detach(), head, problem, needs=(False, False, False))
-        return Divergence(done.loss, done.divergence)
+        result = _Pass(hidden.detach(), head, problem, needs=(False, False, False))
+        return Divergence(result.loss, result.divergence)
 
 
 class _Problem(NamedTuple):
-    """What a call has besides the student."""
+    """Arguments of a call, except the student."""
 
     teacher_hidden: Tensor  # (N, E)
     teacher_head: Head
@@ -108,10 +108,10 @@ class _Problem(NamedTuple):
 class _LinearKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, scale, softcap, problem):
-        done = _Pass(hidden, Head(weight, bias, scale, softcap), problem, needs=ctx.needs_input_grad[:3])
-        ctx.gradients = (done.grad_hidden, done.grad_weight, done.grad_bias)
-        ctx.mark_non_differentiable(done.divergence)
-        return done.loss, done.divergence
+        result = _Pass(hidden, Head(weight, bias, scale, softcap), problem, needs=ctx.needs_input_grad[:3])
+        ctx.gradients = (result.grad_hidden, result.grad_weight, result.grad_bias)
+        ctx.mark_non_differentiable(result.divergence)
+        return result.loss, result.divergence
 
     @staticmethod
     @once_differentiable
@@ -123,13 +123,13 @@ class _LinearKL(torch.autograd.Function):
 
 
 class _Pass:
-    """One pass over the tokens; its fields are the results."""
+    """One pass over the tokens; its attributes are the results."""
 
     def __init__(self, hidden: Tensor, head: Head, problem: _Problem, *, needs: tuple[bool, ...]) -> None:
         self.problem, self.student, self.needs = problem, _Side(hidden, head), needs
         self.teacher = _Side(problem.teacher_hidden, problem.teacher_head)
         self.num_tokens, self.vocab, device = hidden.shape[0], head.weight.shape[0], hidden.device
-        self.dtype = torch.promote_types(self.student.dtype, self.teacher.dtype)  # of logits and divergences
+        self.dtype = torch.promote_types(self.student.dtype, self.teacher.dtype)  # logits and divergences
         self.divergence = torch.zeros(self.num_tokens, dtype=self.dtype, device=device)
         weight = problem.token_weight
         weight = torch.ones_like(self.divergence) if weight is None else weight.to(device, self.dtype).contiguous()
@@ -141,29 +141,29 @@ class _Pass:
             self.grad_weight = _as(self.grad_weight, head.weight)
         if needs[2]:
             self.grad_bias = _as(self.grad_bias, head.bias)
-        # Left out, not multiplied: a token of weight 0 may have an infinite divergence.
+        # Select, do not multiply: a token with weight 0 may have an infinite divergence.
         self.loss = torch.where(weight == 0, 0.0, self.divergence * weight).sum()
 
     def _run(self) -> None:
         chunk = CHUNK if self.problem.use_triton else max(1, BLOCK_ELEMENTS // self.vocab)
         num_chunks = -(-self.num_tokens // chunk)
-        if num_chunks:  # split evenly, in multiples of 32 where there are many
+        if num_chunks:  # split evenly, in multiples of 32 if there are many tokens
             even = -(-self.num_tokens // num_chunks)
             chunk = min(chunk, even if even < 256 else -(-even // 32) * 32)
-        # The rows of a buffer begin at multiples of 64 bytes: an odd vocabulary would slow down the products.
+        # Buffer rows start at multiples of 64 bytes, because an odd stride would slow down the products.
         size = min(chunk, self.num_tokens), -(-self.vocab // 16) * 16
         y, teacher_y = (
             torch.empty(size, dtype=self.dtype, device=self.divergence.device)[:, : self.vocab] for _ in range(2)
         )
         for start in range(0, self.num_tokens, chunk):
             part = slice(start, min(start + chunk, self.num_tokens))
-            rows = part.stop - start
-            dy = self._chunk(part, y[:rows], teacher_y[:rows])
+            count = part.stop - start
+            dy = self._chunk(part, y[:count], teacher_y[:count])
             if dy is not None:
                 self._add_gradients(part, dy, is_only=num_chunks == 1)
 
     def _chunk(self, part: slice, y: Tensor, teacher_y: Tensor) -> Tensor | None:
-        """Divergences of some tokens, and d loss / d y in the dtype of the student's products."""
+        """Compute the divergences of a chunk, and d loss / d y in the dtype of the student's products."""
         self.student.product(part, y)
         self.teacher.product(part, teacher_y)
         step = _step
@@ -183,12 +183,12 @@ class _Pass:
         elif self.needs[1]:
             self.grad_weight = _add_product(self.grad_weight, dy.T, hidden, dtype)
         if self.needs[2]:
-            more = dy.sum(dim=0, dtype=dtype)
-            self.grad_bias = more if self.grad_bias is None else self.grad_bias.add_(more)
+            chunk_grad = dy.sum(dim=0, dtype=dtype)
+            self.grad_bias = chunk_grad if self.grad_bias is None else self.grad_bias.add_(chunk_grad)
 
 
 class _Side:
-    """Hidden states and head of one model, and its part of the logits: y without scale and bias."""
+    """Hidden states and head of one model; `product` computes the logits without scale and bias."""
 
     def __init__(self, hidden: Tensor, head: Head) -> None:
         self.hidden, self.head = hidden, head
@@ -206,7 +206,7 @@ class _Side:
 
 
 def _as(gradient: Tensor | None, like: Tensor) -> Tensor:
-    """In the dtype of `like`; zeros if there were no tokens."""
+    """Cast to the dtype of `like`; zeros if there were no tokens."""
     return torch.zeros_like(like) if gradient is None else gradient.to(like.dtype)
 
 
@@ -232,10 +232,10 @@ def _step(
     dtype: torch.dtype,
     with_gradient: bool,
 ) -> Tensor | None:  # (n, V) d loss / d y in `dtype`
-    """What linear_kl_triton.step does, in plain torch."""
+    """Plain torch version of linear_kl_triton.step."""
     log_q, slope = _log_probs(y, head, temperature)
     log_p, _ = _log_probs(teacher_y, teacher_head, temperature)
-    q, p = log_q.exp(), log_p.exp()  # below, not where q > 0: NaN must stay NaN
+    q, p = log_q.exp(), log_p.exp()  # tested below by == 0, not by > 0, so that NaN stays NaN
     u = torch.where((log_q == -math.inf) & (log_p == -math.inf), 0.0, log_p - log_q)
     if beta == 0:
         divergence.copy_(torch.where(p == 0, 0.0, p * u).sum(dim=1))
@@ -244,7 +244,7 @@ def _step(
         divergence.copy_(torch.where(q == 0, 0.0, -q * u).sum(dim=1))
         dz = torch.where(q == 0, 0.0, q * (-u - divergence.unsqueeze(1)))
     else:
-        share = torch.where(u > 0, u.new_full((), 1 - beta), u.new_full((), beta))  # of the smaller in m
+        share = torch.where(u > 0, u.new_full((), 1 - beta), u.new_full((), beta))  # weight of the smaller in m
         smaller = torch.log1p(share * torch.expm1(-u.abs()))
         q_over_m, p_over_m = -(smaller + u.clamp(min=0)), u.clamp(max=0) - smaller  # logs
         kl_q = torch.where(q == 0, 0.0, q * q_over_m).sum(dim=1)
@@ -259,7 +259,7 @@ def _step(
 
 
 def _log_probs(y: Tensor, head: Head, temperature: float) -> tuple[Tensor, Tensor | None]:
-    """(n, V) log-probs, and the derivative of the softcap if there is one."""
+    """Return (n, V) log-probs, and the derivative of the softcap if there is one."""
     y = (y if head.bias is None else y + head.bias.detach().to(y.dtype)) * head.scale
     if head.softcap is None:
         return (y / temperature).log_softmax(dim=1), None
@@ -271,31 +271,30 @@ def _check(
     hidden: Tensor, head: Head, teacher_hidden: Tensor, teacher_head: Head, beta: float, temperature: float,
     token_weight: Tensor | None, impl: str,
 ) -> bool:  # fmt: skip
-    """Check all arguments, then say whether the Triton kernel does the work."""
-    for name, states, own in (("", hidden, head), ("teacher_", teacher_hidden, teacher_head)):
-        weight = own.weight
+    """Check all arguments, then return whether to use the Triton kernel."""
+    for name, states, side in (("", hidden, head), ("teacher_", teacher_hidden, teacher_head)):
+        weight = side.weight
         if states.ndim != 2 or weight.ndim != 2 or states.shape[1] != weight.shape[1]:
             shapes = f"{name}hidden {tuple(states.shape)}, {name}head.weight {tuple(weight.shape)}"
             raise ValueError(f"{shapes}: expected (N, D) and (V, D)")
-        if own.bias is not None and own.bias.shape != weight.shape[:1]:
-            raise ValueError(f"{name}head.bias {tuple(own.bias.shape)}: expected ({weight.shape[0]},), one per id")
-        if any(hasattr(x, "full_tensor") for x in (states, weight, own.bias)):
-            raise ValueError(f"{name}head: is a DTensor; gather it once with .full_tensor() and pass the result")
+        if side.bias is not None and side.bias.shape != weight.shape[:1]:
+            raise ValueError(f"{name}head.bias {tuple(side.bias.shape)}: expected ({weight.shape[0]},), one per id")
+        if any(hasattr(x, "full_tensor") for x in (states, weight, side.bias)):
+            raise ValueError(f"{name}head is a DTensor; gather it once with .full_tensor() and pass the result")
         if states.dtype == torch.float16:
-            raise ValueError(f"{name}hidden: is float16, in which small probabilities are 0; use bfloat16")
-        for key, value in (("scale", own.scale), ("softcap", own.softcap)):
+            raise ValueError(f"{name}hidden is float16, where small probabilities are 0; use bfloat16")
+        for key, value in (("scale", side.scale), ("softcap", side.softcap)):
             if value is not None and not value > 0:
                 raise ValueError(f"{name}head.{key}={value}: must be above 0")
     if len(hidden) != len(teacher_hidden):
-        counts = f"{len(teacher_hidden)} tokens for {len(hidden)} of the student"
-        raise ValueError(f"teacher_hidden: {counts}; pass the same tokens of both")
-    vocab, other = head.weight.shape[0], teacher_head.weight.shape[0]
-    if vocab != other:
-        raise ValueError(
-            f"teacher_head.weight: {other} ids for {vocab} of the student; if only padding differs, pass .first(V)"
-        )
+        counts = f"{len(teacher_hidden)} tokens, but the student has {len(hidden)}"
+        raise ValueError(f"teacher_hidden: {counts}; pass the same tokens to both")
+    vocab, teacher_vocab = head.weight.shape[0], teacher_head.weight.shape[0]
+    if vocab != teacher_vocab:
+        counts = f"{teacher_vocab} ids, but the student has {vocab}"
+        raise ValueError(f"teacher_head.weight: {counts}; if only padding differs, pass head.first(V)")
     if not 0 <= beta <= 1:
-        raise ValueError(f"beta={beta}: must be from 0 (forward KL) to 1 (reverse KL)")
+        raise ValueError(f"beta={beta}: must be between 0 (forward KL) and 1 (reverse KL)")
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: must be above 0")
     if token_weight is not None and token_weight.shape != hidden.shape[:1]:

@@ -1,16 +1,16 @@
-"""Triton kernel of linear_kl: from both logits of some tokens to divergences and d loss / d y, in place.
+"""Triton kernel of linear_kl: compute divergences and d loss / d y from the logits of student and teacher, in place.
 
-Notation as in linear_kl.py. One program per token walks its row of both logits:
+Notation as in linear_kl.py. One program per token passes over both of its logit rows:
 
-    first    log-sum-exp of both; at beta = 0 and 1 also the mean of the difference of the logits, which is all that
-             the divergence needs
+    first    log-sum-exp of both; for beta = 0 and 1 also the mean difference of the logits, which determines the
+             divergence
     second   0 < beta < 1 only: KL(q || m) and KL(p || m)
-    last     if a gradient is wanted: d loss / d y
+    last     if a gradient is needed: d loss / d y
 
-so it reads 4 bytes of each logit two or three times. d loss / d y of a row is written over the start of the student's
-row, in the dtype of the products: bfloat16 values take half the place of the fp32 logits, and a block of them only
-covers logits that the whole program has already read, which the barrier makes sure of.
-Shapes: N = tokens of a chunk, V = vocabulary.
+It therefore reads 4 bytes per logit two or three times. d loss / d y overwrites the start of the student's row, in the
+dtype of the products. bfloat16 values take half the memory of fp32 logits, so a block of them only covers logits that
+the whole program has already read; the barrier guarantees this.
+Shapes: N = tokens per chunk, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NOTHING = tl.constexpr(-1e30)  # the largest logit so far, before there is one; -inf would give NaN in a difference
+NOTHING = tl.constexpr(-1e30)  # initial maximum; with -inf, differences would be NaN
 FORWARD, REVERSE, BETWEEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-BLOCK, WARPS = 2048, 8  # 60 to 70 registers a thread: 3 or 4 tokens at a time on each multiprocessor of an H200
+BLOCK, WARPS = 2048, 8  # 60 to 70 registers per thread: 3 or 4 tokens per multiprocessor of an H200
 INTERPRETED_BLOCK = 256
 
 
@@ -53,7 +53,7 @@ def _log_ratios(z, teacher_z, lse, teacher_lse, beta):
     return -(smaller + tl.maximum(u, 0.0)), tl.minimum(u, 0.0) - smaller
 
 
-@triton.jit  # specialised for a vocabulary that is a multiple of 16, whose loads and stores are then wide
+@triton.jit  # a vocabulary that is a multiple of 16 gets a specialised version with wide loads and stores
 def _divergence(
     y, teacher_y, out, bias, teacher_bias, divergence, token_weight, vocab, stride, teacher_stride, out_stride, scale,
     softcap, factor, teacher_scale, teacher_softcap, teacher_factor, beta, k, MODE: tl.constexpr, GRAD: tl.constexpr,
@@ -63,7 +63,7 @@ def _divergence(
     token = tl.program_id(0).to(tl.int64)
     row = y + token * stride
     teacher_row = teacher_y + token * teacher_stride
-    # Each lane keeps the largest logit that it has seen, and sums relative to it.
+    # Each lane keeps a running maximum, and sums relative to it.
     top = tl.full((BLOCK,), NOTHING, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     teacher_top = tl.full((BLOCK,), NOTHING, tl.float32)
@@ -118,7 +118,7 @@ def _divergence(
             q_over_m, p_over_m = _log_ratios(z, teacher_z, lse, teacher_lse, beta)
             q = tl.exp(z - lse)
             p = tl.exp(teacher_z - teacher_lse)
-            # Not where q > 0: NaN must stay NaN.
+            # Test q == 0, not q > 0, so that NaN stays NaN.
             of_q += tl.where(q == 0, 0.0, q * q_over_m)
             of_p += tl.where(p == 0, 0.0, p * p_over_m)
         kl = tl.sum(of_q, 0)
@@ -133,7 +133,7 @@ def _divergence(
                 teacher_row, teacher_bias, column, vocab, teacher_scale, teacher_softcap, teacher_factor, TEACHER_BIAS,
                 TEACHER_SOFTCAP,
             )  # fmt: skip
-            tl.debug_barrier()  # every lane has read its logits before any lane writes over some of them
+            tl.debug_barrier()  # all lanes must read their logits before any lane overwrites some of them
             q = tl.exp(z - lse)
             if MODE == FORWARD:
                 dz = q - tl.exp(teacher_z - teacher_lse)
@@ -150,7 +150,7 @@ def _divergence(
 
 
 def step(
-    y: Tensor,  # (N, V) fp32 hidden @ weight.T of the student; overwritten
+    y: Tensor,  # (N, V) fp32 student hidden @ weight.T; overwritten
     head: Any,
     teacher_y: Tensor,  # (N, V) fp32
     teacher_head: Any,
@@ -161,16 +161,15 @@ def step(
     dtype: torch.dtype,
     with_gradient: bool,
 ) -> Tensor | None:  # (N, V) d loss / d y in `dtype`, in the memory of y
-    """Divergences and gradients of the tokens of a chunk."""
+    """Compute divergences and gradients for a chunk of tokens."""
     num_tokens, vocab = y.shape
     out = y
-    if with_gradient:  # row n begins where row n of y does
+    if with_gradient:  # row n starts where row n of y starts
         out = y.as_strided((num_tokens, y.stride(0)), (y.stride(0), 1)).view(dtype)[:, :vocab]
-    bias, teacher_bias = (None if own.bias is None else own.bias.detach().contiguous() for own in (head, teacher_head))
+    bias, teacher_bias = (None if x.bias is None else x.bias.detach().contiguous() for x in (head, teacher_head))
     mode = FORWARD if beta == 0 else REVERSE if beta == 1 else BETWEEN
     sides = [
-        (float(own.scale), float(own.softcap or 1.0), (own.softcap or own.scale) / temperature)
-        for own in (head, teacher_head)
+        (float(x.scale), float(x.softcap or 1.0), (x.softcap or x.scale) / temperature) for x in (head, teacher_head)
     ]
     _divergence[(num_tokens,)](
         y, teacher_y, out, bias, teacher_bias, divergence, token_weight, vocab, y.stride(0),
@@ -186,9 +185,9 @@ def obstacle(
     hidden: Tensor,  # (N, D)
     teacher_hidden: Tensor,  # (N, E)
 ) -> str | None:
-    """Why this path cannot run on such hidden states; None if it can."""
+    """Return why the kernel cannot run on these hidden states, or None."""
     if not hidden.is_cuda and not triton.knobs.runtime.interpret:
-        return f"device {hidden.device}: Triton runs on CUDA, elsewhere only under TRITON_INTERPRET=1"
+        return f"device {hidden.device}: Triton needs CUDA or TRITON_INTERPRET=1"
     for name, x in (("hidden", hidden), ("teacher_hidden", teacher_hidden)):
         if x.dtype not in (torch.bfloat16, torch.float32):
             return f"{name} {x.dtype}: the kernel computes in float32"

@@ -1,4 +1,4 @@
-"""Token log-probs and entropies computed from hidden states without storing the (N, V) logits.
+"""Token log-probs and entropies from hidden states, without storing the (N, V) logits.
 
     y_nv    = scale * (sum_d h_nd w_vd + b_v)
     z_nv    = softcap * tanh(y_nv / softcap) / temperature        (no softcap: y / temperature)
@@ -12,20 +12,20 @@ Three ways to call it, which give the same log-probs:
     logp, entropy = linear_logprob(hidden, weight, target)               # any loss: 4 products, 2 if frozen
     loss, extra = linear_logprob_loss(hidden, weight, target, loss_fn)   # token-separable loss: 3 products, 2 if frozen
 
-The last calls `loss_fn` on the log-probs of a chunk of tokens while the chunk's logits are still in memory, so nothing
-is computed twice. The gradients are
+linear_logprob_loss calls `loss_fn` on the log-probs of a chunk of tokens while the chunk's logits are in memory, so
+nothing is computed twice. The gradients are
 
     dz_nv = (1[v = target(n)] - p_nv) dlogp_n - p_nv (z_nv - lse_n + H_n) dH_n
     dh = dy @ w,   dw = dy.T @ h,   db = sum_n dy
 
-and tokens with dlogp_n = dH_n = 0 are left out of the products, unless skip=False saves the host sync that this takes.
+Tokens with dlogp_n = dH_n = 0 are skipped in the products; skip=False computes them and saves a host sync.
 
 Numerics: products in the input dtype, everything after them in fp32 (fp64 for fp64 inputs), dw accumulated in fp32. The
-target column is kept apart: logp = -softplus(logsumexp over the others - z_target), so a confident target keeps its
-precision.
+target column is separate: logp = -softplus(logsumexp over other columns - z_target), so that a confident target keeps
+its precision.
 Memory: one chunk of tokens, plus dw in fp32. Tokens with target = ignore_index cost nothing.
-Paths: `torch` anywhere; `triton` for bfloat16 on CUDA (linear_logprob_triton.py). Gather a DTensor head first.
-Shapes: N = packed tokens, D = model width, V = vocabulary, n = tokens of a chunk.
+Implementations: `torch` anywhere, `triton` for bfloat16 on CUDA (linear_logprob_triton.py). Gather a DTensor first.
+Shapes: N = packed tokens, D = model width, V = vocabulary, n = tokens per chunk.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-BLOCK_ELEMENTS = 1 << 25  # 128 MiB of fp32 logits at a time on the torch path
-EXCLUDED = -1e30  # a logit left out of a sum: its exp is 0, and 0 times it is 0
+BLOCK_ELEMENTS = 1 << 25  # logits per chunk with impl=torch: 128 MiB in fp32
+EXCLUDED = -1e30  # logit of an excluded column: its exp is 0, and 0 times it is 0
 Impl = Literal["auto", "torch", "triton"]
 
 
 class TokenLogps(NamedTuple):
     logp: Tensor  # (N,) fp32; 0 where the target is ignored
-    entropy: Tensor | None  # (N,) fp32 in nats; 0 where the target is ignored; None when not asked for
+    entropy: Tensor | None  # (N,) fp32 in nats; 0 where the target is ignored; None if not requested
 
 
 LossFn = Callable[[TokenLogps, Tensor], tuple[Tensor, Any]]
@@ -55,7 +55,7 @@ LossFn = Callable[[TokenLogps, Tensor], tuple[Tensor, Any]]
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keep `function` out of the graph of a compiled model: it has chunk loops, host syncs and Triton launches.
 
-    Decorating with torch.compiler.disable would import Dynamo, two seconds that most runs do not need.
+    Decorating with torch.compiler.disable would import Dynamo, which takes two seconds.
     """
 
     @functools.wraps(function)
@@ -82,11 +82,11 @@ def linear_logprob(
     skip: bool = True,
     impl: Impl = "auto",
 ) -> TokenLogps:
-    """Log-prob of each target, and the entropy of its distribution; differentiable when gradients are enabled.
+    """Return the log-prob of each target and the entropy of its distribution, with gradients if enabled.
 
-    ignore_index=None means that no token is ignored, and saves the host sync that finds out. A target outside the
-    vocabulary is then not checked: its log-prob is NaN (triton), or torch raises an error. skip=False computes tokens
-    without a gradient like all others, which saves a host sync in the backward; their gradients are 0 either way.
+    ignore_index=None means that no token is ignored, and saves a host sync. Targets outside the vocabulary are then not
+    checked: their log-prob is NaN (triton), or torch raises an error. skip=False also computes tokens without a
+    gradient, which saves a host sync in the backward; their gradients are 0 either way.
     """
     head = _pick(hidden, weight, bias, target, scale, softcap, temperature, impl)
     options = {"scale": scale, "softcap": softcap, "temperature": temperature, "entropy": entropy, "skip": skip}
@@ -96,7 +96,7 @@ def linear_logprob(
         if torch.is_grad_enabled() and _any_requires_grad(hidden, weight, bias):
             logp, entropies = _Logprob.apply(states, weight, bias, targets, head, options)
         else:
-            logp, entropies = head(states, weight, bias, targets, **options).score()[:2]
+            logp, entropies = head(states, weight, bias, targets, **options).logps()[:2]
     if kept is None:
         return TokenLogps(logp, entropies)
     zeros = logp.new_zeros(hidden.shape[0])
@@ -121,13 +121,13 @@ def linear_logprob_loss(
     skip: bool = True,
     impl: Impl = "auto",
 ) -> tuple[Tensor, list[Any]]:
-    """Sum of a loss over chunks of tokens, with the gradients computed in the same pass.
+    """Sum a loss over chunks of tokens, and compute the gradients in the same pass.
 
     `loss_fn(tokens, index)` gets the TokenLogps of a chunk and the (n,) indices of its tokens in `hidden`. It returns
-    a scalar and any other value; those values are returned as a list, one per chunk. The loss must be token-separable:
-    its values on the chunks must add up to its value on all tokens. Gradients flow to hidden, weight and bias, not to
-    tensors that loss_fn closes over. backward() may be called once. `ignore_index` and `skip` as in linear_logprob;
-    looking for tokens to skip waits for the first chunk, and for every chunk after one that had some.
+    a scalar and any other value; the other values are returned as a list, one per chunk. The loss must be
+    token-separable: its values on the chunks must add up to its value on all tokens. Gradients flow to hidden, weight
+    and bias, not to tensors that loss_fn closes over. backward() may be called once. `ignore_index` and `skip` as in
+    linear_logprob; skip costs a host sync for the first chunk, and for every chunk after one with skipped tokens.
     """
     head = _pick(hidden, weight, bias, target, scale, softcap, temperature, impl)
     options = {"scale": scale, "softcap": softcap, "temperature": temperature, "entropy": entropy, "skip": skip}
@@ -137,10 +137,10 @@ def linear_logprob_loss(
     with torch.autocast(hidden.device.type, enabled=False), current_device(hidden):
         if torch.is_grad_enabled() and _any_requires_grad(hidden, weight, bias):
             return _LogprobLoss.apply(states, weight, bias, targets, head, options, loss_fn, kept, extra), extra
-        logp, entropies = head(states, weight, bias, targets, **options).score()[:2]
+        logp, entropies = head(states, weight, bias, targets, **options).logps()[:2]
     index = torch.arange(len(logp), device=logp.device) if kept is None else kept
-    loss, more = loss_fn(TokenLogps(logp, entropies), index)
-    return loss, [more]
+    loss, other = loss_fn(TokenLogps(logp, entropies), index)
+    return loss, [other]
 
 
 @torch.no_grad()
@@ -153,7 +153,7 @@ def linear_log_collision(
     softcap: float | None = None,
     temperature: float = 1.0,
 ) -> Tensor:  # (N,) fp32
-    """log sum_v p_nv^2, the log of the chance that two samples agree: logsumexp(2 z) - 2 logsumexp(z). No gradient."""
+    """log sum_v p_nv^2 = logsumexp(2 z) - 2 logsumexp(z), the log-prob that two samples agree; without gradient."""
     weight = weight.to(hidden.dtype)
     bias = None if bias is None else bias.to(hidden.dtype)
     block = max(1, BLOCK_ELEMENTS // weight.shape[0])
@@ -165,29 +165,29 @@ def linear_log_collision(
 
 
 class _Chunk(NamedTuple):
-    """A chunk of tokens on the torch path: log-prob, entropy, and what the backward reuses."""
+    """Results of TorchHead for a chunk of tokens, including intermediate results for the backward."""
 
     logp: Tensor  # (n,)
     entropy: Tensor | None  # (n,)
     z: Tensor  # (n, V) log-probs of all columns, EXCLUDED at the target
     slope: Tensor | None  # (n, V) derivative of the softcap
-    target_slope: Tensor  # (n, 1) the same at the target
+    target_slope: Tensor  # (n, 1) derivative of the softcap at the target
 
 
 class _Plan(NamedTuple):
-    active: Tensor | None  # (A,) indices within the chunk of tokens that have a gradient; None: not looked for
+    active: Tensor | None  # (A,) indices within the chunk of tokens with a gradient; None: unknown
     grad_logp: Tensor  # (n,)
     grad_entropy: Tensor | None  # (n,)
 
 
 class TorchHead:
-    """The tokens of one call against one head, processed a chunk at a time.
+    """Log-probs and gradients of one call, computed in chunks of tokens.
 
-    stats = head.score()                           # all tokens; log-prob and entropy are its first two fields
+    stats = head.logps()                           # all tokens; log-prob and entropy are its first two fields
     head.allocate_grads(hidden=True, weight=True, bias=False)
     head.backward(stats, grad_logp, grad_entropy)
 
-    or, if the gradients of a chunk depend only on its own log-probs:
+    or, if the gradients of a chunk depend only on the chunk's log-probs:
 
     for start, stop in chunks(head):
         stats = head.forward_chunk(start, stop)
@@ -220,7 +220,7 @@ class TorchHead:
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         self.grad_hidden = self.grad_weight = self.grad_bias = None
 
-    def score(self) -> TokenLogps:
+    def logps(self) -> TokenLogps:
         parts = [self.forward_chunk(start, stop)[:2] for start, stop in chunks(self)]
         logp, entropy = zip(*parts, strict=True) if parts else ((), ())
         empty = torch.empty(0, dtype=self.dtype, device=self.hidden.device)
@@ -249,7 +249,7 @@ class TorchHead:
         self,
         start: int,
         chunk: _Chunk,
-        grad_logp: Tensor,  # (N,) of the chunk
+        grad_logp: Tensor,  # (N,) tokens of the chunk
         grad_entropy: Tensor | None,  # (N,)
     ) -> _Plan:
         return _Plan(_active_tokens(grad_logp, grad_entropy) if self.skip else None, grad_logp, grad_entropy)
@@ -274,16 +274,16 @@ class TorchHead:
         dy = dz.scatter_(1, self.target[at].unsqueeze(1), target_dz * chunk.target_slope).mul_(
             self.scale / self.temperature
         )
-        without = None
-        if active is None:  # exact zeros, whatever a token without a gradient holds, even NaN
-            without = ~_is_active(grad_logp, grad_entropy).unsqueeze(1)
-            dy.masked_fill_(without, 0.0)
+        is_inactive = None
+        if active is None:  # tokens without a gradient get exact zeros, even if they contain NaN
+            is_inactive = ~_is_active(grad_logp, grad_entropy).unsqueeze(1)
+            dy.masked_fill_(is_inactive, 0.0)
         low = dy.to(self.hidden.dtype)
         if self.grad_hidden is not None:
             self.grad_hidden[at] = low @ self.weight
         if self.grad_weight is not None:
             hidden = self.hidden[at]
-            self.grad_weight += low.T @ (hidden if without is None else hidden.masked_fill(without, 0.0))
+            self.grad_weight += low.T @ (hidden if is_inactive is None else hidden.masked_fill(is_inactive, 0.0))
         if self.grad_bias is not None:
             self.grad_bias += dy.sum(dim=0)
 
@@ -335,14 +335,14 @@ def _allocate_grads(head: Any, needs: tuple[bool, ...]) -> None:
 def _loss_and_gradients(
     loss_fn: LossFn, tokens: TokenLogps, index: Tensor
 ) -> tuple[Tensor, Any, Tensor, Tensor | None]:
-    """Loss of a chunk, loss_fn's other value, and the gradients with respect to log-prob and entropy; all detached."""
+    """Return a chunk's loss, loss_fn's other value, and the gradients for log-prob and entropy; all detached."""
     leaves = [x.detach().requires_grad_() for x in tokens if x is not None]
     with torch.enable_grad():
-        loss, more = loss_fn(TokenLogps(*leaves, *[None] * (2 - len(leaves))), index)
-    if not loss.requires_grad:  # it does not depend on them
-        return loss.detach(), more, torch.zeros_like(leaves[0]), None
+        loss, other = loss_fn(TokenLogps(*leaves, *[None] * (2 - len(leaves))), index)
+    if not loss.requires_grad:  # independent of log-prob and entropy
+        return loss.detach(), other, torch.zeros_like(leaves[0]), None
     grads = [*torch.autograd.grad(loss, leaves, allow_unused=True), None]
-    return loss.detach(), more, torch.zeros_like(leaves[0]) if grads[0] is None else grads[0], grads[1]
+    return loss.detach(), other, torch.zeros_like(leaves[0]) if grads[0] is None else grads[0], grads[1]
 
 
 def chunks(head: Any) -> list[tuple[int, int]]:
@@ -368,15 +368,15 @@ class _Logprob(torch.autograd.Function):
             logp, entropy = zip(*parts.values(), strict=True)
             stats = TokenLogps(torch.cat(logp), torch.cat(entropy) if options["entropy"] else None)
         else:
-            stats = make().score()
+            stats = make().logps()
         ctx.stats_class = type(stats)
         ctx.save_for_backward(hidden, weight, bias, target, slope, *stats)
         return stats[:2]
 
     @staticmethod
-    @once_differentiable  # lse and entropy are treated as constants, so a second derivative would be wrong
+    @once_differentiable  # lse and entropy are constants here, so a second derivative would be wrong
     def backward(ctx, grad_logp, grad_entropy):
-        saved = ctx.saved_tensors  # activation checkpointing allows reading them only once
+        saved = ctx.saved_tensors  # with activation checkpointing they can be read only once
         hidden, slope = saved[0], saved[4]
         if grad_logp is None and grad_entropy is None:
             return (None,) * 6
@@ -391,7 +391,7 @@ class _Logprob(torch.autograd.Function):
     def recompute(ctx, saved, grad_logp, grad_entropy):
         hidden, weight, bias, target, slope, *stats = saved
         active = _active_tokens(grad_logp, grad_entropy) if ctx.options["skip"] else None
-        if is_part := active is not None and len(active) < len(grad_logp):  # leave out tokens without a gradient
+        if is_part := active is not None and len(active) < len(grad_logp):  # skip tokens without a gradient
             grad_logp = grad_logp[active]
             grad_entropy = None if grad_entropy is None else grad_entropy[active]
             stats = [None if x is None else x[active] for x in stats]
@@ -399,7 +399,7 @@ class _Logprob(torch.autograd.Function):
             hidden[active] if is_part else hidden, weight, bias, target[active] if is_part else target, **ctx.options
         )
         _allocate_grads(head, ctx.needs_input_grad)
-        stats = head.score() if slope is not None else ctx.stats_class(*stats)
+        stats = head.logps() if slope is not None else ctx.stats_class(*stats)
         head.backward(stats, grad_logp, grad_entropy)
         grad_hidden = head.grad_hidden
         if grad_hidden is not None and is_part:
@@ -414,18 +414,18 @@ class _LogprobLoss(torch.autograd.Function):
 
         def gradients(start: int, stop: int, tokens: TokenLogps) -> tuple[Tensor, Tensor | None]:
             index = torch.arange(start, stop, device=hidden.device) if kept is None else kept[start:stop]
-            loss, more, *grads = _loss_and_gradients(loss_fn, tokens, index)
-            parts[start] = (loss, more)
+            loss, other, *grads = _loss_and_gradients(loss_fn, tokens, index)
+            parts[start] = (loss, other)
             return tuple(grads)
 
         make = functools.partial(head_class, hidden, weight, bias, target, **options)
         head = _one_pass(make, ctx.needs_input_grad, gradients)
         if not parts:  # no tokens: loss_fn still decides the result
-            gradients(0, 0, TokenLogps(*head.score()[:2]))
+            gradients(0, 0, TokenLogps(*head.logps()[:2]))
         loss = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
-        for part, more in parts.values():
+        for part, other in parts.values():
             loss += part
-            extra.append(more)
+            extra.append(other)
         ctx.gradients = (head.grad_hidden, head.grad_weight, _cast_like(head.grad_bias, bias))
         return loss
 
@@ -441,7 +441,7 @@ class _LogprobLoss(torch.autograd.Function):
 def current_device(
     x: Tensor,  # (...)
 ) -> Any:
-    """Make the device of x current: Triton launches there, not on the device of its arguments."""
+    """Make the device of x current: Triton launches on the current device, not on the device of its arguments."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
@@ -486,7 +486,7 @@ def _any_requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def _kept_tokens(target: Tensor, vocab: int, ignore_index: int | None) -> Tensor | None:  # (n,) None = all
-    """Indices of tokens whose target is not ignored. Costs a host sync, unless ignore_index is None."""
+    """Return the indices of tokens whose target is not ignored. Costs a host sync, unless ignore_index is None."""
     if ignore_index is None:
         return None
     keep = target != ignore_index
@@ -502,15 +502,15 @@ def _pick(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scale: float, softcap: float | None,
     temperature: float, impl: str,
 ) -> type:  # fmt: skip
-    """Check all arguments, then choose the class that does the work."""
+    """Check all arguments, then return TorchHead or TritonHead."""
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}: expected (N, D) and (V, D)")
     if target.shape != hidden.shape[:1]:
         raise ValueError(f"target {tuple(target.shape)}: expected ({hidden.shape[0]},), one id per hidden state")
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias {tuple(bias.shape)}: expected ({weight.shape[0]},), one number per vocabulary entry")
+        raise ValueError(f"bias {tuple(bias.shape)}: expected ({weight.shape[0]},), one per id")
     if any(hasattr(x, "full_tensor") for x in (hidden, weight, bias)):
-        raise ValueError("weight: is a DTensor; gather the head once with .full_tensor() and pass the result")
+        raise ValueError("weight is a DTensor; gather it once with .full_tensor() and pass the result")
     for name, value in (("temperature", temperature), ("scale", scale), ("softcap", softcap)):
         if value is not None and not value > 0:
             raise ValueError(f"{name}={value}: must be above 0")

@@ -1,6 +1,6 @@
-"""Triton path of linear_logprob: the matrix product's epilogue exponentiates, so no later pass reads the logits.
+"""Triton implementation of linear_logprob: the matmul's epilogue exponentiates, so no later pass reads the logits.
 
-Notation as in linear_logprob.py. Each token has a reference c_n: its target logit, computed beforehand by a plain dot
+Notation as in linear_logprob.py. The reference c_n of a token is its target logit, computed first by a plain dot
 product. The epilogue of the first product computes, in fp32,
 
     E_nv = exp(z_nv - c_n), 0 at the target        S_n = sum_v E_nv        Q_n = sum_v (z_nv - c_n) E_nv
@@ -8,7 +8,7 @@ product. The epilogue of the first product computes, in fp32,
 
 so log-probs never use a rounded logit, and a confident target keeps its precision. For a backward, E is stored in the
 input dtype; its relative rounding error does not depend on the size of the logits. E is not converted to d loss /
-d logits: that differs from E by one factor per token and by the target column, and both are applied elsewhere. With
+d logits, which differs from E only by a factor per token and in the target column; both are applied elsewhere. With
 k = scale / temperature and g_n = d loss / d logp_n,
 
     other_coef_n  = -k g_n / (1 + S_n)
@@ -16,18 +16,19 @@ k = scale / temperature and g_n = d loss / d logp_n,
     d hidden = other_coef * (E @ weight) + target_coef * weight[target]
     d weight = E.T @ (other_coef * hidden) + (target_coef * hidden added at row target)
 
-where the target_coef terms are exact fp32 sums beside the products. Only a softcap or an entropy gradient needs the
-elementwise form; then one kernel rewrites E in place first.
+where the target_coef terms are exact fp32 sums added to the products. Only a softcap or an entropy gradient needs
+d loss / d logits itself; then one kernel first rewrites E in place.
 
-The work is split in one of two ways. In one pass with the loss, by tokens: E of a chunk lives until its loss is known.
-In a later backward, by vocabulary columns: c, S and g are known by then, so each slice of d weight is computed once.
+The work is split by tokens or by columns. In one pass with the loss it is split by tokens: the E of a chunk is kept
+until its loss is known. In a later backward it is split by vocabulary columns: c, S and g are known by then, so each
+slice of d weight is computed once.
 
-If the target is so unlikely that E would overflow (log-prob below -68), S_n shows it, and the token is recomputed with
-c_n the largest logit. Whether there are such tokens only the device knows: the kernels that recompute them are always
-launched, and return at once if there are none. A log-prob depends only on its own token: order, chunking and N never
-change it.
+If the target is so unlikely that E would overflow (log-prob below -68), S_n reveals it, and the token is recomputed
+with the largest logit as c_n. Only the device knows whether there are such tokens, so the kernels that recompute them
+are always launched, and return immediately if there are none. A log-prob depends only on its token; order, chunking
+and N never change it.
 
-The host never waits for the device, except with `skip`, which leaves out tokens without a gradient in one pass.
+The host never waits for the device, except with `skip`, which skips tokens without a gradient in one pass.
 """
 
 from __future__ import annotations
@@ -45,16 +46,16 @@ LOG2E = math.log2(math.e)
 LN2 = tl.constexpr(math.log(2.0))
 EXCLUDED = tl.constexpr(-1000.0)  # exp2 of it is 0 and 0 times it is 0; -inf would give NaN
 OVERFLOW_LIMIT = 2.0**99  # a sum of exponentials beyond this may have overflowed, or be about to
-CHUNK = 4096  # tokens whose E is held at a time
-PART = 512  # rows of the fp32 product E @ weight held at a time, per 1024 of width: fast, and small beside E
-ROWS = 128  # E @ weight is computed in multiples of so many rows; nobody reads the surplus. For other numbers of rows
-# cuBLAS chooses other kernels, and the first use of a kernel makes the host wait for all that it has launched.
-SCORED = 1 << 16  # tokens scored at a time; each has a partial sum for every 256 vocabulary entries
-SLICE = 1 << 28  # elements of E held at a time when the work is split by columns
+CHUNK = 4096  # maximum tokens per chunk of E
+PART = 512  # rows of the fp32 product E @ weight computed at a time, per 1024 of width: fast, and small relative to E
+ROWS = 128  # E @ weight is computed in multiples of this many rows; the extra rows are unused. For other row counts
+# cuBLAS chooses other kernels, and the first use of a kernel makes the host wait for all launched work.
+LOGP_TOKENS = 1 << 16  # tokens per call of _stats in logps(); each has a partial sum for every 256 vocabulary entries
+SLICE = 1 << 28  # elements of E in memory when the work is split by columns
 
 
-# The numbers of tokens and columns vary between calls: do_not_specialize keeps Triton from recompiling a kernel when
-# one of them is 1 or a multiple of 16, or when a slice is not aligned.
+# Token and column counts vary between calls. do_not_specialize prevents a recompilation when a count is 1 or a multiple
+# of 16, or when a slice is not aligned.
 
 
 @triton.jit
@@ -87,7 +88,7 @@ def _target_logit(
     y = tl.sum(total, 1)
     if BIAS:
         y += tl.load(bias + target_id).to(tl.float32)
-    # An id outside the vocabulary must not be read from memory, and its logit must not look valid either.
+    # Do not read memory for an id outside the vocabulary, and return NaN, which cannot pass for a valid logit.
     z = tl.where(is_valid, _capped(y, scale, softcap, factor, SOFTCAP), float("nan"))
     tl.store(target_logit + token, z)
     tl.store(reference + token, z)
@@ -110,7 +111,7 @@ def _exp_product(
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """hidden, weight and out are tensor descriptors. Tiles cover GROUP row blocks before the next vocabulary block, so
-    a block of weights is read from memory once per group and the hidden states stay in L2."""
+    each block of weights is read from memory once per group, and the hidden states stay in L2."""
     num_m = tl.cdiv(num_tokens, BLOCK_M)
     num_n = tl.cdiv(vocab, BLOCK_N)
     for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=True):
@@ -132,12 +133,12 @@ def _exp_product(
         if BIAS:
             y += tl.load(bias + column, mask=column < vocab, other=0.0).to(tl.float32)[None, :]
         target_column = tl.load(target + token, mask=token < num_tokens, other=-1) - vocab_start
-        # Rows past the last token become 0 in E; without inf they would be exp(bias).
+        # Rows after the last token become 0 in E; without inf they would be exp(bias).
         c = tl.load(reference + token, mask=token < num_tokens, other=float("inf"))
         d = _capped(y, scale, softcap, factor, SOFTCAP) - c[:, None]
-        # Few tiles hold a target, and one holds the end of the vocabulary, beyond which y is 0 rather than excluded. A
-        # token whose reference is NaN is zeroed here so that it does not spread through the products; _reduce_sums
-        # makes its results NaN again.
+        # Few tiles contain a target, and one contains the end of the vocabulary, beyond which y is 0 and must be
+        # excluded. A token whose reference is NaN is zeroed so that it does not spread through the products;
+        # _reduce_sums sets its results to NaN again.
         is_bad = c != c
         is_special = tl.max((((target_column >= n) & (target_column < n + BLOCK_N)) | is_bad).to(tl.int32), 0)
         if (is_special > 0) | (n + BLOCK_N > vocab):
@@ -146,7 +147,7 @@ def _exp_product(
         e = tl.exp2(d)
         if SUMS:
             at = block.to(tl.int64) * num_tokens + token
-            if ENTROPY and not UPCAST:  # reducing both at once needs fewer registers; the interpreter is slow at it
+            if ENTROPY and not UPCAST:  # a joint reduction needs fewer registers, but is slow in the interpreter
                 s, q = tl.reduce((e, d * e), 1, _add_both)
                 tl.store(sums + at, s, mask=token < num_tokens)
                 tl.store(moments + at, q, mask=token < num_tokens)
@@ -163,7 +164,7 @@ def _reduce_sums(
     sums, moments, target_logit, other_sum, total, logp, entropy, num_overflowed, num_tokens, num_blocks, limit,
     ENTROPY: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """S, 1 + S, log-prob and entropy of each token from its partial sums; counts tokens that may have overflowed."""
+    """Reduce partial sums to each token's S, 1 + S, log-prob and entropy; count tokens that may have overflowed."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     s = tl.zeros((BLOCK, TOKENS), tl.float32)
     q = tl.zeros((BLOCK, TOKENS), tl.float32)
@@ -177,14 +178,14 @@ def _reduce_sums(
     z = tl.load(target_logit + token, mask=token < num_tokens, other=0.0)
     s1 = tl.where(z == z, tl.sum(s, 0), z)
     u = 1.0 + s1
-    # log1p by Kahan's correction: log(1 + s) accurate for a small s.
+    # log1p with Kahan's correction: log(1 + s) is accurate for small s.
     log_total = tl.where(u == 1.0, s1, tl.log(u) * (s1 / tl.where(u == 1.0, 1.0, u - 1.0)))
     tl.store(other_sum + token, s1, mask=token < num_tokens)
     tl.store(total + token, u, mask=token < num_tokens)
     tl.store(logp + token, -log_total, mask=token < num_tokens)
     if ENTROPY:
         tl.store(entropy + token, log_total - tl.sum(q, 0) * LN2 / u, mask=token < num_tokens)
-    overflowed = (s1 >= limit) & (token < num_tokens)  # a NaN is not
+    overflowed = (s1 >= limit) & (token < num_tokens)  # False for NaN
     tl.atomic_add(num_overflowed, tl.sum(overflowed.to(tl.int32), 0))
 
 
@@ -194,7 +195,7 @@ def _logit_tile(
     factor, excluded, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Logits of some tokens at some columns in log2 units; `excluded` at the target and beyond the vocabulary."""
+    """Compute a tile of logits in log2 units; `excluded` at the target and beyond the vocabulary."""
     row, line = token.to(tl.int64)[:, None] * hidden_stride, column.to(tl.int64)[:, None] * weight_stride
     y = tl.zeros((TOKENS, BLOCK_N), tl.float32)
     for start in range(0, width, BLOCK_K):
@@ -211,9 +212,9 @@ def _logit_tile(
     return tl.where(is_excluded, excluded, _capped(y, scale, softcap, factor, SOFTCAP))
 
 
-# Tokens that overflowed, in three launches that return at once if there are none: the largest logit that each program
-# finds in its columns; exponentials and sums with that of all programs as the reference; log-prob and entropy. Tiles
-# are those of _exp_product, so that a later backward, which calls that one, finds the same logits to the last bit.
+# Recompute tokens that overflowed, in three launches that return immediately if there are none: the largest logit in
+# the columns of each program; exponentials and sums relative to the largest logit overall; log-prob and entropy. Tiles
+# match _exp_product, which a later backward calls, so that it gets the same logits to the last bit.
 
 
 @triton.jit(
@@ -289,7 +290,7 @@ def _redo_reduce(
     sums, moments, target_logit, reference, other_sum, total, logp, entropy, num_overflowed, num_tokens, num_blocks,
     limit, ENTROPY: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As _reduce_sums, with a reference that is not the target's logit."""
+    """Like _reduce_sums, with a reference that is not the target logit."""
     if tl.load(num_overflowed) > 0:
         token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
         redo = tl.load(other_sum + token, mask=token < num_tokens, other=0.0) >= limit
@@ -321,7 +322,7 @@ def _gradient_coefs(
     grad_logp, grad_entropy, logp, entropy, other_sum, total, target_logit, target_coef, other_coef, active,
     count, num_tokens, k, factor, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each token's target_coef, other_coef and whether it has a gradient; and how many have one."""
+    """Compute each token's target_coef, other_coef and whether it has a gradient; count tokens with a gradient."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = token < num_tokens
     g = tl.load(grad_logp + token, mask=mask, other=0.0)
@@ -337,7 +338,7 @@ def _gradient_coefs(
     if SOFTCAP:
         z = tl.load(target_logit + token, mask=mask, other=0.0)
         to_target *= 1.0 - (z / factor) * (z / factor)
-    # Inactive tokens get exact zeros: they may hold anything, even NaN.
+    # Inactive tokens get exact zeros, even if they contain NaN.
     tl.store(target_coef + token, tl.where(is_active, to_target, 0.0), mask=mask)
     tl.store(other_coef + token, tl.where(is_active, -k * g / t, 0.0), mask=mask)
     tl.store(active + token, is_active, mask=mask)
@@ -346,7 +347,7 @@ def _gradient_coefs(
 
 @triton.jit
 def _scale_hidden(hidden, factor, active, out, width, hidden_stride, SCALE: tl.constexpr, BLOCK: tl.constexpr):
-    """out = factor * hidden, and 0 for inactive tokens, whose hidden state may hold anything, even NaN."""
+    """out = factor * hidden, and 0 for inactive tokens, even if their hidden state contains NaN."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(hidden + token * hidden_stride + at, mask=at < width, other=0.0).to(tl.float32)
@@ -397,7 +398,7 @@ def _finish_hidden(
     product, weight, target, other_coef, target_coef, source, out, vocab, width, weight_stride,
     MOVED: tl.constexpr, APPLY_COEF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[n] = other_coef[n] product[i] + target_coef[n] weight[target[n]]; n = source[i] if rows moved, else i."""
+    """out[n] = other_coef[n] product[i] + target_coef[n] weight[target[n]]; n = source[i] if rows moved, else n = i."""
     i = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = i
@@ -419,8 +420,8 @@ def _finish_weight(
 ):  # fmt: skip
     """out[v] = product[v] + sum over tokens n with target v of target_coef[n] hidden[n].
 
-    `order` lists the tokens sorted by target, and begin[v] is where those with target v begin. One program adds all of
-    them in that order, without atomics, so the sum is deterministic.
+    `order` lists the tokens sorted by target; tokens with target v start at begin[v]. One program adds all of them in
+    this order, without atomics, so the sum is deterministic.
     """
     i = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -449,7 +450,7 @@ def scale_unless_one(
     x: Tensor,  # (...) contiguous
     factor: Tensor,  # () on the same device
 ) -> Tensor:  # (...)
-    """x *= factor, without reading x if the factor is 1 and without a host sync to find out."""
+    """x *= factor, without a host sync, and without reading x if the factor is 1."""
     if x.numel():
         _scale_unless_one[(triton.cdiv(x.numel(), 16384),)](x, x.numel(), factor, BLOCK=16384, num_warps=16)
     return x
@@ -460,26 +461,26 @@ class Stats(NamedTuple):
 
     logp: Tensor
     entropy: Tensor | None
-    other_sum: Tensor  # S: exponentials of all columns but the target's
+    other_sum: Tensor  # S: sum of exponentials over all columns except the target's
     total: Tensor  # S plus the target's exponential, which is 1 unless the token was recomputed
     target_logit: Tensor  # in log2 units
     reference: Tensor  # c, in log2 units
 
 
 class Plan(NamedTuple):
-    """How to compute the gradient of a chunk of tokens."""
+    """Inputs of a chunk's gradient."""
 
     count: int  # tokens with a gradient
-    source: Tensor | None  # (count,) which tokens; None = all
+    source: Tensor | None  # (count,) indices of tokens with a gradient; None = all
     scaled: Tensor | None  # (n, D) other_coef * hidden
-    other_coef: Tensor  # (n,) factor of the token's exponentials
-    target_coef: Tensor  # (n,) factor of the target's column
+    other_coef: Tensor  # (n,) factor of the exponentials
+    target_coef: Tensor  # (n,) factor of the target column
     grad_logp: Tensor  # (n,)
     grad_entropy: Tensor | None  # (n,)
 
 
 class TritonHead:
-    """The tokens of one call against one head. Same methods as linear_logprob.TorchHead, which documents them."""
+    """Log-probs and gradients of one call, with the interface of linear_logprob.TorchHead."""
 
     def __init__(
         self,
@@ -502,12 +503,12 @@ class TritonHead:
         (self.num_tokens, self.width), self.vocab = hidden.shape, weight.shape[0]
         self.chunk = _even_chunk(self.num_tokens, CHUNK)
         self.skip = skip
-        self.last: tuple[int, _AsyncCount] | None = None  # size of the last chunk, and how many had a gradient
+        self.last: tuple[int, _AsyncCount] | None = None  # last chunk: number of tokens, and of tokens with a gradient
         self.exponentials = self.grad_hidden = self.grad_weight = self.grad_bias = self.target_coef = self.order = None
 
-    def score(self) -> Stats:
-        starts = range(0, max(1, self.num_tokens), SCORED)
-        parts = [self._stats(i, min(i + SCORED, self.num_tokens), None) for i in starts]
+    def logps(self) -> Stats:
+        starts = range(0, max(1, self.num_tokens), LOGP_TOKENS)
+        parts = [self._stats(i, min(i + LOGP_TOKENS, self.num_tokens), None) for i in starts]
         stats = parts[0]
         if len(parts) > 1:
             stats = Stats(*(None if x[0] is None else torch.cat(x) for x in zip(*parts, strict=True)))
@@ -516,10 +517,10 @@ class TritonHead:
     def allocate_grads(self, *, hidden: bool, weight: bool, bias: bool) -> None:
         device = self.hidden.device
         if weight and self.weight_dtype != torch.float32 and self.num_tokens <= 2 * self.width:
-            # One chunk: the exponentials take no more memory than the fp32 sum over chunks that this avoids.
+            # In one chunk: its exponentials take no more memory than the fp32 sum over chunks, which this avoids.
             self.chunk = max(1, self.num_tokens)
         if hidden:
-            # Up to 31 extra rows: until a chunk's gradient is written, its memory is scratch space in blocks of 32.
+            # Up to 31 extra rows: until its gradient is written, a chunk's memory is scratch space in blocks of 32.
             last = self.num_tokens % self.chunk or self.chunk
             shape = (self.num_tokens + max(-last % 32, -self.num_tokens % 32), self.width)
             self.scratch = torch.empty(shape, dtype=self.hidden.dtype, device=device)
@@ -538,7 +539,7 @@ class TritonHead:
         self,
         start: int,
         stats: Stats,
-        grad_logp: Tensor,  # (N,) of the chunk
+        grad_logp: Tensor,  # (N,) tokens of the chunk
         grad_entropy: Tensor | None,  # (N,)
     ) -> Plan:
         plan, active, count = self._plan(start, stats, grad_logp, grad_entropy)
@@ -547,7 +548,7 @@ class TritonHead:
         counting, last = _AsyncCount(count), self.last
         self.last = (len(active), counting)
         # Reading the count makes the host wait for the device, and then the device for the host. If every token of the
-        # last chunk had a gradient, assume the same of this one; its count is read with the next chunk.
+        # last chunk had a gradient, assume the same for this chunk; its count is read with the next chunk.
         if last is not None and last[1].read() == last[0]:
             return plan
         source = _pack_active(active)  # queued before the wait, in case it is needed
@@ -569,7 +570,7 @@ class TritonHead:
         rewritten = plan.grad_entropy is not None or self.softcap is not None
         if rewritten:
             self._rewrite(e, self.vocab, stats, plan)
-        # Sums over tokens: pad their number to 32, with zeros in the other factor; E has been written that far.
+        # Pad the token count of sums to 32, with zeros in the other factor; E has been written that far.
         left = e[: _round_up(count, 32), : self.vocab].T
         if self.grad_bias is not None:
             coef = torch.ones_like(plan.other_coef) if rewritten else plan.other_coef
@@ -580,7 +581,7 @@ class TritonHead:
             scaled[count:] = 0
             if chunk_size < self.num_tokens or self.weight_dtype == torch.float32:
                 self.grad_weight = _add_product(self.grad_weight, left, scaled)
-            else:  # a single chunk: rounded once here, and once more where a target is added
+            else:  # a single chunk: rounded once here, and once more when a target is added
                 self.grad_weight = torch.mm(left, scaled).to(self.weight_dtype)
         if self.grad_hidden is None:
             return
@@ -588,7 +589,7 @@ class TritonHead:
         for i in range(0, count, step):
             part = slice(i, min(i + step, count))
             rows = slice(i, i + _round_up(part.stop - i, ROWS))
-            # In one expression: a name would keep this product in memory beside the next one.
+            # In one expression, because a name would keep this product in memory during the next one.
             self._finish_hidden(
                 _product(e[rows, : self.vocab], self.weight), start, plan, part, apply_coef=not rewritten
             )
@@ -669,7 +670,7 @@ class TritonHead:
     def _exponentials(
         self, start: int, stop: int, reference: Tensor, store: Tensor | None, columns: slice | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Run the product and its epilogue. Returns the partial sums per block of columns; none for a column slice."""
+        """Run the product and its epilogue. Return the partial sums per block of columns; None for a column slice."""
         hidden, weight, bias = self.hidden[start:stop], self.weight, self.bias
         if columns is not None:
             weight, bias = weight[columns], None if bias is None else bias[columns]
@@ -681,7 +682,7 @@ class TritonHead:
             sums = self._sums_buffer(start, num_blocks, num_tokens)
             moments = torch.empty(num_blocks, num_tokens, device=device) if self.entropy else None
         programs = _num_programs(device)
-        # Without STORE nothing is written to `out`, but a descriptor needs a tensor.
+        # Without STORE, `out` is not written, but a descriptor needs a tensor.
         out = hidden if store is None else store[:, :vocab]
         _exp_product[(min(programs, triton.cdiv(num_tokens, m) * num_blocks),)](
             TensorDescriptor.from_tensor(hidden, [m, k]), TensorDescriptor.from_tensor(weight, [n, k]),
@@ -691,7 +692,7 @@ class TritonHead:
             STORE=store is not None, SUMS=columns is None, ENTROPY=self.entropy,
             UPCAST=device.type == "cpu",  # Triton's interpreter would multiply bfloat16 bit patterns as integers
             BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, GROUP=8, PROGRAMS=programs,
-            num_warps=8, num_stages=3 if store is not None else 4,  # as many as fit 227 KiB of shared memory
+            num_warps=8, num_stages=3 if store is not None else 4,  # the maximum that fits 227 KiB of shared memory
         )  # fmt: skip
         return sums, moments
 
@@ -699,12 +700,12 @@ class TritonHead:
         self, start: int, stop: int, stats: Stats, num_overflowed: Tensor, sums: Tensor, moments: Tensor | None,
         store: Tensor | None,
     ) -> None:  # fmt: skip
-        """Recompute the (few, if any) tokens whose target is too unlikely to be the reference; uses up the sums."""
+        """Recompute tokens whose target is too unlikely to be the reference; overwrites the sums."""
         hidden, target, num_tokens = self.hidden[start:stop], self.target[start:stop], stop - start
         device, (m, n, k) = hidden.device, _tile(hidden.dtype)
         programs = _num_programs(device)
         highest = torch.empty(programs, num_tokens, device=device)
-        out = hidden if store is None else store  # without STORE nothing is written to it
+        out = hidden if store is None else store  # not written without STORE
         sizes = (num_overflowed, num_tokens, self.vocab, self.width, hidden.stride(0), self.weight.stride(0))
         scales = (self.scale, 1.0 if self.softcap is None else self.softcap, self.factor, OVERFLOW_LIMIT)
         options = {"BIAS": self.bias is not None, "SOFTCAP": self.softcap is not None, "UPCAST": device.type == "cpu",
@@ -724,8 +725,8 @@ class TritonHead:
 
     def _plan(
         self, start: int, stats: Stats, grad_logp: Tensor, grad_entropy: Tensor | None
-    ) -> tuple[Plan, Tensor, Tensor]:  # a plan that takes every token, (n,) which have a gradient, (1,) how many
-        # autograd may pass one number expanded with stride 0; the kernels assume stride 1
+    ) -> tuple[Plan, Tensor, Tensor]:  # a plan for all tokens, (n,) whether a token has a gradient, (1,) their number
+        # autograd may pass a scalar expanded with stride 0; the kernels assume stride 1
         grad_logp = grad_logp.contiguous()
         grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
         num_tokens = len(grad_logp)
@@ -759,7 +760,7 @@ class TritonHead:
         )  # fmt: skip
 
     def _finish_hidden(self, product: Tensor, start: int, plan: Plan, part: slice, *, apply_coef: bool) -> None:
-        """Write grad_hidden for rows `part` of E in the chunk at `start`; if rows moved, plan.source maps them back."""
+        """Write grad_hidden for rows `part` of E of the chunk at `start`; if rows moved, plan.source maps them back."""
         moved = plan.source is not None
         first = 0 if moved else part.start
         _finish_hidden[(part.stop - part.start, triton.cdiv(self.width, 1024))](
@@ -779,21 +780,21 @@ class TritonHead:
         )  # fmt: skip
 
     def _sums_buffer(self, start: int, num_blocks: int, num_tokens: int) -> Tensor:  # (num_blocks, num_tokens) fp32
-        """Memory for partial sums: that of these tokens' gradient, not yet written, if it is large enough."""
+        """Return memory for partial sums: the memory of these tokens' gradient, not yet written, if large enough."""
         if self.grad_hidden is not None:
-            place = self.scratch[start : start + num_tokens].view(-1).view(torch.float32)
-            if place.numel() >= num_blocks * num_tokens:
-                return place[: num_blocks * num_tokens].view(num_blocks, num_tokens)
+            memory = self.scratch[start : start + num_tokens].view(-1).view(torch.float32)
+            if memory.numel() >= num_blocks * num_tokens:
+                return memory[: num_blocks * num_tokens].view(num_blocks, num_tokens)
         return torch.empty(num_blocks, num_tokens, device=self.hidden.device)
 
     def _buffer(self, num_tokens: int, columns: int) -> Tensor:
-        # In whole blocks of rows, which products read to the end; rows 16-byte aligned for TMA.
+        # Whole blocks of rows, because products read all of them; rows are 16-byte aligned for TMA.
         shape = (_round_up(num_tokens, ROWS), _round_up(columns, 8))
         return torch.empty(shape, dtype=self.hidden.dtype, device=self.hidden.device)
 
 
 class _AsyncCount:
-    """Copies an integer to the host asynchronously; only read() waits for it."""
+    """Asynchronous copy of an integer to the host; only read() waits for it."""
 
     def __init__(self, x: Tensor) -> None:  # (1,)
         self.host, self.event = x, None
@@ -811,11 +812,11 @@ class _AsyncCount:
 def obstacle(
     hidden: Tensor,  # (N, D)
 ) -> str | None:
-    """Why this path cannot run on such hidden states; None if it can."""
+    """Return why the kernels cannot run on these hidden states, or None."""
     if hidden.is_cuda and torch.cuda.get_device_capability(hidden.device)[0] not in (9, 10):
-        return "the kernel needs the shared memory and copy engine of Hopper or Blackwell, which this GPU lacks"
+        return "the kernels need a Hopper or Blackwell GPU (shared memory and copy engine)"
     if not hidden.is_cuda and not triton.knobs.runtime.interpret:
-        return f"device {hidden.device}: Triton runs on CUDA, elsewhere only under TRITON_INTERPRET=1"
+        return f"device {hidden.device}: Triton needs CUDA or TRITON_INTERPRET=1"
     if hidden.dtype not in (torch.bfloat16, torch.float32):
         return f"dtype {hidden.dtype}: exponentials need the range of bfloat16 or float32"
     if hidden.shape[1] * hidden.element_size() % 16:
@@ -824,30 +825,29 @@ def obstacle(
 
 
 def _round_up(count: int, multiple: int) -> int:
-    """The least multiple that is not below count."""
     return -(-count // multiple) * multiple
 
 
 def _even_chunk(num_tokens: int, limit: int) -> int:
-    """Chunk size when tokens are split evenly into as few chunks as the limit allows."""
+    """Return the chunk size for an even split into as few chunks as the limit allows."""
     return -(-num_tokens // max(1, -(-num_tokens // limit))) or 1
 
 
 def _pack_active(active: Tensor) -> Tensor:  # (n,) source of each row; valid for the first active.sum()
-    """Where each leading row comes from when active rows are packed to the front, moving as few as possible.
+    """Return the source row of each leading row when active rows are packed to the front with as few moves as possible.
 
-    Only gaps in the front are filled, with the active rows from behind it.
+    Only gaps in the first active.sum() rows are filled, with active rows from after them.
     """
-    place = torch.arange(len(active), device=active.device)
+    row = torch.arange(len(active), device=active.device)
     count = active.sum()
-    gap = ~active & (place < count)
-    order = (~active).argsort(stable=True)  # active rows in ascending order, then the others
+    gap = ~active & (row < count)
+    order = (~active).argsort(stable=True)  # active rows in ascending order, then inactive rows
     mover = count - gap.sum() + gap.cumsum(0) - 1  # the last active rows fill the gaps, in order
-    return torch.where(gap, order[mover.clamp(min=0)], place)
+    return torch.where(gap, order[mover.clamp(min=0)], row)
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x with rows that a tensor descriptor can read: contiguous and 16-byte aligned. Copies only if needed."""
+    """Return x with contiguous, 16-byte aligned rows, as a tensor descriptor needs. Copies only if necessary."""
     ok = x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
     return x if ok else x.clone(memory_format=torch.contiguous_format)
 

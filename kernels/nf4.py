@@ -1,24 +1,24 @@
-"""Frozen weights in 4 bits (NF4, Dettmers et al. 2023, arXiv:2305.14314), and a linear layer that holds one.
+"""Frozen 4-bit weights (NF4, Dettmers et al. 2023, arXiv:2305.14314) and a linear layer that uses them.
 
     packed = quantize(weight)                        # codes (n / 2,) uint8, absmax (n / 64,) bfloat16
     weight = dequantize(packed, shape, dtype)
-    layer = Linear4bit.of(linear)                    # in place of a frozen nn.Linear
+    layer = Linear4bit.of(linear)                    # replaces a frozen nn.Linear
 
-The weight is cut into blocks of 64 numbers, in memory order; of each its largest magnitude is kept, and 4-bit codes:
+The weight is split into blocks of 64 elements, in memory order. A block stores its largest magnitude and 4-bit codes:
 
     w_i ~ absmax * LEVELS[code_i],   code_i = the level nearest to w_i / absmax
 
-LEVELS are quantiles of the normal distribution, scaled to [-1, 1], with an exact 0. An error is at most 0.152 absmax
-(half the widest gap between levels); over normally distributed weights its root mean square is about a tenth of theirs.
-absmax is kept in bfloat16, before codes are chosen: 0.531 bytes a number. A second quantisation of absmax to 8 bits
-would save 3 percent of that.
+LEVELS are quantiles of the normal distribution, scaled to [-1, 1], with an exact 0. The error is at most 0.152 absmax
+(half the widest gap between levels); for normally distributed weights the RMS error is about a tenth of the RMS weight.
+absmax is rounded to bfloat16 before codes are chosen. An element takes 0.531 bytes; quantising absmax to 8 bits would
+save another 3 percent.
 
-The layer's products are those of a plain layer with the dequantised weight, which exists only while one product runs:
-the backward pass dequantises again, and autograd keeps nothing but the packed weight. Both passes are single
-operators for torch.compile, which would otherwise keep the dequantised weight from one pass for the other.
+The layer computes the products of a plain layer with the dequantised weight, which exists only during one product: the
+backward pass dequantises again, and autograd saves only the packed weight. Both passes are single operators for
+torch.compile, which would otherwise keep the dequantised weight from the forward pass for the backward pass.
 
-Traffic of `dequantize`: reads 0.531 bytes and writes 2 (bfloat16) per number.
-Shapes: n = numbers of a weight, padded to whole blocks; O = out features, D = in features.
+`dequantize` reads 0.531 bytes and writes 2 bytes (bfloat16) per element.
+Shapes: n = elements of a weight, padded to whole blocks; O = out features, D = in features.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from torch import Tensor, nn
 try:
     import triton
     import triton.language as tl
-except ImportError:  # CPU builds of torch may come without Triton; the reference runs there
+except ImportError:  # CPU builds of torch may lack Triton; the reference runs there
     triton = None
 
-SIZE = 64  # numbers of a block
+SIZE = 64  # elements per block
 BYTES_PER_WEIGHT = 0.5 + 2 / SIZE
-PROGRAM = 1024  # codes (bytes) of one program
-PART = 1 << 24  # numbers that quantize works on at a time: it needs 12 bytes for each
+PROGRAM = 1024  # codes (bytes) per program
+PART = 1 << 24  # elements that quantize processes at a time, at 12 bytes each
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -48,7 +48,7 @@ LEVELS = (
 
 
 class Packed(NamedTuple):
-    codes: Tensor  # (n / 2,) uint8; the first number of a pair is in the lower four bits
+    codes: Tensor  # (n / 2,) uint8; the first element of a pair is in the lower four bits
     absmax: Tensor  # (n / 64,) bfloat16
 
 
@@ -56,9 +56,9 @@ class Packed(NamedTuple):
 def quantize(
     weight: Tensor,  # (...) any shape and float dtype
 ) -> Packed:
-    """Quantise on the weight's own device, part by part."""
+    """Quantise on the weight's device, in parts."""
     if not weight.is_floating_point():
-        raise ValueError(f"weight: dtype {weight.dtype}; only floating-point weights can be quantised")
+        raise ValueError(f"weight.dtype={weight.dtype}: must be a floating-point dtype")
     flat = weight.detach().reshape(-1)
     parts = [_quantize(part) for part in flat.split(PART)] if flat.numel() else [_quantize(flat)]
     return Packed(*(torch.cat(column) for column in zip(*parts, strict=True)))
@@ -79,7 +79,7 @@ def dequantize(
     shape: tuple[int, ...] | torch.Size,
     dtype: torch.dtype,
 ) -> Tensor:  # shape, dtype
-    """The weight, each number rounded to dtype once. A Triton kernel on CUDA, elsewhere plain torch."""
+    """Return the weight, each element rounded to dtype once. A Triton kernel on CUDA, plain torch elsewhere."""
     fits = packed.codes.is_cuda and dtype != torch.float64 and triton is not None
     return (dequantize_kernel if fits else dequantize_reference)(packed, shape, dtype)
 
@@ -101,12 +101,12 @@ def _count(shape: tuple[int, ...] | torch.Size) -> int:
     return functools.reduce(lambda a, b: a * b, shape, 1)
 
 
-# ---- the kernel, on CUDA or under TRITON_INTERPRET=1 ----
+# Kernel, on CUDA or under TRITON_INTERPRET=1
 
 
 def dequantize_kernel(packed: Packed, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
     codes, absmax = packed
-    assert codes.is_contiguous() and absmax.is_contiguous(), "a packed weight is contiguous"
+    assert codes.is_contiguous() and absmax.is_contiguous(), "a packed weight must be contiguous"
     out = torch.empty(shape, dtype=dtype, device=codes.device)
     if out.numel():
         grid = (triton.cdiv(codes.numel(), PROGRAM),)
@@ -130,7 +130,7 @@ if triton is not None:
         tl.store(out + place, tl.interleave(first, second).to(out.dtype.element_ty), mask=place < num)
 
 
-# ---- the linear layer ----
+# Linear layer
 
 
 @torch.library.custom_op(
@@ -171,12 +171,11 @@ _linear.register_autograd(_backward, setup_context=_keep)
 
 
 def make_known_to_inductor() -> None:
-    """Call this before the first graph with a Linear4bit is compiled, so that all such graphs get the same kernels.
+    """Give all graphs with a Linear4bit the same kernels. Call this before the first one is compiled.
 
-    Inductor treats an operator's input as one to be stored only once it has compiled that operator in this process. In
-    the first graph, the kernel that computes the input therefore writes it twice, and may get other block sizes. Policy
-    and reference are two graphs: their norms would sum in different orders. Graphs that the compiler finds in its cache
-    on disk stay as they are.
+    Inductor realizes an operator's input only after it has compiled that operator in this process. In the first graph,
+    the kernel that computes the input therefore writes it twice and may get different block sizes. Policy and reference
+    are two graphs, so their norms would sum in different orders. Graphs in the compiler's disk cache do not change.
     """
     from torch._inductor.lowering import add_needs_realized_inputs
 
@@ -184,9 +183,9 @@ def make_known_to_inductor() -> None:
 
 
 class Linear4bit(nn.Linear):
-    """A frozen linear layer whose weight is packed; computes and returns `dtype`, whatever autocast says.
+    """Frozen linear layer with a packed weight. Computes in `dtype` and returns it, even under autocast.
 
-    `weight` is the dequantised matrix, made anew at every access: reading it is right, writing into it has no effect.
+    `weight` is dequantised at every access, so writing into it has no effect.
     """
 
     def __init__(self, packed: Packed, bias: Tensor | None, in_features: int, out_features: int, dtype: torch.dtype):
@@ -198,7 +197,7 @@ class Linear4bit(nn.Linear):
 
     @classmethod
     def of(cls, linear: nn.Linear, device: torch.device | None = None) -> Linear4bit:
-        """Computes in the dtype of the layer's weight. On `device` if given, where the weight is quantised."""
+        """Quantise a layer, on `device` if given. The result computes in the dtype of the layer's weight."""
         weight, bias = linear.weight.detach(), linear.bias
         packed = quantize(weight.to(device or weight.device))
         bias = None if bias is None else bias.detach().to(device or bias.device)
@@ -206,7 +205,7 @@ class Linear4bit(nn.Linear):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the weight."""
+        """Shape of the weight."""
         return self.out_features, self.in_features
 
     @property
@@ -226,7 +225,7 @@ def is_4bit(model: nn.Module) -> bool:
 
 
 def num_weights(model: nn.Module) -> int:
-    """Parameters of a model, packed ones counted as the numbers they stand for."""
-    packed = [module for module in model.modules() if isinstance(module, Linear4bit)]
-    held = sum(module.codes.numel() + module.absmax.numel() for module in packed)
-    return sum(p.numel() for p in model.parameters()) - held + sum(_count(module.shape) for module in packed)
+    """Count the parameters of a model, packed weights by their unpacked elements."""
+    layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
+    num_packed = sum(layer.codes.numel() + layer.absmax.numel() for layer in layers)
+    return sum(p.numel() for p in model.parameters()) - num_packed + sum(_count(layer.shape) for layer in layers)

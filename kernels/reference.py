@@ -1,4 +1,4 @@
-"""The specification of every kernel in plain torch, for any float dtype. Tests compare the kernels with these."""
+"""Slow references: the specification of the kernels in plain torch, for any float dtype, for tests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def linear_log_collision(
 
 
 def linear_kl(
-    hidden: Tensor,  # (N, D) of the student
+    hidden: Tensor,  # (N, D) student
     head: Head,
     teacher_hidden: Tensor,  # (N, E)
     teacher_head: Head,
@@ -50,9 +50,9 @@ def linear_kl(
     beta: float,
     temperature: float = 1.0,
 ) -> Tensor:  # (N,)
-    """beta KL(p || m) + (1 - beta) KL(q || m) of student q and teacher p, m = beta p + (1 - beta) q.
+    """beta KL(p || m) + (1 - beta) KL(q || m) for student q and teacher p, with m = beta p + (1 - beta) q.
 
-    Beta 0 is KL(p || q), and beta 1 is KL(q || p).
+    beta 0 is KL(p || q), and beta 1 is KL(q || p).
     """
     q = _logits(hidden, *head, temperature).log_softmax(dim=-1)  # (N, V) log-probs
     p = _logits(teacher_hidden, *teacher_head, temperature).log_softmax(dim=-1)
@@ -73,23 +73,23 @@ def _logits(
 
 
 def attention_mask(
-    document: Tensor,  # (R, T) which document a position belongs to
-    branch: Tensor,  # (R, T) which continuation of it; -1 = its prompt, or a document without continuations
+    document: Tensor,  # (R, T) index of the document
+    branch: Tensor,  # (R, T) index of the continuation; -1 = prompt, or a document without continuations
     position_ids: Tensor,  # (R, T) position in prompt + continuation
     *,
     window: int | None = None,
 ) -> Tensor:  # (R, 1, T, T) bool, True = visible
-    """Mask of prompts and continuations packed in one row: each position sees what it would see on its own."""
+    """Build the mask of packed prompts and continuations: each position sees what it would see without packing."""
     rows, length = document.shape
     mask = torch.zeros(rows, 1, length, length, dtype=torch.bool)
     for r in range(rows):
-        places = list(zip(document[r].tolist(), branch[r].tolist(), position_ids[r].tolist(), strict=True))
-        for q, (own_document, own_branch, position) in enumerate(places):
-            fork = min(at for doc, line, at in places if (doc, line) == (own_document, own_branch))
-            for k, (doc, line, at) in enumerate(places):
-                seen = at <= position if line == own_branch else line == -1 and at < fork
-                near = window is None or position - at < window
-                mask[r, 0, q, k] = doc == own_document and seen and near
+        tokens = list(zip(document[r].tolist(), branch[r].tolist(), position_ids[r].tolist(), strict=True))
+        for q, (q_document, q_branch, q_position) in enumerate(tokens):
+            fork = min(position for doc, line, position in tokens if (doc, line) == (q_document, q_branch))
+            for k, (doc, line, position) in enumerate(tokens):
+                is_past = position <= q_position if line == q_branch else line == -1 and position < fork
+                is_near = window is None or q_position - position < window
+                mask[r, 0, q, k] = doc == q_document and is_past and is_near
     return mask
 
 

@@ -1,15 +1,15 @@
 """Energy-based fine-tuning: rewards from the features of a frozen network (Jelassi et al. 2026, arXiv:2603.12248).
 
-phi_j are the features of rollout j of a prompt (n rollouts), and phi_* those of the target, the true completion. The
-objective is the conditional feature matching distance; the policy gradient of the paper's reward (eq. 7) is, in
-expectation, minus its gradient:
+phi_j are the features of rollout j of a prompt (n rollouts), and phi_* the features of the target completion. The
+objective is the conditional feature matching distance (cfm). In expectation, the policy gradient of the paper's reward
+(eq. 7) is minus its gradient:
 
     cfm = || E phi - phi_* ||^2
     r_j = 2 phi_j . phi_*  -  2 / (n - 1) sum_{k != j} phi_j . phi_k          alignment - diversity
 
 In practice (eq. 49) alignment is the cosine, 2 cos(phi_j, phi_*), from -2 to 2; `dot_alignment` is eq. 7.
 
-Whitening is per prompt, with X = U S V^T the (n, D) features of its rollouts, not centred, and S_k at noise level
+Whitening is per prompt. X = U S V^T are the (n, D) features of its rollouts, not centred; S_k at noise level are
 dropped:
 
     X~ = X V S^-1 V^T = U V^T         phi_*~ = phi_* V S^-1 V^T               target "feature", the paper's text
@@ -17,7 +17,7 @@ dropped:
 
 If the rollouts are linearly independent, the rows of X~ are orthonormal: diversity is 0 and its coefficient has no
 effect. Diversity then only penalizes duplicates: 1/3 for each of two equal rollouts among four, 1/2 if all four are
-equal. The paper's numbers are n times these, because its covariance has a factor 1 / n.
+equal. The paper's values are n times larger, because its covariance has a factor 1 / n.
 
 Advantages of a group, with a = alignment_coef alignment, d = diversity_coef diversity, r = a - d:
 
@@ -26,11 +26,11 @@ Advantages of a group, with a = alignment_coef alignment, d = diversity_coef div
     rloo_split  a_j - mean_{k != j} a_k - (d_j - b_j),   b_j = (sum_k d_k - 2 d_j) / (n - 2), or 0 for n = 2
     grpo        (r_j - mean r) / (std r + 1e-8),   std with ddof = 1
 
-rloo_split is the authors' estimator: b_j is the diversity among the other rollouts alone. The r_k of rloo contain
-phi_k . phi_j, so its baseline depends on the rollout it is for: in expectation this scales the diversity gradient by
+rloo_split is the authors' estimator: b_j is the diversity among the other rollouts only. In rloo the r_k contain
+phi_k . phi_j, so the baseline of rollout j depends on rollout j. In expectation this scales the diversity gradient by
 (n - 2) / (n - 1), which is 0 for n = 2.
 
-Shapes: P prompts, or anchors of documents in strided mode; G = n rollouts of each; T positions; D feature width.
+Shapes: P prompts, or document anchors in strided mode; G = n rollouts per prompt; T positions; D feature width.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ RANK_TOLERANCE = 1e-5  # singular values below this fraction of the largest coun
 EPSILON = 1e-8  # in the denominator of grpo
 
 
-# Features.
+# Features
 
 
 def layer_indices(fractions: Sequence[float], num_layers: int) -> list[int]:
-    """Indices of the hidden states to use: k = floor(fraction * num_layers) is the output of block k.
+    """Return the indices of the hidden states to use: k = floor(fraction * num_layers) is the output of block k.
 
-    Never 0, the embeddings, which carry no context. Fractions that select the same block count once.
+    At least 1, because the embeddings (0) carry no context. Duplicates are removed.
     """
     if not fractions:
-        raise ValueError("feature_layers=[]: there is nothing to take features from; name a fraction of the depth")
+        raise ValueError("feature_layers=[]: must not be empty; pass fractions of the network's depth, e.g. 0.5")
     for fraction in fractions:
-        if not 0 <= fraction <= 1:  # NaN too
-            raise ValueError(f"feature_layers={fraction}: outside the network; use fractions of its depth, from 0 to 1")
+        if not 0 <= fraction <= 1:  # true for NaN
+            raise ValueError(f"feature_layers={fraction}: must be a fraction of the network's depth, from 0 to 1")
     # The 1e-9 guards against rounding: 0.29 * 100 is just below 29.
     return list(dict.fromkeys(max(1, math.floor(fraction * num_layers + 1e-9)) for fraction in fractions))
 
@@ -69,7 +69,7 @@ def layer_indices(fractions: Sequence[float], num_layers: int) -> list[int]:
 def unit(
     x: Tensor,  # (..., D)
 ) -> Tensor:  # (..., D)
-    """Scaled to length 1; zeros stay zeros."""
+    """Scale to length 1; zeros stay zeros."""
     x = wide(x)
     return x / x.norm(dim=-1, keepdim=True).clamp(min=1e-12)
 
@@ -79,7 +79,7 @@ def token_features(
     *,
     normalize: Literal["token", "layer", "none"] = "token",
 ) -> Tensor:  # (..., layers * D)
-    """Concatenate the layers; normalize each token's whole vector (token), or each layer's part (layer)."""
+    """Concatenate the layers; normalize the concatenated vector of each token (token), or each layer (layer)."""
     if normalize == "layer":
         return torch.cat([unit(layer) for layer in layers], dim=-1)
     assert normalize in ("token", "none"), normalize
@@ -88,65 +88,65 @@ def token_features(
 
 
 def last_token(
-    features: Tensor,  # (..., T, D) masked positions may hold anything
+    features: Tensor,  # (..., T, D) NaN is allowed at masked positions
     mask: Tensor,  # (..., T) bool, True = a token of the sequence
 ) -> Tensor:  # (..., D)
-    """Features of the last token in the mask, wherever the padding is; 0 for an empty mask."""
+    """Return the features of the last token in the mask, for padding on either side; 0 for an empty mask."""
     position = torch.arange(mask.shape[-1], device=mask.device)
     return _at(features, torch.where(mask, position, -1).amax(dim=-1))
 
 
 def mean_pooling(
-    features: Tensor,  # (..., T, D) masked positions may hold anything
+    features: Tensor,  # (..., T, D) NaN is allowed at masked positions
     mask: Tensor,  # (..., T) bool, True = a token to average over
 ) -> Tensor:  # (..., D)
-    """Mean over the tokens of the mask; 0 for an empty mask."""
+    """Average over the tokens in the mask; 0 for an empty mask."""
     total = torch.where(mask.unsqueeze(-1), wide(features), 0.0).sum(dim=-2)
     return total / mask.sum(dim=-1, keepdim=True).clamp(min=1)
 
 
 def quarter_points(
-    features: Tensor,  # (..., T, D) masked positions may hold anything
+    features: Tensor,  # (..., T, D) NaN is allowed at masked positions
     mask: Tensor,  # (..., T) bool, True = a token of the sequence
 ) -> Tensor:  # (..., 3 * D)
-    """Features of tokens L // 4, L // 2 and 3 L // 4, from 0, of the L tokens in the mask, concatenated."""
+    """Concatenate the features of tokens L // 4, L // 2 and 3 L // 4 (from 0) of the L tokens in the mask."""
     length = mask.sum(dim=-1)
-    order = mask.long().argsort(dim=-1, descending=True, stable=True)  # positions of the mask's tokens first, in order
-    picked = []
+    order = mask.long().argsort(dim=-1, descending=True, stable=True)  # positions in the mask first, in order
+    points = []
     for quarter in (1, 2, 3):
-        place = order.gather(-1, (length * quarter // 4).unsqueeze(-1)).squeeze(-1)
-        picked.append(_at(features, torch.where(length > 0, place, -1)))
-    return torch.cat(picked, dim=-1)
+        position = order.gather(-1, (length * quarter // 4).unsqueeze(-1)).squeeze(-1)
+        points.append(_at(features, torch.where(length > 0, position, -1)))
+    return torch.cat(points, dim=-1)
 
 
 def pool(
-    features: Tensor,  # (..., T, D) masked positions may hold anything
-    mask: Tensor,  # (..., T) bool, True = a token of the sequence, prompt included
+    features: Tensor,  # (..., T, D) NaN is allowed at masked positions
+    mask: Tensor,  # (..., T) bool, True = a token of prompt or completion
     completion: Tensor,  # (..., T) bool, True = a token of the completion
     *,
     embed_method: str,
-) -> Tensor:  # (..., D), and 3 * D for concat
-    """One vector per sequence. In strided mode both masks are the block's tokens, so the two means are equal."""
+) -> Tensor:  # (..., D), or 3 * D for concat
+    """Pool each sequence to one vector. In strided mode both masks are the block's tokens, so both means are equal."""
     if embed_method == "completion_mean":
         return mean_pooling(features, completion)
     methods = {"last_token": last_token, "mean_pooling": mean_pooling, "concat": quarter_points}
     if embed_method not in methods:
         names = ", ".join(sorted([*methods, "completion_mean"]))
-        raise ValueError(f"embed_method={embed_method}: unknown pooling; use one of {names}")
+        raise ValueError(f"embed_method={embed_method}: must be one of {names}")
     return methods[embed_method](features, mask)
 
 
 def _at(features: Tensor, position: Tensor) -> Tensor:
-    """Features (..., D) at one position (...) of each sequence, 0 for position -1. NaN elsewhere does not leak."""
+    """Gather features (..., D) at one position (...) per sequence; 0 for position -1. NaN elsewhere does not leak."""
     index = position.clamp(min=0)[..., None, None].expand(*position.shape, 1, features.shape[-1])
     return torch.where(position.unsqueeze(-1) < 0, 0.0, wide(features).gather(-2, index).squeeze(-2))
 
 
-# Whitening.
+# Whitening
 
 
 class PairedFeatures(NamedTuple):
-    """Each rollout's features with those of its target, which whitening may make different for each rollout."""
+    """Features of rollouts and their targets. After whitening, the rollouts of a prompt may have different targets."""
 
     rollout: Tensor  # (P, G, D)
     target: Tensor  # (P, G, D)
@@ -154,41 +154,36 @@ class PairedFeatures(NamedTuple):
 
 def plain(
     rollout: Tensor,  # (P, G, D)
-    target: Tensor,  # (P, D) of the true completion
+    target: Tensor,  # (P, D) target completion
 ) -> PairedFeatures:
-    """Without whitening."""
+    """Pair the features without whitening."""
     _check(rollout, target)
     return PairedFeatures(wide(rollout), wide(target).unsqueeze(1).expand_as(rollout))
 
 
 def whiten(
     rollout: Tensor,  # (P, G, D)
-    target: Tensor,  # (P, D) of the true completion
+    target: Tensor,  # (P, D) target completion
     *,
     whiten_target: Literal["feature", "sample"] = "feature",
     tolerance: float = RANK_TOLERANCE,
 ) -> PairedFeatures:
     """Whiten both by the rollouts of their prompt. Rollouts closer than tolerance count as one direction.
 
-    U and S come from the Gram matrix of the rollouts, X X^T = U S^2 U^T, in float64: a batch of (G, G) problems is fast
-    on any device, unlike one of (G, D), and small S keep more digits than in a float32 decomposition of X.
+    U and S come from the Gram matrix of the rollouts, X X^T = U S^2 U^T, in float64. A batch of (G, G) problems is fast
+    on any device, unlike a batch of (G, D) problems, and small S keep more digits than in a float32 SVD of X.
     """
     _check(rollout, target)
     if rollout.shape[1] < 2:
-        raise ValueError(
-            f"rollouts={rollout.shape[1]}: whitening scales by how the rollouts of a prompt differ; "
-            "draw 2 or more, or leave use_whitening off"
-        )
+        raise ValueError(f"rollouts={rollout.shape[1]}: whitening needs 2 or more per prompt; set use_whitening=False")
     if whiten_target not in ("feature", "sample"):
-        raise ValueError(
-            f"whiten_target={whiten_target}: unknown way to whiten the true completion; use feature or sample"
-        )
+        raise ValueError(f"whiten_target={whiten_target}: must be feature or sample")
     x, g = rollout.double(), target.double()
     square, u = torch.linalg.eigh(x @ x.transpose(1, 2))  # (P, G), (P, G, G)
     s = square.clamp(min=0).sqrt()
     kept = s > tolerance * s.amax(dim=1, keepdim=True)
     inverse = torch.where(kept, 1 / torch.where(kept, s, 1.0), 0.0)  # (P, G)
-    v = inverse.unsqueeze(2) * (u.transpose(1, 2) @ x)  # (P, G, D) rows are the directions V, 0 where not kept
+    v = inverse.unsqueeze(2) * (u.transpose(1, 2) @ x)  # (P, G, D) rows of V^T, 0 where dropped
     white = u @ v
     if whiten_target == "feature":
         white_target = ((g.unsqueeze(1) @ v.transpose(1, 2)) * inverse.unsqueeze(1)) @ v  # (P, 1, D)
@@ -204,11 +199,11 @@ def _check(rollout: Tensor, target: Tensor) -> None:
     assert target.shape == (rollout.shape[0], rollout.shape[2]), f"{tuple(target.shape)} vs {tuple(rollout.shape)}"
 
 
-# Rewards.
+# Rewards
 
 
 class Reward(NamedTuple):
-    """The two parts of the reward, alignment - diversity; some advantages use them separately."""
+    """The two parts of the reward, alignment - diversity; rloo_split uses them separately."""
 
     alignment: Tensor  # (P, G)
     diversity: Tensor  # (P, G)
@@ -229,7 +224,7 @@ def diversity(
 ) -> Tensor:  # (P, G)
     """2 / (n - 1) sum_{k != j} phi_j . phi_k; 0 for a single rollout."""
     products = wide(rollout) @ wide(rollout).transpose(1, 2)  # (P, G, G)
-    # The diagonal is masked, not subtracted from the sum: it is by far the largest term.
+    # Mask the diagonal rather than subtract it from the sum, where it is by far the largest term.
     diagonal = torch.eye(rollout.shape[1], dtype=torch.bool, device=rollout.device)
     return 2 * products.masked_fill(diagonal, 0.0).sum(dim=-1) / max(1, rollout.shape[1] - 1)
 
@@ -241,7 +236,6 @@ def feature_reward(
     diversity_coef: float = 1.0,
     alignment: Literal["cosine", "dot"] = "cosine",
 ) -> Reward:
-    """Both parts, scaled by their coefficients."""
     aligned = {"cosine": cosine_alignment, "dot": dot_alignment}[alignment](features)
     return Reward(alignment_coef * aligned, diversity_coef * diversity(features.rollout))
 
@@ -250,7 +244,7 @@ def cfm_distance(
     rollout: Tensor,  # (P, G, D) not whitened
     target: Tensor,  # (P, D) not whitened
 ) -> Tensor:  # (P,)
-    """|| mean_j phi_j - phi_* ||^2. Biased upwards by the variance of phi / n, so compare only equal n."""
+    """|| mean_j phi_j - phi_* ||^2. Biased upwards by var(phi) / n, so only values with equal n are comparable."""
     _check(rollout, target)
     return (wide(rollout).mean(dim=1) - wide(target)).square().sum(dim=-1)
 
@@ -258,17 +252,17 @@ def cfm_distance(
 def cfm_unbiased(
     rollout: Tensor,  # (P, G, D) not whitened, G at least 2
     target: Tensor,  # (P, D) not whitened
-) -> Tensor:  # (P,) may be below 0
+) -> Tensor:  # (P,) may be negative
     """cfm_distance minus its bias: the expectation is || E phi - phi_* ||^2 for any number of rollouts."""
     num_rollouts = rollout.shape[1]
     if num_rollouts < 2:
-        raise ValueError(f"rollouts={num_rollouts}: a variance takes 2 or more; draw more, or use cfm_distance")
+        raise ValueError(f"rollouts={num_rollouts}: a variance needs 2 or more; sample more, or use cfm_distance")
     centred = wide(rollout) - wide(rollout).mean(dim=1, keepdim=True)
     variance = centred.square().sum(dim=(1, 2)) / (num_rollouts - 1)  # (P,) summed over features
     return cfm_distance(rollout, target) - variance / num_rollouts
 
 
-# Advantages.
+# Advantages
 
 
 def reinforce(reward: Reward) -> Tensor:  # (P, G)
@@ -280,17 +274,17 @@ def rloo(reward: Reward) -> Tensor:  # (P, G)
 
 
 def rloo_split(reward: Reward) -> Tensor:  # (P, G)
-    """A baseline per part that does not depend on the rollout it is for: unbiased, unlike rloo."""
-    apart, num_rollouts = reward.diversity, reward.diversity.shape[1]
+    """Unbiased, unlike rloo: the baseline of each part does not depend on the rollout itself."""
+    d, num_rollouts = reward.diversity, reward.diversity.shape[1]
     if num_rollouts > 2:
-        others = (apart.sum(dim=1, keepdim=True) - 2 * apart) / (num_rollouts - 2)
+        baseline = (d.sum(dim=1, keepdim=True) - 2 * d) / (num_rollouts - 2)
     else:
-        others = torch.zeros_like(apart)
-    return _without_noise(leave_one_out_advantage(reward.alignment) - (apart - others), reward)
+        baseline = torch.zeros_like(d)
+    return _without_noise(leave_one_out_advantage(reward.alignment) - (d - baseline), reward)
 
 
 def grpo(reward: Reward) -> Tensor:  # (P, G)
-    """Rewards that differ only by rounding, as those of equal rollouts do, give 0 instead of unit-size noise."""
+    """Return 0, not unit-size noise, if rewards differ only by rounding, as for equal rollouts."""
     total = reward.alignment - reward.diversity
     deviation = nan_std(total, dim=1).unsqueeze(1)  # (P, 1)
     return torch.where(
@@ -299,7 +293,7 @@ def grpo(reward: Reward) -> Tensor:  # (P, G)
 
 
 def _noise(reward: Reward) -> Tensor:  # (P, 1)
-    """Differences up to this size are rounding: sums over the other rollouts depend on their order."""
+    """Largest difference that counts as rounding; sums over the other rollouts depend on their order."""
     largest = (reward.alignment.abs() + reward.diversity.abs()).amax(dim=1, keepdim=True)
     return 16 * torch.finfo(largest.dtype).eps * largest
 
@@ -308,7 +302,7 @@ def _without_noise(
     advantage: Tensor,  # (P, G)
     reward: Reward,
 ) -> Tensor:  # (P, G)
-    """Set groups whose advantages are only rounding to 0: the optimizer would take a full-size step on them."""
+    """Set groups whose advantages are rounding noise to 0; the optimizer would take a full-size step on them."""
     return torch.where(advantage.abs().amax(dim=1, keepdim=True) > _noise(reward), advantage, 0.0)
 
 
@@ -321,38 +315,37 @@ ADVANTAGES: dict[str, Callable[[Reward], Tensor]] = {
 
 
 def advantage_of(reward: Reward, *, advantage_estimator: str) -> Tensor:  # (P, G)
-    """Every rollout has features, so no reward is missing (NaN)."""
+    """Apply an estimator of ADVANTAGES. Rewards must not be NaN."""
     if advantage_estimator not in ADVANTAGES:
         names = ", ".join(sorted(ADVANTAGES))
-        raise ValueError(f"advantage_estimator={advantage_estimator}: no such estimator; use one of {names}")
-    if reward.alignment.shape[1] < 2 and advantage_estimator != "reinforce":
-        raise ValueError(
-            f"rollouts={reward.alignment.shape[1]}: {advantage_estimator} compares the rollouts of a prompt; "
-            "draw 2 or more, or use advantage_estimator reinforce"
-        )
+        raise ValueError(f"advantage_estimator={advantage_estimator}: must be one of {names}")
+    num_rollouts = reward.alignment.shape[1]
+    if num_rollouts < 2 and advantage_estimator != "reinforce":
+        reason = f"advantage_estimator={advantage_estimator} needs 2 or more per prompt"
+        raise ValueError(f"rollouts={num_rollouts}: {reason}; sample more, or use reinforce")
     return ADVANTAGES[advantage_estimator](reward)
 
 
-# Losses of the strided mode. The policy that sampled is the one trained, so there is no ratio and no clipping.
+# Losses of the strided mode. Sampling is on-policy, so there is no ratio and no clipping.
 
 
 def rollout_loss(
     logp: Tensor,  # (N,) policy, with gradient, at the sampling temperature
-    advantage: Tensor,  # (N,) of the rollout that the token belongs to
+    advantage: Tensor,  # (N,) advantage of the token's rollout
     mask: Tensor,  # (N,) bool, True = a generated token
     *,
     rl_coef: float = 1.0,
 ) -> LossOut:
-    """-sum A logp; divide by the generated tokens of the step."""
+    """-sum A logp. The method divides by the generated tokens of the step."""
     total = -torch.where(mask, wide(logp), 0.0) * torch.where(mask, wide(advantage.detach()), 0.0)
     return LossOut({"policy": Term(rl_coef, total.sum(), mask.sum())}, {})
 
 
 def target_loss(
-    logp: Tensor,  # (N,) policy, with gradient, of the target tokens, at temperature 1
+    logp: Tensor,  # (N,) policy log-probs of the target tokens, with gradient, at temperature 1
     mask: Tensor,  # (N,) bool, True = trained
     *,
     ce_coef: float,
 ) -> LossOut:
-    """-sum logp; divide by the document tokens of the step: a separate mean from that of rollout_loss."""
+    """-sum logp. The method divides by the document tokens of the step, unlike for rollout_loss."""
     return LossOut({"ce": Term(ce_coef, -torch.where(mask, wide(logp), 0.0).sum(), mask.sum())}, {})

@@ -1,20 +1,19 @@
-"""Advantages of single tokens from a critic (PPO): generalised advantage estimation, and the loss of the critic itself.
+"""Per-token advantages from a critic (PPO): generalised advantage estimation, and the loss of the critic.
 
-    delta_t = r_t + gamma V_t+1 - V_t,      V behind the last token is 0
+    delta_t = r_t + gamma V_t+1 - V_t,      V is 0 after the last token
     A_t     = delta_t + gamma lam A_t+1                                  (Schulman et al. 2015, arXiv:1506.02438)
     R_t     = A_t + V_t                                                  the target of the critic
 
-lam 0 gives delta_t; lam 1 gives what was earned from t on, discounted, minus V_t. V_t is the value before token t is
-chosen, so it never sees that token.
+lam 0 gives delta_t; lam 1 gives the discounted return from t on, minus V_t. V_t is the value before token t is sampled,
+so it does not depend on that token.
 
-Only tokens that the policy chose are steps in time. Where the mask has a gap (text that a tool wrote between two
-turns), V_t+1 and A_t+1 are those of the next trained token, and the gap discounts nothing. Rewards in a gap are not
-read: token_rewards puts none there.
+Only tokens that the policy sampled are time steps. Across a gap in the mask (tool output between two turns), V_t+1 and
+A_t+1 belong to the next trained token, and the gap is not discounted. Rewards in a gap are ignored.
 
-A completion that was cut off at its maximal length ends there like any other: no value is added for what might have
-followed, because its reward was given for the text as it is.
+A completion that was truncated at its maximum length ends there: no value is bootstrapped, because its reward was
+given for the truncated text.
 
-Shapes: B completions, T tokens of the longest, N = packed trained tokens.
+Shapes: B completions, T tokens of the longest completion, N = packed trained tokens.
 """
 
 from __future__ import annotations
@@ -31,29 +30,27 @@ EPSILON = 1e-8
 
 
 class Estimate(NamedTuple):
-    """All (B, T), 0 where masked."""
-
-    advantage: Tensor
-    target: Tensor  # of the critic: advantage + value
+    advantage: Tensor  # (B, T) 0 where masked
+    target: Tensor  # (B, T) the critic's target, advantage + value; 0 where masked
 
 
 def token_rewards(
-    reward: Tensor,  # (B,) of each whole completion
+    reward: Tensor,  # (B,) completion reward
     mask: Tensor,  # (B, T) bool, True = trained
-    kl: Tensor | None = None,  # (B, T) k1 to the reference, as a cost; None: no cost
+    kl: Tensor | None = None,  # (B, T) k1 to the reference; None: no KL cost
     *,
     beta: float = 0.0,
 ) -> Tensor:  # (B, T) 0 where masked
-    """The reward of a completion at its last trained token, less beta times the KL of each token."""
-    later = mask.flip(1).cumsum(1).flip(1)  # trained tokens from here on
-    found = torch.where(mask & (later == 1), wide(reward).unsqueeze(1), 0.0)
-    return found if kl is None else found - torch.where(mask, beta * wide(kl), 0.0)
+    """Put the completion reward at the last trained token, and subtract beta times the KL of each token."""
+    num_remaining = mask.flip(1).cumsum(1).flip(1)  # trained tokens from here on
+    rewards = torch.where(mask & (num_remaining == 1), wide(reward).unsqueeze(1), 0.0)
+    return rewards if kl is None else rewards - torch.where(mask, beta * wide(kl), 0.0)
 
 
 def estimate_advantage(
-    reward: Tensor,  # (B, T) of each token
-    value: Tensor,  # (B, T) of the state before each token
-    mask: Tensor,  # (B, T) bool, True = trained; other places may hold anything
+    reward: Tensor,  # (B, T) token rewards
+    value: Tensor,  # (B, T) value of the state before each token
+    mask: Tensor,  # (B, T) bool, True = trained; masked rewards and values may be NaN
     *,
     gamma: float,
     lam: float,
@@ -61,32 +58,32 @@ def estimate_advantage(
     dtype = torch.promote_types(wide(reward).dtype, wide(value).dtype)
     reward, value = (torch.where(mask, x.to(dtype), 0.0) for x in (reward, value))
     advantage = torch.zeros_like(value)
-    ahead_value = ahead = torch.zeros_like(value[:, 0]) if value.shape[1] else value.sum(1)  # (B,) of the next token
+    next_value = next_advantage = value.new_zeros(len(value))  # (B,)
     for t in reversed(range(value.shape[1])):
-        delta = reward[:, t] + gamma * ahead_value - value[:, t]
-        here = delta + gamma * lam * ahead
-        advantage[:, t] = torch.where(mask[:, t], here, 0.0)
-        ahead = torch.where(mask[:, t], here, ahead)
-        ahead_value = torch.where(mask[:, t], value[:, t], ahead_value)
+        delta = reward[:, t] + gamma * next_value - value[:, t]
+        current = delta + gamma * lam * next_advantage
+        advantage[:, t] = torch.where(mask[:, t], current, 0.0)
+        next_advantage = torch.where(mask[:, t], current, next_advantage)
+        next_value = torch.where(mask[:, t], value[:, t], next_value)
     return Estimate(advantage, advantage + value)
 
 
 def rewards_to_go(
-    reward: Tensor,  # (B, T) of each token
+    reward: Tensor,  # (B, T) token rewards
     mask: Tensor,  # (B, T) bool, True = trained
     *,
     gamma: float,
 ) -> Tensor:  # (B, T) 0 where masked
-    """What was earned from each token on, whatever the critic says."""
+    """Return the discounted return from each token on; it does not depend on the critic."""
     return estimate_advantage(reward, torch.zeros_like(reward), mask, gamma=gamma, lam=1.0).target
 
 
 def whiten(
     advantage: Tensor,  # (...)
-    sums: Tensor,  # (3,) losses.advantage.moments of the advantages of all trained tokens and ranks
+    total_moments: Tensor,  # (3,) losses.advantage.moments of the advantages of all trained tokens and ranks
 ) -> Tensor:  # (...)
-    """Mean 0 and deviation 1 over the rollout; as it is where fewer than two tokens are trained, or all are equal."""
-    mean, deviation = mean_of(sums), std_of(sums)
+    """Scale to mean 0 and standard deviation 1; unchanged if fewer than two advantages or all of them equal."""
+    mean, deviation = mean_of(total_moments), std_of(total_moments)
     if not deviation > 0:
         return advantage
     return ((advantage.double() - mean) / (deviation + EPSILON)).to(advantage.dtype)
@@ -94,28 +91,28 @@ def whiten(
 
 def clipped_value_loss(
     value: Tensor,  # (N,) with gradient
-    old_value: Tensor,  # (N,) of the weights that the rollout started with
+    old_value: Tensor,  # (N,) values before the first step on the rollout
     target: Tensor,  # (N,)
     *,
-    clip: float | None,  # how far a value may move from the old one; None: any distance
+    clip: float | None,  # maximum distance from the old value; None: no clipping
     coef: float = 1.0,
 ) -> LossOut:
-    """0.5 max((v - R)^2, (clip(v) - R)^2) of each token, clip(v) within `clip` of the old value."""
+    """0.5 max((v - R)^2, (clip(v) - R)^2) per token, with clip(v) within `clip` of the old value."""
     value = wide(value)
     old_value, target = old_value.to(value.dtype), target.to(value.dtype)
     error, count = (value - target).square(), torch.full((), float(len(value)), device=value.device)
     metrics = {}
     if clip is not None:
-        near = torch.maximum(torch.minimum(value, old_value + clip), old_value - clip)
-        clipped = (near - target).square()
-        metrics["value/clip_frac"] = ((clipped > error).sum(), count)
-        error = torch.maximum(error, clipped)
+        clipped_value = torch.maximum(torch.minimum(value, old_value + clip), old_value - clip)
+        clipped_error = (clipped_value - target).square()
+        metrics["value/clip_frac"] = ((clipped_error > error).sum(), count)
+        error = torch.maximum(error, clipped_error)
     return LossOut({"value": Term(coef, 0.5 * error.sum(), count)}, metrics)
 
 
 def explained_variance(
-    errors: Tensor,  # (3,) losses.advantage.moments of (what was earned - value), all trained tokens and ranks
-    earned: Tensor,  # (3,) the same of what was earned
+    errors: Tensor,  # (3,) losses.advantage.moments of (return - value) over all trained tokens and ranks
+    returns: Tensor,  # (3,) losses.advantage.moments of the returns
 ) -> Tensor:  # ()
-    """1 - var(earned - value) / var(earned): 1 is a perfect critic, 0 one that is constant; NaN of equal returns."""
-    return torch.where(std_of(earned) > 0, 1 - (std_of(errors) / std_of(earned)).square(), torch.nan)
+    """1 - var(return - value) / var(return): 1 for a perfect critic, 0 for a constant; NaN if all returns are equal."""
+    return torch.where(std_of(returns) > 0, 1 - (std_of(errors) / std_of(returns)).square(), torch.nan)

@@ -1,4 +1,4 @@
-"""Losses on single completions labelled desirable or undesirable (KTO, Ethayarajh et al. 2024, arXiv:2402.01306).
+"""Losses on completions labelled desirable or undesirable (KTO, Ethayarajh et al. 2024, arXiv:2402.01306).
 
     x    = logp - ref_logp
     kto               desirable: 1 - sigmoid(beta (x - z0))     undesirable: 1 - sigmoid(beta (z0 - x))
@@ -6,7 +6,7 @@
     loss = mean over all completions of weight(label) * l(x)
 
 z0 estimates KL(policy || reference): the mean log-ratio of completions paired with mismatched prompts, over the whole
-optimizer step and all ranks, without gradient, and never negative.
+optimizer step and all ranks, clamped at 0, without gradient.
 
 Shapes: B = labelled completions.
 """
@@ -24,7 +24,7 @@ def kl_reference_point(
     total: Tensor,  # () sum of log-ratios of mismatched completions, over the whole step and all ranks
     count: Tensor,  # () number of mismatched completions
 ) -> Tensor:  # ()
-    """z0. The mean is clamped, not its parts: clamping per rank or micro-batch would bias it upwards."""
+    """Return z0. Clamps the mean, not its parts: clamping per rank or micro-batch would bias z0 upwards."""
     return (wide(total) / count.clamp(min=1)).clamp(min=0)
 
 
@@ -34,7 +34,7 @@ def _one_minus_sigmoid(
     *,
     beta: float,
 ) -> Tensor:  # (B,)
-    """1 - sigmoid(beta x) for desirable completions, 1 - sigmoid(-beta x) for undesirable ones."""
+    """1 - sigmoid(beta x) for desirable, 1 - sigmoid(-beta x) for undesirable completions."""
     return torch.sigmoid(beta * torch.where(label, -x, x))
 
 
@@ -47,14 +47,14 @@ def _weighted_loss(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> LossOut:
-    """Sum over completions, each times its class's weight. The count ignores the weights: they scale the loss."""
+    """Sum the losses times their class weights. The count ignores the weights: they scale the loss."""
     assert {x.shape for x in (loss, logp, label)} == {(len(loss),)} and label.dtype == torch.bool, "shapes do not match"
     weighted = torch.where(label, desirable_weight * loss, undesirable_weight * loss)  # (B,)
     term = Term(1.0, weighted.sum(), loss.new_full((), len(loss)))
     with torch.no_grad():
         metrics = {}
         for side, is_side in (("chosen", label), ("rejected", ~label)):
-            # Either class may be absent from a micro-batch: its sum and its count are then 0.
+            # If a class is absent from the micro-batch, its sum and count are 0.
             metrics[f"reward/{side}"] = (torch.where(is_side, reward, 0.0).sum(), is_side.sum())
             metrics[f"policy/logp_{side}"] = (torch.where(is_side, wide(logp), 0.0).sum(), is_side.sum())
     return LossOut({name: term}, metrics)
@@ -95,6 +95,6 @@ def reward_auc(
     reward: Tensor,  # (B,) implicit reward
     label: Tensor,  # (B,) bool, True = desirable
 ) -> Tensor:  # ()
-    """Probability that a desirable completion has the higher reward, ties counting half; NaN if a class is absent."""
+    """Probability that a desirable completion has the higher reward; a tie counts half; NaN if a class is absent."""
     difference = reward[label].unsqueeze(1) - reward[~label].unsqueeze(0)  # (D, U)
     return ((difference > 0).double() + 0.5 * (difference == 0).double()).mean()

@@ -6,8 +6,7 @@
     delta = s_w - s_l,   ls = log sigmoid,   eps = label_smoothing
 
 A pair's margin is beta * delta. Inputs are sequence log-probs, summed over response tokens; without a reference, pass
-zeros for ref_w and ref_l. Of two equal forms the code uses the one that neither overflows nor cancels: 1 - sigmoid(x)
-is written sigmoid(-x).
+zeros for ref_w and ref_l. 1 - sigmoid(x) is written sigmoid(-x), which neither overflows nor cancels.
 
 Shapes: B = preference pairs, N = packed tokens.
 """
@@ -30,7 +29,7 @@ MAX_EXPONENT = 40.0  # exp(40) is 2e17 and its square 6e34: beyond it, squared l
 def capped_expm1(
     x: Tensor,  # (...)
 ) -> Tensor:  # (...)
-    """exp(x) - 1, exact up to 40 nats. Beyond, value and slope stay those at 40: finite, and the slope keeps its sign.
+    """exp(x) - 1, exact up to 40 nats. Above 40, value and slope are constant.
 
     A plain clamp would have slope 0 there and ignore exactly the worst pairs.
     """
@@ -80,12 +79,12 @@ DIVERGENCES: dict[str, Callable[..., Tensor]] = {
     "js_divergence": js_divergence,
     "alpha_divergence": alpha_divergence,
 }
-# The other losses use c and r separately; there the partition function cancels only for reverse KL.
+# Other losses use c and r separately, and then the partition function cancels only for reverse KL.
 DIVERGENCE_LOSSES = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"})
 
 
 class PairScores(NamedTuple):
-    """Inputs of a pair loss. Everything derived is fp32 or wider, whatever the input dtype."""
+    """Inputs of a pair loss. All derived values are fp32 or wider."""
 
     logp_w: Tensor  # (B,) policy, chosen response, with gradient
     logp_l: Tensor  # (B,) policy, rejected response, with gradient
@@ -117,7 +116,7 @@ class PairScores(NamedTuple):
 
     @property
     def mean_delta(self) -> Tensor:  # (B,)
-        """delta of scores per token; a response without tokens scores 0."""
+        """delta of per-token scores; an empty response scores 0."""
         return self.s_w / self.len_w.clamp(min=1) - self.s_l / self.len_l.clamp(min=1)
 
 
@@ -125,7 +124,7 @@ def logistic(
     margin: Tensor,  # (B,) preferred minus other response
     label_smoothing: float = 0.0,
 ) -> Tensor:  # (B,)
-    """-(1 - eps) ls(margin) - eps ls(-margin): log-loss if a fraction eps of the labels is flipped."""
+    """-(1 - eps) ls(margin) - eps ls(-margin): log loss if a fraction eps of the labels is flipped."""
     return -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
 
 
@@ -151,9 +150,9 @@ def hinge(s: PairScores, *, beta: float) -> Tensor:  # (B,)
 
 
 def ipo(s: PairScores, *, beta: float) -> Tensor:  # (B,)
-    """(s_w / len_w - s_l / len_l - 1 / (2 beta))^2 (IPO, Azar et al. 2023, arXiv:2310.12036, whose tau is beta).
+    """(s_w / len_w - s_l / len_l - 1 / (2 beta))^2 (IPO, Azar et al. 2023, arXiv:2310.12036; beta is its tau).
 
-    Scores are per token, as its authors confirmed: with sums, the target margin would mean less for longer pairs.
+    Scores are per token, as the authors confirmed: with sums, the target margin would mean less for longer pairs.
     """
     return (s.mean_delta - 1 / (2 * beta)).square()
 
@@ -212,14 +211,14 @@ def discopop(s: PairScores, *, beta: float, discopop_tau: float = 0.05) -> Tenso
     DiscoPOP (Lu et al. 2024, arXiv:2406.08414), a blend of logistic and exponential loss found by a language model.
     """
     u = beta * s.delta
-    # A single exponent: exp(-u) alone would overflow where g is near 0. Only tau > 1 reaches the clamp.
+    # One exponent, because exp(-u) alone would overflow when g is near 0. Only tau > 1 reaches the clamp.
     exponential = (F.logsigmoid(u / discopop_tau) - u).clamp(max=MAX_EXPONENT).exp()
     return torch.sigmoid(-u / discopop_tau) * -F.logsigmoid(u) + exponential
 
 
-# AOT (Melnyk et al. 2024, arXiv:2406.05882) compares sorted scores of the whole step. Sorting is a permutation, so each
-# score has one partner: the score of the same rank on the other side. Partners are computed once, without gradient,
-# before the micro-batches, whose gradients then add up to that of the sorted formula.
+# AOT (Melnyk et al. 2024, arXiv:2406.05882) compares sorted scores of the whole step. Each score has one partner: the
+# score with the same rank on the other side. Partners are computed once per step without gradients, so the gradients of
+# the micro-batches add up to the gradient of the sorted formula.
 
 
 class AotTargets(NamedTuple):
@@ -238,7 +237,7 @@ class AotTargets(NamedTuple):
 
 @torch.no_grad()
 def aot_targets(s: PairScores) -> AotTargets:
-    """Partners for all pairs of one optimizer step; `s` must hold the pairs of all ranks."""
+    """Return the partners of all pairs of one optimizer step; `s` must contain the pairs of all ranks."""
     policy, reference = wide(s.logp_w) - wide(s.logp_l), wide(s.ref_w) - wide(s.ref_l)
     return AotTargets(margin=same_rank(policy, reference), r=same_rank(s.c, s.r), c=same_rank(s.r, s.c))
 
@@ -247,7 +246,7 @@ def same_rank(
     x: Tensor,  # (B,) values
     y: Tensor,  # (B,) values on the other side
 ) -> Tensor:  # (B,)
-    """For each x, the y of the same rank."""
+    """Return, for each x, the y with the same rank."""
     rank = x.argsort(stable=True).argsort()
     return y.sort().values[rank]
 
@@ -259,13 +258,13 @@ def aot(s: PairScores, *, beta: float, label_smoothing: float = 0.0, targets: Ao
 
 
 def aot_unpaired(s: PairScores, *, beta: float, label_smoothing: float = 0.0, targets: AotTargets) -> Tensor:  # (B,)
-    """cDPO of sort(c) - sort(r): the rewards of chosen responses dominate those of rejected ones.
+    """cDPO of sort(c) - sort(r): the rewards of chosen responses dominate the rewards of rejected responses.
 
     c and its partner among r may be in different micro-batches, so each side is differentiated against a constant. Over
-    the step each side sums to the value of the loss: keep half of both values, and both gradients in full.
+    the step each side sums to the value of the loss, so the sum keeps both gradients but only half of each value.
     """
-    chosen = logistic(beta * (s.c - targets.r), label_smoothing)  # gradient to c alone
-    rejected = logistic(beta * (targets.c - s.r), label_smoothing)  # gradient to r alone
+    chosen = logistic(beta * (s.c - targets.r), label_smoothing)  # gradient only to c
+    rejected = logistic(beta * (targets.c - s.r), label_smoothing)  # gradient only to r
     both = chosen + rejected
     return both - both.detach() / 2
 
@@ -295,7 +294,7 @@ def wpo_weight(
     *,
     clamp: bool = True,
 ) -> Tensor:  # (B,)
-    """Weight of a pair by its likelihood under the policy: min(1, exp(adjusted_w + adjusted_l)), without gradient.
+    """Weight each pair by its likelihood under the policy: min(1, exp(adjusted_w + adjusted_l)), without gradient.
 
     WPO (Zhou et al. 2024, arXiv:2406.11827). TRL 1.x omits the min (`clamp=False`).
     """
@@ -309,7 +308,7 @@ def ld_weights(
     *,
     alpha: float,
 ) -> Tensor:  # (N,) fp32
-    """Weight of each token log-prob in a sequence score: 1 up to the shorter response's length, then alpha.
+    """Weight of each token log-prob in a sequence log-prob: 1 up to the shorter response's length, then alpha.
 
     LD-DPO (Liu et al. 2024, arXiv:2409.06411). Use the same weights for policy and reference.
     """
@@ -323,8 +322,8 @@ def pair_metrics(
     logp_w: Tensor,  # (B,) sequence log-prob of the chosen response
     logp_l: Tensor,  # (B,) sequence log-prob of the rejected response
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Metrics common to all pair methods, per pair. A tie counts as inaccurate."""
-    sums = {
+    """Return the metrics common to all pair methods. A tie counts as inaccurate."""
+    values = {
         "reward/chosen": wide(reward_w),
         "reward/rejected": wide(reward_l),
         "reward/margin": wide(reward_w) - wide(reward_l),
@@ -333,7 +332,7 @@ def pair_metrics(
         "policy/logp_rejected": wide(logp_l),
     }
     count = wide(reward_w).new_full((), len(reward_w))
-    return {name: (value.sum(), count) for name, value in sums.items()}
+    return {name: (value.sum(), count) for name, value in values.items()}
 
 
 def dpo_loss(
@@ -347,11 +346,11 @@ def dpo_loss(
     pair_weight: Tensor | None = None,  # (B,) WPO weights; not for aot, whose terms are not pairs
     targets: AotTargets | None = None,  # partners of these pairs; for aot and aot_unpaired
     nll_sum: Tensor | None = None,  # () -logp summed over chosen response tokens; for sft
-    nll_count: Tensor | None = None,  # () number of those tokens
+    nll_count: Tensor | None = None,  # () number of chosen response tokens
 ) -> LossOut:
     """Weighted mixture of pair losses (MPO, Wang et al. 2024, arXiv:2411.10442), one term per name.
 
-    `sft` adds the negative log-likelihood per token of the chosen response; with sigmoid that is RPO.
+    `sft` adds the per-token negative log-likelihood of the chosen response; with sigmoid this is RPO.
     """
     assert len(names) == len(weights) == len(set(names)) > 0, f"losses {names}, weights {weights}"
     assert {x.shape for x in s[:6]} == {(len(s.logp_w),)}, f"shapes {[tuple(x.shape) for x in s[:6]]}"

@@ -15,7 +15,7 @@ Odds ratio preference optimization (ORPO, Hong, Lee and Thorne 2024, arXiv:2403.
     log_odds = log odds(mean_w) - log odds(mean_l) = (mean_w - mean_l) - (log1mexp(mean_w) - log1mexp(mean_l))
     loss     = NLL per token - alpha * mean over pairs of log sigmoid(log_odds)
 
-Its authors take the NLL over prompt and chosen response, so the caller passes the sum and count of those tokens.
+In the paper the NLL covers the prompt and the chosen response, so the caller passes the sum and count of its tokens.
 
 Shapes: B = preference pairs.
 """
@@ -35,7 +35,7 @@ from losses.types import LossOut, Term, options_of, wide
 
 
 class FreeScores(NamedTuple):
-    """Inputs of a reference-free pair loss. Everything derived is fp32 or wider, whatever the input dtype."""
+    """Inputs of a reference-free pair loss. All derived values are fp32 or wider."""
 
     logp_w: Tensor  # (B,) policy, chosen response, summed over its tokens, with gradient
     logp_l: Tensor  # (B,) policy, rejected response
@@ -52,7 +52,7 @@ class FreeScores(NamedTuple):
 
     @property
     def mean_w(self) -> Tensor:  # (B,)
-        return self.sum_w / self.len_w.clamp(min=1)  # a response without tokens scores 0
+        return self.sum_w / self.len_w.clamp(min=1)  # an empty response scores 0
 
     @property
     def mean_l(self) -> Tensor:  # (B,)
@@ -90,7 +90,7 @@ def alpha_reward(
     *,
     alpha: float,
 ) -> Tensor:  # (B,)
-    """(1 - exp(-alpha mean)) / alpha; its limit at alpha 0 is the log-prob itself."""
+    """(1 - exp(-alpha mean)) / alpha; the limit at alpha 0 is the log-prob itself."""
     if abs(alpha) < 1e-6:
         return mean
     return -capped_expm1(-alpha * mean) / alpha
@@ -109,7 +109,7 @@ CPO_LOSSES: dict[str, Callable[..., Tensor]] = {
     "simpo": simpo,
     "alphapo": alphapo,
 }
-MEAN_LOSSES = frozenset({"ipo", "simpo", "alphapo"})  # these compare log-probs per token, the others use sums
+MEAN_LOSSES = frozenset({"ipo", "simpo", "alphapo"})  # compare log-probs per token; the other losses compare sums
 
 
 def cpo_loss(
@@ -124,8 +124,7 @@ def cpo_loss(
 ) -> LossOut:
     """One of CPO_LOSSES per pair, plus cpo_alpha times the NLL of the chosen response's tokens.
 
-    The logged rewards are the ones the loss compares: beta times the sum of log-probs, their mean, or alphapo's
-    reshaped mean.
+    Logs the rewards that the loss compares: beta times the sum of log-probs, their mean, or alphapo's reshaped mean.
     """
     assert {x.shape for x in s} == {(len(s.logp_w),)}, f"shapes {[tuple(x.shape) for x in s]}"
     options = {"beta": beta, "gamma": gamma, "alpha": alpha, "label_smoothing": label_smoothing}
@@ -143,7 +142,7 @@ def cpo_loss(
 
 # ORPO
 
-CLOSEST_TO_ZERO = -1e-6  # mean log-probs are clamped to it: log(1 - exp(a)) is -inf at 0, its slope 1/a
+CLOSEST_TO_ZERO = -1e-6  # upper clamp of mean log-probs: log(1 - exp(a)) is -inf at 0, with slope 1/a nearby
 
 
 def log1mexp(
@@ -151,21 +150,21 @@ def log1mexp(
 ) -> Tensor:  # (...)
     """log(1 - exp(a)), accurate on both sides of -log 2; constant, without gradient, above CLOSEST_TO_ZERO.
 
-    Clamped before `where`, which alone would let the discarded branch put inf * 0 into the gradient.
+    Clamps before torch.where, because the discarded branch would otherwise put inf * 0 into the gradient.
     """
     a = a.clamp(max=CLOSEST_TO_ZERO)
     return torch.where(a < -math.log(2), torch.log1p(-a.exp()), torch.log(-torch.expm1(a)))
 
 
 def log_odds_ratio(s: FreeScores) -> Tensor:  # (B,)
-    """Log of the chosen response's odds over the rejected one's, in nats."""
+    """log(odds of the chosen response / odds of the rejected response)."""
     return (s.mean_w - s.mean_l) - (log1mexp(s.mean_w) - log1mexp(s.mean_l))
 
 
 def orpo_loss(
     s: FreeScores,
-    nll_sum: Tensor,  # () -logp summed over the tokens of the NLL: prompt and chosen response, as published
-    nll_count: Tensor,  # () number of those tokens
+    nll_sum: Tensor,  # () -logp summed over prompt and chosen response
+    nll_count: Tensor,  # () number of tokens in nll_sum
     *,
     alpha: float,
 ) -> LossOut:

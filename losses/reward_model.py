@@ -1,19 +1,19 @@
-"""Losses that train reward models: of whole responses (bradley_terry) and of solution steps (stepwise_loss).
+"""Losses for reward models of whole responses (bradley_terry) and of solution steps (stepwise_loss).
 
-Outcome reward model: scores the chosen response above the rejected one (Bradley and Terry 1952).
+Outcome reward model: scores the chosen response above the rejected response (Bradley and Terry 1952).
 
     loss = -log sigmoid(score_w - score_l - margin) + center_coefficient * (score_w + score_l)^2
 
-`margin` (Llama 2, Touvron et al. 2023, arXiv:2307.09288) requires a larger distance where annotators were surer. The
-second part (Eisenstein et al. 2023, arXiv:2312.09244) fixes the free constant, so that scores centre on zero.
+`margin` (Llama 2, Touvron et al. 2023, arXiv:2307.09288) requires a larger distance if annotators were more certain.
+The second term (Eisenstein et al. 2023, arXiv:2312.09244) fixes the free constant by centring scores on zero.
 
 Process reward model: classifies each step of a solution as right or wrong (Uesato et al. 2022, arXiv:2211.14275;
 Lightman et al. 2023).
 
     loss = mean over labelled positions of -log softmax(logits_n)[label_n]
 
-A step's label is on its last token, and the logits are those of that position, not shifted. Classes: 0 = wrong,
-1 = right.
+The label of a step is at its last token and applies to the logits at the same position, without a shift. Classes:
+0 = wrong, 1 = right.
 
 Shapes: B = preference pairs, N = packed tokens.
 """
@@ -61,7 +61,7 @@ def confusion(
     logits: Tensor,  # (N, 2) classifier outputs
     label: Tensor,  # (N,) int64: 0, 1, or -100 = no label here
 ) -> Tensor:  # (2, 2) int64
-    """Count labelled steps by [label, predicted class]; a tie predicts wrong. Sums over micro-batches and ranks."""
+    """Count labelled steps by [label, predicted class]. A tie predicts wrong. Counts add up over micro-batches."""
     predicted = (logits[:, 1] > logits[:, 0]).long()  # (N,)
     true = F.one_hot(label.clamp(min=0), 2) * (label != UNLABELLED).unsqueeze(1)  # (N, 2)
     return (true.unsqueeze(2) * F.one_hot(predicted, 2).unsqueeze(1)).sum(dim=0)  # CUDA has no integer matmul
@@ -73,7 +73,7 @@ def stepwise_loss(
 ) -> LossOut:
     assert logits.shape == (len(label), 2), f"logits {tuple(logits.shape)} vs labels {tuple(label.shape)}"
     labelled = label != UNLABELLED  # (N,)
-    # where() and not a product: an unlabelled position may hold anything, even NaN.
+    # Select, do not multiply: logits at unlabelled positions may be NaN.
     logits = torch.where(labelled.unsqueeze(1), wide(logits), 0.0)  # (N, 2)
     loss = F.cross_entropy(logits, label, ignore_index=UNLABELLED, reduction="sum")  # ()
     count = labelled.sum()
@@ -86,12 +86,12 @@ def f1_scores(
     matrix: Tensor,  # (2, 2) steps by [label, predicted class]
 ) -> Tensor:  # (2,) float64
     """2 tp / (2 tp + fp + fn) per class; NaN for a class that is neither labelled nor predicted."""
-    both = matrix.sum(dim=0) + matrix.sum(dim=1)  # (2,) predicted + labelled = 2 tp + fp + fn
-    return 2 * matrix.diagonal().double() / both
+    denominator = matrix.sum(dim=0) + matrix.sum(dim=1)  # (2,) predicted + labelled = 2 tp + fp + fn
+    return 2 * matrix.diagonal().double() / denominator
 
 
 def macro_f1(
     matrix: Tensor,  # (2, 2) steps by [label, predicted class]
 ) -> Tensor:  # () float64
-    """Mean F1 of the classes that occur; 0 if nothing is labelled."""
+    """Mean F1 over the classes that occur; 0 if no step is labelled."""
     return f1_scores(matrix).nanmean().nan_to_num(nan=0.0)

@@ -1,9 +1,9 @@
-"""Masked negative log-likelihood, and DFT, which weighs each token by its own probability.
+"""Masked negative log-likelihood, and DFT, which weights each token by its probability.
 
     nll = -sum_n mask_n logp_n / sum_n mask_n
     dft = -sum_n mask_n sg(exp(logp_n)) logp_n / sum_n mask_n
 
-DFT: Wu et al. 2025 (arXiv:2508.05629); sg stops the gradient, so unlikely tokens pull less.
+DFT: Wu et al. 2025 (arXiv:2508.05629). sg stops the gradient, so unlikely tokens get smaller gradients.
 
 Shapes: N = packed tokens.
 """
@@ -20,18 +20,15 @@ def sft_loss(
     logp: Tensor,  # (N,) policy log-prob of each token
     mask: Tensor,  # (N,) bool, True = trained
 ) -> LossOut:
-    # where() and not a product: a masked position may hold anything, even NaN.
-    nll = -torch.where(mask, wide(logp), 0.0)  # (N,)
-    count = mask.sum()
-    return LossOut({"nll": Term(1.0, nll.sum(), count)}, {})
+    nll = -torch.where(mask, wide(logp), 0.0)  # (N,) select, do not multiply: a masked log-prob may be NaN
+    return LossOut({"nll": Term(1.0, nll.sum(), mask.sum())}, {})
 
 
 def dft_loss(
     logp: Tensor,  # (N,) policy log-prob of each token
     mask: Tensor,  # (N,) bool, True = trained
 ) -> LossOut:
-    out = sft_loss(logp, mask)
-    held = torch.where(mask, wide(logp), 0.0)  # (N,)
-    nll, count = out.terms["nll"].sum, out.terms["nll"].count
-    weighted = -(held.detach().exp() * held)  # (N,)
+    _, nll, count = sft_loss(logp, mask).terms["nll"]
+    logp = torch.where(mask, wide(logp), 0.0)  # (N,)
+    weighted = -(logp.detach().exp() * logp)  # (N,)
     return LossOut({"dft": Term(1.0, weighted.sum(), count)}, {"loss/nll": (nll.detach(), count)})

@@ -1,4 +1,4 @@
-"""bench/gdpo_two_rewards.py: what the figure claims of one batch, and that it is drawn from its rows."""
+"""bench/gdpo_two_rewards.py: the figure's claims about one batch, and drawing it from its rows."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def effects():
         return bench.effects()
 
 
-def test_summed_first_the_brackets_are_lost_and_normalised_first_they_are_not(effects):
-    """The same completions of the untrained model, each with and without brackets, at the same distance."""
+def test_grpo_loses_the_brackets_and_gdpo_does_not(effects):
+    """The same completions of the untrained model, with and without brackets, at the same distance."""
     medians = {method: statistics.median(effects[method]) for method in bench.METHODS}
     assert 0 < medians["grpo"] < 0.2, medians
     assert medians["gdpo"] > 1.5, medians
     assert len(effects["grpo"]) == len(effects["gdpo"]) == 8 * bench.GROUP
 
 
-def test_the_committed_rows_show_that_both_come_as_close_and_one_forgets_the_brackets():
+def test_committed_rows_show_equal_distance_and_that_grpo_forgets_the_brackets():
     path = bench.ROOT / "docs" / "gdpo_two_rewards.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     last = max(row["step"] for row in rows)
@@ -44,7 +44,7 @@ def test_the_committed_rows_show_that_both_come_as_close_and_one_forgets_the_bra
         assert end["gdpo"]["brackets"] > 0.8
 
 
-def test_the_figure_is_drawn_again_the_same(effects, tmp_path):
+def test_figure_is_reproducible(effects, tmp_path):
     pytest.importorskip("matplotlib")
     for name in ("one.svg", "two.svg"):
         bench.draw_figure(ROWS, effects, tmp_path / name)
@@ -53,7 +53,7 @@ def test_the_figure_is_drawn_again_the_same(effects, tmp_path):
     assert "answers in brackets, held out" in text and "GDPO" in text
 
 
-def test_the_summary_has_the_means_of_the_seeds():
+def test_summary_averages_over_seeds():
     assert bench.summary(ROWS).splitlines() == [
         "grpo: brackets 0.00 -> 0.10, distance 40.00 -> 30.00 after 10 steps, 2 seeds",
         "gdpo: brackets 0.00 -> 0.90, distance 40.00 -> 30.00 after 10 steps, 2 seeds",

@@ -1,4 +1,4 @@
-"""bench/runs/results.py: the list of runs, their order and failures, and the page from made-up rows."""
+"""bench/runs/results.py: the list of runs, their order and failures, and the page from fake rows."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SEEDS_OF = {run.name: run.seeds for run in results.RUNS}
 
 @pytest.fixture(autouse=True)
 def named_commit(monkeypatch):
-    """Rows need a commit, and the tests may run outside a checkout."""
+    """Set a commit, because tests may run outside a checkout."""
     for module in (common, results):
         monkeypatch.setattr(module, "commit", lambda: "abc1234")
 
 
 def made_up(name: str, *, gain: float = 0.5, **changes) -> dict:
-    """What a run that improves would leave."""
+    """Return the row of a run that improves."""
     run, seed = results.all_jobs()[name]
     metrics = results.TASKS[run.task].metrics
     sign = {k: 1 if m.higher else -1 for k, m in metrics.items() if (run.method, k) != ("sft", "eval/cfm")}
@@ -42,7 +42,7 @@ def all_rows(**changes: dict) -> list[dict]:
     return [made_up(name, **changes.get(name.replace("-", "_"), {})) for name in results.all_jobs()]
 
 
-def test_the_list_has_what_the_page_promises():
+def test_list_matches_the_page():
     methods = {(run.method, run.task): len(run.seeds) for run in results.RUNS if not run.judges}
     assert [methods[key] for key in (("grpo", "arithmetic"), ("grpo", "needle"), ("gdpo", "word_problems"))] == [3] * 3
     assert methods["dpo", "harmless"] == 3
@@ -52,21 +52,21 @@ def test_the_list_has_what_the_page_promises():
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_every_command_is_one_the_trainer_takes(quick, tmp_path, monkeypatch):
+def test_trainer_accepts_every_command(quick, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for run in results.RUNS:
         check_command("trainer", results.words_of(run.named(0), run, 0, results.SHOWN, quick))
 
 
-def test_what_a_run_needs_is_run_too_and_what_is_done_is_not():
+def test_selection_adds_required_runs_and_skips_finished_runs():
     chosen = results.chosen_jobs(("opd-arithmetic", "dpo-harmless-1"), set())
     assert list(chosen) == ["start-0", "grpo-arithmetic-0", "opd-arithmetic-0", "dpo-harmless-1"]
     assert "start-0" not in results.chosen_jobs(("opd-arithmetic",), {"start-0"})
-    with pytest.raises(SystemExit, match="only=dpo-helpful: is no run"):
+    with pytest.raises(SystemExit, match="only=dpo-helpful:"):
         results.chosen_jobs(("dpo-helpful",), set())
 
 
-def test_rows_of_problems_do_not_meet():
+def test_splits_share_no_problem():
     keys = {}
     for part in ("sft", "train", "eval"):
         rows = results.apart(results.word_problems(part))
@@ -81,7 +81,7 @@ def test_rows_of_problems_do_not_meet():
         assert not (keys[one] | bare[one]) & (keys[other] | bare[other])
 
 
-def test_conversations_become_messages_and_odd_ones_are_left_out():
+def test_conversations_become_messages_and_odd_conversations_are_skipped():
     text = "\n\nHuman: Hello\n\nAssistant: Hi.\n\nHuman: Why?\n\nAssistant:"
     rows = [
         {"prompt": text, "chosen": " Because.", "rejected": " No."},
@@ -113,7 +113,7 @@ points = [{"step": 0, "eval/exact_match/mean": 0.25}, {"step": 1, "eval/exact_ma
 """
 
 
-def test_a_failed_run_stops_only_what_needs_it(tmp_path, monkeypatch, capsys):
+def test_failed_run_stops_only_dependent_runs(tmp_path, monkeypatch, capsys):
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     for folder in ("model", "rows"):
         (tmp_path / folder).mkdir()
@@ -124,7 +124,7 @@ def test_a_failed_run_stops_only_what_needs_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(results, "POLL_S", 0.02)
     places = {"model": tmp_path / "model", "data": tmp_path / "rows", "out": tmp_path / "out"}
     only = ("opd-arithmetic", "sft-solutions-features", "grpo-needle")
-    with pytest.raises(SystemExit, match="not run to the end: sft-solutions-0, sft-solutions-features-0"):
+    with pytest.raises(SystemExit, match="failed: sft-solutions-0, sft-solutions-features-0"):
         results.run(**places, only=only, jobs=2)
     rows = {row["name"]: row for row in results.read(tmp_path / "out" / "results.jsonl")}
     assert rows["sft-solutions-0"]["failed"] == "exit status 1: data=rows: broken"
@@ -142,7 +142,7 @@ def test_a_failed_run_stops_only_what_needs_it(tmp_path, monkeypatch, capsys):
     assert "not started after -1 s: kto-harmless-0" in capsys.readouterr().out
 
 
-def test_the_page_shows_every_task_and_every_command_parses(tmp_path, monkeypatch):
+def test_page_shows_every_task_and_every_command_parses(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     page = tmp_path / "results.md"
     seeds = {"grpo_needle_0": {"gain": 0.49}, "grpo_needle_1": {"gain": 0.51}}
@@ -165,7 +165,7 @@ def test_the_page_shows_every_task_and_every_command_parses(tmp_path, monkeypatc
     assert (tmp_path / figure).read_text() == (tmp_path / "again" / figure).read_text()
 
 
-def test_what_did_not_work_is_found():
+def test_failures_are_detected():
     rows = all_rows(
         grpo_needle_1={"gain": 0.01},  # within the noise of 400 rows
         dpo_harmless_0={"gain": 0.05},  # below a guess
@@ -182,12 +182,12 @@ def test_what_did_not_work_is_found():
     assert any("`grpo-needle`: held-out accuracy depends on the seed; it ended between 0.410" in line for line in said)
     closer = [made_up(name, gain=0.1 if name == "ebft-solutions-0" else 0.5) for name in ("ebft-solutions-0",)]
     sft = made_up("sft-solutions-0", gain=0.3)
-    lines = results_page.behind({row["name"]: row for row in [*closer, sft]})
+    lines = results_page.ebft_losses({row["name"]: row for row in [*closer, sft]})
     assert lines == ["EBFT ended at cross-entropy 0.300, SFT on the same rows at 0.100."]
 
 
-def test_rehearsals_are_no_results():
-    with pytest.raises(SystemExit, match="start-0: made with --quick"):
+def test_quick_rows_are_rejected():
+    with pytest.raises(SystemExit, match="start-0: .*--quick"):
         results_page.latest([made_up("start-0", quick=True)])
     row = json.loads(json.dumps(made_up("start-0")))
     assert results_page.latest([{**row, "wall_s": 1.0}, row])["start-0"]["wall_s"] == 60.0  # the last one counts

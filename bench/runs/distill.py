@@ -1,12 +1,12 @@
-"""SmolLM2-135M-Instruct distilled: from its own GRPO run, and from itself with the answer in the teacher's prompt.
+"""Distil SmolLM2-135M-Instruct from its GRPO run, and from itself with the answer in the teacher's prompt.
 
     python -m bench.runs.smollm2 run --model MODEL_FOLDER --folder WORK --sides ours --seeds 0   # the teacher
-    python -m bench.runs.distill WORK --out rows.jsonl                                          # ours-0/final is it
+    python -m bench.runs.distill WORK --out rows.jsonl                                          # uses ours-0/final
 
-The student is what GRPO began with (WORK/start), and rows, batch, group, temperature, completion length and learning
-rate are those of that run. No reward is trained on; exact_match is only measured on held-out rows. `gpu_s` is what the
-steps took, sampling, teacher and training, without start-up and evaluations; runs of self-distillation share the GPU,
-so theirs is left out.
+The student is the initial model of GRPO (WORK/start); rows, batch, group, temperature, completion length and learning
+rate match that run. No reward is trained on; exact_match is only measured on held-out rows. `gpu_s` is the time of the
+steps (sampling, teacher and training), without start-up and evaluations; self-distillation runs share the GPU,
+so they have none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HINT = "bench.runs.distill.hint"
 
 
 def hint(row: dict[str, Any]) -> list[dict[str, str]]:
-    """The question with its answer, for the teacher alone."""
+    """Add the answer to the question, for the teacher only."""
     question = row["prompt"][-1]["content"]
     return [{"role": "user", "content": f"{question} The right reply is {row['answer']}"}]
 
@@ -47,7 +47,7 @@ def flags_of(work: Path, name: str, teacher: list[str], seed: int, s: Settings) 
 
 
 def result_of(run: Path, *, timed: bool) -> dict[str, Any]:
-    """Held-out accuracy at each evaluation, and the seconds of its steps."""
+    """Return the held-out accuracy at each evaluation, and the seconds of the steps."""
     records = list(read_jsonl(run / "metrics.jsonl"))
     name = "eval/exact_match/mean"
     seconds = sum(r.get("time/step_s", 0.0) for r in records)
@@ -61,7 +61,7 @@ def main(
     seeds: tuple[int, ...] = (0, 1, 2),
     settings: Settings = Settings(),  # noqa: B008  frozen
 ) -> None:
-    """Distil from the GRPO run, then from the model itself, and print what each reached.
+    """Distil from the GRPO run, then from the model itself, and print the results.
 
     Args:
         work: Folder of bench.runs.smollm2, with start/, ours-0/ and the rows.
@@ -84,7 +84,7 @@ def main(
         }  # fmt: skip
         failed = [name for name, child in started.items() if child.wait()]
         if failed:
-            raise SystemExit(f"did not end well: {', '.join(failed)}")
+            raise SystemExit(f"failed: {', '.join(failed)}")
         rows += [result_of(work / name, timed=len(group) == 1) for name in group]
     for row in rows:
         points = list(row["accuracy"].values())

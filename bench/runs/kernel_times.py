@@ -1,8 +1,8 @@
-"""What the GPU does in eight training steps: how much of the time it is busy, and with what.
+"""GPU activity in eight training steps: the fraction of busy time, and milliseconds per kernel group.
 
-The kernels and copies of this process are read from torch's profiler, on the GPU's own clock. A kernel that spins for
-one cycle marks the end of each step, so nothing waits for the device while it is watched. The step in which watching
-begins is not counted: the host has nothing launched ahead in it.
+Kernels and copies of this process come from torch's profiler, on the GPU's clock. A kernel that spins for
+one cycle marks the end of each step, so profiling adds no host sync. The step in which profiling
+begins is not counted, because the host has launched nothing ahead in it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.vs_trl import EXTRA_STEPS
 
-WATCHED = EXTRA_STEPS - 1  # ours writes its metrics at once after the last step of a run, so that one is not watched
+WATCHED = EXTRA_STEPS - 1  # strop writes metrics right after the last step of a run, so that step is excluded
 COUNTED = WATCHED - 1
-MARK = "spin_kernel"  # of torch.cuda._sleep
-# The first that fits. Products of the log-prob head by cuBLAS count as matrix products.
+MARK = "spin_kernel"  # launched by torch.cuda._sleep
+# First match wins. cuBLAS products of the log-prob head count as matrix products.
 GROUPS = {
     "attention": r"flex|fmha|flash|sdpa|attention",
     "optimizer": r"^_step|adam|multi_tensor",
     "head": r"^_(target_logit|exp_product|reduce_sums|redo_|gradient_coefs|scale_|rewrite|move_rows|finish_)",
     "products": r"nvjet|gemm|cutlass|ampere|sm80|sm90|splitk|cublas|triton_tem",
     "copies": r"^mem(cpy|set)|copy_kernel|catarray",
-    "elementwise": r"",  # norms and reductions too
+    "elementwise": r"",  # including norms and reductions
 }
 
 
@@ -37,10 +37,10 @@ class Kernel(NamedTuple):
 
 
 class Watch:
-    """Told of the end of every step; without a GPU it finds nothing."""
+    """Profiler that is called at the end of every step; without a GPU it records nothing."""
 
     def __init__(self, first: int) -> None:
-        self.first = first  # step after which it begins
+        self.first = first  # step after which profiling begins
         self.profile: Any = None
         self.found: dict[str, float] = {}
 
@@ -61,7 +61,7 @@ class Watch:
 
 
 def summary(kernels: Sequence[Kernel]) -> dict[str, float]:
-    """gpu_busy, and milliseconds a step of each group; empty if the ends of the steps were not recorded."""
+    """Return gpu_busy and milliseconds per step and kernel group; empty if no step ends were recorded."""
     marks = sorted(kernel.start for kernel in kernels if MARK in kernel.name)[-COUNTED - 1 :]
     if len(marks) <= COUNTED:
         return {}
@@ -79,7 +79,7 @@ def group_of(name: str) -> str:
 
 
 def busy_us(kernels: Sequence[Kernel], end: float) -> float:
-    """Time in which at least one kernel runs, up to `end`."""
+    """Return the time in which at least one kernel runs, up to `end`."""
     total, covered = 0.0, 0.0
     for kernel in sorted(kernels, key=lambda k: k.start):
         stop = min(kernel.end, end)

@@ -1,15 +1,15 @@
-"""What the library reaches on SmolLM2-135M-Instruct with one GPU: every run of docs/results.md, and the page.
+"""Results on SmolLM2-135M-Instruct with one GPU: all runs of docs/results.md.
 
     python -m bench.runs.results rows ROWS                                # small files; needs reasoning-gym
     python -m bench.runs.results run --model MODEL --data ROWS --out OUT  # all runs; needs no network
-    python -m bench.runs.results_page OUT/results.jsonl docs/results.md   # the page, its pictures; needs matplotlib
+    python -m bench.runs.results_page OUT/results.jsonl docs/results.md   # page and figures; needs matplotlib
 
-RUNS below is the list. Each run is a `python -m trainer` of its own with a log of its own; `--jobs` of them share the
-GPU, so wall times are those of a shared one. A run that fails does not stop the others. Runs that are in
-OUT/results.jsonl already are not repeated, so the same command again makes what is missing.
+RUNS lists the runs. Each run is a separate `python -m trainer` process with its own log; `--jobs` of them share the
+GPU, so wall times are longer than alone. A failed run does not stop other runs. Runs that are in
+OUT/results.jsonl are not repeated, so the same command completes missing runs.
 
-START is the model after a few SFT steps on rows that show the form of the replies; sampling tasks begin there, as
-bench/runs/smollm2.py does. Held-out rows share no problem with any row that is trained on.
+START is the model after a few SFT steps that show the reply format; sampling tasks start from it, as
+in bench/runs/smollm2.py. Held-out rows share no problem with training rows.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from bench.runs.distill import HINT
 from bench.runs.smollm2 import environment, read
 from trainer.metrics.metrics import read_jsonl
 
-Flags = dict[str, Any]  # name without dashes -> value, or several in a tuple; {model}, {data} and {run:NAME} are paths
+Flags = dict[str, Any]  # flag without dashes -> value or tuple of values; {model}, {data} and {run:NAME} are paths
 SEEDS = (0, 1, 2)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One or more runs that differ in their seed."""
+    """One or more runs that differ only in the seed."""
 
     name: str
     task: str
     method: str
     flags: Flags
     seeds: tuple[int, ...] = (0,)
-    judges: str = ""  # name of a run whose model this one only measures: its first evaluation is that model's last
+    judges: str = ""  # a run whose final model this run only measures, at its first evaluation
 
     def named(self, seed: int) -> str:
         return f"{self.name}-{seed}"
@@ -60,8 +60,8 @@ class Run:
 class Metric:
     label: str
     higher: bool = True
-    chance: float | None = None  # what a guess reaches
-    fraction: bool = True  # of held-out rows: its noise follows from their number
+    chance: float | None = None  # value of random guessing
+    fraction: bool = True  # fraction of held-out rows, with noise determined by their number
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ EBFT = SOLUTIONS | {
     "rollout.engine": "local",
 }  # fmt: skip
 
-# In order of preference: a run starts as soon as a place is free and the runs it needs have ended.
+# By priority: a run starts when a job slot is free and the runs it needs have finished.
 RUNS = (
     Run("start", "start", "sft", COMMON | {
         "model": "{model}", "data": "{data}/start.jsonl", "max-steps": 8, "per-device-train-batch-size": 32,
@@ -205,7 +205,7 @@ def user(text: str) -> list[dict[str, str]]:
 
 
 def share_of(key: str) -> int:
-    """0 to 99, by what a problem is, not by its place in a list."""
+    """Return 0 to 99 by the content of a problem, not by its index."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") % 100
 
 
@@ -220,7 +220,7 @@ STORIES = {
 
 
 def word_problems(part: str) -> list[dict[str, Any]]:
-    """In the same part as the bare problem of bench/tagged_arithmetic.py: all tasks share the start."""
+    """Return the split of the same problem in bench/tagged_arithmetic.py, because all tasks share START."""
     made = []
     for op, story in STORIES.items():
         most = 9 if op == "*" else 15
@@ -254,14 +254,14 @@ def needles(count: int) -> list[dict[str, Any]]:
 
 
 def conversation(text: str) -> list[dict[str, str]]:
-    """Messages of hh-rlhf's text, which ends in "Assistant:"."""
+    """Parse hh-rlhf's text, which ends in "Assistant:", into messages."""
     parts = re.split(r"\n\n(Human|Assistant):", text)[1:-2]
     names = {"Human": "user", "Assistant": "assistant"}
     return [{"role": names[who], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2], strict=True)]
 
 
 def pairs(rows: Iterable[dict[str, str]]) -> Iterator[dict[str, Any]]:
-    """Pairs that fit into SmolLM2's turns: users and assistants alternate, no answer is empty, nothing is very long."""
+    """Keep pairs with alternating turns, non-empty answers and moderate length."""
     for row in rows:
         prompt, chosen, rejected = conversation(row["prompt"]), row["chosen"].strip(), row["rejected"].strip()
         roles = [message["role"] for message in prompt]
@@ -272,7 +272,7 @@ def pairs(rows: Iterable[dict[str, str]]) -> Iterator[dict[str, Any]]:
 
 
 def labelled(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each pair as two rows for KTO."""
+    """Convert each pair to two KTO rows."""
     return [
         {"prompt": row["prompt"], "completion": row[name], "label": name == "chosen"}
         for row in rows
@@ -281,7 +281,7 @@ def labelled(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def solutions(rows: Iterable[dict[str, str]]) -> list[dict[str, Any]]:
-    """Short ones, without the marks of the calculator."""
+    """Keep short solutions, without calculator annotations."""
     made = []
     for row in rows:
         solution = re.sub(r"<<.*?>>", "", row["answer"])
@@ -293,7 +293,7 @@ def solutions(rows: Iterable[dict[str, str]]) -> list[dict[str, Any]]:
 def apart(
     rows: Iterable[dict[str, Any]], taken: Iterable[dict[str, Any]] = (), key: Callable[[Any], str] | None = None
 ) -> list[dict[str, Any]]:
-    """The first row of each key that is not among the keys taken; a key is the first user message, in small letters."""
+    """Keep the first row of each key that is not in the taken keys; a key is the lowercased first user message."""
     key = key or (lambda row: " ".join(row["prompt"][0]["content"].lower().split()))
     seen, kept = {key(row) for row in taken}, []
     for row in rows:
@@ -341,7 +341,7 @@ def rows(out: tyro.conf.Positional[Path], assets: Path | None = None) -> None:
 
 
 def in_turn(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Another order, always the same: the first rows are then of every kind."""
+    """Shuffle with a fixed seed, so that the first rows are of every kind."""
     return sorted(rows, key=lambda row: hashlib.sha256(json.dumps(row).encode()).hexdigest())
 
 
@@ -349,18 +349,18 @@ def in_turn(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 NEEDED = re.compile(r"\{run:([\w-]+)\}")
 RESULTS = "results.jsonl"
-# One step of a few short completions, to see that everything works; 500 is the trainer's own limit of held-out rows.
+# One step of a few short completions, as a smoke test; 500 is the trainer's limit of held-out rows.
 QUICK = {"max-steps": 1, "num-generations": 2, "per-device-train-batch-size": 4, "max-eval-rows": 4, "eval-steps": 0}
 MAX_EVAL_ROWS = 500
 TRAINER = (sys.executable, "-m", "trainer")
 POLL_S = 0.2
 
-Jobs = dict[str, tuple[Run, int]]  # by the name of the run folder
+Jobs = dict[str, tuple[Run, int]]  # name of the run folder -> run, seed
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where a command finds its files."""
+    """Paths of a command's files."""
 
     model: str
     data: str
@@ -381,7 +381,7 @@ def flags_of(run: Run, quick: bool) -> Flags:
 
 
 def words_of(name: str, run: Run, seed: int, places: Places, quick: bool = False) -> list[str]:
-    """Arguments of `python -m trainer`."""
+    """Return the arguments of `python -m trainer`."""
     words = ["--method", run.method]
     for flag, value in flags_of(run, quick).items():
         words += [f"--{flag}", *(places.fill(str(x)) for x in (value if isinstance(value, tuple) else (value,)))]
@@ -397,12 +397,12 @@ def all_jobs() -> Jobs:
 
 
 def chosen_jobs(only: tuple[str, ...], done: set[str]) -> Jobs:
-    """Those named, by their name with or without the seed, and what they need; in the order of the list."""
+    """Select the named runs (with or without the seed) and the runs they need, in list order."""
     jobs = all_jobs()
     wanted = {name for name, (run, _) in jobs.items() if not only or name in only or run.name in only}
     known = {*jobs, *(run.name for run in RUNS)}
     if unknown := sorted(set(only) - known):
-        raise SystemExit(f"only={unknown[0]}: is no run; choose from {', '.join(run.name for run in RUNS)}")
+        raise SystemExit(f"only={unknown[0]}: must be one of {', '.join(run.name for run in RUNS)}")
     while missing := {need for name in wanted for need in needs(jobs[name][0])} - wanted:
         wanted |= missing
     return {name: job for name, job in jobs.items() if name in wanted and name not in done}
@@ -416,7 +416,7 @@ def held_out_rows(run: Run, places: Places, quick: bool) -> int | None:
 
 
 def result_of(name: str, run: Run, seed: int, places: Places, quick: bool) -> dict[str, Any]:
-    """What a finished run reached: its held-out metrics at every evaluation."""
+    """Return a finished run's held-out metrics at every evaluation."""
     records = list(read_jsonl(Path(places.runs) / name / "metrics.jsonl"))
     points = [
         {"step": record["step"], **{key: value for key, value in record.items() if key.startswith("eval/")}}
@@ -444,7 +444,7 @@ def run(
     stop_after: float | None = None,
     quick: bool = False,
 ) -> None:
-    """Train everything that is not in OUT/results.jsonl yet.
+    """Run everything that is not in OUT/results.jsonl.
 
     Args:
         model: Folder of SmolLM2-135M-Instruct.
@@ -462,7 +462,7 @@ def run(
     places = Places(model=str(model.resolve()), data=str(data.resolve()), runs=str(out / "runs"))
     kept = {need for run, _ in all_jobs().values() for need in needs(run)}
     done = {row["name"] for row in read(results) if "failed" not in row} if results.is_file() else set()
-    done -= {name for name in kept if not (out / "runs" / name / "final").is_dir()}  # others need their weights
+    done -= {name for name in kept if not (out / "runs" / name / "final").is_dir()}  # other runs need their weights
     waiting, failed = chosen_jobs(only, done), []
     started = time.monotonic()
     running: dict[str, tuple[subprocess.Popen, float]] = {}
@@ -511,18 +511,18 @@ def run(
                     add(name, wall_s, failed=f"exit status {child.returncode}: {last_line(out / f'{name}.log')}")
                     continue
                 add(name, wall_s, **result_of(name, run, seed, places, quick))
-                if name not in kept:  # weights that nobody reads
+                if name not in kept:  # unused weights
                     shutil.rmtree(out / "runs" / name / "final", ignore_errors=True)
             time.sleep(POLL_S)
     finally:
         for child, _ in running.values():
             child.terminate()
     if failed:
-        raise SystemExit(f"not run to the end: {', '.join(failed)}")
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 def describe(run: Run, points: list[dict[str, Any]]) -> str:
-    """First and last of each metric."""
+    """Format the first and last value of each metric."""
     said = []
     for name, metric in TASKS[run.task].metrics.items():
         values = [point[name] for point in points if name in point]

@@ -1,9 +1,9 @@
-"""docs/results.md from what `python -m bench.runs.results run` wrote: a table and a picture for each task.
+"""Write docs/results.md from the rows of `python -m bench.runs.results run`: a table and a figure per task.
 
     python -m bench.runs.results_page OUT/results.jsonl docs/results.md
 
-What did not work is found here, not chosen: runs that ended early, held-out metrics that did not improve by more than
-their noise, seeds that ended further apart than it, and EBFT where SFT ended closer.
+Failures are detected, not selected: runs that ended early, held-out metrics that did not improve by more than
+their noise, seeds that differ by more than the noise, and EBFT if SFT ended closer.
 """
 
 from __future__ import annotations
@@ -23,49 +23,49 @@ from bench.runs.smollm2 import read
 
 COLOURS = ("#00798c", "#d1495b", "#edae49", "#66a182")
 NOISE = 2.0  # standard errors
-RANGE = 3.3  # standard errors that the range of three seeds stays within, 19 times of 20
+RANGE = 3.3  # 95% bound on the range of three seeds, in standard errors
 
 Row = dict[str, Any]
 
 
 def latest(rows: Iterable[Row]) -> dict[str, Row]:
-    """The last row of each run, in the order of the list; rows of a rehearsal are refused."""
-    found = {row["name"]: row for row in rows}
-    if quick := [name for name, row in found.items() if row["quick"]]:
-        raise SystemExit(f"{quick[0]}: made with --quick, which shows nothing; run it again without")
-    return {name: found[name] for name in all_jobs() if name in found}
+    """Return the last row of each run, in list order; raise on --quick rows."""
+    by_name = {row["name"]: row for row in rows}
+    if quick := [name for name, row in by_name.items() if row["quick"]]:
+        raise SystemExit(f"{quick[0]}: measured with --quick; run it again without")
+    return {name: by_name[name] for name in all_jobs() if name in by_name}
 
 
-def with_features(found: dict[str, Row]) -> dict[str, Row]:
-    """Judged runs get what was measured for them: before, as their judge's method began; after, as it found them.
+def with_features(rows: dict[str, Row]) -> dict[str, Row]:
+    """Merge measuring runs into the runs that they measure, whose own metrics take precedence.
 
-    What they measured themselves stays.
+    "Before" comes from the start of the training run with the same method, "after" from the measuring run.
     """
-    made = dict(found)
-    for judge in [row for row in found.values() if row["judges"]]:
-        del made[judge["name"]]
+    merged = dict(rows)
+    for judge in [row for row in rows.values() if row["judges"]]:
+        del merged[judge["name"]]
         name = f"{judge['judges']}-{judge['seed']}"
-        beside = next((row for row in found.values() if row["method"] == judge["method"] and not row["judges"]), None)
-        own = made.get(name, {}).get("points", [])
-        if len(own) > 1 and "points" in judge and beside and "points" in beside:
-            before, after = {**beside["points"][0], **own[0]}, {**judge["points"][0], **own[-1]}
-            made[name] = {**made[name], "points": [before, *own[1:-1], after]}
-    return made
+        trained = next((row for row in rows.values() if row["method"] == judge["method"] and not row["judges"]), None)
+        points = merged.get(name, {}).get("points", [])
+        if len(points) > 1 and "points" in judge and trained and "points" in trained:
+            before, after = {**trained["points"][0], **points[0]}, {**judge["points"][0], **points[-1]}
+            merged[name] = {**merged[name], "points": [before, *points[1:-1], after]}
+    return merged
 
 
 def values_of(row: Row, metric: str) -> list[tuple[int, float]]:
-    """(step, value) of every evaluation."""
+    """Return (step, value) of every evaluation."""
     return [(point["step"], point[metric]) for point in row.get("points", []) if point.get(metric) is not None]
 
 
 def ends(row: Row, metric: str) -> tuple[float, float] | None:
-    """Before and after; None if there are not two evaluations."""
+    """Return the first and last value; None if there are not two evaluations."""
     values = values_of(row, metric)
     return (values[0][1], values[-1][1]) if len(values) > 1 else None
 
 
 def noise(metric: Metric, before: float, after: float, held_out: int) -> float:
-    """Two standard errors of the difference of two fractions of that many rows; 0 for what is no fraction."""
+    """Return two standard errors of the difference of two fractions of this many rows; 0 if not a fraction."""
     if not metric.fraction:
         return 0.0
     return NOISE * math.sqrt(sum(max(0.0, x * (1 - x)) for x in (before, after)) / held_out)
@@ -78,54 +78,54 @@ def improved(row: Row, name: str, metric: Metric) -> bool:
     return change > noise(metric, before, after, row["held_out"])
 
 
-def failures(found: dict[str, Row]) -> list[str]:
-    """A line for everything that did not work."""
-    said = []
-    for name, row in found.items():
+def failures(rows: dict[str, Row]) -> list[str]:
+    """Return a line for every failure."""
+    lines = []
+    for name, row in rows.items():
         if "failed" in row:
-            said.append(f"`{name}` did not run to the end ({row['failed']}).")
+            lines.append(f"`{name}` did not run to the end ({row['failed']}).")
         for metric_name, metric in TASKS[row["task"]].metrics.items():
             if ends(row, metric_name) and not improved(row, metric_name, metric):
                 before, after = ends(row, metric_name)
                 guess = "" if metric.chance is None else f" (a guess: {metric.chance:.2f})"
                 beyond = " beyond noise" if metric.fraction else ""
-                said.append(
+                lines.append(
                     f"`{name}`: held-out {metric.label} went from {before:.3f} to {after:.3f}{guess}, which is no "
                     f"improvement{beyond}."
                 )
-    missing = [name for name, (run, _) in all_jobs().items() if name not in found and not run.judges]
+    missing = [name for name, (run, _) in all_jobs().items() if name not in rows and not run.judges]
     if missing:
-        said.append(f"Not run: {', '.join(f'`{name}`' for name in missing)}.")
-    return [*said, *apart(found), *behind(found)]
+        lines.append(f"Not run: {', '.join(f'`{name}`' for name in missing)}.")
+    return [*lines, *seed_differences(rows), *ebft_losses(rows)]
 
 
-def apart(found: dict[str, Row]) -> list[str]:
-    """Runs whose result depends on the seed."""
-    said = []
+def seed_differences(rows: dict[str, Row]) -> list[str]:
+    """Return a line for every run whose result depends on the seed."""
+    lines = []
     for run in RUNS:
         for name, metric in TASKS[run.task].metrics.items():
-            measured = [row for row in rows_of(run, found) if ends(row, name)]
+            measured = [row for row in rows_of(run, rows) if ends(row, name)]
             if not measured or not metric.fraction:
                 continue
             last = [ends(row, name)[1] for row in measured]
             least, most, mean = min(last), max(last), statistics.fmean(last)
             if most - least > RANGE * math.sqrt(mean * (1 - mean) / measured[0]["held_out"]):
-                said.append(
+                lines.append(
                     f"`{run.name}`: held-out {metric.label} depends on the seed; it ended between {least:.3f} and "
                     f"{most:.3f}, further apart than noise."
                 )
-    return said
+    return lines
 
 
-def behind(found: dict[str, Row]) -> list[str]:
-    """EBFT where SFT on the same rows ended as close or closer."""
-    said = []
-    of_task = {row["method"]: row for row in found.values() if row["task"] == "solutions"}
+def ebft_losses(rows: dict[str, Row]) -> list[str]:
+    """Return a line for every metric on which SFT on the same rows ended as close as EBFT or closer."""
+    lines = []
+    of_task = {row["method"]: row for row in rows.values() if row["task"] == "solutions"}
     for name, metric in TASKS["solutions"].metrics.items():
         both = [ends(of_task[method], name) if method in of_task else None for method in ("ebft", "sft")]
         if None not in both and both[0][1] >= both[1][1]:
-            said.append(f"EBFT ended at {metric.label} {both[0][1]:.3f}, SFT on the same rows at {both[1][1]:.3f}.")
-    return said
+            lines.append(f"EBFT ended at {metric.label} {both[0][1]:.3f}, SFT on the same rows at {both[1][1]:.3f}.")
+    return lines
 
 
 def mean_and_range(values: list[float]) -> str:
@@ -134,13 +134,12 @@ def mean_and_range(values: list[float]) -> str:
     return f"{statistics.fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
-def table(task: str, found: dict[str, Row]) -> list[str]:
-    """One line for each run and metric, over its seeds."""
+def table(task: str, rows: dict[str, Row]) -> list[str]:
+    """Return a table line per run and metric, over seeds."""
     lines = ["| run | held out | before | after | seeds | steps | wall time |", "|---|---|---|---|---|---|---|"]
     for run in runs_of(task):
-        rows = rows_of(run, found)
         for name, metric in TASKS[task].metrics.items():
-            measured = [row for row in rows if ends(row, name)]
+            measured = [row for row in rows_of(run, rows) if ends(row, name)]
             if not measured:
                 continue
             before, after = (mean_and_range([ends(row, name)[end] for row in measured]) for end in (0, 1))
@@ -157,12 +156,12 @@ def runs_of(task: str) -> list[Run]:
     return [run for run in RUNS if run.task == task and not run.judges]
 
 
-def rows_of(run: Run, found: dict[str, Row]) -> list[Row]:
-    return [found[run.named(seed)] for seed in run.seeds if run.named(seed) in found]
+def rows_of(run: Run, rows: dict[str, Row]) -> list[Row]:
+    return [rows[run.named(seed)] for seed in run.seeds if run.named(seed) in rows]
 
 
 def commands(rows: Iterable[Row]) -> list[str]:
-    """In a fold: the first seed of each run; the others differ in --seed and the folder."""
+    """Return a collapsible list of commands for the first seed of each run."""
     first: dict[str, str] = {}
     for row in rows:
         first.setdefault(row["run"], row["command"])
@@ -171,7 +170,7 @@ def commands(rows: Iterable[Row]) -> list[str]:
 
 
 def broken(command: str) -> list[str]:
-    """Over several lines, each a shell's continuation of the one before, cut between flags."""
+    """Wrap a command between flags, with shell continuations."""
     lines = [""]
     for word in shlex.split(command):
         if word.startswith("--") and len(lines[-1]) > 80:
@@ -181,8 +180,8 @@ def broken(command: str) -> list[str]:
     return [f"    {line}" for line in " \\\n".join([first, *(f"    {line}" for line in rest)]).splitlines()]
 
 
-def draw(task: str, found: dict[str, Row], figure: Path) -> bool:
-    """A panel for each metric: every seed as a light line, their mean as a strong one. False if there is no point."""
+def draw(task: str, rows: dict[str, Row], figure: Path) -> bool:
+    """Draw a panel per metric: seeds as light lines, the mean as a strong line. Return False if there are no points."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -192,14 +191,14 @@ def draw(task: str, found: dict[str, Row], figure: Path) -> bool:
     shown = {
         name: metric
         for name, metric in TASKS[task].metrics.items()
-        if any(values_of(row, name) for run in runs_of(task) for row in rows_of(run, found))
+        if any(values_of(row, name) for run in runs_of(task) for row in rows_of(run, rows))
     }
     if not shown:
         return False
     fig, panels = plt.subplots(1, len(shown), figsize=(4.6 * len(shown), 3.0), squeeze=False)
     for axes, (name, metric) in zip(panels[0], shown.items(), strict=True):
         for run, colour in zip(runs_of(task), COLOURS, strict=False):
-            lines = [values for row in rows_of(run, found) if (values := values_of(row, name))]
+            lines = [values for row in rows_of(run, rows) if (values := values_of(row, name))]
             for values in lines:
                 axes.plot(*zip(*values, strict=True), color=colour, alpha=0.35 if len(lines) > 1 else 1, linewidth=1)
             steps = [step for step, _ in lines[0]] if lines else []
@@ -244,8 +243,8 @@ def heading(rows: list[Row]) -> list[str]:
 def write_page(rows: list[Row], out: Path) -> None:
     measured = latest(rows)
     if not measured:
-        raise SystemExit("results: no runs; make some with `python -m bench.runs.results run`")
-    found = with_features(measured)
+        raise SystemExit("results: no runs; start them with `python -m bench.runs.results run`")
+    merged = with_features(measured)
     out.parent.mkdir(parents=True, exist_ok=True)
     lines = heading(list(measured.values()))
     for name, task in TASKS.items():
@@ -255,19 +254,19 @@ def write_page(rows: list[Row], out: Path) -> None:
         lines += ["", f"## {task.title}", "", task.text, ""]
         if task.metrics:
             figure = out.with_name(f"{out.stem}_{name}.svg")
-            lines += [*table(name, found), ""]
-            if draw(name, found, figure):
+            lines += [*table(name, merged), ""]
+            if draw(name, merged, figure):
                 lines += [f"![{task.title}: held-out metrics over steps]({figure.name})", ""]
         lines += commands(of_task)
     lines += ["", "## What did not work", ""]
-    lines += [f"- {line}" for line in failures(found)] or [
+    lines += [f"- {line}" for line in failures(merged)] or [
         "Every run improved its held-out metrics, fractions of rows by more than two standard errors."
     ]
     out.write_text("\n".join(wrapped(line) for line in lines) + "\n")
 
 
 def wrapped(line: str) -> str:
-    """Paragraphs and points at 120 columns; tables, code, pictures and headings as they are."""
+    """Wrap paragraphs and list items at 120 columns; keep tables, code, figures and headings."""
     if not line or line[0] in " |#!<":
         return line
     hang = "  " if line.startswith("- ") else ""
@@ -275,11 +274,11 @@ def wrapped(line: str) -> str:
 
 
 def main(results: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path]) -> None:
-    """Write the page and its pictures.
+    """Write the page and its figures.
 
     Args:
         results: What `bench.runs.results run` wrote.
-        out: The page; pictures are written beside it.
+        out: The page; figures are written to the same folder.
     """
     write_page(read(results), out)
 

@@ -1,15 +1,15 @@
-"""GRPO on SmolLM2-135M-Instruct as a user sees it, ours beside TRL: held-out accuracy over wall-clock time.
+"""GRPO on SmolLM2-135M-Instruct, strop vs. TRL: held-out accuracy over wall-clock time.
 
-    python -m bench.runs.smollm2 run --model MODEL_FOLDER --out rows.jsonl   # two seeds of both, one after the other
-    python -m bench.runs.smollm2 plot FIGURE.svg rows.jsonl                  # the figure, and a summary in words
+    python -m bench.runs.smollm2 run --model MODEL_FOLDER --out rows.jsonl   # two seeds of both, sequentially
+    python -m bench.runs.smollm2 plot FIGURE.svg rows.jsonl                  # the figure and a text summary
 
 The task is bench/tagged_arithmetic.py: one-digit sums, differences and products with the answer in tags. A few SFT
-steps show the format; both sides start from the result, saved in bfloat16. Then both train with the same settings: the
+steps teach the format; both start from the result, saved in bfloat16. Then both train with the same settings:
 rows, reward function, batch, group, temperature, completion length, loss, learning rate (constant), AdamW, no KL term,
-weights in float32 and products in bfloat16. Ours samples in process, TRL with vLLM in its process (--trl-engine).
+weights in float32 and products in bfloat16. strop samples in process, TRL with vLLM in its process (--trl-engine).
 
-Each run has a process of its own. Every few steps the same held-out rows are sampled at the same temperature and scored
-by the same function: ours by the trainer's own evaluation, TRL's model by transformers' generate. `train_s` counts from
+Each run is a separate process. Every few steps the same held-out rows are sampled at the same temperature and rewarded
+by the same function: strop with the trainer's evaluation, TRL with transformers' generate. `train_s` counts from
 the end of the first evaluation, `wall_s` from the start of the process; neither counts later evaluations.
 """
 
@@ -37,29 +37,29 @@ from rollout.rewards.functions import exact_match
 SIDES = ("ours", "TRL")
 COLOURS = {"ours": "#00798c", "TRL": "#d1495b"}
 NAMES = {"ours": "strop", "TRL": "TRL"}  # in the figure
-GOAL = 0.8  # accuracy whose time the summary names
+GOAL = 0.8  # the summary reports the time to this accuracy
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What both sides share."""
+    """Settings shared by both sides."""
 
     steps: int = 60
     """Optimizer steps."""
     prompts: int = 32
-    """Prompts of a step."""
+    """Prompts per step."""
     group: int = 8
-    """Completions of a prompt."""
+    """Completions per prompt."""
     completion: int = 32
-    """Most tokens of a completion."""
+    """Maximum tokens per completion."""
     learning_rate: float = 1e-5
-    """Constant."""
+    """Constant learning rate."""
     eval_steps: int = 10
     """Steps between evaluations."""
     eval_rows: int = 488
     """Held-out rows: 61 problems, each several times."""
     eval_temperature: float = 1.0
-    """Of held-out completions. 0: greedy."""
+    """Temperature of held-out completions. 0: greedy."""
 
 
 @dataclass(frozen=True)
@@ -67,23 +67,23 @@ class Job:
     side: str
     seed: int
     settings: Settings
-    folder: str  # with start/ (the model), train.jsonl, eval.jsonl
+    folder: str  # contains start/ (the model), train.jsonl, eval.jsonl
     trl_engine: str
     begun: float  # time.time() when the process was started
     out: str | None
 
 
 class Clock:
-    """Points of one run; evaluations stand still on it."""
+    """Clock and points of one run; the clock stops during evaluations."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.tokens = job, 0
         self.started: float | None = None  # end of the first evaluation
-        self.evaluating = 0.0  # seconds, after the first
+        self.evaluating = 0.0  # seconds of evaluations after the first
         self.start_up = 0.0
 
     def point(self, step: int, evaluate: Callable[[], tuple[float, Any]]) -> Any:
-        """Evaluate, write the row, and return what `evaluate` gave beside the accuracy."""
+        """Evaluate, write the row, and return the second result of `evaluate`."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         before = time.perf_counter()
@@ -109,7 +109,7 @@ class Clock:
 
 
 def run_ours(job: Job) -> None:
-    """`python -m trainer` as it is; its evaluations are timed."""
+    """Run `python -m trainer` unchanged, and time its evaluations."""
     from trainer.__main__ import main
     from trainer.rl import session
 
@@ -185,7 +185,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def accuracy_of(model: Any, tokenizer: Any, rows: list[dict[str, Any]], settings: Settings) -> float:
-    """Of one completion of each row, with the same random numbers every time."""
+    """Return the accuracy of one completion per row, with fixed random numbers."""
     texts = [tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True) for row in rows]
     batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     device, was_training = next(model.parameters()).device, model.training
@@ -205,7 +205,7 @@ def accuracy_of(model: Any, tokenizer: Any, rows: list[dict[str, Any]], settings
 
 
 def prepare(model: str, folder: Path, sft_steps: int, sft_learning_rate: float) -> None:
-    """Rows, and the model that both sides start from."""
+    """Write the rows, and train the initial model of both sides."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tagged_arithmetic.write(folder)
@@ -237,7 +237,7 @@ def run(
     folder: Path | None = None,
     settings: Settings = Settings(),  # noqa: B008  frozen
 ) -> None:
-    """Prepare, then train every seed of every side.
+    """Prepare, then train every seed of both sides.
 
     Args:
         model: Folder of SmolLM2-135M-Instruct; another chat model works as well.
@@ -271,11 +271,11 @@ def run(
     if out and out.is_file():
         print(summary(read(out)))
     if failed:
-        raise SystemExit(f"not run to the end: {'; '.join(failed)}")
+        raise SystemExit(f"failed: {'; '.join(failed)}")
 
 
 def one(job: tyro.conf.Positional[str]) -> None:
-    """One run in this process, as `run` starts it.
+    """Run one job in this process; `run` starts it.
 
     Args:
         job: A Job as JSON.
@@ -286,7 +286,7 @@ def one(job: tyro.conf.Positional[str]) -> None:
 
 
 def lines_of(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """Points of each run in order; a run made again replaces the earlier one."""
+    """Return the points of each run in order; a repeated run replaces the earlier one."""
     lines: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for row in rows:
         key = (row["side"], row["seed"])
@@ -297,7 +297,7 @@ def lines_of(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, int], list[dict[
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """A line for each run."""
+    """Return a line per run."""
     said = []
     for (side, seed), points in sorted(lines_of(rows).items()):
         last = points[-1]

@@ -1,4 +1,4 @@
-"""One side of bench/vs_trl.py: jobs come as lines of JSON; for each that worked, a line says what was measured."""
+"""One side of bench/vs_trl.py: read jobs as JSON lines, and print a result line for each successful job."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.metrics.metrics import read_jsonl
 
 
 def run_ours(job: dict[str, Any]) -> Measured:
-    """`python -m trainer` as it is, but for the export at the end."""
+    """Run `python -m trainer` without the final export."""
     from trainer.__main__ import INTERRUPTED, main
     from trainer.run.run import Run
 
@@ -34,7 +34,7 @@ def run_ours(job: dict[str, Any]) -> Measured:
         save(run, step, *args)
         watch.step_ended(step)
 
-    with patch.multiple(Run, finish=lambda run, policy: None, maybe_save=maybe_save):  # exporting is no step
+    with patch.multiple(Run, finish=lambda run, policy: None, maybe_save=maybe_save):  # exporting is not part of a step
         code = main(job["flags"])
     if code == INTERRUPTED:
         raise KeyboardInterrupt
@@ -46,7 +46,7 @@ def run_ours(job: dict[str, Any]) -> Measured:
     tokens = [step_tokens(job, a, b) for a, b in pairwise(records)]
     last = records[-1]
     names = ("rollout_s", "reward_s", "train_s", "sync_s", "wait_s")
-    # A run that samples ahead has nothing left to sample in its last step: the steps before it are what they are.
+    # A run that samples ahead samples nothing in its last step, so the last step is excluded.
     timed = slice(job["warmup"] - 1, -1 if "--async-prefetch" in job["flags"] else None)
     parts = {
         name: statistics.median(record[f"time/{name}"] for record in records[1:][timed])
@@ -61,13 +61,13 @@ def run_ours(job: dict[str, Any]) -> Measured:
 
 
 def step_tokens(job: dict[str, Any], before: dict[str, float], after: dict[str, float]) -> float:
-    if job["method"] == "grpo":  # a shared prompt counts once for each completion
+    if job["method"] == "grpo":  # a shared prompt counts once per completion
         return job["rows"] * (after["rollout/len_mean"] + PROMPT)
     return after["data/tokens_total"] - before["data/tokens_total"]
 
 
 def planned(job: dict[str, Any], tokens: float) -> float:
-    """GiB that the planner gives for this run, at its largest step."""
+    """Return the planner's GiB for the largest step of this run."""
     from trainer.cli import parse
     from trainer.plan import planned_peak
 
@@ -150,18 +150,18 @@ def run_trl(job: dict[str, Any]) -> Measured:
     assert len(tokens) == len(seconds), f"{len(counts)} counts of tokens for {len(ends)} steps"
     timed = slice(job["warmup"] - 1, None)
     if job["method"] == "grpo":
-        error = shown[-1].get("sampling/sampling_logp_difference/mean", 0.0)  # without vLLM it samples by itself
+        error = shown[-1].get("sampling/sampling_logp_difference/mean", 0.0)  # absent without vLLM
     else:
         error = abs(shown[0]["loss"] / job["exact"] - 1)
     return Measured(seconds[timed], tokens[timed], max(peaks), error, {}, kernels=watch.found)
 
 
 def main() -> None:
-    """Each line of stdin holds several jobs by name; after their results comes a line of nulls."""
+    """Read named jobs from each line of stdin; print their results and then a line of nulls."""
     for line in sys.stdin:
         for way, job in json.loads(line).items():
             made = measured(job)
-            if torch.cuda.is_available():  # for the next way, and for the other side
+            if torch.cuda.is_available():  # frees memory for the next way and the other side
                 gc.collect()
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
@@ -171,19 +171,19 @@ def main() -> None:
 
 
 def tell(way: str | None, made: dict[str, Any] | None) -> None:
-    """In a line of its own, also after a progress bar."""
+    """Print on a separate line, even after a progress bar."""
     print(f"\n{RESULT}{json.dumps([way, made])}", flush=True)
 
 
 def measured(job: dict[str, Any]) -> Measured | None:
-    torch._dynamo.reset()  # it gives up after some graphs of a function, those of other ways counted
+    torch._dynamo.reset()  # Dynamo limits the graphs per function, including graphs of other ways
     try:
         with watched() as used:
             made = run_ours(job) if job["way"] == "ours" else run_trl(job)
-    except (Exception, SystemExit):  # out of memory, say: the next way may fit
+    except (Exception, SystemExit):  # e.g. out of memory; the next way may fit
         traceback.print_exc(file=sys.stdout)
         return None
-    # Engines and servers are not torch's alone.
+    # Engines and servers use memory outside torch.
     return replace(made, peak_gib=max(used)) if job["method"] == "grpo" else made
 
 

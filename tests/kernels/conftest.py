@@ -1,4 +1,4 @@
-"""For all tests of kernels."""
+"""Fixtures of the kernel tests."""
 
 from __future__ import annotations
 

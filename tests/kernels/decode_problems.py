@@ -1,4 +1,4 @@
-"""Rows of a decode step over a paged cache, for the tests of kernels/decode_attention.py, and what they must give."""
+"""Decode rows over a paged cache and their exact attention, for the tests of kernels/decode_attention.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Problem(NamedTuple):
 
 
 def make_problem(
-    groups: list[tuple[int, list[int]]],  # tokens of the prefix, tokens of each row's own
+    groups: list[tuple[int, list[int]]],  # prefix tokens, own tokens of each row
     *,
     heads: tuple[int, int, int] = (4, 2, 16),  # H, H_kv, K
     page: int = 16,
@@ -36,14 +36,14 @@ def make_problem(
     seed: int = 0,
     holes: bool = False,  # -1 between the rows of a tile
 ) -> Problem:
-    """Pages in random order, rows of the groups in random order; every place that no row sees holds NaN."""
+    """Build a problem with pages and rows in random order. Slots that no row sees contain NaN."""
     draw = torch.Generator().manual_seed(seed)
     num_rows = sum(len(own) for _, own in groups)
     needed = [(-(-prefix // page), [-(-length // page) for length in own]) for prefix, own in groups]
     total = sum(shared + sum(own) for shared, own in needed) + 2
     width = max(shared + max(own) for shared, own in needed) + 1
     free = torch.randperm(total, generator=draw).tolist()
-    number = torch.randperm(num_rows, generator=draw).tolist()
+    free_rows = torch.randperm(num_rows, generator=draw).tolist()
     table = torch.randint(total, (num_rows, width), generator=draw, dtype=torch.int32)  # unused entries: any page
     prefix_len, own_len = (torch.zeros(num_rows, dtype=torch.int32) for _ in range(2))
     written = torch.zeros(total * page, dtype=torch.bool)
@@ -52,12 +52,12 @@ def make_problem(
         shared_pages = [free.pop() for _ in range(shared)]
         members = []
         for length, pages in zip(own, own_pages, strict=True):
-            row = number.pop()
+            row = free_rows.pop()
             members.append(row)
-            mine = [free.pop() for _ in range(pages)]
-            table[row, : shared + pages] = torch.tensor(shared_pages + mine, dtype=torch.int32)
+            row_pages = [free.pop() for _ in range(pages)]
+            table[row, : shared + pages] = torch.tensor(shared_pages + row_pages, dtype=torch.int32)
             prefix_len[row], own_len[row] = prefix, length
-            for pages_of, tokens in ((shared_pages, prefix), (mine, length)):
+            for pages_of, tokens in ((shared_pages, prefix), (row_pages, length)):
                 for n in range(tokens):
                     written[pages_of[n // page] * page + n % page] = True
         each = TILE_ROWS // 2 if holes else TILE_ROWS
@@ -67,7 +67,7 @@ def make_problem(
                 part = [x for member in part for x in (-1, member)]
             tiles.append(part + [-1] * (TILE_ROWS - len(part)))
     assert len(tiles) <= num_rows
-    tiles = [[-1] * TILE_ROWS] * (num_rows - len(tiles)) + tiles  # unused ones first
+    tiles = [[-1] * TILE_ROWS] * (num_rows - len(tiles)) + tiles  # unused tiles first
     num_heads, key_heads, head_dim = heads
     query = torch.randn(num_rows, num_heads, head_dim, generator=draw).to(dtype)
     keys, values = (torch.randn(key_heads, total * page, head_dim, generator=draw).to(dtype) for _ in range(2))
@@ -76,20 +76,20 @@ def make_problem(
 
 
 def naive(problem: Problem, window: int | None = None) -> Tensor:  # (B, H, K) float64
-    """One row, one head and one token at a time, in float64."""
+    """Attend row by row and head by head, in float64."""
     query, keys, values, rows, page = problem
     num_heads, key_heads = query.shape[1], keys.shape[0]
     out = torch.zeros(query.shape, dtype=torch.float64)
     for b in range(query.shape[0]):
         pages, prefix, own = rows.table[b].tolist(), int(rows.prefix_len[b]), int(rows.own_len[b])
-        places = [pages[n // page] * page + n % page for n in range(prefix)]
-        behind = math.ceil(prefix / page)
-        places += [pages[behind + n // page] * page + n % page for n in range(own)]
-        places = places[-window:] if window is not None else places
+        slots = [pages[n // page] * page + n % page for n in range(prefix)]
+        prefix_pages = math.ceil(prefix / page)
+        slots += [pages[prefix_pages + n // page] * page + n % page for n in range(own)]
+        slots = slots[-window:] if window is not None else slots
         for head in range(num_heads):
-            at = head // (num_heads // key_heads)
-            score = keys[at, places].double() @ query[b, head].double() * problem.options["scale"]
-            out[b, head] = torch.softmax(score, dim=0) @ values[at, places].double()
+            key_head = head // (num_heads // key_heads)
+            score = keys[key_head, slots].double() @ query[b, head].double() * problem.options["scale"]
+            out[b, head] = torch.softmax(score, dim=0) @ values[key_head, slots].double()
     return out
 
 

@@ -1,4 +1,4 @@
-"""Checks of linear_logprob under autograd, threads, checkpointing, compilation and autocast, on every path."""
+"""Checks of linear_logprob under autograd, threads, checkpointing, compilation and autocast, for every Path."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def around(check: Callable[[Path], None]) -> Callable[[Path], None]:
 
 @around
 def backward_again(path: Path) -> None:
-    """The general entry point allows two backwards, the one-pass loss only one."""
+    """The general entry point allows several backward passes, the one-pass loss only one."""
     case = make(N, D, V, path=path)
     leaf = case.hidden.clone().requires_grad_()
     total = loss_of(case._replace(hidden=leaf), path, "general")
@@ -50,7 +50,7 @@ def second_derivatives(path: Path) -> None:
 
 
 @around
-def scaled_afterwards(path: Path) -> None:
+def scaled_loss(path: Path) -> None:
     case = make(N, D, V, path=path)
     want = heads.truth(case)
     for factor in (1 / N, -1.0, 0.0):
@@ -64,7 +64,7 @@ def scaled_afterwards(path: Path) -> None:
 
 @around
 def summed_over_micro_batches(path: Path) -> None:
-    """Gradients of two calls add up in .grad, which must not be a buffer that a call still writes to."""
+    """Gradients of two calls add up in .grad, which must not alias a buffer that a call still writes to."""
     case = make(N, D, V, path=path)
     want = heads.truth(case)
     for entry in ENTRIES:
@@ -75,7 +75,7 @@ def summed_over_micro_batches(path: Path) -> None:
 
 
 def trunk_gradients(case: Case, path: Path, run: Callable[[Callable, Tensor], Tensor], entry: str) -> list[Tensor]:
-    """Gradients of a trunk (x @ mix, tanh) followed by the head, called by `run`."""
+    """Return the gradients of a trunk (x @ mix, tanh) and the head, called by `run`."""
     mix = torch.eye(D, device=path.device, dtype=path.dtype).roll(1, 0).requires_grad_()
     leaves = heads.leaves_of(case)
 
@@ -91,8 +91,8 @@ def activation_checkpointing(path: Path) -> None:
     case = make(N, D, V, path=path)
     for entry in ENTRIES:
         plain = trunk_gradients(case, path, lambda step, x: step(x), entry)
-        again = trunk_gradients(case, path, lambda step, x: checkpoint(step, x, use_reentrant=False), entry)
-        assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True)), entry
+        recomputed = trunk_gradients(case, path, lambda step, x: checkpoint(step, x, use_reentrant=False), entry)
+        assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True)), entry
 
 
 @around
@@ -109,20 +109,20 @@ def backward_on_another_thread(path: Path) -> None:
 
 
 @around
-def all_on_another_thread(path: Path) -> None:
+def forward_and_backward_on_another_thread(path: Path) -> None:
     case = make(N, D, V, path=path)
     for entry in ENTRIES.values():
-        found = []
-        worker = threading.Thread(target=lambda entry=entry, found=found: found.append(entry(case, path)))
+        results = []
+        worker = threading.Thread(target=lambda entry=entry, results=results: results.append(entry(case, path)))
         worker.start()
         worker.join()
         want = entry(case, path)
-        assert found and all(torch.equal(found[0][key], want[key]) for key in want)
+        assert results and all(torch.equal(results[0][key], want[key]) for key in want)
 
 
 @around
 def inside_a_compiled_function(path: Path) -> None:
-    """Called with plain tensors: torch 2.11's Dynamo fails on frames that build a NamedTuple."""
+    """Uses plain tensors, because Dynamo of torch 2.11 fails on frames that build a NamedTuple."""
     case = make(N, D, V, path=path)
     (x, weight, bias), target, c = heads.leaves_of(case).values(), case.target, case.c
     mix = torch.eye(D, device=path.device, dtype=path.dtype).roll(1, 0).requires_grad_()
@@ -142,8 +142,8 @@ def inside_a_compiled_function(path: Path) -> None:
         torch._dynamo.reset()
         leaves = (x, weight, bias, mix)
         plain = torch.autograd.grad(step(x), leaves)
-        made = torch.autograd.grad(torch.compile(step, backend="eager")(x), leaves)
-        assert all(torch.equal(a, b) for a, b in zip(plain, made, strict=True)), step.__name__
+        compiled = torch.autograd.grad(torch.compile(step, backend="eager")(x), leaves)
+        assert all(torch.equal(a, b) for a, b in zip(plain, compiled, strict=True)), step.__name__
 
 
 def low_precision(path: Path) -> torch.autocast:
@@ -152,7 +152,7 @@ def low_precision(path: Path) -> torch.autocast:
 
 @around
 def autocast_changes_nothing(path: Path) -> None:
-    """Around the call alone, and around the backward too."""
+    """Under autocast for the forward only, and for both passes."""
     case = make(N, D, V, path=path)
     for name, entry in ENTRIES.items():
         want, leaves = entry(case, path), heads.leaves_of(case)

@@ -1,6 +1,6 @@
-"""Checks of linear_logprob and linear_logprob_loss that hold on every path: CHECKS["no_tokens"](path).
+"""Checks of linear_logprob and linear_logprob_loss for every Path: CHECKS["no_tokens"](path).
 
-Layouts, ignored tokens, what gets a gradient, and losses in one pass. Checks of autograd are in head_autograd.py.
+Layouts, ignored tokens, frozen inputs, and losses in one pass. Checks of autograd are in head_autograd.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def every_path(check: Callable[[Path], None]) -> Callable[[Path], None]:
 
 
 def loss_of(case: Case, path: Path, entry: str, loss: str = "both", **options) -> Tensor:
-    """The loss of an entry point, with its graph, on the tensors of `case` themselves."""
+    """Return the loss of an entry point with its graph, on the tensors of `case` themselves."""
     arguments = {"bias": case.bias, "impl": path.impl, **options}
     if entry == "general":
         logp, entropy = fast.linear_logprob(case.hidden, case.weight, case.target, **arguments)
@@ -39,7 +39,7 @@ def loss_of(case: Case, path: Path, entry: str, loss: str = "both", **options) -
     return fast.linear_logprob_loss(case.hidden, case.weight, case.target, loss_fn, **arguments)[0]
 
 
-# ---- shapes and layouts ----
+# Shapes and layouts
 
 
 @every_path
@@ -49,12 +49,12 @@ def no_tokens(path: Path) -> None:
         got = entry(case, path)
         assert got["logp"].shape == got["entropy"].shape == (0,) and got["hidden"].shape == (0, D)
         assert (got["weight"] == 0).all() and (got["bias"] == 0).all() and got["weight"].shape == (V, D)
-    assert heads.scored(case, path).logp.shape == (0,)
+    assert heads.token_logps(case, path).logp.shape == (0,)
 
 
 @every_path
 def views(path: Path) -> None:
-    """Transposed, every second row, an odd offset within a wider tensor, and unaligned."""
+    """Transposed views, every second row, an odd offset within a wider tensor, and unaligned memory."""
     case = make(N, D, V, path=path)
     want = heads.truth(case)
     wide = {name: torch.cat([x, x, x], dim=1) for name, x in (("hidden", case.hidden), ("weight", case.weight))}
@@ -79,7 +79,7 @@ def views(path: Path) -> None:
 
 
 @every_path
-def one_token_many_times(path: Path) -> None:
+def expanded_hidden_state(path: Path) -> None:
     case = make(N, D, V, path=path)
     case = case._replace(hidden=case.hidden[:1].expand(N, D))
     want = heads.truth(case._replace(hidden=case.hidden.contiguous()))
@@ -87,16 +87,16 @@ def one_token_many_times(path: Path) -> None:
         state = case.hidden[:1].detach().clone().requires_grad_()
         weight = case.weight.detach().clone().requires_grad_()
         total = loss_of(case._replace(hidden=state.expand(N, D), weight=weight), path, entry)
-        made = dict(zip(("hidden", "weight"), torch.autograd.grad(total, [state, weight]), strict=True))
-        assert_same(made, {**want, "hidden": want["hidden"].sum(0, keepdim=True)}, path, what=entry)
+        gradients = dict(zip(("hidden", "weight"), torch.autograd.grad(total, [state, weight]), strict=True))
+        assert_same(gradients, {**want, "hidden": want["hidden"].sum(0, keepdim=True)}, path, what=entry)
 
 
-# ---- ignored tokens, tokens without a gradient ----
+# Ignored tokens, tokens without a gradient
 
 
 @every_path
 def ignored_tokens(path: Path) -> None:
-    """Their results are 0, they have no gradient, and their contents do not spread."""
+    """Results and gradients of ignored tokens are 0, and their NaN does not spread."""
     case = make(N, D, V, path=path)
     ignored = torch.arange(N, device=path.device) % 3 == 0
     hidden = case.hidden.masked_fill(ignored.unsqueeze(1), math.nan)
@@ -108,7 +108,7 @@ def ignored_tokens(path: Path) -> None:
             assert (got[key][ignored] == 0).all(), f"{name}: {key} of ignored tokens"
         kept = {**got, **{key: got[key][~ignored] for key in ("logp", "entropy", "hidden")}}
         assert_same(kept, want, path, what=name)
-    assert (heads.scored(broken, path).logp[ignored] == 0).all()
+    assert (heads.token_logps(broken, path).logp[ignored] == 0).all()
 
 
 @every_path
@@ -121,7 +121,7 @@ def all_tokens_ignored(path: Path) -> None:
 
 
 @every_path
-def every_token_counts_without_an_ignore_index(path: Path) -> None:
+def no_ignore_index(path: Path) -> None:
     case = make(N, D, V, path=path)
     for entry in ENTRIES.values():
         got, want = entry(case, path, ignore_index=None), entry(case, path)
@@ -135,13 +135,13 @@ def target_outside_the_vocabulary(path: Path) -> None:
         target = case.target.clone()
         target[[2, 5]] = torch.tensor([IGNORE, wrong], device=path.device)
         for entry in ENTRIES.values():
-            with pytest.raises(ValueError, match=rf"target\[5\]={wrong}: outside the vocabulary of {V}"):
+            with pytest.raises(ValueError, match=rf"target\[5\]={wrong}: .* {V}"):
                 entry(case._replace(target=target), path)
 
 
 @every_path
 def tokens_without_a_gradient_are_skipped(path: Path) -> None:
-    """One, at the front, in between, all but one, all: same gradients, no extra work."""
+    """Skipping does not change the gradients, and skipped tokens do not enter the products."""
     case = make(N, D, V, path=path)
     n = torch.arange(N, device=path.device)
     zero = {
@@ -156,23 +156,23 @@ def tokens_without_a_gradient_are_skipped(path: Path) -> None:
             with heads.counted_tokens(path) as counts:
                 got = heads.one_pass(part, path, loss=loss)
             assert sum(counts) == (~skipped).sum(), f"{name}: {counts}"
-            for found in (got, heads.general(part, path, loss=loss)):
-                assert (found["hidden"][skipped] == 0).all(), name
-                assert_same(found, want, path, what=f"{name}, {loss}")
+            for result in (got, heads.general(part, path, loss=loss)):
+                assert (result["hidden"][skipped] == 0).all(), name
+                assert_same(result, want, path, what=f"{name}, {loss}")
 
 
 @every_path
-def tokens_without_a_gradient_are_not_looked_for(path: Path) -> None:
-    """skip=False: all tokens enter the products, gradients are the same, and a NaN without a gradient stays alone."""
+def tokens_without_a_gradient_are_not_skipped(path: Path) -> None:
+    """skip=False: all tokens enter the products, gradients are the same, and a NaN without a gradient stays local."""
     case = make(N, D, V, path=path)
     silent = torch.arange(N, device=path.device) % 3 == 0
     case = case._replace(c=case.c.masked_fill(silent, 0.0))
     bad = case._replace(hidden=case.hidden.masked_fill(silent.unsqueeze(1), float("nan")))
     for loss in ("logp", "both"):
         want = heads.truth(case, loss=loss)
-        for given in (case, bad):
-            leaves = heads.leaves_of(given)
-            full = given._replace(**leaves)
+        for inputs in (case, bad):
+            leaves = heads.leaves_of(inputs)
+            full = inputs._replace(**leaves)
 
             def loss_fn(tokens: fast.TokenLogps, index: Tensor, loss: str = loss) -> tuple[Tensor, None]:
                 logp, entropy = (torch.where(silent[index], 0.0, x) for x in tokens)
@@ -185,14 +185,14 @@ def tokens_without_a_gradient_are_not_looked_for(path: Path) -> None:
             assert sum(counts) == N, counts
             general, _ = loss_fn(fast.linear_logprob(*arguments, **options), torch.arange(N, device=path.device))
             for scalar in (total, general):
-                found = dict(zip(leaves, torch.autograd.grad(scalar, list(leaves.values())), strict=True))
-                assert (found["hidden"][silent] == 0).all()
-                assert_same(found, want, path, what=f"{loss}")
+                gradients = dict(zip(leaves, torch.autograd.grad(scalar, list(leaves.values())), strict=True))
+                assert (gradients["hidden"][silent] == 0).all()
+                assert_same(gradients, want, path, what=loss)
 
 
 @every_path
 def nan_tokens_without_a_gradient(path: Path) -> None:
-    """A masked position may hold anything: neither the loss nor a gradient may depend on it."""
+    """A NaN at a masked position affects neither the loss nor the gradients."""
     case = make(N, D, V, path=path)
     for index in ([0], [3, 4, N - 1]):
         part = case._replace(c=case.c.clone(), hidden=case.hidden.clone())
@@ -206,7 +206,7 @@ def nan_tokens_without_a_gradient(path: Path) -> None:
 
 
 @every_path
-def one_number_for_all_tokens(path: Path) -> None:
+def expanded_gradient(path: Path) -> None:
     """The gradient of loss.sum() has stride 0."""
     case = make(N, D, V, path=path)
     want = heads.truth(case, loss="sum")
@@ -215,12 +215,12 @@ def one_number_for_all_tokens(path: Path) -> None:
         assert_same(entry(case, path, loss="sum", entropy=False), {**want, "entropy": None}, path, what=name)
 
 
-# ---- what needs a gradient ----
+# Frozen inputs
 
 
 @every_path
 def frozen_parts(path: Path) -> None:
-    """The vector kept for each token of a frozen head is scaled by the incoming gradient, zero included."""
+    """With a frozen head, the saved vector of each token is scaled by the incoming gradient, including 0."""
     case = make(N, D, V, path=path)
     case.c[:, ::3] = 0
     parts = [("hidden",), ("weight",), ("bias",), ("hidden", "bias"), ("hidden", "weight")]
@@ -248,7 +248,7 @@ def no_graph_without_gradients(path: Path) -> None:
 
 @every_path
 def tied_embeddings(path: Path) -> None:
-    """The weight gets one gradient as the head and one as the embedding behind the hidden states."""
+    """The weight gets one gradient as the head and another as the embedding."""
     case = make(N, D, V, path=path, bias=False)
     ids = (case.target * 7 + 3) % V
 
@@ -258,17 +258,17 @@ def tied_embeddings(path: Path) -> None:
         return torch.autograd.grad(loss_of(tied, path, entry), leaf)[0]
 
     leaf = case.weight.double().requires_grad_()
-    made = heads.reference.linear_logprob((leaf[ids] * 3).to(path.dtype).double(), leaf, case.target)
-    want = torch.autograd.grad(heads.LOSSES["both"](*made, case.c.double()), leaf)[0]
+    tokens = heads.reference.linear_logprob((leaf[ids] * 3).to(path.dtype).double(), leaf, case.target)
+    want = torch.autograd.grad(heads.LOSSES["both"](*tokens, case.c.double()), leaf)[0]
     for entry in ENTRIES:
         is_close(gradient(entry, case.weight), want, path.gradients, what=entry)
 
 
-# ---- the loss in one pass ----
+# The loss in one pass
 
 
 @every_path
-def loss_function_sees_tokens_in_order(path: Path) -> None:
+def loss_function_gets_tokens_in_order(path: Path) -> None:
     case = make(37, 16, 11, path=path)
     target = case.target.masked_fill(torch.arange(37, device=path.device) % 5 == 1, IGNORE)
     kept = (target != IGNORE).nonzero().squeeze(1)
@@ -285,13 +285,13 @@ def loss_function_sees_tokens_in_order(path: Path) -> None:
     assert len(seen) > 1 and extra == list(range(1, len(seen) + 1))
     assert torch.equal(torch.cat([index for index, _ in seen]), kept)
     logp = torch.cat([logp for _, logp in seen])
-    is_close(logp, heads.scored(case, path).logp[kept], path.values, absolute=path.values)
+    is_close(logp, heads.token_logps(case, path).logp[kept], path.values, absolute=path.values)
     is_close(total.detach(), logp.sum(), 1e-6)
 
 
 @every_path
-def loss_that_ignores_the_log_probs(path: Path) -> None:
-    """A constant loss, as for a micro-batch whose advantages are all 0."""
+def constant_loss(path: Path) -> None:
+    """As for a micro-batch whose advantages are all 0."""
     case = make(N, D, V, path=path)
     leaves = heads.leaves_of(case)
     full = case._replace(**leaves)
@@ -307,14 +307,14 @@ def loss_that_ignores_the_log_probs(path: Path) -> None:
 
 @every_path
 def policy_gradient_in_one_pass(path: Path) -> None:
-    """Clipped tokens and those with advantage 0 are skipped; the gradient equals that of the general entry point."""
+    """Clipped tokens and tokens with advantage 0 are skipped; the gradient matches the general entry point."""
     case = make(N, D, V, path=path)
-    logp = heads.scored(case, path).logp
+    logp = heads.token_logps(case, path).logp
     advantage = torch.ones(N, device=path.device)
     advantage[::4] = 0.0
     advantage[1::4] = -0.5
     old_logp = logp - 0.01
-    old_logp[5:11] = logp[5:11] - 1.0  # a ratio of e: clipped where the advantage is positive
+    old_logp[5:11] = logp[5:11] - 1.0  # a ratio of e: clipped if the advantage is positive
     clipped = (advantage > 0) & (logp - old_logp > 0.5)
     assert clipped.any()
 
@@ -329,9 +329,9 @@ def policy_gradient_in_one_pass(path: Path) -> None:
 
 
 def compare_losses(case: Case, path: Path, loss_fn: fast.LossFn) -> tuple[list, int]:
-    """One pass against linear_logprob with the same loss. Returns what the pass returned, and its active tokens."""
-    leaves, others = heads.leaves_of(case), heads.leaves_of(case)
-    a, b = case._replace(**leaves), case._replace(**others)
+    """Compare one pass with linear_logprob on the same loss. Return the pass's extra values and active token count."""
+    leaves, general_leaves = heads.leaves_of(case), heads.leaves_of(case)
+    a, b = case._replace(**leaves), case._replace(**general_leaves)
     with heads.counted_tokens(path) as counts:
         total, extra = fast.linear_logprob_loss(a.hidden, a.weight, a.target, loss_fn, bias=a.bias, impl=path.impl)
     tokens = fast.linear_logprob(b.hidden, b.weight, b.target, bias=b.bias, impl=path.impl)
@@ -341,5 +341,5 @@ def compare_losses(case: Case, path: Path, loss_fn: fast.LossFn) -> tuple[list, 
     want.backward()
     tolerance = 1e-6 if path.dtype == torch.float32 else path.gradients
     for key in leaves:
-        is_close(leaves[key].grad, others[key].grad, tolerance, what=key)
+        is_close(leaves[key].grad, general_leaves[key].grad, tolerance, what=key)
     return extra, sum(counts)

@@ -1,4 +1,4 @@
-"""Checks of linear_logprob where fp32 runs out of digits or range; for paths that do not round logits to bfloat16."""
+"""Checks of linear_logprob at the limits of fp32 precision and range, for Paths that do not round logits."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def unrounded(check: Callable[[Path], None]) -> Callable[[Path], None]:
     return check
 
 
-def noise(n: int, v: int) -> Tensor:  # (n, v) multiples of 1/8 within 2: exact in bfloat16
+def noise(n: int, v: int) -> Tensor:  # (n, v) multiples of 1/8 in [-2, 2]: exact in bfloat16
     return (torch.randn(n, v, generator=torch.Generator().manual_seed(1)) * 4).round().clamp(-16, 16) / 8
 
 
 def exact(case: Case) -> dict[str, Tensor]:
-    """Log-prob, entropy and gradients of the summed log-probs, target kept apart: 1 - 1e-26 is 1 in float64."""
+    """Log-prob, entropy and gradients of the summed log-probs; the target is separate: 1 - 1e-26 is 1 in float64."""
     hidden, weight, at = case.hidden.double(), case.weight.double(), case.target.unsqueeze(1)
     z = hidden @ weight.T
     d = z - z.gather(1, at)
@@ -32,20 +32,20 @@ def exact(case: Case) -> dict[str, Tensor]:
     s = e.sum(dim=1, keepdim=True)
     dz = (-e / (1 + s)).scatter(1, at, s / (1 + s))
     entropy = torch.log1p(s) - (d * e).sum(dim=1, keepdim=True) / (1 + s)
-    found = {"logp": -torch.log1p(s).squeeze(1), "entropy": entropy.squeeze(1)}
-    return {**found, "hidden": dz @ weight, "weight": dz.T @ hidden}
+    values = {"logp": -torch.log1p(s).squeeze(1), "entropy": entropy.squeeze(1)}
+    return {**values, "hidden": dz @ weight, "weight": dz.T @ hidden}
 
 
 @unrounded
 def confident_targets(path: Path) -> None:
-    """1 - p of 1e-5 to 1e-24 keeps its precision in the log-prob, the entropy and the gradients."""
+    """Log-prob, entropy and gradients keep the precision of a 1 - p from 1e-5 to 1e-24."""
     n, v = 3, 37
     target = torch.tensor([5, 36, 0])
     logits = noise(n, v).scatter(1, target.unsqueeze(1), torch.tensor([[15.0], [30.0], [60.0]]))
     case = table(logits, target, path)
     want = exact(case)
     assert -1e-23 < want["logp"][2] < 0 < want["entropy"][2] < 1e-21
-    tokens = heads.scored(case, path)
+    tokens = heads.token_logps(case, path)
     for token in range(n):  # relative and one by one: they are 19 orders of magnitude apart
         is_close(tokens.logp[token], want["logp"][token], 1e-5, what=f"logp {token}", absolute=0)
         is_close(tokens.entropy[token], want["entropy"][token], 1e-5, what=f"entropy {token}", absolute=0)
@@ -53,13 +53,13 @@ def confident_targets(path: Path) -> None:
         got = entry(case, path, loss="sum")
         for token in range(n):
             for key in ("hidden", "weight"):  # column n of the weight gradient comes from token n
-                found, true = (x[key][token] if key == "hidden" else x[key][:, token] for x in (got, want))
-                is_close(found, true, path.gradients, what=f"{name}, {key} {token}", absolute=0)
+                a, b = (x[key][token] if key == "hidden" else x[key][:, token] for x in (got, want))
+                is_close(a, b, path.gradients, what=f"{name}, {key} {token}", absolute=0)
 
 
 @unrounded
 def common_offset(path: Path) -> None:
-    """Add 1000 to every logit, where fp32 has steps of 6e-5."""
+    """Add 1000 to every logit; fp32 has steps of 6e-5 there."""
     case = table(noise(5, 37), torch.tensor([3, 0, 36, 20, 11]), path)
     hidden, weight = (torch.nn.functional.pad(x, (0, 16)) for x in (case.hidden, case.weight))
     hidden[:, -1], weight[:, -1] = 1000.0, 1.0
@@ -73,7 +73,7 @@ def common_offset(path: Path) -> None:
 
 @unrounded
 def large_bias(path: Path) -> None:
-    """Also past the last token, where a block holds only the bias."""
+    """A block after the last token contains only the bias."""
     case = table(noise(5, 37), torch.tensor([3, 0, 36, 20, 11]), path)
     case = case._replace(bias=torch.full((37,), 500.0, dtype=path.dtype, device=path.device))
     loose = path._replace(values=2e-4, gradients=max(path.gradients, 5e-4))
@@ -100,17 +100,17 @@ def huge_scale(path: Path) -> None:
 def uniform_over_a_large_vocabulary(path: Path) -> None:
     v = 4099
     case = table(torch.zeros(3, v), torch.tensor([0, 2048, v - 1]), path)
-    tokens = heads.scored(case, path)
+    tokens = heads.token_logps(case, path)
     is_close(tokens.logp, torch.full((3,), -math.log(v)).to(path.device), 2e-6, absolute=0)
     is_close(tokens.entropy, torch.full((3,), math.log(v)).to(path.device), 2e-6, absolute=0)
 
 
 @unrounded
-def entropy_of_one_likely_token_and_another_target(path: Path) -> None:
+def entropy_if_the_likely_token_is_not_the_target(path: Path) -> None:
     logits = noise(2, 37)
     logits[:, 9] = torch.tensor([20.0, 40.0])
     case = table(logits, torch.tensor([1, 36]), path)
-    tokens, want = heads.scored(case, path), heads.truth(case)
+    tokens, want = heads.token_logps(case, path), heads.truth(case)
     is_close(tokens.entropy, want["entropy"], 0.0, absolute=1e-5)
     is_close(tokens.logp, want["logp"], 1e-6, absolute=0)
     for name, entry in ENTRIES.items():

@@ -1,4 +1,4 @@
-"""Shared by the tests of linear_logprob on every path: inputs, the float64 truth, and tolerances."""
+"""Inputs, float64 results and tolerances for the tests of linear_logprob, for every Path."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ LOSSES: dict[str, Callable[[Tensor, Tensor | None, Tensor], Tensor]] = {
     "logp": lambda logp, entropy, c: (c[0] * logp).sum(),
     "entropy": lambda logp, entropy, c: (c[1] * entropy).sum(),
     "both": lambda logp, entropy, c: (c[0] * logp).sum() + (c[1] * entropy).sum(),
-    "sum": lambda logp, entropy, c: logp.sum(),  # its gradient is one number, expanded
+    "sum": lambda logp, entropy, c: logp.sum(),  # its gradient is an expanded scalar
 }
 
 
 class Path(NamedTuple):
-    """An implementation, and its tolerances: values in nats, gradients relative to their largest entry."""
+    """An implementation and its tolerances: values in nats, gradients relative to the largest entry."""
 
     impl: str
     dtype: torch.dtype
@@ -45,7 +45,7 @@ TORCH_64 = Path("torch", torch.float64, 1e-10, 1e-10)
 TORCH_32 = Path("torch", torch.float32, 1e-5, 1e-5)
 TORCH_16 = Path("torch", torch.bfloat16, 5e-2, 5e-2)  # logits are rounded to bfloat16
 TRITON_32 = Path("triton", torch.float32, 1e-5, 1e-5)
-TRITON_16 = Path("triton", torch.bfloat16, 1e-5, 1.6e-2)  # logits are not; the interpreter truncates, a GPU rounds
+TRITON_16 = Path("triton", torch.bfloat16, 1e-5, 1.6e-2)  # logits are not rounded; the interpreter truncates gradients
 
 
 class Case(NamedTuple):
@@ -64,7 +64,7 @@ class Case(NamedTuple):
 
 
 def make(n: int, d: int, v: int, *, path: Path = TORCH_32, bias: bool = True, seed: int = 0) -> Case:
-    """Logits with standard deviation 1, and a bias with standard deviation 1."""
+    """Build a case with logits and a bias of standard deviation 1."""
     generator = torch.Generator().manual_seed(seed)
     hidden, weight, b = (torch.randn(size, generator=generator) for size in ((n, d), (v, d), (v,)))
     target, c = torch.randint(v, (n,), generator=generator), torch.randn(2, n, generator=generator)
@@ -73,14 +73,14 @@ def make(n: int, d: int, v: int, *, path: Path = TORCH_32, bias: bool = True, se
 
 
 def lifted(case: Case, logit: Tensor | float) -> Case:
-    """Raise each target logit by about `logit` (N,); other logits change by an eighth to a quarter of that."""
+    """Raise each target logit by about `logit` (N,); other logits change by an eighth to a quarter of it."""
     row = case.weight[case.target].float()
-    more = torch.as_tensor(logit, device=row.device).reshape(-1, 1) / row.square().sum(dim=1, keepdim=True)
-    return case._replace(hidden=(case.hidden.float() + more * row).to(case.hidden.dtype))
+    delta = torch.as_tensor(logit, device=row.device).reshape(-1, 1) / row.square().sum(dim=1, keepdim=True)
+    return case._replace(hidden=(case.hidden.float() + delta * row).to(case.hidden.dtype))
 
 
 def table(logits: Tensor, target: Tensor, path: Path) -> Case:
-    """A case with exactly these logits (N, V): hidden state n selects column n of the weight."""
+    """Build a case with exactly these logits (N, V): hidden state n selects column n of the weight."""
     n = len(logits)
     width = -(-n // 16) * 16
     weight = torch.zeros(logits.shape[1], width, dtype=path.dtype, device=path.device)
@@ -92,13 +92,13 @@ def table(logits: Tensor, target: Tensor, path: Path) -> Case:
 
 
 def leaves_of(case: Case, needs: tuple[str, ...] = NAMES) -> dict[str, Tensor]:
-    """Those of hidden, weight and bias that exist and get a gradient."""
-    given = {name: getattr(case, name) for name in needs}
-    return {name: x.detach().clone().requires_grad_() for name, x in given.items() if x is not None}
+    """Return leaf copies of the inputs in `needs` that exist."""
+    inputs = {name: getattr(case, name) for name in needs}
+    return {name: x.detach().clone().requires_grad_() for name, x in inputs.items() if x is not None}
 
 
 def truth(case: Case, *, loss: str = "both", scale=1.0, softcap=None, temperature=1.0) -> dict[str, Tensor]:
-    """The reference in float64."""
+    """Run the slow reference in float64."""
     case = case.double()
     leaves = leaves_of(case)
     full = case._replace(**leaves)
@@ -108,7 +108,7 @@ def truth(case: Case, *, loss: str = "both", scale=1.0, softcap=None, temperatur
 
 
 def general(case: Case, path: Path, *, loss: str = "both", needs=NAMES, **options: Any) -> dict[str, Tensor]:
-    """linear_logprob and its backward."""
+    """Run linear_logprob and its backward."""
     leaves = leaves_of(case, needs)
     full = case._replace(**leaves)
     logp, entropy = fast.linear_logprob(
@@ -118,7 +118,7 @@ def general(case: Case, path: Path, *, loss: str = "both", needs=NAMES, **option
 
 
 def one_pass(case: Case, path: Path, *, loss: str = "both", needs=NAMES, **options: Any) -> dict[str, Tensor]:
-    """linear_logprob_loss and its backward; log-probs and entropies are those passed to its loss function."""
+    """Run linear_logprob_loss and its backward; return the log-probs and entropies that its loss function got."""
     leaves = leaves_of(case, needs)
     full = case._replace(**leaves)
 
@@ -138,7 +138,7 @@ def one_pass(case: Case, path: Path, *, loss: str = "both", needs=NAMES, **optio
 
 
 @torch.no_grad()
-def scored(case: Case, path: Path, **options: Any) -> fast.TokenLogps:
+def token_logps(case: Case, path: Path, **options: Any) -> fast.TokenLogps:
     return fast.linear_logprob(case.hidden, case.weight, case.target, bias=case.bias, impl=path.impl, **options)
 
 
@@ -149,15 +149,15 @@ def with_gradients(
     loss: Tensor, leaves: dict[str, Tensor], logp: Tensor, entropy: Tensor | None
 ) -> dict[str, Tensor | None]:
     gradients = torch.autograd.grad(loss, list(leaves.values()))
-    found = {"logp": logp.detach(), "entropy": None if entropy is None else entropy.detach()}
-    return found | dict(zip(leaves, gradients, strict=True))
+    values = {"logp": logp.detach(), "entropy": None if entropy is None else entropy.detach()}
+    return values | dict(zip(leaves, gradients, strict=True))
 
 
 def assert_same(got: dict[str, Any], want: dict[str, Any], path: Path, *, what: str = "") -> None:
-    """Everything present in both agrees within its tolerance."""
+    """Compare the values present in both, within their tolerances."""
     for name in got.keys() & want.keys():
         if got[name] is None or want[name] is None:
-            assert got[name] is None, f"{what} {name}: not asked for"
+            assert got[name] is None, f"{what} {name}: not requested"
             continue
         assert got[name].shape == want[name].shape, f"{what} {name}"
         if name in NAMES:
@@ -167,7 +167,7 @@ def assert_same(got: dict[str, Any], want: dict[str, Any], path: Path, *, what: 
 
 
 def is_close(got: Tensor, want: Tensor, tolerance: float, *, what: str = "", absolute: float = 1e-7) -> None:
-    """No entry is off by more than `tolerance` times the largest. NaN is never close."""
+    """Check that no entry is off by more than `tolerance` times the largest. NaN is never close."""
     if want.numel() == 0:
         return
     gap = (got.double() - want.double()).abs().max().item()
@@ -176,16 +176,16 @@ def is_close(got: Tensor, want: Tensor, tolerance: float, *, what: str = "", abs
 
 
 def check(case: Case, path: Path, *, loss: str = "both", entropy: bool = True, **options: float) -> None:
-    """All three entry points against float64, and their log-probs against each other, bit for bit."""
+    """Compare all three entry points with float64, and their log-probs with each other, bit for bit."""
     want = truth(case, loss=loss, **options)
     if not entropy:
         want["entropy"] = None
-    tokens = scored(case, path, entropy=entropy, **options)
+    tokens = token_logps(case, path, entropy=entropy, **options)
     assert (tokens.entropy is None) == (not entropy)
-    assert_same(tokens._asdict(), want, path, what="scored")
+    assert_same(tokens._asdict(), want, path, what="logps")
     for name, entry in ENTRIES.items():
         got = entry(case, path, loss=loss, entropy=entropy, **options)
-        assert torch.equal(got["logp"], tokens.logp), f"{name}: log-probs are not those of scoring"
+        assert torch.equal(got["logp"], tokens.logp), f"{name}: log-probs differ from linear_logprob without gradients"
         assert not entropy or torch.equal(got["entropy"], tokens.entropy), name
         assert all(got[key].dtype == path.dtype for key in NAMES if key in got)
         assert_same(got, want, path, what=name)
@@ -193,20 +193,20 @@ def check(case: Case, path: Path, *, loss: str = "both", entropy: bool = True, *
 
 @contextlib.contextmanager
 def in_chunks(case: Case, path: Path, size: int) -> Iterator[None]:
-    """Chunks of `size` in one pass (for width 16 and over 32 tokens), few columns at a time in the general backward."""
+    """Use chunks of `size` in one pass (width 16, over 32 tokens), and few columns per slice in the general entry."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(fast, "BLOCK_ELEMENTS", size * case.weight.shape[0] + 1))
         if path.impl != "torch":
             from kernels import linear_logprob_triton
 
-            for name, value in (("CHUNK", size), ("PART", 5), ("SCORED", 9), ("SLICE", 1)):
+            for name, value in (("CHUNK", size), ("PART", 5), ("LOGP_TOKENS", 9), ("SLICE", 1)):
                 stack.enter_context(mock.patch.object(linear_logprob_triton, name, value))
         yield
 
 
 @contextlib.contextmanager
 def counted_tokens(path: Path) -> Iterator[list[int]]:
-    """How many tokens entered the gradient products of each chunk."""
+    """Count the tokens in the gradient products of each chunk."""
     head = head_class(path)
     counts, backward_chunk = [], head.backward_chunk
 
@@ -227,3 +227,20 @@ def head_class(path: Path) -> type:
     from kernels import linear_logprob_triton  # not at the top: the interpreter must be enabled before this import
 
     return linear_logprob_triton.TritonHead
+
+
+def count_recomputed(monkeypatch, request) -> list[int]:
+    """Return the numbers of recomputed tokens; any fails a test that does not use the fixture `recomputed` by name."""
+    from kernels.linear_logprob_triton import TritonHead
+
+    counts: list[int] = []
+    redo = TritonHead._redo_overflowed
+
+    def spy(self, start, stop, stats, num_overflowed, *args):
+        if count := int(num_overflowed):
+            assert "recomputed" in request.function.__code__.co_varnames, f"{count} tokens were recomputed"
+            counts.append(count)
+        return redo(self, start, stop, stats, num_overflowed, *args)
+
+    monkeypatch.setattr(TritonHead, "_redo_overflowed", spy)
+    return counts

@@ -3,8 +3,8 @@
     @interpreted
     def test_something(size): ...
 
-The first such test runs the whole file in a subprocess with TRITON_INTERPRET=1; it and the later ones report their
-result from there. To debug one, run pytest on that file with TRITON_INTERPRET=1 and -k.
+The first of these tests runs the whole file in a subprocess with TRITON_INTERPRET=1; every test reports its result
+from this run. To debug a test, run pytest on its file with TRITON_INTERPRET=1 and -k.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def interpreted(test: Callable) -> Callable:
     @functools.wraps(test)  # pytest sees the parameters of `test`
     def report(*args, **kwargs) -> None:
         file, name = os.environ["PYTEST_CURRENT_TEST"].removesuffix(" (call)").split("::")
-        failures, printed = outcomes(file)
+        failures, output = outcomes(file)
         if name not in failures:
-            pytest.fail(f"did not run in the interpreter:\n{printed[-3000:]}", pytrace=False)
+            pytest.fail(f"did not run in the interpreter:\n{output[-3000:]}", pytrace=False)
         if failures[name] is not None:
             pytest.fail(failures[name], pytrace=False)
 
@@ -43,18 +43,17 @@ def interpreted(test: Callable) -> Callable:
 
 @functools.cache
 def outcomes(file: str) -> tuple[dict[str, str | None], str]:
-    """Failure text of each test, None if it passed; and the whole output."""
+    """Return the failure text of each test (None if it passed) and the whole output."""
     env = {key: value for key, value in environment().items() if not key.startswith("PYTEST_")}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "outcomes.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
-        done = subprocess.run(
+        process = subprocess.run(
             [*command, f"--junitxml={out}", str(ROOT / file)],
             cwd=ROOT, env={**env, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600,
         )  # fmt: skip
-        printed = done.stdout + done.stderr
         cases = ElementTree.parse(out).getroot().iter("testcase") if out.exists() else ()
-        return {case.get("name", ""): failure_of(case) for case in cases}, printed
+        return {case.get("name", ""): failure_of(case) for case in cases}, process.stdout + process.stderr
 
 
 def failure_of(case: ElementTree.Element) -> str | None:

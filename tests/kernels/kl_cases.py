@@ -1,4 +1,4 @@
-"""Shared by the tests of linear_kl on every path: inputs, the float64 truth by a loop over tokens, and tolerances."""
+"""Inputs, float64 results from a loop over tokens, and tolerances for the tests of linear_kl, for every Path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES = ("hidden", "weight", "bias")
 
 
 class Path(NamedTuple):
-    """An implementation, and its tolerances: divergences in nats, gradients relative to their largest entry."""
+    """An implementation and its tolerances: divergences in nats, gradients relative to the largest entry."""
 
     impl: str
     dtype: torch.dtype
@@ -45,7 +45,7 @@ class Case(NamedTuple):
         )  # fmt: skip
 
     def leaves(self, needs: tuple[str, ...] = NAMES) -> dict[str, Tensor]:
-        """Those of hidden, weight and bias that exist and get a gradient."""
+        """Return leaf copies of the inputs in `needs` that exist."""
         given = {"hidden": self.hidden, "weight": self.head.weight, "bias": self.head.bias}
         return {name: given[name].detach().clone().requires_grad_() for name in needs if given[name] is not None}
 
@@ -62,7 +62,7 @@ def make(
     n: int, v: int, *, d: int = 16, e: int = 24, path: Path = TORCH_32, bias: bool = True, seed: int = 0,
     head: dict[str, float] | None = None, teacher: dict[str, float] | None = None,
 ) -> Case:  # fmt: skip
-    """Logits of both with standard deviation 2, a bias with 1; weights of tokens of both signs, one of them 0."""
+    """Build a case: logits of standard deviation 2, biases of 1; token weights have both signs, and one is 0."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*size: int, factor: float = 1.0) -> Tensor:
@@ -86,7 +86,7 @@ def naive_logits(state: Tensor, head: Head, temperature: float) -> Tensor:  # (V
 
 
 def naive(case: Case, *, beta: float, temperature: float) -> Tensor:  # (N,)
-    """One token after the other, from probabilities."""
+    """Compute token by token, from probabilities."""
     found = []
     for state, teacher_state in zip(case.hidden, case.teacher_hidden, strict=True):
         q = naive_logits(state, case.head, temperature).softmax(dim=0)
@@ -134,19 +134,19 @@ def check(case: Case, path: Path, *, beta: float, temperature: float = 1.0) -> N
     got = run(case, path, beta=beta, temperature=temperature)
     assert_same(got, truth(case, beta=beta, temperature=temperature), path, (path.impl, beta, temperature))
     assert all(got[name].dtype == path.dtype for name in NAMES if name in got)
-    scored = run(case, path, beta=beta, temperature=temperature, needs=())
+    values = run(case, path, beta=beta, temperature=temperature, needs=())
     # Bit for bit in the interpreter; the compiler fuses the two kernels differently.
     limits = {"rtol": 1e-5, "atol": 1e-5} if path.device == "cuda" else {"rtol": 0, "atol": 0}
-    torch.testing.assert_close(scored["divergence"], got["divergence"], **limits)
+    torch.testing.assert_close(values["divergence"], got["divergence"], **limits)
 
 
 def same_head(case: Case) -> Case:
-    """The student as its own teacher."""
+    """Use the student as the teacher."""
     return case._replace(teacher_hidden=case.hidden.clone(), teacher_head=case.head)
 
 
 def table(logits: Tensor, teacher_logits: Tensor, path: Path) -> Case:
-    """A case with exactly these logits (N, V), which may be -inf: identical rows of -inf come from the bias."""
+    """Build a case with exactly these logits (N, V); a column of -inf comes from the bias."""
     n, v = logits.shape
     biases = []
     weights = []

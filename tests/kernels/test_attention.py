@@ -1,4 +1,4 @@
-"""Masks against a token-by-token specification, tile lists against the dense mask, layouts against separate runs."""
+"""Masks against the slow reference, tile lists against the dense mask, packed rows against separate runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STRIDED = [  # prompt, stride, context, generated, samples: even, ragged end, ov
 
 @st.composite
 def layouts(draw, longest: int = 7) -> Layout:
-    """Up to 3 rows of prompts with 0 to 3 continuations, some without a prompt, padded to one length."""
+    """Draw up to 3 rows of prompts with 0 to 3 continuations, some without a prompt, padded to one length."""
     continuations = st.lists(st.integers(1, longest), max_size=3)
     document = st.tuples(st.integers(0, longest), continuations).filter(
         lambda document: any((document[0], *document[1]))
@@ -89,24 +89,24 @@ def test_window_counts_the_position_itself_and_reaches_into_the_prefix():
     ]
 
 
-def test_window_without_a_key_is_refused():
+def test_empty_window_is_rejected():
     with pytest.raises(ValueError, match="window=0"):
         with_window(lay_out([[(3, [])]]).spans, 0)
 
 
 def tiles_of(mask: Tensor) -> tuple[Tensor, Tensor]:  # (R, 1, Q/128, K/128) bool each: partial, full
-    """From every entry of the mask; positions beyond the last query or key are not visible."""
+    """Classify tiles by every entry of the mask; positions beyond the last query or key are not visible."""
     rows, _, queries, keys = mask.shape
-    tall, wide = -(-queries // TILE), -(-keys // TILE)
-    whole = torch.zeros(rows, 1, tall * TILE, wide * TILE, dtype=torch.bool)
-    whole[:, :, :queries, :keys] = mask
-    tiles = whole.view(rows, 1, tall, TILE, wide, TILE)
+    height, width = -(-queries // TILE), -(-keys // TILE)
+    padded = torch.zeros(rows, 1, height * TILE, width * TILE, dtype=torch.bool)
+    padded[:, :, :queries, :keys] = mask
+    tiles = padded.view(rows, 1, height, TILE, width, TILE)
     full = tiles.all(dim=5).all(dim=3)
     return tiles.any(dim=5).any(dim=3) & ~full, full
 
 
 def listed(counts: Tensor, indices: Tensor) -> list[list[int]]:
-    """The tiles named in each row of a list."""
+    """Return the tiles in each row of a list."""
     pairs = zip(counts.flatten().tolist(), indices.flatten(0, -2).tolist(), strict=True)
     return [row[:count] for count, row in pairs]
 
@@ -115,7 +115,7 @@ def chosen(tiles: Tensor) -> list[list[int]]:
     return [row.nonzero().flatten().tolist() for row in tiles.flatten(0, -2)]
 
 
-def check_tiles(spans: Spans, num_keys: int) -> Tensor:  # (R, 1, Q/128, K/128) bool, the full ones
+def check_tiles(spans: Spans, num_keys: int) -> Tensor:  # (R, 1, Q/128, K/128) bool, full tiles
     dense, got = dense_mask(spans, num_keys), block_mask(spans, num_keys)
     partial, full = tiles_of(dense)
     assert got.shape == tuple(dense.shape)
@@ -139,7 +139,7 @@ def test_block_mask_lists_exactly_the_tiles_of_the_dense_mask(layout, window):
 
 
 def test_block_mask_of_whole_tiles():
-    # Prompts and continuations that start and stop at tile boundaries, one off, and across, to expose off-by-one.
+    # Prompts and continuations start and stop at tile boundaries, next to them and across them.
     documents = [(256, [128, 128]), (255, [129, 127]), (257, [384]), (128, [1, 255]), (1, [])]
     layout = lay_out([documents, documents[::-1]], multiple=TILE)
     full = check_tiles(layout.spans, layout.document.shape[1])
@@ -159,8 +159,8 @@ def test_block_mask_of_strided_rows_and_of_single_steps():
         check_tiles(spans_of(batch), length)
         check_tiles(spans_of(strided_batch(**sizes, multiple=TILE)), length + -length % TILE)
         for step in (0, sizes["generated"] - 1):
-            places, _ = batch.step(step)
-            check_tiles(Spans(*(bound[:, places] for bound in spans_of(batch))), length)
+            positions, _ = batch.step(step)
+            check_tiles(Spans(*(bound[:, positions] for bound in spans_of(batch))), length)
 
 
 def test_block_mask_of_an_anchor_major_row_has_few_partial_tiles():
@@ -179,7 +179,7 @@ def test_block_mask_of_a_long_row_does_not_build_the_dense_mask():
     assert torch.equal(mask.full_kv_num_blocks[0, 0], torch.arange(32, dtype=torch.int32).repeat(32))
 
 
-def test_tile_check_notices_a_bound_that_is_off_by_one():
+def test_tile_check_detects_an_off_by_one_bound():
     for bound in Spans._fields:
         layout = lay_out([[(256, [256, 128])]])
         wrong = layout.spans._replace(**{bound: getattr(layout.spans, bound) + 1})
@@ -191,7 +191,7 @@ def test_tile_check_notices_a_bound_that_is_off_by_one():
 # The compiled call, forward only: flex_attention has no backward on a CPU
 
 
-def test_flex_attend_on_a_cpu_names_the_alternative():
+def test_flex_attend_is_rejected_on_a_cpu():
     layout = lay_out([[(128, [])]])
     query = torch.zeros(1, 2, 128, 16)
     with pytest.raises(ValueError, match="query.device=cpu.*dense_mask"):
@@ -213,7 +213,7 @@ def test_one_graph_serves_every_length_and_mask():
 
     torch._dynamo.reset()
     run = torch.compile(attention._attend, backend=count, dynamic=True, fullgraph=True)
-    # 256: as many tiles as key heads; 512: as many as query heads. Equal by chance, so they must not be tied together.
+    # 256 and 512 have as many tiles as there are key and query heads; these sizes must not be tied together.
     for seed, length in enumerate([256, 384, 512, 640, 256, 1024]):
         layout = lay_out([[(100 + seed, [57, 30]), (40 + seed, [])]], multiple=length)
         query, key, value = tensors_of(layout, seed)
@@ -227,17 +227,17 @@ def test_one_graph_serves_every_length_and_mask():
 
 
 def test_every_thread_has_the_settings():
-    """As autograd's, which recomputes checkpointed blocks: from torch 2.12 on a setting is one of a thread."""
+    """Since torch 2.12 settings are per thread, and autograd recomputes checkpointed blocks in another thread."""
 
     def limit() -> int:
         attention.share_graphs()
         return torch._dynamo.config.recompile_limit
 
-    with flex_settings(), ThreadPoolExecutor(1) as other:
-        assert limit() == other.submit(limit).result() == attention.GRAPHS
+    with flex_settings(), ThreadPoolExecutor(1) as thread:
+        assert limit() == thread.submit(limit).result() == attention.MAX_GRAPHS
 
 
-def test_flex_attention_that_is_not_compiled_raises_instead_of_running_dense():
+def test_uncompiled_flex_attention_raises_instead_of_running_dense():
     layout = lay_out([[(256, [])]])
     mask = block_mask(layout.spans, 256)
     arguments = (*tensors_of(layout, 0), mask.mask_mod.spans, [getattr(mask, name) for name in attention._LISTS], 0.25)
@@ -254,7 +254,7 @@ def test_flex_attention_that_is_not_compiled_raises_instead_of_running_dense():
             run(*double, *arguments[3:])
 
 
-# Through a model: sequences packed in one row give the same as separate runs
+# Through a model: packed sequences match separate runs
 
 
 @pytest.fixture(scope="module")
@@ -280,14 +280,14 @@ def row_states(model, ids: Tensor, layout: Layout, spans: Spans | None = None) -
 
 
 def separate_states(model, ids: Tensor, layout: Layout) -> Tensor:  # (R, T, D)
-    """Every prompt and continuation run separately after its prefix, then placed as in the row."""
+    """Run every prompt and continuation separately after its prefix, and arrange the states as in the row."""
     rows = []
     for row in range(len(ids)):
         states = {}
-        for places, prefix in layout.sequences(row):
-            hidden = model.model(input_ids=ids[row, places].unsqueeze(0)).last_hidden_state[0]
-            states |= dict(zip(places[prefix:], hidden[prefix:], strict=True))
-        rows.append(torch.stack([states[place] for place in sorted(states)]))
+        for positions, prefix in layout.sequences(row):
+            hidden = model.model(input_ids=ids[row, positions].unsqueeze(0)).last_hidden_state[0]
+            states |= dict(zip(positions[prefix:], hidden[prefix:], strict=True))
+        rows.append(torch.stack([states[position] for position in sorted(states)]))
     return torch.stack(rows)
 
 
@@ -304,21 +304,21 @@ def ids_of(layout: Layout) -> Tensor:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_states_and_gradients_of_a_row_equal_those_of_separate_runs(model, name):
+def test_states_and_gradients_of_a_packed_row_match_separate_runs(model, name):
     layout = LAYOUTS[name]
     ids = ids_of(layout)
-    together, apart = row_states(model, ids, layout), separate_states(model, ids, layout)
-    torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
+    packed, separate = row_states(model, ids, layout), separate_states(model, ids, layout)
+    torch.testing.assert_close(packed, separate, rtol=1e-5, atol=1e-5)
 
-    weight = torch.randn(together.shape, generator=torch.Generator().manual_seed(2))
+    weight = torch.randn(packed.shape, generator=torch.Generator().manual_seed(2))
     parameters = list(model.model.parameters())
-    got = torch.autograd.grad((together * weight).sum(), parameters)
-    want = torch.autograd.grad((apart * weight).sum(), parameters)
-    for one, other in zip(got, want, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * other.abs().max().item())
+    got = torch.autograd.grad((packed * weight).sum(), parameters)
+    want = torch.autograd.grad((separate * weight).sum(), parameters)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5 * y.abs().max().item())
 
 
-def test_comparison_notices_a_bound_that_is_off_by_one(model):
+def test_comparison_detects_an_off_by_one_bound(model):
     for bound in ["prefix_stop", "own_start", "own_stop"]:
         layout = LAYOUTS["strided"]
         ids = ids_of(layout)
@@ -328,16 +328,16 @@ def test_comparison_notices_a_bound_that_is_off_by_one(model):
         assert difference > 1e-2
 
 
-class PlaceCache:
-    """Keys and values of every layer at their final places in the row; unwritten places hold garbage."""
+class RowCache:
+    """Keys and values of every layer at their final positions in the row; unwritten positions contain garbage."""
 
     def __init__(self, length: int, num_layers: int) -> None:
         self.rows = [torch.full((2, 1, 2, length, 8), 50.0) for _ in range(num_layers)]
-        self.places = torch.arange(0)
+        self.positions = torch.arange(0)
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_args, **_kwargs) -> tuple[Tensor, Tensor]:
-        self.rows[layer][0][:, :, self.places] = key
-        self.rows[layer][1][:, :, self.places] = value
+        self.rows[layer][0][:, :, self.positions] = key
+        self.rows[layer][1][:, :, self.positions] = value
         return self.rows[layer][0], self.rows[layer][1]
 
     def get_seq_length(self, *_args) -> int:
@@ -352,30 +352,30 @@ def test_generation_with_a_cache_equals_the_training_forward(model, sizes):
     draw = torch.Generator().manual_seed(3)
     ids = torch.zeros(1, length, dtype=torch.long)
     states = torch.zeros(1, length, 32)
-    cache = PlaceCache(length, num_layers=2)
+    cache = RowCache(length, num_layers=2)
 
-    def run(places: Tensor) -> None:
-        cache.places = places
-        states[:, places] = model.model(
-            input_ids=ids[:, places], attention_mask=dense_mask(Spans(*(x[:, places] for x in spans)), length),
-            position_ids=batch.position_ids[:, places], past_key_values=cache, use_cache=True,
+    def run(positions: Tensor) -> None:
+        cache.positions = positions
+        states[:, positions] = model.model(
+            input_ids=ids[:, positions], attention_mask=dense_mask(Spans(*(x[:, positions] for x in spans)), length),
+            position_ids=batch.position_ids[:, positions], past_key_values=cache, use_cache=True,
         ).last_hidden_state  # fmt: skip
 
     prompt = torch.arange(sizes["prompt_length"])
     ids[:, prompt] = torch.randint(61, (1, len(prompt)), generator=draw)
     run(prompt)
     for step in range(sizes["generated"]):
-        places, predictors = batch.step(step)  # whose states predict this step's tokens
+        positions, predictors = batch.step(step)  # the states of predictors predict this step's tokens
         probabilities = model.lm_head(states[0, predictors]).softmax(dim=-1)
-        ids[0, places] = torch.multinomial(probabilities, 1, generator=draw).flatten()
-        run(places)
+        ids[0, positions] = torch.multinomial(probabilities, 1, generator=draw).flatten()
+        run(positions)
 
     trained = model.model(
         input_ids=ids, attention_mask=dense_mask(spans, length), position_ids=batch.position_ids
     ).last_hidden_state
     torch.testing.assert_close(states, trained, rtol=1e-5, atol=1e-5)
-    # Predictor states equal those of each sample run separately: the state before its token.
-    for places, prefix in strided(**sizes).sequences()[1:]:
-        alone = model.model(input_ids=ids[:, places]).last_hidden_state[0, prefix - 1 : -1]
-        own = torch.tensor(places[prefix:]) - sizes["prompt_length"]
-        torch.testing.assert_close(trained[0, batch.predictor.flatten()[own]], alone, rtol=1e-5, atol=1e-5)
+    # Predictor states match separate runs of each sample.
+    for positions, prefix in strided(**sizes).sequences()[1:]:
+        separate = model.model(input_ids=ids[:, positions]).last_hidden_state[0, prefix - 1 : -1]
+        index = torch.tensor(positions[prefix:]) - sizes["prompt_length"]
+        torch.testing.assert_close(trained[0, batch.predictor.flatten()[index]], separate, rtol=1e-5, atol=1e-5)

@@ -34,7 +34,7 @@ def on_device(spans: Spans) -> Spans:
 
 
 def draw_inputs(rows: int, length: int, heads: tuple[int, int, int], dtype=torch.bfloat16) -> list[Tensor]:
-    """Query, key, value as views of (R, T, H, K), as in models, and the gradient of the output."""
+    """Return query, key, value as views of (R, T, H, K), as in models, and the gradient of the output."""
     query_heads, key_heads, size = heads
     draw = torch.Generator(DEVICE).manual_seed(length)
     shapes = [(rows, length, number, size) for number in (query_heads, key_heads, key_heads, query_heads)]
@@ -43,7 +43,7 @@ def draw_inputs(rows: int, length: int, heads: tuple[int, int, int], dtype=torch
 
 
 def dense_attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> Tensor:
-    """What transformers' sdpa does with a mask: repeated key heads, and whichever backend torch picks."""
+    """Attend like transformers' sdpa with a mask: repeated key heads, torch's choice of backend."""
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     return scaled_dot_product_attention(query, key, value, attn_mask=dense_mask(spans, key.shape[2]), scale=scale)
@@ -88,7 +88,7 @@ def test_flex_attend_is_as_exact_as_dense_sdpa(name, heads):
 
 
 def random_spans(length: int, seed: int) -> Spans:
-    """Documents with shared prompts of random lengths, filling a row of whole tiles."""
+    """Fill a row of whole tiles with documents with shared prompts of random lengths."""
     draw = torch.Generator().manual_seed(seed)
     documents, left = [], length - 1
     while left > 60:
@@ -119,7 +119,7 @@ def test_new_lengths_and_masks_do_not_recompile():
             run(length)
 
 
-def test_memory_does_not_grow_with_the_square_of_the_length():
+def test_memory_is_not_quadratic_in_length():
     # At 16k tokens a byte mask would take 256 MiB; these inputs take 8.
     length, heads = 1 << 14, (2, 1, 64)
     *inputs, weight = draw_inputs(1, length, heads)
@@ -152,7 +152,7 @@ def test_mask_and_attention_do_not_sync_with_the_host():
     assert torch.equal(first, second)
 
 
-def test_flex_attend_refuses_odd_lengths_and_masks_of_other_rows():
+def test_flex_attend_rejects_odd_lengths_and_wrong_masks():
     spans = on_device(lay_out([[(100, [30])]]).spans)
     *inputs, _ = draw_inputs(1, 130, (4, 2, 64))
     with pytest.raises(ValueError, match=r"lengths=\(130, 130\): not multiples of 128"):
@@ -209,7 +209,7 @@ def row_states(model, ids: Tensor, layout: Layout) -> Tensor:  # (T, D) of a bat
 
 
 def separate_states(model, ids: Tensor, layout: Layout) -> Tensor:  # (T, D)
-    """Every prompt and continuation run separately after its prefix, then placed as in the row."""
+    """Run every prompt and continuation separately after its prefix, and arrange the states as in the row."""
     parts, places = [], []
     for at, prefix in layout.sequences():
         parts.append(model(ids[:, at], use_cache=False).last_hidden_state[0, prefix:])
@@ -250,8 +250,8 @@ def test_model_over_rows_is_as_exact_as_separate_runs(checkpointing):
 
 
 @pytest.mark.parametrize("name", ["packed", "shared", "shared, window"])
-def test_slices_of_a_row_over_its_whole_keys_are_the_row(name):
-    """As in context parallelism: queries from the front and the back, keys and values as views of one tensor."""
+def test_slices_of_queries_over_all_keys_match_the_row(name):
+    """As in context parallelism: queries from both ends, keys and values as views of one tensor."""
     spans = spans_of(name)
     rows, length = spans.own_start.shape
     query, key, value, weight = draw_inputs(rows, length, (4, 2, 64))

@@ -1,6 +1,6 @@
-"""The operations of a block for training: references against transformers' own modules, which they equal bit for bit.
+"""Block operations for training: the references match transformers' modules bit for bit.
 
-The checks here also serve the kernels, in test_block_interpreted.py and on a GPU in test_block_gpu.py.
+test_block_interpreted.py and test_block_gpu.py run the checks on the kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kernels import block
 from tests.kernels.decode_problems import error
 
 LIMITS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}  # the interpreter rounds towards zero
-DTYPES = [  # of activations and of weights or angles
+DTYPES = [  # activations, and weights or angles
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
     (torch.bfloat16, torch.float32),  # under autocast
@@ -39,7 +39,7 @@ PUBLIC = {
 
 class Result(NamedTuple):
     outputs: tuple[Tensor, ...]
-    gradients: tuple[Tensor, ...]  # of the inputs that have one
+    gradients: tuple[Tensor, ...]  # one per input with requires_grad
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
@@ -64,7 +64,7 @@ def rotate_inputs(
     device: str = "cpu",
     angles: int | None = None,  # rows of cos and sin
 ) -> list[Tensor]:
-    """As attention has them: heads of a token side by side. The two halves of the angles differ."""
+    """Build inputs in the layout of attention: heads of a token are adjacent. The halves of the angles differ."""
     batch, length, heads, key_heads, size = shape
     query = draw(batch, length, heads, size, seed=5, dtype=dtype, device=device).transpose(1, 2)
     key = draw(batch, length, key_heads, size, seed=6, dtype=dtype, device=device).transpose(1, 2)
@@ -83,11 +83,14 @@ def slope_of(output: Tensor, number: int) -> Tensor:
 
 
 def run(function: Callable[..., Any], inputs: list[Tensor]) -> Result:
-    """Outputs, and gradients of a sum with random weights; equal for every function of these inputs."""
-    made = function(*inputs)
-    outputs = made if isinstance(made, tuple) else (made,)
+    """Return outputs, and gradients of a sum with random weights, which depend only on the outputs' shapes."""
+    outputs = as_tuple(function(*inputs))
     gradients = gradients_of(outputs, inputs, [slope_of(x, i) for i, x in enumerate(outputs)])
     return Result(tuple(x.detach() for x in outputs), gradients)
+
+
+def as_tuple(x: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return x if isinstance(x, tuple) else (x,)
 
 
 def gradients_of(outputs: tuple[Tensor, ...], inputs: list[Tensor], slopes: list[Tensor]) -> tuple[Tensor, ...]:
@@ -97,23 +100,22 @@ def gradients_of(outputs: tuple[Tensor, ...], inputs: list[Tensor], slopes: list
 
 
 def exact(name: str, inputs: list[Tensor], like: Result) -> Result:
-    """The same in float64, with the same gradient of the outputs."""
+    """Run the reference in float64, with the output gradients of `like`."""
     wide = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
-    made = REFERENCES[name](*wide)
-    outputs = made if isinstance(made, tuple) else (made,)
+    outputs = as_tuple(REFERENCES[name](*wide))
     gradients = gradients_of(outputs, wide, [slope_of(x, i).double() for i, x in enumerate(like.outputs)])
     return Result(tuple(x.detach() for x in outputs), gradients)
 
 
 def check(functions: dict[str, Callable[..., Any]], name: str, inputs: list[Tensor]) -> Result:
-    """Values and gradients against float64, and the dtypes and shapes of the reference."""
+    """Compare values and gradients with float64, and dtypes and shapes with the reference."""
     got, plain = run(functions[name], inputs), run(REFERENCES[name], inputs)
     want = exact(name, inputs, got)
     limit = LIMITS[min((x.dtype for x in inputs), key=lambda dtype: dtype.itemsize)]
-    for kind, here, there, precise in zip(Result._fields, got, plain, want, strict=True):
-        for number, (x, y, z) in enumerate(zip(here, there, precise, strict=True)):
-            assert (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device), (kind, number)
-            assert torch.equal(x.double(), z) or error(x, z) < limit, (kind, number, error(x, z))
+    for kind, *tensors in zip(Result._fields, got, plain, want, strict=True):
+        for i, (x, y, z) in enumerate(zip(*tensors, strict=True)):
+            assert (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device), (kind, i)
+            assert torch.equal(x.double(), z) or error(x, z) < limit, (kind, i, error(x, z))
     return got
 
 
@@ -122,11 +124,11 @@ def assert_equal(a: Result, b: Result) -> None:
         assert x.dtype == y.dtype and torch.equal(x, y)
 
 
-# ---- what every implementation must do ----
+# Checks of every implementation
 
 
 def check_views(functions: dict[str, Callable[..., Any]], device: str = "cpu") -> None:
-    """Inputs with gaps between rows, and with columns that are not side by side."""
+    """Inputs with gaps between rows, or between columns."""
     for name in NAMES:
         for dim in (-1, -2):
             views = []
@@ -145,39 +147,39 @@ def check_no_rows(functions: dict[str, Callable[..., Any]], device: str = "cpu")
         "silu_mul": silu_inputs((0, 24), torch.bfloat16, torch.bfloat16, device),
     }.items():
         got = check(functions, name, inputs)
-        assert all((x == 0).all() for x in got.gradients)  # of the norm's weight, which has numbers
+        assert all((x == 0).all() for x in got.gradients)  # the gradient of the norm's weight is not empty
 
 
 def check_frozen(functions: dict[str, Callable[..., Any]], device: str = "cpu") -> None:
-    """Any input may need no gradient, and the others' gradients stay the same; without any the values do."""
+    """Freezing inputs changes neither the values nor the gradients of other inputs."""
     for name in NAMES:
         inputs = inputs_of(name, torch.bfloat16, torch.bfloat16, device)
         want = run(functions[name], inputs)
-        for number, gradient in enumerate(want.gradients):
-            some = run(functions[name], [x.detach().requires_grad_(i == number) for i, x in enumerate(inputs)])
-            assert_equal(Result(some.outputs, ()), Result(want.outputs, ()))
-            assert len(some.gradients) == 1 and error(some.gradients[0], gradient) < 1e-3
+        for index, gradient in enumerate(want.gradients):
+            got = run(functions[name], [x.detach().requires_grad_(i == index) for i, x in enumerate(inputs)])
+            assert_equal(Result(got.outputs, ()), Result(want.outputs, ()))
+            assert len(got.gradients) == 1 and error(got.gradients[0], gradient) < 1e-3
         with torch.no_grad():
-            made = functions[name](*inputs)
-        assert_equal(Result(made if isinstance(made, tuple) else (made,), ()), Result(want.outputs, ()))
-        assert not any(x.requires_grad for x in (made if isinstance(made, tuple) else (made,)))
+            outputs = as_tuple(functions[name](*inputs))
+        assert_equal(Result(outputs, ()), Result(want.outputs, ()))
+        assert not any(x.requires_grad for x in outputs)
 
 
 def check_checkpoint(functions: dict[str, Callable[..., Any]], device: str = "cpu") -> None:
-    """Computed again in the backward pass, twice in a row."""
+    """Activation checkpointing gives the same results, twice."""
     for name in NAMES:
         inputs = inputs_of(name, torch.bfloat16, torch.float32, device)
         want = run(functions[name], inputs)
-        again = partial(checkpoint, functions[name], use_reentrant=False)
+        checkpointed = partial(checkpoint, functions[name], use_reentrant=False)
         for _ in range(2):
-            assert_equal(run(again, inputs), want)
+            assert_equal(run(checkpointed, inputs), want)
 
 
-# ---- references ----
+# References
 
 
 @pytest.mark.parametrize(("dtype", "other"), DTYPES, ids=str)
-def test_references_are_what_transformers_computes(dtype, other):
+def test_references_match_transformers(dtype, other):
     from transformers import Qwen3Config
     from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
@@ -185,12 +187,12 @@ def test_references_are_what_transformers_computes(dtype, other):
     norm = qwen3.Qwen3RMSNorm(37, eps=EPS)
     norm.weight = torch.nn.Parameter(weight.detach())
 
-    def theirs(x: Tensor, weight: Tensor) -> Tensor:
+    def transformers_norm(x: Tensor, weight: Tensor) -> Tensor:
         return torch.func.functional_call(norm, {"weight": weight}, (x,))
 
-    assert_equal(run(PUBLIC["rms_norm"], [x, weight]), run(theirs, [x, weight]))
-    turned = rotate_inputs((2, 5, 4, 2, 10), dtype, other)
-    assert_equal(run(PUBLIC["rotate"], turned), run(qwen3.apply_rotary_pos_emb, turned))
+    assert_equal(run(PUBLIC["rms_norm"], [x, weight]), run(transformers_norm, [x, weight]))
+    inputs = rotate_inputs((2, 5, 4, 2, 10), dtype, other)
+    assert_equal(run(PUBLIC["rotate"], inputs), run(qwen3.apply_rotary_pos_emb, inputs))
     mlp = qwen3.Qwen3MLP(Qwen3Config(hidden_size=8, intermediate_size=16)).to(dtype)
 
     def activation(gate: Tensor, up: Tensor) -> Tensor:
@@ -206,6 +208,6 @@ def test_references_are_exact(dtype, other, name):
     check(REFERENCES, name, inputs_of(name, dtype, other))
 
 
-def test_references_take_what_kernels_take():
+def test_references_pass_the_shared_checks():
     for check_one in (check_views, check_no_rows, check_frozen, check_checkpoint):
         check_one(PUBLIC)

@@ -1,4 +1,4 @@
-"""The kernels of a block for training on a GPU: values, gradients, and the same bits every time."""
+"""Block kernels for training on a GPU: values, gradients and determinism."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ in_dtypes = pytest.mark.parametrize(("dtype", "other"), DTYPES, ids=str)
 
 
 def real_inputs(name: str, dtype: torch.dtype, other: torch.dtype) -> list[torch.Tensor]:
-    """Of a micro-batch of the Qwen3-1.7B shape."""
+    """Return inputs of a micro-batch of Qwen3-1.7B."""
     if name == "rotate":
         return rotate_inputs((1, 3001, 16, 8, 128), dtype, other, "cuda")
     if name == "silu_mul":
@@ -63,13 +63,13 @@ def test_activation(shape, dtype, other):
 
 
 @pytest.mark.parametrize("requirement", [check_views, check_no_rows, check_frozen, check_checkpoint])
-def test_takes(requirement):
+def test_shared_check(requirement):
     requirement(PUBLIC, "cuda")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rounds_where_eager_torch_does(name):
-    """In bfloat16 almost all numbers have the same bits; a sum in another order flips a few by one step."""
+def test_rounds_like_eager_torch(name):
+    """Almost all bfloat16 values have the same bits; another summation order changes a few by one step."""
     inputs = real_inputs(name, torch.bfloat16, torch.bfloat16)
     got, plain = run(PUBLIC[name], inputs), run(REFERENCES[name], inputs)
     for x, y in zip(got.outputs, plain.outputs, strict=True):
@@ -80,15 +80,15 @@ def test_rounds_where_eager_torch_does(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_same_bits_every_time(name):
+def test_repeated_runs_give_the_same_bits(name):
     inputs = real_inputs(name, torch.bfloat16, torch.bfloat16)
     first = run(PUBLIC[name], inputs)
     for _ in range(5):
         assert_equal(run(PUBLIC[name], inputs), first)
 
 
-def test_company_does_not_change_a_row():
-    """The policy and its reference may be computed in other batches."""
+def test_other_rows_do_not_change_a_row():
+    """Policy and reference may run in different batches."""
     for name in NAMES:
         inputs = real_inputs(name, torch.bfloat16, torch.bfloat16)
         whole = run(PUBLIC[name], inputs).outputs
@@ -98,7 +98,7 @@ def test_company_does_not_change_a_row():
         assert_equal(Result(part, ()), Result(tuple(x.narrow(dim, 5, 1000) for x in whole), ()))
 
 
-def test_the_host_never_waits():
+def test_no_host_sync():
     for name in NAMES:
         inputs = real_inputs(name, torch.bfloat16, torch.bfloat16)
         outputs = PUBLIC[name](*inputs)

@@ -1,6 +1,6 @@
-"""The kernels of a block for training under Triton's interpreter: small odd sizes on a CPU, against float64.
+"""Block kernels for training under Triton's interpreter: small odd sizes on a CPU, against float64.
 
-Memory that was never written holds NaN. On a GPU: test_block_gpu.py.
+Unwritten memory contains NaN.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ in_dtypes = pytest.mark.parametrize(("dtype", "other"), DTYPES, ids=str)
 
 @pytest.fixture(autouse=True)
 def kernels_in_small_tiles(monkeypatch):
-    """Several programs, and several rounds of each."""
+    """Use several programs with several iterations each."""
     monkeypatch.setattr(block, "_fits", lambda *tensors: True)
     monkeypatch.setattr(block, "TILE", 128)
     monkeypatch.setattr(block, "PROGRAMS", 3)
@@ -44,7 +44,7 @@ def kernels_in_small_tiles(monkeypatch):
 @interpreted
 @in_dtypes
 def test_norm(dtype, other):
-    """37 columns: tiles of two rows; 200: of one, longer than TILE. 23 rows do not divide."""
+    """37 columns make tiles of two rows, 200 columns exceed TILE. 23 rows leave a partial tile."""
     for shape in ((1, 16), (23, 37), (2, 3, 2, 200)):
         check(PUBLIC, "rms_norm", norm_inputs(shape, dtype, other))
 
@@ -52,7 +52,7 @@ def test_norm(dtype, other):
 @interpreted
 @in_dtypes
 def test_rotation(dtype, other):
-    """More heads than a program turns at a time; sizes that are no powers of two; one row of angles for all."""
+    """More heads than a program processes at a time, sizes that are not powers of two, shared angles."""
     for shape, angles in (((1, 5, 4, 2, 16), 1), ((2, 3, 9, 1, 10), 2), ((3, 2, 8, 17, 6), 1)):
         check(PUBLIC, "rotate", rotate_inputs(shape, dtype, other, angles=angles))
 
@@ -65,7 +65,7 @@ def test_activation(dtype, other):
 
 
 @interpreted
-def test_activation_of_large_numbers():
+def test_activation_of_large_values():
     gate, up = silu_inputs((2, 3), torch.float32, torch.float32)
     with torch.no_grad():
         gate[0] = torch.tensor([-200.0, 200.0, 0.0])
@@ -74,12 +74,12 @@ def test_activation_of_large_numbers():
 
 @interpreted
 @pytest.mark.parametrize("requirement", [check_views, check_no_rows, check_frozen, check_checkpoint])
-def test_takes(requirement):
+def test_shared_check(requirement):
     requirement(PUBLIC)
 
 
 @interpreted
-def test_a_second_derivative_is_refused():
+def test_second_derivative_is_rejected():
     x, weight = norm_inputs((3, 8), torch.float32, torch.float32)
     (slope,) = torch.autograd.grad(PUBLIC["rms_norm"](x, weight).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):

@@ -1,7 +1,4 @@
-"""Decode attention: the plain-torch reference against a loop in float64.
-
-The kernels run in test_decode_interpreted.py, and on a GPU in test_decode_gpu.py. Places that no row sees hold NaN.
-"""
+"""Decode attention: the plain-torch reference against a float64 loop."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from kernels import decode_attention as module
 from kernels.decode_attention import decode_attention, decode_attention_reference, supports
 from tests.kernels.decode_problems import Problem, error, make_problem, naive
 
-GROUPS = [(37, [1, 20, 16]), (16, [5]), (0, [3, 18]), (50, [2] * 9)]  # the last fills a tile and begins another
+GROUPS = [(37, [1, 20, 16]), (16, [5]), (0, [3, 18]), (50, [2] * 9)]  # the last group needs two tiles
 
 
 def compare(run, problem: Problem, limit: float, window: int | None = None) -> None:
@@ -23,11 +20,11 @@ def compare(run, problem: Problem, limit: float, window: int | None = None) -> N
 
 @pytest.mark.parametrize("window", [None, 1, 7, 30, 1000])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
-def test_reference_is_attention_over_prefix_and_own_tokens(dtype, limit, window):
+def test_reference_attends_to_prefix_and_own_tokens(dtype, limit, window):
     compare(decode_attention_reference, make_problem(GROUPS, dtype=dtype, heads=(6, 2, 10)), limit, window)
 
 
-def test_reference_runs_on_a_cpu_and_takes_any_layout():
+def test_reference_accepts_any_memory_layout():
     problem = make_problem(GROUPS)
     want = decode_attention_reference(*problem[:4], **problem.options)
     query = problem.query.transpose(0, 1).contiguous().transpose(0, 1)
@@ -36,7 +33,7 @@ def test_reference_runs_on_a_cpu_and_takes_any_layout():
 
 
 def padded(problem: Problem) -> Problem:
-    """Two padding rows more: no tokens, no tile."""
+    """Append two padding rows, without tokens or tiles."""
     query = torch.cat([problem.query, problem.query[:2]])
     table, prefix_len, own_len, tiles = problem.rows
     more = ((table, -1), (prefix_len, 0), (own_len, 0), (tiles, -1))
@@ -64,5 +61,5 @@ def test_head_sizes_of_the_kernels():
 
 
 def test_few_rows_split_the_prefix_and_many_do_not():
-    programs = [(8, 100), (8, 3), (64, 8), (512, 8), (1, 1)]  # and pages of a table
-    assert [module._splits(*x) for x in programs] == [16, 2, 4, 1, 1]
+    programs_and_pages = [(8, 100), (8, 3), (64, 8), (512, 8), (1, 1)]
+    assert [module._splits(*x) for x in programs_and_pages] == [16, 2, 4, 1, 1]

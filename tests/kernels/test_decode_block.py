@@ -1,7 +1,4 @@
-"""The small operations of a block: references against loops in float64 and against transformers.
-
-The kernels run in test_decode_interpreted.py, and on a GPU in test_decode_gpu.py.
-"""
+"""Block operations for decoding: references against float64 loops and transformers."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ def make_heads(
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype | None = None,
 ) -> Heads:
-    """Positions and places in random order; the second token is padding."""
+    """Build a case with positions and slots in random order; the second token is padding."""
     num_heads, key_heads, head_dim = heads
     wide = torch.promote_types(dtype, torch.float32)
     angle = torch.arange(50)[:, None] * 10.0 ** -torch.linspace(0, 3, head_dim // 2)  # (T, K / 2)
@@ -69,7 +66,7 @@ def make_heads(
 
 
 def naive_heads(case: Heads) -> dict[str, Tensor]:
-    """One token and head at a time, in float64."""
+    """Compute token by token and head by head, in float64."""
     key_heads, _, size = case.keys.shape
     num_heads = case.options["num_heads"]
     query = torch.zeros(len(case.qkv), num_heads, size, dtype=torch.float64)
@@ -148,7 +145,7 @@ def test_public_functions_run_on_a_cpu():
     check_silu(decode_block.silu_mul, 3, 20, torch.bfloat16)
 
 
-def test_roundings_are_those_of_transformers_under_autocast():
+def test_rounding_matches_transformers_under_autocast():
     """bfloat16 projections, float32 norm weights, stream, cos and sin."""
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 

@@ -1,4 +1,4 @@
-"""The kernels of a decode step on a GPU at real sizes: values, and capture in a CUDA graph with other lengths later."""
+"""Decode kernels on a GPU at real sizes: values, and CUDA graphs that read new lengths."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QWEN = (16, 8, 128)
 
 @pytest.fixture(autouse=True)
 def exact_products():
-    """float32 references without TF32."""
+    """Turn TF32 off for the float32 references."""
     was = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield
@@ -32,7 +32,7 @@ def exact_products():
 
 
 def grouped(num_groups: int, size: int, prefix: int, own: int, seed: int = 0) -> list[tuple[int, list[int]]]:
-    """Uneven lengths up to these; every seventh group has no prefix."""
+    """Build groups of uneven lengths up to these; every seventh group has no prefix."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, own + 1, (num_groups, size), generator=generator).tolist()
     prefixes = torch.randint(prefix // 2, prefix + 1, (num_groups,), generator=generator).tolist()
@@ -70,14 +70,14 @@ def test_attention_is_exact(name, dtype):
 
 
 @pytest.mark.parametrize("page", [16, 48, 128])
-def test_attention_with_other_pages(page):
+def test_attention_with_other_page_sizes(page):
     problem = make_problem(grouped(9, 8, 300, 100), heads=QWEN, page=page, dtype=torch.bfloat16).to("cuda")
     got = decode_attention(*problem[:4], **problem.options)
     assert error(got, exact_attention(problem, None)) < ATTENTION_LIMITS[torch.bfloat16]
 
 
 def test_attention_far_into_a_large_cache():
-    """Places times strides beyond 2**31."""
+    """Slots times strides exceed 2**31."""
     places, head_dim = 1 << 21, 128
     problem = make_problem([(200, [70, 5])], heads=(16, 8, head_dim), page=64, dtype=torch.bfloat16).to("cuda")
     want = decode_attention(*problem[:4], **problem.options)
@@ -114,7 +114,7 @@ def test_norm_and_activation_are_exact(num_tokens, width, dtype):
     assert error(decode_block.silu_mul(gate_up), decode_block.silu_mul_reference(gate_up)) < min(LIMITS[dtype], 1e-3)
 
 
-# ---- draws ----
+# Draws
 
 
 def draw_on_gpu(*arguments: Tensor, **options) -> tuple[Tensor, Tensor]:
@@ -133,17 +133,17 @@ def test_draws_follow_the_distribution():
     check_chi_square(draw_on_gpu, 200_000)
 
 
-def test_draws_with_ties_and_what_is_not_a_number():
+def test_draws_with_ties_and_nan():
     check_special_rows(draw_on_gpu)
 
 
-def test_a_row_draws_the_same_in_any_batch():
+def test_row_draws_the_same_in_any_batch():
     check_company(draw_on_gpu, 9001)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_draws_are_those_of_the_reference(dtype):
-    """50,000 of each dtype from a large vocabulary; a difference is a draw within rounding of a boundary."""
+def test_draws_match_the_reference(dtype):
+    """50,000 draws per dtype from a large vocabulary; they differ only within rounding of a boundary."""
     num_rows, vocab, times = 500, 151_936, 100
     generator = torch.Generator("cuda").manual_seed(0)
     logits = (3 * torch.randn(num_rows, vocab, generator=generator, device="cuda")).to(dtype)
@@ -161,7 +161,7 @@ def test_draws_are_those_of_the_reference(dtype):
     assert same >= 0.999 * num_rows * times
 
 
-# ---- the state of rows ----
+# The state of rows
 
 STATE_ROWS = [1, 2, 48, 64, 512, 1500, 2048, 3000]
 
@@ -178,7 +178,7 @@ def test_rows_advance(case):
         check_advance(advance, num_rows, case, "cuda", room=100)
 
 
-# ---- CUDA graphs ----
+# CUDA graphs
 
 
 def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -195,8 +195,8 @@ def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 @pytest.mark.parametrize("dtype", ATTENTION_LIMITS)
 @pytest.mark.parametrize("window", [None, 100])
-def test_a_captured_attention_reads_new_lengths(dtype, window):
-    """Everything of the rows changes in place: tables, lengths, tiles."""
+def test_captured_attention_reads_new_lengths(dtype, window):
+    """Tables, lengths and tiles change in place."""
     problems = []
     for seed in range(3):
         groups = grouped(16, 8, 200, 150, seed)
@@ -229,7 +229,7 @@ def test_a_captured_attention_reads_new_lengths(dtype, window):
         assert error(out, exact_attention(problem, window)) < ATTENTION_LIMITS[dtype]
 
 
-def test_a_captured_block_and_draw_read_new_values():
+def test_captured_block_and_draw_read_new_values():
     case = make_heads(64, QWEN, dtype=torch.bfloat16).to("cuda")
     arguments = [x.cuda() for x in inputs(64, 9001)]
     stream = torch.randn(64, 1024, device="cuda")
@@ -264,8 +264,8 @@ def test_a_captured_block_and_draw_read_new_values():
 
 
 @pytest.mark.parametrize("num_rows", STATE_ROWS)
-def test_a_captured_state_advances_as_the_reference(num_rows):
-    """Five replays from one upload, with other ids in each, and again from another upload."""
+def test_captured_state_advances_like_the_reference(num_rows):
+    """Five replays with different ids from one upload, and again from another upload."""
     page = 64
     held = make_state(num_rows, page, room=5).clone("cuda")
     ids, logps = (x.cuda() for x in make_drawn(num_rows, seed=0))
@@ -291,8 +291,8 @@ def test_a_captured_state_advances_as_the_reference(num_rows):
         assert held.tick.tolist() == [6]
 
 
-def test_a_captured_state_can_be_replayed_without_a_look():
-    """5,000 steps of all rows in a row: a tick that some warp read too late would write to another line."""
+def test_captured_state_can_be_replayed_without_a_host_sync():
+    """5,000 consecutive steps: if a warp read the tick too late, it would write to another line."""
     num_rows, steps = 2048, 5000
     held = make_state(num_rows, 64, "all live").clone("cuda")
     out_ids = torch.full((steps, num_rows), -5, device="cuda")

@@ -1,7 +1,7 @@
-"""The kernels of a decode step under Triton's interpreter: small odd sizes on a CPU, against loops in float64.
+"""Decode kernels under Triton's interpreter: small odd sizes on a CPU, against float64 loops.
 
-Pages of 16 and few tokens, because the interpreter is slow; places that no row sees hold NaN, and so does memory that
-was never written. One file, because each runs in a subprocess of its own. On a GPU: test_decode_gpu.py.
+Pages of 16 and few tokens, because the interpreter is slow. Unwritten memory and slots that no row sees contain NaN.
+One file, because each file runs in its own subprocess.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def few_splits(monkeypatch):
-    """The interpreter runs one program after the other."""
+    """Use few programs, because the interpreter runs them sequentially."""
     monkeypatch.setattr(decode_attention, "_splits", lambda programs, pages: 2)
 
 
-# ---- attention ----
+# Attention
 
 HEADS = [(2, 2, 16), (4, 2, 32), (3, 1, 16), (8, 2, 16), (7, 1, 64), (8, 1, 16), (12, 1, 16)]
 
@@ -81,7 +81,7 @@ def test_attention_gives_zeros_for_padding():
     check_padding(decode_attention_kernel)
 
 
-# ---- the operations of a block ----
+# The operations of a block
 
 CASES = [  # heads, dtype of the projections, of the cache
     ((6, 2, 16), torch.float32, torch.float32),
@@ -110,14 +110,14 @@ def test_block_norm_and_activation(dtype):
 
 
 @interpreted
-def test_block_take_no_tokens():
+def test_block_without_tokens():
     case = make_heads(0, (4, 2, 16))
     assert case.run(decode_block.rotate_append_kernel)["query"].shape == (0, 4, 16)
     assert decode_block.add_rms_norm_kernel(numbers(0, 8), None, numbers(8), 1e-6, torch.bfloat16).shape == (0, 8)
     assert decode_block.silu_mul_kernel(numbers(0, 8)).shape == (0, 4)
 
 
-# ---- draws, in chunks of 16 ----
+# Draws, in chunks of 16
 
 
 @pytest.fixture
@@ -135,8 +135,8 @@ def test_draw_by_inverse_cdf(small_chunks, dtype, options):
 
 
 @interpreted
-def test_draw_hashes_as_the_reference_does(monkeypatch):
-    """Among 4,096 ids of equal probability the id shows the first twelve bits of the hash."""
+def test_draw_hashes_like_the_reference(monkeypatch):
+    """Among 4,096 equally likely ids, the sampled id is the first twelve bits of the hash."""
     seeds = torch.tensor(SEEDS)
     number = torch.tensor([0, 1, 2, 77, 511, 2**20, 2**31 - 2], dtype=torch.int32)
     monkeypatch.setattr(draw, "CHUNK", 1024)
@@ -145,7 +145,7 @@ def test_draw_hashes_as_the_reference_does(monkeypatch):
 
 
 @interpreted
-def test_draw_with_ties_and_what_is_not_a_number(small_chunks):
+def test_draw_with_ties_and_nan(small_chunks):
     check_special_rows(draw_kernel, copies=3)
 
 
@@ -160,11 +160,11 @@ def test_draw_with_whole_chunks():
 
 
 @interpreted
-def test_draw_takes_no_rows():
+def test_draw_without_rows():
     assert [len(x) for x in draw_kernel(*(x[:0] for x in inputs(2, 37)))] == [0, 0]
 
 
-# ---- the state of rows, in blocks of 16 ----
+# The state of rows, in blocks of 16
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def test_state_locates(small_blocks, page):
 @interpreted
 @pytest.mark.parametrize("case", STATE_CASES)
 def test_state_advances(small_blocks, case):
-    """20 and 37 rows end within a block, 32 with one."""
+    """20 and 37 rows end within a block, 32 rows at its end."""
     for num_rows, room in ((20, 3), (32, 0), (37, 11)):
         check_advance(advance_kernel, num_rows, case, room=room)
 
@@ -195,8 +195,8 @@ def test_state_with_whole_blocks():
 
 
 @interpreted
-def test_state_of_no_rows():
-    """The tick still counts."""
+def test_state_without_rows():
+    """The tick still advances."""
     state = make_state(0, 16)
     assert [len(x) for x in state.locate(locate_kernel, 16)] == [0, 0]
     state.advance(advance_kernel, *make_drawn(0, seed=0))

@@ -1,7 +1,4 @@
-"""The state of rows around a decode step: the references against loops in Python.
-
-The kernels run in test_decode_interpreted.py, and on a GPU in test_decode_gpu.py.
-"""
+"""State of decode rows: references against Python loops."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ CASES = ("all live", "some ended", "stop ids", "at the limit", "mixed")
 
 
 class State(NamedTuple):
-    """All that locate and advance read and write, less what was drawn."""
+    """Everything that locate and advance read and write, except sampled tokens."""
 
     table: Tensor  # (B, pages) int32
     prefix_len: Tensor  # (B,) int32
@@ -48,7 +45,7 @@ class State(NamedTuple):
 
 
 def make_state(num_rows: int, page: int, case: str = "mixed", *, room: int = 3, seed: int = 0) -> State:
-    """Ids 0 to 9 are drawn; prefixes of 0 to 4 pages and up to 3 pages of own tokens, with room for STEPS more."""
+    """Build a state: prefixes of 0 to 4 pages and up to 3 pages of own tokens, with room for STEPS more."""
     generator = torch.Generator().manual_seed(seed)
 
     def numbers(low: int, high: int, *shape: int) -> Tensor:
@@ -78,7 +75,7 @@ def make_drawn(num_rows: int, seed: int) -> tuple[Tensor, Tensor]:  # (B,) int64
 
 
 def naive_locate(state: State, page: int) -> tuple[list[int], list[int]]:
-    """Each row's pages laid out one place after the other."""
+    """Expand each row's pages into a list of slots."""
     positions, places = [], []
     for pages, prefix, own in zip(state.table.tolist(), state.prefix_len.tolist(), state.own_len.tolist(), strict=True):
         every = [number * page + offset for number in pages for offset in range(page)]
@@ -120,7 +117,7 @@ def check_locate(run: Callable, num_rows: int, page: int, device: str = "cpu") -
 
 
 def check_advance(run: Callable, num_rows: int, case: str, device: str = "cpu", room: int = 3) -> None:
-    """Five steps, each from where the one before left the rows; what the case is about did happen."""
+    """Run five consecutive steps, and check that the case occurred."""
     want = make_state(num_rows, 16, case, room=room)
     held, first = want.clone(device), want
     for step in range(5):
@@ -151,8 +148,8 @@ def test_reference_advances(case):
     check_advance(advance_reference, 20, case, room=0)
 
 
-def test_reference_ends_a_row_that_draws_a_stop_id():
-    """By hand: goes on, ended before, stops, takes its last token."""
+def test_reference_advances_by_hand():
+    """Rows that continue, ended before, sample a stop id, and sample their last token."""
     state = make_state(4, 16)
     state.left.copy_(torch.tensor([5, 0, 5, 1]))
     before = state.clone()

@@ -1,7 +1,4 @@
-"""Drawing tokens: the hash as today's, and the reference against a loop in float64.
-
-The kernels run in test_decode_interpreted.py, and on a GPU in test_decode_gpu.py.
-"""
+"""Sampling tokens: the hash, and the reference against a float64 loop."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 123456789, -987654321987654321]
 
 
 def chi_square(ids: Tensor, exact: Tensor) -> tuple[float, float]:
-    """Statistic, and its 0.9999 quantile by Wilson and Hilferty; every cell is expected at least five times."""
+    """Return the chi-square statistic and its 0.9999 quantile (Wilson-Hilferty); each cell expects five or more."""
     counts = torch.bincount(ids, minlength=len(exact)).double()
     expected = exact.double() * len(ids)
     assert expected.min() >= 5
@@ -28,7 +25,7 @@ def chi_square(ids: Tensor, exact: Tensor) -> tuple[float, float]:
 
 
 def naive(logits: Tensor, seed: Tensor, number: Tensor, temperature: Tensor, scale=1.0, softcap=None):
-    """One row at a time, in float64 and Python."""
+    """Compute row by row, in float64 and Python."""
     ids, logps = [], []
     for x, s, n, t in zip(logits, seed, number, temperature, strict=True):
         z = x.double() * scale
@@ -47,7 +44,7 @@ def naive(logits: Tensor, seed: Tensor, number: Tensor, temperature: Tensor, sca
 
 
 def inputs(num_rows: int, vocab: int, dtype: torch.dtype = torch.float32, seed: int = 0):
-    """Logits, seeds, numbers, temperatures; the last row is greedy."""
+    """Return logits, seeds, numbers and temperatures; the last row is greedy."""
     generator = torch.Generator().manual_seed(seed)
     logits = (4 * torch.randn(num_rows, vocab, generator=generator)).to(dtype)
     seeds = torch.randint(-(2**62), 2**62, (num_rows,), generator=generator)
@@ -73,7 +70,7 @@ def check_chi_square(run, num: int) -> None:
 
 
 def check_special_rows(run, copies: int = 40) -> None:
-    """Ties, -inf, and logits that are not numbers; each sampled and greedy."""
+    """Check ties, -inf and NaN, each sampled and greedy."""
     infinite = torch.full((1, 37), -math.inf)
     tied, only, late, bad = infinite.clone(), infinite.clone(), torch.zeros(1, 37), torch.zeros(1, 37)
     tied[0, [5, 9, 30]], only[0, 36], bad[0, 20] = 2.0, -3.0, math.nan
@@ -95,7 +92,7 @@ def check_special_rows(run, copies: int = 40) -> None:
 
 
 def check_company(run, vocab: int) -> None:
-    """A row draws the same id and log-prob alone, in another order, and with other strides."""
+    """Check that a row gets the same id and log-prob alone, in another order and with other strides."""
     arguments = inputs(7, vocab)
     ids, logps = run(*arguments)
     order = torch.tensor([4, 2, 0, 6, 1])
@@ -108,7 +105,7 @@ def check_company(run, vocab: int) -> None:
 
 
 def splitmix(seed: int, number: int) -> float:
-    """In Python integers: the finaliser of splitmix64, twice."""
+    """Apply the finaliser of splitmix64 twice, in Python integers."""
 
     def mix(x: int) -> int:
         x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
@@ -144,7 +141,7 @@ def test_reference_follows_the_distribution():
     check_chi_square(draw_reference, 20_000)
 
 
-def test_reference_with_ties_and_what_is_not_a_number():
+def test_reference_with_ties_and_nan():
     check_special_rows(draw_reference)
 
 

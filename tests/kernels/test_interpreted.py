@@ -1,10 +1,8 @@
-"""Our Triton kernels under Triton's interpreter: small odd sizes on a CPU, against float64.
+"""Triton kernels under Triton's interpreter: small odd sizes on a CPU, against float64.
 
-Its cost grows with the numbers of tokens and of vocabulary entries, so there are few. Checks of what surrounds the
-kernels (threads, compilation, autocast) run on the torch path and on a GPU.
-
-Tokens with a very unlikely target are recomputed in plain torch, which could hide a broken kernel. So recomputing fails
-every test except those about it. Memory that was never written holds NaN.
+The interpreter is slow, so sizes are small. Checks of threads, compilation and autocast run with impl=torch and on a
+GPU. Recomputing tokens with a very unlikely target could hide a broken kernel, so it fails every test that does not use
+the fixture `recomputed`. Unwritten memory contains NaN.
 """
 
 from __future__ import annotations
@@ -20,12 +18,22 @@ import torch
 
 import kernels
 import kernels.linear_logprob as fast
+from kernels import adamw
 from tests.kernels import heads
 from tests.kernels.head_checks import CHECKS
 from tests.kernels.head_numerics import NUMERICS
 from tests.kernels.heads import ENTRIES, OPTIONS, TRITON_16, TRITON_32, Case, make
 from tests.kernels.interpreter import IS_ON, interpreted
-from tests.kernels.test_adamw import RATES, ParamTensors, check_against_exact, problem
+from tests.kernels.test_adamw import (
+    RATES,
+    ParamTensors,
+    check_against_exact,
+    check_guard,
+    check_launch,
+    check_unaligned,
+    many_updates,
+    problem,
+)
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -36,25 +44,10 @@ PATHS = {"float32": TRITON_32, "bfloat16": TRITON_16}
 
 @pytest.fixture(autouse=True)
 def recomputed(monkeypatch, request) -> list[int]:
-    """Numbers of recomputed tokens; any fails a test that does not request this fixture by name."""
-    counts: list[int] = []
-    if not IS_ON:  # the test itself runs in a subprocess
-        return counts
-    from kernels import linear_logprob_triton
-
-    redo = linear_logprob_triton.TritonHead._redo_overflowed
-
-    def spy(self, start, stop, stats, num_overflowed, *rest):
-        if count := int(num_overflowed):
-            assert "recomputed" in request.function.__code__.co_varnames, f"{count} tokens were recomputed"
-            counts.append(count)
-        return redo(self, start, stop, stats, num_overflowed, *rest)
-
-    monkeypatch.setattr(linear_logprob_triton.TritonHead, "_redo_overflowed", spy)
-    return counts
+    return heads.count_recomputed(monkeypatch, request) if IS_ON else []  # off: the test runs in a subprocess
 
 
-# ---- values and gradients ----
+# Values and gradients
 
 
 @interpreted
@@ -79,13 +72,13 @@ SIZES = [("float32", 1, 16, 2), ("float32", 3, 40, 131), ("float32", 33, 72, 7),
 @interpreted
 @pytest.mark.parametrize(("path", "n", "d", "v"), SIZES, ids=lambda x: str(x))
 def test_sizes(path, n, d, v):
-    """Blocks of tokens x vocabulary x width: 32 x 64 x 32 in float32, 128 x 256 x 64 in bfloat16; most are partial."""
+    """Tiles of tokens x vocabulary x width: 32 x 64 x 32 in float32, 128 x 256 x 64 in bfloat16; most are partial."""
     heads.check(make(n, d, v, path=PATHS[path], bias=v != 131), PATHS[path], **OPTIONS["all" if v == 259 else "plain"])
 
 
-KERNEL_CHECKS = (  # the others are about what is common to all paths
+KERNEL_CHECKS = (  # other checks concern code that all implementations share
     "no_tokens", "views", "ignored_tokens", "all_tokens_ignored", "tokens_without_a_gradient_are_skipped",
-    "tokens_without_a_gradient_are_not_looked_for", "nan_tokens_without_a_gradient", "one_number_for_all_tokens",
+    "tokens_without_a_gradient_are_not_skipped", "nan_tokens_without_a_gradient", "expanded_gradient",
     "frozen_parts",
 )  # fmt: skip
 
@@ -104,21 +97,20 @@ def test_numerics(path, check):
 
 @interpreted
 def test_float32_head_of_bfloat16_hidden_states():
-    """The weight gradient is float32 and was never rounded to bfloat16."""
+    """The weight gradient is float32 and is never rounded to bfloat16."""
     case = make(13, 16, 37, path=TRITON_16)
     want = heads.truth(case)
     for entry in ENTRIES.values():
         got = entry(case._replace(weight=case.weight.float(), bias=case.bias.float()), TRITON_16)
         assert [got[name].dtype for name in heads.NAMES] == [torch.bfloat16, torch.float32, torch.float32]
-        assert torch.equal(got["logp"], heads.scored(case, TRITON_16).logp)
+        assert torch.equal(got["logp"], heads.token_logps(case, TRITON_16).logp)
         heads.assert_same(got, want, TRITON_16)
         assert (got["weight"] != got["weight"].bfloat16()).float().mean() > 0.9
 
 
-# ---- chunks, order, company ----
+# Chunks and order
 
-
-CHUNK = 10  # 37 tokens of width 16, in four chunks
+CHUNK = 10  # splits 37 tokens of width 16 into four chunks
 
 
 def in_four() -> contextlib.AbstractContextManager:
@@ -128,7 +120,7 @@ def in_four() -> contextlib.AbstractContextManager:
 @interpreted
 @pytest.mark.parametrize(("path", "loss"), [("float32", "both"), ("bfloat16", "logp")])
 def test_chunks_do_not_change_the_result(path, loss):
-    """One full chunk, two with gaps, one without gradients. The chunk after a full one is assumed full as well."""
+    """One full chunk, two with gaps, one without gradients. The chunk after a full chunk is assumed to be full."""
     path = PATHS[path]
     case = make(37, 16, 11, path=path)
     case.c[:, 12:28:2] = 0
@@ -138,7 +130,7 @@ def test_chunks_do_not_change_the_result(path, loss):
         chunked = {name: entry(case, path, loss=loss) for name, entry in ENTRIES.items()}
     active = (case.c != 0).any(dim=0).split(CHUNK)
     assert counts[0] == CHUNK and counts[1] in (CHUNK, active[1].sum()) and counts[2:] == [active[2].sum(), 0]
-    logp = heads.scored(case, path).logp
+    logp = heads.token_logps(case, path).logp
     for name, got in chunked.items():
         assert torch.equal(got["logp"], logp), name
         assert (got["hidden"][30:] == 0).all() and (got["hidden"][12:28:2] == 0).all()
@@ -147,8 +139,8 @@ def test_chunks_do_not_change_the_result(path, loss):
 
 @interpreted
 @pytest.mark.parametrize("n", [1, 127, 128, 130])
-def test_gradient_of_hidden_states_is_computed_in_multiples_of_128_tokens(n, monkeypatch):
-    """Or cuBLAS would load another kernel for every number of tokens."""
+def test_hidden_gradient_is_computed_in_multiples_of_128_tokens(n, monkeypatch):
+    """Otherwise cuBLAS would load another kernel for every token count."""
     from kernels import linear_logprob_triton as module
 
     rows: list[int] = []
@@ -164,8 +156,7 @@ def test_gradient_of_hidden_states_is_computed_in_multiples_of_128_tokens(n, mon
 
 
 @interpreted
-def test_a_nan_token_without_a_gradient_does_not_spread():
-    """In a chunk that is assumed full."""
+def test_nan_token_without_a_gradient_does_not_spread_in_a_chunk_assumed_full():
     case = make(37, 16, 11, path=TRITON_32)
     case.c[:, 14] = 0
     want = heads.truth(case)
@@ -178,14 +169,14 @@ def test_a_nan_token_without_a_gradient_does_not_spread():
 
 @interpreted
 @pytest.mark.parametrize(("path", "n"), [("float32", 35), ("bfloat16", 9)])
-def test_order_and_company_do_not_change_a_log_prob(path, n):
+def test_order_and_other_tokens_do_not_change_a_log_prob(path, n):
     path = PATHS[path]
     case = make(n, 40, 131, path=path)
-    logp, entropy = heads.scored(case, path)
+    logp, entropy = heads.token_logps(case, path)
     order = torch.randperm(n, generator=torch.Generator().manual_seed(3))
     for index in (order, slice(0, 1), slice(n - 5, n), order[:7]):
-        some = heads.scored(case.select(index), path)
-        assert torch.equal(some.logp, logp[index]) and torch.equal(some.entropy, entropy[index])
+        part = heads.token_logps(case.select(index), path)
+        assert torch.equal(part.logp, logp[index]) and torch.equal(part.entropy, entropy[index])
 
 
 @interpreted
@@ -200,12 +191,12 @@ def test_active_rows_move_to_the_front():
             source = _pack_active(active)[:count]
             assert sorted(source.tolist()) == active.nonzero().squeeze(1).tolist(), (density, n)
             moved = source != torch.arange(count)
-            assert (source[moved] >= count).all() and not active[:count][moved].any()  # into gaps, from behind
+            assert (source[moved] >= count).all() and not active[:count][moved].any()  # only into gaps
 
 
 @interpreted
 def test_gradients_are_scaled_in_place():
-    """As linear_logprob_loss does on a GPU with the incoming gradient."""
+    """linear_logprob_loss uses this on a GPU for the incoming gradient."""
     from kernels.linear_logprob_triton import scale_unless_one
 
     for dtype in (torch.bfloat16, torch.float32):
@@ -216,11 +207,11 @@ def test_gradients_are_scaled_in_place():
             heads.is_close(x, want, 1e-2 if dtype == torch.bfloat16 else 1e-7, absolute=0)
 
 
-# ---- targets so unlikely that their exponentials overflow ----
+# Targets so unlikely that exponentials overflow
 
 
 def unlikely(path: heads.Path, first: float = -60.0) -> Case:
-    """Some ordinary tokens, some with log-probs from about -60 to -300."""
+    """Build a case with ordinary tokens and tokens with log-probs from about -60 to -300."""
     case = make(13, 16, 37, path=path)
     lift = torch.zeros(13)
     lift[[1, 4, 5, 9, 12]] = torch.tensor([first, -75.0, -110.0, -200.0, -260.0])
@@ -240,11 +231,11 @@ def test_unlikely_targets(recomputed, path, loss, options):
     limit = -99 * math.log(2)  # kernels.linear_logprob_triton.OVERFLOW_LIMIT, as a log-prob
     expected = int((want["logp"] < limit).sum())
     assert 3 <= expected <= 5 and want["logp"].min() < -200
-    # At logits of 250 a step of fp32 is 2e-5; and the log of a probability rounded to bfloat16 is off by up to 0.008,
-    # which matters where the entropy is small.
+    # A step of fp32 at logits of 250 is 2e-5. The log of a probability rounded to bfloat16 is off by up to 0.008, which
+    # matters if the entropy is small.
     rounded = path is TRITON_16 and loss != "logp"
     loose = path._replace(values=1e-4, gradients=0.1 if rounded else max(path.gradients, 5e-4))
-    tokens = heads.scored(case, path, **options)
+    tokens = heads.token_logps(case, path, **options)
     assert recomputed == [expected]
     heads.assert_same(tokens._asdict(), want, loose)
     for name, entry in ENTRIES.items():
@@ -258,7 +249,7 @@ def test_unlikely_targets(recomputed, path, loss, options):
 @interpreted
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_unlikely_targets_in_any_chunk(recomputed, chunk):
-    """Also after a full chunk."""
+    """Chunk 1 follows a full chunk."""
     case = make(37, 16, 11, path=TRITON_32)
     lift = torch.zeros(37)
     lift[CHUNK * chunk + 3] = -150.0
@@ -272,8 +263,7 @@ def test_unlikely_targets_in_any_chunk(recomputed, chunk):
 
 
 @interpreted
-def test_what_the_loss_returns_is_kept_once_for_each_chunk(recomputed):
-    """Also where a token of the chunk was recomputed."""
+def test_loss_function_runs_once_per_chunk_with_recomputed_tokens(recomputed):
     case = make(37, 16, 11, path=TRITON_32)
     lift = torch.zeros(37)
     lift[[5, 24]] = -150.0
@@ -303,7 +293,7 @@ def test_unlikely_targets_of_a_frozen_head(recomputed):
 
 @interpreted
 def test_unlikely_targets_without_a_gradient(recomputed):
-    """Their sums overflow too, in chunks where other rows are moved into their place."""
+    """Their sums overflow, and other rows of the chunk replace them."""
     case = unlikely(TRITON_32)
     case.c[:, [0, 4, 9]] = 0
     want = heads.truth(case)
@@ -316,7 +306,7 @@ def test_unlikely_targets_without_a_gradient(recomputed):
 
 @interpreted
 def test_log_probs_around_the_limit(recomputed):
-    """Log-prob and gradient are continuous across the sum beyond which a token is recomputed."""
+    """Log-prob and gradient are continuous at the limit beyond which tokens are recomputed."""
     n = 16
     logits = torch.zeros(n, 37)
     target = torch.arange(n)
@@ -329,36 +319,33 @@ def test_log_probs_around_the_limit(recomputed):
         assert len(recomputed) == 1 and 0 < recomputed[0] < n
 
 
-# ---- errors and NaN ----
+# Errors and NaN
 
 
 @interpreted
-def test_refusals_name_the_reason():
+def test_unsupported_inputs_are_rejected():
     case = make(5, 16, 37, path=TRITON_16)
     for wrong, message in (
-        ({"hidden": case.hidden.half()}, r"impl=triton: dtype torch.float16: .*; use impl=torch"),
-        ({"hidden": case.hidden.double()}, r"impl=triton: dtype torch.float64: .*; use impl=torch"),
-        (
-            {"hidden": case.hidden[:, :12], "weight": case.weight[:, :12]},
-            r"impl=triton: width 12: rows must be a multiple of 16 bytes; use impl=torch",
-        ),
+        ({"hidden": case.hidden.half()}, "dtype torch.float16:"),
+        ({"hidden": case.hidden.double()}, "dtype torch.float64:"),
+        ({"hidden": case.hidden[:, :12], "weight": case.weight[:, :12]}, "width 12: .* 16 bytes"),
     ):
         for entry in ENTRIES.values():
-            with pytest.raises(ValueError, match=message):
+            with pytest.raises(ValueError, match=f"impl=triton: {message}.*; use impl=torch"):
                 entry(case._replace(**wrong), TRITON_16)
 
 
 @interpreted
-def test_an_unchecked_target_outside_the_vocabulary_is_no_number():
+def test_unchecked_target_outside_the_vocabulary_is_nan():
     case = make(5, 16, 37, path=TRITON_32)
-    want = heads.scored(case, TRITON_32).logp
+    want = heads.token_logps(case, TRITON_32).logp
     case.target[[0, 1, 3, 4]] = torch.tensor([-100, -1, 37, 1 << 40])
-    tokens = heads.scored(case, TRITON_32, ignore_index=None)
+    tokens = heads.token_logps(case, TRITON_32, ignore_index=None)
     assert tokens.logp.isnan().tolist() == tokens.entropy.isnan().tolist() == [True, True, False, True, True]
     assert tokens.logp[2] == want[2]
 
 
-# ---- deliberate errors ----
+# Deliberate errors
 
 ERRORS = {
     "sign": ("-k * g / t", "k * g / t"),
@@ -369,10 +356,10 @@ ERRORS = {
 
 @interpreted
 @pytest.mark.parametrize("error", ERRORS)
-def test_a_deliberate_error_is_found(error, tmp_path, monkeypatch):
+def test_deliberate_error_is_detected(error, tmp_path, monkeypatch):
     source = Path(sys.modules["kernels.linear_logprob_triton"].__file__).read_text()
     right, wrong = ERRORS[error]
-    assert source.count(right) == 1, f"{right}: not in kernels/linear_logprob_triton.py any more; make it elsewhere"
+    assert source.count(right) == 1, f"{right}: not in kernels/linear_logprob_triton.py; update ERRORS"
     source = source.replace(right, wrong)
     file = tmp_path / "altered_triton.py"
     file.write_text(source)
@@ -387,121 +374,56 @@ def test_a_deliberate_error_is_found(error, tmp_path, monkeypatch):
             heads.assert_same(entry(case, TRITON_32, loss="logp"), heads.truth(case, loss="logp"), TRITON_32)
 
 
-# ---- AdamW ----
+# AdamW
 
 
 @interpreted
-def test_adamw_rounds_to_a_neighbour_and_is_exact_on_average():
-    from kernels.adamw import BLOCK, kernel_step
-
-    for shape in ((1,), (7, 13), (BLOCK - 1,), (65, 129)):
-        check_against_exact(kernel_step, *shape)
+def test_adamw_rounds_to_a_neighbour_without_bias():
+    for shape in ((1,), (7, 13), (adamw.BLOCK - 1,), (65, 129)):
+        check_against_exact(adamw.kernel_step, *shape)
 
 
 @interpreted
-def test_adamw_is_decided_by_the_seed_and_does_not_write_past_the_tensor():
-    from kernels.adamw import kernel_step
-
-    made = []
+def test_adamw_depends_on_the_seed_and_does_not_write_past_the_tensor():
+    weights = []
     for seed in (5, 5, 6):
         tensors = problem(33, 65)
-        kernel_step(tensors, RATES, seed)
-        made.append(tensors.weight)
-    assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])
-    held = torch.full((4, 200), 3.0, dtype=torch.bfloat16)
-    kernel_step(ParamTensors(*(row[:130] for row in held)), RATES, 1)
-    assert (held[:, 130:] == 3.0).all() and (held[0, :130] != 3.0).any()
-
-
-def adamw_updates(sizes: list[int], shift: int = 0) -> list:
-    """One update per size, with seeds and rates of its own; tensors start `shift` elements after their storage."""
-    from kernels.adamw import Update
-
-    made = []
-    for number, size in enumerate(sizes):
-        torch.manual_seed(number)
-        held = torch.randn(4, size + shift).bfloat16()[:, shift:]
-        rates = RATES._replace(t=number % 3 + 1, decay=0.1 * (number % 2))
-        made.append(Update(ParamTensors(*(row.clone() if shift == 0 else row for row in held)), rates, seed=7 + number))
-        made[-1].held.exp_avg_sq.abs_()
-    return made
-
-
-def after_adamw(updates: list, run) -> list[torch.Tensor]:
-    run(updates)
-    return [x.clone() for update in updates for x in update.held]
+        adamw.kernel_step(tensors, RATES, seed)
+        weights.append(tensors.weight)
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+    storage = torch.full((4, 200), 3.0, dtype=torch.bfloat16)
+    adamw.kernel_step(ParamTensors(*(row[:130] for row in storage)), RATES, 1)
+    assert (storage[:, 130:] == 3.0).all() and (storage[0, :130] != 3.0).any()
 
 
 @interpreted
-def test_adamw_of_a_tensor_does_not_depend_on_what_else_is_in_the_launch():
-    from kernels.adamw import CHUNK, kernel_step, kernel_step_all
-
-    sizes = [0, 1, 33, 4096, CHUNK + 5, 0, 5000]
-    together = after_adamw(adamw_updates(sizes), kernel_step_all)
-    alone = after_adamw(adamw_updates(sizes), lambda updates: [kernel_step(*update) for update in updates])
-    split = after_adamw(adamw_updates(sizes), lambda updates: [kernel_step_all(updates[i::2][::-1]) for i in (0, 1)])
-    assert all(map(torch.equal, together, alone)) and all(map(torch.equal, together, split))
-    before = [x for update in adamw_updates(sizes) for x in update.held]
-    for number, (was, found) in enumerate(zip(before, together, strict=True)):
-        assert len(was) < 2 or torch.equal(was, found) == (number % 4 == 1)  # the gradient is only read
+def test_adamw_of_many_parameters():
+    check_launch(adamw.kernel_step_all, [0, 1, 33, 4096, adamw.CHUNK + 5, 0, 5000])
+    check_guard(adamw.kernel_step_all, [5, 4096, 5000])
+    check_unaligned(adamw.kernel_step_all, [1, 4096, 9000], shift=3)
 
 
 @interpreted
-def test_adamw_of_nothing_launches_nothing(monkeypatch):
-    from kernels.adamw import kernel_step_all
-
+def test_adamw_of_no_weights_launches_nothing(monkeypatch):
     monkeypatch.setattr("kernels.adamw._step", {})  # a launch would be a KeyError
     with pytest.raises(KeyError):
-        kernel_step_all(adamw_updates([1]))
-    kernel_step_all([])
-    kernel_step_all(adamw_updates([0, 0]))
+        adamw.kernel_step_all(many_updates([1]))
+    adamw.kernel_step_all([])
+    adamw.kernel_step_all(many_updates([0, 0]))
 
 
 @interpreted
-def test_adamw_of_tensors_that_start_anywhere():
-    """Addresses that are no multiple of 16 bytes take the other path of the kernel, with the same result."""
-    from kernels.adamw import kernel_step_all
-
-    sizes = [1, 4096, 9000]
-    plain, shifted = adamw_updates(sizes), adamw_updates(sizes, shift=3)
-    for one, other in zip(plain, shifted, strict=True):
-        for to, source in zip(one.held, other.held, strict=True):
-            to.copy_(source)
-    assert any(x.data_ptr() % 16 for update in shifted for x in update.held)
-    assert all(map(torch.equal, after_adamw(plain, kernel_step_all), after_adamw(shifted, kernel_step_all)))
-
-
-@interpreted
-def test_adamw_divides_gradients_by_the_scale_and_takes_no_step_that_is_called_off():
-    from kernels.adamw import StepGuard, kernel_step_all
-
-    sizes = [5, 4096, 5000]
-    quarter, scaled, left = (adamw_updates(sizes) for _ in range(3))
-    for update in quarter:
-        update.held.grad.mul_(0.25)  # exact in bfloat16
-    kernel_step_all(quarter)
-    kernel_step_all(scaled, StepGuard(torch.tensor([4.0]), torch.tensor([0.0])))
-    kernel_step_all(left, StepGuard(torch.tensor(math.nan), torch.tensor(1.0)))
-    for one, other, same, was in zip(quarter, scaled, left, adamw_updates(sizes), strict=True):
-        for name in ("weight", "exp_avg", "exp_avg_sq"):
-            assert torch.equal(getattr(one.held, name), getattr(other.held, name))
-        assert all(map(torch.equal, same.held, was.held))
-
-
-@interpreted
-def test_adamw_rounds_the_three_numbers_of_a_weight_independently():
-    """Rounding errors of any two are uncorrelated, within a weight and between its neighbours of one Philox call."""
-    from kernels.adamw import BLOCK, kernel_step
-
-    num = 32 * BLOCK
+def test_adamw_rounds_weight_and_moments_independently():
+    """Rounding errors are pairwise uncorrelated, within a weight and between weights of one Philox call."""
+    num = 32 * adamw.BLOCK
     ones = torch.ones(num, dtype=torch.bfloat16)
-    rates = RATES._replace(lr=0.002, decay=0.0, t=10**6, beta1=0.999)  # every change is between two neighbours
-    held = ParamTensors(ones.clone(), ones * 0.5, ones.clone(), ones.clone())
-    kernel_step(held, rates, 3)
-    errors = torch.stack([x.double() for x in (held.weight, held.exp_avg, held.exp_avg_sq)])
+    rates = RATES._replace(lr=0.002, decay=0.0, t=10**6, beta1=0.999)  # every change is less than a step
+    tensors = ParamTensors(ones.clone(), ones * 0.5, ones.clone(), ones.clone())
+    adamw.kernel_step(tensors, rates, 3)
+    errors = torch.stack([x.double() for x in (tensors.weight, tensors.exp_avg, tensors.exp_avg_sq)])
     assert all(len(row.unique()) == 2 for row in errors)
     errors = (errors - errors.mean(1, keepdim=True)) / errors.std(1, keepdim=True)
-    for shift in (0, 1, BLOCK, 2 * BLOCK):
+    for shift in (0, 1, adamw.BLOCK, 2 * adamw.BLOCK):
         products = errors @ errors.roll(shift, 1).T / num
-        wanted = torch.eye(3, dtype=torch.float64) if shift == 0 else torch.zeros(3, 3, dtype=torch.float64)
-        assert (products - wanted).abs().max() < 5 / num**0.5
+        expected = torch.eye(3, dtype=torch.float64) if shift == 0 else torch.zeros(3, 3, dtype=torch.float64)
+        assert (products - expected).abs().max() < 5 / num**0.5

@@ -1,6 +1,6 @@
-"""The Triton kernel of linear_kl under Triton's interpreter: small odd sizes on a CPU, against float64.
+"""Triton kernel of linear_kl under Triton's interpreter: small odd sizes on a CPU, against float64.
 
-A block has 256 logits here. Memory that was never written holds NaN.
+A block has 256 logits. Unwritten memory contains NaN.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PATHS = {"float32": TRITON_32, "bfloat16": TRITON_16}
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("dtype", PATHS)
 def test_several_blocks(dtype, beta):
-    """bfloat16 gradients are written over logits of earlier blocks."""
+    """bfloat16 gradients overwrite logits of earlier blocks."""
     check(make(2, 600, path=PATHS[dtype], bias=dtype == "float32"), PATHS[dtype], beta=beta)
 
 
@@ -49,7 +49,7 @@ def test_options_of_both_heads(beta):
 @interpreted
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("dtype", ["bfloat16"])
-def test_its_own_teacher_has_no_divergence_and_no_gradient(dtype, beta):
+def test_identical_teacher_gives_zero_divergence_and_gradient(dtype, beta):
     path = PATHS[dtype]
     got = run(kl_cases.same_head(make(2, 300, path=path, head={"softcap": 3.0})), path, beta=beta)
     assert all((x == 0).all() for x in got.values())
@@ -84,7 +84,7 @@ def test_ids_masked_in_one_head():
 
 @interpreted
 @pytest.mark.parametrize("beta", KINDS)
-def test_what_is_no_number_is_not_hidden(beta):
+def test_nan_is_not_hidden(beta):
     case = make(2, 40, path=TRITON_32)
     for name in ("hidden", "teacher_hidden"):
         bad = getattr(case, name).clone()
@@ -107,7 +107,7 @@ def test_chunks_do_not_change_the_result(monkeypatch, dtype):
 
 
 @interpreted
-def test_no_tokens_and_parts_without_a_gradient():
+def test_no_tokens_and_frozen_inputs():
     got = run(make(0, 37, path=TRITON_16), TRITON_16, beta=0.5)
     assert got["loss"].item() == 0 and got["hidden"].shape == (0, 16) and not got["weight"].any()
     case = make(3, 37, path=TRITON_32)
@@ -118,7 +118,7 @@ def test_no_tokens_and_parts_without_a_gradient():
 
 
 @interpreted
-def test_float64_is_refused():
+def test_float64_is_rejected():
     case = make(3, 37, path=kl_cases.TORCH_64)
     with pytest.raises(ValueError, match="impl=triton: hidden torch.float64: the kernel computes in float32"):
         run(case, TRITON_32, beta=0.5)

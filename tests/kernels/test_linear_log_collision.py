@@ -1,4 +1,4 @@
-"""log sum_v p_v^2 from hidden states, against its specification and a value by hand."""
+"""log sum_v p_v^2 from hidden states, against its slow reference and a value by hand."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def test_value_by_hand():
     assert fast.linear_log_collision(hidden, weight).item() == pytest.approx(want, abs=1e-6)
 
 
-def test_is_its_specification_in_any_blocks(monkeypatch):
+def test_matches_the_slow_reference_for_any_block_size(monkeypatch):
     hidden, weight, bias = make()
     for name, options in OPTIONS.items():
         with_bias = None if name == "plain" else bias
         want = reference.linear_log_collision(hidden, weight, bias=with_bias, **options)
-        for elements in (1, 4 * V + 3, 1 << 25):  # a token at a time; six blocks, the last one partial; one block
+        for elements in (1, 4 * V + 3, 1 << 25):  # a block per token; six blocks, the last partial; one block
             monkeypatch.setattr(fast, "BLOCK_ELEMENTS", elements)
             got = fast.linear_log_collision(hidden, weight, bias=with_bias, **options)
             torch.testing.assert_close(got, want, atol=1e-12, rtol=0, msg=name)

@@ -1,4 +1,4 @@
-"""The torch path, at odd sizes: a prime vocabulary, token counts that no block divides, one token, none."""
+"""linear_logprob with impl=torch at odd sizes: a prime vocabulary, token counts that no block divides, one, zero."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATHS = {"float64": TORCH_64, "float32": TORCH_32, "bfloat16": TORCH_16}
 
 @pytest.fixture(autouse=True)
 def quiet():
-    """A CPU without bfloat16 instructions warns, and still works."""
+    """Ignore the warning of CPUs without bfloat16 instructions."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
         yield
@@ -35,11 +35,11 @@ def quiet():
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Four tokens at a time: the 23 tokens take six blocks, the last one partial."""
+    """Use four tokens per block: 23 tokens take six blocks, the last partial."""
     monkeypatch.setattr(fast, "BLOCK_ELEMENTS", 4 * V + 3)
 
 
-# ---- values and gradients ----
+# Values and gradients
 
 
 def test_value_by_hand():
@@ -70,25 +70,24 @@ def test_options(small_blocks, path):
 
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize(("loss", "options"), [("logp", "plain"), ("entropy", "softcap"), ("both", "all")])
-def test_bfloat16_errs_no_more_than_plain_torch(monkeypatch, options, loss, entry):
-    """At most 1.5 times the error (in norm) of plain bfloat16 torch, against float64 on the same rounded inputs.
+def test_bfloat16_error_is_close_to_plain_torch(small_blocks, options, loss, entry):
+    """The error norm is at most 1.5 times that of plain bfloat16 torch, both against float64 on the same inputs.
 
-    Not 1.0: each block's part of the weight gradient is rounded before it is summed in float32.
+    Not 1.0, because the weight gradient of each block is rounded before it is summed in float32.
     """
-    monkeypatch.setattr(fast, "BLOCK_ELEMENTS", 4 * V + 3)
     case = make(61, 64, V, path=TORCH_16)
-    ours = ENTRIES[entry](case, TORCH_16, loss=loss, **OPTIONS[options])
+    got = ENTRIES[entry](case, TORCH_16, loss=loss, **OPTIONS[options])
     leaves = heads.leaves_of(case)
     plain = heads.with_gradients(*plain_torch(case._replace(**leaves), loss, leaves, **OPTIONS[options]))
     exact = heads.truth(case, loss=loss, **OPTIONS[options])
-    assert [ours[name].dtype for name in heads.NAMES] == [torch.bfloat16] * 3 and ours["logp"].dtype == torch.float32
+    assert [got[name].dtype for name in heads.NAMES] == [torch.bfloat16] * 3 and got["logp"].dtype == torch.float32
     for name, want in exact.items():
-        error, torch_error = ((x[name].double() - want).norm().item() for x in (ours, plain))
-        assert error <= 1.5 * torch_error + 1e-6, f"{name}: {error} against torch's {torch_error}"
+        error, torch_error = ((x[name].double() - want).norm().item() for x in (got, plain))
+        assert error <= 1.5 * torch_error + 1e-6, f"{name}: {error}, plain torch {torch_error}"
 
 
 def plain_torch(case: Case, loss: str, leaves: dict, *, scale=1.0, softcap=None, temperature=1.0) -> tuple:
-    """Plain torch at this dtype: products in it, softmax in float32, all logits stored."""
+    """Run plain torch: products in the input dtype, softmax in float32, all logits stored."""
     y = (case.hidden @ case.weight.T + case.bias).float() * scale
     y = y if softcap is None else softcap * torch.tanh(y / softcap)
     z = (y / temperature).log_softmax(dim=-1)
@@ -108,8 +107,8 @@ def test_gradcheck(small_blocks):
 
 
 @pytest.mark.parametrize("path", ["float32", "bfloat16"])
-def test_head_of_another_dtype_gets_its_gradient_in_that_dtype(path):
-    """bfloat16 hidden states of a float32 model under autocast, or the reverse."""
+def test_head_gets_its_gradient_in_its_own_dtype(path):
+    """bfloat16 hidden states of a float32 model under autocast, and the reverse."""
     path = PATHS[path]
     other = torch.float32 if path.dtype == torch.bfloat16 else torch.bfloat16
     case = make(N, D, V, path=TORCH_16)  # exact in both
@@ -123,7 +122,7 @@ def test_head_of_another_dtype_gets_its_gradient_in_that_dtype(path):
         heads.assert_same(got, want, TORCH_16)
 
 
-# ---- blocks ----
+# Blocks
 
 
 @pytest.mark.parametrize("elements", [1, 2 * V - 1, 7 * V + 5, N * V])
@@ -137,30 +136,30 @@ def test_blocks_do_not_change_the_result(monkeypatch, elements):
         heads.assert_same(got, want[name], TORCH_64._replace(values=1e-13, gradients=1e-13))
 
 
-def test_order_and_company_hardly_change_a_log_prob():
+def test_order_and_other_tokens_hardly_change_a_log_prob():
     case = make(N, D, V)
-    logp = heads.scored(case, TORCH_32).logp
+    logp = heads.token_logps(case, TORCH_32).logp
     order = torch.randperm(N, generator=torch.Generator().manual_seed(3))
-    assert (heads.scored(case.select(order), TORCH_32).logp - logp[order]).abs().max() <= 1e-6
+    assert (heads.token_logps(case.select(order), TORCH_32).logp - logp[order]).abs().max() <= 1e-6
     for part in (slice(0, 1), slice(4, 11), slice(20, N)):
-        assert (heads.scored(case.select(part), TORCH_32).logp - logp[part]).abs().max() <= 1e-6
+        assert (heads.token_logps(case.select(part), TORCH_32).logp - logp[part]).abs().max() <= 1e-6
 
 
-def test_logits_are_never_kept_for_the_backward(small_blocks):
+def test_logits_are_not_saved_for_the_backward(small_blocks):
     case = make(400, 4, V, path=TORCH_64)
-    kept = []
+    sizes = []
 
-    def keep(x: Tensor) -> Tensor:
-        kept.append(x.numel())
+    def save(x: Tensor) -> Tensor:
+        sizes.append(x.numel())
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
         full = case._replace(**heads.leaves_of(case))
         fast.linear_logprob(full.hidden, full.weight, full.target, bias=full.bias, softcap=3.0)
-    assert kept and max(kept) <= max(case.hidden.numel(), case.weight.numel()) < 400 * V / 20
+    assert sizes and max(sizes) <= max(case.hidden.numel(), case.weight.numel()) < 400 * V / 20
 
 
-# ---- checks shared with the other paths ----
+# Checks shared with impl=triton
 
 
 @pytest.mark.parametrize("check", CHECKS | AROUND)
@@ -175,17 +174,17 @@ def test_numerics():
             check(path)
 
 
-def test_another_ignore_index():
+def test_custom_ignore_index():
     case = make(N, D, V)
     case.target[4] = 7
-    out = heads.scored(case, TORCH_32, ignore_index=7)
+    out = heads.token_logps(case, TORCH_32, ignore_index=7)
     kept = case.target != 7
     assert out.logp[4] == 0 and out.entropy[4] == 0
     is_close(out.logp[kept], heads.truth(case)["logp"][kept], 1e-6)
 
 
 def test_unlikely_targets(small_blocks):
-    """Log-probs of -70 to -300, which the Triton path must recompute."""
+    """Log-probs of -70 to -300, which impl=triton must recompute."""
     case = make(N, D, V)
     case = heads.lifted(case, -torch.linspace(50, 260, N))
     want = heads.truth(case)
@@ -202,14 +201,13 @@ def test_large_logits_stay_finite():
         assert got["hidden"].isfinite().all() and got["weight"].isfinite().all()
 
 
-# ---- errors ----
+# Errors
 
-
-RUNS = {**ENTRIES, "scored": heads.scored}
+RUNS = {**ENTRIES, "logps": heads.token_logps}
 
 
 @pytest.mark.parametrize("entry", RUNS)
-def test_bad_arguments_are_refused(entry):
+def test_invalid_arguments_are_rejected(entry):
     case, run = make(N, D, V), RUNS[entry]
     for wrong, message in (
         ({"weight": case.weight[:, :-1]}, r"hidden \(23, 16\), weight \(101, 15\)"),
@@ -221,24 +219,23 @@ def test_bad_arguments_are_refused(entry):
             run(case._replace(**wrong), TORCH_32)
     for option in ("temperature", "scale", "softcap"):
         for value in (0.0, math.nan):
-            with pytest.raises(ValueError, match=f"{option}={value}: must be above 0"):
+            with pytest.raises(ValueError, match=f"{option}={value}:"):
                 run(case, TORCH_32, **{option: value})
-    with pytest.raises(ValueError, match="impl=cuda: must be auto, torch or triton"):
+    with pytest.raises(ValueError, match="impl=cuda:"):
         run(case, TORCH_32._replace(impl="cuda"))
     if importlib.util.find_spec("triton") is not None and not IS_ON:  # Triton's interpreter accepts a CPU
         with pytest.raises(ValueError, match="impl=triton: .*; use impl=torch"):
             run(make(N, D, V, path=TORCH_16), TORCH_16._replace(impl="triton"))
 
 
-def test_an_unchecked_target_outside_the_vocabulary_is_no_number():
-    """Without an ignore_index the targets are not checked."""
+def test_unchecked_target_outside_the_vocabulary_is_an_error():
     case = make(N, D, V)
     case.target[3] = V
     with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
-        heads.scored(case, TORCH_32, ignore_index=None)
+        heads.token_logps(case, TORCH_32, ignore_index=None)
 
 
-def test_a_distributed_head_is_refused_by_name():
+def test_dtensor_head_is_rejected():
     case = make(N, D, V)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
@@ -246,10 +243,10 @@ def test_a_distributed_head_is_refused_by_name():
         for placement in (Replicate(), Shard(0)):
             weight = distribute_tensor(case.weight, mesh, [placement])
             for run in RUNS.values():
-                with pytest.raises(ValueError, match=r"weight: is a DTensor; gather the head once with .full_tensor\("):
+                with pytest.raises(ValueError, match=r"weight is a DTensor; .*full_tensor\("):
                     run(case._replace(weight=weight), TORCH_32)
-            want = heads.scored(case, TORCH_32).logp
-            assert torch.equal(heads.scored(case._replace(weight=weight.full_tensor()), TORCH_32).logp, want)
+            want = heads.token_logps(case, TORCH_32).logp
+            assert torch.equal(heads.token_logps(case._replace(weight=weight.full_tensor()), TORCH_32).logp, want)
     finally:
         torch.distributed.destroy_process_group()
 
@@ -257,12 +254,12 @@ def test_a_distributed_head_is_refused_by_name():
 def test_auto_is_torch_on_a_cpu():
     case = make(N, D, V)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        picked = fast._pick(case.hidden.to(dtype), case.weight, None, case.target, 1.0, None, 1.0, "auto")
-        assert picked is fast.TorchHead
+        head = fast._pick(case.hidden.to(dtype), case.weight, None, case.target, 1.0, None, 1.0, "auto")
+        assert head is fast.TorchHead
 
 
-def test_reference_is_itself_right():
-    """By hand: a vocabulary of two, logits 0 and log 3, temperature 2."""
+def test_slow_reference_by_hand():
+    """A vocabulary of two with logits 0 and log 3, temperature 2."""
     logp, entropy = reference.linear_logprob(
         torch.tensor([[1.0]]), torch.tensor([[0.0], [math.log(3.0)]]), torch.tensor([1]), temperature=2.0
     )

@@ -32,21 +32,8 @@ TOKENS = (1, 127, 128, 129, 1000)
 
 
 @pytest.fixture(autouse=True)
-def recomputed(monkeypatch, request) -> list[int]:
-    """Numbers of recomputed tokens; any fails a test that does not request this fixture by name."""
-    from kernels import linear_logprob_triton
-
-    counts: list[int] = []
-    redo = linear_logprob_triton.TritonHead._redo_overflowed
-
-    def spy(self, start, stop, stats, num_overflowed, *rest):
-        if count := int(num_overflowed):
-            assert "recomputed" in request.function.__code__.co_varnames, f"{count} tokens were recomputed"
-            counts.append(count)
-        return redo(self, start, stop, stats, num_overflowed, *rest)
-
-    monkeypatch.setattr(linear_logprob_triton.TritonHead, "_redo_overflowed", spy)
-    yield counts
+def recomputed(monkeypatch, request) -> Iterator[list[int]]:
+    yield heads.count_recomputed(monkeypatch, request)
     torch.cuda.empty_cache()
 
 
@@ -60,7 +47,7 @@ def nan_in_unwritten_memory():
 
 
 def draw(n: int, d: int, v: int, *, peaked: bool = False, bias: bool = False) -> Case:
-    """Logits with deviation 1 and random targets; or with deviation 3 and likely targets, as after training."""
+    """Build a case with logits of deviation 1 and random targets; peaked: deviation 3 and likely targets."""
     options = {"generator": torch.Generator(DEVICE).manual_seed(n + d + v), "device": DEVICE}
     weight = torch.randn(v, d, **options).mul_(d**-0.5).bfloat16()
     target = torch.randint(v, (n,), **options)
@@ -71,8 +58,8 @@ def draw(n: int, d: int, v: int, *, peaked: bool = False, bias: bool = False) ->
     return Case(hidden.bfloat16(), weight, b, target, torch.randn(2, n, **options))
 
 
-def exact(case: Case) -> tuple[Tensor, Tensor]:  # (N,) log-probs, (N, V) gradient of sum(c[0] * logp) by the logits
-    """In float64. The small tests cover a bias and all options."""
+def exact(case: Case) -> tuple[Tensor, Tensor]:  # (N,) log-probs, (N, V) gradient of sum(c[0] * logp) for the logits
+    """Compute in float64, without bias and options, which the small tests cover."""
     z = case.hidden.double() @ case.weight.double().T
     logp = z.gather(1, case.target.unsqueeze(1)).squeeze(1) - z.logsumexp(dim=1)
     dz = z.softmax(dim=1).mul_(-case.c[0].double().unsqueeze(1))
@@ -81,7 +68,7 @@ def exact(case: Case) -> tuple[Tensor, Tensor]:  # (N,) log-probs, (N, V) gradie
 
 
 def plain_torch(case: Case) -> dict[str, Tensor]:
-    """bfloat16 products, float32 softmax, logits stored."""
+    """Run plain torch with bfloat16 products, a float32 softmax and stored logits."""
     hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
     logp = (hidden @ weight.T).float().log_softmax(dim=-1).gather(1, case.target.unsqueeze(1)).squeeze(1)
     gradients = torch.autograd.grad((case.c[0] * logp).sum(), (hidden, weight))
@@ -94,60 +81,60 @@ def error(got: Tensor, want: Tensor) -> float:
 
 @contextmanager
 def peak_memory(limit_gib: float) -> Iterator[Callable[[Tensor], None]]:
-    """Fails if the peak exceeds the limit, not counting tensors passed to the yielded function."""
+    """Fail if the peak exceeds the limit, not counting tensors passed to the yielded function."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before, results = torch.cuda.memory_allocated(), []
-    yield lambda *made: results.extend(x.untyped_storage().nbytes() for x in made)
+    yield lambda *tensors: results.extend(x.untyped_storage().nbytes() for x in tensors)
     peak = (torch.cuda.max_memory_allocated() - before - sum(results)) / GIB
-    assert peak <= limit_gib, f"{peak:.3f} GiB at the peak, at most {limit_gib}"
+    assert peak <= limit_gib, f"peak {peak:.3f} GiB, limit {limit_gib}"
 
 
-# ---- the grid ----
+# Real sizes
 
 
 @pytest.mark.parametrize("peaked", [False, True], ids=["random", "peaked"])
 @pytest.mark.parametrize("d", WIDTHS)
 @pytest.mark.parametrize("v", VOCABS)
 def test_grid(v, d, peaked):
-    """Log-probs within 3e-5 and bit-identical everywhere; gradients as close to float64 as plain torch's."""
+    """Log-probs are within 3e-5 and bit-identical everywhere; gradients are as close to float64 as plain torch's."""
     full = draw(max(TOKENS), d, v, peaked=peaked)
     want_logp, dz = exact(full)
     want_hidden = dz @ full.weight.double()
-    logp = heads.scored(full, AUTO_16, entropy=False).logp
+    logp = heads.token_logps(full, AUTO_16, entropy=False).logp
     assert (logp - want_logp).abs().max().item() <= 3e-5
-    for n in TOKENS if v > 1000 else TOKENS[-1:]:  # fewer tiles than processors recompile for each number of them
+    for n in TOKENS if v > 1000 else TOKENS[-1:]:  # with fewer tiles than processors, each tile count recompiles
         case = full.select(slice(0, n))
         want = {"hidden": want_hidden[:n], "weight": dz[:n].T @ case.hidden.double()}
-        theirs = {name: error(x, want[name]) for name, x in plain_torch(case).items()}
-        assert torch.equal(heads.scored(case, AUTO_16, entropy=False).logp, logp[:n])
+        torch_error = {name: error(x, want[name]) for name, x in plain_torch(case).items()}
+        assert torch.equal(heads.token_logps(case, AUTO_16, entropy=False).logp, logp[:n])
         for entry, run in ENTRIES.items():
             got = run(case, AUTO_16, loss="logp", entropy=False)
             assert torch.equal(got["logp"], logp[:n]), f"{entry}, N={n}"
             for name in want:
-                ours = error(got.pop(name), want[name])
-                # With one token the error is nearly a single rounding of the target entry: plain torch may be lucky.
-                limit = theirs[name] * (1.05 if n > 1 else 1.5)
-                assert ours <= limit, f"{entry}, N={n}, {name}: {ours:.2e}, plain torch {theirs[name]:.2e}"
+                got_error = error(got.pop(name), want[name])
+                # The error of one token is nearly a single rounding of the target entry: plain torch may be lucky.
+                limit = torch_error[name] * (1.05 if n > 1 else 1.5)
+                assert got_error <= limit, f"{entry}, N={n}, {name}: {got_error:.2e}, torch {torch_error[name]:.2e}"
 
 
 def test_many_tokens():
     """N beyond 65,536 and N V beyond 2^31, in 18 chunks."""
     case = draw(70_000, 128, 32_000, peaked=True)
     assert case.hidden.shape[0] * case.weight.shape[0] > 1 << 31
-    made = {name: run(case, AUTO_16, loss="logp") for name, run in ENTRIES.items()}
-    logp = heads.scored(case, AUTO_16).logp
+    results = {name: run(case, AUTO_16, loss="logp") for name, run in ENTRIES.items()}
+    logp = heads.token_logps(case, AUTO_16).logp
     want_weight = torch.zeros(32_000, 128, dtype=torch.float64, device=DEVICE)
-    worst = {name: 0.0 for name in made}
+    worst = {name: 0.0 for name in results}
     for index in torch.arange(70_000, device=DEVICE).split(7_000):
         part = case.select(index)
         want_logp, dz = exact(part)
         assert (logp[index] - want_logp).abs().max().item() <= 3e-5
         want_weight += dz.T @ part.hidden.double()
         want_hidden = dz @ part.weight.double()
-        worst = {name: max(worst[name], error(got["hidden"][index], want_hidden)) for name, got in made.items()}
-    for name, got in made.items():
+        worst = {name: max(worst[name], error(got["hidden"][index], want_hidden)) for name, got in results.items()}
+    for name, got in results.items():
         assert torch.equal(got["logp"], logp), name
         assert worst[name] < 4e-3 and error(got["weight"], want_weight) < 4e-3, name
 
@@ -169,7 +156,7 @@ def test_one_chunk_beyond_2_to_31(active):
         assert error(got["weight"], want_weight) < 4e-3
 
 
-# ---- small sizes, all options ----
+# Small sizes, all options
 
 
 @pytest.mark.parametrize("check", CHECKS | AROUND)
@@ -188,14 +175,14 @@ def test_options(path, options, nan_in_unwritten_memory):
     heads.check(heads.make(131, 72, 331, path=path), path, **heads.OPTIONS[options])
 
 
-def test_float64_on_the_torch_path():
-    for check in (AROUND["scaled_afterwards"], CHECKS["frozen_parts"], CHECKS["ignored_tokens"]):
+def test_float64_with_impl_torch():
+    for check in (AROUND["scaled_loss"], CHECKS["frozen_parts"], CHECKS["ignored_tokens"]):
         check(TORCH_64)
 
 
 @pytest.mark.parametrize("entropy", [False, True], ids=["", "entropy"])
 def test_chunks_do_not_change_the_result(monkeypatch, entropy):
-    """One chunk rounds the weight gradient twice, several sum it in float32."""
+    """One chunk rounds the weight gradient twice; several chunks sum it in float32."""
     from kernels import linear_logprob_triton
 
     case = draw(1000, 64, 50257, peaked=True)
@@ -240,31 +227,31 @@ def test_unlikely_targets(recomputed, loss, entry):
     heads.is_close(got["logp"], want["logp"], 1e-6, absolute=1e-4)
     heads.is_close(got["entropy"], want["entropy"], 1e-4, absolute=1e-4)
     for name in ("hidden", "weight"):
-        limit = 4e-3 if loss == "logp" else 3e-2  # the log of a rounded probability counts where the entropy is small
+        limit = 4e-3 if loss == "logp" else 3e-2  # the log of a rounded probability matters if the entropy is small
         assert error(got[name], want[name]) < limit, name
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_two_runs_give_the_same_bits(entry):
-    """Targets repeat, so the order in which tokens are added to a vocabulary row matters."""
+    """Targets repeat, so the order of additions to a vocabulary row matters."""
     case = draw(1000, 2048, 151_936, bias=True)
     case.target[::3] = 7
     first, second = (ENTRIES[entry](case, AUTO_16) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_two_threads_at_once():
-    """Each on its own stream, as when a reference is scored beside the policy."""
+def test_two_concurrent_threads():
+    """Each thread has its own stream, as when reference log-probs are computed during the policy's pass."""
     case = draw(500, 64, 50257)
     want = {name: run(case, AUTO_16, loss="logp") for name, run in ENTRIES.items()}
-    found: dict[str, dict[str, Tensor]] = {}
+    results: dict[str, dict[str, Tensor]] = {}
 
     def work(name: str) -> None:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.default_stream())
         with torch.cuda.stream(stream):
             for _ in range(5):
-                found[name] = ENTRIES[name](case, AUTO_16, loss="logp")
+                results[name] = ENTRIES[name](case, AUTO_16, loss="logp")
         stream.synchronize()
 
     workers = [threading.Thread(target=work, args=(name,)) for name in ENTRIES]
@@ -274,44 +261,44 @@ def test_two_threads_at_once():
     for worker in workers:
         worker.join()
     for name in ENTRIES:
-        assert all(torch.equal(found[name][key], want[name][key]) for key in ("logp", "hidden", "weight")), name
+        assert all(torch.equal(results[name][key], want[name][key]) for key in ("logp", "hidden", "weight")), name
 
 
-# ---- which path ----
+# Choice of implementation
 
 
-def test_auto_takes_what_triton_cannot_to_torch():
+def test_auto_uses_torch_for_unsupported_inputs():
     case = draw(5, 64, 1000)
 
-    def picked(hidden: Tensor, weight: Tensor) -> type:
+    def head_class(hidden: Tensor, weight: Tensor) -> type:
         return fast._pick(hidden, weight, None, case.target, 1.0, None, 1.0, "auto")
 
-    assert picked(case.hidden, case.weight) is not fast.TorchHead
+    assert head_class(case.hidden, case.weight) is not fast.TorchHead
     for dtype in (torch.float16, torch.float32, torch.float64):
-        assert picked(case.hidden.to(dtype), case.weight.to(dtype)) is fast.TorchHead
-    assert picked(case.hidden[:, :12], case.weight[:, :12]) is fast.TorchHead
+        assert head_class(case.hidden.to(dtype), case.weight.to(dtype)) is fast.TorchHead
+    assert head_class(case.hidden[:, :12], case.weight[:, :12]) is fast.TorchHead
     narrow = case._replace(hidden=case.hidden[:, :12], weight=case.weight[:, :12])
     with pytest.raises(ValueError, match=r"impl=triton: width 12: .*; use impl=torch"):
         heads.general(narrow, AUTO_16._replace(impl="triton"))
 
 
-def test_an_unchecked_target_outside_the_vocabulary_is_no_number():
+def test_unchecked_target_outside_the_vocabulary_is_nan():
     case = draw(5, 64, 1000)
-    want = heads.scored(case, AUTO_16).logp
+    want = heads.token_logps(case, AUTO_16).logp
     case.target[3] = 1 << 40
-    logp = heads.scored(case, AUTO_16, ignore_index=None).logp
+    logp = heads.token_logps(case, AUTO_16, ignore_index=None).logp
     assert logp[3].isnan() and torch.equal(logp[[0, 1, 2, 4]], want[[0, 1, 2, 4]])
 
 
-# ---- memory ----
+# Memory
 
 
 @pytest.mark.parametrize("entropy", [False, True], ids=["", "entropy"])
-def test_scoring_stores_no_logits(entropy):
+def test_forward_stores_no_logits(entropy):
     case = draw(8192, 1536, 151_936)
     case.hidden.requires_grad_()
     with peak_memory(0.1):  # the logits would take 2.3 GiB
-        heads.scored(case, AUTO_16, entropy=entropy)
+        heads.token_logps(case, AUTO_16, entropy=entropy)
 
 
 @pytest.mark.parametrize(("d", "v", "limit"), [(2048, 151_936, 1.75), (4096, 128_256, 2.0)])
@@ -329,7 +316,7 @@ def test_memory_of_a_loss_in_one_pass(d, v, limit):
         returns(*torch.autograd.grad(loss, (hidden, weight)))
 
 
-# ---- compilation ----
+# Compilation
 
 
 class Model(nn.Module):
@@ -347,15 +334,15 @@ class Model(nn.Module):
 
 
 def test_compiled_model_does_not_recompile(monkeypatch):
-    """Neither its graphs nor our kernels, over temperatures and numbers of tokens; same results as uncompiled."""
+    """Neither graphs nor kernels recompile for new temperatures and token counts; results match the eager model."""
     import triton
     from torch._dynamo.utils import counters
 
     torch.manual_seed(0)
     torch._dynamo.reset()
     model = Model(64, 50257).to(DEVICE, torch.bfloat16)
-    compiled, made = torch.compile(model), []
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **kwargs: made.append(kwargs["fn"]))
+    compiled, builds = torch.compile(model), []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **kwargs: builds.append(kwargs["fn"]))
 
     def step(run: nn.Module, n: int, temperature: float) -> list[Tensor]:
         x = torch.randn(n, 64, generator=torch.Generator(DEVICE).manual_seed(n), device=DEVICE, dtype=torch.bfloat16)
@@ -365,11 +352,10 @@ def test_compiled_model_does_not_recompile(monkeypatch):
     for n, temperature in ((301, 1.0), (303, 0.7), (302, 0.8)):  # a value is a constant until it changes
         step(compiled, n, temperature)
     graphs = counters["stats"]["unique_graphs"]
-    made.clear()
+    builds.clear()
     for n, temperature in ((301, 0.9), (305, 1.1), (309, 1.3), (311, 2.0)):
         got, want = step(compiled, n, temperature), step(model, n, temperature)
         for a, b in zip(got, want, strict=True):
-            assert error(a, b.double()) < 2e-2  # bfloat16 hidden states, rounded elsewhere
+            assert error(a, b.double()) < 2e-2  # bfloat16 hidden states are rounded at different points
     assert counters["stats"]["unique_graphs"] == graphs > 0
-    ours = [fn.name for fn in made if fn.module == "kernels.linear_logprob_triton"]
-    assert not ours, f"recompiled: {ours}"
+    assert not [fn.name for fn in builds if fn.module == "kernels.linear_logprob_triton"]

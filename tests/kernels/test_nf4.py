@@ -1,7 +1,6 @@
-"""NF4: error bounds of the codes, the kernel bit for bit against plain torch, and the layer against a plain one.
+"""NF4: error bounds of the codes, the kernel bit for bit against plain torch, the layer against a plain layer.
 
-Sizes: less than a block, an odd number of weights, whole blocks and programs, one more than a program's. The kernel
-runs under Triton's interpreter here, and on a GPU with `-m gpu`.
+Sizes: less than a block, an odd size, whole blocks and programs, one more than a program.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ def blocks_of(flat: torch.Tensor) -> torch.Tensor:
     return F.pad(flat.float().flatten(), (0, -flat.numel() % SIZE)).view(-1, SIZE)
 
 
-# ---- codes ----
+# Codes
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_an_error_is_at_most_half_the_widest_gap(shape, dtype):
+def test_error_is_at_most_half_the_widest_gap(shape, dtype):
     weight = numbers(*shape, dtype=dtype)
     packed = quantize(weight)
     assert packed.codes.numel() == -(-weight.numel() // SIZE) * SIZE // 2 and packed.codes.dtype == torch.uint8
@@ -62,7 +61,7 @@ def test_each_code_is_the_nearest_level():
     torch.testing.assert_close((back - own).abs(), nearest, rtol=0, atol=1e-8)
 
 
-def test_levels_are_kept_as_they_are():
+def test_levels_are_exact():
     weight = torch.tensor(LEVELS).repeat(8).view(2, 64) * torch.tensor([[0.5], [2.0]])  # absmax is exact in bfloat16
     assert torch.equal(dequantize(quantize(weight), weight.shape, torch.float32), weight)
 
@@ -76,7 +75,7 @@ def test_zeros_and_outliers_stay_in_their_blocks():
     torch.testing.assert_close(back[1:3], weight[1:3], rtol=2**-8, atol=0)
 
 
-def test_parts_of_a_large_weight_are_those_of_the_whole(monkeypatch):
+def test_quantizing_in_parts_matches_quantizing_at_once(monkeypatch):
     weight = numbers(9, 100)
     whole = quantize(weight)
     monkeypatch.setattr(nf4, "PART", 2 * SIZE)
@@ -89,12 +88,12 @@ def test_strided_and_empty_weights():
     assert dequantize(quantize(torch.zeros(0, 5)), (0, 5), torch.float32).shape == (0, 5)
 
 
-def test_integers_are_refused():
+def test_integer_weights_are_rejected():
     with pytest.raises(ValueError, match="torch.int64"):
         quantize(torch.zeros(3, dtype=torch.int64))
 
 
-# ---- the kernel ----
+# The kernel
 
 
 def check_kernel(shape: tuple[int, ...], dtype: torch.dtype, device: str, rtol: float = 0.0) -> None:
@@ -107,7 +106,7 @@ def check_kernel(shape: tuple[int, ...], dtype: torch.dtype, device: str, rtol: 
 @interpreted
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_kernel_equals_plain_torch(shape, dtype, monkeypatch):
+def test_kernel_matches_plain_torch(shape, dtype, monkeypatch):
     monkeypatch.setattr(nf4, "PROGRAM", 128)
     check_kernel(shape, dtype, "cpu", rtol=2**-7 if dtype == torch.bfloat16 else 0)  # the interpreter truncates
 
@@ -115,14 +114,14 @@ def test_kernel_equals_plain_torch(shape, dtype, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [*SHAPES, (1024, 4096), (4097, 1023), (0, 8)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_kernel_equals_plain_torch_on_a_gpu(shape, dtype):
+def test_kernel_matches_plain_torch_on_a_gpu(shape, dtype):
     check_kernel(shape, dtype, "cuda")
     weight = numbers(*shape)
     here, there = quantize(weight), quantize(weight.cuda())
     assert all(torch.equal(a, b.cpu()) for a, b in zip(here, there, strict=True))
 
 
-# ---- the layer ----
+# The layer
 
 
 def check_layer(*, bias: bool, dtype: torch.dtype, device: str = "cpu", wrap=lambda layer: layer) -> None:
@@ -144,16 +143,16 @@ def check_layer(*, bias: bool, dtype: torch.dtype, device: str = "cpu", wrap=lam
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_layer_equals_a_plain_one_with_the_dequantised_weight(bias, dtype):
+def test_layer_matches_a_plain_layer_with_the_dequantised_weight(bias, dtype):
     check_layer(bias=bias, dtype=dtype)
 
 
-def test_layer_in_float64_follows_finite_differences():
+def test_layer_matches_finite_differences_in_float64():
     layer = Linear4bit.of(nn.Linear(7, 5).double().requires_grad_(False))
     assert torch.autograd.gradcheck(layer, numbers(3, 7).double().requires_grad_())
 
 
-def test_layer_compiles_without_a_graph_break_and_keeps_only_packed_weights():
+def test_layer_compiles_without_a_graph_break_and_saves_only_packed_weights():
     kept: list[torch.Tensor] = []
     layer = Linear4bit.of(nn.Linear(64, 96, bias=False).requires_grad_(False))
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -172,7 +171,7 @@ def test_layer_computes_in_its_own_dtype_under_autocast():
         assert layer(numbers(2, 64)).dtype == torch.bfloat16
 
 
-def test_number_of_weights_counts_what_codes_stand_for():
+def test_num_weights_counts_unpacked_elements():
     model = nn.Sequential(nn.Linear(70, 3), nn.LayerNorm(3))
     expected = sum(p.numel() for p in model.parameters())
     model[0] = Linear4bit.of(model[0])
@@ -187,7 +186,7 @@ def test_layer_on_a_gpu(dtype):
 
 
 @pytest.mark.gpu
-def test_layer_keeps_no_dequantised_weight_between_passes():
+def test_layer_stores_no_dequantised_weight_between_passes():
     layer = Linear4bit.of(nn.Linear(4096, 4096, bias=False, device="cuda", dtype=torch.bfloat16))
     x = torch.zeros(1, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     layer(x).sum().backward()  # workspaces of cuBLAS

@@ -1,4 +1,4 @@
-"""Golden values of KTO, checked against TRL 1.16.0 (four completions, beta 0.1)."""
+"""Golden values of KTO from TRL 1.16.0 (four completions, beta 0.1)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_kto_golden_values(name, weights, value):
     assert term.weight == 1.0 and term.count.item() == 4
 
 
-def test_kto_and_apo_differ_where_the_classes_are_not_balanced():
+def test_kto_and_apo_differ_if_the_classes_are_unbalanced():
     rows = (torch.tensor(LOGP[:3]), torch.tensor(REF[:3]), torch.tensor(LABEL[:3]))
     kto, apo = (run(name, *rows, 0.225).terms[name].sum.item() for name in LOSSES)
     assert kto - apo == pytest.approx(0.225 * BETA / 4, rel=0.02)  # one more desirable completion, slope 1/4 each
@@ -89,17 +89,17 @@ def test_kto_agrees_with_a_float64_loop(name):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_weight_zero_means_zero(name):
+def test_class_with_weight_zero_has_no_gradient(name):
     logp, ref, label = random_case()
     out = run(name, logp, ref, label, undesirable_weight=0.0)
     (grad,) = torch.autograd.grad(out.terms[name].sum, logp)
     assert (grad[~label] == 0).all() and (grad[label] < 0).all()
-    assert out.terms[name].count.item() == 13  # the completions still count
-    nothing = run(name, logp, ref, label, desirable_weight=0.0, undesirable_weight=0.0)
-    assert nothing.terms[name].sum.item() == 0.0
+    assert out.terms[name].count.item() == 13  # the count ignores the weights
+    zero = run(name, logp, ref, label, desirable_weight=0.0, undesirable_weight=0.0)
+    assert zero.terms[name].sum.item() == 0.0
 
 
-def test_desirable_completions_are_pushed_up_and_undesirable_ones_down():
+def test_gradient_raises_desirable_and_lowers_undesirable_completions():
     logp, ref, label = random_case()
     for name in LOSSES:
         (grad,) = torch.autograd.grad(run(name, logp, ref, label).terms[name].sum, logp)
@@ -141,7 +141,7 @@ def test_kto_is_finite_at_extremes(name, ratio, good):
     assert loss.item() == pytest.approx(float((ratio > 0) != good)) and logp.grad.isfinite().all()
 
 
-def test_auc_counts_ties_as_half_and_needs_both_classes():
+def test_auc_counts_ties_as_half_and_is_nan_for_one_class():
     reward, label = torch.tensor([2.0, 1.0, 1.0, 0.0]), torch.tensor([True, True, False, False])
-    assert reward_auc(reward, label).item() == pytest.approx((2 + 1.5) / 4)  # 2 beats both; 1 ties with one, beats one
+    assert reward_auc(reward, label).item() == pytest.approx((2 + 1.5) / 4)  # 2 wins twice; 1 wins once and ties once
     assert reward_auc(reward, torch.ones(4, dtype=torch.bool)).isnan()

@@ -1,4 +1,4 @@
-"""Golden values of SimPO, AlphaPO, CPO (two pairs) and ORPO, checked against TRL 1.16.0."""
+"""Golden values of SimPO, AlphaPO, CPO (two pairs) and ORPO from TRL 1.16.0."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def per_pair(s: FreeScores, name: str, **options: float) -> Tensor:
 
 
 def one_token_pairs(mean_w: tuple[float, ...], mean_l: tuple[float, ...]) -> FreeScores:
-    """One token each, so that sum and mean are equal for every variant."""
+    """Responses of one token, so that sum and mean are equal."""
     ones = torch.ones(len(mean_w), dtype=torch.long)
     return FreeScores(*(torch.tensor(x, requires_grad=True) for x in (mean_w, mean_l)), ones, ones)
 
@@ -67,7 +67,7 @@ def test_cpo_golden_values(name, options, expected):
 
 @pytest.mark.parametrize("name", CPO_LOSSES)
 def test_cpo_compares_means_or_sums(name):
-    """Longer responses of the same mean change only sigmoid and hinge."""
+    """Longer responses with the same mean change only sigmoid and hinge."""
     short = one_token_pairs(MEAN_W, MEAN_L)
     len_w, len_l = torch.tensor([3, 2]), torch.tensor([2, 4])
     long = FreeScores(short.logp_w * len_w, short.logp_l * len_l, len_w, len_l)
@@ -106,10 +106,10 @@ def test_simpo_without_nll_has_only_the_preference_gradient():
 def naive(name: str, lw: float, ll: float, nw: int, nl: int) -> float:
     beta, gamma, alpha, eps = OPTIONS["beta"], OPTIONS["gamma"], OPTIONS["alpha"], OPTIONS["label_smoothing"]
     smooth = lambda m: (1 - eps) * math.log1p(math.exp(-m)) + eps * math.log1p(math.exp(m))  # noqa: E731
-    bent = lambda x: (1 - math.exp(-alpha * x)) / alpha  # noqa: E731
+    reshape = lambda x: (1 - math.exp(-alpha * x)) / alpha  # noqa: E731
     return {
         "simpo": lambda: smooth(beta * (lw / nw - ll / nl) - gamma),
-        "alphapo": lambda: smooth(beta * (bent(lw / nw) - bent(ll / nl)) - gamma),
+        "alphapo": lambda: smooth(beta * (reshape(lw / nw) - reshape(ll / nl)) - gamma),
         "sigmoid": lambda: smooth(beta * (lw - ll)),
         "hinge": lambda: max(0.0, 1 - beta * (lw - ll)),
         "ipo": lambda: (lw / nw - ll / nl - 1 / (2 * beta)) ** 2,
@@ -133,8 +133,7 @@ def test_alpha_reward_by_hand_and_in_the_limit():
 
 
 @pytest.mark.parametrize("alpha", [0.25, -0.5])
-def test_rewards_of_alphapo_are_those_its_loss_compares(alpha):
-    """beta (1 - exp(-alpha mean)) / alpha. The margin of the unshaped reward would differ, here only in size."""
+def test_alphapo_logs_the_rewards_that_its_loss_compares(alpha):
     s = FreeScores(torch.tensor([-3.0, -1.6]), torch.tensor([-2.4, -2.0]), torch.tensor([3, 2]), torch.tensor([2, 4]))
     out = run(s, "alphapo", alpha=alpha, label_smoothing=0.0)
     shaped = [[2.0 * (1 - math.exp(-alpha * mean)) / alpha for mean in side] for side in ((-1.0, -0.8), (-1.2, -0.5))]
@@ -144,7 +143,7 @@ def test_rewards_of_alphapo_are_those_its_loss_compares(alpha):
     assert means["reward/rejected"] == pytest.approx(sum(shaped[1]) / 2)
     assert means["reward/margin"] == pytest.approx(sum(margins) / 2) and means["reward/accuracy"] == 0.5
     loss = sum(math.log1p(math.exp(OPTIONS["gamma"] - margin)) for margin in margins)
-    assert out.terms["alphapo"].sum.item() == pytest.approx(loss, rel=1e-6)  # of the same margins that are logged
+    assert out.terms["alphapo"].sum.item() == pytest.approx(loss, rel=1e-6)
 
 
 def test_identical_pairs_cost_softplus_of_gamma():
@@ -154,7 +153,7 @@ def test_identical_pairs_cost_softplus_of_gamma():
     assert per_pair(s, "sigmoid").tolist() == pytest.approx([math.log(2)] * 2)
 
 
-# ORPO; beta in TRL is alpha here.
+# ORPO; alpha is beta in TRL.
 
 ALPHA = 0.1
 ORPO_MEAN_W = (-1.0, -0.3, -1e-4)
@@ -248,9 +247,9 @@ def test_identical_pairs_have_log_odds_zero(mean):
     assert grad_w.item() == pytest.approx(-0.5 / -math.expm1(mean), rel=1e-9) and grad_l.item() == -grad_w.item()
 
 
-def test_a_response_without_tokens_scores_zero():
-    logp, none = torch.zeros(1, requires_grad=True), torch.zeros(1, dtype=torch.long)
-    empty = FreeScores(logp, torch.zeros(1), none, none)
+def test_empty_response_scores_zero():
+    logp, length = torch.zeros(1, requires_grad=True), torch.zeros(1, dtype=torch.long)
+    empty = FreeScores(logp, torch.zeros(1), length, length)
     assert empty.mean_w.item() == empty.mean_l.item() == 0.0
-    odds = orpo_loss(empty, -logp.sum(), none.sum(), alpha=0.1).terms["odds"].sum
+    odds = orpo_loss(empty, -logp.sum(), length.sum(), alpha=0.1).terms["odds"].sum
     assert odds.item() == pytest.approx(math.log(2)) and torch.autograd.grad(odds, logp)[0].isfinite().all()

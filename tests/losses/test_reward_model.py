@@ -1,4 +1,4 @@
-"""Worked examples of the Bradley-Terry loss, scores 1.0 and 0.2 against 0.0 and 0.5, and of labelled steps."""
+"""Reward model losses against hand-computed values and float64 loops."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def random_case(n: int = 11, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     ("margin", "center", "value"), [(None, None, 0.583808), ((0.5, 0.0), None, 0.664216), (None, 0.01, 0.591258)]
 )
 def test_bradley_terry_golden_values(margin, center, value):
-    wanted = None if margin is None else torch.tensor(margin)
-    out = bradley_terry(torch.tensor(CHOSEN), torch.tensor(REJECTED), wanted, center_coefficient=center)
+    margin = None if margin is None else torch.tensor(margin)
+    out = bradley_terry(torch.tensor(CHOSEN), torch.tensor(REJECTED), margin, center_coefficient=center)
     assert mean(out) == pytest.approx(value, abs=1e-6)
     assert list(out.terms) == (["bradley_terry"] if center is None else ["bradley_terry", "center"])
     assert all(term.count.item() == 2 for term in out.terms.values())
@@ -55,16 +55,16 @@ def test_bradley_terry_agrees_with_a_float64_loop():
     assert out.terms["center"].weight == 0.3
 
 
-def test_equal_scores_cost_log_two_and_are_not_accurate():
+def test_equal_scores_cost_log_two_and_count_as_inaccurate():
     out = bradley_terry(torch.ones(3), torch.ones(3))
     assert mean(out) == pytest.approx(math.log(2)) and out.metrics["reward/accuracy"][0].item() == 0.0
 
 
-def test_a_constant_added_to_all_scores_changes_only_the_centring():
+def test_constant_offset_of_all_scores_changes_only_the_center_term():
     w, r, margin = random_case()
-    here, there = (bradley_terry(w + k, r + k, margin, center_coefficient=0.1).terms for k in (0.0, 5.0))
-    assert here["bradley_terry"].sum.item() == pytest.approx(there["bradley_terry"].sum.item())
-    assert there["center"].sum.item() > here["center"].sum.item()
+    base, shifted = (bradley_terry(w + k, r + k, margin, center_coefficient=0.1).terms for k in (0.0, 5.0))
+    assert base["bradley_terry"].sum.item() == pytest.approx(shifted["bradley_terry"].sum.item())
+    assert shifted["center"].sum.item() > base["center"].sum.item()
 
 
 @pytest.mark.parametrize("distance", [1e4, -1e4])
@@ -77,12 +77,12 @@ def test_bradley_terry_is_finite_at_extremes(distance):
 
 
 @pytest.mark.parametrize(("chosen", "margin"), [((3, 1), (3,)), ((3,), (3, 1))])
-def test_shapes_that_would_broadcast_are_refused(chosen, margin):
+def test_shapes_that_would_broadcast_are_rejected(chosen, margin):
     with pytest.raises(AssertionError):
         bradley_terry(torch.zeros(chosen), torch.zeros(3), torch.zeros(margin))
 
 
-# Process reward models.
+# Process reward models
 
 LOGITS = ((0.0, 2.0), (5.0, -5.0), (1.0, 0.0), (0.0, 3.0), (2.0, 2.5))
 LABEL = (1, -100, 0, 0, 1)  # the second position has no label; the fourth is misclassified
@@ -143,10 +143,10 @@ def test_confusion_counts_label_by_prediction():
     ("matrix", "expected", "macro"),
     [
         ([[1, 1], [0, 2]], (2 / 3, 4 / 5), 11 / 15),
-        ([[0, 3], [0, 5]], (0.0, 10 / 13), 5 / 13),  # always predicts right: half of the majority class's F1
-        ([[0, 0], [0, 5]], (math.nan, 1.0), 1.0),  # no wrong step, none predicted: one class to average
+        ([[0, 3], [0, 5]], (0.0, 10 / 13), 5 / 13),  # always predicts right: half the F1 of the majority class
+        ([[0, 0], [0, 5]], (math.nan, 1.0), 1.0),  # wrong is neither labelled nor predicted: average of one class
         ([[4, 0], [0, 5]], (1.0, 1.0), 1.0),
-        ([[0, 0], [0, 0]], (math.nan, math.nan), 0.0),  # nothing is labelled
+        ([[0, 0], [0, 0]], (math.nan, math.nan), 0.0),  # no labels
     ],
 )
 def test_f1_by_hand(matrix, expected, macro):
@@ -154,6 +154,6 @@ def test_f1_by_hand(matrix, expected, macro):
     assert macro_f1(torch.tensor(matrix)).item() == pytest.approx(macro)
 
 
-def test_logits_of_another_width_are_refused():
+def test_logits_of_the_wrong_width_are_rejected():
     with pytest.raises(AssertionError):
         stepwise_loss(torch.zeros(3, 1), torch.zeros(3, dtype=torch.long))

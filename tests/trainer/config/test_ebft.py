@@ -34,10 +34,10 @@ def test_defaults_are_good_in_both_modes():
 
 
 FEATURES = {
-    "a layer above the last": ({"feature_layers": (0.5, 1.5)}, "feature_layers=1.5: outside the network"),
-    "a layer below the first": ({"feature_layers": (-0.1,)}, "feature_layers=-0.1: outside the network"),
-    "a layer that is no number": ({"feature_layers": (float("nan"),)}, "feature_layers=nan: outside the network"),
-    "no layer": ({"feature_layers": ()}, "feature_layers=[]: there is nothing to take features from"),
+    "a layer above the last": ({"feature_layers": (0.5, 1.5)}, "feature_layers=1.5:"),
+    "a layer below the first": ({"feature_layers": (-0.1,)}, "feature_layers=-0.1:"),
+    "a layer that is no number": ({"feature_layers": (float("nan"),)}, "feature_layers=nan:"),
+    "no layer": ({"feature_layers": ()}, "feature_layers=[]:"),
     "nothing to learn from": ({"rl_coef": 0.0, "ce_coef": 0.0}, "rl_coef=0, ce_coef=0: there is nothing to learn from"),
     "no reward": ({"alignment_coef": 0.0, "diversity_coef": 0.0}, "alignment_coef=0, diversity_coef=0: every reward"),
     "a weight below 0": ({"ce_coef": -0.1}, "ce_coef=-0.1: must be 0 or above"),

@@ -47,7 +47,6 @@ from trainer.ebft.strided import StridedStep
 from trainer.parallel.comm import pick_device
 from trainer.policy.attention import span_masks
 from trainer.policy.logps import Policy, as_head_takes, head_of, hidden_states
-from trainer.policy.optim import total_loss
 
 SHARED, STEP_MAJOR = "shared row, cached", "step-major, dense"
 
@@ -155,17 +154,13 @@ class StepMajor:
         of_token = (
             advantage.T.unsqueeze(-1).expand(-1, -1, ids.shape[2]).flatten()
         )  # in the order of ids.transpose(0, 1)
-        counts = {"policy": len(of_token), "ce": len(rows) * (length - 1)}
-        denominators = {name: torch.tensor(float(count), device=hidden.device) for name, count in counts.items()}
+        num_text = len(rows) * (length - 1)
 
         def policy_loss(tokens: TokenLogps, chosen: Tensor) -> tuple[Tensor, None]:
-            all_of_them = torch.ones_like(chosen, dtype=torch.bool)
-            out = ebft.rollout_loss(tokens.logp, of_token[chosen], all_of_them, rl_coef=features.rl_coef)
-            return total_loss(out, denominators), None
+            return -features.rl_coef * (tokens.logp * of_token[chosen]).sum() / len(of_token), None
 
         def target_loss(tokens: TokenLogps, chosen: Tensor) -> tuple[Tensor, None]:
-            out = ebft.target_loss(tokens.logp, torch.ones_like(chosen, dtype=torch.bool), ce_coef=features.ce_coef)
-            return total_loss(out, denominators), None
+            return -features.ce_coef * tokens.logp.sum() / num_text, None
 
         policy, _ = linear_logprob_loss(
             hidden[:, self.predictor].flatten(0, 2), target=ids.transpose(0, 1).flatten(), loss_fn=policy_loss,

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from losses.advantage import leave_one_out_advantage, nan_std
-from losses.types import LossOut, Term, wide
+from losses.types import wide
 
 RANK_TOLERANCE = 1e-5  # singular values below this fraction of the largest count as 0
 EPSILON = 1e-8  # in the denominator of grpo
@@ -324,28 +324,3 @@ def advantage_of(reward: Reward, *, advantage_estimator: str) -> Tensor:  # (P, 
         reason = f"advantage_estimator={advantage_estimator} needs 2 or more per prompt"
         raise ValueError(f"rollouts={num_rollouts}: {reason}; sample more, or use reinforce")
     return ADVANTAGES[advantage_estimator](reward)
-
-
-# Losses of the strided mode. Sampling is on-policy, so there is no ratio and no clipping.
-
-
-def rollout_loss(
-    logp: Tensor,  # (N,) policy, with gradient, at the sampling temperature
-    advantage: Tensor,  # (N,) advantage of the token's rollout
-    mask: Tensor,  # (N,) bool, True = a generated token
-    *,
-    rl_coef: float = 1.0,
-) -> LossOut:
-    """-sum A logp. The method divides by the generated tokens of the step."""
-    total = -torch.where(mask, wide(logp), 0.0) * torch.where(mask, wide(advantage.detach()), 0.0)
-    return LossOut({"policy": Term(rl_coef, total.sum(), mask.sum())}, {})
-
-
-def target_loss(
-    logp: Tensor,  # (N,) policy log-probs of the target tokens, with gradient, at temperature 1
-    mask: Tensor,  # (N,) bool, True = trained
-    *,
-    ce_coef: float,
-) -> LossOut:
-    """-sum logp. The method divides by the document tokens of the step, unlike for rollout_loss."""
-    return LossOut({"ce": Term(ce_coef, -torch.where(mask, wide(logp), 0.0).sum(), mask.sum())}, {})

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from losses.advantage import mean_of, std_of
-from losses.types import LossOut, Term, wide
+from losses.types import wide
 
 EPSILON = 1e-8
 
@@ -87,27 +87,6 @@ def whiten(
     if not deviation > 0:
         return advantage
     return ((advantage.double() - mean) / (deviation + EPSILON)).to(advantage.dtype)
-
-
-def clipped_value_loss(
-    value: Tensor,  # (N,) with gradient
-    old_value: Tensor,  # (N,) values before the first step on the rollout
-    target: Tensor,  # (N,)
-    *,
-    clip: float | None,  # maximum distance from the old value; None: no clipping
-    coef: float = 1.0,
-) -> LossOut:
-    """0.5 max((v - R)^2, (clip(v) - R)^2) per token, with clip(v) within `clip` of the old value."""
-    value = wide(value)
-    old_value, target = old_value.to(value.dtype), target.to(value.dtype)
-    error, count = (value - target).square(), torch.full((), float(len(value)), device=value.device)
-    metrics = {}
-    if clip is not None:
-        clipped_value = torch.maximum(torch.minimum(value, old_value + clip), old_value - clip)
-        clipped_error = (clipped_value - target).square()
-        metrics["value/clip_frac"] = ((clipped_error > error).sum(), count)
-        error = torch.maximum(error, clipped_error)
-    return LossOut({"value": Term(coef, 0.5 * error.sum(), count)}, metrics)
 
 
 def explained_variance(

@@ -14,14 +14,14 @@ Shapes: B = preference pairs, N = packed tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from losses.types import LossOut, Term, options_of, wide
+from losses.types import Metrics, wide
 
 MAX_EXPONENT = 40.0  # exp(40) is 2e17 and its square 6e34: beyond it, squared losses would overflow fp32
 
@@ -321,7 +321,7 @@ def pair_metrics(
     reward_l: Tensor,  # (B,) implicit reward of the rejected response
     logp_w: Tensor,  # (B,) sequence log-prob of the chosen response
     logp_l: Tensor,  # (B,) sequence log-prob of the rejected response
-) -> dict[str, tuple[Tensor, Tensor]]:
+) -> Metrics:
     """Return the metrics common to all pair methods. A tie counts as inaccurate."""
     values = {
         "reward/chosen": wide(reward_w),
@@ -333,42 +333,3 @@ def pair_metrics(
     }
     count = wide(reward_w).new_full((), len(reward_w))
     return {name: (value.sum(), count) for name, value in values.items()}
-
-
-def dpo_loss(
-    s: PairScores,
-    names: Sequence[str],
-    weights: Sequence[float],
-    *,
-    beta: float,
-    label_smoothing: float = 0.0,
-    discopop_tau: float = 0.05,
-    pair_weight: Tensor | None = None,  # (B,) WPO weights; not for aot, whose terms are not pairs
-    targets: AotTargets | None = None,  # partners of these pairs; for aot and aot_unpaired
-    nll_sum: Tensor | None = None,  # () -logp summed over chosen response tokens; for sft
-    nll_count: Tensor | None = None,  # () number of chosen response tokens
-) -> LossOut:
-    """Weighted mixture of pair losses (MPO, Wang et al. 2024, arXiv:2411.10442), one term per name.
-
-    `sft` adds the per-token negative log-likelihood of the chosen response; with sigmoid this is RPO.
-    """
-    assert len(names) == len(weights) == len(set(names)) > 0, f"losses {names}, weights {weights}"
-    assert {x.shape for x in s[:6]} == {(len(s.logp_w),)}, f"shapes {[tuple(x.shape) for x in s[:6]]}"
-    options: dict[str, Any] = {
-        "beta": beta, "label_smoothing": label_smoothing, "discopop_tau": discopop_tau, "targets": targets
-    }  # fmt: skip
-    terms = {}
-    for name, weight in zip(names, weights, strict=True):
-        if name == "sft":
-            assert nll_sum is not None and nll_count is not None, "sft needs nll_sum and nll_count"
-            terms[name] = Term(weight, wide(nll_sum), nll_count)
-            continue
-        function = PAIR_LOSSES[name]
-        used = options_of(function)
-        if "targets" in used:
-            assert targets is not None and pair_weight is None, f"{name}: needs targets, takes no pair_weight"
-        loss = function(s, **{key: options[key] for key in used})  # (B,)
-        if pair_weight is not None:
-            loss = loss * pair_weight
-        terms[name] = Term(weight, loss.sum(), loss.new_full((), len(loss)))
-    return LossOut(terms, pair_metrics(beta * s.c, beta * s.r, s.logp_w, s.logp_l))

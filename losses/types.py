@@ -27,16 +27,6 @@ class LossOut(NamedTuple):
     metrics: dict[str, tuple[Tensor, Tensor]]
 
 
-def merge(*outs: LossOut) -> LossOut:
-    """Combine several losses over the same tokens."""
-    terms, metrics = {}, {}
-    for out in outs:
-        assert not terms.keys() & out.terms.keys(), f"duplicate term: {sorted(terms)} and {sorted(out.terms)}"
-        terms |= out.terms
-        metrics |= out.metrics
-    return LossOut(terms, metrics)
-
-
 def wide(
     x: Tensor,  # (...) any float dtype
 ) -> Tensor:  # (...)

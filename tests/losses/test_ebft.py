@@ -30,8 +30,6 @@ from losses.ebft import (
     reinforce,
     rloo,
     rloo_split,
-    rollout_loss,
-    target_loss,
     token_features,
     unit,
     whiten,
@@ -297,23 +295,6 @@ def test_rewards_that_differ_only_by_rounding_have_no_group_advantage():
     assert grpo(Reward(torch.zeros(1, 3), torch.zeros(1, 3))).tolist() == [[0.0] * 3]
 
 
-# Losses
-
-
-def test_losses_are_sums_with_counts_and_ignore_masked_tokens():
-    logp = tensor([-1.0, -2.0, math.nan, -0.5]).requires_grad_()
-    advantage, mask = tensor([0.5, -1.0, math.nan, 2.0]), torch.tensor([True, True, False, True])
-    term = rollout_loss(logp, advantage, mask, rl_coef=0.3).terms["policy"]
-    assert (term.weight, term.sum.tolist(), int(term.count)) == (0.3, 0.5 - 2.0 + 1.0, 3)
-    (gradient,) = torch.autograd.grad(term.sum, logp)
-    close(gradient, [-0.5, 1.0, 0.0, -2.0])
-    ce = target_loss(logp, mask, ce_coef=0.03).terms["ce"]
-    assert (ce.weight, ce.sum.tolist(), int(ce.count)) == (0.03, 3.5, 3)
-    close(torch.autograd.grad(ce.sum, logp)[0], [-1.0, -1.0, 0.0, -1.0])
-    halves = [rollout_loss(logp[s], advantage[s], mask[s]).terms["policy"] for s in (slice(2), slice(2, 4))]
-    close(sum(half.sum for half in halves).detach(), term.sum.detach())
-
-
 # A model whose sequences and their probabilities can be enumerated
 
 
@@ -348,8 +329,7 @@ class Enumerable:
         index, probability = self.groups(num_rollouts)
         logp = self.logp()[index]  # (P, G, T)
         tokens = (probability.unsqueeze(1) * advantage).unsqueeze(2).expand_as(logp)
-        out = rollout_loss(logp.flatten(), tokens.flatten(), torch.ones(logp.numel(), dtype=torch.bool))
-        return list(torch.autograd.grad(out.terms["policy"].sum / num_rollouts, self.parameters))
+        return list(torch.autograd.grad(-(logp * tokens).sum() / num_rollouts, self.parameters))
 
     def reward(self, num_rollouts: int, **coefficients: float) -> Reward:
         index, _ = self.groups(num_rollouts)

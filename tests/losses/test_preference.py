@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,18 +19,19 @@ from losses.preference import (
     PairScores,
     alpha_divergence,
     aot_targets,
-    dpo_loss,
     exo_pair,
     forward_kl,
     js_divergence,
     ld_weights,
     logistic,
+    pair_metrics,
     reverse_kl,
     robust,
     same_rank,
     wpo_weight,
 )
-from losses.types import LossOut, options_of
+from losses.types import LossOut, Term, options_of
+from trainer.methods import dpo
 
 BETA = 0.1
 # Token log-probs: chosen 0, chosen 1, rejected 0, rejected 1.
@@ -64,7 +66,17 @@ def run(s: PairScores, name: str, **options) -> LossOut:
     options = {"beta": BETA, "label_smoothing": SMOOTHING.get(name, 0.0), **options}
     if name in AOT:
         options.setdefault("targets", aot_targets(s))
-    return dpo_loss(s, [name], [1.0], **options)
+    return mixture(s, [name], [1.0], **options)
+
+
+def mixture(s: PairScores, names: list[str], weights: list[float], **options) -> LossOut:
+    """The terms of dpo.pair_losses with their counts, and the metrics of the pairs."""
+    more = {name: options.pop(name) for name in ("pair_weight", "targets") if name in options}
+    cfg = SimpleNamespace(losses=(names, weights), **{"label_smoothing": 0.0, "discopop_tau": 0.05, **options})
+    terms = dpo.pair_losses(cfg, s, -s.logp_w.sum(), **more)
+    counts = {name: s.len_w.sum() if name == "sft" else torch.tensor(len(s.c)) for name in names}
+    metrics = pair_metrics(cfg.beta * s.c, cfg.beta * s.r, s.logp_w, s.logp_l)
+    return LossOut({name: Term(w, terms[name], counts[name]) for name, w in zip(names, weights, strict=True)}, metrics)
 
 
 def mean(out: LossOut) -> Tensor:
@@ -126,7 +138,7 @@ def test_pair_loss_golden_values():
 def test_sft_golden_value_is_the_token_mean_of_the_chosen():
     tokens = golden_tokens()
     s = golden_scores(tokens)
-    out = dpo_loss(s, ["sft"], [1.0], beta=BETA, nll_sum=-s.logp_w.sum(), nll_count=s.len_w.sum())
+    out = mixture(s, ["sft"], [1.0], beta=BETA)
     mean(out).backward()
     assert out.terms["sft"].count.item() == 5 and mean(out).item() == pytest.approx(1.0)
     assert tokens.grad.norm().item() == pytest.approx(0.447214, abs=1e-6)
@@ -134,9 +146,7 @@ def test_sft_golden_value_is_the_token_mean_of_the_chosen():
 
 def test_mixture_golden_value_and_terms():
     s = golden_scores(golden_tokens())
-    out = dpo_loss(
-        s, ["sigmoid", "bco_pair", "sft"], [0.8, 0.2, 1.0], beta=BETA, nll_sum=-s.logp_w.sum(), nll_count=s.len_w.sum()
-    )
+    out = mixture(s, ["sigmoid", "bco_pair", "sft"], [0.8, 0.2, 1.0], beta=BETA)
     assert mean(out).item() == pytest.approx(1.801246, abs=1e-6)
     assert {name: (term.weight, term.count.item()) for name, term in out.terms.items()} == {
         "sigmoid": (0.8, 2), "bco_pair": (0.2, 2), "sft": (1.0, 5)

@@ -111,6 +111,7 @@ def pair_losses(
     targets: AotTargets | None = None,
 ) -> dict[str, Tensor]:  # ()
     """The sum over pairs (sft: over tokens) of each loss."""
+    assert len({x.shape for x in s[:6]}) == 1, f"shapes {[tuple(x.shape) for x in s[:6]]}"
     eps = cfg.label_smoothing
     options = {"beta": cfg.beta, "label_smoothing": eps, "discopop_tau": cfg.discopop_tau, "targets": targets}
     terms = {}

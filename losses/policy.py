@@ -112,8 +112,8 @@ def clip_bounds(
 
 @torch.no_grad()
 def clip_metrics(
-    ratio: Tensor,  # (n,)
-    advantage: Tensor,  # (n,)
+    ratio: Tensor,  # (N,) policy to old policy
+    advantage: Tensor,  # (N,) of each token
     *,
     low: float,
     high: float,

@@ -38,9 +38,9 @@ from data.command.flags import (
 )
 from data.errors import UserError
 from data.hub import check_hub
+from rollout.model_folder import served_model
 from rollout.servers.command import TOKEN, device_of, find_python
 from rollout.servers.launch import Launched, launch, stop_all, wait_ready
-from rollout.servers.model_folder import served_model
 from rollout.servers.options import LOOPBACK, Backend, VllmConfig
 
 PORT = 8000

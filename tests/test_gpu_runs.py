@@ -27,8 +27,8 @@ import torch
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters as dynamo_counters
 
+from rollout.model_folder import BUILTIN
 from rollout.rewards.models import OutcomeReward, ProcessReward
-from rollout.servers.model_folder import BUILTIN
 from tests.entry import environment, metrics
 from trainer.__main__ import main
 from trainer.config.blocks import LoraConfig, ModelConfig

@@ -34,6 +34,16 @@ ORDER = {
     "trainer": "recipes parallel files config translate metrics policy run rl offline ebft methods entries",
 }
 
+# Core files import no edge at module level; a run imports an edge where it attaches. An edge's options are flags.
+EDGES = ("rollout/servers", "rollout/sync", "rollout/gyms", "rollout/episodes", "rollout/engines/vllm.py",
+         "rollout/engines/weights.py", "rollout/engines/probe.py", "rollout/engines/load.py", "rollout/serve.py",
+         "trainer/translate", "trainer/metrics/report.py", "trainer/metrics/compare.py", "trainer/metrics/card.py",
+         "trainer/rl/servers.py", "trainer/rl/teacher_server.py", "trainer/policy/weights.py", "trainer/plan.py",
+         "trainer/push.py", "trainer/evaluate.py", "trainer/harness.py", "trainer/generate.py", "trainer/export.py",
+         "trainer/report.py", "trainer/notebook.py", "trainer/from_trl.py", "data/show.py",
+         "data/reasoning_gym.py")  # fmt: skip
+CORE = ("kernels", "losses", "data", "rollout", "trainer")
+
 # Everything else a folder may import besides the standard library; no entry: anything.
 THIRD_PARTY = {"kernels": {"torch", "triton"}, "losses": {"torch"}}
 
@@ -71,6 +81,26 @@ def test_folders_import_only_those_below_them_and_little_else():
             if folder in THIRD_PARTY:
                 extra |= found - THIRD_PARTY[folder] - {folder} - set(sys.stdlib_module_names)
             assert not extra, f"{path.relative_to(ROOT)} imports {sorted(extra)}"
+
+
+def is_edge(path: Path) -> bool:
+    name = path.relative_to(ROOT).as_posix()
+    is_entry = name.startswith("trainer/") and path.name in ("cli.py", "__main__.py")  # picks the edge to run
+    return name.startswith(EDGES) or is_entry or path.name == "__main__.py"
+
+
+def core_files() -> list[Path]:
+    return [path for folder in CORE for path in sources(folder) if not is_edge(path)]
+
+
+def test_core_imports_no_edge_at_module_level():
+    edges = {edge.removesuffix(".py").replace("/", ".") for edge in EDGES}
+    for path in core_files():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = [node.module for node in tree.body if isinstance(node, ast.ImportFrom) and node.module]
+        names = [name for name in names if not name.endswith("options")]
+        found = {name for name in names if any(f"{name}.".startswith(f"{edge}.") for edge in edges)}
+        assert not found, f"{path.relative_to(ROOT)} imports {sorted(found)}"
 
 
 def test_sub_packages_import_only_those_below_them(files):

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from data.command.config_file import load_config
-from rollout.servers.model_folder import resolve_model
+from rollout.model_folder import resolve_model
 from tests.entry import ROOT, environment, metrics, repeatable, run_ok, run_ranks
 from tests.ranks import sampled, slices, worker
 from tests.ranks.sharded import everything, optimizer_of, same, take_step

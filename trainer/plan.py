@@ -44,7 +44,7 @@ from data.command.flags import parse_command, run_command
 from data.errors import UserError
 from data.hub import check_hub
 from data.training_config import KINDS
-from rollout.servers.model_folder import read_adapter, resolve_model
+from rollout.model_folder import read_adapter, resolve_model
 from trainer.cli import load_method, method_names
 from trainer.config.checks import check_numbers
 from trainer.config.errors import load_error

@@ -22,7 +22,7 @@ import tyro
 
 from data.command.flags import parse_command, run_command
 from data.errors import UserError
-from rollout.servers.model_folder import BUILTIN
+from rollout.model_folder import BUILTIN
 from trainer.files.atomic_folder import atomic_folder
 from trainer.metrics.card import is_hub_id, model_card
 from trainer.report import defaults_of

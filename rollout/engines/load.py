@@ -11,7 +11,7 @@ from typing import Any
 
 from data.errors import UserError
 from data.hub import check_hub
-from rollout.servers.model_folder import check_adapter_weights, check_base, read_adapter, resolve_model, trust_hint
+from rollout.model_folder import check_adapter_weights, check_base, read_adapter, resolve_model, trust_hint
 
 
 def load_model(name: str, *, trust_remote_code: bool = False) -> tuple[Any, Any]:

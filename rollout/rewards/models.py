@@ -111,7 +111,7 @@ def load_model(spec: str, path: str, task: str, *, num_labels: int, trust_remote
     import transformers
     from transformers import AutoConfig, AutoTokenizer
 
-    from rollout.servers.model_folder import trust_hint
+    from rollout.model_folder import trust_hint
 
     label = f"reward_funcs={spec}"
     source = _resolve(label, path)

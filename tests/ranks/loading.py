@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rollout.servers.model_folder import resolve_model
+from rollout.model_folder import resolve_model
 from tests.ranks.worker import one_process
 from trainer.config.blocks import LoraConfig, ModelConfig, ParallelConfig
 from trainer.parallel.comm import is_main, of_all

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from data.rows.held_out import held_out_numbers
-from rollout.servers.model_folder import BUILTIN
+from rollout.model_folder import BUILTIN
 from tests.trainer.metrics.test_report import CONFIG
 from trainer import evaluate, generate, push, report
 from trainer.metrics.card import model_card

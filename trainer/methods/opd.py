@@ -44,7 +44,7 @@ from trainer.rl.groups import Rollout
 from trainer.rl.minibatch import Advantages, MicroBatch, MiniBatch
 from trainer.rl.mixed_source import MixedSource, rows_of
 from trainer.rl.rollouts import Rollouts, open_rewards
-from trainer.rl.teacher import Teacher, open_teacher
+from trainer.rl.teacher import Teacher, load_teacher
 from trainer.run.run import open_run
 from trainer.run.training import Training, open_policy
 
@@ -60,8 +60,7 @@ def train(cfg: Config) -> None:
         policy = open_policy(cfg, with_reference=cfg.has_reference)
         teacher = run.keep(open_teacher(cfg, policy))
         rollouts = Rollouts(run, cfg, policy, rewards, **given_completions(cfg, policy))
-        if hasattr(teacher, "read_prompts"):
-            teacher.read_prompts(rollouts.prompts)
+        teacher.read_prompts(rollouts.prompts)  # --teacher-prompt
         training = Training(run, cfg, policy, rollouts, moving=cfg.moving)
         for rollout in training.batches():
             if cfg.distill.jsd_beta is None:
@@ -116,6 +115,15 @@ def minus_engine_logps(advantage: Advantages, rollout: Rollout) -> Advantages:
         return advantage
     both = zip(advantage, rollout.completions, strict=True)
     return [[x - logp for x, logp in zip(values, c.logps, strict=True)] for values, c in both]
+
+
+def open_teacher(cfg: Config, policy: Policy) -> Any:
+    """A Teacher in process, or with --teacher-url a TeacherServer."""
+    if cfg.distill.teacher_url is None:
+        return load_teacher(cfg, policy)
+    from trainer.rl.teacher_server import TeacherServer  # an edge
+
+    return TeacherServer(cfg, policy)
 
 
 def given_completions(cfg: Config, policy: Policy) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from data.errors import UserError
-from rollout.servers.model_folder import check_adapter_weights, read_adapter
+from rollout.model_folder import check_adapter_weights, read_adapter
 from trainer.config.blocks import LoraConfig
 from trainer.config.errors import first_line, load_error
 

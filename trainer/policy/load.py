@@ -39,7 +39,7 @@ from data.formats.template_settings import check_kwargs
 from data.hub import check_hub
 from kernels.attention import share_graphs
 from kernels.nf4 import Linear4bit, is_4bit, make_known_to_inductor
-from rollout.servers.model_folder import BUILTIN, check_base, read_adapter, resolve_model
+from rollout.model_folder import BUILTIN, check_base, read_adapter, resolve_model
 from trainer.config.blocks import LoraConfig, ModelConfig, check_4bit
 from trainer.config.errors import load_error
 from trainer.files.tensor_files import Record, TensorFiles, records_of_file

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from data.errors import UserError
 from data.packing import Batch, Item, make_batches, to_device
-from rollout.servers.model_folder import resolve_model
+from rollout.model_folder import resolve_model
 from trainer.config.blocks import LoraConfig, ModelConfig, ParallelConfig, ReferenceConfig, RunConfig
 from trainer.files.atomic_folder import sync
 from trainer.parallel.comm import all_count, all_gather, balanced_shards, data_rank, data_size, is_main, world_size

@@ -1,10 +1,9 @@
-"""Metrics of sampled completions, rows for samples.jsonl, and the evaluation on held-out prompts."""
+"""Metrics of sampled completions, and the evaluation on held-out prompts."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -15,10 +14,6 @@ from rollout.engine import Completion, Engine, Request, Source, run_groups
 from rollout.rewards.table import Rewards, RewardTable
 from trainer.parallel.comm import all_count
 
-if TYPE_CHECKING:
-    from trainer.rl.groups import Rollout
-
-SAMPLES_PER_STEP = 4  # completions written to samples.jsonl
 EPISODE_COLUMNS = ("num_turns", "tool_calls", "tool_errors", "env_done", "env_refused", "env_failed", "left_out_turns",
                    "retokenised")  # fmt: skip
 
@@ -116,22 +111,3 @@ def best_of(totals: Sequence[float | None], count: int) -> float:
     groups = [[x for x in totals[first : first + count] if x is not None] for first in range(0, len(totals), count)]
     best = [max(group) for group in groups if group]
     return statistics.fmean(best) if best else float("nan")
-
-
-def sample_rows(rollout: Rollout, advantage: Sequence[float]) -> list[dict[str, Any]]:
-    """Rows for samples.jsonl, from groups spread over the rollout."""
-    prompts, completions, values, extra = rollout.prompts, rollout.completions, rollout.values, rollout.extra
-    stride = max(1, len(completions) // SAMPLES_PER_STEP)
-    return [
-        {
-            "prompt": prompts[i].prompt,
-            "completion": completions[i].text,
-            "rewards": dict(zip(rollout.names, values[i], strict=True)),
-            "advantage": advantage[i],
-            "source": prompts[i].source,
-            "finish_reason": completions[i].finish_reason,
-            **({"messages": completions[i].messages} if completions[i].messages else {}),
-            **({"extra": extra[i]} if extra[i] else {}),
-        }
-        for i in range(0, len(completions), stride)
-    ][:SAMPLES_PER_STEP]

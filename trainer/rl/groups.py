@@ -37,6 +37,7 @@ from trainer.rl.evaluate import logged_metrics
 from trainer.rl.minibatch import Advantages, pack_completions, policy_logps
 
 Estimator = Callable[[Rewards], Advantage]
+SAMPLES_PER_STEP = 4  # completions written to samples.jsonl
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -283,6 +284,25 @@ def per_completion(advantage: Advantages) -> list[float]:
     if isinstance(advantage, Tensor):
         return advantage.tolist()
     return [statistics.fmean(values) if values else 0.0 for values in advantage]
+
+
+def sample_rows(rollout: Rollout, advantage: Sequence[float]) -> list[dict[str, Any]]:
+    """Rows for samples.jsonl, from groups spread over the rollout."""
+    prompts, completions, values, extra = rollout.prompts, rollout.completions, rollout.values, rollout.extra
+    stride = max(1, len(completions) // SAMPLES_PER_STEP)
+    return [
+        {
+            "prompt": prompts[i].prompt,
+            "completion": completions[i].text,
+            "rewards": dict(zip(rollout.names, values[i], strict=True)),
+            "advantage": advantage[i],
+            "source": prompts[i].source,
+            "finish_reason": completions[i].finish_reason,
+            **({"messages": completions[i].messages} if completions[i].messages else {}),
+            **({"extra": extra[i]} if extra[i] else {}),
+        }
+        for i in range(0, len(completions), stride)
+    ][:SAMPLES_PER_STEP]
 
 
 @torch.no_grad()

@@ -53,8 +53,8 @@ from trainer.policy.logps import Policy
 from trainer.rl import setup
 from trainer.rl.engine_choice import resolve_engine
 from trainer.rl.entropy_target import EntropyTarget
-from trainer.rl.evaluate import completion_metrics, evaluate_rewards, packing_metrics, reward_metrics, sample_rows
-from trainer.rl.groups import Estimator, Groups, MissingRewards, Rollout, per_completion, sequence_kl
+from trainer.rl.evaluate import completion_metrics, evaluate_rewards, packing_metrics, reward_metrics
+from trainer.rl.groups import Estimator, Groups, MissingRewards, Rollout, per_completion, sample_rows, sequence_kl
 from trainer.rl.minibatch import Advantages, MiniBatch, pack
 from trainer.rl.rank0_rollout import Rank0Rollout
 from trainer.run.run import Run

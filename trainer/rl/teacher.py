@@ -1,6 +1,6 @@
 """The teacher of distillation: a model that computes log-probs of the student's tokens, in process or on a server.
 
-    teacher = open_teacher(cfg, policy)          # raises if the vocabulary differs
+    teacher = load_teacher(cfg, policy)          # raises if the vocabulary differs
     teacher.read_prompts(prompts)                # render the teacher's prompts, if they differ (--teacher-prompt)
     logps = teacher.logps(rollout.groups)        # for each completion one log-prob per id
     hidden = teacher.hidden(items)               # (N, Dt) last states before each trained token; in process only
@@ -28,7 +28,7 @@ from data.types import Prompt
 from data.user_code import describe_error, find_callable, where_raised
 from kernels.linear_kl import Head
 from rollout.engine import Completion, Group
-from rollout.servers.model_folder import resolve_model
+from rollout.model_folder import resolve_model
 from trainer.config.distill import OpdConfig
 from trainer.policy.load import load_tokenizer
 from trainer.policy.logps import Policy, as_reference, causal_lm, head_of, predictor_states, reference_logps
@@ -36,12 +36,8 @@ from trainer.policy.reference import load_frozen, named_as
 from trainer.policy.sharding import to_device_and_pad
 
 
-def open_teacher(cfg: OpdConfig, policy: Policy) -> Any:
-    """Open --teacher (a Teacher) or --teacher-url (a TeacherServer)."""
-    if cfg.distill.teacher_url is not None:
-        from trainer.rl.teacher_server import TeacherServer  # an edge: imported only if used
-
-        return TeacherServer(cfg, policy)
+def load_teacher(cfg: OpdConfig, policy: Policy) -> Teacher:
+    """Load --teacher; self: the policy's initial weights."""
     if cfg.distill.teacher == "self":
         return Teacher(cfg, policy, policy)
     with named_as("teacher"):

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from data.chat import stop_ids
 from data.command.config_file import load_config
 from data.errors import UserError
-from rollout.servers.model_folder import resolve_model
+from rollout.model_folder import resolve_model
 from rollout.tensor_header import aligned
 from trainer.config.errors import load_error
 from trainer.files.atomic_folder import atomic_folder

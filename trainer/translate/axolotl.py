@@ -18,7 +18,7 @@ from data.errors import UserError
 from data.hints import suggest
 from data.sources import SUFFIXES
 from rollout.gyms.options import ENV, VERIFY
-from rollout.servers.model_folder import read_adapter
+from rollout.model_folder import read_adapter
 from trainer.parallel.ranks import world_size
 from trainer.translate import keys
 from trainer.translate.axolotl_rows import rows_of, template_of

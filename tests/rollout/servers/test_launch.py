@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import pytest
 
 from rollout import serve
+from rollout.model_folder import BUILTIN, served_model
 from rollout.servers import command as vllm_command
 from rollout.servers import lease as vllm_lease
 from rollout.servers.command import ROOT, WORKER, VllmInstall, find_python, find_vllm, serve_command, served_rank
@@ -39,7 +40,6 @@ from rollout.servers.launch import (
     wait_ready,
 )
 from rollout.servers.lease import Owner
-from rollout.servers.model_folder import BUILTIN, served_model
 from rollout.servers.options import VllmConfig
 from rollout.servers.token import TokenFile, find_token, folders
 from rollout.servers.worker.strop_guard import RECORD

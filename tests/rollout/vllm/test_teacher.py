@@ -12,7 +12,7 @@ from tests.entry import ROOT, metrics
 from tests.rollout.vllm.test_client import largest_gap, logps_by_transformers, prompts, tokenizer_at
 from trainer import cli
 from trainer.__main__ import main
-from trainer.rl.teacher import open_teacher
+from trainer.methods.opd import open_teacher
 
 TINY = ("--model", "builtin:tiny", "--max-completion-length", "8", "--data", "task:addition:split=train,size=64")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from data.errors import UserError
 
-TINY = Path(__file__).resolve().parents[2] / "trainer" / "tiny"
+TINY = Path(__file__).resolve().parents[1] / "trainer" / "tiny"
 BUILTIN = {"builtin:tiny": TINY, "builtin:tiny_teacher": TINY / "teacher"}
 
 

@@ -52,7 +52,7 @@ class Tokens(Protocol):
     engine_logp: Tensor  # (n,) log-prob by the engine that sampled; NaN = not reported
     old_logp: Tensor | None  # (n,) denominator of the ratio; None: the current policy
     ref_logp: Tensor | None  # (n,) reference; None: no KL term
-    total_log_ratio: Tensor | None  # (n,) log-ratio of the whole completion; only if the record's ratio asks for it
+    total_log_ratio: Tensor  # (n,) log-ratio of the whole completion; set only if the record's ratio asks for it
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,6 @@ def vespo(
 
     log w is total_log_ratio. It contains the engine correction, so no other weight applies.
     """
-    assert t.total_log_ratio is not None, "vespo needs total_log_ratio"
     log_w = wide(t.total_log_ratio.detach()).clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)
     good = vespo_lambda_pos + vespo_k_pos * log_w - vespo_lambda_pos * log_w.exp()
     bad = vespo_lambda_neg + vespo_k_neg * log_w - vespo_lambda_neg * log_w.exp()

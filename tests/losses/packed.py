@@ -44,12 +44,14 @@ class Tokens:
         size, moved = int(self.sequence.max()) + 1 if len(self.sequence) else 0, (logp - self.old).detach()
         length = sequence_length(self.sequence, num_sequences=size)[self.sequence]
         mean, total = (f(moved, self.sequence, num_sequences=size) for f in (sequence_mean, sequence_sum))
-        return MicroBatch(
+        mb = MicroBatch(
             SimpleNamespace(target=logp), is_idle=False, advantage=self.advantage, length=length,
-            engine_logp=self.old, old_logp=self.old, ref_logp=self.ref, mean_log_ratio=mean[self.sequence],
-            total_log_ratio=total[self.sequence] if self.total_log_ratio is None else self.total_log_ratio,
+            engine_logp=self.old, old_logp=self.old, ref_logp=self.ref,
             engine_gap=None if self.weight is None else self.weight.log(), keep_entropy=self.keep_entropy,
         )  # fmt: skip
+        mb.mean_log_ratio = mean[self.sequence]
+        mb.total_log_ratio = total[self.sequence] if self.total_log_ratio is None else self.total_log_ratio
+        return mb
 
     def loss(
         self,

@@ -58,7 +58,7 @@ class Rollout:
     sampled: Rollout | None = None  # everything sampled for it, before groups were replaced
     reward_s: float = 0.0  # seconds in reward functions
     minibatch_sizes: tuple[int, ...] = ()  # groups per mini-batch, in order; empty: one mini-batch
-    reward: Tensor | None = None  # (P, G) weighted sum of the rewards; NaN = none applies
+    reward: Tensor = None  # type: ignore[assignment]  # (P, G) weighted sum of the rewards; NaN = none applies
     all_sum: Callable[[Tensor], Tensor] = _unchanged  # sums a tensor over the ranks that have groups of it
 
     def __post_init__(self) -> None:

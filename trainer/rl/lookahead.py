@@ -120,5 +120,4 @@ def _fill(
         log_weight = weight.log().clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)
         if not correction.by_completion:
             log_weight = sequence_sum(log_weight, slot, num_sequences=num_sequences)[slot]
-        assert mb.total_log_ratio is not None
         mb.total_log_ratio = mb.total_log_ratio + log_weight

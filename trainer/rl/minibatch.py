@@ -13,8 +13,10 @@ Shapes: N = trained tokens of a micro-batch.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,16 +48,16 @@ class MicroBatch:
     old_logp: Tensor | None = None  # (N,) denominator of the ratio; None: the current policy
     ref_logp: Tensor | None = None  # (N,) reference
     # Filled in before each training pass: look_ahead in trainer/rl/lookahead.py.
-    mean_log_ratio: Tensor | None = None  # (N,) mean of logp - old_logp over the completion, for GSPO
-    total_log_ratio: Tensor | None = None  # (N,) their sum, for rloo and vespo
+    mean_log_ratio: Tensor = field(init=False)  # (N,) mean of logp - old_logp over the completion, for GSPO
+    total_log_ratio: Tensor = field(init=False)  # (N,) their sum, for rloo and vespo
     engine_gap: Tensor | None = None  # (N,) log-ratio of trainer to engine; None: old_logp - engine_logp of the token
     keep_geometric: Tensor | None = None  # (N,) bool; None: keep all
     keep_on_policy: Tensor | None = None  # (N,) bool
     keep_entropy: Tensor | None = None  # (N,) bool
     # Set inside the training pass.
-    logp: Tensor | None = None  # (n,) current policy, with gradient
-    entropy: Tensor | None = None  # (n,) with gradient
-    log_ratio: Tensor | None = None  # (n,) logp - old_logp, of the token or its completion, with gradient
+    logp: Tensor = field(init=False)  # (n,) current policy, with gradient
+    entropy: Tensor = field(init=False)  # (n,) with gradient
+    log_ratio: Tensor = field(init=False)  # (n,) logp - old_logp, of the token or its completion, with gradient
     extra: dict[str, Tensor] = field(default_factory=dict)  # (N,) columns of the method
 
     def __post_init__(self) -> None:
@@ -63,9 +65,12 @@ class MicroBatch:
 
     def at(self, rows: Tensor) -> MicroBatch:
         """The columns of the tokens with these indices."""
-        columns = {x.name: getattr(self, x.name) for x in fields(self)}
-        selected = {name: x[rows] for name, x in columns.items() if isinstance(x, Tensor)}
-        return replace(self, **selected, extra={name: x[rows] for name, x in self.extra.items()})
+        selected = copy.copy(self)
+        for name, column in vars(self).items():
+            if isinstance(column, Tensor):
+                setattr(selected, name, column[rows])
+        selected.extra = {name: column[rows] for name, column in self.extra.items()}
+        return selected
 
 
 @dataclass
@@ -149,7 +154,7 @@ def pack(
     if is_tensor:
         of_completion = to_device(advantage[rows].to(_wide(policy)), policy.device)  # (K,)
 
-    def columns(batch: Batch) -> dict[str, Tensor]:
+    def columns(batch: Batch) -> dict[str, Any]:
         def flat(values: Sequence[Sequence[float]]) -> Tensor:
             return per_token(policy, kept, batch, values)
 
@@ -236,13 +241,15 @@ def passes(
 def no_tokens(cfg: PolicyGradientConfig, policy: Policy) -> MicroBatch:
     none = torch.zeros(0, dtype=_wide(policy), device=policy.device)
     kept, correction = none.bool(), cfg.correction
-    return MicroBatch(
+    mb = MicroBatch(
         empty_batch(policy.row_multiple).to(policy.device), is_idle=False, advantage=none, length=none.long(),
-        engine_logp=none, old_logp=none, ref_logp=none if has_kl_term(cfg) else None, mean_log_ratio=none,
-        total_log_ratio=none, keep_geometric=kept if correction.has_geometric_filter else None,
+        engine_logp=none, old_logp=none, ref_logp=none if has_kl_term(cfg) else None,
+        keep_geometric=kept if correction.has_geometric_filter else None,
         keep_on_policy=None if correction.off_policy_mask_threshold is None else kept,
         keep_entropy=kept if cfg.policy_loss.top_entropy_quantile < 1 else None,
     )  # fmt: skip
+    mb.mean_log_ratio = mb.total_log_ratio = none
+    return mb
 
 
 def has_kl_term(cfg: PolicyGradientConfig) -> bool:

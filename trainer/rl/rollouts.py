@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -59,6 +59,8 @@ from trainer.rl.minibatch import Advantages, MiniBatch, pack
 from trainer.rl.rank0_rollout import Rank0Rollout
 from trainer.run.run import Run
 from trainer.run.training import Training
+
+B = TypeVar("B")  # MiniBatch, or the method's own kind
 
 
 def open_rewards(cfg: RewardedConfig, run: Run) -> table.Rewards:
@@ -255,7 +257,7 @@ class Rollouts:
         """Write some completions to samples.jsonl."""
         self.run.sample(self.training.step + 1, sample_rows(rollout, per_completion(advantage)))
 
-    def updates(self, *batches: MiniBatch) -> Iterator[MiniBatch]:
+    def updates(self, *batches: B) -> Iterator[B]:
         """Yield the mini-batches in turn for the optimizer steps on this rollout, within total_steps."""
         num_minibatches = self.cfg.minibatches_per_rollout
         if num_minibatches > 1 and len(batches) != num_minibatches:
@@ -272,7 +274,7 @@ class Rollouts:
         steps = min(self.steps_per_batch, self.training.total_steps - self.training.step)
         for number in range(steps):
             self.training.step += 1
-            self.batch = batches[number % len(batches)]
+            self.batch: Any = batches[number % len(batches)]
             self.batch.is_first = number == 0
             if self.entropy is not None and isinstance(self.batch, MiniBatch):  # --entropy-target
                 self.batch.entropy_coef = self.entropy.coef

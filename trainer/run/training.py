@@ -42,12 +42,15 @@ class Source(Protocol):
     """Supplies the batches of a run."""
 
     loader: Loader[Any]
-    epoch: float
     rows_per_batch: int
     steps_per_batch: int  # optimizer steps on each batch
     holds_out: bool  # there are rows to evaluate on
 
-    def resolve(self, cfg: MethodConfig, modules: list[nn.Module]) -> MethodConfig:
+    @property
+    def epoch(self) -> float:
+        """Passes over the rows so far."""
+
+    def resolve(self, cfg: Any, modules: list[nn.Module]) -> Any:
         """Resolve settings that depend on the input, such as --rollout.engine auto."""
 
     def plan(self, training: Training) -> dict[str, Any]:

@@ -33,6 +33,30 @@ STRUCTURED = [
 LOSSES = ("grpo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo", "rloo", "reinforce")
 
 
+OPTIONS = {
+    "delta": "--delta 4 --epsilon-high 0.28",
+    "two minibatches": "--minibatches-per-rollout 2 --num-iterations 2",
+    "ratio to the engine": "--proximal-policy behaviour --num-iterations 2",
+    "geometric and off policy": "--geometric-min 0.999 --geometric-max 1.001 --off-policy-mask-threshold 0.0001",
+    "sequence mask": "--vllm-importance-sampling-mode sequence_mask --beta 0.05 --kl-estimator k2",
+    "no correction": "--no-vllm-importance-sampling-correction --mask-truncated-completions",
+    "entropy target": "--entropy-target 1.0 --entropy-coef 0.01",
+    "batch scale": "--scale-rewards batch --overlong-margin 2",
+    "vespo iterations": "--loss-type vespo --num-iterations 2",
+}
+OTHERS = {
+    "ppo kl in reward": "--method ppo --beta 0.1 --kl-in-reward",
+    "opd whole distribution": "--method opd --jsd-beta 0.5",
+    "online_dpo iterations": "--method online_dpo --num-iterations 2",
+    "dpo mixture": "--method dpo --loss-type sigmoid bco_pair sft --loss-weights 0.8 0.2 1.0",
+    "dpo aot": "--method dpo --loss-type aot",
+    "dpo weighted": "--method dpo --use-weighting --ld-alpha 0.5 --rpo-alpha 0.5",
+    "dpo moving reference": "--method dpo --sync-ref-model --ref-model-sync-steps 1",
+    "kto apo": "--method kto --loss-type apo_zero_unpaired",
+    "sft dft": "--method sft --sft-loss dft",
+}
+
+
 def cases() -> dict[str, list[str]]:
     """Name of a case -> its flags. Names that end in `2 ranks` run under torchrun."""
     grpo = ["--method", "grpo", *SAMPLED]
@@ -52,6 +76,8 @@ def cases() -> dict[str, list[str]]:
         "dpo lora precomputed": ["--method", "dpo", "--lora.r", "4", "--ref", "precomputed"],
         "sft lora": ["--method", "sft", "--lora.r", "4"],
     }
+    found |= {f"grpo {name}": [*grpo, *words.split()] for name, words in OPTIONS.items()}
+    found |= {name: words.split() for name, words in OTHERS.items()}
     found |= {f"grpo loss {name}": [*grpo, "--loss-type", name] for name in LOSSES}
     for name in ("sft", "dpo", "kto", "grpo", "grpo lora kl", "ebft structured", "ebft strided"):
         found[f"{name} 2 ranks"] = found[name]

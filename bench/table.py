@@ -64,7 +64,7 @@ def provenance(machine: str, rows: list[Row]) -> str:
     days = sorted({row.time[:10] for row in rows})
     commits = ", ".join(sorted({row.commit for row in rows}))
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    how = "Medians; providers timed in turns, whole runs (vs_trl) and engines (rollout) one after the other."
+    how = "Medians. Providers are timed alternately; whole runs (vs_trl) and engines (rollout) sequentially."
     return f"One {machine}, {', '.join(base + peers)}; {when}, commit {commits}. {how}"
 
 

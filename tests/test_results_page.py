@@ -168,13 +168,13 @@ def test_page_shows_every_task_and_every_command_parses(tmp_path, monkeypatch):
 def test_failures_are_detected():
     rows = all_rows(
         grpo_needle_1={"gain": 0.01},  # within the noise of 400 rows
-        dpo_harmless_0={"gain": 0.05},  # below a guess
+        dpo_harmless_0={"gain": 0.05},  # below guessing
         kto_harmless_0={"failed": "exit status 2: no memory", "points": []},
     )
     found = results_page.with_features(results_page.latest(row for row in rows if row["run"] != "rm-harmless"))
     said = results_page.failures(found)
     assert any("`grpo-needle-1`: held-out accuracy went from 0.400 to 0.410" in line for line in said)
-    assert any("`dpo-harmless-0`" in line and "(a guess: 0.50)" in line for line in said)
+    assert any("`dpo-harmless-0`" in line and "(guessing: 0.50)" in line for line in said)
     assert "`kto-harmless-0` did not run to the end (exit status 2: no memory)." in said
     assert "Not run: `rm-harmless-0`." in said
     assert any("`sft-solutions-0`: held-out CFM went from 0.400 to 0.400" in line for line in said)

@@ -73,47 +73,47 @@ class Task:
 
 TASKS = {
     "start": Task(
-        "The start of sampling tasks",
-        "SFT on rows of the first three tasks, in equal parts; it shows how a reply looks, and is not measured here.",
+        "SFT start for the sampling tasks",
+        "SFT on equal numbers of rows from the first three tasks, for the reply format only; not evaluated here.",
     ),
     "arithmetic": Task(
         "GRPO: one-digit arithmetic in tags",
-        "Sums, differences and products of one-digit numbers, with the answer as `<answer>12</answer>`; the reward is "
-        "1 if the whole reply is right. Held out: 61 problems, eight samples each at temperature 1.",
+        "Sums, differences and products of one-digit numbers, answered as `<answer>12</answer>`. The reward is 1 if "
+        "the whole reply is correct. Held out: 61 problems, eight samples each at temperature 1.",
         {"eval/exact_match/mean": Metric("accuracy")},
     ),
     "needle": Task(
         "GRPO: find the name (reasoning-gym)",
-        '`needle_haystack` of reasoning-gym (Apache-2.0): six to nine statements such as "Anthony adores dancing '
-        'salsa", then "Who adores dancing salsa? Reply only with a name." The reward is 1 for the name alone. Held '
-        "out: 400 problems, one sample each at temperature 1.",
+        '`needle_haystack` from reasoning-gym (Apache-2.0): six to nine statements such as "Anthony adores dancing '
+        'salsa", then "Who adores dancing salsa? Reply only with a name." The reward is 1 if the reply is exactly the '
+        "name. Held out: 400 problems, one sample each at temperature 1.",
         {"eval/exact_match/mean": Metric("accuracy")},
     ),
     "word_problems": Task(
         "GDPO: format and correctness",
-        "Word problems of one step, to be answered as `7 + 5 = [12]`; the start has seen such problems with answers in "
-        "another form. Two rewards, each normalised within its group: 1 if the whole reply has this form and is not "
-        "the example in the prompt, and 1 if its last number is right. Held out: 300 rows with other numbers, one "
-        "sample each at temperature 1.",
+        "One-step word problems, to be answered as `7 + 5 = [12]`; the SFT start saw similar problems with another "
+        "answer format. There are two rewards, each normalised within its group: 1 if the whole reply has this format "
+        "and is not the example in the prompt, and 1 if its last number is correct. Held out: 300 rows with different "
+        "numbers, one sample each at temperature 1.",
         {"eval/regex/mean": Metric("format"), "eval/last_number/mean": Metric("correctness")},
     ),
     "harmless": Task(
         "DPO, KTO and a reward model: harmless answers",
-        "Pairs of hh-rlhf's harmless-base (MIT); the content is offensive in places and is not shown here. No "
-        "conversation of the held-out pairs begins like one of the training pairs. DPO and the reward model are "
-        "measured by how often the chosen answer scores higher, KTO by the probability that a desirable answer scores "
-        "higher than an undesirable one. A guess reaches 0.5; before training, scores of DPO and KTO are differences "
-        "of rounding, as good as a guess.",
+        "Pairs from hh-rlhf's harmless-base (MIT); some of the content is offensive and is not shown here. No held-out "
+        "conversation starts like a training conversation. DPO and the reward model are measured by how often the "
+        "chosen answer scores higher, KTO by the probability that a desirable answer scores higher than an undesirable "
+        "answer. Guessing gives 0.5. Before training, DPO and KTO scores are only rounding differences, no better than "
+        "guessing.",
         {
             "eval/reward/accuracy": Metric("pair accuracy", chance=0.5),
             "eval/reward/auc": Metric("AUC", chance=0.5),
         },
     ),
     "solutions": Task(
-        "EBFT beside SFT: solutions of GSM8K",
-        "Short solutions of GSM8K's training split (MIT), with the same rows in the same order for both methods. CFM "
-        "is the distance between the features of rollouts and of the true solution, in the model before training; "
-        "cross-entropy is that of the true solution. Both should fall.",
+        "EBFT vs. SFT: GSM8K solutions",
+        "Short solutions from GSM8K's training split (MIT), with the same rows in the same order for both methods. CFM "
+        "is the distance between features of the completions and of the target solution, computed with the model "
+        "before training. Cross-entropy is measured on the target solution. Lower is better for both.",
         {
             "eval/cfm": Metric("CFM", higher=False, fraction=False),
             "eval/nll": Metric("cross-entropy", higher=False, fraction=False),
@@ -121,8 +121,8 @@ TASKS = {
     ),
     "distillation": Task(
         "On-policy distillation: arithmetic",
-        "The student is the model that GRPO on arithmetic began with; rows, batch and learning rate are those of that "
-        "run, and rewards are only measured. The teacher is the first GRPO run above, or the student itself with the "
+        "The student is the initial model of the GRPO arithmetic run, with the same rows, batch size and learning "
+        "rate; rewards are only measured. The teacher is the first GRPO run above, or the student itself with the "
         "answer in its prompt.",
         {"eval/exact_match/mean": Metric("accuracy")},
     ),

@@ -87,10 +87,10 @@ def failures(rows: dict[str, Row]) -> list[str]:
         for metric_name, metric in TASKS[row["task"]].metrics.items():
             if ends(row, metric_name) and not improved(row, metric_name, metric):
                 before, after = ends(row, metric_name)
-                guess = "" if metric.chance is None else f" (a guess: {metric.chance:.2f})"
+                guess = "" if metric.chance is None else f" (guessing: {metric.chance:.2f})"
                 beyond = " beyond noise" if metric.fraction else ""
                 lines.append(
-                    f"`{name}`: held-out {metric.label} went from {before:.3f} to {after:.3f}{guess}, which is no "
+                    f"`{name}`: held-out {metric.label} went from {before:.3f} to {after:.3f}{guess}, not an "
                     f"improvement{beyond}."
                 )
     missing = [name for name, (run, _) in all_jobs().items() if name not in rows and not run.judges]
@@ -112,7 +112,7 @@ def seed_differences(rows: dict[str, Row]) -> list[str]:
             if most - least > RANGE * math.sqrt(mean * (1 - mean) / measured[0]["held_out"]):
                 lines.append(
                     f"`{run.name}`: held-out {metric.label} depends on the seed; it ended between {least:.3f} and "
-                    f"{most:.3f}, further apart than noise."
+                    f"{most:.3f}, more than noise explains."
                 )
     return lines
 
@@ -226,13 +226,13 @@ def heading(rows: list[Row]) -> list[str]:
         "# Results on a small model",
         "",
         f"SmolLM2-135M-Instruct (Apache-2.0; weights dequantised from a 4-bit file) on {' and '.join(hardware)}, with "
-        f"{named}, at commit {', '.join(commits)}. Runs shared the GPU, {rows[0]['jobs']} of this page at a time "
-        "and others beside them, so wall times, which include start-up and evaluations, are longer than those of a run "
-        "alone. Where there are three seeds, the table has their mean, and the lowest and the highest.",
+        f"{named}, at commit {', '.join(commits)}. Runs shared the GPU ({rows[0]['jobs']} from this page at a time, "
+        "plus others), so wall times, which include startup and evaluations, are longer than for a run alone. "
+        "With three seeds, the table shows the mean and, in parentheses, the lowest and highest.",
         "",
-        "Sampling tasks begin with the model after a few SFT steps that show the form of the replies (`start-0`); "
-        '"before" is after these steps. No problem that is held out was trained on, in these steps or later. '
-        "[bench/runs/results.py](../bench/runs/results.py) has every setting, and makes rows, runs and this page:",
+        "Sampling tasks start from the model after a few SFT steps on the reply format (`start-0`); "
+        '"before" is measured after these steps. No held-out problem was trained on, in these steps or later. '
+        "[bench/runs/results.py](../bench/runs/results.py) has every setting and produces rows, runs and this page:",
         "",
         "    python -m bench.runs.results rows ROWS",
         "    python -m bench.runs.results run --model SmolLM2-135M-Instruct --data ROWS --out OUT",
@@ -260,7 +260,7 @@ def write_page(rows: list[Row], out: Path) -> None:
         lines += commands(of_task)
     lines += ["", "## What did not work", ""]
     lines += [f"- {line}" for line in failures(merged)] or [
-        "Every run improved its held-out metrics, fractions of rows by more than two standard errors."
+        "Every run improved its held-out metrics (fractions by more than two standard errors)."
     ]
     out.write_text("\n".join(wrapped(line) for line in lines) + "\n")
 

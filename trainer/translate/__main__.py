@@ -49,7 +49,7 @@ def trl_table() -> str:
 
 
 def trl_defaults() -> str:
-    lines = ["| our flag | TRL's default, which is set |", "|---|---|"]
+    lines = ["| strop flag | TRL's default, which is set |", "|---|---|"]
     for name, value in trl.EVERYWHERE.items():
         lines.append(f"| `{name}` | {_shown(value)} |")
     for kind, values in trl.DEFAULTS.items():

@@ -34,9 +34,10 @@ from data.rows.prompts import load_prompts
 from data.rows.sft import load_examples
 from data.rows.stepwise import STEP_FORMATS, UNLABELLED, load_steps
 from data.rows.targets import load_targets
+from data.rows.transforms import uses_transform
 from data.rows.unpaired import load_labelled
 from data.sources import load_rows
-from data.training_config import config_for, config_from, uses_transform
+from strop_config import config_for, config_from
 
 TINY_MODEL = Path(__file__).resolve().parent.parent / "trainer" / "tiny"
 QUANTILES = (0.0, 0.5, 0.9, 0.95, 0.99, 1.0)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
 
+from data.command.flags import error_lines
 from data.errors import UserError
 from trainer.cli import parse
 from trainer.config.errors import one_line
@@ -62,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
             if not isinstance(error, UserError):
                 raise
             if os.environ.get("LOCAL_RANK", "0") == "0":  # all processes have the same flags
-                print("error:", one_line(error), file=sys.stderr)
+                print("\n".join(f"error: {line}" for line in error_lines(error)), file=sys.stderr)
             return 2
 
 

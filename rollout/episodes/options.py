@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from data.command.flags import Common
 from data.errors import UserError
 
 ToolFormat = Literal["auto", "hermes", "llama3_json", "pythonic"]
@@ -15,7 +16,7 @@ ToolFormat = Literal["auto", "hermes", "llama3_json", "pythonic"]
 class ToolConfig:
     """Tools that the model may call over several turns, or a function that makes the completions itself."""
 
-    tools: tuple[str, ...] = ()
+    tools: Common[tuple[str, ...]] = ()
     """Functions the model may call: calculator, lookup, my_module.fn, FILE.py:fn, or a class (one per episode)."""
     tool_format: ToolFormat = "auto"
     """How the model writes a call: hermes (Qwen too), llama3_json, pythonic; auto reads it off the chat template."""

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from data.command.flags import Common
 from data.errors import UserError
 
 Backend = Literal["auto", "lora", "filesystem", "process_group", "ipc"]
@@ -16,7 +17,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 class VllmConfig:
     """vLLM servers that sample the completions: those at --vllm.url, or servers started and stopped by the run."""
 
-    url: tuple[str, ...] = ()
+    url: Common[tuple[str, ...]] = ()
     """Running servers (python -m rollout.serve), e.g. http://127.0.0.1:8000; none: the run starts its own."""
     host: str = "127.0.0.1"
     """Address our own servers listen on; other than loopback needs the token in STROP_VLLM_TOKEN."""

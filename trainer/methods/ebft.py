@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from data.errors import UserError
 from data.rows.documents import load_documents
@@ -25,6 +26,7 @@ from data.types import TargetPrompt
 from rollout.engine import Source
 from rollout.episodes.episode import EpisodeSource
 from rollout.episodes.target import TargetEpisode
+from trainer.config.blocks import MethodMemory
 from trainer.config.ebft import EbftConfig
 from trainer.ebft import strided, structured
 from trainer.ebft.features import FeatureNetwork, feature_policy
@@ -41,6 +43,10 @@ from trainer.run.run import open_run
 @dataclass(frozen=True, kw_only=True)
 class Config(EbftConfig):
     """Energy-based fine-tuning: match the features of true completions with those of rollouts."""
+
+    memory: ClassVar[MethodMemory] = MethodMemory("one pass", "always", samples=True)
+    rows: ClassVar[str] = "truths"
+    lora_learning_rate: ClassVar[float] = 1e-5  # ten times the authors' rate for all weights (2603.12248)
 
 
 def train(cfg: Config) -> None:

@@ -496,7 +496,7 @@ class _Axolotl:
     def _sampling(self) -> None:
         for key in SAME_TRL:
             self.copy(f"trl.{key}")
-        keys.bound_cispo(self.made)
+        keys.set_cispo_cap(self.made)
         for key, full in FULL_DISTRIBUTION.items():
             self._check_full(f"trl.{key}", full)
         self.set("num_generations", number(self.take("trl.num_generations"), "trl.num_generations", int) or 8)
@@ -521,8 +521,8 @@ class _Axolotl:
         if self.method == "gdpo" and self.take("trl.multi_objective_aggregation") == "sum_then_normalize":
             raise UserError("trl.multi_objective_aggregation=sum_then_normalize: is grpo; write rl: grpo")
         if self.method == "grpo":
-            self.copy("trl.multi_objective_aggregation")
             if self.take("trl.multi_objective_aggregation") == "normalize_then_sum":
+                self.set("advantage_estimator", "normalize_then_sum")
                 self.made.tree.pop("scale_rewards", None)  # has no effect there
         else:
             self.made.tree.pop("scale_rewards", None)
@@ -601,13 +601,15 @@ class _Axolotl:
         else:
             self.set("vllm.url", [f"http://{host}:{port or 8000}"])
         self.numbers("trl.vllm_server_timeout", "vllm.timeout")
-        for key, unless in (("async_prefetch", False), ("vllm_sync_interval", 1), ("vllm_lora_sync", False)):
-            if turns and key != "vllm_sync_interval":
-                self.note(f"trl.{key}: does not go with the gym's agents; left out") if self.take(
-                    f"trl.{key}"
-                ) else None
-            else:
-                self.copy(f"trl.{key}", unless=unless)
+        self.copy("trl.vllm_sync_interval", unless=1)
+        for key, name, value in (
+            ("async_prefetch", "async_prefetch", True),
+            ("vllm_lora_sync", "sync.backend", "lora"),
+        ):
+            if self.take(f"trl.{key}") and turns:
+                self.note(f"trl.{key}: not supported with the gym's agents; dropped")
+            elif self.take(f"trl.{key}"):
+                self.set(name, value)
         if turns and self.take("adapter"):
             self.set("sync.backend", "process_group")  # adapters are sent by names that change
         if asynchronous and not turns:

@@ -305,13 +305,15 @@ METHODS: dict[str, Key] = {
 TRL: dict[str, Key] = {
     "trl.beta": to("beta"),
     **_each("max_completion_length num_generations num_iterations temperature epsilon epsilon_high loss_type "
-            "importance_sampling_level scale_rewards mask_truncated_completions multi_objective_aggregation "
+            "importance_sampling_level scale_rewards mask_truncated_completions "
             "reward_weights reward_funcs rollout_func sync_ref_model ref_model_mixup_alpha ref_model_sync_steps "
-            "async_prefetch prefetch_depth vllm_sync_interval vllm_lora_sync streaming_partial_batch "
+            "async_prefetch prefetch_depth vllm_sync_interval streaming_partial_batch "
             "streaming_min_groups vllm_importance_sampling_correction vllm_importance_sampling_mode "
             "vllm_importance_sampling_cap off_policy_mask_threshold use_bias_correction_kl replay_buffer_size "
             "replay_recompute_logps reroll_start_fraction reroll_max_groups skip_zero_advantage_batches",
             to("the flag of that name"), "trl."),
+    "trl.multi_objective_aggregation": to("advantage_estimator: normalize_then_sum"),
+    "trl.vllm_lora_sync": to("sync.backend: lora"),
     "trl.reward_num_workers": to("reward_num_workers (1: 0, in the trainer)"),
     "trl.chat_template_kwargs.*": to("chat_template_kwargs"),
     "trl.chat_template_kwargs.enable_thinking": to("chat_template_kwargs"),

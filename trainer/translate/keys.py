@@ -161,18 +161,18 @@ def nearest_key(word: str, table: Mapping[str, Key]) -> str | None:
     return nearest(word, [name for name in table if not name.endswith(".*")])
 
 
-def bound_cispo(made: Translation) -> None:
-    """TRL's name for the bound of CISPO is epsilon_high, which defaults to epsilon; epsilon alone is not used."""
+def set_cispo_cap(made: Translation) -> None:
+    """Translate TRL's epsilon_high for CISPO, which defaults to epsilon; epsilon alone is not used."""
     tree = made.tree
     if tree.get("loss_type") != "cispo":
         return
     epsilon = tree.pop("epsilon", None)
     if "epsilon_high" in tree:
-        tree["cispo_cap"] = tree.pop("epsilon_high")
+        tree["loss_kwargs"] = {"cispo_cap": tree.pop("epsilon_high")}
     else:
         made.notes.append(
             f"loss_type=cispo: without epsilon_high TRL's bound is epsilon, {0.2 if epsilon is None else epsilon:g}, "
-            "and all tokens weigh about that much; here cispo_cap is 5"
+            "and all tokens weigh about that much; here loss_kwargs.cispo_cap is 5"
         )
 
 

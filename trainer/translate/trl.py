@@ -15,6 +15,7 @@ from typing import Any
 
 from data.errors import UserError
 from data.sources import SUFFIXES
+from trainer.config.old_flags import OLD_FLAGS
 from trainer.translate import keys
 from trainer.translate.keys import EIGHT_BITS, QUANTISED, Key, Theirs, Translation, idle, number, refused, to
 
@@ -72,10 +73,10 @@ SAME_EVERYWHERE = ("output_dir", "per_device_train_batch_size", "gradient_accumu
 SAME_SAMPLING = ("num_generations", "max_completion_length", "max_prompt_length", "temperature",
                  "beta", "num_iterations", "epsilon", "epsilon_high", "mask_truncated_completions", "reward_weights",
                  "chat_template_kwargs", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps")  # fmt: skip
-SAME_GRPO = ("delta", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
-             "vespo_lambda_neg", "importance_sampling_level", "multi_objective_aggregation", "scale_rewards",
-             "loss_type", "top_entropy_quantile", "entropy_coef", "off_policy_mask_threshold",
-             "use_bias_correction_kl")  # fmt: skip
+LOSS_KWARGS = ("sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
+               "vespo_lambda_neg")  # fmt: skip
+SAME_GRPO = ("delta", "importance_sampling_level", "scale_rewards", "loss_type", "top_entropy_quantile", "entropy_coef",
+             "off_policy_mask_threshold", "use_bias_correction_kl")  # fmt: skip
 OFFLINE_ONLY = ("neftune_noise_alpha", "router_aux_loss_coef")
 # Fields of use_adaptive_entropy: our flag, and TRL's default.
 ADAPTIVE = {"entropy_target": ("entropy_target", 0.2), "entropy_coef_delta": ("entropy_coef_step", 0.005),
@@ -104,6 +105,8 @@ UNLIMITED = 1 << 20  # tokens, for max_length: null; the model's context is the 
 
 TABLE: dict[str, Key] = {
     **_each(" ".join({*SAME_EVERYWHERE, *(name for names in SAME_OF.values() for name in names)}), SAME),
+    **_each(" ".join(LOSS_KWARGS), to("loss_kwargs")),
+    "multi_objective_aggregation": to("advantage_estimator: normalize_then_sum"),
     "max_seq_length": to("max_length"),
     "truncation_mode": to("keep_start: what happens here; keep_end: the same, with a note"),
     "num_train_epochs": to("num_train_epochs"),
@@ -458,7 +461,11 @@ class _Trl:
             value = self.take(name)
             if value is not None and value not in full:
                 self.without.append(f"{name}={value}: {FULL}")
-        keys.bound_cispo(self.made)
+        keys.set_cispo_cap(self.made)
+        for name in (*LOSS_KWARGS, "multi_objective_aggregation") if self.kind == "grpo" else ():
+            if self.take(name) is not None:
+                for key, value in OLD_FLAGS[name].convert(str(self.take(name))).items():
+                    self.set(key, tree.get(key, {}) | value if isinstance(value, dict) else value)
         if self.take("use_adaptive_entropy"):
             for name, (ours, default) in ADAPTIVE.items():
                 given = number(self.take(name), name)

@@ -287,7 +287,7 @@ OWN = ("--method", "online_dpo", "--model", "m", "--data", "d", "--per-device-tr
 REFUSED = {
     "ref": (("--ref", "precomputed"), "ref=precomputed: completions are new in every step"),
     "one": (("--num-generations", "1"), "num_generations=1: a group needs at least 2"),
-    "groups": (("--num-generations", "3"), "num_generations=3: .* do not hold whole groups"),
+    "groups": (("--num-generations", "3"), "num_generations=3: .* not a multiple"),
     "replay": (
         ("--replay-buffer-size", "4", "--no-replay-recompute-logps"), "replay_recompute_logps=False: has no effect here"
     ),

@@ -329,7 +329,7 @@ def test_a_reward_model_of_ours_is_a_critic_whose_head_is_kept(tmp_path):
 REFUSED = {
     "advantage_estimator=leave_one_out: has no effect with ppo": ["--advantage-estimator", "leave_one_out"],
     "scale_rewards=none: has no effect with ppo": ["--scale-rewards", "none"],
-    "multi_objective_aggregation=normalize_then_sum: has no effect with ppo":
+    "advantage_estimator=normalize_then_sum: has no effect with ppo":
         ["--multi-objective-aggregation", "normalize_then_sum"],
     "dynamic_sampling=True: has no effect with ppo": ["--dynamic-sampling"],
     "replay_buffer_size=8: has no effect with ppo": ["--replay-buffer-size", "8"],

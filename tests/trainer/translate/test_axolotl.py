@@ -210,7 +210,7 @@ def test_constant_has_no_warmup(settings):
 def test_the_bound_of_cispo():
     trl = {"loss_type": "cispo", "epsilon_high": 5.0}
     made = translate({"base_model": "m", "rl": "grpo", "trl": trl})
-    assert made.tree["cispo_cap"] == 5.0 and "epsilon_high" not in made.tree
+    assert made.tree["loss_kwargs"] == {"cispo_cap": 5.0} and "epsilon_high" not in made.tree
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_a_flag_that_turns_lora_off_leaves_out_the_files_other_settings_of_it(tm
     _, cfg, _ = parse(["--config", str(tmp_path / "lora.yml"), "--lora.r", "0"])
     assert cfg.lora == LoraConfig() and not cfg.model.merge_lora
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said == f"--lora.r 0: merge_lora, lora.alpha, lora.target_modules of {tmp_path / 'lora.yml'} left out"
+    assert said == f"--lora.r 0: dropped merge_lora, lora.alpha, lora.target_modules of {tmp_path / 'lora.yml'}"
     with pytest.raises(ValueError, match="lora.alpha=8: has no effect with lora.r=0"):  # both are flags
         parse(["--config", str(tmp_path / "lora.yml"), "--lora.r", "0", "--lora.alpha", "8"])
 

@@ -167,7 +167,7 @@ def test_the_gyms_configs_use_the_gym(seeds, folder):
     Path("turns.yml").write_text(yaml.safe_dump(local(turns)))
     _, cfg, _ = parse(["--config", "turns.yml"])
     assert cfg.nemo_gym.multi_turn and cfg.reward.reward_funcs == ("env",) and cfg.vllm.port == 8000
-    assert not cfg.overlap.async_prefetch and not cfg.overlap.vllm_lora_sync
+    assert not cfg.overlap.async_prefetch and cfg.sync.backend == "auto"
 
 
 FAST = (6,)  # number of the config, from 0: KTO with fields of the user's

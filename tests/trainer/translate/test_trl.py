@@ -138,10 +138,10 @@ def test_adaptive_entropy():
 
 def test_cispo_without_its_bound_is_noted():
     made, _ = translate({"loss_type": "cispo", "epsilon": 0.3}, "grpo")
-    assert "epsilon" not in made.tree and "cispo_cap" not in made.tree
+    assert "epsilon" not in made.tree and "loss_kwargs" not in made.tree
     assert "TRL's bound is epsilon, 0.3, and all tokens weigh about that much" in made.notes[0]
     made, _ = translate({"loss_type": "cispo", "epsilon_high": 4}, "grpo")
-    assert made.tree["cispo_cap"] == 4 and made.notes == []
+    assert made.tree["loss_kwargs"] == {"cispo_cap": 4} and made.notes == []
 
 
 def test_a_local_file_has_no_test_split():

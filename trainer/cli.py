@@ -100,7 +100,7 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, MethodConfig, str]:
     values = _over(values, read_tree(file_tree, readable, str(config_file), mistakes), table, mistakes)
     values = _over(values, read_argv(argv, readable | CONFIG, mistakes), table | CONFIG, mistakes)
     values.pop("config", None)
-    if "model" not in values:
+    if "model" not in values and not mistakes:
         values = _over(_recipe_values(module, str(name), table, values), values, table, mistakes)
     values |= read_tree({"method": str(name)}, table, "--method")
     if resume is None:
@@ -254,7 +254,8 @@ def _without_adapters(values: Values) -> Values:
 
 def _as_yaml(cfg: MethodConfig, values: Values) -> str:
     """Return what was set, without defaults, as YAML for --config."""
-    tree, chosen = config_to_tree(cfg), {}
+    tree = config_to_tree(cfg)
+    chosen: dict[str, Any] = {}
     for key in values:
         block, dot, name = key.rpartition(".")
         if key not in PER_CALL and dot:

@@ -42,7 +42,7 @@ Common = Annotated[T, COMMON]  # --help shows the flags with this type; --help-a
 
 
 class Mistakes(UserError):
-    """Several errors at once."""
+    """Several errors, one line each."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         self.lines = [_one_line(line) for line in lines]
@@ -485,7 +485,8 @@ def parse_command(config: type[T], argv: Sequence[str] | None, prog: str) -> T:
     argv = sys.argv[1:] if argv is None else argv
     if any(word in HELP for word in argv):
         print_help(config, prog)
-    table, mistakes = flag_table(config), []
+    table = flag_table(config)
+    mistakes: list[str] = []
     return build(config, read_argv(argv, table, mistakes), table, prog, mistakes)
 
 

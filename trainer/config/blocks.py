@@ -588,7 +588,7 @@ class MovingReferenceConfig:
 
 
 class MethodMemory(NamedTuple):
-    """What a method needs memory for; trainer/plan.py reads it."""
+    """Memory needs of a method, for trainer/plan.py."""
 
     head: Literal["one pass", "any loss", "none"] = "any loss"  # one pass: the head computes the gradient, too
     reference: Literal["always", "with beta", "never"] = "never"

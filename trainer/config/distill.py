@@ -86,7 +86,7 @@ class OpdConfig(SamplingConfig):
         return self.distill.teacher == "self" or self.policy_loss.beta > 0
 
     @property
-    def fewest_generations(self) -> int:
+    def fewest_generations(self) -> int:  # type: ignore[override]
         return 2 if self.has_reward_advantage else 1
 
     def __post_init__(self) -> None:

@@ -35,6 +35,8 @@ ESTIMATOR_NAMES = f"{{{','.join(ADVANTAGE_ESTIMATORS)}}}|MODULE.FUNCTION"
 class AdvantageConfig:
     """From rewards to advantages."""
 
+    _estimate: ClassVar[partial[Advantage]]  # set from advantage_estimator, not a flag
+
     scale_rewards: Common[Literal["group", "batch", "none"] | bool] = "group"
     """Divide advantages by the standard deviation of the group (or true), of the batch, or not (none, or false)."""
     advantage_estimator: Annotated[str, tyro.conf.arg(metavar=ESTIMATOR_NAMES)] = "group"

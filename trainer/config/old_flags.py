@@ -88,6 +88,6 @@ def without_old_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
     rollout, is_strided = tree.get("rollout"), tree.get("mode") == "strided"
     if not isinstance(rollout, dict) or "cache_gib" in rollout:
         return dict(tree)
-    old = {"max_batch_size": 256} if is_strided or rollout.get("engine") == "vllm" else {}
+    old: dict[str, Any] = {"max_batch_size": 256} if is_strided or rollout.get("engine") == "vllm" else {}
     old |= {"engine": "local"} if is_strided else {}
     return {**tree, "rollout": {name: value for name, value in rollout.items() if old.get(name) != value}}

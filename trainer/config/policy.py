@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import Parameter
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -24,31 +23,12 @@ NO_SEQUENCE_LEVEL = {
     "weight": "its weight is per completion",
     "none": "it has no ratio",
 }
+LOSS_FLAGS = ("epsilon", "epsilon_high", "delta", "dual_clip")  # options of several losses; others: --loss-kwargs
 READERS = {name: [kind for kind, loss in POLICY_LOSSES.items() if name in loss.options] for name in OPTIONS}
-LOSS_FLAGS = tuple(name for name, losses in READERS.items() if len(losses) > 1)  # the others are in --loss-kwargs
-
-
-def _loss_flags() -> list[tuple[str, Any, Any]]:
-    """Return one flag for each option of several built-in losses; its default is the function's."""
-    flags = []
-    for name in LOSS_FLAGS:
-        default = POLICY_LOSSES[READERS[name][0]].options[name].default
-        hint = Annotated[float if default is not None else float | None, tyro.conf.arg(help=OPTIONS[name].help)]
-        flags.append((name, Common[hint] if name == "epsilon" else hint, default))
-    return flags
-
-
-_Options = dataclasses.make_dataclass(
-    "_Options",
-    [("loss_type", str, "dapo"), *_loss_flags()],
-    namespace={"__module__": __name__},
-    frozen=True,
-    kw_only=True,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyLossConfig(_Options):
+class PolicyLossConfig:
     """The policy loss."""
 
     loss: ClassVar[PolicyLoss]  # set from loss_type, not flags
@@ -56,12 +36,20 @@ class PolicyLossConfig(_Options):
 
     loss_type: Annotated[Common[str], tyro.conf.arg(metavar=f"{{{','.join(POLICY_LOSSES)}}}|MODULE.FUNCTION")] = "dapo"
     """Policy loss: the per-token loss and its average (table in losses/policy.py), or my_module.my_loss."""
-    loss_kwargs: JsonObject = dataclasses.field(default_factory=dict)
+    loss_kwargs: JsonObject = field(default_factory=dict)
     (
         "Options of the loss that are not flags, as a JSON object (a mapping in YAML): '{\"cispo_cap\": 5}'. Built in: "
         "cispo_cap; sapo_temperature_pos, sapo_temperature_neg; vespo_k_pos, vespo_k_neg, vespo_lambda_pos, "
         "vespo_lambda_neg. For a custom loss, its keyword arguments."
     )
+    epsilon: Common[float] = 0.2
+    """Clip range of the importance ratio, below and above 1."""
+    epsilon_high: float | None = None
+    """Clip range above 1 if it differs (DAPO: 0.28). None: use epsilon."""
+    delta: float | None = None
+    """Two-sided clip: maximum ratio for negative advantages (INTELLECT-2: 4). None: no limit."""
+    dual_clip: float | None = None
+    """Dual clip: maximum loss for negative advantages, in units of the advantage (3 is typical). None: no limit."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Importance ratio per token, or one per completion: the geometric mean over its tokens (GSPO)."""
     beta: Common[float] = 0.0
@@ -96,15 +84,16 @@ class PolicyLossConfig(_Options):
 
     def __post_init__(self) -> None:
         rules = {
-            "0 or above": "beta entropy_coef",
+            "0 or above": "beta entropy_coef epsilon epsilon_high",
             "above 0 and at most 1": "top_entropy_quantile",
             "above 0 and finite": "entropy_target entropy_coef_step entropy_coef_max",
         }
         check_numbers(self, rules)
-        for name, option in OPTIONS.items():
-            rule = "0 or above" if option.at_least is not None else "above 0 and finite"
-            if option.at_least is not None or option.above is not None:
-                check_number(f"loss_kwargs.{name}" if name not in LOSS_FLAGS else name, self._option(name), rule)
+        for name in [name for name in self.loss_kwargs if name in OPTIONS]:
+            if type(value := self.loss_kwargs[name]) not in (int, float):
+                raise UserError(f"loss_kwargs.{name}={value}: expected a number")
+            rule = "above 0 and finite" if OPTIONS[name].above == 0 else "0 or above"
+            check_number(f"loss_kwargs.{name}", value, rule)
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         if self.epsilon > 1:
             raise UserError(f"epsilon={self.epsilon}: must be at most 1, because a ratio is never below 0; try 0.2")
@@ -137,13 +126,6 @@ class PolicyLossConfig(_Options):
     def cap(self) -> float | None:
         """Bound of the ratio for negative advantages: delta, or dual_clip, which has the same effect."""
         return self.delta if self.dual_clip is None else self.dual_clip
-
-    def _option(self, name: str) -> float | None:
-        if name in LOSS_FLAGS or name not in self.loss_kwargs:
-            return getattr(self, name, None)
-        if type(value := self.loss_kwargs[name]) not in (int, float):
-            raise UserError(f"loss_kwargs.{name}={value}: expected a number")
-        return value
 
     def _resolve_loss(self) -> None:
         """Set `loss`, the record, and `loss_options`, its keyword arguments; reject options that the loss ignores."""

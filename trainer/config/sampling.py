@@ -80,7 +80,7 @@ class SamplingConfig(RewardedConfig, PolicyGradientConfig):
 
 
 def check_rollout_setup(cfg: RewardedConfig) -> None:
-    """Reject several environments at once, and settings that the environment does not support."""
+    """Reject more than one environment, and settings that the environment does not support."""
     gym = cfg.nemo_gym
     sources = {
         "tools": bool(cfg.tools.tools),

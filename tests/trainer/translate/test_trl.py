@@ -83,7 +83,7 @@ def test_grpo_fields():
     assert tree["reward_funcs"][0].startswith("regex:") and tree["reward_funcs"][1] == "my.reward"
     assert "num_train_epochs" not in tree and "use_bias_correction_kl" not in tree
     assert without == ["top_p=0.9: training samples from the full distribution, which the loss assumes"]
-    assert made.idle == {"samples.jsonl and report.html hold them": ["log_completions"]}
+    assert made.idle == {"samples.jsonl and report.html contain them": ["log_completions"]}
 
 
 def test_other_kinds():

@@ -62,7 +62,7 @@ def test_flags_and_yaml_and_the_engine_that_they_need(tmp_path):
     [
         (("--rollout.engine", "local"), "rollout.engine=local: verifiers.env=toy asks vLLM servers"),
         (("--data", "rows.jsonl"), "verifiers.env=toy: brings its own rows"),
-        (("--tools", "calculator"), "tools, verifiers.env: each of them makes the whole completion"),
+        (("--tools", "calculator"), "tools, verifiers.env: "),
         (("--system-prompt", "be"), "system_prompt=be: verifiers.env=toy has its own prompts"),
         (("--chat-template", "chatml"), "chat_template=chatml: verifiers.env=toy renders prompts"),
         (("--verifiers.timeout", "0"), "verifiers.timeout=0.0: must be"),
@@ -90,11 +90,11 @@ def test_settings_without_an_environment_are_refused():
     [
         (
             ("--teacher-prompt", "hints.short", "--num-generations", "4"),
-            "teacher_prompt=hints.short: verifiers.env=toy writes prompts itself",
+            "teacher_prompt=hints.short: conflicts with verifiers.env=toy",
         ),
         (
             ("--student-data-fraction", "0.5", "--jsd-beta", "0.5", "--reward-coef", "0"),
-            "given completions have no tools and no env",
+            "student_data_fraction=0.5: ",
         ),
     ],
 )

@@ -49,9 +49,12 @@ class Mistakes(UserError):
         super().__init__("\n".join(self.lines))
 
 
-def _report(mistakes: Sequence[str]) -> None:
-    if mistakes:
-        raise Mistakes(mistakes) if len(mistakes) > 1 else UserError(mistakes[0])
+def _report(found: Sequence[str], mistakes: list[str] | None = None) -> None:
+    """Append what was found to the list of mistakes, or raise if there is no list."""
+    if mistakes is not None:
+        mistakes += found
+    elif found:
+        raise Mistakes(found) if len(found) > 1 else UserError(found[0])
 
 
 def error_lines(error: BaseException) -> list[str]:
@@ -196,8 +199,12 @@ def read_argv(argv: Sequence[str], table: Mapping[str, Flag], mistakes: list[str
             if positional:  # --merge-lora RUN OUT
                 words, rest = flag.take(words)
                 loose += rest
+            words = flag.normalize(words)
             earlier = values[key].words if key in REPEATABLE and key in values else ()
-            values[key] = FlagValue((*earlier, *flag.normalize(words)))
+            if words or flag.is_list:
+                values[key] = FlagValue((*earlier, *words))
+            else:
+                found.append(f"{name}: needs a value; attach a value that starts with - with =")
         elif last.startswith("no_") and positive in table and bool in table[positive].members:
             values[positive] = FlagValue(("False",))
             loose += words if positional else []
@@ -207,10 +214,7 @@ def read_argv(argv: Sequence[str], table: Mapping[str, Flag], mistakes: list[str
             found.append(f"{name}: unknown flag; {_unknown_hint(key, table, as_flag=True)}")
     found += [f"{word}: a value without a flag before it; write --flag VALUE" for word in loose[len(positional) :]]
     values |= {flag.key: FlagValue((word,)) for flag, word in zip(positional, loose, strict=False)}
-    if mistakes is None:
-        _report(found)
-    else:
-        mistakes += found
+    _report(found, mistakes)
     return values
 
 
@@ -240,10 +244,7 @@ def read_tree(
     """Read the mapping of a YAML file; nested mappings are blocks with a prefix."""
     found: list[str] = []
     values = _read_block(tree, table, source, "", found)
-    if mistakes is None:
-        _report(found)
-    else:
-        mistakes += found
+    _report(found, mistakes)
     return values
 
 
@@ -403,8 +404,6 @@ def _is_valid(flag: Flag, given: FlagValue) -> bool:
 def _explain(given: FlagValue, flag: Flag) -> str:
     """The sentence for words that tyro rejects."""
     label = given.label(flag)
-    if not given.words:
-        return f"{label}: needs a value; attach a value that starts with - with ="
     if len(given.words) > 1 and not flag.is_list and not flag.is_bool:
         text = f"{label}={' '.join(given.words)}"
         return f"{text}: takes one value, got {len(given.words)}; quote a value that contains spaces"

@@ -298,7 +298,7 @@ REFUSED = {
     "evaluation": (("--judge", "a.b", "--eval-data", "e"), "eval_data=e: a judge compares completions"),
     "rows held out": (("--judge", "a.b", "--val-set-size", "4"), "val_set_size=4: a judge compares completions"),
     "workers": (("--judge", "a.b", "--reward-num-workers", "2"), "reward_num_workers=2: has no effect with a judge"),
-    "smoothing": (("--loss-type", "ipo", "--label-smoothing", "0.1"), "label_smoothing=0.1: has no effect with loss_type=ipo"),
+    "smoothing": (("--loss-type", "ipo", "--label-smoothing", "0.1"), "label_smoothing=0.1: has no effect"),
     "moving": (("--sync-ref-model", "--lora.r", "4"), "sync_ref_model=True: "),
     "free": (("--reference-free", "--ref-model", "x"), "ref_model=x: has no effect with reference_free"),
 }  # fmt: skip

@@ -94,7 +94,7 @@ REFUSED = {
     "estimator": (("--scale-rewards", "none"), None, "scale_rewards=none: has no effect without advantages"),
     "another loss": (("--loss-type", "dapo"), None, "loss_type=dapo: "),
     "skipping": (("--skip-zero-advantage-batches",), None, "skip_zero_advantage_batches=True: "),
-    "mask by sign": (("--off-policy-mask-threshold", "1"), None, "off_policy_mask_threshold=1.0: has no effect with opd"),
+    "mask by sign": (("--off-policy-mask-threshold", "1"), None, "off_policy_mask_threshold=1.0: has no effect"),
     "clip of jsd": (("--jsd-beta", "0", "--epsilon", "0.1"), None, "epsilon=0.1: has no effect with jsd_beta"),
     "weights of jsd": (
         ("--jsd-beta", "0", "--no-vllm-importance-sampling-correction"), None,

@@ -13,7 +13,7 @@ QUICK := not slow and not gpu and not proof
 FAST := $(QUICK) and not vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup vllm-cpu demo test test-gpu check bench proof tiny
+.PHONY: help setup vllm-cpu demo test test-gpu check types bench proof tiny
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ check: setup ## lint, format and the quick tests, before a commit
 	$(PY) -m ruff format --check .
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "$(FAST)" \
 		tests/test_import_direction.py tests/test_house_rules.py tests/losses tests/data
+
+types: setup ## check types
+	$(PY) -m mypy
 
 bench: setup ## time the hot paths on this machine
 	$(PY) -m bench

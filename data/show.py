@@ -34,10 +34,11 @@ from data.rows.prompts import load_prompts
 from data.rows.sft import load_examples
 from data.rows.stepwise import STEP_FORMATS, UNLABELLED, load_steps
 from data.rows.targets import load_targets
+from data.rows.transforms import uses_transform
 from data.rows.unpaired import load_labelled
 from data.sources import load_rows
-from data.training_config import config_for, config_from, uses_transform
 from data.types import Example, Labelled, Pair, Steps, TargetPrompt
+from strop_config import config_for, config_from
 
 if TYPE_CHECKING:
     from data.strided import Document  # imports torch

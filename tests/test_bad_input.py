@@ -182,7 +182,7 @@ SETTINGS = {
     "name of TRL": ([*GRPO, "--train-data", "x"], "--train-data: unknown flag; did you mean --data?"),
     "name of axolotl": ([*GRPO, "--base-model", "x"], "--base-model: unknown flag; did you mean --model?"),
     "method of TRL": (["--method", "gspo"], "--method=gspo", "it is a setting of grpo"),
-    "no data for sft": (["--method", "sft", *MODEL, "--data"], "data: empty"),
+    "no data for sft": (["--method", "sft", *MODEL, "--data"], "--data is empty"),
     "empty output_dir": ([*GRPO, "--output-dir="], "output_dir: empty"),
     "lora without a rank": ([*GRPO, "--lora.target-modules", "q_proj"], "lora.target_modules", "q_proj", "--lora.r"),
     "lora on nothing": ([*GRPO, "--lora.r", 2, "--lora.target-modules"], "lora.target_modules: empty"),
@@ -548,7 +548,7 @@ def adapter(tmp_path_factory):
 ADAPTERS = {  # rank asked for, changes to adapter_config.json
     "another rank": (8, {}, "lora.r=8", "rank 4"),
     "no base": (4, {"base_model_name_or_path": None}, "model=m:", "base_model_name_or_path"),
-    "base that is gone": (4, {"base_model_name_or_path": "/no/base"}, "model=m:", "/no/base is no folder here"),
+    "base that is gone": (4, {"base_model_name_or_path": "/no/base"}, "model=m:", "/no/base is not a folder"),
     "not lora": (4, {"peft_type": "IA3"}, "model=m:", "LoRA"),
     "modules that are not there": (4, {"target_modules": ["no_proj"]}, "model=m:", "no_proj"),
     "modules it has no weights for": (4, {"target_modules": ["v_proj"]}, "model=m:", "v_proj", "adapter_model"),
@@ -588,7 +588,7 @@ EBFT = {  # tests/trainer/config/test_ebft.py has the others
     "1 sample, whitened": ([*STRIDED, "--n-samples-per-prompt", 1, *REINFORCE, "--use-whitening"], "use_whitening"),
     "a server in strided": ([*STRIDED, *VLLM], "rollout.engine=vllm", "mode=strided"),
     "stride in structured": ([*STRUCTURED, "--stride", 2], "stride=2", "mode=structured"),
-    "no room for a block": ([*STRIDED, "--max-length", 5], "max_length=5", "= 6 tokens"),
+    "no room for a block": ([*STRIDED, "--max-length", 5], "max_length=5", "= 6"),
     "feature model": ([*STRUCTURED, "--feature-model", "./no"], "model=./no", "no such folder"),
 }  # fmt: skip
 

@@ -23,15 +23,15 @@ from data.formats.registry import PROMPT_FORMATS, SFT_FORMATS
 from data.rows.stepwise import STEP_FORMATS
 from data.show import ShowConfig, load_tokenizer, read
 from data.tasks import TASKS
-from data.training_config import KINDS
 from losses.policy import POLICY_LOSSES
 from rollout.rewards.__main__ import CheckConfig
 from rollout.rewards.functions import FACTORIES, FUNCTIONS
 from rollout.serve import parse as parse_server
+from strop_config import rows_of
 from tests.data.conftest import make_tokenizer
 from tests.entry import ROOT
 from trainer.cli import flag_table, load_method, method_names, parse
-from trainer.config.learning_rates import RATES
+from trainer.config.learning_rates import rates_of
 from trainer.config.preference import PairLossType
 from trainer.evaluate import EvaluateConfig
 from trainer.generate import GenerateConfig
@@ -123,7 +123,7 @@ def test_lists_are_complete():
         assert not [name for name in names if not re.search(rf"`{name}[`\[:]", text)]
     table = re.findall(r"^\| ([a-z_, ]+) \| (\S+e-\d) \| (\S+e-\d) \|", TEXTS[DOCS / "quickstart.md"], re.MULTILINE)
     found = {name: (float(full), float(lora)) for names, full, lora in table for name in names.split(", ")}
-    assert found == {name: (rates.full, rates.lora) for name, rates in RATES.items()}
+    assert found == {name: tuple(rates_of(load_method(name).Config)) for name in method_names()}
 
 
 def test_quoted_messages_are_those_of_the_code():
@@ -291,7 +291,7 @@ def load(target: str, file: Path, tokenizers) -> int:
         from data.rows.nemo_gym import load_nemo_gym
 
         return len(load_nemo_gym([str(file)], tokenizer))
-    kind = "documents" if method == "ebft-strided" else KINDS[method]
+    kind = "documents" if method == "ebft-strided" else rows_of(method)
     spec = f"{file}:format={options}" if options else str(file)
     return len(read(ShowConfig(data=(spec,), kind=kind), tokenizer))
 

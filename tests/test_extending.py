@@ -193,9 +193,9 @@ def test_a_loss_gets_the_flags_it_names_and_refuses_others(tmp_path, monkeypatch
     own = {"loss_type": "own.soft", "loss_kwargs": {"sharpness": 2.0}}
     assert PolicyLossConfig(**own, epsilon=0.1).loss_options == {"epsilon": 0.1, "sharpness": 2.0}
     for options, sentence in (
-        (own | {"cispo_cap": 3.0}, "cispo_cap=3.0: has no effect with loss_type=own.soft; it is for cispo"),
-        (own | {"loss_kwargs": {"sharpness": 1, "epsilon": 1}}, "loss_kwargs.epsilon: .* use --epsilon"),
-        (own | {"loss_kwargs": {"sharpnes": 1}}, "loss_kwargs.sharpnes: .* did you mean 'sharpness'"),
+        (own | {"loss_kwargs": {"cispo_cap": 3.0}}, "loss_kwargs.cispo_cap=3.0: .* it is for cispo"),
+        (own | {"loss_kwargs": {"sharpness": 1, "epsilon": 1}}, "loss_kwargs.epsilon=1: .* use --epsilon"),
+        (own | {"loss_kwargs": {"sharpnes": 1}}, "loss_kwargs.sharpnes=1: .* did you mean 'sharpness'"),
         (own | {"loss_kwargs": {}}, "loss_type=own.soft: needs sharpness; set it in --loss-kwargs"),
         ({"loss_type": "own.sof"}, "loss_type=own.sof: .* has no 'sof'"),
     ):

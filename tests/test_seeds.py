@@ -17,8 +17,8 @@ from data.rows.pairs import load_pairs
 from data.rows.prompts import load_prompts
 from data.rows.stepwise import load_steps
 from data.rows.targets import load_targets
+from data.rows.transforms import BUILT_IN
 from data.rows.unpaired import load_labelled
-from data.training_config import BUILT_IN
 from rollout.rewards.__main__ import main as check
 from tests.data.conftest import make_tokenizer
 from tests.entry import metrics

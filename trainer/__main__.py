@@ -9,10 +9,12 @@ import sys
 import warnings
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from data.command.flags import error_lines
 from data.errors import UserError
 from trainer.cli import parse
+from trainer.config.blocks import MethodConfig
 from trainer.config.errors import one_line
 from trainer.parallel.comm import log_once, process_group
 from trainer.parallel.ranks import TIMEOUT_S
@@ -23,11 +25,11 @@ INTERRUPTED = 130  # exit code after Ctrl-C
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code of one run: 0 finished, 2 an error the user can fix, 143 stopped by SIGTERM, 130 by Ctrl-C.
+    """Return the exit code of a run: 0 finished, 2 an error the user can fix, 143 stopped by SIGTERM, 130 by Ctrl-C.
 
-    An error the user can fix is one sentence; a bug, ours or in the user's code, keeps its traceback.
+    A UserError is printed as a sentence; any other error keeps its traceback.
     """
-    # On a CPU without bfloat16 torch falls back to another product, with a warning about its C++ code.
+    # torch warns about its C++ code when a CPU without bfloat16 falls back to another matmul.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     debug = os.environ.get("STROP_DEBUG") == "1"
     cfg = None
@@ -45,9 +47,9 @@ def main(argv: list[str] | None = None) -> int:
             if os.environ.get("RANK", "0") == "0":
                 print(interrupted(interrupt, began=cfg is not None), file=sys.stderr)
             return INTERRUPTED
-        except BrokenPipeError:  # --help | head; a training run must not stop silently either
+        except BrokenPipeError:  # --help | head; a training run must not stop silently
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            print("stopped: nobody reads the output any more", file=sys.stderr)
+            print("stopped: the output pipe is closed", file=sys.stderr)
             return 1
         except Exception as error:
             if debug:
@@ -62,20 +64,20 @@ def main(argv: list[str] | None = None) -> int:
             if not isinstance(error, UserError):
                 raise
             if os.environ.get("LOCAL_RANK", "0") == "0":  # all processes have the same flags
-                print("error:", one_line(error), file=sys.stderr)
+                print("\n".join(f"error: {line}" for line in error_lines(error)), file=sys.stderr)
             return 2
 
 
 def interrupted(interrupt: KeyboardInterrupt, *, began: bool) -> str:
-    """The Run in trainer/run/run.py puts its folder and step into the interrupt; a method without one cannot."""
+    """Return the message; Run (trainer/run/run.py) puts its folder and step into the interrupt."""
     if interrupt.args:
         return str(interrupt)
     return "interrupted; continue with --resume" if began else "interrupted before the run began"
 
 
-def train(module: ModuleType, cfg: Any, *, tell: Callable[[], bool]) -> int:
-    """Exit code. Errors are logged, if `tell()`, inside the process group, so that only one rank logs them."""
-    parallel = getattr(cfg, "parallel", None)  # a method outside the repository may not have the block
+def train(module: ModuleType, cfg: MethodConfig, *, tell: Callable[[], bool]) -> int:
+    """Return the exit code; if `tell()`, log errors inside the process group, so that only one rank logs them."""
+    parallel = getattr(cfg, "parallel", None)  # a custom method may not have the block
     timeout_s, context = (parallel.timeout_s, parallel.context) if parallel else (TIMEOUT_S, 1)
     with process_group(timeout_s, context):
         try:
@@ -89,7 +91,7 @@ def train(module: ModuleType, cfg: Any, *, tell: Callable[[], bool]) -> int:
 
 
 def end_at_once(code: int) -> NoReturn:
-    """After Ctrl-C. Our things are closed by then; Python's own shutdown would take seconds."""
+    """Exit after Ctrl-C, when everything is closed; Python's own shutdown would take seconds."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # the reader is gone

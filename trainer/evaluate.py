@@ -30,9 +30,10 @@ from data.errors import UserError
 from data.formats.template_settings import JsonObject, check_kwargs
 from data.rows.held_out import train_and_held_out
 from data.rows.prompts import load_prompts
-from data.training_config import KINDS, config_for, uses_transform
+from data.rows.transforms import uses_transform
 from data.types import Prompt
 from rollout.engine import Completion, Request, Sampling
+from strop_config import config_for, rows_of
 from trainer.generate import run_settings
 from trainer.metrics.metrics import read_jsonl
 
@@ -171,7 +172,7 @@ def evaluate_rows(cfg: EvaluateConfig) -> tuple[dict[str, float], dict[str, Any]
 
 def held_out_specs(run: dict[str, Any]) -> tuple[str, ...]:
     """Return the source of the run's held-out rows: its --eval-data, or the --data that --val-set-size splits."""
-    if run.get("val_set_size") and KINDS.get(str(run.get("method"))) != "prompts":
+    if run.get("val_set_size") and rows_of(str(run.get("method"))) != "prompts":
         raise UserError(
             f"--data is required: the rows held out by val_set_size={run['val_set_size']:g} of {run.get('method')} are "
             "not prompts"

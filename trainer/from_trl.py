@@ -1,4 +1,4 @@
-"""The command line here for a config of TRL: python -m trainer.from_trl grpo.yaml [--kind grpo] [--yaml].
+"""Convert a TRL config to a command line: python -m trainer.from_trl grpo.yaml [--kind grpo] [--yaml].
 
 Reads YAML or JSON with the fields of a GRPOConfig, RLOOConfig, DPOConfig, KTOConfig, SFTConfig or RewardConfig, and of
 TRL's ModelConfig and ScriptArguments. Prints the command, or with --yaml a file for --config; what has no effect or no
@@ -24,7 +24,7 @@ from trainer.translate.trl import find_kind, translate
 
 @dataclass(frozen=True, kw_only=True)
 class FromTrlConfig:
-    """Translate a config of TRL into flags of python -m trainer."""
+    """Convert a TRL config to flags of python -m trainer."""
 
     file: tyro.conf.Positional[str]
     """YAML or JSON with fields of a TRL config."""
@@ -35,12 +35,12 @@ class FromTrlConfig:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0, or 2 after one line that says what is wrong."""
+    """Return the exit code: 0, or 2 after an error message."""
     return run_command(lambda: _convert(parse_command(FromTrlConfig, argv, "python -m trainer.from_trl")))
 
 
 def _convert(cfg: FromTrlConfig) -> None:
-    theirs = load_config(Path(cfg.file))  # JSON is YAML, too
+    theirs = load_config(Path(cfg.file))  # JSON is a subset of YAML
     try:
         made, without = translate(theirs, find_kind(theirs) if cfg.kind == "auto" else cfg.kind)
     except ValueError as error:
@@ -55,7 +55,7 @@ def _convert(cfg: FromTrlConfig) -> None:
 
 
 def _words(tree: dict[str, Any], source: str) -> list[str]:
-    """A flag with its values for each setting. They are checked as a whole if model and data are among them."""
+    """Return a flag with its values for each setting; check the whole config if it has model and data."""
     config = load_method(tree["method"]).Config
     table = flag_table(config)
     values = read_tree(tree, table, source)

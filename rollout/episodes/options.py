@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from data.command.flags import Common
 from data.errors import UserError
 
 ToolFormat = Literal["auto", "hermes", "llama3_json", "pythonic"]
@@ -15,7 +16,7 @@ ToolFormat = Literal["auto", "hermes", "llama3_json", "pythonic"]
 class ToolConfig:
     """Tools that the model may call over several turns, or a function that produces the completions."""
 
-    tools: tuple[str, ...] = ()
+    tools: Common[tuple[str, ...]] = ()
     """Tools the model may call: calculator, lookup, my_module.fn, FILE.py:fn, or a class (one object per episode)."""
     tool_format: ToolFormat = "auto"
     """Format of a tool call: hermes (also Qwen), llama3_json or pythonic. auto: detect it from the chat template."""

@@ -15,12 +15,13 @@ from data.errors import UserError
 from data.formats.registry import PROMPT_FORMATS, formatted_rows
 from data.formats.template_settings import JsonObject, check_kwargs
 from data.rows.prompts import load_prompts
-from data.training_config import config_for, uses_transform
+from data.rows.transforms import uses_transform
 from data.types import Prompt
 from rollout.engine import Completion, Request, Sampling
 from rollout.engines.load import load_model
 from rollout.rewards.functions import text_of
 from rollout.rewards.table import RewardTable, load_rewards
+from strop_config import config_for
 
 MAX_SHOWN = 60  # characters per prompt or completion in the table
 

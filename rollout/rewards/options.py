@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from data.command.flags import Common
 from data.errors import UserError
 from rollout.rewards.weights import parse_weights
 
@@ -18,12 +19,12 @@ DEFAULT_REWARD = "exact_match"
 class RewardConfig:
     """Reward functions and how they run."""
 
-    reward_funcs: tuple[str, ...] = ()
+    reward_funcs: Common[tuple[str, ...]] = ()
     (
         "Reward functions: exact_match, regex:PATTERN, code, env, ..., my_module.fn, FILE.py:fn, model:RUN, prm:RUN. "
         "Default: exact_match, with a log line."
     )
-    reward_weights: tuple[str, ...] = ()
+    reward_weights: Common[tuple[str, ...]] = ()
     """One weight per function: a number, or step:weight points such as 0:1.0,100:0.2. Default: all 1."""
     reward_num_workers: int = 0
     """Processes that run the functions, each in its main thread. 0: run them in the trainer."""

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from data.command.flags import Common
 from data.errors import UserError
 
 Backend = Literal["auto", "lora", "filesystem", "process_group", "ipc"]
@@ -16,7 +17,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 class VllmConfig:
     """vLLM servers that sample completions: at --vllm.url, or started and stopped by the run."""
 
-    url: tuple[str, ...] = ()
+    url: Common[tuple[str, ...]] = ()
     """Running servers (python -m rollout.serve), e.g. http://127.0.0.1:8000. Empty: the run starts servers."""
     host: str = "127.0.0.1"
     """Address that started servers listen on. Other than loopback requires a token in STROP_VLLM_TOKEN."""

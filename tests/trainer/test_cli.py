@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from data.command import flags
 from data.command.config_file import load_config, save_config
 from data.command.flags import config_to_tree
+from data.errors import UserError
 from tests.entry import run as run_copy
 from trainer import cli
 from trainer.__main__ import main
@@ -95,9 +96,9 @@ def parse(*argv: str):
 
 
 def refusal(*argv: str) -> str:
-    with pytest.raises(ValueError) as error:
+    """The mistakes, one per line."""
+    with pytest.raises(UserError) as error:
         cli.parse(list(argv))
-    assert "\n" not in str(error.value)
     return str(error.value)
 
 
@@ -204,117 +205,99 @@ def test_scale_rewards_takes_a_boolean_as_trl_does(tmp_path, monkeypatch):
         Path("c.yaml").write_text(f"scale_rewards: {word}\n")
         cfg = parse(*argv, "--config", "c.yaml")
         assert cfg.advantage.scale_rewards == meant and config_to_tree(cfg)["scale_rewards"] == meant
-    expected = "--scale-rewards=sometimes: expected one of group, batch, none or true or false"
-    assert refusal(*argv, "--scale-rewards", "sometimes") == expected
+    assert "one of group, batch, none or true or false" in refusal(*argv, "--scale-rewards", "sometimes")
 
 
-def test_bad_flag_is_one_sentence(fork):
-    for argv, sentence in (
+def test_bad_flags(fork):
+    for argv, *lines in (
         (["--learning-rat", "1"], "--learning-rat: unknown flag; did you mean --learning-rate?"),
         (["--lr", "1"], "--lr: unknown flag; did you mean --learning-rate?"),
         (["--lora-r", "1"], "--lora-r: unknown flag; did you mean --lora.r?"),
         (["-gamma", "1"], "-gamma: unknown flag; did you mean --gamma?"),
         (["--no-gamma"], "--no-gamma: unknown flag; did you mean --gamma?"),
-        (["--qqq"], "--qqq: unknown flag; --help-all lists them all"),
-        (["--gamma"], "--gamma: needs a value; one that starts with - is attached with ="),
-        (["--gamma", "1", "2"], "--gamma=1 2: takes one value, got 2; quote it if it holds spaces"),
+        (["--qqq"], "--qqq: unknown flag; --help-all"),
+        (["--gamma"], "--gamma: needs a value"),
+        (["--gamma", "1", "2"], "--gamma=1 2: takes one value, got 2"),
         (["--gamma", "x"], "--gamma=x: expected a number"),
         (["--max-steps", "1.5"], "--max-steps=1.5: expected a whole number or None"),
         (["--dtype", "f16"], "--dtype=f16: must be one of auto, float32, bfloat16"),
         (["--report-to", "none", "x"], "--report-to=x: must be one of tensorboard, wandb, none"),
-        (["--packing", "maybe"], "--packing=maybe: must be true or false"),
-        (
-            ["--chat-template-kwargs", "[1]"],
-            '--chat-template-kwargs=[1]: expected a JSON object such as {"NAME": VALUE}',
-        ),
+        (["--packing", "maybe"], "--packing=maybe: expected true or false"),
+        (["--chat-template-kwargs", "[1]"], "--chat-template-kwargs=[1]: expected a JSON object"),
         (["--no-packing", "x"], "--no-packing: takes no value; remove x"),
-        (["--lora.r", "-1"], "lora.r=-1: a rank cannot be negative; use 0 to train all weights"),
-        (["--gamma", "10"], "gamma=10.0: above 9; lower it"),
-        (["--config", "none.yaml"], "none.yaml: cannot be read as a config file; No such file or directory"),
+        (["--lora.r", "-1"], "lora.r=-1: "),
+        (["--gamma", "10"], "gamma=10.0: above 9"),
+        (["--config", "none.yaml"], "none.yaml: cannot be read"),
         (["--train-data", "x"], "--train-data: unknown flag; did you mean --data?"),
         (["--base-model", "x"], "--base-model: unknown flag; did you mean --model?"),
-        (["--load-in-8bit", "x"], "--load-in-8bit: unknown flag; --help-all lists them all"),
+        (["--load-in-8bit", "x"], "--load-in-8bit: unknown flag; --help-all"),
         (["--run-name", "x"], "--run-name: unknown flag; did you mean --output-dir?"),
-        (["--push-to-hub"], "--push-to-hub: unknown flag; no upload during a run, use python -m trainer.push"),
-        (
-            ["--model-name-or-path", "x", "--qqq", "--dataset-name", "y", "--hub-model-id", "z"],
-            "--model-name-or-path: unknown flag, use --model; --qqq: unknown flag; --dataset-name: unknown flag, use "
-            "--data; --hub-model-id: unknown flag, no upload during a run, use python -m trainer.push; --help-all "
-            "lists them all",
-        ),
-        (
-            ["--attn-implementation", "flash_attention_2"],
-            "--attn-implementation=flash_attention_2: must be one of "
-            "auto, flex, sdpa, eager; flex attention takes its place on CUDA (auto)",
-        ),
-    ):
-        assert refusal(*BASE, *argv) == sentence
+        (["--push-to-hub"], "--push-to-hub: unknown flag; no upload by a run, python -m trainer.push"),
+        (["--attn-implementation", "flash_attention_2"], "--attn-implementation=flash_attention_2: must be one of "),
+        # all mistakes, one line each
+        (["--model-name-or-path", "x", "--qqq", "--gamma", "a", "--dtype", "f16"], "--model-name-or-path: unknown",
+         "--qqq: unknown", "--gamma=a: expected", "--dtype=f16: must be"),
+        (["--lora.r", "-1", "--learning-rate", "0"], "lora.r=-1: ", "learning_rate=0.0: "),
+    ):  # fmt: skip
+        found = refusal(*BASE, *argv).splitlines()
+        assert len(found) == len(lines) and all(map(str.startswith, found, lines)), found
 
 
 def test_bad_yaml_names_file_and_key(fork):
-    for text, sentence in (
-        ("learning_rat: 1", "c.yaml: learning_rat: unknown key; did you mean learning_rate?"),
-        ("lora: {rank: 1}", "c.yaml: lora.rank: unknown key; did you mean lora.r?"),
-        ("optim: {seed: 1}", "c.yaml: optim={'seed': 1}: expected a plain value, not a mapping or list"),
-        ("gamma: x", "c.yaml: gamma=x: expected a number"),
-        ("gamma: [1, 2]", "c.yaml: gamma=[1, 2]: expected a plain value, not a mapping or list"),
-        ("dtype: f16", "c.yaml: dtype=f16: must be one of auto, float32, bfloat16"),
-        ("system_prompt: yes", "c.yaml: system_prompt=True: YAML reads this as true or false; put it in quotes"),
-        ("packing: 3", "c.yaml: packing=3: must be true or false"),
-        ("chat_template_kwargs: [1]",
-         "c.yaml: chat_template_kwargs=[1]: expected a plain value, not a mapping or list"),
-        ("chat_template_kwargs: {today: 2026-01-01}", "c.yaml: chat_template_kwargs={'today': datetime.date(2026, 1, "
-         "1)}: cannot be written as JSON (Object of type date is not JSON serializable); put such values in quotes"),
-        ("eval_data:", "c.yaml: eval_data: has no value; give one, or leave the key out for the default"),
-        ("eval_data: [{split: x}]", "c.yaml: eval_data={'split': 'x'}: a data entry needs a path"),
-        ("data: [{path: x, type: y}]",
-         "c.yaml: data={'path': 'x', 'type': 'y'}: an entry's type is format here; write format: y"),
-        ("seed: 1\nseed: 2", "c.yaml: not valid YAML in line 1: key seed is given twice"),
-        ("seed: [1", "c.yaml: not valid YAML in line 2: expected ',' or ']', but got '<stream end>'"),
-        ("- 1", "c.yaml: not a mapping of settings; write lines such as learning_rate: 1e-6"),
-        ("base_model: x\ndata: y", "c.yaml: base_model: unknown key; did you mean model?"),
-        ("datasets: [{path: x}]\nmodel: m", "c.yaml: datasets: unknown key; use data (an entry's type is called "
-         "format)"),
-        ("rl: dpo\nlora: {rank: 1}\nlr: 1", "c.yaml: rl: unknown key, rl: dpo is method: dpo here; lora.rank: unknown "
-         "key, use lora.r; lr: unknown key, use learning_rate"),
-        ("lora_r: 4", "c.yaml: lora_r: unknown key; did you mean lora.r?"),
-        ("trl: {gamma: 4}", "c.yaml: trl: unknown key; write its settings without it, as gamma: ..."),
+    for text, *lines in (
+        ("learning_rat: 1", "learning_rat: unknown key; did you mean learning_rate?"),
+        ("lora: {rank: 1}", "lora.rank: unknown key; did you mean lora.r?"),
+        ("optim: {seed: 1}", "optim={'seed': 1}: expected a plain value"),
+        ("gamma: x", "gamma=x: expected a number"),
+        ("gamma: [1, 2]", "gamma=[1, 2]: expected a plain value"),
+        ("dtype: f16", "dtype=f16: must be one of auto, float32, bfloat16"),
+        ("system_prompt: yes", "system_prompt=True: YAML reads this as true or false"),
+        ("packing: 3", "packing=3: expected true or false"),
+        ("chat_template_kwargs: [1]", "chat_template_kwargs=[1]: expected a plain value"),
+        ("chat_template_kwargs: {today: 2026-01-01}", "chat_template_kwargs={'today': datetime.date(2026, 1, 1)}: "),
+        ("eval_data:", "eval_data: has no value"),
+        ("eval_data: [{split: x}]", "eval_data={'split': 'x'}: a data entry needs a path"),
+        ("data: [{path: x, type: y}]", "data={'path': 'x', 'type': 'y'}: write format: y"),
+        ("seed: 1\nseed: 2", "not valid YAML in line 1: key seed is given twice"),
+        ("seed: [1", "not valid YAML in line 2: "),
+        ("- 1", "not a mapping of settings"),
+        ("base_model: x\ndata: y", "base_model: unknown key; did you mean model?"),
+        ("datasets: [{path: x}]\nmodel: m", "datasets: unknown key; use data"),
+        ("rl: dpo\nlora: {rank: 1}\nlr: 1\ngamma: x", "rl: unknown key; write method: dpo", "lora.rank: unknown key",
+         "lr: unknown key", "gamma=x: expected"),
+        ("lora_r: 4", "lora_r: unknown key; did you mean lora.r?"),
+        ("trl: {gamma: 4}", "trl: unknown key; write its settings without it, as gamma: ..."),
     ):  # fmt: skip
         Path("c.yaml").write_text(text + "\n")
-        assert refusal(*BASE, "--config", "c.yaml") == sentence
+        found = refusal(*BASE, "--config", "c.yaml").splitlines()
+        assert len(found) == len(lines) and all(map(str.startswith, found, (f"c.yaml: {x}" for x in lines))), found
 
 
-def test_bad_method_is_one_sentence(fork):
-    for argv, sentence in (
-        (["--method", "grp"], "--method=grp: unknown method; did you mean grpo? (your own: a file here, or a "
-         "dotted module path)"),
-        (["--method", "my_pkg.other"], "--method=my_pkg.other: no module my_pkg.other here or installed; "
-         "run from the folder that holds it, or install it"),
-        (["--method", "pkg.grpo"], "--method=pkg.grpo: no module pkg here or installed; did you mean grpo?"),
-        (["--method", "os.path"], "--method=os.path: has no Config; a method is a module with Config and train(cfg)"),
-        (["--method"], "--method: needs a value"),
-        (["--method", "my_pkg.algo"],
-         "--model and --data: required; python -m trainer --method my_pkg.algo --help says what to give"),
-    ):  # fmt: skip
-        assert refusal(*argv) == sentence
+def test_bad_method(fork):
     Path("axo.yaml").write_text("rl: dpo\nmodel: m\ndatasets: [{path: x, type: chatml.intel}]\n")  # half ours
     Path("trl.yaml").write_text("model_name_or_path: m\nlearning_rate: 1e-6\n")
-    for argv, sentence in (
-        (["--config", "trl.yaml"],
-         "trl.yaml: is a config of TRL; python -m trainer.from_trl trl.yaml prints it in our terms"),
+    for argv, *lines in (
+        (["--method", "grp"], "--method=grp: unknown method; did you mean grpo?"),
+        (["--method", "my_pkg.other"], "--method=my_pkg.other: no module my_pkg.other here or installed; run from"),
+        (["--method", "pkg.grpo"], "--method=pkg.grpo: no module pkg here or installed; did you mean grpo?"),
+        (["--method", "os.path"], "--method=os.path: has no Config"),
+        (["--method"], "--method: needs a value"),
+        (["--method", "my_pkg.algo"], "--model and --data: required; python -m trainer --method my_pkg.algo --help"),
+        (["--config", "trl.yaml"], "trl.yaml: this is a TRL config; convert it with python -m trainer.from_trl"),
         (["dpo", "--model", "m"], "dpo: write --method dpo"),
         (["run.yaml"], "run.yaml: write --config run.yaml"),
-        (["--config", "axo.yaml"], "axo.yaml: rl: unknown key, rl: dpo is method: dpo here; datasets: unknown key, "
-         "use data (an entry's type is called format)"),
+        (["--config", "axo.yaml"], "axo.yaml: rl: unknown key; write method: dpo", "axo.yaml: datasets: unknown key"),
         (["--method", "gspo"], "--method=gspo: unknown method; it is a setting of grpo: --method grpo "
-         "--importance-sampling-level sequence (your own: a file here, or a dotted module path)"),
+         "--importance-sampling-level sequence"),
+        (["--method", "dop"], "--method=dop: unknown method; did you mean dpo?"),
+        (["--method", "reward"], "--method=reward: unknown method; did you mean rm?"),
+        (["--method", "dapo"], "--method=dapo: unknown method; it is a loss of grpo: --method grpo --loss-type dapo"),
     ):  # fmt: skip
-        assert refusal(*argv) == sentence
+        found = refusal(*argv).splitlines()
+        assert len(found) == len(lines) and all(map(str.startswith, found, lines)), found
     for argv in (["--model", "m"], ["--method", "zzz"]):
         message = refusal(*argv)
         assert all(name in message for name in cli.method_names()) and "did you mean" not in message
-    for word, hint in (("dop", "did you mean dpo?"), ("reward", "did you mean rm?"), ("dapo", "--loss-type dapo")):
-        assert hint in refusal("--method", word)
 
 
 def test_broken_import_inside_a_fork_keeps_its_own_error(fork):
@@ -396,24 +379,19 @@ def test_saved_config_drops_what_was_said_to_one_call(fork):
     assert (again.run.resume, again.run.overwrite_output_dir, again.run.method) == (None, False, "my_pkg.algo")
 
 
-def test_bad_resume_is_one_sentence(fork):
+def test_bad_resume(fork):
     make_run("out")
     for argv, sentence in (
-        (["--resume", "nowhere"], "--resume=nowhere: no such folder; name a run folder or a checkpoint in it"),
-        (["--resume", "my_pkg"], "--resume=my_pkg: not a run folder (no config.yaml) nor a checkpoint in one"),
-        (["--resume"], "--resume: no earlier run in runs; name its folder"),
-        (["--resume", "--method", "grpo"],
-         "--resume: no earlier grpo run in runs; name its folder"),
-        (["--resume", "--output-dir", "x"],
-         "--resume: x holds no run (no config.yaml); check --output-dir or start a new run"),
-        (["--resume", "out", "--output-dir", "x"],
-         "--output-dir=x: the run to resume is in out and stays there; leave it out"),
-        (["--resume", "out", "--method", "grpo"],
-         "--method=grpo: the run in out used my_pkg.algo; leave it out to resume"),
-        (["--resume", "out", "--overwrite-output-dir"],
-         "--overwrite-output-dir: would delete the run to resume; leave out one of the two"),
-    ):  # fmt: skip
-        assert refusal(*argv) == sentence
+        (["--resume", "nowhere"], "--resume=nowhere: no such folder"),
+        (["--resume", "my_pkg"], "--resume=my_pkg: not a run folder"),
+        (["--resume"], "--resume: no earlier run in runs"),
+        (["--resume", "--method", "grpo"], "--resume: no earlier grpo run in runs"),
+        (["--resume", "--output-dir", "x"], "--resume: x contains no run (no config.yaml)"),
+        (["--resume", "out", "--output-dir", "x"], "--output-dir=x: cannot be changed when resuming out"),
+        (["--resume", "out", "--method", "grpo"], "--method=grpo: the run in out used my_pkg.algo"),
+        (["--resume", "out", "--overwrite-output-dir"], "--overwrite-output-dir would delete the run to resume"),
+    ):
+        assert refusal(*argv).startswith(sentence)
 
 
 # every method ----------------------------------------------------------------------------------------------------
@@ -522,10 +500,9 @@ def test_help_shows_the_common_flags_and_help_all_every_flag(fork, capsys, monke
     groups = {"--model": "model", "--data": "data", "--seed": "run", "--learning-rate": "optim", "--lora.r": "lora"}
     groups = {name: f"{group} options" for name, group in groups.items()}
     tables = {method: flags.flag_table(cli.load_method(method).Config) for method in cli.method_names()}
-    counts = {method: len(table.keys() & set(cli.COMMON)) for method, table in tables.items()}
+    counts = {method: sum(flag.is_common for flag in table.values()) for method, table in tables.items()}
     assert all(25 <= count <= 44 for count in counts.values()), counts
-    assert set().union(*tables.values()) >= set(cli.COMMON), "a name without a flag"
-    names = {word: {flag.name for flag in tables["grpo"].values() if word == "--help-all" or flag.key in cli.COMMON}
+    names = {word: {flag.name for flag in tables["grpo"].values() if word == "--help-all" or flag.is_common}
              for word in ("--help", "--help-all")}  # fmt: skip
     for word, expected in names.items():
         shown = shown_flags(capsys, word, "--method", "grpo")

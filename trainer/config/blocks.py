@@ -1,8 +1,9 @@
 """Config blocks that methods share. Each field is a flag; the text under it is its help.
 
-A method's own Config (in trainer/methods/) nests these blocks. A block wrapped in `Flat` shows its flags without
-a prefix (`--learning-rate`), the others with one (`--lora.r`). Blocks only validate; anything derived is a property.
-Help longer than a line is written as strings in parentheses: tyro keeps the line breaks of a long docstring.
+A method's Config (in trainer/methods/) nests these blocks. The flags of a block in `Flat` have no prefix
+(`--learning-rate`), other flags have one (`--lora.r`). --help shows flags of type `Common[...]`, --help-all shows all.
+Blocks only validate; derived values are properties. Help longer than a line is written as strings in parentheses,
+because tyro keeps the line breaks of a docstring.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
 
 import tyro
 
+from data.command.flags import Common
 from data.errors import UserError
 from data.formats.template_settings import JsonObject
 from rollout.servers.options import SyncConfig, VllmConfig
@@ -24,7 +26,7 @@ from trainer.parallel.ranks import TIMEOUT_S, world_size
 
 T = TypeVar("T")
 REGEX = re.compile(r"[*+?()\[\]{}|^$\\]")  # no module name has these
-NO_HELD_OUT = "without held-out rows; name them with --eval-data"
+NO_HELD_OUT = "without held-out rows; set --eval-data"
 Flat = tyro.conf.OmitArgPrefixes[T]
 
 
@@ -32,20 +34,20 @@ Flat = tyro.conf.OmitArgPrefixes[T]
 class ParallelConfig:
     """Several processes, started by torchrun."""
 
-    mode: Literal["auto", "replicate", "fsdp"] = "auto"
-    """How ranks hold the model. replicate: a full copy each; fsdp: sharded weights; auto: replicate if a copy fits."""
+    mode: Common[Literal["auto", "replicate", "fsdp"]] = "auto"
+    """How ranks store the model. replicate: a full copy each; fsdp: sharded weights; auto: replicate if a copy fits."""
     shard: int | None = None
-    """fsdp: number of ranks that one copy is sharded over, for example those of a node. None: all ranks."""
+    """fsdp: number of ranks to shard one copy over, for example the ranks of a node. None: all ranks."""
     reshard_after_forward: bool = True
     """fsdp: free gathered weights between forward and backward. Less memory, one more gather."""
     reduce_once: bool = False
-    """fsdp: reduce gradients once per step, not per micro-batch. Less traffic, but full gradients in memory."""
+    """fsdp: reduce gradients once per step, not per micro-batch: less traffic, but full gradients in memory."""
     cpu_offload: bool = False
     """fsdp: keep shards and optimizer state in main memory instead of on the GPU."""
     context: int = 1
-    """Number of ranks that share each micro-batch, a slice of its tokens each, for long sequences. 1: no sharing."""
+    """Number of ranks that split the tokens of each micro-batch, for long sequences. 1: no splitting."""
     timeout_s: float = TIMEOUT_S
-    """Seconds that a rank waits for the others before it logs where each of them is and exits."""
+    """Seconds that a rank waits for other ranks before it logs where each of them is and exits."""
 
     def __post_init__(self) -> None:
         check_numbers(self, {"above 0": "timeout_s"}, "parallel.")
@@ -53,8 +55,8 @@ class ParallelConfig:
         if world == 1:
             reject_unused(self, "with one process; start several with torchrun", prefix="parallel.")
         if self.mode == "replicate":
-            of_fsdp = ("shard", "reshard_after_forward", "reduce_once", "cpu_offload")
-            reject_unused(self, "with parallel.mode=replicate", of_fsdp, "parallel.")
+            names = ("shard", "reshard_after_forward", "reduce_once", "cpu_offload")
+            reject_unused(self, "with parallel.mode=replicate", names, "parallel.")
         for name in ("shard", "context"):
             value = getattr(self, name)
             if value is not None and (value < 1 or world % value):
@@ -65,32 +67,32 @@ class ParallelConfig:
 class LoraConfig:
     """Low-rank adapters through peft; off unless r is set."""
 
-    r: int = 0
-    """Rank of the adapters. 0 trains all weights."""
-    alpha: int = 32
+    r: Common[int] = 0
+    """Rank of the adapters. 0: train all weights."""
+    alpha: Common[int] = 32
     """Scale of the adapters: their output is multiplied by alpha / r."""
     dropout: float = 0.0
     """Dropout probability on the input of the adapters."""
     target_modules: tuple[str, ...] = ("all-linear",)
     (
-        "Names of the modules to adapt, such as q_proj v_proj, or one regular expression that must match whole names, "
+        "Modules to adapt, such as q_proj v_proj, or one regular expression that must match whole names, "
         "such as '.*layers\\.(3|7)\\.self_attn\\.q_proj'. all-linear: every linear layer except the head."
     )
     modules_to_save: tuple[str, ...] = ()
-    """Modules to train in full beside the adapters, such as embed_tokens lm_head. Not with vLLM servers or fsdp."""
+    """Modules to train in full alongside the adapters, e.g. embed_tokens lm_head. Not with vLLM servers or fsdp."""
     rslora: bool = False
     """Rank-stabilised LoRA (arXiv:2312.03732): multiply the output by alpha / sqrt(r) instead of alpha / r."""
     dora: bool = False
-    """DoRA (arXiv:2402.09353): train the length of each row of the weights apart. Not with vLLM servers or fsdp."""
+    """DoRA (arXiv:2402.09353): train the norm of each weight row separately. Not with vLLM servers or fsdp."""
 
     def __post_init__(self) -> None:
         if self.r < 0:
             raise UserError(f"lora.r={self.r}: a rank cannot be negative; use 0 to train all weights")
         if self.alpha < 1:
-            raise UserError(f"lora.alpha={self.alpha}: must be 1 or more, 0 would switch the adapters off")
+            raise UserError(f"lora.alpha={self.alpha}: must be 1 or more, because 0 would disable the adapters")
         check_numbers(self, {"in [0, 1)": "dropout"}, "lora.")
         if not self.target_modules or not all(self.target_modules):
-            raise UserError("lora.target_modules: empty; name modules such as q_proj v_proj, or leave it out")
+            raise UserError("lora.target_modules: empty; name modules such as q_proj v_proj")
         if self.pattern is not None:
             self._check_pattern()
         if self.r == 0:
@@ -99,60 +101,60 @@ class LoraConfig:
 
     @property
     def pattern(self) -> str | None:
-        """target_modules, if it is a regular expression."""
+        """target_modules if it is a regular expression, otherwise None."""
         return next((name for name in self.target_modules if REGEX.search(name)), None)
 
     @property
     def plain(self) -> bool:
-        """Whether the adapter is only W + scaling B A."""
+        """True if the adapted weight is W + scaling B A and nothing else is trained."""
         return not (self.dora or self.modules_to_save)
 
     def _check_pattern(self) -> None:
         if len(self.target_modules) > 1:
             raise UserError(
-                f"lora.target_modules={' '.join(self.target_modules)}: {self.pattern} is a regular expression, which "
-                "stands alone; join all names in it by |"
+                f"lora.target_modules={' '.join(self.target_modules)}: {self.pattern} is a regular expression and "
+                "must be the only entry; join all names with |"
             )
         try:
             re.compile(str(self.pattern))
         except re.error as error:
-            raise UserError(f"lora.target_modules={self.pattern}: not a regular expression ({error}); fix it") from None
+            raise UserError(f"lora.target_modules={self.pattern}: not a regular expression ({error})") from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which model is trained, and in what precision."""
+    """The model to train, and its precision."""
 
-    model: str
+    model: Common[str]
     (
-        "Model to train: a hub id, a model folder, a finished run, a LoRA adapter folder, or builtin:tiny. If no model "
-        "is named, the recipe of the tiny model (trainer/recipes/METHOD_tiny.yaml) sets what you do not."
+        "Model to train: a hub id, a model folder, a finished run, a LoRA adapter folder, or builtin:tiny. Without it, "
+        "unset flags come from the tiny recipe (trainer/recipes/METHOD_tiny.yaml)."
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of matrix products. auto: bfloat16 on a GPU, float32 on a CPU."""
+    dtype: Common[Literal["auto", "float32", "bfloat16"]] = "auto"
+    """Compute dtype (matmuls). auto: bfloat16 on GPU, float32 on CPU."""
     trained_dtype: Literal["float32", "bfloat16"] = "float32"
     (
-        "Dtype of trained weights, their gradients and AdamW's moments. bfloat16 takes half the memory; updates are "
-        "rounded stochastically, so that small ones are not lost. LoRA adapters are always float32."
+        "Dtype of trained weights, their gradients and AdamW's moments. bfloat16 halves the memory; updates are "
+        "rounded stochastically, so that small updates are not lost. LoRA adapters are always float32."
     )
     attn_implementation: Literal["auto", "flex", "sdpa", "eager"] = "auto"
     (
-        "Attention implementation. flex: compiled kernels that skip masked blocks, CUDA only; sdpa and eager: those of "
-        "transformers, with a dense mask. auto: flex on CUDA where the architecture allows it, else sdpa."
+        "Attention implementation. flex: compiled kernels that skip masked blocks, CUDA only; sdpa, eager: from "
+        "transformers, with a dense mask. auto: flex on CUDA if the architecture supports it, otherwise sdpa."
     )
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass. Less memory, 20 to 33 percent more time."""
+    gradient_checkpointing: Common[bool] = False
+    """Recompute activations in the backward pass: less memory, 20-33% slower."""
     activation_offloading: bool = False
     (
-        "With gradient checkpointing, on a GPU: keep what it saves, the input of every block, in page-locked main "
-        "memory. For long micro-batches; gradients are the same."
+        "With gradient checkpointing, on a GPU: store the saved block inputs in pinned main memory. For long "
+        "micro-batches; gradients are the same."
     )
-    load_in_4bit: bool = False
+    load_in_4bit: Common[bool] = False
     (
-        "Hold the frozen base of a LoRA run in 4 bits (NF4), about a quarter of its memory. The adapter is exported, "
-        "for use with the full base. With several processes each holds a copy."
+        "Store the frozen base of a LoRA run in 4-bit NF4, about a quarter of the memory. Exports the adapter, for use "
+        "with the full base. Each rank keeps a full copy."
     )
-    chat_template: str = "tokenizer_default"
+    chat_template: Common[str] = "tokenizer_default"
     (
         "Chat template: tokenizer_default, chatml, llama3, gemma, qwen_25, qwen3, phi_3, phi_4, or a FILE.jinja. Saved "
         "with the trained model."
@@ -162,124 +164,122 @@ class ModelConfig:
         "Variables for the chat template, as a JSON object (a mapping in YAML): '{\"enable_thinking\": false}'. The "
         "column chat_template_kwargs of a row overrides them, name by name."
     )
-    system_prompt: str | None = None
-    """System message for every conversation that has none of its own."""
+    system_prompt: Common[str | None] = None
+    """System message for conversations without one."""
     special_tokens: JsonObject = dataclasses.field(default_factory=dict)
     (
         "Tokens of the tokenizer to use as pad_token, eos_token, bos_token or unk_token, as a JSON object (a mapping "
-        'in YAML): \'{"pad_token": "<|endoftext|>"}\'. A token that it does not have is refused.'
+        'in YAML): \'{"pad_token": "<|endoftext|>"}\'. The tokenizer must have the token.'
     )
     eot_tokens: tuple[str, ...] = ()
-    """Further tokens that end a turn, besides eos and the chat template's own, in data and in sampling."""
+    """Additional end-of-turn tokens, on top of eos and the chat template's, in data and in sampling."""
     neftune_noise_alpha: float | None = None
     (
         "NEFTune (arXiv:2310.05914): add uniform noise of this size / sqrt(tokens * width) to the embeddings of every "
-        "training sequence. 5 is usual. Methods on fixed rows only. None: none."
+        "training sequence. 5 is typical. Offline methods only. None: off."
     )
     router_aux_loss_coef: float | None = None
     (
         "Models with experts: weight of the load-balancing loss, over all tokens of a step. Steps of several "
-        "micro-batches take one more forward pass. Methods on fixed rows only. None: none."
+        "micro-batches take one more forward pass. Offline methods only. None: off."
     )
     trust_remote_code: bool = False
-    """Allow running the Python code that comes with the model on the hub."""
+    """Allow running Python code that comes with the model on the hub."""
     merge_lora: bool = False
-    """Export the weights with the adapter merged into them, instead of the adapter."""
+    """Export weights with the adapter merged in, instead of the adapter."""
 
     compile: Literal["auto"] | bool = "auto"
     (
-        "Compile the model's blocks with torch.compile: half a minute to a minute at the start, then faster steps on a "
-        "GPU. auto: on a GPU, for runs of 200 steps or more, unless the model is sharded or has experts. --compile "
-        "without a value means true."
+        "Compile the model's blocks with torch.compile: 30 to 60 s at the start, then faster steps on a GPU. auto: on "
+        "a GPU, for runs of 200 steps or more, unless the model is sharded or has experts. --compile without a value "
+        "means true."
     )
 
     def __post_init__(self) -> None:
         check_numbers(self, {"above 0 and finite": "neftune_noise_alpha router_aux_loss_coef"})
         if self.trained_dtype == "bfloat16" and self.dtype == "float32":
-            raise UserError("trained_dtype=bfloat16: is less precise than dtype=float32; leave one of them out")
+            raise UserError("trained_dtype=bfloat16 is narrower than dtype=float32; remove one of the two flags")
         if self.activation_offloading and not self.gradient_checkpointing:
             raise UserError(
-                "activation_offloading=True: moves what gradient checkpointing saves; add --gradient-checkpointing, or "
-                "leave it out"
+                "activation_offloading=True: only applies to checkpointed blocks; add --gradient-checkpointing"
             )
         if self.load_in_4bit and self.merge_lora:
             raise UserError(
-                "load_in_4bit=True: merge_lora would export a rounded base; leave it out, and merge into the full base "
-                "later with python -m trainer.export RUN OUT --merge-lora"
+                "load_in_4bit=True: merge_lora would export a rounded base; remove --merge-lora, and merge into the "
+                "full base later with python -m trainer.export RUN OUT --merge-lora"
             )
 
 
-def refuse_offline_only(model: ModelConfig) -> None:
-    """Every Config of a method that samples calls this."""
-    why, names = "on methods that sample; it is for methods on fixed rows", ("neftune_noise_alpha",)
-    reject_unused(model, why, (*names, "router_aux_loss_coef"))
+def reject_offline_only(model: ModelConfig) -> None:
+    """Reject settings of offline methods in a method that samples."""
+    reject_unused(model, "on methods that sample", ("neftune_noise_alpha", "router_aux_loss_coef"))
 
 
 def check_4bit(model: ModelConfig, lora: LoraConfig, parallel: ParallelConfig | None = None) -> None:
-    """Refuse --load-in-4bit where it cannot be: what no block can see alone."""
+    """Check load_in_4bit against the other blocks."""
     if not model.load_in_4bit:
         return
     if lora.r == 0:
         raise UserError("load_in_4bit=True: 4-bit weights cannot be trained; train adapters with --lora.r 16")
     if lora.dora:
-        raise UserError("load_in_4bit=True: not supported with lora.dora, which needs the full weights; leave one out")
+        raise UserError(
+            "load_in_4bit=True: not supported with lora.dora, which needs the full weights; remove one of the two flags"
+        )
     if parallel is None:
         return
     if parallel.context > 1:
+        raise UserError(f"load_in_4bit=True: not supported with parallel.context={parallel.context}")
+    fsdp = {"mode": "fsdp", "reduce_once": True, "cpu_offload": True}
+    settings = [f"{name}={value}" for name, value in fsdp.items() if getattr(parallel, name) == value]
+    settings += [] if parallel.shard is None else [f"shard={parallel.shard}"]
+    if settings:
         raise UserError(
-            f"load_in_4bit=True: not supported with parallel.context={parallel.context}; leave one of them out"
-        )
-    of_fsdp = {"mode": "fsdp", "reduce_once": True, "cpu_offload": True}
-    asked = [f"{name}={value}" for name, value in of_fsdp.items() if getattr(parallel, name) == value]
-    asked += [] if parallel.shard is None else [f"shard={parallel.shard}"]
-    if asked:
-        raise UserError(
-            f"load_in_4bit=True: FSDP cannot shard 4-bit weights (parallel.{asked[0]}); use --parallel.mode replicate"
+            f"load_in_4bit=True: FSDP cannot shard 4-bit weights (parallel.{settings[0]}); use --parallel.mode "
+            "replicate"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Rows to train on and rows to hold out."""
+    """Training data and held-out data."""
 
-    data: tuple[str, ...]
+    data: Common[tuple[str, ...]]
     (
-        "Rows to train on, from one or several sources: FILE.jsonl (json, csv, tsv, parquet, .gz), a hub id, or "
-        "task:NAME. Options follow a colon: PATH:format=F,split=train[:500],name=main,weight=0.5, options of the "
+        "Training data, one or more sources: FILE.jsonl (json, csv, tsv, parquet, .gz), a hub id or task:NAME. "
+        "Options follow a colon: PATH:format=F,split=train[:500],name=main,weight=0.5, options of the "
         "format such as field_messages=a.b, or task:addition:difficulty=2,split=train. Repeatable."
     )
-    data_format: str = "auto"
-    """How rows are read: auto, the name of a format, or my_module.my_transform. format=... in --data overrides it."""
-    eval_data: tuple[str, ...] = ()
-    """Held-out rows to evaluate on, in the form of --data. Empty: no evaluation."""
+    data_format: Common[str] = "auto"
+    """Row format: auto, a format name or my_module.my_transform. Overridden per source by format=... in --data."""
+    eval_data: Common[tuple[str, ...]] = ()
+    """Held-out data, same syntax as --data. Empty: no evaluation."""
     max_eval_rows: int = 500
-    """Use at most this many held-out rows, the first ones."""
+    """Maximum number of held-out rows; the first rows are used."""
     val_set_size: float = 0.0
     (
-        "Hold out rows of --data instead of naming --eval-data: a fraction of them if below 1, else a number of rows, "
-        "drawn by --seed. 0: none."
+        "Hold out rows of --data instead of setting --eval-data: a fraction if below 1, otherwise a number of rows, "
+        "drawn with --seed. 0: off."
     )
     dedup: bool = False
     (
-        "Keep one of several rows with the same content, over all sources, and remove held-out rows that are trained "
-        "on. The number of removed rows is logged."
+        "Drop duplicate rows over all sources, and held-out rows that are also trained on. The number of dropped rows "
+        "is logged."
     )
 
     def __post_init__(self) -> None:
         if not self.data:
-            raise UserError("data: empty; name at least one FILE, hub id or task:NAME")
+            raise UserError("--data is empty; pass a file, a hub id or task:NAME")
         check_numbers(self, {"0 (none) or above": "val_set_size"})
         if self.val_set_size > 1 and self.val_set_size != int(self.val_set_size):
-            raise UserError(
-                f"val_set_size={self.val_set_size}: is neither a fraction below 1 nor a whole number of rows"
-            )
+            raise UserError(f"val_set_size={self.val_set_size}: must be a fraction below 1 or a whole number of rows")
         if self.val_set_size and self.eval_data:
             raise UserError(
-                f"val_set_size={self.val_set_size:g}: holds out rows of --data, but eval_data names others; leave one "
-                "of them out"
+                f"val_set_size={self.val_set_size:g}: conflicts with eval_data={' '.join(self.eval_data)}; set only one"
             )
         if self.max_eval_rows < 1:
-            raise UserError(f"max_eval_rows={self.max_eval_rows}: must be 1 or more; leave out eval_data for none")
+            raise UserError(
+                f"max_eval_rows={self.max_eval_rows}: must be 1 or more; to skip evaluation remove --eval-data"
+            )
 
     @property
     def holds_out(self) -> bool:
@@ -288,18 +288,18 @@ class DataConfig:
 
     @property
     def held_out_by(self) -> str:
-        """The setting that holds rows out, as name=value."""
+        """The setting that selects held-out rows, as name=value."""
         return f"eval_data={' '.join(self.eval_data)}" if self.eval_data else f"val_set_size={self.val_set_size:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptConfig(DataConfig):
-    """Rows to train on and rows to hold out; an environment may bring rows of its own."""
+    """Training data and held-out data; an environment may provide its own rows."""
 
-    data: tuple[str, ...] = ()
+    data: Common[tuple[str, ...]] = ()
     (
-        "Rows to train on, from one or several sources: FILE.jsonl (json, csv, tsv, parquet, .gz), a hub id, task:NAME "
-        "or reasoning_gym:NAME. Options follow a colon: PATH:format=F,split=train[:500],name=main,weight=0.5, options "
+        "Training data, one or more sources: FILE.jsonl (json, csv, tsv, parquet, .gz), a hub id, task:NAME or "
+        "reasoning_gym:NAME. Options follow a colon: PATH:format=F,split=train[:500],name=main,weight=0.5, options "
         "of the format such as field_messages=a.b, or task:addition:difficulty=2,split=train. Repeatable."
     )
 
@@ -312,31 +312,29 @@ class PromptConfig(DataConfig):
 class OptimConfig:
     """AdamW and its schedule."""
 
-    learning_rate: float = 1e-6
+    learning_rate: Common[float] = 1e-6
     (
-        "Peak learning rate. The default depends on the method: 2e-5 for sft, 1e-5 for rm and prm, 8e-6 for orpo, 1e-6 "
-        "for the others; with LoRA 2e-4 for sft, 1e-4 for rm and prm, 8e-5 for orpo, 5e-6 for dpo, ipo, "
-        "online_dpo and kto, 1e-5 for the others (sources: trainer/config/learning_rates.py). config.yaml records the "
-        "value used."
+        "Peak learning rate. The default depends on the method, and is higher with LoRA (table in docs/quickstart.md). "
+        "config.yaml records the value used."
     )
-    lr_scheduler_type: Literal[
-        "constant", "linear", "cosine", "cosine_with_min_lr", "warmup_stable_decay", "inverse_sqrt"
+    lr_scheduler_type: Common[
+        Literal["constant", "linear", "cosine", "cosine_with_min_lr", "warmup_stable_decay", "inverse_sqrt"]
     ] = "cosine"
     (
-        "Learning rate after the warm-up: constant; falling to zero linearly or along a cosine; cosine_with_min_lr: "
-        "along a cosine to min_lr_ratio of the peak; warmup_stable_decay: constant, then the same in the last "
-        "decay_ratio of all steps; inverse_sqrt: the peak times sqrt(w / step), w the warm-up, or 10000 without one."
+        "Learning rate after the warm-up. constant; linear, cosine: decay to 0; cosine_with_min_lr: cosine decay to "
+        "min_lr_ratio of the peak; warmup_stable_decay: constant, then cosine decay to min_lr_ratio in the last "
+        "decay_ratio of all steps; inverse_sqrt: peak times sqrt(w / step), w = warm-up steps, or 10000 without one."
     )
     min_lr_ratio: float = 0.0
-    """cosine_with_min_lr, warmup_stable_decay: the learning rate at the end, as a fraction of its peak."""
+    """cosine_with_min_lr, warmup_stable_decay: final learning rate as a fraction of its peak."""
     decay_ratio: float = 0.1
-    """warmup_stable_decay: fraction of all steps, the last ones, over which the learning rate falls."""
-    warmup_ratio: float = 0.0
+    """warmup_stable_decay: fraction of all steps over which the learning rate decays."""
+    warmup_ratio: Common[float] = 0.0
     """Fraction of all steps over which the learning rate rises to its peak."""
     warmup_steps: int | None = None
     """Number of steps over which the learning rate rises to its peak, instead of warmup_ratio."""
     weight_decay: float = 0.0
-    """Decoupled weight decay of matrices. Norms and biases are never decayed."""
+    """Decoupled weight decay of matrices; norms and biases are never decayed."""
     adam_beta1: float = 0.9
     """AdamW: decay rate of the first moment."""
     adam_beta2: float = 0.999
@@ -345,15 +343,15 @@ class OptimConfig:
     """AdamW: added to the square root of the second moment."""
     optim: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
     (
-        "Optimizer. adamw_8bit keeps the two moments in 8 bits, a quarter of the memory (needs torchao). muon: torch's "
-        "Muon for the matrices of the blocks, scaled to take AdamW's learning rate, and AdamW for all else."
+        "Optimizer. adamw_8bit: both moments in 8 bits, a quarter of the memory (needs torchao). muon: torch's Muon "
+        "for the matrices of the blocks, scaled to AdamW's learning rate, and AdamW for all other weights."
     )
     max_grad_norm: float = 1.0
     """Clip the gradient to this global norm. 0: no clipping."""
     nan_policy: Literal["stop", "skip"] = "stop"
-    """What to do if the loss or gradient is not finite: stop the run, or skip the step. Both log the rows involved."""
+    """If the loss or gradient is not finite: stop the run, or skip the step. Both log the rows involved."""
     nan_skip_limit: int = 3
-    """Most steps in a row that nan_policy=skip may skip; one more stops the run."""
+    """Maximum consecutive steps that nan_policy=skip may skip; one more stops the run."""
 
     def __post_init__(self) -> None:
         check_numbers(
@@ -377,17 +375,19 @@ class OptimConfig:
         kind = self.lr_scheduler_type
         if self.warmup_steps is not None and self.warmup_ratio:
             raise UserError(
-                f"warmup_steps={self.warmup_steps}: warmup_ratio={self.warmup_ratio:g} sets the same; leave one out"
+                f"warmup_steps={self.warmup_steps} conflicts with warmup_ratio={self.warmup_ratio:g}; set only one"
             )
         if kind not in ("cosine_with_min_lr", "warmup_stable_decay"):
             reject_unused(self, f"with lr_scheduler_type={kind}; use cosine_with_min_lr", ("min_lr_ratio",))
         if kind != "warmup_stable_decay":
             reject_unused(self, f"with lr_scheduler_type={kind}; use warmup_stable_decay", ("decay_ratio",))
         if kind == "cosine_with_min_lr" and self.min_lr_ratio == 0:
-            raise UserError("lr_scheduler_type=cosine_with_min_lr: needs a minimum; set --min-lr-ratio 0.1, say")
+            raise UserError(
+                "lr_scheduler_type=cosine_with_min_lr: needs a minimum; set --min-lr-ratio 0.1, for example"
+            )
 
     def num_warmup(self, total_steps: int) -> int:
-        """Steps of the warm-up."""
+        """Return the number of warm-up steps."""
         return round(self.warmup_ratio * total_steps) if self.warmup_steps is None else self.warmup_steps
 
 
@@ -395,55 +395,55 @@ class OptimConfig:
 class RunConfig:
     """Length of the run, batch sizes, checkpoints, logs and folders."""
 
-    method: Annotated[str, tyro.conf.arg(help_behavior_hint="(required)")] = ""
-    """Training method: one of ours, which `python -m trainer` lists, or the dotted path of your module."""
-    output_dir: str = "runs/{method}-{time}"
+    method: Annotated[Common[str], tyro.conf.arg(help_behavior_hint="(required)")] = ""
+    """Training method: a built-in method (`python -m trainer` lists them) or the dotted path of a module."""
+    output_dir: Common[str] = "runs/{method}-{time}"
     """Folder of the run. {method} and {time} are filled in."""
-    max_steps: int | None = None
-    """Number of optimizer steps. None: num_train_epochs decides."""
-    num_train_epochs: float = 1.0
+    max_steps: Common[int | None] = None
+    """Number of optimizer steps. None: use num_train_epochs."""
+    num_train_epochs: Common[float] = 1.0
     """Passes over the data, if max_steps is None."""
-    per_device_train_batch_size: int = 8
-    """Sequences per device in one accumulation step; completions for GRPO and its relatives."""
-    gradient_accumulation_steps: int = 1
+    per_device_train_batch_size: Common[int] = 8
+    """Sequences (completions, for RL methods) per device and accumulation step."""
+    gradient_accumulation_steps: Common[int] = 1
     """Accumulation steps per optimizer step. Only its product with the batch size affects the gradient."""
-    max_tokens_per_micro_batch: int = 8192
-    """Most tokens of one forward pass. An accumulation step with more is split; a longer sequence runs alone."""
+    max_tokens_per_micro_batch: Common[int] = 8192
+    """Maximum tokens per forward pass. Larger batches are split; a longer sequence runs alone."""
     packing: bool = True
-    """Put sequences end to end with a block-diagonal mask. --no-packing pads each to the longest instead."""
-    seed: int = 0
-    """Seed of data order, sampling and initialisation."""
+    """Put sequences end to end with a block-diagonal mask. --no-packing pads them to the longest instead."""
+    seed: Common[int] = 0
+    """Seed of data order, sampling and initialization."""
     deterministic: bool = False
     (
-        "Use only algorithms that repeat bit for bit on a GPU, which is slower; an operation without one is an error. "
-        "Runs on a CPU repeat without it."
+        "Use only deterministic GPU algorithms, which are slower; an operation without one is an error. Runs on a CPU "
+        "are always deterministic."
     )
-    resume: str | None = None
-    """Continue a run. Alone it takes the newest run and its latest checkpoint; or name a run or a checkpoint."""
+    resume: Common[str | None] = None
+    """Resume a run folder or checkpoint. Without a value: the latest checkpoint of the newest run."""
     overwrite_output_dir: bool = False
     """Delete an earlier run in output_dir."""
-    save_steps: int = 100
+    save_steps: Common[int] = 100
     """Steps between checkpoints. 0: only the final model is saved."""
     saves_per_epoch: int | None = None
     """Checkpoints in each pass over the data, evenly spaced, instead of save_steps."""
     save_total_limit: int = 3
-    """Number of checkpoints to keep; older ones are deleted."""
+    """Number of checkpoints to keep; older checkpoints are deleted."""
     save_async: bool = True
-    """Write checkpoints in the background, from a copy in main memory. --no-save-async waits and needs no copy."""
+    """Write checkpoints in the background, from a copy in main memory. --no-save-async: wait, without a copy."""
     stop_grace_s: float = 60.0
-    """Seconds after SIGTERM for finishing the current step and its checkpoint; then the process is ended."""
+    """Seconds after SIGTERM to finish the current step and its checkpoint; then the process exits."""
     logging_steps: int = 1
     """Steps between lines on the console. metrics.jsonl has every step."""
-    eval_steps: int = 0
+    eval_steps: Common[int] = 0
     """Steps between evaluations. 0: only before and after training."""
     evals_per_epoch: int | None = None
     """Evaluations in each pass over the data, evenly spaced, instead of eval_steps."""
     loss_watchdog_threshold: float | None = None
-    """Save and stop if loss/total is above this for loss_watchdog_patience steps in a row. None: never."""
+    """Save and stop if loss/total exceeds this for loss_watchdog_patience consecutive steps. None: never."""
     loss_watchdog_patience: int = 3
-    """Steps in a row with a loss above loss_watchdog_threshold that stop the run."""
-    report_to: tuple[Literal["tensorboard", "wandb", "none"], ...] = ("none",)
-    """Send metrics to these services, besides metrics.jsonl and report.html."""
+    """Consecutive steps with a loss above loss_watchdog_threshold that stop the run."""
+    report_to: Common[tuple[Literal["tensorboard", "wandb", "none"], ...]] = ("none",)
+    """Services to send metrics to, in addition to metrics.jsonl and report.html."""
 
     def __post_init__(self) -> None:
         check_numbers(
@@ -457,38 +457,36 @@ class RunConfig:
             },
         )
         if "none" in self.report_to and len(self.report_to) > 1:
-            raise UserError(
-                f"report_to={' '.join(self.report_to)}: none together with a service; name one or the other"
-            )
+            raise UserError(f"report_to={' '.join(self.report_to)}: none cannot be combined with a service")
         if not self.output_dir.strip():
             raise UserError("output_dir: empty; name a folder")
         for name, other in (("saves_per_epoch", "save_steps"), ("evals_per_epoch", "eval_steps")):
             value = getattr(self, name)
             if value is not None:
-                reject_unused(self, f"beside {name}={value}, which sets the same; leave one out", (other,))
+                reject_unused(self, f"with {name}={value}; set only one", (other,))
         if self.loss_watchdog_threshold is None:
             why = "without a threshold; set --loss-watchdog-threshold"
             reject_unused(self, why, ("loss_watchdog_patience",))
         elif math.isnan(self.loss_watchdog_threshold):
-            raise UserError("loss_watchdog_threshold=nan: must be a number, which the loss is compared with")
+            raise UserError("loss_watchdog_threshold=nan: must be a number")
 
     @property
     def sequences_per_step(self) -> int:
-        """Over all processes."""
+        """Sequences per optimizer step, over all ranks."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * world_size()
 
     def total_steps(self, rows_per_epoch: int, rows_per_step: int, steps_per_batch: int = 1) -> int:
-        """max_steps, or the steps of num_train_epochs."""
+        """Return max_steps, or the number of steps of num_train_epochs."""
         return self.max_steps or math.ceil(self.num_train_epochs * rows_per_epoch / rows_per_step) * steps_per_batch
 
 
 def steps_per_epoch(rows_per_epoch: int, rows_per_step: int, steps_per_batch: int = 1) -> Fraction:
-    """Optimizer steps of one pass over the data."""
+    """Return the optimizer steps per pass over the data."""
     return Fraction(rows_per_epoch * steps_per_batch, rows_per_step)
 
 
 def check_evaluation(data: DataConfig, run: RunConfig) -> None:
-    """Checks across blocks, which cannot see each other; every Config with both calls this."""
+    """Reject evaluation intervals without held-out rows."""
     if not data.holds_out:
         reject_unused(run, NO_HELD_OUT, ("eval_steps",))
         if run.evals_per_epoch:
@@ -499,25 +497,24 @@ def check_evaluation(data: DataConfig, run: RunConfig) -> None:
 class RolloutConfig:
     """How completions are sampled."""
 
-    engine: Literal["auto", "local", "vllm"] = "auto"
+    engine: Common[Literal["auto", "local", "vllm"]] = "auto"
     (
-        "What samples. local: this process, with the weights that it trains; vllm: servers that the run starts, or "
-        "those at --vllm.url. auto: vllm if a setting needs servers or, on a GPU, local does not fit beside training; "
-        "else local. config.yaml records which."
+        "Sampling engine. local: in the trainer process; vllm: servers at --vllm.url, or started by the run. auto: "
+        "vllm if a setting needs servers or local does not fit on the GPU, otherwise local; config.yaml records it."
     )
     max_batch_size: int | None = None
     (
-        "local: rows that are decoded at once. Further completions wait, and each takes the place of a row that has "
-        "ended. None: 512 on a GPU, or as many as the key-value cache has room for, and 256 on a CPU."
+        "local: maximum concurrent completions; other completions start as running completions finish. None: 512 on a "
+        "GPU, or as many as fit in the KV cache, and 256 on a CPU."
     )
     cache_gib: float | None = None
-    """local, on a GPU: most GiB of the key-value cache. None: what is free, at most what the largest batch needs."""
+    """local, on a GPU: maximum size of the KV cache. None: the free memory, at most what the largest batch needs."""
     eval_temperature: float = 0.0
-    """Temperature of evaluation. 0: greedy. Training always samples from the full distribution."""
+    """Temperature for evaluation. 0: greedy. Training always samples from the full distribution."""
     eval_top_p: float = 1.0
-    """Top-p of evaluation, if eval_temperature is above 0. 1: all tokens."""
+    """Top-p for evaluation, if eval_temperature is above 0. 1: all tokens."""
     eval_top_k: int = 0
-    """Top-k of evaluation, if eval_temperature is above 0. 0: all tokens."""
+    """Top-k for evaluation, if eval_temperature is above 0. 0: all tokens."""
 
     def __post_init__(self) -> None:
         check_numbers(self, {"1 or more": "max_batch_size", "above 0": "cache_gib"}, "rollout.")
@@ -527,9 +524,9 @@ class RolloutConfig:
 
 
 def check_engine(rollout: RolloutConfig, vllm: VllmConfig, sync: SyncConfig, asked: str | None = None) -> None:
-    """Refuse server settings without servers, and those of the local engine with servers.
+    """Reject server settings with the local engine, and settings of the local engine with servers.
 
-    `asked`: the setting by which engine=auto takes servers. Every Config with these blocks calls this.
+    `asked`: the setting for which engine=auto uses servers.
     """
     if rollout.engine == "local":
         for prefix, block in (("vllm.", vllm), ("sync.", sync)):
@@ -542,33 +539,35 @@ def check_engine(rollout: RolloutConfig, vllm: VllmConfig, sync: SyncConfig, ask
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseConfig:
-    """Length of rows, and what happens to rows that cannot be used."""
+    """Length limits, and rows that cannot be used."""
 
-    max_length: int = 1024
-    """Most tokens of prompt and response together. A longer response is cut on the right; the count is logged."""
-    max_prompt_length: int | None = None
-    """Leave out rows whose prompt has more tokens, and log how many. None: only those without room for a response."""
-    bad_rows: Literal["error", "skip"] = "error"
-    """What to do with a row that cannot be read: stop with an error that names it, or skip it and log the count."""
+    max_length: Common[int] = 1024
+    """Maximum tokens of prompt plus response. Longer responses are truncated on the right; the count is logged."""
+    max_prompt_length: Common[int | None] = None
+    """Skip rows with longer prompts (tokens) and log how many. None: skip only rows without room for a response."""
+    bad_rows: Common[Literal["error", "skip"]] = "error"
+    """For a row that cannot be read: stop with an error that names it, or skip it and log the count."""
 
     def __post_init__(self) -> None:
         if self.max_length < 2:
-            raise UserError(f"max_length={self.max_length}: must be 2 or more, nothing predicts the first token")
+            raise UserError(
+                f"max_length={self.max_length}: must be 2 or more, because the first token cannot be trained"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
     """The frozen reference model."""
 
-    ref: Literal["auto", "adapter_off", "copy", "precomputed"] = "auto"
+    ref: Common[Literal["auto", "adapter_off", "copy", "precomputed"]] = "auto"
     (
-        "How reference log-probs are computed. adapter_off: by the base of a LoRA run; copy: by a second model in "
-        "memory; precomputed: once for all rows, kept on disk. auto: adapter_off with LoRA, else copy."
+        "How reference log-probs are computed. adapter_off: with the base of a LoRA run; copy: with a second model in "
+        "memory; precomputed: once for all rows, stored on disk. auto: adapter_off with LoRA, otherwise copy."
     )
     ref_model: str | None = None
-    """Reference model, in any form that --model takes. None: the initial weights of this run."""
+    """Reference model, in any form that --model accepts. None: the initial weights of this run."""
     ref_cache: str = "~/.cache/strop/reference"
-    """Folder for precomputed log-probs, reused by runs with the same model and rows."""
+    """Folder for precomputed log-probs; runs with the same model and rows reuse them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -578,9 +577,9 @@ class MovingReferenceConfig:
     sync_ref_model: bool = False
     """Move the reference towards the policy every ref_model_sync_steps steps."""
     ref_model_mixup_alpha: float = 0.6
-    """Share of the policy in a moved reference."""
+    """Weight of the policy in an updated reference."""
     ref_model_sync_steps: int = 512
-    """Optimizer steps between moves of the reference."""
+    """Optimizer steps between updates of the reference."""
 
     def __post_init__(self) -> None:
         check_numbers(self, {"above 0": "ref_model_sync_steps", "above 0 and at most 1": "ref_model_mixup_alpha"})
@@ -588,9 +587,23 @@ class MovingReferenceConfig:
             reject_unused(self, "without sync_ref_model", ("ref_model_mixup_alpha", "ref_model_sync_steps"))
 
 
+class MethodMemory(NamedTuple):
+    """Memory needs of a method, for trainer/plan.py."""
+
+    head: Literal["one pass", "any loss", "none"] = "any loss"  # one pass: the head computes the gradient, too
+    reference: Literal["always", "with beta", "never"] = "never"
+    samples: bool = False
+    sequences: int = 1  # per row
+    critic: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class MethodConfig:
-    """The blocks that every built-in method has; run.py, plan.py and the command line read no others."""
+    """Base of all methods: run.py, plan.py and the command line read no other blocks."""
+
+    rows: ClassVar[str] = "auto"  # rows that the method reads: sft, pairs, unpaired, stepwise, prompts or truths
+    lora_learning_rate: ClassVar[float | None] = None  # default with LoRA; None: the same as for all weights
+    memory: ClassVar[MethodMemory] = MethodMemory()
 
     model: Flat[ModelConfig]
     data: Flat[DataConfig]

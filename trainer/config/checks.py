@@ -1,16 +1,19 @@
-"""Checks that config blocks share: the range of a number, and settings without effect. A failure is one sentence."""
+"""Checks shared by config blocks: the range of a number, and settings without effect."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from data.command.flags import default_of
 from data.errors import UserError
 
-RULES = {  # as the sentence puts it -> whether a number follows it; nan follows none
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+RULES = {  # rule, as the message states it -> whether a number satisfies it; nan never does
     "1 or more": lambda x: x >= 1,
     "2 or more": lambda x: x >= 2,
     "0 or more": lambda x: x >= 0,
@@ -26,17 +29,20 @@ RULES = {  # as the sentence puts it -> whether a number follows it; nan follows
 }
 
 
-def check_numbers(block: Any, rules: Mapping[str, str], prefix: str = "") -> None:
+def check_number(name: str, value: float | None, rule: str) -> None:
+    if value is not None and not RULES[rule](value):
+        raise UserError(f"{name}={value}: must be {rule}")
+
+
+def check_numbers(block: object, rules: Mapping[str, str], prefix: str = "") -> None:
     """check_numbers(self, {"1 or more": "save_total_limit logging_steps"}); None is always allowed."""
     for rule, names in rules.items():
         for name in names.split():
-            value = getattr(block, name)
-            if value is not None and not RULES[rule](value):
-                raise UserError(f"{prefix}{name}={value}: must be {rule}")
+            check_number(prefix + name, getattr(block, name), rule)
 
 
-def reject_unused(block: Any, why: str, names: Iterable[str] | None = None, prefix: str = "") -> None:
-    """Refuse settings that were changed and have no effect; names: all fields. `why` ends the sentence."""
+def reject_unused(block: DataclassInstance, why: str, names: Iterable[str] | None = None, prefix: str = "") -> None:
+    """Reject settings that differ from their default but have no effect; names: default all. `why` ends the message."""
     fields = {field.name: field for field in dataclasses.fields(block)}
     for name in fields if names is None else names:
         value = getattr(block, name)

@@ -1,4 +1,4 @@
-"""The defaults of a Config class as config.yaml writes them: the report shows what a run changed."""
+"""Return the defaults of a Config class as config.yaml writes them, for the report of changed settings."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from trainer.config.learning_rates import rates_of
 
 
 def default_tree(config: type, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested like config.yaml; a setting that must be given is absent. `settings`: those of the run, because the
-    learning rate has another default with LoRA, and auto has become an engine, or whether to compile."""
+    """Return a tree nested like config.yaml, without required settings.
+
+    `settings` are the run's: they decide the default learning rate (LoRA or not), and what auto was resolved to.
+    """
     tree: dict[str, Any] = {}
     for field, _, block, prefix in config_fields(config):
         default = default_of(field)

@@ -1,70 +1,56 @@
-"""Default learning rates of each method, for full fine-tuning and for LoRA, with their sources.
+"""Default learning rates: `optim` of a method's Config for all weights, and its lora_learning_rate with LoRA.
 
 Adapters take a higher rate than full weights: about ten times in supervised and in reinforcement learning, whatever
 their rank ("LoRA Without Regret", Schulman et al. 2025, thinkingmachines.ai/blog/lora). A rate published for adapters
-with the method itself takes precedence.
+with the method itself takes precedence; each method states its source.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import dataclasses
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
-FAR_OFF = 30.0  # a factor: published settings of one method differ by 10 or so
-SMALL_MODEL = 50_000_000  # parameters: published rates are for larger models; toy models take far higher ones
+from data.command.flags import default_of
+from trainer.config.blocks import MethodConfig
+
+FAR_OFF = 30.0  # factor; published settings of one method differ by about 10
+SMALL_MODEL = 50_000_000  # parameters; published rates are for larger models, and toy models need far higher rates
+C = TypeVar("C", bound=MethodConfig)
 
 
 class Rates(NamedTuple):
     full: float
     lora: float
-    source: str
-
-
-TEN_TIMES = "LoRA: ten times that (LoRA Without Regret)"
-SAMPLING = (
-    "TRL's default, DeepSeekMath (arXiv:2402.03300) and DAPO (arXiv:2503.14476); LoRA: TRL's guides to PEFT and to "
-    "LoRA Without Regret"
-)
-RATES: dict[str, Rates] = {
-    "sft": Rates(2e-5, 2e-4, "TRL's default; LoRA: TRL's guide to PEFT, axolotl's LoRA examples"),
-    "dpo": Rates(1e-6, 5e-6, "TRL's default and the paper (arXiv:2305.18290); LoRA: TRL's guide to PEFT, Zephyr QLoRA"),
-    "ipo": Rates(1e-6, 5e-6, "as dpo"),
-    "online_dpo": Rates(1e-6, 5e-6, "as dpo; TRL's default for all weights is 5e-7"),
-    "kto": Rates(1e-6, 5e-6, "TRL's default, which its KTO example says is like that of DPO; LoRA: as dpo"),
-    "orpo": Rates(8e-6, 8e-5, "the paper (arXiv:2403.07691) and TRL's ORPO example, which has both"),
-    "cpo": Rates(1e-6, 1e-5, f"TRL's default; {TEN_TIMES}"),
-    "simpo": Rates(1e-6, 1e-5, f"the upper end of the authors' 3e-7 to 1e-6 (arXiv:2405.14734); {TEN_TIMES}"),
-    "rm": Rates(1e-5, 1e-4, "TRL's example of reward modelling, which has both"),
-    "prm": Rates(1e-5, 1e-4, f"TRL's default; {TEN_TIMES}"),
-    "grpo": Rates(1e-6, 1e-5, SAMPLING),
-    "gdpo": Rates(1e-6, 1e-5, "as grpo"),
-    "rloo": Rates(1e-6, 1e-5, "TRL's default; LoRA: as grpo"),
-    "opd": Rates(1e-6, 1e-5, "as grpo, whose loop and clip it has"),
-    "ppo": Rates(1e-6, 1e-5, "the actor of OpenRLHF and verl; LoRA: as grpo"),
-    "ebft": Rates(1e-6, 1e-5, f"the authors' settings (arXiv:2603.12248); {TEN_TIMES}"),
-}
 
 
 def rates_of(config: type) -> Rates | None:
-    """Rates of the method whose Config this is or extends, or of sampling methods; None for any other Config."""
-    for base in config.__mro__:
-        package, _, name = base.__module__.rpartition(".")
-        if package == "trainer.methods":
-            return RATES.get(name)
-        if base.__module__ == "trainer.config.sampling":  # the user's own method that samples
-            return RATES["grpo"]
-    return None
+    """Return the default rates of a Config class, or None if it has no default for LoRA."""
+    lora = getattr(config, "lora_learning_rate", None)
+    if lora is None:
+        return None
+    optim = next(default_of(field) for field in dataclasses.fields(config) if field.name == "optim")
+    return Rates(optim.learning_rate, lora)
 
 
-def far_off(cfg: Any) -> str | None:
-    """A note if the learning rate is more than 30 times off the default, or if LoRA has a rate for full weights."""
+def with_default_rate(cfg: C) -> C:
+    """Set the default learning rate of a run with LoRA; config.yaml records it like any other value."""
+    rates = rates_of(type(cfg))
+    if rates is None or cfg.lora.r == 0:
+        return cfg
+    return replace(cfg, optim=replace(cfg.optim, learning_rate=rates.lora))
+
+
+def far_off(cfg: MethodConfig) -> str | None:
+    """Return a note if the learning rate is a factor 30 from the default, or if LoRA has a rate for full weights."""
     rates = rates_of(type(cfg))
     if rates is None:
         return None
     rate, is_lora = cfg.optim.learning_rate, cfg.lora.r > 0
-    usual = rates.lora if is_lora else rates.full
-    for_all_weights = is_lora and rate <= rates.full
-    if 1 / FAR_OFF <= rate / usual <= FAR_OFF and not for_all_weights:
+    default = rates.lora if is_lora else rates.full
+    is_full_rate = is_lora and rate <= rates.full
+    if 1 / FAR_OFF <= rate / default <= FAR_OFF and not is_full_rate:
         return None
-    factor, side = (rate / usual, "above") if rate > usual else (usual / rate, "below")
+    factor, side = (rate / default, "above") if rate > default else (default / rate, "below")
     which = f"with LoRA (for all weights it is {rates.full:g})" if is_lora else "for all weights"
-    return f"learning_rate={rate:g}: {factor:.3g} times {side} {usual:g}, the default of this method {which}"
+    return f"learning_rate={rate:g}: {factor:.3g} times {side} {default:g}, the default of this method {which}"

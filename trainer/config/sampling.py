@@ -1,31 +1,34 @@
-"""The flags of a method that samples completions of prompts and rewards them: GRPO and its relatives, and yours.
+"""Flags of methods that sample completions of prompts and reward them.
 
 @dataclass(frozen=True, kw_only=True)
-class Config(SamplingConfig):          # RewardedConfig: without the flags of a policy loss, for a loss of your own
+class Config(SamplingConfig):          # RewardedConfig: without the flags of a policy loss, for a custom loss
     my_flag: float = 0.5
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from data.errors import UserError
 from rollout.episodes.options import ToolConfig
 from rollout.gyms.options import NemoGymConfig, OpenEnvConfig, check_nemo_gym
 from rollout.gyms.verifiers_options import VerifiersConfig, check_verifiers
 from rollout.rewards.options import RewardConfig
-from trainer.config.blocks import NO_HELD_OUT, Flat, PromptConfig, check_evaluation
+from trainer.config.blocks import NO_HELD_OUT, Flat, MethodMemory, PromptConfig, check_evaluation
 from trainer.config.checks import reject_unused
 from trainer.config.groups import AdvantageConfig, GroupConfig, PolicyGradientConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardedConfig(GroupConfig):
-    """What every method has that samples completions of prompts and rewards them, whatever its loss."""
+    """Base of all methods that sample completions of prompts and reward them."""
 
-    fewest_generations: ClassVar[int] = 2  # 1 for a method that compares nothing within a group
-    refused: ClassVar[tuple[str, ...]] = ()  # settings of shared blocks that the method refuses; --help leaves them out
+    fewest_generations: ClassVar[int] = 2  # 1 for a method that does not compare within groups
+    refused: ClassVar[tuple[str, ...]] = ()  # settings of shared blocks that the method rejects; --help omits them
+    rows: ClassVar[str] = "prompts"
+    # TRL's guides to PEFT and to LoRA Without Regret; all weights: TRL, DeepSeekMath (2402.03300), DAPO (2503.14476).
+    lora_learning_rate: ClassVar[float] = 1e-5
 
     data: Flat[PromptConfig] = field(default_factory=PromptConfig)
     reward: Flat[RewardConfig] = field(default_factory=RewardConfig)
@@ -33,6 +36,10 @@ class RewardedConfig(GroupConfig):
     openenv: OpenEnvConfig = field(default_factory=OpenEnvConfig)
     nemo_gym: NemoGymConfig = field(default_factory=NemoGymConfig)
     verifiers: VerifiersConfig = field(default_factory=VerifiersConfig)
+
+    @property
+    def server_environments(self) -> dict[str, object]:
+        return {"nemo_gym.multi_turn": self.nemo_gym.multi_turn, "verifiers.env": self.verifiers.env}
 
     def __post_init__(self) -> None:
         check_evaluation(self.data, self.run)
@@ -45,14 +52,16 @@ class RewardedConfig(GroupConfig):
             reject_unused(self, NO_HELD_OUT, ("num_generations_eval",))
         if self.num_generations_eval > 1 and self.rollout.eval_temperature == 0:
             raise UserError(
-                f"num_generations_eval={self.num_generations_eval}: greedy completions of a prompt are all the same; "
-                "set --rollout.eval-temperature too"
+                f"num_generations_eval={self.num_generations_eval}: greedy completions of a prompt are identical; set "
+                "--rollout.eval-temperature"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig(RewardedConfig, PolicyGradientConfig):
-    """The same with a policy loss, and advantages from the rewards."""
+    """RewardedConfig plus a policy loss and advantages from the rewards."""
+
+    memory: ClassVar[MethodMemory] = MethodMemory("one pass", "with beta", samples=True)
 
     advantage: Flat[AdvantageConfig] = field(default_factory=AdvantageConfig)
 
@@ -61,30 +70,28 @@ class SamplingConfig(RewardedConfig, PolicyGradientConfig):
         if self.advantage.overlong_margin > self.max_completion_length:
             margin = self.advantage.overlong_margin
             raise UserError(
-                f"overlong_margin={margin}: is more than max_completion_length={self.max_completion_length}; lower it"
+                f"overlong_margin={margin}: must be at most max_completion_length={self.max_completion_length}"
             )
         if not self.overlap.replay_recompute_logps and self.correction.proximal_policy == "behaviour":
             raise UserError(
-                "replay_recompute_logps=False: proximal_policy=behaviour takes every ratio against the engine anyway; "
-                "leave one of them out"
+                "replay_recompute_logps=False: has no effect with proximal_policy=behaviour, whose ratios are always "
+                "against the engine"
             )
 
 
-def check_rollout_setup(cfg: Any) -> None:
-    """One of them at a time, and only with settings they can follow. For the Config of a method that samples."""
-    tools: ToolConfig = cfg.tools
-    env: OpenEnvConfig = cfg.openenv
-    gym: NemoGymConfig = cfg.nemo_gym
-    given = {
-        "tools": bool(tools.tools),
-        "rollout_func": tools.rollout_func is not None,
-        "openenv.env": env.env is not None,
+def check_rollout_setup(cfg: RewardedConfig) -> None:
+    """Reject more than one environment, and settings that the environment does not support."""
+    gym = cfg.nemo_gym
+    sources = {
+        "tools": bool(cfg.tools.tools),
+        "rollout_func": cfg.tools.rollout_func is not None,
+        "openenv.env": cfg.openenv.env is not None,
         "nemo_gym.multi_turn": gym.multi_turn,
         "verifiers.env": cfg.verifiers.env is not None,
     }
-    names = [name for name, is_given in given.items() if is_given]
+    names = [name for name, is_set in sources.items() if is_set]
     if len(names) > 1:
-        raise UserError(f"{names[0]}, {names[1]}: each of them makes the whole completion; give one")
+        raise UserError(f"{names[0]}, {names[1]}: each generates the whole completion; set only one")
     check_verifiers(
         cfg.verifiers,
         has_data=bool(cfg.data.data or cfg.data.eval_data or gym.datasets),
@@ -93,24 +100,21 @@ def check_rollout_setup(cfg: Any) -> None:
         chat_template=cfg.model.chat_template,
     )
     if not cfg.data.data and not gym.datasets and cfg.verifiers.env is None:
-        raise UserError("--data: required; name rows, or rows of a gym by --nemo-gym.datasets or --verifiers.env")
+        raise UserError("--data: required; pass a source, or rows of a gym with --nemo-gym.datasets or --verifiers.env")
     if gym.multi_turn and (cfg.data.data or cfg.data.eval_data):
         raise UserError(
             f"data={' '.join((*cfg.data.data, *cfg.data.eval_data))}: nemo_gym.multi_turn uses only rows of the "
-            "gym; leave it out"
+            "gym; remove --data and --eval-data"
         )
     if gym.datasets and cfg.data.val_set_size:
-        raise UserError(
-            f"val_set_size={cfg.data.val_set_size:g}: rows of a gym are not held out; leave it out, or use --eval-data"
-        )
-    by_adapter = cfg.overlap.vllm_lora_sync or cfg.sync.backend == "lora"
+        raise UserError(f"val_set_size={cfg.data.val_set_size:g}: cannot hold out rows of a gym; use --eval-data")
     check_nemo_gym(
         gym,
         reward_funcs=cfg.reward.reward_funcs,
         engine=cfg.rollout.engine,
         vllm_url=cfg.vllm.url,
         vllm_port=cfg.vllm.port,
-        lora_sync=by_adapter or (cfg.lora.r > 0 and cfg.sync.backend == "auto"),
+        lora_sync=cfg.sync.backend == "lora" or (cfg.lora.r > 0 and cfg.sync.backend == "auto"),
         in_flight=cfg.overlap.async_prefetch,
         stop=cfg.stop,
     )

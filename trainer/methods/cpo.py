@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from data.command.flags import Common
 from data.errors import UserError
 from data.rows.held_out import train_and_held_out
 from data.types import Pair
 from losses.reference_free import CPO_LOSSES, FreeScores, cpo_loss
 from losses.types import LossOut, options_of
+from trainer.config.blocks import MethodMemory
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.config import PreferenceConfig
 from trainer.offline.pairs import PairBatch, pack_pairs, pair_evaluation, pairs_of, sum_losses
@@ -33,15 +35,20 @@ from trainer.run.training import Training, open_policy
 class Config(PreferenceConfig):
     """Contrastive preference optimisation: a pair loss without reference, plus likelihood of the chosen response."""
 
-    loss_type: Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"] = "sigmoid"
+    memory: ClassVar[MethodMemory] = MethodMemory("any loss", sequences=2)
+    rows: ClassVar[str] = "pairs"
+    # Ten times the rate for all weights, which is TRL's (LoRA Without Regret).
+    lora_learning_rate: ClassVar[float] = 1e-5
+
+    loss_type: Common[Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"]] = "sigmoid"
     """Pair loss: sigmoid and hinge compare sums of log-probs, the others log-probs per token."""
-    beta: float = 0.1
+    beta: Common[float] = 0.1
     """Scale of the log-prob difference."""
-    label_smoothing: float = 0.0
+    label_smoothing: Common[float] = 0.0
     """Assumed chance that a label is flipped; for sigmoid, simpo and alphapo."""
-    cpo_alpha: float = 1.0
+    cpo_alpha: Common[float] = 1.0
     """Weight of the negative log-likelihood of the chosen response per token; 0 leaves it out."""
-    simpo_gamma: float = 0.0
+    simpo_gamma: Common[float] = 0.0
     """Margin that the chosen response must win by; for simpo and alphapo."""
     alpha: float = 0.0
     """Shape of alphapo's reward; 0 is simpo."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,7 @@ from losses.preference import (
     wpo_weight,
 )
 from losses.types import options_of
+from trainer.config.blocks import MethodMemory
 from trainer.config.preference import PairOptions, check_pair_options
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.config import PreferenceConfig
@@ -48,9 +50,14 @@ from trainer.run.training import Training, open_policy
 class Config(PairOptions, PreferenceConfig):
     """Direct preference optimisation on chosen and rejected responses, and its relatives."""
 
+    memory: ClassVar[MethodMemory] = MethodMemory("any loss", "always", sequences=2)
+    rows: ClassVar[str] = "pairs"
+    # TRL's guide to PEFT, Zephyr QLoRA; all weights: TRL, the paper (2305.18290).
+    lora_learning_rate: ClassVar[float] = 5e-6
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_pair_options(self)
+        check_pair_options(self, lora=self.lora, run=self.run, num_pairs=self.run.sequences_per_step)
 
 
 def train(cfg: Config) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from data.errors import UserError
 from data.rows.documents import load_documents
@@ -28,6 +29,7 @@ from data.rows.targets import load_targets
 from data.strided import Document, require_anchors
 from data.types import TargetPrompt
 from rollout.engine import Engine, Sampling, Source
+from trainer.config.blocks import MethodMemory
 from trainer.config.checks import reject_unused
 from trainer.config.ebft import EbftConfig
 from trainer.ebft import strided, structured
@@ -44,6 +46,10 @@ from trainer.run.training import Training, open_policy
 @dataclass(frozen=True, kw_only=True)
 class Config(EbftConfig):
     """Energy-based fine-tuning: match the features of true completions with those of rollouts."""
+
+    memory: ClassVar[MethodMemory] = MethodMemory("one pass", "always", samples=True)
+    rows: ClassVar[str] = "truths"
+    lora_learning_rate: ClassVar[float] = 1e-5  # ten times the authors' rate for all weights (2603.12248)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,7 +14,7 @@ from trainer.config.blocks import Flat
 from trainer.config.groups import AdvantageConfig
 from trainer.methods import grpo
 
-SEPARATE = "normalize_then_sum"
+ESTIMATOR = "normalize_then_sum"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,15 +22,12 @@ class Config(grpo.Config):
     """Group reward-decoupled normalisation: every reward is compared within its group, then their sum in the batch."""
 
     refused: ClassVar[tuple[str, ...]] = ("scale_rewards",)  # it always scales
-    advantage: Flat[AdvantageConfig] = field(
-        default_factory=lambda: AdvantageConfig(multi_objective_aggregation=SEPARATE)
-    )
+    advantage: Flat[AdvantageConfig] = field(default_factory=lambda: AdvantageConfig(advantage_estimator=ESTIMATOR))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = self.advantage.multi_objective_aggregation
-        if given != SEPARATE:
-            raise UserError(f"multi_objective_aggregation={given}: gdpo is {SEPARATE}; use --method grpo")
+        if (name := self.advantage.advantage_estimator) != ESTIMATOR:
+            raise UserError(f"advantage_estimator={name}: gdpo is {ESTIMATOR}; use --method grpo")
 
 
 train = grpo.train

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from data.command.flags import Common
 from trainer.config.preference import PairLossType
 from trainer.methods import dpo
 
@@ -17,7 +18,7 @@ from trainer.methods import dpo
 class Config(dpo.Config):
     """Identity preference optimisation: DPO with a squared loss that does not run away from the reference."""
 
-    loss_type: tuple[PairLossType, ...] = ("ipo",)
+    loss_type: Common[tuple[PairLossType, ...]] = ("ipo",)
     """Pair loss; ipo is what makes this method."""
 
 

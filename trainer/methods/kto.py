@@ -13,18 +13,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from data.command.flags import Common
 from data.errors import UserError
 from data.packing import Batch, Item, to_device
 from data.rows.held_out import train_and_held_out
 from data.types import Labelled
 from losses.kto import reward_auc
 from losses.types import Metrics
-from trainer.config.blocks import Flat, ReferenceConfig
+from trainer.config.blocks import Flat, MethodMemory, ReferenceConfig
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.config import PreferenceConfig
 from trainer.offline.labelled import LabelledStep, item_of, load_rows, mismatched_items, pack_labelled
@@ -41,15 +42,19 @@ from trainer.run.training import Training, open_policy
 class Config(PreferenceConfig):
     """Kahneman-Tversky optimisation on responses labelled desirable or undesirable."""
 
+    memory: ClassVar[MethodMemory] = MethodMemory("any loss", "always")
+    rows: ClassVar[str] = "unpaired"
+    lora_learning_rate: ClassVar[float] = 5e-6  # like DPO; all weights: TRL
+
     reference: Flat[ReferenceConfig] = field(default_factory=ReferenceConfig)
 
-    loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
+    loss_type: Common[Literal["kto", "apo_zero_unpaired"]] = "kto"
     """apo_zero_unpaired holds the reference point at zero and needs no mismatched rows."""
-    beta: float = 0.1
+    beta: Common[float] = 0.1
     """Strength of the pull to the reference."""
-    desirable_weight: float = 1.0
+    desirable_weight: Common[float] = 1.0
     """Weight of desirable rows; desirable_weight x their number / the same of the others should be in [1, 4/3]."""
-    undesirable_weight: float = 1.0
+    undesirable_weight: Common[float] = 1.0
     """Weight of undesirable rows; change one of the two weights, not both."""
 
     def __post_init__(self) -> None:

@@ -17,14 +17,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from data.command.flags import Common
 from data.errors import UserError
 from losses.advantage import Rewards
 from rollout.rewards.judge import open_judged
+from trainer.config.blocks import MethodMemory
 from trainer.config.checks import check_numbers, reject_unused
 from trainer.config.preference import PairOptions, check_pair_options
 from trainer.config.sampling import RewardedConfig
@@ -40,11 +42,14 @@ from trainer.run.training import Training, open_policy
 class Config(PairOptions, RewardedConfig):
     """Online direct preference optimisation: the best completion of each prompt against the worst."""
 
-    num_generations: int = 4
+    memory: ClassVar[MethodMemory] = MethodMemory("any loss", "always", samples=True)
+    lora_learning_rate: ClassVar[float] = 5e-6  # like DPO; TRL's default for all weights is 5e-7
+
+    num_generations: Common[int] = 4
     """Completions sampled per prompt, 2 or more; the best and the worst of them are trained on."""
-    temperature: float = 1.0
+    temperature: Common[float] = 1.0
     """Sampling temperature. The loss takes log-probs at temperature 1, as for pairs of a file."""
-    judge: str | None = None
+    judge: Common[str | None] = None
     (
         "Your function that compares the completions of a prompt, my_module.fn or FILE.py:fn; it picks the pairs. "
         "Reward functions, if named, then only measure."
@@ -58,7 +63,7 @@ class Config(PairOptions, RewardedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_pair_options(self)
+        check_pair_options(self, lora=self.lora, run=self.run, num_pairs=self.prompts_per_step)
         check_numbers(self, {"0 or above": "missing_eos_penalty"})
         if self.reference.ref == "precomputed":
             raise UserError(

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from data.command.flags import Common
 from data.errors import UserError
 from data.packing import to_device
 from data.rows.held_out import train_and_held_out
 from data.types import Pair
 from losses.reference_free import FreeScores, orpo_loss
 from losses.types import LossOut
-from trainer.config.blocks import Flat, OptimConfig
+from trainer.config.blocks import Flat, MethodMemory, OptimConfig
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.config import PreferenceConfig
 from trainer.offline.pairs import PairBatch, pack_pairs, pair_evaluation, pairs_of, sum_losses
@@ -34,9 +36,13 @@ from trainer.run.training import Training, open_policy
 class Config(PreferenceConfig):
     """Odds ratio preference optimisation: fine-tuning and preference in one stage, without a reference."""
 
+    memory: ClassVar[MethodMemory] = MethodMemory("any loss", sequences=2)
+    rows: ClassVar[str] = "pairs"
+    lora_learning_rate: ClassVar[float] = 8e-5  # TRL's ORPO example; all weights: the paper (2403.07691)
+
     optim: Flat[OptimConfig] = field(default_factory=lambda: OptimConfig(learning_rate=8e-6))
 
-    orpo_alpha: float = 0.1
+    orpo_alpha: Common[float] = 0.1
     """Weight of the odds ratio term; lambda in the paper, beta in TRL."""
     nll_on_prompt: bool = True
     """Take the likelihood over prompt and chosen response, as published; --no-nll-on-prompt over the response alone."""

@@ -18,12 +18,13 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from data.command.flags import Common
 from data.errors import UserError
 from losses.advantage import mean_of, moments
 from losses.gae import estimate_advantage, explained_variance, rewards_to_go, token_rewards, whiten
 from losses.kl import k1
 from losses.types import Metrics, wide
-from trainer.config.blocks import Flat
+from trainer.config.blocks import Flat, MethodMemory
 from trainer.config.checks import check_numbers, reject_unused
 from trainer.config.policy import PolicyLossConfig, without_skips
 from trainer.config.sampling import SamplingConfig
@@ -43,26 +44,27 @@ from trainer.run.training import Training, open_policy
 class Config(SamplingConfig):
     """Proximal policy optimisation: a critic learns what to expect, and each token is judged against it."""
 
+    memory: ClassVar[MethodMemory] = MethodMemory("one pass", "with beta", samples=True, critic=True)
     fewest_generations: ClassVar[int] = 1
-    refused: ClassVar = tuple("scale_rewards advantage_estimator advantage_kwargs multi_objective_aggregation".split())
+    refused: ClassVar = tuple("scale_rewards advantage_estimator advantage_kwargs".split())
     policy_loss: Flat[PolicyLossConfig] = field(default_factory=without_skips)
-    num_generations: int = 1
+    num_generations: Common[int] = 1
     """Completions sampled per prompt; nothing is compared within a group."""
     minibatches_per_rollout: int = 4
     """Optimizer steps that a rollout is divided over; each trains on its part, num_iterations times."""
-    gae_lambda: float = 0.95
+    gae_lambda: Common[float] = 0.95
     """Trust in the critic: 0 takes its value of the next token, 1 only what was earned in the end."""
     gamma: float = 1.0
     """Discount per trained token."""
     whiten_advantages: bool = True
     """Scale the advantages of a rollout to mean 0 and deviation 1 over all its trained tokens."""
-    value_model: str | None = None
+    value_model: Common[str | None] = None
     """A model or run of its own as critic, for example a reward model. None: a head on the policy's trunk."""
     vf_coef: float = 0.1
     """Weight of the critic's loss where it shares the policy's trunk."""
     cliprange_value: float | None = 0.2
     """How far a value may move from that of the rollout's start and still lower its loss. None: any distance."""
-    critic_learning_rate: float = 1e-5
+    critic_learning_rate: Common[float] = 1e-5
     """Learning rate of the critic, head or model; without a warm-up, to learn while the policy's still rises."""
 
     def __post_init__(self) -> None:

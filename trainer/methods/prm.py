@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from data.command.flags import Common
 from data.errors import UserError
 from data.packing import Batch, Item, to_device
 from data.rows.held_out import train_and_held_out
 from data.rows.stepwise import load_steps
 from data.types import Steps
 from losses.reward_model import UNLABELLED, confusion, macro_f1, stepwise_loss
-from trainer.config.blocks import Flat, OptimConfig
+from trainer.config.blocks import Flat, MethodMemory, OptimConfig
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.config import OfflineConfig
 from trainer.offline.rows import Rows, pack_items, read_rows, rows_of_this_rank
@@ -35,17 +36,22 @@ from trainer.run.training import Training
 class Config(OfflineConfig):
     """Process reward model from solutions whose steps are labelled; a reward for GRPO, --reward-funcs prm:RUN."""
 
+    memory: ClassVar[MethodMemory] = MethodMemory("none")
+    rows: ClassVar[str] = "stepwise"
+    # Ten times the rate for all weights, which is TRL's (LoRA Without Regret).
+    lora_learning_rate: ClassVar[float] = 1e-4
+
     optim: Flat[OptimConfig] = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
 
-    max_length: int = 1024
+    max_length: Common[int] = 1024
     """Tokens per solution, prompt included; what is longer is cut on the right, with its labels."""
-    bad_rows: Literal["error", "skip"] = "error"
+    bad_rows: Common[Literal["error", "skip"]] = "error"
     """error stops at the first broken row and names it; skip leaves broken rows out, and counts them."""
-    max_completion_length: int | None = None
+    max_completion_length: Common[int | None] = None
     """Tokens of the steps alone; None sets no limit of its own."""
-    step_separator: str = "\n"
+    step_separator: Common[str] = "\n"
     """Put behind every step; the step is judged at its last token. Saved with the model."""
-    train_on_last_step_only: bool = False
+    train_on_last_step_only: Common[bool] = False
     """Train only the label of the last step; evaluation always looks at all."""
 
     def __post_init__(self) -> None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from data.command.flags import Common
 from data.errors import UserError
 from data.format_options import FormatOptions
 from data.packing import Batch, to_device
@@ -20,7 +21,7 @@ from data.rows.pairs import load_pairs
 from data.types import Pair
 from losses.reward_model import bradley_terry
 from losses.types import LossOut
-from trainer.config.blocks import Flat, OptimConfig
+from trainer.config.blocks import Flat, MethodMemory, OptimConfig
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.config import OfflineConfig
 from trainer.offline.rows import Rows, pack_items, read_rows, rows_of_this_rank
@@ -37,14 +38,18 @@ from trainer.run.training import Training
 class Config(OfflineConfig):
     """Reward model from preference pairs; its output is a reward for GRPO, --reward-funcs model:RUN."""
 
+    memory: ClassVar[MethodMemory] = MethodMemory("none", sequences=2)
+    rows: ClassVar[str] = "pairs"
+    lora_learning_rate: ClassVar[float] = 1e-4  # TRL's reward modelling example, for both rates
+
     optim: Flat[OptimConfig] = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
     format: FormatOptions = field(default_factory=FormatOptions)
 
-    max_length: int = 1024
+    max_length: Common[int] = 1024
     """Tokens of prompt and response; a pair with a longer side is left out, and counted: people judged it whole."""
-    bad_rows: Literal["error", "skip"] = "error"
+    bad_rows: Common[Literal["error", "skip"]] = "error"
     """error stops at the first broken row and names it; skip leaves broken rows out, and counts them."""
-    center_rewards_coefficient: float | None = None
+    center_rewards_coefficient: Common[float | None] = None
     """Weight of (chosen + rejected)^2, which keeps scores around zero; 0.01 is usual, None leaves them free."""
 
     def __post_init__(self) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from data.chat import ROLES, Trained
+from data.command.flags import Common
 from data.errors import UserError
 from data.packing import Batch, Item
 from data.rows.held_out import train_and_held_out
@@ -22,7 +23,7 @@ from data.rows.sft import load_examples
 from data.types import Example
 from kernels.linear_logprob import TokenLogps
 from losses.types import Metrics
-from trainer.config.blocks import Flat, OptimConfig, check_evaluation
+from trainer.config.blocks import Flat, MethodMemory, OptimConfig, check_evaluation
 from trainer.config.checks import reject_unused
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.config import OfflineConfig
@@ -38,9 +39,13 @@ from trainer.run.training import Training, open_policy
 class Config(OfflineConfig):
     """Supervised fine-tuning: imitate the assistant turns or completions of the data."""
 
+    memory: ClassVar[MethodMemory] = MethodMemory("one pass")
+    rows: ClassVar[str] = "sft"
+    lora_learning_rate: ClassVar[float] = 2e-4  # TRL's guide to PEFT, axolotl's LoRA examples; all weights: TRL
+
     optim: Flat[OptimConfig] = field(default_factory=lambda: OptimConfig(learning_rate=2e-5))
 
-    max_length: int = 1024
+    max_length: Common[int] = 1024
     """Tokens per example; what is longer is cut on the right, and counted."""
     sft_loss: Literal["nll", "dft"] = "nll"
     (

@@ -9,8 +9,9 @@ CPO-SimPO. The loop is CPO's (trainer/methods/cpo.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
+from data.command.flags import Common
 from trainer.methods import cpo
 
 
@@ -18,13 +19,16 @@ from trainer.methods import cpo
 class Config(cpo.Config):
     """Simple preference optimisation: length-normalised margin, no reference."""
 
-    loss_type: Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"] = "simpo"
+    # Ten times the rate for all weights, the upper end of the authors' 3e-7 to 1e-6 (2405.14734).
+    lora_learning_rate: ClassVar[float] = 1e-5
+
+    loss_type: Common[Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"]] = "simpo"
     """Pair loss; simpo is what makes this method."""
-    beta: float = 2.0
+    beta: Common[float] = 2.0
     """Scale of the difference of log-probs per token; published settings lie between 2 and 10."""
-    cpo_alpha: float = 0.0
+    cpo_alpha: Common[float] = 0.0
     """Weight of the negative log-likelihood of the chosen response per token; 0 is SimPO as published."""
-    simpo_gamma: float = 1.0
+    simpo_gamma: Common[float] = 1.0
     """Margin that the chosen response must win by; about half of beta."""
 
 

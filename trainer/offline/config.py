@@ -1,4 +1,4 @@
-"""Config blocks of methods that train on fixed rows.
+"""Flags of methods that train on fixed rows.
 
 @dataclass(frozen=True, kw_only=True)
 class Config(OfflineConfig):
@@ -15,12 +15,12 @@ from trainer.config.blocks import Flat, MethodConfig, ResponseConfig, check_eval
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineConfig(MethodConfig):
-    """Blocks of every method that trains on fixed rows."""
+    """Base of all methods that train on fixed rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceConfig(OfflineConfig):
-    """What every method on pairs or labelled responses has."""
+    """Base of the methods on pairs or labelled responses."""
 
     response: Flat[ResponseConfig] = field(default_factory=ResponseConfig)
     format: FormatOptions = field(default_factory=FormatOptions)

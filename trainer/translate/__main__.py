@@ -1,6 +1,6 @@
 """Write the tables of docs/from_axolotl.md and docs/from_trl.md: python -m trainer.translate --write.
 
-Without --write it says whether they are as the code has them, by its exit code.
+Without --write the exit code reports whether they are up to date.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     for page in stale:
         if argv == ["--write"]:
             (DOCS / page).write_text(page_text(page), encoding="utf-8")
-        print(f"docs/{page}: {'written' if argv == ['--write'] else 'its table is not that of the code'}")
+        print(f"docs/{page}: {'written' if argv == ['--write'] else 'its table is out of date'}")
     return 0 if argv == ["--write"] else int(bool(stale))
 
 
@@ -72,9 +72,9 @@ def _rows(what: str, table: Mapping[str, Key]) -> str:
     for key, entry in table.items():
         grouped.setdefault(entry, []).append(key)
     lines = [f"| {what} | outcome | |", "|---|---|---|"]
-    for outcome in ("translated", "no effect", "refused"):
+    for outcome in ("translated", "no effect", "rejected"):
         lines += [
-            f"| {_listed(keys)} | {'no equivalent' if what == 'field' and outcome == 'refused' else outcome} | "
+            f"| {_listed(keys)} | {'no equivalent' if what == 'field' and outcome == 'rejected' else outcome} | "
             f"{entry.text} |"
             for entry, keys in grouped.items() if entry.outcome == outcome
         ]  # fmt: skip

@@ -1,11 +1,11 @@
-"""An axolotl config in our terms: python -m trainer --config their.yml, and --dry-run to see the result.
+"""Translate an axolotl config: python -m trainer --config their.yml, and --dry-run to print the result.
 
     if is_axolotl(tree):
         made = translate(tree)
         made.tree, made.idle, made.notes, made.environment
 
-axolotl_table.py says what becomes of every key. Where the file leaves out a key whose default differs from ours,
-axolotl's default is set, so that the same run results; docs/from_axolotl.md lists those.
+axolotl_table.py lists the outcome for every key. If a missing key has a different default in axolotl, axolotl's default
+is set; docs/from_axolotl.md lists those keys.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainer.parallel.ranks import world_size
 from trainer.translate import keys
 from trainer.translate.axolotl_rows import rows_of, template_of
 from trainer.translate.axolotl_table import IDLE_PLUGINS, TABLE
-from trainer.translate.keys import EIGHT_BITS_NOTE, Theirs, Translation, number
+from trainer.translate.keys import EIGHT_BITS_NOTE, SCHEDULES, Theirs, Translation, number
 
 # A file with one of these and none of OURS is axolotl's.
 THEIRS = ("base_model", "rl", "datasets", "reward_model", "process_reward_model", "micro_batch_size", "sequence_len")
@@ -32,12 +32,9 @@ OURS = ("method", "model", "data", "lora", "parallel", "rollout", "per_device_tr
 METHODS = ("dpo", "ipo", "simpo", "kto", "orpo", "grpo", "gdpo", "ebft")  # values of rl
 SAMPLING = ("grpo", "gdpo", "rloo")
 PAIRS = ("dpo", "ipo")
-WARMUP = 0.03  # of the steps, and at most MOST_WARMUP of them, where the file does not say
-MOST_WARMUP = 100
+WARMUP = 0.03  # fraction of the steps, at most MAX_WARMUP steps, if the file has no warm-up
+MAX_WARMUP = 100
 
-SCHEDULES = {"constant_with_warmup": "constant", "cosine_warmup_with_min_lr": "cosine_with_min_lr",
-             **{name: name for name in ("constant", "linear", "cosine", "cosine_with_min_lr", "warmup_stable_decay",
-                                        "inverse_sqrt")}}  # fmt: skip
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla",
                      "paged_adamw_32bit", "optimi_adamw", "adamw_anyprecision"), "adamw"),
@@ -72,12 +69,12 @@ def is_axolotl(tree: Mapping[str, Any]) -> bool:
 def translate(
     tree: Mapping[str, Any], *, method: str | None = None, engine: str | None = None, max_steps: str | None = None
 ) -> Translation:
-    """`method`, `engine`, `max_steps`: those of the command line, which decide what the settings of the file mean."""
+    """Translate a file; method, engine and max_steps are those of the command line and affect its meaning."""
     return _Axolotl(tree, method, engine, max_steps).made
 
 
 class _Axolotl:
-    """One file. Each method translates a part of it."""
+    """One file; each method translates a section of it."""
 
     def __init__(self, tree: Mapping[str, Any], method: str | None, engine: str | None, max_steps: str | None) -> None:
         self.made, self.max_steps = Translation(), max_steps
@@ -111,7 +108,7 @@ class _Axolotl:
         self._tell_servers_apart()
 
     def copy(self, key: str, name: str | None = None, *, unless: Any = None) -> None:
-        """Set our flag to the value of the key, if the file has it and it is not our default."""
+        """Set the flag to the value of the key, if the file has it and it is not the default."""
         value = self.take(key)
         if value is not None and value != unless:
             self.set(name or key.rpartition(".")[2], value)
@@ -160,7 +157,7 @@ class _Axolotl:
         mixed, pure, full, torch_dtype = (self.take(key) for key in ("bf16", "bfloat16", "float32", "torch_dtype"))
         name = str(torch_dtype).removeprefix("torch.") if torch_dtype is not None else None
         if name not in (None, "auto", "bfloat16", "float32"):
-            raise UserError(f"torch_dtype={torch_dtype}: is not built here; use bfloat16 or float32")
+            raise UserError(f"torch_dtype={torch_dtype}: is not supported; use bfloat16 or float32")
         if full is True or (mixed is False and not pure) or (mixed is None and name == "float32"):
             self.set("dtype", "float32")
         elif mixed is True or pure is True or mixed == "full" or name == "bfloat16":
@@ -184,7 +181,7 @@ class _Axolotl:
         self.theirs.take_all("pretraining_dataset")
         held_out, shared_by_those = rows_of(tree, "test_datasets", self.method)
         if self.gym:
-            entries, shared = [], {}  # axolotl's plugin replaces the rows by those of the gym
+            entries, shared = [], {}  # axolotl's plugin replaces the rows by the gym's rows
         else:
             self.theirs.take_all("datasets")
             entries, shared = rows_of(tree, "datasets", self.method)
@@ -250,7 +247,7 @@ class _Axolotl:
     def _length(self) -> None:
         policy = self.take("excess_length_strategy")
         if policy == "raise":
-            raise UserError("excess_length_strategy=raise: long rows are cut or left out, and counted; remove it")
+            raise UserError("excess_length_strategy=raise: long rows are truncated or skipped, and counted; remove it")
         if not self.samples:
             self.set("max_length", number(self.take("sequence_len"), "sequence_len", int) or 512)
         if self.samples or self.method in (*PAIRS, "simpo", "orpo", "kto"):
@@ -299,7 +296,7 @@ class _Axolotl:
         lowest = self.take("cosine_min_lr_ratio"), self.take("lr_scheduler_kwargs.min_lr_rate")
         floor = number(lowest[0] if lowest[0] is not None else lowest[1], "cosine_min_lr_ratio")
         if name not in SCHEDULES:
-            raise UserError(f"lr_scheduler={name}: is not built here; {suggest(str(name), SCHEDULES)}")
+            raise UserError(f"lr_scheduler={name}: is not supported; {suggest(str(name), SCHEDULES)}")
         has_warmup = name != "constant"  # which has none in transformers; constant_with_warmup has
         name = "cosine_with_min_lr" if floor and name == "cosine" else SCHEDULES[name]
         self.set("lr_scheduler_type", None if name == "cosine" else name)
@@ -312,13 +309,13 @@ class _Axolotl:
             self.set("warmup_steps", steps)
         elif has_warmup and ratio is None and steps is None:
             total = str(self.made.tree.get("max_steps") if self.max_steps is None else self.max_steps)
-            is_long = total.isdigit() and WARMUP * int(total) > MOST_WARMUP
-            self.set("warmup_steps" if is_long else "warmup_ratio", MOST_WARMUP if is_long else WARMUP)
+            is_long = total.isdigit() and WARMUP * int(total) > MAX_WARMUP
+            self.set("warmup_steps" if is_long else "warmup_ratio", MAX_WARMUP if is_long else WARMUP)
         elif has_warmup:
             self.set("warmup_ratio", ratio or None)
         optimizer = self.take("optimizer") or "adamw_torch_fused"
         if optimizer not in OPTIMIZERS:
-            raise UserError(f"optimizer={optimizer}: is not built here; {suggest(str(optimizer), OPTIMIZERS)}")
+            raise UserError(f"optimizer={optimizer}: is not supported; {suggest(str(optimizer), OPTIMIZERS)}")
         self.set("optim", None if OPTIMIZERS[optimizer] == "adamw" else OPTIMIZERS[optimizer])
         for key in ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"):
             self.numbers(key)
@@ -360,7 +357,7 @@ class _Axolotl:
         self.set("report_to", services or None)
         for name in self.theirs.tree.get("plugins") or ():
             if not any(known in str(name) for known in IDLE_PLUGINS):
-                raise UserError(f"plugins={name}: may change what is trained, and is not built here; remove it")
+                raise UserError(f"plugins={name}: may change what is trained, and is not supported; remove it")
 
     # adapters and processes
 
@@ -368,7 +365,7 @@ class _Axolotl:
         adapter = self.take("adapter")
         four, eight = self.take("load_in_4bit"), self.take("load_in_8bit")
         if adapter not in (None, "lora", "qlora"):
-            raise UserError(f"adapter={adapter}: is not built here; use lora or qlora")
+            raise UserError(f"adapter={adapter}: is not supported; use lora or qlora")
         if adapter == "qlora" or four or eight:
             self._quantised(bool(adapter == "qlora" or four))
         saved = self.take("lora_model_dir")
@@ -391,7 +388,7 @@ class _Axolotl:
             self.copy(key, name, unless=False)
 
     def _saved_adapter(self, folder: str) -> None:
-        """An adapter that is trained further keeps its own settings; axolotl does not read those of the file."""
+        """Keep the settings of an existing adapter; axolotl ignores the file's."""
         adapter = read_adapter(folder)
         self.set("lora.r", adapter["r"])
         self.set("lora.alpha", adapter["lora_alpha"])
@@ -418,7 +415,7 @@ class _Axolotl:
         for key in ("tensor_parallel_size", "expert_parallel_size"):
             size = self.take(key)
             if size not in (None, 1):
-                raise UserError(f"{key}={size}: is not built here; use FSDP, and context_parallel_size for length")
+                raise UserError(f"{key}={size}: is not supported; use FSDP, and context_parallel_size for length")
         context = self.take("context_parallel_size") or self.take("sequence_parallel_degree")
         self.set("parallel.context", context if context not in (None, 1) else None)
         if self._fsdp("activation_checkpointing"):
@@ -496,7 +493,7 @@ class _Axolotl:
     def _sampling(self) -> None:
         for key in SAME_TRL:
             self.copy(f"trl.{key}")
-        keys.bound_cispo(self.made)
+        keys.set_cispo_cap(self.made)
         for key, full in FULL_DISTRIBUTION.items():
             self._check_full(f"trl.{key}", full)
         self.set("num_generations", number(self.take("trl.num_generations"), "trl.num_generations", int) or 8)
@@ -521,8 +518,8 @@ class _Axolotl:
         if self.method == "gdpo" and self.take("trl.multi_objective_aggregation") == "sum_then_normalize":
             raise UserError("trl.multi_objective_aggregation=sum_then_normalize: is grpo; write rl: grpo")
         if self.method == "grpo":
-            self.copy("trl.multi_objective_aggregation")
             if self.take("trl.multi_objective_aggregation") == "normalize_then_sum":
+                self.set("advantage_estimator", "normalize_then_sum")
                 self.made.tree.pop("scale_rewards", None)  # has no effect there
         else:
             self.made.tree.pop("scale_rewards", None)
@@ -545,7 +542,7 @@ class _Axolotl:
             self.set("ref_model_sync_steps", number(self.take("trl.ref_model_sync_steps"), "trl.ref_...", int) or 64)
 
     def _rollouts(self) -> None:
-        """Completions of a rollout, if they are more than those of an optimizer step."""
+        """Set the number of mini-batches if a rollout has more completions than an optimizer step."""
         size = number(self.take("trl.generation_batch_size"), "trl.generation_batch_size", int)
         if size is None:
             return
@@ -601,13 +598,15 @@ class _Axolotl:
         else:
             self.set("vllm.url", [f"http://{host}:{port or 8000}"])
         self.numbers("trl.vllm_server_timeout", "vllm.timeout")
-        for key, unless in (("async_prefetch", False), ("vllm_sync_interval", 1), ("vllm_lora_sync", False)):
-            if turns and key != "vllm_sync_interval":
-                self.note(f"trl.{key}: does not go with the gym's agents; left out") if self.take(
-                    f"trl.{key}"
-                ) else None
-            else:
-                self.copy(f"trl.{key}", unless=unless)
+        self.copy("trl.vllm_sync_interval", unless=1)
+        for key, name, value in (
+            ("async_prefetch", "async_prefetch", True),
+            ("vllm_lora_sync", "sync.backend", "lora"),
+        ):
+            if self.take(f"trl.{key}") and turns:
+                self.note(f"trl.{key}: not supported with the gym's agents; dropped")
+            elif self.take(f"trl.{key}"):
+                self.set(name, value)
         if turns and self.take("adapter"):
             self.set("sync.backend", "process_group")  # adapters are sent by names that change
         if asynchronous and not turns:
@@ -615,7 +614,7 @@ class _Axolotl:
         self._correction(bool(asynchronous))
 
     def _tell_servers_apart(self) -> None:
-        """Of the keys that are not used, those of servers."""
+        """List unused keys of servers separately."""
         unused = f"not used by {self.method}"
         theirs = ("vllm.", "trl.vllm_", "trl.async_prefetch", "trl.prefetch_depth")
         found = [key for key in self.made.idle.get(unused, ()) if self.samples and key.startswith(theirs)]
@@ -656,7 +655,7 @@ class _Axolotl:
             self.set("nemo_gym.auto_start", True)
             self.set("nemo_gym.config_paths", self.take("nemo_gym_config_paths") or None)
             if port not in (None, 11000):
-                self.note(f"nemo_gym_head_port={port}: servers that the run starts need no head server; left out")
+                self.note(f"nemo_gym_head_port={port}: servers that the run starts need no head server; dropped")
         self.copy("nemo_gym_multi_turn", "nemo_gym.multi_turn", unless=False)
         self.set("nemo_gym.server_timeout", self.take("nemo_gym_server_timeout") or 360)
         for key in ("verify_timeout", "run_timeout", "model_name"):
@@ -667,5 +666,5 @@ def _whole(value: Any, key: str) -> int:
     """Steps between saves or evaluations; axolotl also takes a fraction of the run."""
     found = number(value, key)
     if found < 1:
-        raise UserError(f"{key}={value}: a fraction of the run is not built here; use steps, or {key[:4]}s_per_epoch")
+        raise UserError(f"{key}={value}: a fraction of the run is not supported; use steps, or {key[:4]}s_per_epoch")
     return int(found)

@@ -1,11 +1,11 @@
-"""Every key of an axolotl config that we know of, and what becomes of it here. axolotl.py reads the translated ones.
+"""Outcome for every known key of an axolotl config. axolotl.py reads the translated keys.
 
 Blocks and lists of blocks are written as trl.beta and datasets[].path. docs/from_axolotl.md shows this table.
 """
 
 from __future__ import annotations
 
-from trainer.translate.keys import EIGHT_BITS, QUANTISED, Key, idle, refused, to
+from trainer.translate.keys import EIGHT_BITS, QUANTISED, Key, idle, rejected, to
 
 # Reasons why a key has no effect; the console lists keys by them.
 SPEED = "speed or memory only, we choose"
@@ -21,9 +21,9 @@ def _each(keys: str, entry: Key, prefix: str = "") -> dict[str, Key]:
     return {prefix + key: entry for key in keys.split()}
 
 
-_TRAINS_OTHERWISE = "changes what is trained, and is not built here; remove it"
+_TRAINS_OTHERWISE = "changes what is trained, and is not supported; remove it"
 _QUANTISED_MODEL = (
-    "training a model that is stored quantised is not built here; name the unquantised model, and remove it"
+    "training a model that is stored quantised is not supported; name the unquantised model, and remove it"
 )
 _SAMPLING = "training samples from the full distribution, which the loss assumes; remove it"
 
@@ -35,9 +35,9 @@ MODEL: dict[str, Key] = {
     "bfloat16": to("dtype, trained_dtype: bfloat16"),
     "float32": to("dtype: float32"),
     "torch_dtype": to("dtype"),
-    "fp16": refused("float16 is not built here; use bf16: true"),
-    "float16": refused("float16 is not built here; use bf16: true"),
-    "fp8": refused("fp8 is not built here; use bf16: true"),
+    "fp16": rejected("float16 is not supported; use bf16: true"),
+    "float16": rejected("float16 is not supported; use bf16: true"),
+    "fp8": rejected("fp8 is not supported; use bf16: true"),
     "attn_implementation": to("attn_implementation: sdpa and eager; any other kernel: auto"),
     **_each("sdp_attention eager_attention flash_attention flex_attention xformers_attention",
             to("attn_implementation: sdpa and eager; any other kernel: auto")),
@@ -53,29 +53,29 @@ MODEL: dict[str, Key] = {
     "noisy_embedding_alpha": to("neftune_noise_alpha"),
     "model_config.output_router_logits": to("router_aux_loss_coef: 0.001"),
     "model_config.router_aux_loss_coef": to("router_aux_loss_coef"),
-    "model_config.*": refused("the model's own config is used; remove it"),
-    "overrides_of_model_config.*": refused("the model's own config is used; remove it"),
-    "model_kwargs.*": refused("loading has no other arguments here; remove it"),
-    "overrides_of_model_kwargs.*": refused("loading has no other arguments here; remove it"),
+    "model_config.*": rejected("the model's own config is used; remove it"),
+    "overrides_of_model_config.*": rejected("the model's own config is used; remove it"),
+    "model_kwargs.*": rejected("loading has no other arguments here; remove it"),
+    "overrides_of_model_kwargs.*": rejected("loading has no other arguments here; remove it"),
     "load_in_4bit": to("load_in_4bit"),
     "load_in_8bit": to(EIGHT_BITS),
     **_each("model_type type_of_model tokenizer_type processor_type cls_model_config tokenizer_use_fast "
             "tokenizer_legacy tokenizer_save_jinja_files is_falcon_derived_model is_llama_derived_model "
             "is_mistral_derived_model is_qwen_derived_model num_labels base_model_config mean_resizing_embeddings "
             "embeddings_skip_upcast low_cpu_mem_usage", idle(LOADING)),
-    "tokenizer_config": refused("the tokenizer of the model is used; remove it, or save model and tokenizer together"),
-    **_each("revision_of_model model_revision", refused("the newest revision is loaded; download the one you want, and "
-                                                        "name its folder in base_model")),
+    "tokenizer_config": rejected("the tokenizer of the model is used; remove it, or save model and tokenizer together"),
+    **_each("revision_of_model model_revision", rejected("the newest revision is loaded; download another one and "
+                                                         "name its folder in base_model")),
     **_each("tokens added_tokens_overrides.* resize_token_embeddings_to_32x shrink_embeddings fix_untrained_tokens "
-            "reinit_weights", refused("embeddings are never resized here; use tokens that the tokenizer has")),
-    "tokenizer_use_mistral_common": refused("only transformers' tokenizers are built in; remove it"),
+            "reinit_weights", rejected("embeddings are never resized here; use tokens that the tokenizer has")),
+    "tokenizer_use_mistral_common": rejected("only transformers' tokenizers are built in; remove it"),
     **_each("model_quantization_config model_quantization_config_kwargs.* gptq gptq_groupsize gptq_model_v1 "
-            "quantize_moe_experts use_onebitllms", refused(_QUANTISED_MODEL)),
-    **_each("qat.* quantization.*", refused("quantisation-aware training is not built here; remove it")),
+            "quantize_moe_experts use_onebitllms", rejected(_QUANTISED_MODEL)),
+    **_each("qat.* quantization.*", rejected("quantisation-aware training is not supported; remove it")),
     **_each("bnb_config_kwargs.* peft.* loftq_config.*", idle(QUANTISED)),
     **_each("rope_scaling use_pose pose_split_on_token_ids pose_max_context_len pose_num_chunks s2_attention",
-            refused("longer contexts by other positions are not built here; remove it")),
-    "unfrozen_parameters": refused("training a part of the weights is not built here; use adapter: lora"),
+            rejected("longer contexts by other positions are not supported; remove it")),
+    "unfrozen_parameters": rejected("training a part of the weights is not supported; use adapter: lora"),
     **_each("experts_implementation use_kernels use_scattermoe use_sonicmoe llama4_linearized_experts "
             "gemma4_hybrid_attn_impl fused_attn_kernel flex_attn_compile_kwargs.* lora_mlp_kernel lora_qkv_kernel "
             "lora_o_kernel lora_embedding_kernel unsloth_cross_entropy_loss unsloth_lora_mlp unsloth_lora_qkv "
@@ -120,13 +120,13 @@ ROW_KEYS: dict[str, Key] = {
     "datasets[].field_thinking": to("the key reasoning_content of a message"),
     "datasets[].template_thinking_key": to("the key reasoning_content of a message"),
     **_each("preprocess_shards trust_remote_code conversation input_format", idle(ROWS), "datasets[]."),
-    **_each("shards shards_idx", refused("a part of a dataset is a split here; write split: train[:10%]"),
+    **_each("shards shards_idx", rejected("a part of a dataset is a split here; write split: train[:10%]"),
             "datasets[]."),
-    "datasets[].revision": refused("the newest revision is loaded; download the one you want, and name the file"),
+    "datasets[].revision": rejected("the newest revision is loaded; download the one you want, and name the file"),
     **_each("message_field_training message_field_training_detail split_thinking drop_system_message input_transform "
             "logprobs_field temperature field_human field_model",
-            refused("rows cannot be changed this way; write a transform, type: my_module.my_transform"), "datasets[]."),
-    "datasets[].train_on_split": refused("axolotl does not read it; write split"),
+            rejected("rows cannot be changed this way; use a transform, type: my_module.my_transform"), "datasets[]."),
+    "datasets[].train_on_split": rejected("axolotl does not read it; write split"),
     "pretraining_dataset[].path": to("data: path"),
     "pretraining_dataset[].name": to("data: name"),
     "pretraining_dataset[].split": to("data: split"),
@@ -134,7 +134,7 @@ ROW_KEYS: dict[str, Key] = {
     "pretraining_dataset[].text_column": to("data: field_text"),
     "pretraining_dataset[].data_files": to("data: an entry for each file"),
     "pretraining_dataset[].trust_remote_code": idle(ROWS),
-    "pretraining_dataset[].skip": refused("rows are skipped by a split here; write split: train[1000:]"),
+    "pretraining_dataset[].skip": rejected("rows are skipped by a split here; write split: train[1000:]"),
     "val_set_size": to("val_set_size"),
     "dataset_exact_deduplication": to("dedup"),
     "train_on_inputs": to("train_on_inputs (type completion: always so)"),
@@ -143,8 +143,8 @@ ROW_KEYS: dict[str, Key] = {
     "sequence_len": to("max_length"),
     "max_prompt_len": to("max_prompt_length"),
     "sample_packing": to("packing (a batch counts sequences here, not packed rows)"),
-    "excess_length_strategy": to("truncate: what happens here; drop: see the differences; raise: refused"),
-    "shuffle_merged_datasets": to("rows are always shuffled, by seed; false is refused"),
+    "excess_length_strategy": to("truncate: what happens here; drop: see the differences; raise: rejected"),
+    "shuffle_merged_datasets": to("rows are always shuffled, by seed; false is rejected"),
     **_each("dataset_prepared_path dataset_processes dataset_num_proc dataset_keep_in_memory dataset_shard_num "
             "dataset_shard_idx skip_prepare_dataset push_dataset_to_hub hf_use_auth_token dataloader_pin_memory "
             "dataloader_num_workers dataloader_prefetch_factor dataloader_drop_last remove_unused_columns "
@@ -156,9 +156,9 @@ ROW_KEYS: dict[str, Key] = {
             "sample_packing_bin_size sample_packing_sequentially sample_packing_eff_est "
             "sample_packing_drop_attention_mask sample_packing_mp_start_method multipack_real_batches "
             "batch_flattening dpo_padding_free", idle(SPEED)),
-    **_each("curriculum_sampling min_sample_len", refused("rows are shuffled, and all are used; remove it, and "
+    **_each("curriculum_sampling min_sample_len", rejected("rows are shuffled, and all are used; remove it, and "
                                                           "filter the file yourself")),
-    "max_packed_sequence_len": refused("axolotl no longer reads it; use sequence_len and sample_packing"),
+    "max_packed_sequence_len": rejected("axolotl no longer reads it; use sequence_len and sample_packing"),
 }  # fmt: skip
 # test_datasets has the keys of datasets
 ROW_KEYS |= {key.replace("datasets[]", "test_datasets[]"): Key(entry.outcome, entry.text.replace("data:", "eval_data:"))
@@ -173,7 +173,7 @@ RUN: dict[str, Key] = {
     "learning_rate": to("learning_rate"),
     "lr_scheduler": to("lr_scheduler_type"),
     "lr_scheduler_kwargs.min_lr_rate": to("min_lr_ratio"),
-    "lr_scheduler_kwargs.*": refused("this setting of a schedule is not built here; remove it"),
+    "lr_scheduler_kwargs.*": rejected("this setting of a schedule is not supported; remove it"),
     "cosine_min_lr_ratio": to("min_lr_ratio"),
     "warmup_ratio": to("warmup_ratio"),
     "warmup_steps": to("warmup_steps"),
@@ -182,7 +182,7 @@ RUN: dict[str, Key] = {
             to("the flag of that name")),
     "output_dir": to("output_dir"),
     "resume_from_checkpoint": to("resume"),
-    "auto_resume_from_checkpoints": to("resume: latest, if output_dir holds a run"),
+    "auto_resume_from_checkpoints": to("resume: latest, if output_dir contains a run"),
     "save_steps": to("save_steps"),
     "saves_per_epoch": to("saves_per_epoch"),
     "save_strategy": to("save_steps, saves_per_epoch"),
@@ -215,18 +215,18 @@ RUN: dict[str, Key] = {
     **_each("eval_batch_size auto_find_batch_size", idle(SPEED)),
     "hub_model_id": idle("trainer.push uploads a run"),
     **_each("hub_strategy hub_revision", idle("trainer.push uploads a run")),
-    "early_stopping_patience": refused("a run has the length you give it; remove it, and choose a checkpoint later"),
+    "early_stopping_patience": rejected("a run has the length you give it; remove it, and choose a checkpoint later"),
     **_each("load_best_model_at_end metric_for_best_model greater_is_better",
-            refused("the final model is the last one; remove it, and choose a checkpoint by its evaluation")),
+            rejected("the final model is the last one; remove it, and choose a checkpoint by its evaluation")),
     **_each("do_bench_eval bench_dataset bench_split do_causal_lm_eval eval_causal_lm_metrics",
-            refused("trainer.evaluate looks at a finished run; remove it")),
+            rejected("trainer.evaluate looks at a finished run; remove it")),
     **_each("optim_args optim_target_modules lr_groups lr_groups[].* embedding_lr embedding_lr_scale loraplus_lr_ratio "
             "lr_quadratic_warmup cosine_constant_lr_ratio lr_div_factor adam_beta3 adam_epsilon2 "
             "jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps dion_lr dion_momentum "
             "dion_rank_fraction dion_rank_multiple_of",
-            refused("this setting of an optimizer or schedule is not built here; remove it")),
+            rejected("this setting of an optimizer or schedule is not supported; remove it")),
     **_each("relora relora_prune_ratio relora_cpu_offload relora_steps relora_warmup_steps lisa_n_layers "
-            "lisa_step_interval lisa_layers_attribute diffusion.* eaft_alpha eaft_k", refused(_TRAINS_OTHERWISE)),
+            "lisa_step_interval lisa_layers_attribute diffusion.* eaft_alpha eaft_k", rejected(_TRAINS_OTHERWISE)),
     "relora_prune_method": idle("part of relora"),
     "loraplus_lr_embedding": idle("part of LoRA+"),
     **_each("torchdistx_path", idle("part of an optimizer that is not here")),
@@ -247,7 +247,7 @@ LORA: dict[str, Key] = {
             "peft_ensure_weight_tying", idle(INSIDE)),
     **_each("lora_target_parameters peft_layers_to_transform peft_layers_pattern peft_layer_replication "
             "peft_init_lora_weights peft_trainable_token_indices",
-            refused("adapters are on whole linear layers, initialised as usual; remove it, or use a pattern in "
+            rejected("adapters are on whole linear layers, initialised as usual; remove it, or use a pattern in "
                     "lora_target_modules")),
 }  # fmt: skip
 
@@ -262,10 +262,10 @@ PARALLEL: dict[str, Key] = {
     "dp_shard_size": to("parallel.shard"),
     "context_parallel_size": to("parallel.context"),
     "sequence_parallel_degree": to("parallel.context"),
-    "tensor_parallel_size": to("1; more is refused: use FSDP and context_parallel_size"),
-    **_each("expert_parallel_size", to("1; more is refused")),
-    "deepspeed": refused(
-        "DeepSpeed is not built here; remove it, and start with torchrun: --parallel.mode fsdp does what ZeRO-3 does, "
+    "tensor_parallel_size": to("1; more is rejected: use FSDP and context_parallel_size"),
+    **_each("expert_parallel_size", to("1; more is rejected")),
+    "deepspeed": rejected(
+        "DeepSpeed is not supported; remove it, and start with torchrun: --parallel.mode fsdp does what ZeRO-3 does, "
         "with --parallel.reshard-after-forward false what ZeRO-2 and ZeRO-1 do"
     ),
     **_each("ddp ddp_timeout ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters dp_replicate_size "
@@ -293,25 +293,27 @@ METHODS: dict[str, Key] = {
     "dpo_use_weighting": to("use_weighting"),
     "precompute_ref_log_probs": to("ref: precomputed"),
     "rl_adapter_ref_model": to("ref: copy"),
-    "dpo_norm_loss": refused("axolotl no longer reads it; write dpo_loss_type: [sigmoid_norm]"),
+    "dpo_norm_loss": rejected("axolotl no longer reads it; write dpo_loss_type: [sigmoid_norm]"),
     **_each("dpo_use_liger_kernel dpo_use_logits_to_keep", idle(SPEED)),
     "dpo_generate_during_eval": idle(LOGS),
     "generation_config.temperature": to("temperature"),
     "generation_config.max_new_tokens": to("max_completion_length"),
-    "generation_config.*": refused(_SAMPLING),
+    "generation_config.*": rejected(_SAMPLING),
     "use_dft_loss": to("sft_loss: dft"),
 }  # fmt: skip
 
 TRL: dict[str, Key] = {
     "trl.beta": to("beta"),
     **_each("max_completion_length num_generations num_iterations temperature epsilon epsilon_high loss_type "
-            "importance_sampling_level scale_rewards mask_truncated_completions multi_objective_aggregation "
+            "importance_sampling_level scale_rewards mask_truncated_completions "
             "reward_weights reward_funcs rollout_func sync_ref_model ref_model_mixup_alpha ref_model_sync_steps "
-            "async_prefetch prefetch_depth vllm_sync_interval vllm_lora_sync streaming_partial_batch "
+            "async_prefetch prefetch_depth vllm_sync_interval streaming_partial_batch "
             "streaming_min_groups vllm_importance_sampling_correction vllm_importance_sampling_mode "
             "vllm_importance_sampling_cap off_policy_mask_threshold use_bias_correction_kl replay_buffer_size "
             "replay_recompute_logps reroll_start_fraction reroll_max_groups skip_zero_advantage_batches",
             to("the flag of that name"), "trl."),
+    "trl.multi_objective_aggregation": to("advantage_estimator: normalize_then_sum"),
+    "trl.vllm_lora_sync": to("sync.backend: lora"),
     "trl.reward_num_workers": to("reward_num_workers (1: 0, in the trainer)"),
     "trl.chat_template_kwargs.*": to("chat_template_kwargs"),
     "trl.chat_template_kwargs.enable_thinking": to("chat_template_kwargs"),
@@ -324,12 +326,12 @@ TRL: dict[str, Key] = {
     "trl.use_data_producer": idle(INSIDE),
     "trl.vllm_enable_sleep_mode": idle(INSIDE),
     "trl.use_liger_loss": idle(SPEED),
-    **_each("log_completions num_completions_to_print", idle("samples.jsonl and report.html hold them"), "trl."),
+    **_each("log_completions num_completions_to_print", idle("samples.jsonl and report.html contain them"), "trl."),
     "trl.generation_kwargs.stop_token_ids": idle("the model's own end tokens, and eot_tokens, end a completion"),
-    "trl.generation_kwargs.*": refused(_SAMPLING),
-    **_each("top_p top_k min_p repetition_penalty", to("the full distribution; a value that limits it is refused"),
+    "trl.generation_kwargs.*": rejected(_SAMPLING),
+    **_each("top_p top_k min_p repetition_penalty", to("the full distribution; a value that limits it is rejected"),
             "trl."),
-    **_each("vllm_guided_decoding_regex vllm_structured_outputs_regex", refused(_SAMPLING), "trl."),
+    **_each("vllm_guided_decoding_regex vllm_structured_outputs_regex", rejected(_SAMPLING), "trl."),
 }  # fmt: skip
 
 VLLM: dict[str, Key] = {
@@ -347,15 +349,15 @@ EBFT: dict[str, Key] = {
             "context_length generate_max_len n_samples_per_prompt min_completion_prefix temperature "
             "adaptive_max_tokens gt_length_multiplier", to("the flag of that name"), "ebft."),
     "ebft.advantage_estimator": to("advantage_estimator (group_norm: grpo)"),
-    "ebft.top_p": to("1; less is refused: " + _SAMPLING),
-    "ebft.mask_thinking_ce": refused("thoughts are part of the completion; use type: "
+    "ebft.top_p": to("1; less is rejected: " + _SAMPLING),
+    "ebft.mask_thinking_ce": rejected("thoughts are part of the completion; use type: "
                                      "ebft_reasoning.transform_answer_only"),
 }  # fmt: skip
 
 NEMO_GYM: dict[str, Key] = {
-    "nemo_gym_enabled": to("nemo_gym.*; false: all of it is left out"),
+    "nemo_gym_enabled": to("nemo_gym.*; false: all of it is dropped"),
     "nemo_gym_dir": to("nemo_gym.dir"),
-    "nemo_gym_auto_start": to("nemo_gym.auto_start (true unless the file says false)"),
+    "nemo_gym_auto_start": to("nemo_gym.auto_start (true unless the file sets false)"),
     "nemo_gym_config_paths": to("nemo_gym.config_paths, with nemo_gym_auto_start"),
     "nemo_gym_head_port": to("nemo_gym.head_port, without nemo_gym_auto_start"),
     "nemo_gym_multi_turn": to("nemo_gym.multi_turn"),
@@ -366,7 +368,7 @@ NEMO_GYM: dict[str, Key] = {
     "nemo_gym_max_turns": idle("the gym's agent limits its turns"),
 }  # fmt: skip
 
-# Keys of axolotl's inference and other commands, which a training file may hold.
+# Keys of axolotl's inference and other commands, which a training file may contain.
 COMMANDS: dict[str, Key] = _each(
     "inference gradio_title gradio_share gradio_server_name gradio_server_port gradio_max_new_tokens "
     "gradio_temperature shard cli_args lm_eval_tasks lm_eval_batch_size lm_eval_post_train lm_eval_model cloud.* "
@@ -380,6 +382,6 @@ SECTIONS: dict[str, dict[str, Key]] = {
     "Model": MODEL, "Rows": ROW_KEYS, "Run, optimizer and logs": RUN, "Adapters": LORA, "Several processes": PARALLEL,
     "Other commands": COMMANDS,
 }  # fmt: skip
-# Plugins that change nothing in what is trained, by a part of their dotted name; any other is refused.
+# Plugins that change nothing in what is trained, by a part of their dotted name; any other is rejected.
 IDLE_PLUGINS = ("kernels", "liger", "cut_cross_entropy", "swanlab", "nemo_gym", "lm_eval", "densemixer", "wandb",
                 "mlflow", "trackio")  # fmt: skip

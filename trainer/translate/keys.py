@@ -1,12 +1,12 @@
-"""What becomes of a key of another library: translated, without effect here, or refused. Shared by axolotl and TRL.
+"""Outcome for each key of another library: translated, no effect here, or rejected. Shared by axolotl and TRL.
 
-    TABLE = {"rl_beta": to("beta"), "tf32": idle(SPEED), "deepspeed": refused("not here; use ...")}
-    theirs = Theirs(tree, TABLE, "axolotl")     # unknown and refused keys are an error, which names them all
+    TABLE = {"rl_beta": to("beta"), "tf32": idle(SPEED), "deepspeed": rejected("not here; use ...")}
+    theirs = Theirs(tree, TABLE, "axolotl")     # raises an error that names all unknown and rejected keys
     beta = theirs.take("rl_beta")               # None if it is absent or null
     theirs.idle("dpo")                          # reason -> keys of the file without effect
 
 A key inside a block is joined by dots (trl.beta), one inside a list of blocks by [] (datasets[].path). A name that ends
-with .* stands for everything below it.
+with .* matches everything below it.
 """
 
 from __future__ import annotations
@@ -19,21 +19,24 @@ from typing import Any, Literal, NamedTuple
 from data.errors import UserError
 from data.hints import KEYS, nearest
 
-Outcome = Literal["translated", "no effect", "refused"]
+Outcome = Literal["translated", "no effect", "rejected"]
 EIGHT_BITS = "a bfloat16 base, with a note"
 EIGHT_BITS_NOTE = "load_in_8bit: the base stays in bfloat16, which takes twice the memory and is more precise"
-QUANTISED = "settings of a 4-bit base, we choose"
-EMPTY = (None, False, "", [], {})  # values of a refused or idle key that ask for nothing
+QUANTISED = "settings of a 4-bit base are fixed"
+SCHEDULES = {"constant_with_warmup": "constant", "cosine_warmup_with_min_lr": "cosine_with_min_lr",
+             **{name: name for name in ("constant", "linear", "cosine", "cosine_with_min_lr", "warmup_stable_decay",
+                                        "inverse_sqrt")}}  # fmt: skip
+EMPTY = (None, False, "", [], {})  # values for which a rejected or idle key has no effect
 
 
 class Key(NamedTuple):
     outcome: Outcome
-    text: str  # our setting, the reason why there is no effect, or why it is refused and what to do
+    text: str  # the setting here, the reason for no effect, or the reason for rejection and what to do
 
 
 @dataclass
 class Translation:
-    """A config in our terms."""
+    """A translated config."""
 
     tree: dict[str, Any] = field(default_factory=dict)  # as --config reads it
     idle: dict[str, list[str]] = field(default_factory=dict)  # reason -> keys of the file without effect
@@ -41,15 +44,15 @@ class Translation:
     environment: dict[str, str] = field(default_factory=dict)  # variables that a service reads
 
     def set(self, name: str, value: Any) -> None:
-        """`name` may be of a block, as lora.r; None is left out."""
+        """Set a key, such as lora.r, unless the value is None."""
         if value is None:
             return
         block, dot, last = name.rpartition(".")
-        place = self.tree.setdefault(block, {}) if dot else self.tree
-        place[last] = value
+        target = self.tree.setdefault(block, {}) if dot else self.tree
+        target[last] = value
 
     def remarks(self) -> list[str]:
-        """Lines for the console: notes, and the keys without effect in one."""
+        """Return lines for the console: the notes, and one line of keys without effect."""
         listed = [f"{', '.join(keys)} ({reason})" for reason, keys in self.idle.items()]
         return [*self.notes, *([f"no effect here: {'; '.join(listed)}"] if listed else [])]
 
@@ -62,20 +65,20 @@ def idle(reason: str) -> Key:
     return Key("no effect", reason)
 
 
-def refused(text: str) -> Key:
-    return Key("refused", text)
+def rejected(text: str) -> Key:
+    return Key("rejected", text)
 
 
 class Theirs:
-    """A config of another library, whose keys are all known; refused ones are an error, or listed in `refusals`."""
+    """A config of another library. Unknown keys raise; rejected keys raise too, or are listed in `rejections`."""
 
     def __init__(self, tree: Mapping[str, Any], table: Mapping[str, Key], library: str, *, strict: bool = True) -> None:
         self.tree, self.table = tree, table
         self.taken: set[str] = set()
         self.leaves = [(key, value) for key, value in leaves(tree, table) if value is not None]
-        self.refusals = self._check(library)
-        if strict and self.refusals:
-            raise UserError("; ".join(self.refusals))
+        self.rejections = self._check(library)
+        if strict and self.rejections:
+            raise UserError("; ".join(self.rejections))
 
     def _check(self, library: str) -> list[str]:
         unknown: list[str] = []
@@ -85,14 +88,14 @@ class Theirs:
             if entry is None:
                 found = nearest_key(key, self.table)
                 unknown.append(f"{key}: not a key of {library}" + (f", did you mean {found}?" if found else ""))
-            elif entry.outcome == "refused" and value not in EMPTY:
+            elif entry.outcome == "rejected" and value not in EMPTY:
                 wrong[f"{key}={shown(value)}: {entry.text}"] = None
         if unknown:
             raise UserError("; ".join([*unknown, *wrong]))
         return list(wrong)
 
     def take(self, key: str) -> Any:
-        """The value at a dotted key, None if it is absent; it counts as translated."""
+        """Return the value at a dotted key, or None; the key counts as translated."""
         assert find(key, self.table) is not None, key
         self.taken.add(key)
         value: Any = self.tree
@@ -105,12 +108,12 @@ class Theirs:
         self.taken.add(prefix)
 
     def idle(self, method: str) -> dict[str, list[str]]:
-        """Reason -> keys of the file that have no effect here, or none with this method."""
+        """Return reason -> keys of the file that have no effect here or with this method."""
         found: dict[str, list[str]] = {}
         for key, value in self.leaves:
             entry = find(key, self.table)
             assert entry is not None, key
-            if value in EMPTY or entry.outcome == "refused":
+            if value in EMPTY or entry.outcome == "rejected":
                 continue
             if entry.outcome == "no effect":
                 reason = entry.text
@@ -127,7 +130,7 @@ class Theirs:
 
 
 def leaves(tree: Mapping[str, Any], table: Mapping[str, Key], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Each key with its value; a block is entered unless the table has it as a whole."""
+    """Yield each key with its value; a block is entered unless the table lists it as a whole."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value and not (key in table and f"{key}.*" not in table):
@@ -153,7 +156,7 @@ def find(key: str, table: Mapping[str, Key]) -> Key | None:
 
 
 def nearest_key(word: str, table: Mapping[str, Key]) -> str | None:
-    """Their key that an unknown one most likely meant. One that a third library has is found by what it is here."""
+    """Return the key that an unknown key most likely meant; a key of a third library is found by its meaning here."""
     ours = KEYS.get(word.replace("-", "_").lower(), ())
     same = [key for key, entry in table.items() if entry in [to(name) for name in ours]]
     if same:
@@ -161,18 +164,18 @@ def nearest_key(word: str, table: Mapping[str, Key]) -> str | None:
     return nearest(word, [name for name in table if not name.endswith(".*")])
 
 
-def bound_cispo(made: Translation) -> None:
-    """TRL's name for the bound of CISPO is epsilon_high, which defaults to epsilon; epsilon alone is not used."""
+def set_cispo_cap(made: Translation) -> None:
+    """Translate TRL's epsilon_high for CISPO, which defaults to epsilon; epsilon alone is not used."""
     tree = made.tree
     if tree.get("loss_type") != "cispo":
         return
     epsilon = tree.pop("epsilon", None)
     if "epsilon_high" in tree:
-        tree["cispo_cap"] = tree.pop("epsilon_high")
+        tree["loss_kwargs"] = {"cispo_cap": tree.pop("epsilon_high")}
     else:
         made.notes.append(
             f"loss_type=cispo: without epsilon_high TRL's bound is epsilon, {0.2 if epsilon is None else epsilon:g}, "
-            "and all tokens weigh about that much; here cispo_cap is 5"
+            "and all tokens weigh about that much; here loss_kwargs.cispo_cap is 5"
         )
 
 
@@ -189,4 +192,4 @@ def number(value: Any, key: str, kind: type[int] | type[float] = float) -> Any:
         return kind(value)
     except (TypeError, ValueError):
         what = "a whole number" if kind is int else "a number"
-        raise UserError(f"{key}={shown(value)}: is not {what}; fix it") from None
+        raise UserError(f"{key}={shown(value)}: is not {what}") from None

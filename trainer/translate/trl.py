@@ -3,8 +3,8 @@
     kind = find_kind(tree)
     made, without = translate(tree, kind)        # `without`: fields that have no equivalent here, a sentence each
 
-The file may hold fields of TRL's ModelConfig and ScriptArguments too, as the YAML of TRL's commands does. Where it
-leaves out a field whose default differs from ours, TRL's default is set (DEFAULTS), so that the same run results.
+The file may also contain fields of TRL's ModelConfig and ScriptArguments, like the YAML of TRL's commands. If a
+missing field has a different default in TRL, TRL's default is set (DEFAULTS).
 """
 
 from __future__ import annotations
@@ -15,8 +15,20 @@ from typing import Any
 
 from data.errors import UserError
 from data.sources import SUFFIXES
+from trainer.config.old_flags import OLD_FLAGS
 from trainer.translate import keys
-from trainer.translate.keys import EIGHT_BITS, QUANTISED, Key, Theirs, Translation, idle, number, refused, to
+from trainer.translate.keys import (
+    EIGHT_BITS,
+    QUANTISED,
+    SCHEDULES,
+    Key,
+    Theirs,
+    Translation,
+    idle,
+    number,
+    rejected,
+    to,
+)
 
 INSIDE = "always so here"
 SPEED = "speed or memory only, we choose"
@@ -43,7 +55,7 @@ TELLING: dict[str, tuple[str, ...]] = {
 LOSSES = {"kto": ("kto", "apo_zero_unpaired"), "sft": ("nll", "dft", "chunked_nll"),
           "grpo": ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")}  # fmt: skip
 
-# Our flags where TRL's default differs from ours and the file leaves the field out.
+# Flags to set for missing fields, because TRL's default differs.
 EVERYWHERE: dict[str, Any] = {"num_train_epochs": 3.0, "lr_scheduler_type": "linear", "seed": 42, "logging_steps": 10,
                               "save_steps": 500, "gradient_checkpointing": True}  # fmt: skip
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -72,10 +84,10 @@ SAME_EVERYWHERE = ("output_dir", "per_device_train_batch_size", "gradient_accumu
 SAME_SAMPLING = ("num_generations", "max_completion_length", "max_prompt_length", "temperature",
                  "beta", "num_iterations", "epsilon", "epsilon_high", "mask_truncated_completions", "reward_weights",
                  "chat_template_kwargs", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps")  # fmt: skip
-SAME_GRPO = ("delta", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
-             "vespo_lambda_neg", "importance_sampling_level", "multi_objective_aggregation", "scale_rewards",
-             "loss_type", "top_entropy_quantile", "entropy_coef", "off_policy_mask_threshold",
-             "use_bias_correction_kl")  # fmt: skip
+LOSS_KWARGS = ("sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
+               "vespo_lambda_neg")  # fmt: skip
+SAME_GRPO = ("delta", "importance_sampling_level", "scale_rewards", "loss_type", "top_entropy_quantile", "entropy_coef",
+             "off_policy_mask_threshold", "use_bias_correction_kl")  # fmt: skip
 OFFLINE_ONLY = ("neftune_noise_alpha", "router_aux_loss_coef")
 # Fields of use_adaptive_entropy: our flag, and TRL's default.
 ADAPTIVE = {"entropy_target": ("entropy_target", 0.2), "entropy_coef_delta": ("entropy_coef_step", 0.005),
@@ -94,9 +106,6 @@ OPTIMIZERS = {**dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "
                                "paged_adamw_32bit"), "adamw"),
               **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"),
                               "adamw_8bit"), "muon": "muon"}  # fmt: skip
-SCHEDULES = {"constant_with_warmup": "constant", "cosine_warmup_with_min_lr": "cosine_with_min_lr",
-             **{name: name for name in ("constant", "linear", "cosine", "cosine_with_min_lr", "warmup_stable_decay",
-                                        "inverse_sqrt")}}  # fmt: skip
 REWARDS = {"accuracy_reward": "math_verify", "think_format_reward": "regex:^<think>(?!.*<think>).*?</think>.*$",
            "get_soft_overlong_punishment": "soft_overlong:1280,256"}  # fmt: skip
 LOCAL_HOSTS = ("0.0.0.0", "localhost", "127.0.0.1", "::1")
@@ -104,6 +113,8 @@ UNLIMITED = 1 << 20  # tokens, for max_length: null; the model's context is the 
 
 TABLE: dict[str, Key] = {
     **_each(" ".join({*SAME_EVERYWHERE, *(name for names in SAME_OF.values() for name in names)}), SAME),
+    **_each(" ".join(LOSS_KWARGS), to("loss_kwargs")),
+    "multi_objective_aggregation": to("advantage_estimator: normalize_then_sum"),
     "max_seq_length": to("max_length"),
     "truncation_mode": to("keep_start: what happens here; keep_end: the same, with a note"),
     "num_train_epochs": to("num_train_epochs"),
@@ -130,7 +141,7 @@ TABLE: dict[str, Key] = {
     "test_split_size": to("val_set_size"),
     "lr_scheduler_type": to("lr_scheduler_type"),
     "lr_scheduler_kwargs.min_lr_rate": to("min_lr_ratio"),
-    "lr_scheduler_kwargs.*": refused("this setting of a schedule is not built here"),
+    "lr_scheduler_kwargs.*": rejected("this setting of a schedule is not supported"),
     "warmup_steps": to("warmup_steps; below 1: warmup_ratio"),
     "optim": to("optim: adamw, adamw_8bit or muon"),
     "logging_steps": to("logging_steps"),
@@ -186,7 +197,7 @@ TABLE: dict[str, Key] = {
             idle(SPEED)),
     **_each("bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage", idle(QUANTISED)),
     **_each("log_completions num_completions_to_print log_unique_prompts log_multimodal wandb_log_unique_prompts "
-            "log_completions_hub_repo", idle("samples.jsonl and report.html hold them")),
+            "log_completions_hub_repo", idle("samples.jsonl and report.html contain them")),
     **_each("run_name project trackio_space_id trackio_bucket_id trackio_static_space_id logging_dir "
             "logging_strategy logging_first_step log_on_each_node logging_nan_inf_filter log_level log_level_replica "
             "disable_tqdm include_num_input_tokens_seen include_tokens_per_second skip_memory_metrics debug "
@@ -213,26 +224,26 @@ TABLE: dict[str, Key] = {
     "evaluation_strategy": to("eval_steps, evals_per_epoch"),
     "vllm_max_model_len": to("vllm.max_model_len"),
     "force_use_ref_model": to("ref: copy"),
-    **_each("model_adapter_name ref_adapter_name", refused("an adapter has no name here; the reference is the base, or "
-                                                           "--ref-model")),
-    "ref_model_init_kwargs.*": refused("the model is loaded as its config says"),
-    "adafactor": refused("this optimizer is not built here; AdamW is used"),
+    **_each("model_adapter_name ref_adapter_name", rejected("adapters have no names here; the reference is the base or "
+                                                            "--ref-model")),
+    "ref_model_init_kwargs.*": rejected("the model is loaded with its own config"),
+    "adafactor": rejected("this optimizer is not supported; AdamW is used"),
     # no equivalent
-    "fp16": refused("float16 is not built here; bfloat16 is used on a GPU"),
-    "label_smoothing_factor": refused("smoothing of the cross-entropy is not built here"),
-    **_each("optim_args optim_target_modules", refused("this setting of an optimizer is not built here")),
-    "model_init_kwargs.*": refused("the model is loaded as its config says"),
-    **_each("lora_target_parameters", refused("adapters are on whole linear layers")),
+    "fp16": rejected("float16 is not supported; bfloat16 is used on a GPU"),
+    "label_smoothing_factor": rejected("smoothing of the cross-entropy is not supported"),
+    **_each("optim_args optim_target_modules", rejected("this setting of an optimizer is not supported")),
+    "model_init_kwargs.*": rejected("the model is loaded with its own config"),
+    **_each("lora_target_parameters", rejected("adapters are on whole linear layers")),
     **_each("load_best_model_at_end metric_for_best_model greater_is_better",
-            refused("the final model is the last one; choose a checkpoint by its evaluation")),
-    **_each("fsdp fsdp_config.* parallelism_config.*", refused("start with torchrun, and add --parallel.mode fsdp")),
-    "deepspeed": refused("start with torchrun, and add --parallel.mode fsdp"),
-    **_each("generation_kwargs.* vllm_structured_outputs_regex vllm_guided_decoding_regex", refused(FULL)),
-    "num_generations_eval": refused("evaluation is greedy; --num-generations-eval needs --rollout.eval-temperature"),
-    **_each("normalize_advantages reward_clip_range", refused("rewards are not clipped or scaled in RLOO here")),
+            rejected("the final model is the last one; choose a checkpoint by its evaluation")),
+    **_each("fsdp fsdp_config.* parallelism_config.*", rejected("start with torchrun, and add --parallel.mode fsdp")),
+    "deepspeed": rejected("start with torchrun, and add --parallel.mode fsdp"),
+    **_each("generation_kwargs.* vllm_structured_outputs_regex vllm_guided_decoding_regex", rejected(FULL)),
+    "num_generations_eval": rejected("evaluation is greedy; --num-generations-eval needs --rollout.eval-temperature"),
+    **_each("normalize_advantages reward_clip_range", rejected("rewards are not clipped or scaled in RLOO here")),
     **_each("datasets[].data_dir datasets[].fraction",
-            refused("name a file, or a part by split=train[:10%]")),
-    "max_grad_value": refused("gradients are clipped by their norm here"),
+            rejected("name a file, or a part by split=train[:10%]")),
+    "max_grad_value": rejected("gradients are clipped by their norm here"),
 }  # fmt: skip
 
 
@@ -248,13 +259,13 @@ def find_kind(tree: Mapping[str, Any]) -> str:
 
 
 def translate(tree: Mapping[str, Any], kind: str) -> tuple[Translation, list[str]]:
-    """The config, and sentences about fields without an equivalent."""
+    """Return the translation, and a sentence for each field without an equivalent."""
     work = _Trl(tree, kind)
-    return work.made, [*work.theirs.refusals, *work.without]
+    return work.made, [*work.theirs.rejections, *work.without]
 
 
 class _Trl:
-    """One file. Each method translates a part of it."""
+    """One file; each method translates a section of it."""
 
     def __init__(self, tree: Mapping[str, Any], kind: str) -> None:
         self.made, self.kind = Translation(), kind
@@ -314,7 +325,7 @@ class _Trl:
             self.set("trained_dtype", "bfloat16")
             self.set("dtype", "bfloat16")
         elif weights not in (None, "auto", "float32", "bfloat16"):
-            self.without.append(f"dtype={weights}: is not built here; float32 weights are trained")
+            self.without.append(f"dtype={weights}: is not supported; float32 weights are trained")
         if self.take("bf16") is False and not self.theirs.tree.get("fp16") and "trained_dtype" not in self.made.tree:
             self.set("dtype", "float32")
         kernel = self.take("attn_implementation")
@@ -410,7 +421,7 @@ class _Trl:
         services = self.take("report_to")
         services = [services] if isinstance(services, str) else services or []
         known = [name for name in services if name in ("wandb", "tensorboard")]
-        self.without += [f"report_to={name}: is not built here" for name in services
+        self.without += [f"report_to={name}: is not supported" for name in services
                          if name not in (*known, "none", "all")]  # fmt: skip
         self.set("report_to", (["wandb", "tensorboard"] if "all" in services else known) or None)
         resume = self.take("resume_from_checkpoint")
@@ -420,14 +431,14 @@ class _Trl:
 
     def _steps(self, name: str, value: float) -> None:
         if 0 < value < 1:
-            self.without.append(f"{name}={value}: a fraction of the run is not built here; use steps")
+            self.without.append(f"{name}={value}: a fraction of the run is not supported; use steps")
         else:
             self.set(name, int(value))
 
     def _schedule(self) -> None:
         name = self.take("lr_scheduler_type")
         if name is not None and str(name) not in SCHEDULES:
-            self.without.append(f"lr_scheduler_type={name}: is not built here; linear is used")
+            self.without.append(f"lr_scheduler_type={name}: is not supported; linear is used")
         elif name is not None:
             self.set("lr_scheduler_type", SCHEDULES[str(name)])
         self.set(
@@ -447,7 +458,7 @@ class _Trl:
             )
         optimizer = str(self.take("optim") or "adamw_torch_fused")
         if optimizer not in OPTIMIZERS:
-            self.without.append(f"optim={optimizer}: is not built here; AdamW is used")
+            self.without.append(f"optim={optimizer}: is not supported; AdamW is used")
         self.set("optim", {"adamw": None}.get(kept := OPTIMIZERS.get(optimizer, "adamw"), kept))
 
     # methods
@@ -458,7 +469,11 @@ class _Trl:
             value = self.take(name)
             if value is not None and value not in full:
                 self.without.append(f"{name}={value}: {FULL}")
-        keys.bound_cispo(self.made)
+        keys.set_cispo_cap(self.made)
+        for name in (*LOSS_KWARGS, "multi_objective_aggregation") if self.kind == "grpo" else ():
+            if self.take(name) is not None:
+                for key, value in OLD_FLAGS[name].convert(str(self.take(name))).items():
+                    self.set(key, tree.get(key, {}) | value if isinstance(value, dict) else value)
         if self.take("use_adaptive_entropy"):
             for name, (ours, default) in ADAPTIVE.items():
                 given = number(self.take(name), name)

@@ -858,7 +858,7 @@ def test_cause_is_the_first_original_error():
 def error_of(capsys, *argv: str) -> str:
     assert serve.main(argv) == 2
     err = capsys.readouterr().err
-    assert err.startswith("error: ") and err.count("\n") == 1
+    assert all(line.startswith("error: ") for line in err.splitlines())
     return err.removeprefix("error: ").rstrip()
 
 

@@ -33,25 +33,52 @@ def test_defaults_are_good_in_both_modes():
     assert make(mode="strided", strided=alone, **features(advantage_estimator="reinforce")).strided is alone
 
 
-FEATURES = {
-    "a layer above the last": ({"feature_layers": (0.5, 1.5)}, "feature_layers=1.5:"),
-    "a layer below the first": ({"feature_layers": (-0.1,)}, "feature_layers=-0.1:"),
-    "a layer that is no number": ({"feature_layers": (float("nan"),)}, "feature_layers=nan:"),
-    "no layer": ({"feature_layers": ()}, "feature_layers=[]:"),
-    "nothing to learn from": ({"rl_coef": 0.0, "ce_coef": 0.0}, "rl_coef=0, ce_coef=0: there is nothing to learn from"),
-    "no reward": ({"alignment_coef": 0.0, "diversity_coef": 0.0}, "alignment_coef=0, diversity_coef=0: every reward"),
-    "a weight below 0": ({"ce_coef": -0.1}, "ce_coef=-0.1: must be 0 or above"),
-    "a weight without end": ({"rl_coef": float("inf")}, "rl_coef=inf: must be 0 or above"),
-    "a weight that is no number": ({"diversity_coef": float("nan")}, "diversity_coef=nan: must be 0 or above"),
-    "a way to whiten without whitening": ({"whiten_gt": "sample"}, "whiten_gt=sample: has no effect without whitening"),
-}
+REJECTED: list[tuple[Any, dict[str, Any], str]] = [
+    (FeatureConfig, {"feature_layers": (0.5, 1.5)}, "feature_layers=1.5: "),
+    (FeatureConfig, {"feature_layers": (-0.1,)}, "feature_layers=-0.1: "),
+    (FeatureConfig, {"feature_layers": (float("nan"),)}, "feature_layers=nan: "),
+    (FeatureConfig, {"feature_layers": ()}, "feature_layers=[]: "),
+    (FeatureConfig, {"rl_coef": 0.0, "ce_coef": 0.0}, "rl_coef=0, ce_coef=0: "),
+    (FeatureConfig, {"alignment_coef": 0.0, "diversity_coef": 0.0}, "alignment_coef=0, diversity_coef=0: "),
+    (FeatureConfig, {"ce_coef": -0.1}, "ce_coef=-0.1: must be 0 or above"),
+    (FeatureConfig, {"rl_coef": float("inf")}, "rl_coef=inf: must be 0 or above"),
+    (FeatureConfig, {"diversity_coef": float("nan")}, "diversity_coef=nan: must be 0 or above"),
+    (FeatureConfig, {"whiten_gt": "sample"}, "whiten_gt=sample: has no effect without --use-whitening"),
+    (StridedConfig, {"stride": 0}, "stride=0: "),
+    (StridedConfig, {"context_length": 0}, "context_length=0: "),
+    (StridedConfig, {"generate_max_len": 0}, "generate_max_len=0: "),
+    (StridedConfig, {"n_samples_per_prompt": 0}, "n_samples_per_prompt=0: "),
+    (StridedConfig, {"min_completion_prefix": -1}, "min_completion_prefix=-1: "),
+    (StridedConfig, {"max_length": 15}, "max_length=15: must be at least context_length + generate_max_len = 16"),
+    (make, {"num_generations": 3}, "num_generations=3: 8 completions per step"),
+    (make, {"num_generations": 0}, "num_generations=0: must be 1 or more"),
+    (make, {"max_completion_length": 0}, "max_completion_length=0: must be 1 or more"),
+    (make, {"num_iterations": 0}, "num_iterations=0: must be 1 or more"),
+    (make, {"minibatches_per_rollout": 0}, "minibatches_per_rollout=0: must be 1 or more"),
+    (make, {"stop": ("",)}, "stop='': "),
+    (make, {"temperature": 0.0}, "temperature=0.0: must be above 0"),
+    (make, {"temperature": 0.0, "mode": "strided"}, "temperature=0.0: must be above 0"),
+    (make, {"temperature": float("nan")}, "temperature=nan: must be above 0"),
+    (make, {"temperature": float("inf")}, "temperature=inf: must be above 0"),
+    (make, {"gt_length_multiplier": 0.0}, "gt_length_multiplier=0.0: must be 0.1 or more"),
+    (make, {"gt_length_multiplier": float("nan")}, "gt_length_multiplier=nan: must be 0.1 or more"),
+    (make, {"gt_length_multiplier": 2.0, "adaptive_max_tokens": False}, "gt_length_multiplier=2.0: has no effect"),
+    (make, {"rollout": RolloutConfig(eval_temperature=0.5)}, "rollout.eval_temperature=0.5: has no effect"),
+    (make, {"rollout": RolloutConfig(engine="local"), "vllm": VllmConfig(replicas=2)},
+     "vllm.replicas=2: has no effect with rollout.engine=local"),
+    (make, {"run": RunConfig(eval_steps=2)}, "eval_steps=2: has no effect without held-out rows"),
+    (make, {"overlap": AsyncConfig(reroll_start_fraction=0.5)}, "reroll_start_fraction=0.5: has no effect"),
+    (make, {"num_generations": 1, **features(advantage_estimator="reinforce", diversity_coef=0.5)},
+     "diversity_coef=0.5: has no effect with num_generations=1"),
+]  # fmt: skip
 
 
-def test_features():
-    for name, (settings, sentence) in FEATURES.items():
+def test_the_error_names_the_setting():
+    for config, settings, start in REJECTED:
         with pytest.raises(ValueError) as caught:
-            FeatureConfig(**settings)
-        assert str(caught.value).startswith(sentence), name
+            config(**settings)
+        assert str(caught.value).startswith(start), (settings, str(caught.value))
+    assert StridedConfig(max_length=16).max_length == 16
 
 
 def test_rewards_of_no_weight_are_good_where_nothing_is_made_of_them():
@@ -63,67 +90,13 @@ def test_one_rollout_cannot_be_compared(mode, estimator):
     strided = mode == "strided"
     one = {"strided": StridedConfig(n_samples_per_prompt=1)} if strided else {"num_generations": 1}
     name = "n_samples_per_prompt" if strided else "num_generations"
-    with pytest.raises(ValueError, match=rf"^{name}=1: advantage_estimator={estimator} compares .* draw 2 or more"):
+    with pytest.raises(ValueError, match=rf"^{name}=1: advantage_estimator={estimator} compares"):
         make(mode=mode, **one, **features(advantage_estimator=estimator))
-    with pytest.raises(ValueError, match=rf"^{name}=1: use_whitening scales .* draw 2 or more, or leave it off$"):
+    with pytest.raises(ValueError, match=rf"^{name}=1: use_whitening"):
         make(mode=mode, **one, **features(advantage_estimator="reinforce", use_whitening=True))
 
 
-STRIDED = {
-    "stride": ({"stride": 0}, "stride=0: must be 1 or more"),
-    "context": ({"context_length": 0}, "context_length=0: must be 1 or more"),
-    "block": ({"generate_max_len": 0}, "generate_max_len=0: must be 1 or more"),
-    "samples": ({"n_samples_per_prompt": 0}, "n_samples_per_prompt=0: must be 1 or more"),
-    "prefix": ({"min_completion_prefix": -1}, "min_completion_prefix=-1: must be 0 or more"),
-    "no room": ({"max_length": 15}, "max_length=15: has no room for context_length + generate_max_len = 16 tokens"),
-}
-
-
-def test_strided():
-    for name, (settings, sentence) in STRIDED.items():
-        with pytest.raises(ValueError) as caught:
-            StridedConfig(**settings)
-        assert str(caught.value).startswith(sentence), name
-    assert StridedConfig(max_length=16).max_length == 16
-
-
-STRUCTURED: dict[str, tuple[dict[str, Any], str]] = {
-    "groups that do not divide": ({"num_generations": 3}, "num_generations=3: .* = 8 completions a step .*=3$"),
-    "no completions": ({"num_generations": 0}, "num_generations=0: must be 1 or more"),
-    "no tokens": ({"max_completion_length": 0}, "max_completion_length=0: must be 1 or more"),
-    "no iterations": ({"num_iterations": 0}, "num_iterations=0: must be 1 or more"),
-    "no mini-batches": ({"minibatches_per_rollout": 0}, "minibatches_per_rollout=0: must be 1 or more"),
-    "empty stop": ({"stop": ("",)}, "stop='': an empty stop string"),
-    "temperature 0": ({"temperature": 0.0}, "temperature=0.0: must be above 0"),
-    "temperature nan": ({"temperature": float("nan")}, "temperature=nan: must be above 0"),
-    "temperature inf": ({"temperature": float("inf")}, "temperature=inf: must be above 0"),
-    "a target times nothing": ({"gt_length_multiplier": 0.0}, "gt_length_multiplier=0.0: must be 0.1 or more"),
-    "a target times nan": ({"gt_length_multiplier": float("nan")}, "gt_length_multiplier=nan: must be 0.1 or more"),
-    "a length that is not asked for": (
-        {"gt_length_multiplier": 2.0, "adaptive_max_tokens": False},
-        "gt_length_multiplier=2.0: has no effect without adaptive_max_tokens",
-    ),
-    "greedy evaluation": (
-        {"rollout": RolloutConfig(eval_temperature=0.5)},
-        "rollout.eval_temperature=0.5: has no effect here, held-out groups are sampled as those of training are",
-    ),
-    "servers for local": (
-        {"rollout": RolloutConfig(engine="local"), "vllm": VllmConfig(replicas=2)},
-        "vllm.replicas=2: has no effect with rollout.engine=local",
-    ),
-    "evaluation of nothing": ({"run": RunConfig(eval_steps=2)}, "eval_steps=2: has no effect without held-out rows"),
-}  # fmt: skip
-
-
-def test_structured():
-    for settings, sentence in STRUCTURED.values():
-        with pytest.raises(ValueError, match=f"^{sentence}"):
-            make(**settings)
-    with pytest.raises(ValueError, match=r"^temperature=0\.0: must be above 0"):
-        make(mode="strided", temperature=0.0)
-
-
-# A setting of the other mode -> how the sentence begins.
+# Setting of the other mode -> start of the error.
 OF_STRUCTURED: list[tuple[dict[str, Any], str]] = [
     ({"format": FormatOptions(field_chosen="best")}, "format.field_chosen=best"),
     ({"rollout": RolloutConfig(engine="vllm")}, "rollout.engine=vllm"),
@@ -156,15 +129,15 @@ OF_STRIDED = [
 ]
 
 
-def test_what_one_mode_reads_is_refused_by_name_in_the_other():
+def test_settings_of_one_mode_are_rejected_in_the_other():
     for settings, start in OF_STRUCTURED:
         with pytest.raises(ValueError) as caught:
             make(mode="strided", **settings)
-        assert str(caught.value) == f"{start}: has no effect in mode=strided; leave it out"
+        assert str(caught.value) == f"{start}: has no effect in mode=strided"
     for settings, start in OF_STRIDED:
         with pytest.raises(ValueError) as caught:
             make(strided=StridedConfig(**settings))
-        assert str(caught.value) == f"{start}: has no effect in mode=structured; leave it out"
+        assert str(caught.value) == f"{start}: has no effect in mode=structured"
 
 
 # Bare commands.
@@ -181,11 +154,3 @@ def test_each_mode_has_a_recipe_of_its_own(monkeypatch, tmp_path, capsys):
         assert (cfg.mode, cfg.model.model, cfg.num_generations) == ("structured", "builtin:tiny", 8)
     _, cfg, _ = parse(["--method", "ebft", "--mode", "strided", "--model", "m", "--data", "d"])
     assert cfg.strided.stride == 8 and capsys.readouterr().err == ""
-
-
-def test_what_can_have_no_effect_is_refused():
-    with pytest.raises(ValueError, match=r"^reroll_start_fraction=0\.5: has no effect here"):
-        make(overlap=AsyncConfig(reroll_start_fraction=0.5))
-    alone = features(advantage_estimator="reinforce", diversity_coef=0.5)
-    with pytest.raises(ValueError, match=r"^diversity_coef=0\.5: has no effect with num_generations=1"):
-        make(num_generations=1, **alone)

@@ -287,20 +287,20 @@ OWN = ("--method", "online_dpo", "--model", "m", "--data", "d", "--per-device-tr
 REFUSED = {
     "ref": (("--ref", "precomputed"), "ref=precomputed: completions are new in every step"),
     "one": (("--num-generations", "1"), "num_generations=1: a group needs at least 2"),
-    "groups": (("--num-generations", "3"), "num_generations=3: .* do not hold whole groups"),
+    "groups": (("--num-generations", "3"), "num_generations=3: .* not a multiple"),
     "replay": (
         ("--replay-buffer-size", "4", "--no-replay-recompute-logps"), "replay_recompute_logps=False: has no effect here"
     ),
-    "aot": (("--loss-type", "aot", "--num-generations", "8"), "per_device_train_batch_size=8: aot sorts over a step"),
+    "aot": (("--loss-type", "aot", "--num-generations", "8"), "per_device_train_batch_size=8: loss_type=aot"),
     "penalty": (("--missing-eos-penalty", "-1"), "missing_eos_penalty=-1.0: must be 0 or above"),
     "judged penalty": (("--judge", "a.b", "--missing-eos-penalty", "1"), "missing_eos_penalty=1.0: .* with a judge"),
     "rerolls": (("--judge", "a.b", "--reroll-start-fraction", "0.5"), "reroll_start_fraction=0.5: .* with a judge"),
     "evaluation": (("--judge", "a.b", "--eval-data", "e"), "eval_data=e: a judge compares completions"),
     "rows held out": (("--judge", "a.b", "--val-set-size", "4"), "val_set_size=4: a judge compares completions"),
     "workers": (("--judge", "a.b", "--reward-num-workers", "2"), "reward_num_workers=2: has no effect with a judge"),
-    "smoothing": (("--loss-type", "ipo", "--label-smoothing", "0.1"), "label_smoothing=0.1: has no effect on ipo"),
-    "moving": (("--sync-ref-model", "--lora.r", "4"), "sync_ref_model=True: no copy to move with LoRA"),
-    "free": (("--reference-free", "--ref-model", "x"), "reference_free: ref, ref_model and ref_cache"),
+    "smoothing": (("--loss-type", "ipo", "--label-smoothing", "0.1"), "label_smoothing=0.1: has no effect"),
+    "moving": (("--sync-ref-model", "--lora.r", "4"), "sync_ref_model=True: "),
+    "free": (("--reference-free", "--ref-model", "x"), "ref_model=x: has no effect with reference_free"),
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from trainer.rl.session import Session
 
 from data.types import Prompt
 from rollout.engine import Group
@@ -41,7 +42,6 @@ from trainer.policy.logps import Policy
 from trainer.rl.critic import ValueHead, ValueModel
 from trainer.rl.groups import GroupBatch
 from trainer.rl.minibatch import MiniBatch
-from trainer.rl.session import Session
 
 GROUP = 4
 NO_REWARD = 6  # this completion has none
@@ -329,7 +329,7 @@ def test_a_reward_model_of_ours_is_a_critic_whose_head_is_kept(tmp_path):
 REFUSED = {
     "advantage_estimator=leave_one_out: has no effect with ppo": ["--advantage-estimator", "leave_one_out"],
     "scale_rewards=none: has no effect with ppo": ["--scale-rewards", "none"],
-    "multi_objective_aggregation=normalize_then_sum: has no effect with ppo":
+    "advantage_estimator=normalize_then_sum: has no effect with ppo":
         ["--multi-objective-aggregation", "normalize_then_sum"],
     "dynamic_sampling=True: has no effect with ppo": ["--dynamic-sampling"],
     "replay_buffer_size=8: has no effect with ppo": ["--replay-buffer-size", "8"],

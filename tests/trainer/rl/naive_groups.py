@@ -95,8 +95,8 @@ def naive_loss(
         log_ratio = mean(fixed - proximal) + logp - fixed
     ratio, a = log_ratio.exp(), advantage.unsqueeze(1)
     token = {
-        "cispo": lambda: -ratio.detach().clamp(max=options.cispo_cap) * a * logp,
-        "sapo": lambda: -a * gate(ratio, a, options.sapo_temperature_pos, options.sapo_temperature_neg),
+        "cispo": lambda: -ratio.detach().clamp(max=loss_option(options, "cispo_cap")) * a * logp,
+        "sapo": lambda: -a * gate(ratio, a, *(loss_option(options, f"sapo_temperature_{x}") for x in ("pos", "neg"))),
         "vespo": lambda: -phi(options, ((fixed - proximal) * mask + log_weight).sum(1, keepdim=True), a) * a * logp,
         "reinforce": lambda: -a * logp,
         "rloo": lambda: clipped(options, ((logp - proximal) * mask).sum(1, keepdim=True).exp(), a),
@@ -140,6 +140,10 @@ def clipped(options: Any, ratio: Tensor, a: Tensor) -> Tensor:
     return loss
 
 
+def loss_option(options: Any, name: str) -> float:
+    return options.loss_kwargs.get(name, options.loss.options[name].default)
+
+
 def gate(ratio: Tensor, a: Tensor, tau_pos: float, tau_neg: float) -> Tensor:
     tau = torch.where(a > 0, tau_pos, tau_neg * torch.ones_like(a))
     return torch.sigmoid(tau * (ratio - 1)) * 4 / tau
@@ -148,8 +152,10 @@ def gate(ratio: Tensor, a: Tensor, tau_pos: float, tau_neg: float) -> Tensor:
 def phi(options: Any, log_w: Tensor, a: Tensor) -> Tensor:
     log_w = log_w.clamp(math.log(1e-8), 20.0)
     ones = torch.ones_like(a)
-    k = torch.where(a >= 0, options.vespo_k_pos * ones, options.vespo_k_neg)
-    decay = torch.where(a >= 0, options.vespo_lambda_pos * ones, options.vespo_lambda_neg)
+    k_pos, k_neg = (loss_option(options, f"vespo_k_{x}") for x in ("pos", "neg"))
+    lambda_pos, lambda_neg = (loss_option(options, f"vespo_lambda_{x}") for x in ("pos", "neg"))
+    k = torch.where(a >= 0, k_pos * ones, k_neg)
+    decay = torch.where(a >= 0, lambda_pos * ones, lambda_neg)
     return (decay + k * log_w - decay * log_w.exp()).exp()
 
 

@@ -47,7 +47,7 @@ ASKED = [
     (("--sync.probe-every", "5"), "sync.probe_every=5"),
     (("--async-prefetch",), "async_prefetch=True"),
     (("--vllm-sync-interval", "4"), "vllm_sync_interval=4"),
-    (("--vllm-lora-sync", "--lora.r", "8"), "vllm_lora_sync=True"),
+    (("--vllm-lora-sync", "--lora.r", "8"), "sync.backend=lora"),
     (GYM, "vllm.port=8000"),
 ]
 

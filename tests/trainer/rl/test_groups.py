@@ -87,7 +87,7 @@ def test_streaming_gives_the_advantages_of_the_whole_batch():
     script = ["yn", "nn", "yy"]
     for options in (
         AdvantageConfig(scale_rewards="batch"),
-        AdvantageConfig(multi_objective_aggregation="normalize_then_sum"),
+        AdvantageConfig(advantage_estimator="normalize_then_sum"),
     ):
         cfgs = [settings(options), settings(options, streaming_partial_batch=True)]
         whole, streamed = (advantages(cfg, groups_of(cfg, script).next(0, 0)) for cfg in cfgs)
@@ -150,7 +150,7 @@ def test_gdpo_keeps_apart_what_a_sum_makes_equal():
     values = [[[0.0, 1.0], [1.0, 1.0]], [[0.0, 0.0], [1.0, 1.0]]]
     batch = batch_of(values, [1.0, 1.0])
     summed = advantages(settings(), batch)
-    apart = advantages(settings(AdvantageConfig(multi_objective_aggregation="normalize_then_sum")), batch)
+    apart = advantages(settings(AdvantageConfig(advantage_estimator="normalize_then_sum")), batch)
     assert summed.abs().flatten().tolist() == pytest.approx([0.7071] * 4, abs=2e-4)
     assert apart.flatten().tolist() == pytest.approx([-0.5477, 0.5477, -1.0954, 1.0954], abs=3e-4)
 

@@ -30,13 +30,13 @@ def test_every_key_of_axolotls_examples_is_in_the_table():
     found = {key: find(key, TABLE) for key in keys}
     assert [key for key, entry in found.items() if entry is None] == []
     counts = Counter(entry.outcome for entry in found.values())
-    assert counts["translated"] > counts["no effect"] > counts["refused"] > 0
+    assert counts["translated"] > counts["no effect"] > counts["rejected"] > 0
     assert all(entry.text for entry in TABLE.values())
 
 
 def test_a_refusal_says_what_to_do():
     for key, entry in TABLE.items():
-        if entry.outcome == "refused":
+        if entry.outcome == "rejected":
             assert any(word in entry.text for word in ("remove", "use ", "write", "name ", "rename")), key
 
 
@@ -210,7 +210,7 @@ def test_constant_has_no_warmup(settings):
 def test_the_bound_of_cispo():
     trl = {"loss_type": "cispo", "epsilon_high": 5.0}
     made = translate({"base_model": "m", "rl": "grpo", "trl": trl})
-    assert made.tree["cispo_cap"] == 5.0 and "epsilon_high" not in made.tree
+    assert made.tree["loss_kwargs"] == {"cispo_cap": 5.0} and "epsilon_high" not in made.tree
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_a_flag_that_turns_lora_off_leaves_out_the_files_other_settings_of_it(tm
     _, cfg, _ = parse(["--config", str(tmp_path / "lora.yml"), "--lora.r", "0"])
     assert cfg.lora == LoraConfig() and not cfg.model.merge_lora
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said == f"--lora.r 0: merge_lora, lora.alpha, lora.target_modules of {tmp_path / 'lora.yml'} left out"
+    assert said == f"--lora.r 0: dropped merge_lora, lora.alpha, lora.target_modules of {tmp_path / 'lora.yml'}"
     with pytest.raises(ValueError, match="lora.alpha=8: has no effect with lora.r=0"):  # both are flags
         parse(["--config", str(tmp_path / "lora.yml"), "--lora.r", "0", "--lora.alpha", "8"])
 
@@ -274,18 +274,18 @@ def test_fsdp_has_an_effect_only_with_several_processes(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"deepspeed": "zero3.json"}, "deepspeed=zero3.json: DeepSpeed is not built here; remove it, and start with "
+        ({"deepspeed": "zero3.json"}, "deepspeed=zero3.json: DeepSpeed is not supported; remove it, and start with "
                                       "torchrun: --parallel.mode fsdp does what ZeRO-3 does"),
-        ({"optimizer": "lion_8bit"}, "optimizer=lion_8bit: is not built here"),
-        ({"lr_scheduler": "rex"}, "lr_scheduler=rex: is not built here"),
+        ({"optimizer": "lion_8bit"}, "optimizer=lion_8bit: is not supported"),
+        ({"lr_scheduler": "rex"}, "lr_scheduler=rex: is not supported"),
         ({"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "plugins=axolotl.integrations.kd.KDPlugin: may change"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: is not built here"),
-        ({"fp16": True}, "fp16=True: float16 is not built here; use bf16: true"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: is not supported"),
+        ({"fp16": True}, "fp16=True: float16 is not supported; use bf16: true"),
         ({"early_stopping_patience": 3}, "early_stopping_patience=3: a run has the length you give it; remove it"),
         ({"shuffle_merged_datasets": False}, "rows are shuffled by seed here; remove it"),
-        ({"save_steps": 0.5}, "save_steps=0.5: a fraction of the run is not built here; use steps, or saves_per_epoch"),
+        ({"save_steps": 0.5}, "save_steps=0.5: a fraction of the run is not supported; use steps, or saves_per_epoch"),
         ({"chat_template": "alpaca"}, "chat_template=alpaca: is not built in"),
-        ({"adapter": "llama-adapter"}, "adapter=llama-adapter: is not built here; use lora or qlora"),
+        ({"adapter": "llama-adapter"}, "adapter=llama-adapter: is not supported; use lora or qlora"),
         ({"datasets": "rows.jsonl"}, "datasets=rows.jsonl: is not a list; write - path: ..."),
         ({"sequence_length": 4}, "sequence_length: not a key of axolotl, did you mean sequence_len?"),
         ({"rl": "grpo", "trl": {"num_generation": 4}}, "trl.num_generation: not a key of axolotl, did you mean "

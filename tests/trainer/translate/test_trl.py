@@ -83,7 +83,7 @@ def test_grpo_fields():
     assert tree["reward_funcs"][0].startswith("regex:") and tree["reward_funcs"][1] == "my.reward"
     assert "num_train_epochs" not in tree and "use_bias_correction_kl" not in tree
     assert without == ["top_p=0.9: training samples from the full distribution, which the loss assumes"]
-    assert made.idle == {"samples.jsonl and report.html hold them": ["log_completions"]}
+    assert made.idle == {"samples.jsonl and report.html contain them": ["log_completions"]}
 
 
 def test_other_kinds():
@@ -138,10 +138,10 @@ def test_adaptive_entropy():
 
 def test_cispo_without_its_bound_is_noted():
     made, _ = translate({"loss_type": "cispo", "epsilon": 0.3}, "grpo")
-    assert "epsilon" not in made.tree and "cispo_cap" not in made.tree
+    assert "epsilon" not in made.tree and "loss_kwargs" not in made.tree
     assert "TRL's bound is epsilon, 0.3, and all tokens weigh about that much" in made.notes[0]
     made, _ = translate({"loss_type": "cispo", "epsilon_high": 4}, "grpo")
-    assert made.tree["cispo_cap"] == 4 and made.notes == []
+    assert made.tree["loss_kwargs"] == {"cispo_cap": 4} and made.notes == []
 
 
 def test_a_local_file_has_no_test_split():

@@ -30,7 +30,7 @@ from trainer.ebft.structured import FeatureRewards, add_target, estimate, evalua
 from trainer.methods.grpo import backward
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy
-from trainer.rl.groups import GroupBatch
+from trainer.rl.groups import Rollout
 from trainer.rl.rank0_rollout import Rank0Rollout
 
 TEMPERATURE = 0.7
@@ -224,13 +224,13 @@ def test_completions_that_are_all_masked_leave_the_cross_entropy_and_losses_of_z
 # Rewards and advantages, as trainer/rl/groups.py passes them.
 
 
-def group_batch(cfg: Any, policy: Policy, prompts: list[TargetPrompt], groups: list[list[Completion]]) -> GroupBatch:
+def group_batch(cfg: Any, policy: Policy, prompts: list[TargetPrompt], groups: list[list[Completion]]) -> Rollout:
     table = rewards_of(cfg, policy).submit(*flat(prompts, groups), step=1).result()
     made = [
         Group(row, prompt, row, completions=group, values=table.values[row * SIZE : (row + 1) * SIZE])
         for row, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
     ]  # fmt: skip
-    return GroupBatch(made, table.names, table.weights, {})
+    return Rollout(made, table.names, table.weights, {})
 
 
 @pytest.mark.parametrize("estimator", ADVANTAGES)

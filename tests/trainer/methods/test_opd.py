@@ -30,7 +30,7 @@ from trainer.metrics.metrics import describe
 from trainer.policy.load import load_policy
 from trainer.policy.logps import causal_lm
 from trainer.rl import teacher as teachers
-from trainer.rl.groups import GroupBatch
+from trainer.rl.groups import Rollout
 from trainer.rl.mixed_source import MixedSource
 from trainer.rl.teacher import Teacher, TeacherServer, check_vocabulary, open_teacher
 
@@ -285,7 +285,7 @@ def test_gradients_are_those_of_a_loop_over_completions(beta):
     teacher, groups = wide_teacher(policy), groups_of(policy)
     argv = () if beta is None else ("--jsd-beta", str(beta))
     cfg = parse(*argv, "--max-tokens-per-micro-batch", "30", "--temperature", "0.8")
-    batch = GroupBatch(groups, [], [], {})
+    batch = Rollout(groups, [], [], {})
     if beta is None:
         rollout = prepare(cfg, policy, batch.completions, teacher.logps(groups))
         sums = backward(replace(cfg, correction=replace(cfg.correction, vllm_importance_sampling_correction=False)),
@@ -322,7 +322,7 @@ def test_a_teacher_that_is_the_student_gives_no_gradient(beta):
     policy = replace(tiny_policy(), model=copy.deepcopy(tiny_policy().model))
     teacher = Teacher(parse(), policy, replace(policy, reference=policy.model))
     cfg = parse() if beta is None else parse("--jsd-beta", str(beta))
-    batch = GroupBatch(groups_of(policy), [], [], {})
+    batch = Rollout(groups_of(policy), [], [], {})
     if beta is None:
         backward(cfg, policy, prepare(cfg, policy, batch.completions, teacher.logps(batch.groups)))
     else:
@@ -334,7 +334,7 @@ def test_a_teacher_that_is_the_student_gives_no_gradient(beta):
 def test_the_advantage_of_rewards_is_added_with_its_weight():
     policy = tiny_policy()
     cfg = parse("--reward-funcs", "exact_match", "--num-generations", "2", "--reward-coef", "0.5")
-    batch = GroupBatch(groups_of(policy), ["exact_match"], [1.0], {})
+    batch = Rollout(groups_of(policy), ["exact_match"], [1.0], {})
     logps = [[-1.0] * len(c.ids) for c in batch.completions]
     per_completion = SimpleNamespace(advantage=lambda batch: torch.tensor([1.0, -1.0, 0.0, 2.0]))
     found = opd.token_advantage(cfg, logps, per_completion, batch)
@@ -452,7 +452,7 @@ def test_a_server_scores_the_tokens_and_a_fault_is_tried_again(served):
     groups = groups_of(policy)
     found = server.logps(groups)
     local = Teacher(cfg, policy, replace(policy, reference=policy.model)).logps(groups)
-    for completion, ours, theirs in zip(GroupBatch(groups, [], [], {}).completions, found, local, strict=True):
+    for completion, ours, theirs in zip(Rollout(groups, [], [], {}).completions, found, local, strict=True):
         own = completion.mask or [True] * len(completion.ids)
         assert [x for x, k in zip(ours, own, strict=True) if k] == pytest.approx(
             [x for x, k in zip(theirs, own, strict=True) if k], abs=2e-5

@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from trainer.rl.session import Session
 
 from losses.advantage import GroupRewards
 from trainer.config.blocks import Flat
@@ -23,7 +24,6 @@ from trainer.config.checks import reject_unused
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.config.sampling import SamplingConfig
 from trainer.methods.grpo import backward, score_at_start
-from trainer.rl.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)

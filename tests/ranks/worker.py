@@ -255,7 +255,7 @@ def sharing_rows(size: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def small_buckets() -> Iterator[list[bool]]:
-    """Use several buckets in a tiny model; yield, for each launched bucket, whether it was before the last pass ended."""
+    """Use several buckets in a tiny model; yield, for each bucket, whether its launch preceded the end of the loop."""
     launched: list[bool] = []
     launch, size = overlap.Overlap._launch, overlap.BUCKET
 

@@ -35,7 +35,9 @@ from trainer.rl.groups import Rollout
 NAN = float("nan")
 
 
-def completion(num_tokens: int = 2, *, prompt: int = 2, cut: bool = False, mask: list[bool] | None = None, seed: int = 0):
+def completion(
+    num_tokens: int = 2, *, prompt: int = 2, cut: bool = False, mask: list[bool] | None = None, seed: int = 0
+):
     rng = random.Random(seed)
     return Completion(
         prompt_ids=ids(rng, prompt), ids=ids(rng, num_tokens), logps=[-1.0] * num_tokens, text="", versions=[],

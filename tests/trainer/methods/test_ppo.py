@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from rollout.engine import Completion
 from tests.entry import metrics, repeatable
 from tests.test_resume import copy_as_if_killed
-from rollout.engine import Completion
 from tests.trainer.rl.group_cases import (
     CUTS,
     LENGTHS,
@@ -217,7 +217,9 @@ def test_gradients_of_both_losses_match_the_formulas(kind, name):
     assert len(gradients) == len(want) and scale > 0.01
     for got, expected in zip(gradients, want, strict=True):
         assert (got - expected).norm() < 1e-9 * scale, (got, expected)
-    assert {**logged, **estimates.metrics}.items() >= {k: pytest.approx(v, rel=1e-5) for k, v in numbers.items()}.items()
+    assert {**logged, **estimates.metrics}.items() >= {
+        k: pytest.approx(v, rel=1e-5) for k, v in numbers.items()
+    }.items()
     assert 0 < logged["value/clip_frac"] < 1 and 0 < logged["policy/clip_frac"] < 1  # both clips bind somewhere
     assert NO_REWARD not in batch.rows and set(estimates.advantage[NO_REWARD]) == {0.0}
     total = logged["loss/policy"] + (cfg.policy_loss.beta * logged["loss/kl"] if "loss/kl" in logged else 0.0)

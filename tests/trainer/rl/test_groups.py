@@ -18,7 +18,7 @@ from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Producer
 from rollout.schedule.replay import Replay
 from trainer.config.groups import AdvantageConfig, AsyncConfig
-from trainer.rl.groups import Rollout, Groups
+from trainer.rl.groups import Groups, Rollout
 
 G = 2
 PROMPTS = [Prompt(source=f"rows:{row}", prompt=f"{row}?", ids=[1], columns={"answer": "yes"}) for row in range(64)]

@@ -131,7 +131,9 @@ def test_a_rank_without_signal_has_the_same_metrics_and_zero_gradients(monkeypat
     advantage = ADVANTAGE.clone()
     advantage[len(FIRST) :] = 0
     cfg = make_config(correction={"vllm_importance_sampling_cap": 1.5})
-    (got, logged), (other, logged_too) = step_on_two_ranks(monkeypatch, cfg, advantage, [FIRST, range(4, len(ADVANTAGE))])
+    (got, logged), (other, logged_too) = step_on_two_ranks(
+        monkeypatch, cfg, advantage, [FIRST, range(4, len(ADVANTAGE))]
+    )
     assert close(got, by_hand(cfg, advantage=advantage)[0]) and not other.any()
     assert logged == logged_too and logged["policy/skipped_frac"] == pytest.approx(6 / 10)
 

@@ -136,7 +136,7 @@ def step(
     accumulation = cfg.run.gradient_accumulation_steps
     if method is kto:
         rows = make_rows()
-        partner = mismatched_items(cfg, policy, rows)
+        partner = mismatched_items(cfg, policy, rows) if cfg.loss_type == "kto" else {}
         packed = pack_labelled(cfg, policy, [rows[i] for i in order], partner, accumulation)
         sums, _ = kto.run_rows(cfg, policy, Reference(policy), packed, train=True)
         return gradient(policy.model), sums.means(), len(packed.batches)

@@ -91,8 +91,6 @@ def test_entropy_stays_at_its_target(tmp_path):
     target = 0.3
     falling = run(tmp_path / "falling", *longer)
     targeted = run(tmp_path / "targeted", *longer, "--entropy-target", target, "--entropy-coef-step", 0.05)
-    without, with_target = (
-        statistics.fmean(row["policy/entropy"] for row in rows[-20:]) for rows in (falling, targeted)
-    )
+    means = [statistics.fmean(row["policy/entropy"] for row in rows[-20:]) for rows in (falling, targeted)]
     assert means[0] < 0.7 * target < 0.9 * target < means[1] < 2 * target, means
     check_bonus(falling, targeted, target)

@@ -199,12 +199,12 @@ def test_a_loss_gets_the_flags_it_names_and_rejects_others(tmp_path, monkeypatch
 
 
 def test_a_loss_without_a_declared_ratio_of_completions_fails_if_it_reads_it(tmp_path, monkeypatch):
-    """total_log_ratio is None, not 0, which would be wrong after the first step."""
+    """total_log_ratio is missing, not 0, which would be wrong after the first step."""
     (tmp_path / "own.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     cfg = make_config(num_iterations=2)
     cfg.policy_loss = PolicyLossConfig(loss_type="own.wrong")
-    with pytest.raises(TypeError, match="NoneType"):
+    with pytest.raises((AttributeError, TypeError)):
         step(cfg)
 
 

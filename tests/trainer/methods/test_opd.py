@@ -206,19 +206,12 @@ def test_teacher_self_is_the_reference():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("number", r"teacher_prompt=hints.number: returned int for row 17\+25=; it must return a prompt"),
+        ("number", r"teacher_prompt=hints.number: returned int for row 17\+25="),
         ("nothing", "returned empty list for row"),
-        (
-            "fails",
-            r"failed on row 17\+25= \(KeyError: 'solution' \(hints.py, line \d+\)\); fix it: row\['prompt'\] is a list "
-            "of messages, and the other keys are answer",
-        ),
-        (
-            "long",
-            r"row 17\+25=: the teacher's prompt of 600 tokens and max_completion_length=256 do not fit its context",
-        ),
-        ("odd", "what it returned for row .* is no prompt"),
-        ("missing", "has no 'missing'"),
+        ("fails", r"failed on row 17\+25= \(KeyError: 'solution' \(hints.py, line \d+\)\); .*keys are answer"),
+        ("long", r"row 17\+25=: .*600 tokens.* max_completion_length=256 .*context"),
+        ("odd", r"teacher_prompt=hints.odd: .*messages\[0\]"),
+        ("missing", "'missing'"),
     ],
 )
 def test_errors_of_a_prompt_function(name, message, tmp_path, monkeypatch):
@@ -238,14 +231,14 @@ def test_a_different_vocabulary_is_rejected(tmp_path):
     vocab["A"], vocab["B"] = vocab["B"], vocab["A"]
     path.write_text(json.dumps(saved))
     cfg, tokenizer = parse(teacher=("--teacher", str(tmp_path / "t"))), tiny_policy().tokenizer
-    with pytest.raises(ValueError, match=r"teacher=.*: its vocabulary of 275 tokens .* with 275: '[AB]' is id \d+ th"):
+    with pytest.raises(ValueError, match=r"teacher=.*275 tokens.* 275.*: '[AB]' is id \d+ there and id \d+ here"):
         check_vocabulary(cfg, tokenizer)
     longer = copy.deepcopy(tokenizer)
     longer.add_tokens(["<think>"])
     longer.save_pretrained(tmp_path / "t")
-    with pytest.raises(ValueError, match=r"of 276 tokens .* with 275: '<think>' is id 275 there and unknown here"):
+    with pytest.raises(ValueError, match=r"276 tokens.* 275.*: '<think>' is id 275 there and unknown here"):
         open_teacher(cfg, tiny_policy())
-    with pytest.raises(ValueError, match="teacher=./nowhere: no such folder"):
+    with pytest.raises(ValueError, match="teacher=./nowhere: "):
         open_teacher(parse(teacher=("--teacher", "./nowhere")), tiny_policy())
 
 
@@ -259,7 +252,7 @@ def test_the_memory_plan_includes_the_teacher():
     config = plan.PlanConfig(model="builtin:tiny", method="opd", teacher="builtin:tiny_teacher")
     assert config.others == 2 * tiny and not config.has_reference
     assert plan.PlanConfig(shape="qwen3-0.6b", method="opd", teacher="self").has_reference
-    with pytest.raises(ValueError, match="teacher=t: has no effect with method=sft"):
+    with pytest.raises(ValueError, match="teacher=t: .*method=sft"):
         plan.PlanConfig(shape="qwen3-0.6b", teacher="t")
 
 
@@ -475,14 +468,11 @@ def test_errors_of_a_server(served, monkeypatch):
     server = TeacherServer(cfg, policy)
     groups = groups_of(policy)
     for script, message in [
-        (
-            [(500, {"message": "out of memory"})] * 12,
-            "/v1/completions failed 3 times, the last with: status 500: out of",
-        ),
-        ([(400, {"message": "token id 300 is out of vocabulary"})] * 4, r"refuses /v1/completions \(400: token id 300"),
-        ([(401, {})] * 4, "needs another token; set STROP_VLLM_TOKEN"),
-        ([(200, {"choices": []})] * 4, "its reply has no log-probs of the tokens sent"),
-        ([(200, {"choices": [{"prompt_logprobs": [None]}]})] * 4, "its reply has no log-probs of the tokens sent"),
+        ([(500, {"message": "out of memory"})] * 12, "/v1/completions failed 3 times.* status 500: out of"),
+        ([(400, {"message": "token id 300 is out of vocabulary"})] * 4, r"/v1/completions \(400: token id 300"),
+        ([(401, {})] * 4, "STROP_VLLM_TOKEN"),
+        ([(200, {"choices": []})] * 4, "no log-probs"),
+        ([(200, {"choices": [{"prompt_logprobs": [None]}]})] * 4, "no log-probs"),
     ]:
         Served.script[:] = script
         with pytest.raises(ValueError, match=f"^teacher_url={served}: .*{message}"):
@@ -490,10 +480,10 @@ def test_errors_of_a_server(served, monkeypatch):
     server.close()
     Served.script[:] = []
     monkeypatch.setattr(Served, "shift", 1)
-    with pytest.raises(ValueError, match="its tokenizer gives 'The quick brown .* other ids than that of model=buil"):
+    with pytest.raises(ValueError, match="tokenizer .*'The quick brown .* model=buil"):
         TeacherServer(cfg, policy)
     gone = parse(teacher=("--teacher-url", "http://127.0.0.1:9"))
-    with pytest.raises(ValueError, match="failed 3 times, the last with: connection refused; check that the server"):
+    with pytest.raises(ValueError, match="failed 3 times.* connection refused"):
         TeacherServer(gone, policy)
 
 

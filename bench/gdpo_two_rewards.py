@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from bench.common import ROOT
 from data.chat import stop_ids
 from data.command.config_file import load_config
 from data.rows.prompts import load_prompts
-from losses.advantage import GroupRewards, gdpo, group
+from losses.advantage import Rewards, gdpo, group, weighted_sum
 from rollout.engine import Request, Sampling
 from rollout.engines.local import LocalEngine
 from rollout.rewards.table import load_rewards
@@ -79,17 +80,23 @@ def effects() -> dict[str, list[float]]:
     return {"grpo": changes(rewards, group), "gdpo": changes(rewards, gdpo)}
 
 
-def changes(rewards: Tensor, estimate: Callable[[GroupRewards], Tensor]) -> list[float]:
-    """Return the advantage with brackets minus the advantage without, for each completion of every group."""
-    changes = []
+def rewards_of(rewards: Tensor) -> Any:  # (P, G, 2)
+    weights = torch.ones(2)
+    reward = weighted_sum(rewards, weights)
+    return SimpleNamespace(rewards=rewards, weights=weights, reward=reward, completions=(), all_sum=lambda x: x)
+
+
+def changes(rewards: Tensor, estimate: Callable[[Rewards], Tensor]) -> list[float]:
+    """Advantage with brackets minus advantage without, for one completion of every group after the other."""
+    made = []
     for place in range(GROUP):
         both = []
         for brackets in (1.0, 0.0):
             changed = rewards.clone()
             changed[:, place, 1] = brackets
-            both.append(estimate(GroupRewards.of(changed, torch.ones(2)))[:, place])
-        changes += (both[0] - both[1]).tolist()
-    return changes
+            both.append(estimate(rewards_of(changed))[:, place])
+        made += (both[0] - both[1]).tolist()
+    return made
 
 
 def summary(rows: Sequence[Row]) -> str:

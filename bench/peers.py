@@ -18,7 +18,6 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.linear_logprob import TokenLogps, linear_logprob, linear_logprob_loss
-from losses.policy import Tokens, dapo, token_log_ratio
 
 TRL_VOCAB_CHUNK = 32768  # the value TRL's trainers use
 FLOOR_ROWS = 4096  # rows per matrix product of the floor: enough to fill any GPU
@@ -97,11 +96,9 @@ def plain_logps(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:  # (N
 
 
 def surrogate(problem: Problem, logp: Tensor, index: Tensor | slice = slice(None)) -> Tensor:
-    """Return the clipped policy-gradient loss of these tokens, divided by all tokens of the problem."""
-    mask = torch.ones_like(logp, dtype=torch.bool)
-    log_ratio = token_log_ratio(logp, problem.old_logp[index], mask)
-    out = dapo(Tokens(logp, log_ratio, problem.advantage[index], mask, length=mask), epsilon=0.2)
-    return out.terms["policy"].sum / len(problem.target)
+    """The clipped policy-gradient loss of these tokens, as a share of the mean over all tokens of the problem."""
+    ratio, advantage = (logp - problem.old_logp[index]).exp(), problem.advantage[index]
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum() / len(problem.target)
 
 
 def with_gradients(problem: Problem, loss: Tensor, **values: Tensor) -> Made:

@@ -23,7 +23,6 @@ from torch import Tensor
 from bench.common import QWEN3_1_7B, Row, alternate, emit, make_row, require_commit
 from data.packing import Batch, Item, make_batches
 from kernels.linear_logprob import TokenLogps, linear_logprob_loss
-from losses.policy import Tokens, dapo, token_log_ratio
 from trainer.parallel.comm import pick_device
 from trainer.policy.attention import choose_attention
 from trainer.policy.logps import Policy, head_of, predictor_states
@@ -92,11 +91,8 @@ def step(
         advantage = work.advantage[batch.sequence]  # (N,)
 
         def loss_fn(tokens: TokenLogps, rows: Tensor, advantage: Tensor = advantage) -> tuple[Tensor, None]:
-            mask = torch.ones_like(rows, dtype=torch.bool)
-            old_logp = tokens.logp.detach()  # first step on a batch: old and current policy are equal
-            log_ratio = token_log_ratio(tokens.logp, old_logp, mask)
-            out = dapo(Tokens(tokens.logp, log_ratio, advantage[rows], mask, length=mask), epsilon=0.2)
-            return out.terms["policy"].sum / work.num_trained, None
+            ratio, a = (tokens.logp - tokens.logp.detach()).exp(), advantage[rows]  # the first step on a rollout
+            return -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a).sum() / work.num_trained, None
 
         hidden = states(policy, batch)
         loss, _ = linear_logprob_loss(hidden, target=batch.target, loss_fn=loss_fn, **head_of(policy.model))

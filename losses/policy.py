@@ -82,6 +82,8 @@ class PolicyLoss:
             raise ValueError(f"loss_type={getattr(self.loss, '__name__', self.loss)}: returned shape {shapes}")
         return loss, dict(metrics)
 
+    __call__ = of_tokens  # --loss-type my_module.my_record: user code must be callable
+
 
 # PPO's clip: -min(r A, clip(r, low, high) A), in trainer/methods/grpo.py.
 

@@ -1,6 +1,6 @@
 """A method with a critic, a linear function of length and log-prob: run by test_extending.py as --method tests.critic.
 
-The baseline of a completion is what the critic expects of it. Session steps, checkpoints and restores the critic.
+The critic's value is the baseline of a completion. Training steps, checkpoints and restores the critic.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from rollout.engine import Completion
 from trainer.config.blocks import OptimConfig
 from trainer.config.sampling import SamplingConfig
-from trainer.methods.grpo import backward, score_at_start
+from trainer.methods.grpo import backward, logps_at_start
 from trainer.parallel.comm import all_count
 from trainer.rl.minibatch import pack
-from trainer.rl.session import Session
+from trainer.rl.rollouts import Rollouts, open_rewards
+from trainer.run.run import open_run
+from trainer.run.training import Training, open_policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,21 +42,25 @@ class Critic(nn.Module):
 
 
 def train(cfg: Config) -> None:
-    optim = OptimConfig(learning_rate=cfg.critic_learning_rate, lr_scheduler_type="constant")
-    with Session(cfg, trained=lambda s: {"critic": (Critic(), optim)}) as s:
-        critic = s.trained["critic"]
-        for batch in s.rollouts():
-            reward = batch.reward.flatten().to(s.policy.device)  # (B,)
-            advantage = reward - critic(batch.completions).detach()
-            rollout = pack(cfg, s.policy, batch.completions, advantage)
-            score_at_start(cfg, s.policy, [rollout], s.steps_per_rollout)
-            s.keep_samples(batch, advantage)
+    with open_run(cfg, cfg.run.method) as run:
+        rewards = open_rewards(cfg, run)
+        policy = open_policy(cfg, with_reference=cfg.has_reference)
+        critic = Critic()
+        optim = OptimConfig(learning_rate=cfg.critic_learning_rate, lr_scheduler_type="constant")
+        rollouts = Rollouts(run, cfg, policy, rewards)
+        training = Training(run, cfg, policy, rollouts, modules={"critic": (critic, optim)})
+        for rollout in training.batches():
+            reward = rollout.reward.flatten().to(policy.device)  # (B,)
+            advantage = reward - critic(rollout.completions).detach()
+            whole = pack(cfg, policy, rollout.completions, advantage)
+            logps_at_start(cfg, policy, [whole], rollouts.steps_per_batch)
+            rollouts.keep_samples(rollout, advantage)
             count = all_count(len(reward))
             critic.num_seen += count
-            for part in s.updates(rollout):
-                sums = backward(cfg, s.policy, part)
-                error = (critic(batch.completions) - reward).square().sum()
+            for batch in rollouts.updates(whole):
+                sums = backward(cfg, policy, batch)
+                error = (critic(rollout.completions) - reward).square().sum()
                 (error / count).backward()
                 sums.add({"loss/value": (error, torch.tensor(float(len(reward))))})
-                s.clip_and_step(sums, part)
-                s.log(sums, part)
+                training.clip_and_step(sums)
+                training.log(sums, batch.computed_tokens)

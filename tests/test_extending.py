@@ -1,4 +1,4 @@
-"""docs/examples, used as a user's files are: found from the working folder, run by the real command."""
+"""docs/examples, used like a user's files: found in the working folder and run by the real command."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer.rl.step import backward, prepare
 
 from data.command.flags import config_to_tree
 from data.show import main as show
 from data.user_code import import_beside
-from losses.advantage import GroupRewards, group_advantage, moments
-from losses.policy import PolicyLoss, Tokens, dapo
+from losses.advantage import group_advantage, moments, weighted_sum
+from losses.policy import PolicyLoss
 from rollout.engine import Completion
 from rollout.rewards.__main__ import main as check_rewards
 from tests.entry import ROOT, metrics, repeatable, run_python
@@ -31,12 +30,13 @@ from tests.trainer.rl.group_cases import (
     ADVANTAGE,
     close,
     gradient,
+    logps_of,
     make_completions,
     make_config,
     make_llama,
     make_policy,
     moved_llama,
-    scores,
+    prepare,
     step,
 )
 from tests.trainer.rl.naive_groups import padded
@@ -45,7 +45,8 @@ from trainer.__main__ import main
 from trainer.cli import parse
 from trainer.config.groups import AdvantageConfig
 from trainer.config.policy import PolicyLossConfig
-from trainer.rl import session
+from trainer.methods.grpo import backward
+from trainer.rl import rollouts
 
 EXAMPLES = ROOT / "docs" / "examples"
 SHORT = ("--max-steps", "2", "--max-eval-rows", "10", "--per-device-train-batch-size", "16", "--eval-steps", "0")
@@ -57,13 +58,20 @@ def in_examples(monkeypatch):
 
 
 def train(folder: Path, *argv: Any) -> list[dict[str, Any]]:
-    """Metrics of a run of the real command in this process, from the folder of the examples."""
+    """Run the real command in this process, in the folder of the examples; return its metrics."""
     assert main([*map(str, argv), "--output-dir", str(folder)]) == 0
     return metrics(folder)
 
 
 def example(name: str) -> ModuleType:
     return import_beside(name)
+
+
+def rewards_of(reward: torch.Tensor, **more: Any) -> Any:  # (P, G)
+    """A single reward, as estimators read it."""
+    rewards, weights = reward.unsqueeze(2), torch.ones(1)
+    fields = {"rewards": rewards, "weights": weights, "reward": weighted_sum(rewards, weights)}
+    return SimpleNamespace(**fields, **{"all_sum": lambda x: x, **more})
 
 
 def completion(length: int) -> Completion:
@@ -75,36 +83,31 @@ def completion(length: int) -> Completion:
 # Advantages.
 
 
-def test_batch_normalized_is_the_loop_also_over_ranks():
-    rewards = torch.tensor([[1.0, 0.0, math.nan], [1.0, 1.0, 1.0], [0.5, 2.0, -1.0]])
-    there = [x for x in rewards.flatten().tolist() if x == x]
-    mean, deviation = statistics.fmean(there), statistics.stdev(there)
-    want = [[0.0 if x != x else (x - mean) / deviation for x in row] for row in rewards.tolist()]
+def test_batch_normalized_matches_a_loop_on_one_and_two_ranks():
+    reward = torch.tensor([[1.0, 0.0, math.nan], [1.0, 1.0, 1.0], [0.5, 2.0, -1.0]])
+    present = [x for x in reward.flatten().tolist() if x == x]
+    mean, deviation = statistics.fmean(present), statistics.stdev(present)
+    want = [[0.0 if x != x else (x - mean) / deviation for x in row] for row in reward.tolist()]
     estimate = example("my_advantage").batch_normalized
-    one = estimate(GroupRewards.of(rewards.unsqueeze(2), torch.ones(1)))
+    one = estimate(rewards_of(reward))
     torch.testing.assert_close(one, torch.tensor(want))
-    all_of_them = moments(rewards)
-    parts = [
-        estimate(GroupRewards.of(part.unsqueeze(2), torch.ones(1))._replace(all_sum=lambda _: all_of_them))
-        for part in rewards.split([1, 2])
-    ]
-    torch.testing.assert_close(torch.cat(parts), one)
+    two = [estimate(rewards_of(shard, all_sum=lambda _: moments(reward))) for shard in reward.split([1, 2])]
+    torch.testing.assert_close(torch.cat(two), one)
 
 
 def test_discounted_counts_back_from_the_last_token():
-    rewards = GroupRewards.of(torch.tensor([[[1.0], [0.0]]]), torch.ones(1))
-    r = rewards._replace(completions=[completion(3), completion(1)])
+    r = rewards_of(torch.tensor([[1.0, 0.0]]), completions=[completion(3), completion(1)])
     good, bad = example("my_advantage").discounted(r, discount=0.5)
-    a = group_advantage(rewards.total).flatten().tolist()
+    a = group_advantage(r.reward).flatten().tolist()
     assert good.tolist() == pytest.approx([a[0] / 4, a[0] / 2, a[0]]) and bad.tolist() == pytest.approx([a[1]])
 
 
-def test_advantages_per_token_weigh_each_token_by_its_own():
-    """On policy both losses have the gradient -A_t of logp_t; reinforce divides by completions, dapo by tokens."""
+def test_advantages_per_token():
+    """On policy, both losses have the gradient of -A_t logp_t; reinforce divides by completions, dapo by tokens."""
     completions = make_completions()
-    lists = [[math.sin(7 * row + place) for place in range(len(c.ids))] for row, c in enumerate(completions)]
+    lists = [[math.sin(7 * row + i) for i in range(len(c.ids))] for row, c in enumerate(completions)]
     off = {"vllm_importance_sampling_correction": False}
-    logp, _, mask = scores("start")  # (B, T) each
+    logp, _, mask = logps_of("start")  # (B, T) each
     mask = mask.bool()
     for kind, count in (("reinforce", mask.any(1).sum()), ("dapo", mask.sum())):
         got, _, _ = step(make_config(num_iterations=1, loss_type=kind, correction=off), completions, lists)
@@ -113,12 +116,10 @@ def test_advantages_per_token_weigh_each_token_by_its_own():
         assert close(got, torch.cat([g.flatten() for g in want])), kind
 
 
-PLAIN = (
-    "def reinforce(r):\n    return r.total\n"  # no baseline: a group of right answers teaches, one of wrong does not
-)
+PLAIN = "def reinforce(r):\n    return r.reward\n"  # no baseline: a group of right answers has signal
 
 
-def test_groups_are_judged_by_the_users_estimator(tmp_path, monkeypatch):
+def test_dynamic_sampling_and_replay_use_the_custom_estimator(tmp_path, monkeypatch):
     (tmp_path / "plain.py").write_text(PLAIN)
     monkeypatch.chdir(tmp_path)
     for estimator, resampled, replayed in (
@@ -136,43 +137,37 @@ def test_groups_are_judged_by_the_users_estimator(tmp_path, monkeypatch):
 
 def test_options_of_an_estimator():
     chosen = AdvantageConfig(advantage_estimator="my_advantage.discounted", advantage_kwargs={"discount": 0.5})
-    r = GroupRewards.of(torch.tensor([[[1.0], [0.0]]]), torch.ones(1))._replace(completions=[completion(2)] * 2)
+    r = rewards_of(torch.tensor([[1.0, 0.0]]), completions=[completion(2)] * 2)
     assert chosen.estimate(r)[0].tolist() == example("my_advantage").discounted(r, discount=0.5)[0].tolist()
-    with pytest.raises(ValueError, match="advantage_kwargs.discont: not an option of .*did you mean 'discount'"):
+    with pytest.raises(ValueError, match="advantage_kwargs.discont: .*'discount'"):
         AdvantageConfig(advantage_estimator="my_advantage.discounted", advantage_kwargs={"discont": 0.5})
-    with pytest.raises(ValueError, match="scale_rewards=batch: has no effect with my_advantage.discounted"):
+    with pytest.raises(ValueError, match="scale_rewards=batch: .*my_advantage.discounted"):
         AdvantageConfig(advantage_estimator="my_advantage.discounted", scale_rewards="batch")
-    with pytest.raises(ValueError, match="advantage_kwargs.scale_rewards: .*use --scale-rewards"):
+    with pytest.raises(ValueError, match="advantage_kwargs.scale_rewards: .*--scale-rewards"):
         AdvantageConfig(advantage_kwargs={"scale_rewards": "batch"})
-    with pytest.raises(ValueError, match="advantage_estimator=my_advantage.median: .* has no 'median'"):
+    with pytest.raises(ValueError, match="advantage_estimator=my_advantage.median: "):
         AdvantageConfig(advantage_estimator="my_advantage.median")
 
 
 # Losses.
 
 
-def tokens() -> Tokens:
-    return Tokens(
+@pytest.mark.parametrize("cap", [1.0, 0.2])
+def test_topr_matches_a_loop(cap):
+    module = example("my_loss")
+    t = SimpleNamespace(
         logp=torch.tensor([-1.0, -2.0, -0.5, -3.0], requires_grad=True),
         log_ratio=torch.tensor([0.5, 0.5, 0.4, -1.0]),
         advantage=torch.tensor([2.0, -1.0, -1.0, -1.0]),
-        mask=torch.ones(4, dtype=torch.bool),
-        length=torch.tensor([1, 3, 3, 3]),
     )
-
-
-@pytest.mark.parametrize("cap", [1.0, 0.2])
-def test_topr_is_the_loop_with_either_average(cap):
-    module, t = example("my_loss"), tokens()
     want = []
     for logp, log_ratio, a in zip(t.logp.tolist(), t.log_ratio.tolist(), t.advantage.tolist(), strict=True):
         weight = 1.0 if a > 0 else min(math.exp(log_ratio), cap)
         want.append(-weight * a * logp)
-    loss, shown = module.topr(t, topr_cap=cap)
+    loss, logged = module.topr_by_completion.of_tokens(t, topr_cap=cap)
     assert loss.tolist() == pytest.approx(want)
-    assert shown["policy/topr_cap_frac"][0] == sum(math.exp(x) > cap for x in t.log_ratio.tolist()[1:])
-    term = module.topr_by_completion(t, topr_cap=cap).terms["policy"]
-    assert term.count.item() == pytest.approx(2) and term.sum.item() == pytest.approx(want[0] + sum(want[1:]) / 3)
+    capped, count = logged["policy/topr_cap_frac"]
+    assert capped == sum(math.exp(x) > cap for x in t.log_ratio.tolist()[1:]) and count == 4
     (grad,) = torch.autograd.grad(loss.sum(), t.logp)
     assert grad.tolist() == pytest.approx([x / logp for x, logp in zip(want, t.logp.tolist(), strict=True)])
 
@@ -183,48 +178,48 @@ def soft(t, *, epsilon: float = 0.2, sharpness: float):
 
 
 def wrong(t):
-    return -t.advantage * t.sequence_log_ratio
+    return -t.advantage * t.total_log_ratio
 """
 
 
-def test_a_loss_gets_the_flags_it_names_and_refuses_others(tmp_path, monkeypatch):
+def test_a_loss_gets_the_flags_it_names_and_rejects_others(tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     own = {"loss_type": "own.soft", "loss_kwargs": {"sharpness": 2.0}}
     assert PolicyLossConfig(**own, epsilon=0.1).loss_options == {"epsilon": 0.1, "sharpness": 2.0}
-    for options, sentence in (
-        (own | {"loss_kwargs": {"cispo_cap": 3.0}}, "loss_kwargs.cispo_cap=3.0: .* it is for cispo"),
-        (own | {"loss_kwargs": {"sharpness": 1, "epsilon": 1}}, "loss_kwargs.epsilon=1: .* use --epsilon"),
-        (own | {"loss_kwargs": {"sharpnes": 1}}, "loss_kwargs.sharpnes=1: .* did you mean 'sharpness'"),
-        (own | {"loss_kwargs": {}}, "loss_type=own.soft: needs sharpness; set it in --loss-kwargs"),
-        ({"loss_type": "own.sof"}, "loss_type=own.sof: .* has no 'sof'"),
+    for options, message in (
+        (own | {"cispo_cap": 3.0}, "cispo_cap=3.0: .*loss_type=own.soft"),
+        (own | {"loss_kwargs": {"sharpness": 1, "epsilon": 1}}, "loss_kwargs.epsilon: .*--epsilon"),
+        (own | {"loss_kwargs": {"sharpnes": 1}}, "loss_kwargs.sharpnes: .*'sharpness'"),
+        (own | {"loss_kwargs": {}}, "loss_type=own.soft: .*sharpness.*--loss-kwargs"),
+        ({"loss_type": "own.sof"}, "loss_type=own.sof: "),
     ):
-        with pytest.raises(ValueError, match=sentence):
+        with pytest.raises(ValueError, match=message):
             PolicyLossConfig(**options)
 
 
-def test_a_loss_that_asks_for_no_sequence_ratio_gets_none(tmp_path, monkeypatch):
-    """Not 0, which would be wrong after the first step, as no pass has computed it."""
+def test_a_loss_without_a_declared_ratio_of_completions_fails_if_it_reads_it(tmp_path, monkeypatch):
+    """total_log_ratio is missing, not 0, which would be wrong after the first step."""
     (tmp_path / "own.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     cfg = make_config(num_iterations=2)
     cfg.policy_loss = PolicyLossConfig(loss_type="own.wrong")
-    with pytest.raises(TypeError, match="NoneType"):
+    with pytest.raises((AttributeError, TypeError)):
         step(cfg)
 
 
-def test_mini_batches_of_a_rollout_have_the_ratio_of_several_steps():
-    """With num_iterations 1 the second mini-batch would otherwise be compared with itself."""
+def test_the_second_minibatch_of_a_rollout_has_a_ratio():
+    """num_steps is 2, even with num_iterations 1."""
     completions, half = make_completions(), slice(6, 12)
     once, twice = (make_config(num_iterations=n) for n in (1, 2))
-    found = []
+    ratios, vectors = [], []
     for cfg, more in ((once, {"num_steps": 2}), (twice, {}), (once, {})):
         policy = make_policy()
-        part = prepare(cfg, policy, completions[half], ADVANTAGE[half], **more)
-        policy.model = moved_llama().train()  # the first mini-batch has been stepped on
-        ratio = backward(cfg, policy, replace(part, first=False)).means()["policy/ratio"]
-        found.append((ratio, gradient(policy.model)))
-    assert found[0][0] == found[1][0] != 1 == found[2][0] and torch.equal(found[0][1], found[1][1])
+        batch = prepare(cfg, policy, completions[half], ADVANTAGE[half], **more)
+        policy.model = moved_llama().train()  # after the step on the first mini-batch
+        ratios.append(backward(cfg, policy, replace(batch, is_first=False)).means()["policy/ratio"])
+        vectors.append(gradient(policy.model))
+    assert ratios[0] == ratios[1] != 1 == ratios[2] and torch.equal(vectors[0], vectors[1])
 
 
 # Real runs.
@@ -257,10 +252,10 @@ def test_rewards_of_text_and_column(capsys):
     assert check_rewards(spec) == 0 and "closeness: mean" in capsys.readouterr().out
 
 
-def test_a_format_reads_rows_that_no_other_reads(tmp_path, capsys):
+def test_a_custom_format_reads_rows_that_built_in_formats_reject(tmp_path, capsys):
     argv = ["--method", "grpo", *SHORT, "--data", "sums.jsonl"]
     assert main([*argv, "--output-dir", str(tmp_path / "refused")]) == 2
-    assert "has neither 'prompt' nor 'messages' (its columns: terms, total" in capsys.readouterr().err
+    assert "columns: terms, total" in capsys.readouterr().err
     train(tmp_path / "run", *argv, "--data-format", "my_format.sums")
     rows = [json.loads(line) for line in Path("sums.jsonl").read_text().splitlines()]
     questions = {f"{a}+{b}=" for a, b in (row["terms"] for row in rows)}
@@ -296,52 +291,53 @@ def test_functions_from_python(tmp_path):
 # A method: RAFT.
 
 
-def test_the_best_of_a_group_are_kept():
+def test_raft_keeps_the_best_of_each_group():
     nan = math.nan
-    rewards = torch.tensor([[0.5, 1.0, 0.0, 1.0], [0.0, 0.0, nan, 0.0], [nan, 1.0, 2.0, 1.0]]).unsqueeze(2)
-    kept = example("raft").best_of_group(GroupRewards.of(rewards, torch.ones(1)), keep=2, above=0.0)
+    reward = torch.tensor([[0.5, 1.0, 0.0, 1.0], [0.0, 0.0, nan, 0.0], [nan, 1.0, 2.0, 1.0]])
+    cfg = SimpleNamespace(keep_best=2, reward_above=0.0)
+    kept = example("raft").best_of_group(cfg, rewards_of(reward))
     assert kept.tolist() == [[0, 1, 0, 1], [0, 0, 0, 0], [0, 1, 1, 0]]
 
 
-def test_a_method_from_outside_has_the_learning_rates_of_its_kind():
+def test_a_custom_method_has_the_default_learning_rates_of_methods_that_sample():
     argv = ["--method", "raft", "--model", "m", "--data", "d"]
     assert [parse([*argv, *more])[1].optim.learning_rate for more in ([], ["--lora.r", "4"])] == [1e-6, 1e-5]
 
 
-def test_mistakes_in_a_method_of_ones_own_are_sentences(tmp_path, monkeypatch, capsys):
-    def refused(*argv):
+def test_errors_of_a_custom_method(tmp_path, monkeypatch, capsys):
+    def error_of(*argv):
         assert main([*argv, "--output-dir", str(tmp_path / "run")]) == 2
         return capsys.readouterr().err
 
-    assert "--method=raft.py: name the module, without .py: --method raft" in refused("--method", "raft.py")
-    estimator = refused("--method", "raft", "--advantage-estimator", "leave_one_out")
-    assert "advantage_estimator=leave_one_out: has no effect here, the method has an advantage of its own" in estimator
+    assert "--method=raft.py: " in error_of("--method", "raft.py")
+    estimator = error_of("--method", "raft", "--advantage-estimator", "leave_one_out")
+    assert "advantage_estimator=leave_one_out: has no effect with raft" in estimator
     text = (EXAMPLES / "raft.py").read_text().replace("@dataclass(frozen=True, kw_only=True)", "@dataclass")
     (tmp_path / "thawed.py").write_text(text)
     monkeypatch.chdir(tmp_path)
-    assert "its Config must be a @dataclass(frozen=True, kw_only=True)" in refused("--method", "thawed")
+    assert "its Config must be a @dataclass(frozen=True, kw_only=True)" in error_of("--method", "thawed")
     with pytest.raises(AssertionError, match="3 advantages for 2 completions"):
-        prepare(SimpleNamespace(policy_loss=None, correction=None), None, [None, None], torch.zeros(3))
+        prepare(SimpleNamespace(policy_loss=None), None, [None, None], torch.zeros(3))
 
 
 @pytest.fixture(scope="module")
 def raft(tmp_path_factory) -> tuple[Path, list[list[Completion]]]:
-    """A run folder, and the completions that each of its two steps kept."""
+    """A run folder, and the completions that each of its two steps trained on."""
     folder, kept = tmp_path_factory.mktemp("raft") / "run", []
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.chdir(EXAMPLES)
-        prepare = session.prepare
+        pack = rollouts.pack
 
         def spy(cfg, policy, completions, *rest, **more):
             kept.append(completions)
-            return prepare(cfg, policy, completions, *rest, **more)
+            return pack(cfg, policy, completions, *rest, **more)
 
-        monkeypatch.setattr(session, "prepare", spy)
+        monkeypatch.setattr(rollouts, "pack", spy)
         train(folder, "--method", "raft", "--keep-best", 1, *SHORT)
     return folder, kept
 
 
-def test_raft_divides_by_what_it_keeps(raft):
+def test_raft_divides_by_the_number_of_kept_completions(raft):
     folder, kept = raft
     rows = metrics(folder)
     for row, completions in zip(rows[1:], kept, strict=True):
@@ -353,7 +349,7 @@ def test_raft_divides_by_what_it_keeps(raft):
     assert 0 < rows[1]["rollout/kept_frac"] < rows[1]["reward/mean"] and rows[1]["optim/grad_norm"] > 0
 
 
-def test_raft_on_two_ranks_is_raft_on_one(raft, tmp_path):
+def test_raft_on_two_ranks_equals_raft_on_one(raft, tmp_path):
     one = metrics(raft[0])
     argv = [*SHORT, "--per-device-train-batch-size", "8", "--output-dir", tmp_path / "two"]
     two_ok("trainer", "--method", "raft", "--keep-best", "1", *argv, cwd=EXAMPLES)
@@ -369,19 +365,19 @@ def test_raft_learns_to_add(tmp_path):
     assert rows[0]["eval/exact_match/mean"] < 0.4 and rows[-1]["eval/exact_match/mean"] >= 0.9
 
 
-# The page about all this.
+# docs/extending.md.
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 
 
-def test_the_page_counts_its_lines():
+def test_line_counts_of_the_page():
     assert len(PAGE.splitlines()) < 270
     counted = dict(re.findall(r"^### .*\[(\w+\.py)\]\(examples/\w+\.py\), (\d+) lines", PAGE, flags=re.MULTILINE))
     assert counted.keys() == {path.name for path in EXAMPLES.glob("*.py")}
     assert counted == {name: str(len((EXAMPLES / name).read_text().splitlines())) for name in counted}
 
 
-def test_other_commands_of_the_page_run(capsys):
+def test_the_other_commands_of_the_page_run(capsys):
     for module, run in (("data.show", show), ("rollout.rewards", check_rewards)):
         (command,) = re.findall(rf"python -m {module} (--.*)", PAGE)
         assert run(shlex.split(command)) == 0, capsys.readouterr().err
@@ -395,7 +391,7 @@ def test_the_script_of_the_page_runs(tmp_path):
     assert [row["step"] for row in metrics(tmp_path / "runs" / "short")] == [1, 2, 3, 4]
 
 
-# A module trained beside the policy.
+# A module trained alongside the policy.
 
 CRITIC = (
     "--method", "tests.critic", "--model", "builtin:tiny", "--data", "task:addition", "--max-completion-length", "8",
@@ -426,7 +422,7 @@ def test_a_critic_trains_and_resumes(with_critic, tmp_path):
     assert whole.keys() == again.keys() and all(torch.equal(whole[name], again[name]) for name in whole)
 
 
-def test_a_critic_on_two_ranks_is_that_of_one(with_critic, tmp_path):
+def test_a_critic_on_two_ranks_equals_a_critic_on_one(with_critic, tmp_path):
     argv = [*CRITIC, "--per-device-train-batch-size", "8", "--output-dir", tmp_path / "two"]
     two_ok("trainer", *argv, cwd=EXAMPLES)
     alike(metrics(tmp_path / "two"), metrics(with_critic))
@@ -437,7 +433,7 @@ def test_a_critic_on_two_ranks_is_that_of_one(with_critic, tmp_path):
 
 @pytest.mark.gpu
 def test_a_critic_resumes_on_a_gpu(tmp_path):
-    """Where AdamW is fused, and keeps its count of steps on the device."""
+    """There AdamW is fused and keeps its step count on the device."""
     train(tmp_path / "run", *CRITIC, "--per-device-train-batch-size", 16)
     for gone in ("checkpoints/step-00000004", "final"):
         shutil.rmtree(tmp_path / "run" / gone)
@@ -445,26 +441,25 @@ def test_a_critic_resumes_on_a_gpu(tmp_path):
     assert critic_of(tmp_path / "run")["trained.critic/linear.weight/step"] == 4
 
 
-def test_a_record_given_from_python_is_saved_by_name_and_found_again():
+def test_a_record_given_from_python_is_saved_by_name():
     loss = import_beside("my_loss")
-    for given, name in ((loss.topr_by_completion, "my_loss.topr_by_completion"), (dapo, "losses.policy.dapo")):
-        saved = config_to_tree(PolicyLossConfig(loss_type=given))["loss_type"]
-        assert saved == name and PolicyLossConfig(loss_type=saved).loss is given
+    saved = config_to_tree(PolicyLossConfig(loss_type=loss.topr_by_completion))["loss_type"]
+    assert saved == "my_loss.topr_by_completion" and PolicyLossConfig(loss_type=saved).loss is loss.topr_by_completion
     nameless = config_to_tree(PolicyLossConfig(loss_type=PolicyLoss(loss.topr)))["loss_type"]
     assert nameless.startswith("python:")
-    with pytest.raises(ValueError, match="^loss_type=python:.*: a Python object that cannot be imported"):
+    with pytest.raises(ValueError, match="^loss_type=python:"):
         PolicyLossConfig(loss_type=nameless)
 
 
-def test_a_default_of_the_users_function_holds_unless_the_flag_is_set():
+def test_a_flag_overrides_the_default_of_a_custom_function_only_if_it_is_set():
     def loss(t, *, epsilon=0.05):
         return t.logp
 
     def estimate(r, *, scale_rewards="none"):
-        return r.total
+        return r.reward
 
     def needs_scale(r, *, scale_rewards):
-        return r.total
+        return r.reward
 
     assert AdvantageConfig(advantage_estimator=needs_scale).estimate.keywords == {"scale_rewards": "group"}
     assert PolicyLossConfig(loss_type=loss).loss_options == {}

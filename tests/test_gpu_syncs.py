@@ -1,11 +1,11 @@
-"""Host syncs per step, from packing to the end of the optimizer step, for every method.
+"""Count host syncs between packing and the end of the optimizer step, for every method.
 
-    pytest -m gpu -s tests/test_gpu_syncs.py             # -s prints the counts and the lines that sync
-    STROP_RUNS_ON=cpu pytest tests/test_gpu_syncs.py     # on any machine: check the flags
+    pytest -m gpu -s tests/test_gpu_syncs.py             # -s prints the counts and the lines that wait
+    STROP_RUNS_ON=cpu pytest tests/test_gpu_syncs.py     # on any machine: only checks the flags
 
-torch warns about each synchronising operation (set_sync_debug_mode); explicit waits, which it does not warn about, are
-wrapped and counted. Counting starts after two steps, which compile kernels and fill caches. One and four micro-batches
-per step must give the same count.
+torch warns about each synchronizing operation (set_sync_debug_mode). Explicit waits, about which it does not warn, are
+wrapped and counted. The first two steps, which compile kernels and fill caches, are not counted. The count must be the
+same with one and with four micro-batches per step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any
 
 import pytest
 import torch
-from trainer.rl.session import Session
 
 from data.packing import Item, make_batches
 from kernels.linear_logprob import linear_logprob, linear_logprob_loss
@@ -30,7 +29,8 @@ from tests.test_gpu_runs import LOCAL, METHODS
 from trainer.__main__ import main
 from trainer.ebft import strided
 from trainer.metrics.metrics import MetricSums
-from trainer.offline.rows import Offline
+from trainer.rl.rollouts import Rollouts
+from trainer.run.training import Training
 
 ON_CPU = os.environ.get("STROP_RUNS_ON") == "cpu"
 pytestmark = [] if ON_CPU else pytest.mark.gpu
@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DEVICE = "cpu" if ON_CPU else "cuda"
 
 NUM_STEPS, WARM_UP = 5, 2
-OFFLINE, SAMPLED = 2, 4  # maximum syncs per step: offline methods, and the training part of sampling methods
+OFFLINE, SAMPLED = 2, 4  # maximum syncs per step: methods on fixed rows, and the training part of methods that sample
 VARIANTS = {
     "bfloat16": ("--dtype", "bfloat16", "--trained-dtype", "bfloat16"),
     "lora": ("--dtype", "bfloat16", "--lora.r", "4"),
@@ -56,7 +56,7 @@ SAMPLING = {name for name, words in COMMANDS.items() if LOCAL[0] in words} | {"e
 
 
 class Waits:
-    """Counts host syncs while `on`; `steps` has the lines that synced in each counted stretch."""
+    """Counts host syncs while `on`; `steps` has the lines that waited in each counted interval."""
 
     def __init__(self) -> None:
         self.steps: list[Counter[str]] = []
@@ -68,7 +68,7 @@ class Waits:
             return
         self.steps.append(Counter())
         self.on = True
-        # Not in a fixture: pytest sets its filters for each phase of a test.
+        # Not in a fixture: pytest resets the filters in each phase of a test.
         warnings.filterwarnings("always", message=".*synchronizing CUDA operation.*")
         self._show, warnings.showwarning = warnings.showwarning, self._warned
         self._mode("warn")
@@ -110,7 +110,7 @@ def waits(monkeypatch) -> Iterator[Waits]:
             if not found.on:
                 return plain(*args, **kwargs)
             found.add(name)
-            found._mode("default")  # avoid counting twice if torch also warns
+            found._mode("default")  # other torch versions also warn, which would count it twice
             try:
                 return plain(*args, **kwargs)
             finally:
@@ -118,8 +118,8 @@ def waits(monkeypatch) -> Iterator[Waits]:
 
         return call
 
-    for place, name in ((torch.cuda, "synchronize"), (torch.cuda.Event, "synchronize")):
-        monkeypatch.setattr(place, name, counted(getattr(place, name), name))
+    for owner in (torch.cuda, torch.cuda.Event):
+        monkeypatch.setattr(owner, "synchronize", counted(owner.synchronize, "synchronize"))
     if torch.cuda.is_available():
         stream = torch.cuda.Stream
         monkeypatch.setattr(stream, "synchronize", counted(stream.synchronize, "synchronize"))
@@ -128,44 +128,39 @@ def waits(monkeypatch) -> Iterator[Waits]:
 
 
 @pytest.fixture
-def stretches(waits, monkeypatch) -> Waits:
+def intervals(waits, monkeypatch) -> Waits:
     """Count from packing, or from the end of the rollout, to the end of the optimizer step."""
-    steps, take_step, backward = Offline.steps, Offline.take_step, strided.backward
-    sample, updates, optimizer_step = Session.sample, Session.updates, Session.optimizer_step
+    steps, clip_and_step, backward = Training.steps, Training.clip_and_step, strided.backward
+    sample, updates = Rollouts.next, Rollouts.updates
 
-    def counted_steps(self: Offline) -> Iterator[list[Any]]:
+    def counted_steps(self: Training) -> Iterator[Any]:
         for batch in steps(self):
             if self.cfg.run.method != "ebft":
                 waits.begin()
             yield batch
 
-    def counted_sample(self: Session) -> Any:
-        batch = sample(self)
+    def counted_sample(self: Rollouts) -> Any:
+        rollout = sample(self)
         waits.begin()
-        return batch
+        return rollout
 
-    def counted_updates(self: Session, *batches: Any) -> Iterator[Any]:
-        for part in updates(self, *batches):
-            waits.begin()  # no effect if the stretch is open
-            yield part
+    def counted_updates(self: Rollouts, *batches: Any) -> Iterator[Any]:
+        for batch in updates(self, *batches):
+            waits.begin()  # does nothing before the first step, whose interval began after sampling
+            yield batch
 
     def counted_backward(*args: Any) -> MetricSums:
         waits.begin()
         return backward(*args)
 
-    def ending(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            made = plain(*args, **kwargs)
-            waits.end()
-            return made
+    def counted_step(self: Training, sums: MetricSums) -> None:
+        clip_and_step(self, sums)
+        waits.end()
 
-        return call
-
-    monkeypatch.setattr(Offline, "steps", counted_steps)
-    monkeypatch.setattr(Offline, "take_step", ending(take_step))
-    monkeypatch.setattr(Session, "sample", counted_sample)
-    monkeypatch.setattr(Session, "updates", counted_updates)
-    monkeypatch.setattr(Session, "optimizer_step", ending(optimizer_step))
+    monkeypatch.setattr(Training, "steps", counted_steps)
+    monkeypatch.setattr(Training, "clip_and_step", counted_step)
+    monkeypatch.setattr(Rollouts, "next", counted_sample)
+    monkeypatch.setattr(Rollouts, "updates", counted_updates)
     monkeypatch.setattr(strided, "backward", counted_backward)
     return waits
 
@@ -187,13 +182,13 @@ def run_of(name: str, variant: str, micro_batches: int, folder: Path) -> list[st
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", COMMANDS)
-def test_host_syncs_per_step(name, variant, stretches, tmp_path, capsys):
+def test_syncs_per_step(name, variant, intervals, tmp_path, capsys):
     found: dict[int, Counter[str]] = {}
     for micro_batches in (1, 4):
-        stretches.steps.clear()
+        intervals.steps.clear()
         assert main(run_of(name, variant, micro_batches, tmp_path)) == 0
-        assert len(stretches.steps) == NUM_STEPS, len(stretches.steps)
-        found[micro_batches] = max(stretches.steps[WARM_UP:], key=Counter.total)
+        assert len(intervals.steps) == NUM_STEPS, len(intervals.steps)
+        found[micro_batches] = max(intervals.steps[WARM_UP:], key=Counter.total)
     with capsys.disabled():
         for micro_batches, lines in found.items():
             shown = ", ".join(f"{count} x {line}" for line, count in sorted(lines.items())) or "none"
@@ -209,7 +204,7 @@ def test_host_syncs_per_step(name, variant, stretches, tmp_path, capsys):
 
 @pytest.mark.parametrize("lift", [0.0, -150.0], ids=["ordinary", "overflowing"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-def test_head_does_not_sync(lift, dtype, waits):
+def test_the_head_never_syncs(lift, dtype, waits):
     torch.manual_seed(0)
     hidden, weight = torch.randn(300, 64, device=DEVICE), torch.randn(1000, 64, device=DEVICE) / 8
     target = torch.randint(1000, (300,), device=DEVICE)
@@ -232,7 +227,7 @@ def test_head_does_not_sync(lift, dtype, waits):
     assert not waits.steps[-1], waits.steps[-1]
 
 
-def test_packing_and_metrics_do_not_sync(waits):
+def test_packing_and_metrics_never_sync(waits):
     items = [Item([1, 2, 3, 4], [False, True, True, True])] * 5
     x = torch.ones((), device=DEVICE)
     for counted in (False, True):
@@ -246,7 +241,7 @@ def test_packing_and_metrics_do_not_sync(waits):
     assert means() == {"loss/nll": 0.4, "loss/total": 2.0, "policy/entropy": 1.0}
 
 
-def test_repeated_warnings_are_counted(waits):
+def test_repeated_warnings_are_all_counted(waits):
     for _ in range(2):
         with waits.counting():
             for _ in range(3):
@@ -256,8 +251,8 @@ def test_repeated_warnings_are_counted(waits):
     assert [step.total() for step in waits.steps] == [3, 3], waits.steps
 
 
-@pytest.mark.skipif(ON_CPU, reason="a CPU has no host syncs")
-def test_syncs_are_counted(waits):
+@pytest.mark.skipif(ON_CPU, reason="nothing waits on a CPU")
+def test_explicit_and_implicit_syncs_are_counted(waits):
     x = torch.ones(3, device=DEVICE)
     with waits.counting():
         x.sum().item()

@@ -36,7 +36,7 @@ START = (
     "from trainer import __main__ as entry\n{patch}\nsys.exit(entry.main())"
 )
 PATCHES = {
-    "loading": "from trainer.methods import sft\nsft.load_policy = lambda *a, **k: (print('here', flush=True), "
+    "loading": "from trainer.methods import sft\nsft.open_policy = lambda *a, **k: (print('here', flush=True), "
     "time.sleep(60))",
     "folder": f"import trainer.run.run as r\nwrite = r.save_config\nr.save_config = lambda *a: ({TERM}, write(*a))",
     "save": "import trainer.run.run as r\nd = r.describe_model\n"

@@ -111,9 +111,9 @@ class Clock:
 def run_ours(job: Job) -> None:
     """Run `python -m trainer` unchanged, and time its evaluations."""
     from trainer.__main__ import main
-    from trainer.rl import session
+    from trainer.rl import rollouts
 
-    clock, evaluate, count = Clock(job), session.evaluate_rewards, session.completion_metrics
+    clock, evaluate, count = Clock(job), rollouts.evaluate_rewards, rollouts.completion_metrics
 
     def evaluated(engine: Any, source: Any, version: int, *rest: Any) -> dict[str, float]:
         def once() -> tuple[float, dict[str, float]]:
@@ -126,7 +126,7 @@ def run_ours(job: Job) -> None:
         clock.tokens += sum(len(completion.ids) for completion in completions)
         return count(completions)
 
-    session.evaluate_rewards, session.completion_metrics = evaluated, counted
+    rollouts.evaluate_rewards, rollouts.completion_metrics = evaluated, counted
     folder, s = Path(job.folder), job.settings
     flags = {
         "method": "grpo", "model": folder / "start", "data": folder / "train.jsonl", "eval-data": folder / "eval.jsonl",

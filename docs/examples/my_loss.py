@@ -9,21 +9,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from losses.policy import Metrics, PolicyLoss, Tokens
+from losses.policy import PolicyLoss, Tokens
+from losses.types import Metrics
 
 
-def topr(t: Tokens, *, topr_cap: float = 1.0) -> tuple[Tensor, Metrics]:  # (N,)
+def topr(t: Tokens, *, topr_cap: float = 1.0) -> tuple[Tensor, Metrics]:  # (n,)
     """Tapered REINFORCE (Le Roux et al. 2025, arXiv:2503.14286), per token: -sg[w] A logp.
 
-    w = 1 where A > 0: a good token is imitated, however unlikely it has become. Elsewhere w = min(r, topr_cap): a bad
-    token stops mattering once it has become unlikely. The paper takes r of the whole completion.
+    If A > 0, w = 1: a good token is imitated, however unlikely it has become. Otherwise w = min(r, topr_cap): a bad
+    token stops mattering once it has become unlikely. The paper uses the ratio r of the whole completion.
     """
-    ratio = t.log_ratio.detach().exp()
-    good = t.advantage > 0
-    capped = (t.mask & ~good & (ratio > topr_cap)).to(ratio.dtype)
+    ratio, good = t.log_ratio.detach().exp(), t.advantage > 0
     loss = -torch.where(good, 1.0, ratio.clamp(max=topr_cap)) * t.advantage * t.logp
-    return loss, {"policy/topr_cap_frac": (capped.sum(), t.mask.sum())}
+    capped = ~good & (ratio > topr_cap)
+    return loss, {"policy/topr_cap_frac": (capped.sum(), len(capped))}
 
 
-# A function alone is averaged over the tokens of the step. This takes the mean of each completion first, as GRPO does.
+# A bare function is averaged over the tokens of the step. This record takes the mean of each completion first.
 topr_by_completion = PolicyLoss(topr, average="completions")

@@ -1,4 +1,4 @@
-"""Cases of tests/ranks/main.py for context parallelism: short rows, sliding windows, shared prompts."""
+"""Cases of tests/ranks/main.py in which ranks share rows: short rows, sliding windows, shared prompts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.policy.logps import Policy, causal_lm
 
 
 def sft_rows_case(lengths: list[int], *, policy: Callable[[], Policy] = make_policy, packing: bool = True) -> Case:
-    """Rows of these lengths, with about 40 tokens per micro-batch."""
+    """Rows of these lengths, about 40 tokens per micro-batch."""
     module, cfg = config("sft", max_tokens=40)
     cfg = replace(cfg, run=replace(cfg.run, packing=packing))
     rng = random.Random(5)
@@ -39,7 +39,7 @@ def sft_rows_case(lengths: list[int], *, policy: Callable[[], Policy] = make_pol
 
 
 def windows() -> Policy:
-    """Alternating sliding and full attention layers."""
+    """Layers alternate between sliding-window and full attention."""
     import transformers
 
     torch.manual_seed(0)
@@ -50,7 +50,7 @@ def windows() -> Policy:
             layer_types=["sliding_attention", "full_attention"], bos_token_id=None, eos_token_id=None,
         )
     )  # fmt: skip
-    for module in (model.model, *model.model.layers):  # transformers' norm rounds to float32
+    for module in (model.model, *model.model.layers):  # Qwen's norm rounds to float32
         for child in [child for child, _ in module.named_children() if "norm" in child]:
             setattr(module, child, torch.nn.RMSNorm(8, eps=1e-6))
     if context_size() > 1:
@@ -60,7 +60,7 @@ def windows() -> Policy:
 
 
 def recomputed(policy: Policy) -> Policy:
-    """Recompute blocks, with their collectives, in the backward pass."""
+    """Gradient checkpointing: blocks and their collectives run again in the backward pass."""
     causal_lm(policy.model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return policy
 
@@ -80,7 +80,7 @@ def grpo_case(layout: str, *, lora: bool = False, max_tokens: int = 8 * TOTAL, *
             with torch.no_grad():
                 for p in policy.model.parameters():
                     p.mul_(1.02)
-        return backward(cfg, policy, replace(batch, first=cfg.num_iterations == 1)).means()
+        return backward(cfg, policy, replace(batch, is_first=cfg.num_iterations == 1)).means()
 
     return Case(rows, lambda: make_policy(reference=True, lora=lora), step)
 

@@ -39,18 +39,18 @@ class Case(NamedTuple):
     rows: list[Any]
     policy: Callable[[], Policy]
     step: Callable[[Policy, list[Any]], dict[str, float]]  # gradients, and metrics of the step
-    deal: Callable[[list[Any]], list[Any]] = rows_of_this_rank  # selects the rows of a rank's step
-    least: int = 1  # minimum rows per step
+    deal: Callable[[list[Any]], list[Any]] = rows_of_this_rank  # rows of a rank
+    least: int = 1  # minimum number of rows per step
 
 
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
-    """Context manager: hide the other ranks."""
-    saved = {name: os.environ.pop(name) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
+    """Hide the other ranks."""
+    variables = {name: os.environ.pop(name) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
     try:
         yield
     finally:
-        os.environ.update(saved)
+        os.environ.update(variables)
 
 
 def ids(rng: random.Random, length: int) -> list[int]:
@@ -87,7 +87,7 @@ def make_policy(
         torch.manual_seed(3)
         head = [] if kind == "causal" else ["score"]  # trained in full
         options = {"exclude_modules": head, "modules_to_save": head} if head else {}
-        # About as large as the base weights: larger adapters amplify rounding in float32 and in long runs.
+        # No larger than the base weights, which would amplify rounding.
         adapter = LoraConfig(r=2, lora_alpha=2, target_modules="all-linear", init_lora_weights=False, **options)
         model = get_peft_model(model, adapter).double()
     frozen = make_model(kind, 1 - seed, tied=tied).eval().requires_grad_(False) if reference and not lora else None
@@ -122,7 +122,7 @@ def sft_case(**options: Any) -> Case:
 
 
 def few_rows_case() -> Case:
-    """One row for two ranks: one rank is idle."""
+    """One row for two ranks, so that one rank has none."""
     case = sft_case()
     return case._replace(rows=case.rows[:1])
 
@@ -255,7 +255,7 @@ def sharing_rows(size: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def small_buckets() -> Iterator[list[bool]]:
-    """Use small buckets; yield, for each launched bucket, whether it was launched before the end of the loop."""
+    """Use several buckets in a tiny model; yield, for each bucket, whether its launch preceded the end of the loop."""
     launched: list[bool] = []
     launch, size = overlap.Overlap._launch, overlap.BUCKET
 
@@ -271,7 +271,7 @@ def small_buckets() -> Iterator[list[bool]]:
 
 
 def counted(policy: Policy) -> tuple[Policy, list[int]]:
-    """Return the policy and the number of positions of each of its passes."""
+    """Return the policy and a list of the positions of each forward pass."""
     seen: list[int] = []
 
     def count(module: Any, inputs: Any, output: Tensor) -> None:
@@ -282,9 +282,9 @@ def counted(policy: Policy) -> tuple[Policy, list[int]]:
 
 
 def compare(case: Case, mode: str, context: int = 1) -> dict[str, Any]:
-    """Return relative errors of the gradient and its norm, metrics that differ, and positions computed.
+    """Compare gradients, their norm, metrics and positions with the same step in one process, on rank 0.
 
-    `context` ranks share rows. Rank 0 also runs the step of one process, and returns the comparison.
+    `context` ranks share each row.
     """
     expected: dict[str, Tensor] = {}
     if comm.is_main():

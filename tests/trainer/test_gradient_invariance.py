@@ -1,6 +1,6 @@
-"""The gradient of one optimizer step depends on the completions alone, never on how they are cut into micro-batches.
+"""The gradient of an optimizer step depends only on its completions, not on micro-batches.
 
-Every way of cutting is held against the formula written out with the model's own forward, one completion at a time.
+Every layout is compared with the formula, computed with the model's forward on one completion at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainer.policy.logps import Policy
 
 VOCAB = 37
 BATCH = 8
-# Prompt and completion lengths differ a lot, so that a mean of micro-batch means would be far from the global mean.
+# Lengths differ a lot, so that a mean of micro-batch means would be far from the global mean.
 PROMPT_LENGTHS = (3, 3, 3, 3, 6, 6, 6, 6)  # two groups with one prompt each
 COMPLETION_LENGTHS = (1, 9, 4, 2, 12, 1, 7, 3)
 ADVANTAGE = torch.tensor([1.3, -0.4, -1.1, 0.2, -0.7, 0.9, 0.0, 1.6])
@@ -33,9 +33,9 @@ EPSILON = 0.1
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 TOTAL = sum(PROMPT_LENGTHS) + sum(COMPLETION_LENGTHS)
-BUDGETS = {"one sequence": 1, "half": TOTAL // 2, "all": 4 * TOTAL}  # all: padded rows need more room than TOTAL
+BUDGETS = {"one sequence": 1, "half": TOTAL // 2, "all": 4 * TOTAL}  # all: padded rows need more than TOTAL
 ACCUMULATIONS, LAYOUTS = (1, 2, 4), ("shared", "packed", "padded")
-# Nine of the 27 ways, in which every two of the three settings meet in every combination.
+# Nine of the 27 combinations, which cover all pairs of two settings.
 CUTS = [
     pytest.param(
         BUDGETS[name], accumulation, LAYOUTS[(i + j) % 3], id=f"{name}, {accumulation}, {LAYOUTS[(i + j) % 3]}"
@@ -57,7 +57,7 @@ def make_llama(seed: int) -> Any:
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    # Llama's own norm rounds to float32, and so the gradient of a prompt once for all completions or once for each.
+    # Llama's norm rounds to float32, which would make the gradients of shared and repeated prompts differ.
     for module in (model.model, *model.model.layers):
         for name in [name for name, _ in module.named_children() if "norm" in name]:
             setattr(module, name, torch.nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
@@ -103,7 +103,7 @@ def make_config(budget: int, accumulation: int, layout: str, num_iterations: int
 
 
 def nudge(model: Any) -> None:
-    """What an optimizer step would do: afterwards ratios differ from 1, and some tokens are clipped."""
+    """Move the weights like an optimizer step: ratios differ from 1, and some tokens are clipped."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in model.parameters():
@@ -117,19 +117,19 @@ def gradient(model: Any) -> Tensor:
 def grpo_step(
     dtype: torch.dtype, *cut: Any, num_iterations: int, beta: float, attention: str = "sdpa"
 ) -> tuple[Tensor, dict[str, float]]:
-    """Gradient and metrics; with two iterations, those of the second one's weights."""
+    """Gradient and metrics of the first step, or with two iterations of the second."""
     policy, cfg = make_policy(dtype), make_config(*cut, num_iterations, beta)
     for model in (policy.model, policy.reference):
         model.set_attn_implementation(attention)
-    rollout = prepare(cfg, policy, make_completions(), ADVANTAGE.to(dtype))
+    batch = prepare(cfg, policy, make_completions(), ADVANTAGE.to(dtype))
     if num_iterations > 1:
         nudge(policy.model)
-    metrics = backward(cfg, policy, rollout).means()
+    metrics = backward(cfg, policy, batch).means()
     return gradient(policy.model), metrics
 
 
-def own_logps(model: Any, prompt: list[int], ids: list[int], temperature: float) -> Tensor:
-    """Log-probs of a completion from the model's own forward, all by itself."""
+def slow_logps(model: Any, prompt: list[int], ids: list[int], temperature: float) -> Tensor:
+    """Log-probs of a completion from the model's forward."""
     logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / temperature
     return logits.log_softmax(dim=-1).gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1)
 
@@ -139,7 +139,7 @@ def grpo_by_hand(num_iterations: int, beta: float) -> tuple[Tensor, float, float
     policy, completions = make_policy(torch.float64), make_completions()
 
     def logps(model: Any) -> Tensor:
-        return torch.cat([own_logps(model, c.prompt_ids, c.ids, 0.8) for c in completions])
+        return torch.cat([slow_logps(model, c.prompt_ids, c.ids, 0.8) for c in completions])
 
     with torch.no_grad():
         ref_logp, old_logp = logps(policy.reference), logps(policy.model)
@@ -162,7 +162,7 @@ def by_hand() -> dict[tuple[int, float], tuple[Tensor, float, float]]:
 
 
 @pytest.mark.parametrize(("budget", "accumulation", "layout"), CUTS)
-def test_grpo_gradient_is_the_same_however_it_is_cut(budget, accumulation, layout, by_hand):
+def test_the_grpo_gradient_does_not_depend_on_micro_batches(budget, accumulation, layout, by_hand):
     for num_iterations, beta, dtype in CASES:
         want, loss, clip_frac = by_hand[num_iterations, beta]
         got, metrics = grpo_step(dtype, budget, accumulation, layout, num_iterations=num_iterations, beta=beta)
@@ -172,25 +172,25 @@ def test_grpo_gradient_is_the_same_however_it_is_cut(budget, accumulation, layou
         assert metrics["policy/clip_frac"] == pytest.approx(clip_frac), case
 
 
-def test_grpo_gradient_is_the_same_with_eager_attention(by_hand):
+def test_the_grpo_gradient_is_the_same_with_eager_attention(by_hand):
     want, _, _ = by_hand[2, 0.1]
     for layout in LAYOUTS:
         got, _ = grpo_step(torch.float64, TOTAL // 2, 2, layout, num_iterations=2, beta=0.1, attention="eager")
         assert (got - want).norm() < 1e-6 * want.norm(), layout  # its softmax is rounded to float32
 
 
-def test_the_cases_are_worth_testing(by_hand):
-    """Cuts that cut, ratios that clip, a KL term that counts: otherwise equality above would say little."""
-    policy, completions, made = make_policy(torch.float32), make_completions(), {}
+def test_the_cases_are_not_trivial(by_hand):
+    """Layouts differ, some ratios are clipped, and the KL term changes the gradient."""
+    policy, completions, batches = make_policy(torch.float32), make_completions(), {}
     for (name, budget), accumulation, layout in itertools.product(BUDGETS.items(), ACCUMULATIONS, LAYOUTS):
-        rollout = prepare(make_config(budget, accumulation, layout, 1, 0.0), policy, completions, ADVANTAGE)
-        made[f"{name}, {accumulation}, {layout}"] = rollout.batches
-    numbers = {name: len(batches) for name, batches in made.items()}
+        batch = prepare(make_config(budget, accumulation, layout, 1, 0.0), policy, completions, ADVANTAGE)
+        batches[f"{name}, {accumulation}, {layout}"] = batch.batches
+    numbers = {name: len(passes) for name, passes in batches.items()}
     assert numbers["all, 1, shared"] == numbers["all, 1, packed"] == numbers["all, 1, padded"] == 1
     assert numbers["one sequence, 1, packed"] == numbers["one sequence, 4, padded"] == BATCH
     assert numbers["all, 4, packed"] == 4 and 1 < numbers["half, 1, packed"] < BATCH
     assert 1 < numbers["half, 1, shared"] <= numbers["half, 1, packed"]
-    computed = {name: sum(batch.num_computed for batch in batches) for name, batches in made.items()}
+    computed = {name: sum(mb.num_computed for mb in passes) for name, passes in batches.items()}
     assert computed["all, 1, shared"] == TOTAL - 3 * 3 - 3 * 6 and computed["all, 1, packed"] == TOTAL
     assert computed["all, 1, shared"] < computed["all, 4, shared"] < computed["one sequence, 1, shared"] == TOTAL
     assert 0.1 < by_hand[2, 0.0][2] < 0.9
@@ -198,7 +198,7 @@ def test_the_cases_are_worth_testing(by_hand):
         assert (a - b).norm() > 1e-2 * a.norm()
 
 
-def test_grpo_metrics_are_the_same_however_they_are_cut():
+def test_grpo_metrics_do_not_depend_on_micro_batches():
     _, want = grpo_step(torch.float64, 4 * TOTAL, 1, "packed", num_iterations=2, beta=0.1)
     for cut in ((1, 1, "packed"), (TOTAL // 2, 2, "padded"), (4 * TOTAL, 4, "packed"), (4 * TOTAL, 1, "shared")):
         _, got = grpo_step(torch.float64, *cut, num_iterations=2, beta=0.1)
@@ -206,23 +206,22 @@ def test_grpo_metrics_are_the_same_however_they_are_cut():
     assert {"loss/policy", "loss/kl", "policy/entropy", "policy/behaviour_kl", "policy/ref_kl_k3"} <= want.keys()
 
 
-def test_grpo_behaviour_kl_compares_each_token_with_its_own_log_prob():
-    """The engine's log-probs made equal to the trainer's: the gap is zero in every order of the micro-batches."""
+def test_behaviour_kl_is_0_if_engine_and_trainer_logps_are_equal():
+    """Each token is compared with its own log-prob in every layout."""
     policy = make_policy(torch.float32)
     completions = []
     for c in make_completions():
         with torch.no_grad():
-            logps = own_logps(policy.model, c.prompt_ids, c.ids, 0.8).tolist()
+            logps = slow_logps(policy.model, c.prompt_ids, c.ids, 0.8).tolist()
         completions.append(Completion(**{**vars(c), "logps": logps}))
     for cut in ((1, 1, "packed"), (TOTAL // 2, 2, "padded"), (4 * TOTAL, 1, "packed"), (TOTAL // 2, 1, "shared")):
         cfg = make_config(*cut, 1, 0.0)
-        rollout = prepare(cfg, policy, completions, ADVANTAGE)
-        assert backward(cfg, policy, rollout).means()["policy/behaviour_kl"] < 1e-9
+        batch = prepare(cfg, policy, completions, ADVANTAGE)
+        assert backward(cfg, policy, batch).means()["policy/behaviour_kl"] < 1e-9
 
 
 @pytest.mark.parametrize(("budget", "layout"), [(1, "packed"), (4 * TOTAL, "shared")])
-def test_grpo_empty_completions_change_nothing_but_do_not_break(budget, layout):
-    """An engine may return no tokens at all; such a completion has no trained token and counts for none."""
+def test_completions_without_tokens_do_not_change_the_gradient(budget, layout):
     cfg = make_config(budget, 1, layout, 1, 0.0)
     gradients = []
     for extra in (0, 2):
@@ -230,14 +229,13 @@ def test_grpo_empty_completions_change_nothing_but_do_not_break(budget, layout):
         prompt_ids = completions[-1].prompt_ids
         empty = Completion(prompt_ids=prompt_ids, ids=[], logps=[], finish_reason="stop", text="", versions=[])
         advantage = torch.cat([ADVANTAGE, torch.ones(extra)])
-        rollout = prepare(cfg, policy, completions + [empty] * extra, advantage)
-        backward(cfg, policy, rollout)
+        backward(cfg, policy, prepare(cfg, policy, completions + [empty] * extra, advantage))
         gradients.append(gradient(policy.model))
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-14, rtol=0)
 
 
 def make_examples() -> list[Example]:
-    """Two trained stretches in some, as a conversation of two assistant turns has."""
+    """Some have two trained spans, like conversations with two assistant turns."""
     examples = []
     for number, c in enumerate(make_completions()):
         ids = [*c.prompt_ids, *c.ids]
@@ -259,7 +257,7 @@ def sft_step(dtype: torch.dtype, budget: int, accumulation: int, layout: str) ->
 def sft_by_hand() -> tuple[Tensor, float]:
     model, nll, count = make_policy(torch.float64).model, torch.zeros((), dtype=torch.float64), 0
     for example in make_examples():
-        logps = own_logps(model, example.ids[:1], example.ids[1:], 1.0)
+        logps = slow_logps(model, example.ids[:1], example.ids[1:], 1.0)
         trained = torch.tensor(example.mask[1:])
         nll = nll - logps[trained].sum()
         count += sum(example.mask)
@@ -267,7 +265,7 @@ def sft_by_hand() -> tuple[Tensor, float]:
     return gradient(model), (nll / count).item()
 
 
-def test_sft_gradient_is_the_same_however_it_is_cut(sft_by_hand):
+def test_the_sft_gradient_does_not_depend_on_micro_batches(sft_by_hand):
     want, nll = sft_by_hand
     cuts = [cut.values for cut in CUTS if cut.values[-1] != "shared"]  # sft has no prompts to share
     for dtype, cut in [(torch.float64, cut) for cut in cuts] + [(torch.float32, cuts[-1])]:

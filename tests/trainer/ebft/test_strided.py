@@ -228,9 +228,9 @@ def test_held_out_numbers_are_those_of_training_at_the_same_seeds():
     assert metrics["eval/rows"] == 4 and 0 < metrics["eval/cfm_unbiased"] < metrics["eval/cfm"]
 
 
-def test_a_model_whose_sampling_and_training_logps_differ_is_refused():
+def test_different_logps_in_sampling_and_training_are_an_error():
     cfg, policy = make_cfg(), make_policy()
     step = run_step(cfg, policy, make_documents(16, 23))
     wrong = replace(step, behaviour=[logps - 0.5 for logps in step.behaviour])
-    with pytest.raises(ValueError, match=r"^step 1: log-probs of sampled tokens differ .* by 0\.5 .*structured mode$"):
+    with pytest.raises(ValueError, match=r"^step 1: log-probs differ by 0\.5 .*--mode structured"):
         check_gap(cfg, policy, backward(cfg, policy, wrong), 1)

@@ -1,4 +1,4 @@
-"""A step of structured energy-based fine-tuning against plain loops: rewards, advantages, gradients, held-out rows."""
+"""Structured EBFT against plain loops: rewards, advantages, gradients, evaluation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trainer.ebft.structured import FeatureRewards, add_target, estimate, evalua
 from trainer.methods.grpo import backward
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy
-from trainer.rl.groups import GroupBatch
+from trainer.rl.groups import Rollout
 from trainer.rl.rank0_rollout import Rank0Rollout
 
 TEMPERATURE = 0.7
@@ -52,7 +52,7 @@ def make_cfg(
 
 
 def make_groups(policy: Policy) -> tuple[list[TargetPrompt], list[list[Completion]]]:
-    """Three groups of four as sampled by the policy: two turns, a truncated one, two equal ones."""
+    """Three groups of four sampled by the policy, with two turns, a truncated completion and two equal completions."""
     generator, prompts, groups = torch.Generator().manual_seed(9), [], []
     for row, (head, tail) in enumerate(LENGTHS):
         mask = [True, True, False, False, True, True, True] if row == 2 else None
@@ -68,14 +68,14 @@ def make_groups(policy: Policy) -> tuple[list[TargetPrompt], list[list[Completio
             ids[2] = ids[1]
         masks = [None, [True] * 3 + [False] * 2 + [True] * 3 if row == 2 else None, None, None]
         prompts.append(prompt)
-        groups.append([make_completion(policy, prompt, *own) for own in zip(ids, masks, strict=True)])
+        groups.append([make_completion(policy, prompt, *both) for both in zip(ids, masks, strict=True)])
     return prompts, groups
 
 
 def make_completion(policy: Policy, prompt: TargetPrompt, ids: list[int], mask: list[bool] | None) -> Completion:
     with torch.no_grad():
         logps = naive_ebft.logps(policy.model, [*prompt.ids, *ids], len(prompt.ids), TEMPERATURE).tolist()
-    logps = [logp if own else 0.0 for logp, own in zip(logps, mask or [True] * len(ids), strict=True)]
+    logps = [logp if trained else 0.0 for logp, trained in zip(logps, mask or [True] * len(ids), strict=True)]
     return Completion(
         prompt_ids=prompt.ids, ids=ids, logps=logps, finish_reason="length" if len(ids) == 8 else "stop", text="",
         versions=[(0, len(ids))], mask=mask,
@@ -91,7 +91,7 @@ def rewards_of(cfg: Any, policy: Policy) -> FeatureRewards:
 
 
 def take_step(cfg: Any, policy: Policy, prompts: list[TargetPrompt], groups: list[list[Completion]]):
-    """What trainer/methods/ebft.py does with a batch, with rewards in float64. Returns metrics and advantages."""
+    """One step of trainer/methods/ebft.py with float64 rewards; return metrics, advantages and target tokens."""
     measured = rewards_of(cfg, policy).measure(*flat(prompts, groups))
     values = torch.stack(measured.reward, dim=-1)  # (P, G, 2)
     advantage = estimate(cfg, SimpleNamespace(rewards=values))
@@ -106,30 +106,30 @@ def feature(policy: Policy, cfg: Any, prompt: TargetPrompt, ids: list[int], mask
         return vector(policy.reference, [1, 2], cfg.features, prompt.ids, ids)
     with torch.no_grad():
         tokens = naive_ebft.token_vectors(policy.reference, [*prompt.ids, *ids], [1, 2], cfg.features.feature_norm)
-    mine = [tokens[len(prompt.ids) + place] for place, own in enumerate(mask) if own]
-    return sum(mine) / len(mine)
+    trained = [tokens[len(prompt.ids) + i] for i, is_trained in enumerate(mask) if is_trained]
+    return sum(trained) / len(trained)
 
 
 def by_hand(cfg: Any, policy: Policy, prompts: list[TargetPrompt], groups: list[list[Completion]]):
-    """Loss, its two parts and advantages, in plain loops: one forward pass per sequence."""
+    """Loss, cross-entropy and advantages, with one forward pass per sequence."""
     options = cfg.features
-    policy_sum, num_made, ce_sum, num_true, found = 0.0, 0, 0.0, 0, []
+    policy_sum, num_sampled, ce_sum, num_target, advantages = 0.0, 0, 0.0, 0, []
     for prompt, group in zip(prompts, groups, strict=True):
         rollout = torch.stack([feature(policy, cfg, prompt, c.ids, c.mask) for c in group])
         target = feature(policy, cfg, prompt, prompt.target_ids, prompt.target_mask)
         alignment, diversity, _ = naive_ebft.reward_parts(rollout, target, options)
-        found.append(naive_ebft.advantages(alignment, diversity, options.advantage_estimator))
-        for c, a in zip(group, found[-1], strict=True):
+        advantages.append(naive_ebft.advantages(alignment, diversity, options.advantage_estimator))
+        for c, a in zip(group, advantages[-1], strict=True):
             logps = naive_ebft.logps(policy.model, [*prompt.ids, *c.ids], len(prompt.ids), TEMPERATURE)
-            for logp, own in zip(logps, c.mask or [True] * len(c.ids), strict=True):
-                if own:
-                    policy_sum, num_made = policy_sum - a * logp, num_made + 1
+            for logp, trained in zip(logps, c.mask or [True] * len(c.ids), strict=True):
+                if trained:
+                    policy_sum, num_sampled = policy_sum - a * logp, num_sampled + 1
         logps = naive_ebft.logps(policy.model, [*prompt.ids, *prompt.target_ids], len(prompt.ids), 1.0)
-        for logp, own in zip(logps, prompt.target_mask or [True] * len(prompt.target_ids), strict=True):
-            if own:
-                ce_sum, num_true = ce_sum - logp, num_true + 1
-    ce = ce_sum / num_true
-    return options.rl_coef * policy_sum / num_made + options.ce_coef * ce, ce.item(), found
+        for logp, trained in zip(logps, prompt.target_mask or [True] * len(prompt.target_ids), strict=True):
+            if trained:
+                ce_sum, num_target = ce_sum - logp, num_target + 1
+    ce = ce_sum / num_target
+    return options.rl_coef * policy_sum / num_sampled + options.ce_coef * ce, ce.item(), advantages
 
 
 def close(got: Tensor, want: Tensor, tolerance: float = 1e-9) -> None:
@@ -151,13 +151,13 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())) or "default")
-def test_the_whole_gradient_is_that_of_plain_loops(options):
+def test_gradients_match_plain_loops(options):
     cfg, policy, slow = make_cfg(**options), make_policy(), make_policy()
     prompts, groups = make_groups(policy)
     logged, advantage, num_tokens = take_step(cfg, policy, prompts, groups)
-    loss, ce, found = by_hand(cfg, slow, prompts, groups)
+    loss, ce, want = by_hand(cfg, slow, prompts, groups)
     loss.backward()
-    close(advantage, torch.tensor(found, dtype=torch.float64))
+    close(advantage, torch.tensor(want, dtype=torch.float64))
     close(gradients(policy.model), gradients(slow.model))
     assert gradients(slow.model).norm() > 1e-3
     if cfg.features.ce_coef:
@@ -165,7 +165,7 @@ def test_the_whole_gradient_is_that_of_plain_loops(options):
         assert num_tokens == sum(map(sum, LENGTHS))
     else:
         assert "loss/ce" not in logged and num_tokens == 0
-    # At ratio 1 the surrogate is -A: it has the gradient of -A logp, but not its value.
+    # At ratio 1 the policy loss is -A, with the gradient of -A logp but not its value.
     expected = cfg.features.ce_coef * ce + logged.get("loss/policy", 0.0)
     assert logged["loss/total"] == pytest.approx(expected, rel=1e-6, abs=1e-9)
     if cfg.features.rl_coef:
@@ -178,7 +178,7 @@ CUTS = [
 ]  # fmt: skip
 
 
-def test_the_gradient_depends_neither_on_how_a_step_is_split_nor_on_the_order_of_groups():
+def test_the_gradient_does_not_depend_on_micro_batches_or_group_order():
     options, order = {"ce_coef": 0.2, "embed_method": "completion_mean"}, [2, 0, 1]
     expected = make_policy()
     prompts, groups = make_groups(expected)
@@ -193,8 +193,7 @@ def test_the_gradient_depends_neither_on_how_a_step_is_split_nor_on_the_order_of
             assert got[name] == pytest.approx(want[name], rel=1e-6, abs=1e-9), (cut, name)
 
 
-def test_without_a_policy_loss_no_completion_is_computed():
-    """That the gradient is that of the cross-entropy alone is the last case above."""
+def test_without_a_policy_loss_completions_are_skipped():
     cfg, policy = make_cfg(rl_coef=0.0, ce_coef=0.5), make_policy()
     prompts, groups = make_groups(policy)
     batch = prepare(cfg, policy, flat(prompts, groups)[1], torch.zeros(len(LENGTHS) * SIZE))
@@ -204,7 +203,7 @@ def test_without_a_policy_loss_no_completion_is_computed():
 
 
 @pytest.mark.parametrize("targets", [True, False])
-def test_completions_that_are_all_masked_leave_the_cross_entropy_and_losses_of_zero(targets):
+def test_masked_completions_add_only_the_cross_entropy(targets):
     """Truncated completions are masked; if the targets have no trained token either, nothing is trained."""
     cfg, policy = make_cfg(ce_coef=0.5), make_policy()
     cfg.policy_loss = PolicyLossConfig(mask_truncated_completions=True)
@@ -221,33 +220,33 @@ def test_completions_that_are_all_masked_leave_the_cross_entropy_and_losses_of_z
     assert losses == pytest.approx({"loss/policy": 0.0, "loss/ce": ce, "loss/total": 0.5 * ce})
 
 
-# Rewards and advantages, as trainer/rl/groups.py passes them.
+# Rewards and advantages.
 
 
-def group_batch(cfg: Any, policy: Policy, prompts: list[TargetPrompt], groups: list[list[Completion]]) -> GroupBatch:
+def rollout_of(cfg: Any, policy: Policy, prompts: list[TargetPrompt], groups: list[list[Completion]]) -> Rollout:
     table = rewards_of(cfg, policy).submit(*flat(prompts, groups), step=1).result()
-    made = [
+    rewarded = [
         Group(row, prompt, row, completions=group, values=table.values[row * SIZE : (row + 1) * SIZE])
         for row, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
-    ]  # fmt: skip
-    return GroupBatch(made, table.names, table.weights, {})
+    ]
+    return Rollout(rewarded, table.names, torch.tensor(table.weights), {})
 
 
 @pytest.mark.parametrize("estimator", ADVANTAGES)
-def test_advantages_are_those_of_plain_loops(estimator):
+def test_advantages_match_plain_loops(estimator):
     whitening = list(ADVANTAGES).index(estimator) % 2 == 0
     cfg = make_cfg(advantage_estimator=estimator, use_whitening=whitening, alignment_coef=1.2, diversity_coef=0.7)
     policy = make_policy()
     prompts, groups = make_groups(policy)
-    _, _, found = by_hand(cfg, policy, prompts, groups)
-    batch = group_batch(cfg, policy, prompts, groups)
-    advantage = estimate(cfg, batch.for_advantage()).double()
-    close(advantage, torch.tensor(found, dtype=torch.float64), 1e-5)  # tables are float32
-    totals = [[a - d for a, d in group.values] for group in batch.groups]
-    close(batch.reward.double(), torch.tensor(totals, dtype=torch.float64), 1e-6)
+    _, _, want = by_hand(cfg, policy, prompts, groups)
+    rollout = rollout_of(cfg, policy, prompts, groups)
+    advantage = estimate(cfg, rollout).double()
+    close(advantage, torch.tensor(want, dtype=torch.float64), 1e-5)  # rewards are float32
+    totals = [[a - d for a, d in group.values] for group in rollout.groups]
+    close(rollout.reward.double(), torch.tensor(totals, dtype=torch.float64), 1e-6)
 
 
-def test_the_table_has_both_parts_and_their_difference():
+def test_the_reward_table_has_alignment_diversity_and_their_difference():
     cfg, policy = make_cfg(alignment_coef=1.2, diversity_coef=0.7), make_policy()
     prompts, groups = make_groups(policy)
     rewards = rewards_of(cfg, policy)
@@ -263,10 +262,10 @@ def test_the_table_has_both_parts_and_their_difference():
         alignment, diversity, distance = naive_ebft.reward_parts(rollout, target, cfg.features)
         spread = float(rollout.var(dim=0, correction=1).sum())
         distances.append((distance, distance - spread / SIZE))
-        for place in range(SIZE):
-            values, total = table.values[row * SIZE + place], table.totals[row * SIZE + place]
-            assert values == pytest.approx([alignment[place], diversity[place]], rel=1e-9)
-            assert total == pytest.approx(alignment[place] - diversity[place], rel=1e-9)
+        for i in range(SIZE):
+            values, total = table.values[row * SIZE + i], table.totals[row * SIZE + i]
+            assert values == pytest.approx([alignment[i], diversity[i]], rel=1e-9)
+            assert total == pytest.approx(alignment[i] - diversity[i], rel=1e-9)
     mean = [sum(column) / len(distances) for column in zip(*distances, strict=True)]
     logged = rewards.feature_metrics()
     assert logged == pytest.approx({"reward/cfm": mean[0], "reward/cfm_unbiased": mean[1]}, rel=1e-9)
@@ -283,22 +282,22 @@ def test_metrics_cover_everything_sampled_since_the_last_call():
     assert parts.feature_metrics() == pytest.approx(whole.feature_metrics(), rel=1e-9)
 
 
-# Held-out rows.
+# Evaluation.
 
 
 class Writer:
-    """A source and an engine in one, whose completions depend on the seed of the job."""
+    """Source and engine whose completions depend only on the seed of the request."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.calls = policy, []
 
     def start(self, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
-        self.jobs = [job for group in groups for job in group]
-        return [finished([self.write(job) for job in group]) for group in groups]
+        self.requests = [request for group in groups for request in group]
+        return [finished([self.write(request) for request in group]) for group in groups]
 
-    def write(self, job: Request) -> Completion:
-        ids = draw(torch.Generator().manual_seed(job.seed), 1 + job.seed % 7)
-        return make_completion(self.policy, job.prompt, ids, None)
+    def write(self, request: Request) -> Completion:
+        ids = draw(torch.Generator().manual_seed(request.seed), 1 + request.seed % 7)
+        return make_completion(self.policy, request.prompt, ids, None)
 
     def load(self, version: int) -> None:
         self.calls.append(f"load {version}")
@@ -309,26 +308,31 @@ class Writer:
     def poll(self) -> None: ...
 
 
-def test_held_out_numbers_are_those_of_plain_loops():
+def rollouts_of(cfg: Any, policy: Policy, prompts: list[TargetPrompt], engine: Any, source: Any, step: int) -> Any:
+    return SimpleNamespace(
+        rewards=rewards_of(cfg, policy), held_out=prompts, engine=engine, held_out_source=source,
+        training=SimpleNamespace(step=step), rank0=Rank0Rollout(policy, engine, prompts),
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def test_evaluation_metrics_match_plain_loops():
     cfg, policy = make_cfg(use_whitening=True, max_tokens=20), make_policy()
     prompts, _ = make_groups(policy)
     writer = Writer(policy)
-    logged = evaluate(
-        cfg, policy, Rank0Rollout(policy, writer, prompts), writer, rewards_of(cfg, policy), prompts, version=7
-    )
-    assert writer.calls == ["load 7", "sleep"] and policy.model.training
-    assert [job.seed for job in writer.jobs] == list(range(len(prompts) * SIZE))
+    logged = evaluate(cfg, policy, rollouts_of(cfg, policy, prompts, writer, writer, 7))
+    assert writer.calls == ["load 7", "sleep"]
+    assert [request.seed for request in writer.requests] == list(range(len(prompts) * SIZE))
     aligned, spread, distances, total, count = [], [], [], 0.0, 0
     for row, prompt in enumerate(prompts):
-        group = [writer.write(Request.of(prompt, row * SIZE + place)) for place in range(SIZE)]
+        group = [writer.write(Request.of(prompt, row * SIZE + i)) for i in range(SIZE)]
         rollout = torch.stack([feature(policy, cfg, prompt, c.ids, None) for c in group])
         target = feature(policy, cfg, prompt, prompt.target_ids, prompt.target_mask)
         alignment, diversity, distance = naive_ebft.reward_parts(rollout, target, cfg.features)
         aligned, spread, distances = aligned + alignment, spread + diversity, [*distances, distance]
-        with torch.no_grad():
-            logps = naive_ebft.logps(policy.model, [*prompt.ids, *prompt.target_ids], len(prompt.ids), 1.0)
-        for logp, own in zip(logps.tolist(), prompt.target_mask or [True] * len(prompt.target_ids), strict=True):
-            total, count = total - logp * own, count + own
+        logps = naive_ebft.logps(policy.model, [*prompt.ids, *prompt.target_ids], len(prompt.ids), 1.0)
+        for logp, trained in zip(logps.tolist(), prompt.target_mask or [True] * len(prompt.target_ids), strict=True):
+            total, count = total - logp * trained, count + trained
     assert logged["eval/cfm"] == pytest.approx(sum(distances) / len(distances), rel=1e-9)
     assert logged["eval/nll"] == pytest.approx(total / count, rel=1e-6)
     assert logged["eval/alignment/mean"] == pytest.approx(sum(aligned) / len(aligned), rel=1e-9)
@@ -339,7 +343,8 @@ def test_held_out_numbers_are_those_of_plain_loops():
     assert logged["eval/len_mean"] == sum(lengths) / len(lengths) and logged["eval/rows"] == 3
 
 
-def test_held_out_groups_have_fixed_seeds_and_follow_the_weights():
+@torch.no_grad()
+def test_evaluation_has_fixed_seeds_and_uses_the_current_weights():
     policy = load_policy(ModelConfig(model="builtin:tiny"), LoraConfig(), torch.device("cpu"), with_reference=True)
     prompts = []
     for row, (text, answer) in enumerate((("17+25=", "42"), ("8+3=", "11"))):
@@ -350,20 +355,12 @@ def test_held_out_groups_have_fixed_seeds_and_follow_the_weights():
     engine = LocalEngine(policy.model, policy.tokenizer)
     sampling = Sampling(temperature=1.0, max_tokens=6, stop_ids=(policy.tokenizer.eos_token_id,), for_training=True)
     source = EpisodeSource(engine, sampling, TargetEpisode(policy.tokenizer, gt_length_multiplier=1.5))
-    rewards = rewards_of(cfg, policy)
-
-    def look() -> dict[str, float]:
-        return evaluate(cfg, policy, Rank0Rollout(policy, engine, prompts), source, rewards, prompts, version=0)
-
-    first = look()
-    assert look() == first and policy.model.training
+    rollouts = rollouts_of(cfg, policy, prompts, engine, source, 0)
+    first = evaluate(cfg, policy, rollouts)
+    assert evaluate(cfg, policy, rollouts) == first
     assert 0 < first["eval/cfm"] and first["eval/rows"] == 2
-    assert rewards.metrics() == {}  # separate from those of training
-    with torch.no_grad():
-        for p in policy.model.parameters():
-            p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
-    after = look()
+    assert rollouts.rewards.feature_metrics() == {}  # only training counts
+    for p in policy.model.parameters():
+        p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
+    after = evaluate(cfg, policy, rollouts)
     assert abs(after["eval/nll"] - first["eval/nll"]) > 1e-3 and after["eval/cfm"] != first["eval/cfm"]
-    policy.model.eval()
-    look()
-    assert not policy.model.training

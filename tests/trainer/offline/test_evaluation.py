@@ -1,4 +1,4 @@
-"""What a run reports about held-out pairs, computed again from its exported model by plain transformers and peft."""
+"""Recompute the held-out metrics of a run from its exported model, with plain transformers and peft."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sequence(NamedTuple):
 
 @functools.cache
 def held_out() -> list[tuple[list[int], list[int], list[int]]]:
-    """Prompt, prompt + chosen, prompt + rejected as transformers renders them."""
+    """Prompt, prompt + chosen, prompt + rejected, rendered by transformers."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(BASE)
@@ -49,9 +49,9 @@ def held_out() -> list[tuple[list[int], list[int], list[int]]]:
 
 
 @torch.no_grad()
-def score(model: Any) -> list[tuple[Sequence, Sequence]]:
-    """Chosen and rejected of each row, one sequence at a time."""
-    scored = []
+def logps_of(model: Any) -> list[tuple[Sequence, Sequence]]:
+    """Log-probs of chosen and rejected, one sequence at a time."""
+    rows = []
     for prompt, *responses in held_out():
         sides = []
         for response in responses:
@@ -60,8 +60,8 @@ def score(model: Any) -> list[tuple[Sequence, Sequence]]:
             logp = model(input_ids=ids[None]).logits[0, :-1].double().log_softmax(dim=-1)
             logp = logp.gather(1, ids[1:, None]).squeeze(1)
             sides.append(Sequence(logp[len(prompt) - 1 :], logp))
-        scored.append((sides[0], sides[1]))
-    return scored
+        rows.append((sides[0], sides[1]))
+    return rows
 
 
 def rewards(scored: list[tuple[Sequence, Sequence]]) -> Tensor:  # (rows, 2) log-probs of whole responses
@@ -74,25 +74,24 @@ def nll(scored: list[tuple[Sequence, Sequence]], field: str) -> Tensor:
 
 def dpo_formula(trained: Any, base: Any, beta: float) -> tuple[Tensor, Tensor]:
     """Loss and (rows, 2) rewards."""
-    reward = beta * (rewards(score(trained)) - rewards(score(base)))
+    reward = beta * (rewards(logps_of(trained)) - rewards(logps_of(base)))
     return -F.logsigmoid(reward[:, 0] - reward[:, 1]).mean(), reward
 
 
 def orpo_formula(trained: Any, base: Any, alpha: float) -> tuple[Tensor, Tensor]:
-    scored = score(trained)
+    scored = logps_of(trained)
     mean = torch.stack([torch.stack([w.response.mean(), r.response.mean()]) for w, r in scored])
     log_odds = mean - torch.log1p(-mean.exp())
     return nll(scored, "whole") - alpha * F.logsigmoid(log_odds[:, 0] - log_odds[:, 1]).mean(), alpha * mean
 
 
 def cpo_formula(trained: Any, base: Any, beta: float) -> tuple[Tensor, Tensor]:
-    scored = score(trained)
+    scored = logps_of(trained)
     reward = beta * rewards(scored)
     return -F.logsigmoid(reward[:, 0] - reward[:, 1]).mean() + nll(scored, "response"), reward
 
 
 def plain_model(folder: Path) -> Any:
-    """What a user without this library would do."""
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
 

@@ -1,7 +1,6 @@
-"""Offline methods: the gradient of a step depends on its rows alone, never on how they are cut or ordered.
+"""Offline methods: the gradient of a step depends only on its rows, not on micro-batches or order.
 
-What differs by more than the formula of a pair (tests/losses has those) is also held against plain loops over the
-model's own forward, one sequence at a time.
+Whatever goes beyond the loss of a pair (tests/losses) is also compared with plain loops over the model's forward.
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ ROWS = 8
 # Lengths differ a lot, so that a mean of micro-batch means would be far from the global mean.
 PROMPT_LENGTHS = (3, 1, 6, 2, 6, 4, 5, 3)
 CHOSEN_LENGTHS = (1, 9, 4, 2, 12, 1, 7, 3)
-REJECTED_LENGTHS = (2, 8, 4, 4, 11, 1, 9, 3)  # close to the others: their difference must not rank the pairs alone
+REJECTED_LENGTHS = (2, 8, 4, 4, 11, 1, 9, 3)  # close to the chosen, so that lengths alone do not rank the pairs
 LABELS = (True, False, False, True, True, False, True, False)
 TOTAL = 2 * sum(PROMPT_LENGTHS) + sum(CHOSEN_LENGTHS) + sum(REJECTED_LENGTHS)
-BUDGETS = (1, TOTAL // 2, 4 * TOTAL)  # one pair at a time, half of them, all (padding included)
+BUDGETS = (1, TOTAL // 2, 4 * TOTAL)  # one pair, half of the pairs, all pairs including padding
 # Every budget and every accumulation, packed and padded.
 SIX_CUTS = [
     (1, 1, True), (1, 4, False), (TOTAL // 2, 2, True), (TOTAL // 2, 1, False), (4 * TOTAL, 4, True),
     (4 * TOTAL, 2, False),
 ]  # fmt: skip
-TWO_CUTS = [(1, 1, True), (TOTAL // 2, 2, False)]  # of every loss; the six of one loss for each way to average
+TWO_CUTS = [(1, 1, True), (TOTAL // 2, 2, False)]  # for every loss; six cuts for one loss per kind of average
 WHOLE = (4 * TOTAL, 1, True)
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 
@@ -69,7 +68,7 @@ def make_llama(seed: int) -> Any:
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    # Llama's own norm rounds to float32: the gradient of a shared prompt would not be the sum of those of two prompts.
+    # Llama's norm rounds to float32, which would make the gradients of shared and repeated prompts differ.
     for module in (model.model, *model.model.layers):
         for name in [name for name, _ in module.named_children() if "norm" in name]:
             setattr(module, name, torch.nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
@@ -78,7 +77,7 @@ def make_llama(seed: int) -> Any:
 
 @functools.cache
 def make_policy(dtype: torch.dtype) -> Policy:
-    """Nothing here takes an optimizer step, so one policy serves all tests of a dtype."""
+    """One policy per dtype, since no test takes an optimizer step."""
     model, reference = (copy.deepcopy(make_llama(seed)).to(dtype) for seed in (0, 1))
     reference.eval().requires_grad_(False)
     return Policy(
@@ -137,7 +136,7 @@ def step(
     accumulation = cfg.run.gradient_accumulation_steps
     if method is kto:
         rows = make_rows()
-        partner = mismatched_items(cfg, policy, rows)
+        partner = mismatched_items(cfg, policy, rows) if cfg.loss_type == "kto" else {}
         packed = pack_labelled(cfg, policy, [rows[i] for i in order], partner, accumulation)
         sums, _ = kto.run_rows(cfg, policy, Reference(policy), packed, train=True)
         return gradient(policy.model), sums.means(), len(packed.batches)
@@ -156,7 +155,7 @@ def step(
     return gradient(policy.model), sums.means(), len(micro_batches)
 
 
-# The formulas, from the model's own forward. w = chosen, l = rejected; tokens of each response in a tensor of its own.
+# Formulas over the model's forward. w = chosen, l = rejected; one tensor of tokens per response.
 
 
 class Hand(NamedTuple):
@@ -175,7 +174,7 @@ class Hand(NamedTuple):
         return torch.stack(values).mean()
 
     def free(self, function: Callable[..., Tensor]) -> Tensor:
-        """The same of the policy's own log-probs."""
+        """The same for log-probs without a reference."""
         values = [function(w.sum(), r.sum(), len(w), len(r)) for w, r in zip(self.w, self.l, strict=True)]
         return torch.stack(values).mean()
 
@@ -183,7 +182,7 @@ class Hand(NamedTuple):
         return -torch.cat(self.w).mean()
 
 
-def own_logps(model: Any, prompt: list[int], ids: list[int]) -> tuple[Tensor, Tensor]:
+def slow_logps(model: Any, prompt: list[int], ids: list[int]) -> tuple[Tensor, Tensor]:
     logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
     logp = logits.log_softmax(dim=-1)
     return logp.gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1), logp.exp().square().sum(dim=-1).log().detach()
@@ -194,11 +193,11 @@ def by_hand() -> Hand:
     columns: list[list[Tensor]] = [[] for _ in Hand._fields]
     for pair in make_pairs():
         # One forward for the chosen response, alone and with its prompt.
-        whole, collision = own_logps(policy.model, pair.prompt_ids[:1], [*pair.prompt_ids[1:], *pair.chosen_ids])
+        whole, collision = slow_logps(policy.model, pair.prompt_ids[:1], [*pair.prompt_ids[1:], *pair.chosen_ids])
         w, collision_w = (x[len(pair.prompt_ids) - 1 :] for x in (whole, collision))
-        r, collision_r = own_logps(policy.model, pair.prompt_ids, pair.rejected_ids)
-        ref_w, _ = own_logps(policy.reference, pair.prompt_ids, pair.chosen_ids)
-        ref_r, _ = own_logps(policy.reference, pair.prompt_ids, pair.rejected_ids)
+        r, collision_r = slow_logps(policy.model, pair.prompt_ids, pair.rejected_ids)
+        ref_w, _ = slow_logps(policy.reference, pair.prompt_ids, pair.chosen_ids)
+        ref_r, _ = slow_logps(policy.reference, pair.prompt_ids, pair.rejected_ids)
         for column, value in zip(columns, (w, r, ref_w, ref_r, collision_w, collision_r, whole), strict=True):
             column.append(value)
     return Hand(*columns)
@@ -317,11 +316,11 @@ CASES: dict[str, Case] = {
 
 
 def kto_by_hand(settings: dict[str, Any]) -> tuple[Tensor, float]:
-    """Loss and z0. The mismatched sequences are the method's own choice; everything else is written out."""
+    """Loss and z0. Only the choice of mismatched sequences is taken from the method."""
     cfg, policy, rows = make_config(kto, **settings), make_policy(torch.float64), make_rows()
 
     def log_ratio(prompt: list[int], ids: list[int]) -> Tensor:
-        return (own_logps(policy.model, prompt, ids)[0] - own_logps(policy.reference, prompt, ids)[0]).sum()
+        return (slow_logps(policy.model, prompt, ids)[0] - slow_logps(policy.reference, prompt, ids)[0]).sum()
 
     z0 = 0.0
     if cfg.loss_type == "kto":
@@ -341,11 +340,11 @@ def kto_by_hand(settings: dict[str, Any]) -> tuple[Tensor, float]:
 
 @functools.cache
 def wanted(name: str) -> tuple[Tensor, float]:
-    """Gradient and loss from the formula, or without one those of the whole step in one micro-batch."""
+    """Gradient and loss from the formula or, without a formula, from one micro-batch."""
     case = CASES[name]
     if case.method is not kto and case.formula is None:
-        found, metrics, _ = step(case.method, case.settings, torch.float64, WHOLE)
-        return found, metrics["loss/total"]
+        vector, metrics, _ = step(case.method, case.settings, torch.float64, WHOLE)
+        return vector, metrics["loss/total"]
     model = make_policy(torch.float64).model
     model.zero_grad(set_to_none=True)
     total = kto_by_hand(case.settings)[0] if case.method is kto else case.formula(by_hand())
@@ -354,8 +353,8 @@ def wanted(name: str) -> tuple[Tensor, float]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradient_and_metrics_are_the_same_however_they_are_cut_and_ordered(name):
-    """KTO too, as long as its mismatches are those of the data set, made before the rows of a step are drawn."""
+def test_gradient_and_metrics_do_not_depend_on_micro_batches_or_order(name):
+    """For KTO because its mismatches are fixed for the run."""
     case, order = CASES[name], list(range(ROWS))
     random.Random(name).shuffle(order)
     want, loss = wanted(name)
@@ -368,8 +367,8 @@ def test_gradient_and_metrics_are_the_same_however_they_are_cut_and_ordered(name
             assert metrics == pytest.approx(reported, rel=1e-4, abs=1e-5), (dtype, cut)
 
 
-def test_the_cases_are_worth_testing():
-    """Cuts that cut, every loss there is, and settings that change the gradient: else equality would say little."""
+def test_the_cases_are_not_trivial():
+    """Layouts differ, all losses are covered, and all settings change the gradient."""
     named = {loss for case in CASES.values() for loss in case.settings.get("loss_type", ()) if case.method is dpo}
     assert named == PAIR_LOSSES.keys() | {"sft"} == set(PairLossType.__args__)
     assert {case.settings.get("loss_type", "sigmoid") for case in CASES.values() if case.method is cpo} == set(
@@ -383,11 +382,11 @@ def test_the_cases_are_worth_testing():
     for a, b in itertools.combinations((n for n in CASES if CASES[n].method is not kto), 2):
         if {a, b} not in ({"dpo ipo", "ipo"}, {"dpo robust", "dpo sigmoid"}):  # robust without smoothing is sigmoid
             assert (wanted(a)[0] - wanted(b)[0]).norm() > 1e-3 * wanted(a)[0].norm(), (a, b)
-    assert 0.1 < kto_by_hand(CASES["kto"].settings)[1] < 10  # the reference point counts, and is not clamped
+    assert 0.1 < kto_by_hand(CASES["kto"].settings)[1] < 10  # z0 is neither negligible nor clamped
 
 
 def test_kto_reference_point_is_clamped_once_over_the_step():
-    """With policy and reference exchanged the mean log-ratio is negative: z0 is 0 however the step is cut."""
+    """With policy and reference exchanged, the mean log-ratio is negative, so z0 is 0 in every layout."""
     settings = {"beta": 0.3}
     policy = make_policy(torch.float64)
     exchanged = copy.copy(policy)
@@ -401,8 +400,8 @@ def test_kto_reference_point_is_clamped_once_over_the_step():
         assert kto.reference_point(exchanged, Reference(exchanged), packed) == 0
 
 
-def test_kto_mismatches_have_another_prompt_and_fit_the_context():
-    rows = make_rows() + make_rows()  # every prompt twice, as pairs turned into rows have them
+def test_kto_mismatches_have_another_prompt_and_fit_max_length():
+    rows = make_rows() + make_rows()  # every prompt twice, as in rows converted from pairs
     cfg = make_config(kto, response=ResponseConfig(max_length=9))
     policy = make_policy(torch.float32)
     partner = mismatched_items(cfg, policy, rows)
@@ -417,8 +416,7 @@ def test_kto_mismatches_have_another_prompt_and_fit_the_context():
         mismatched_items(cfg, policy, rows[:1] * 3)
 
 
-def test_weight_zero_is_zero():
-    """A class of weight 0 has no gradient at all, and the rows still count."""
+def test_kto_rows_with_weight_0_have_no_gradient_but_count():
     for label in (True, False):
         off = "desirable_weight" if label else "undesirable_weight"
         settings = {"loss_type": "apo_zero_unpaired", off: 0.0}
@@ -435,7 +433,7 @@ def test_weight_zero_is_zero():
 ONE = RunConfig(per_device_train_batch_size=1)
 CACHED, OTHER = ReferenceConfig(ref="precomputed"), ReferenceConfig(ref_model="other")
 MOVING = MovingReferenceConfig(sync_ref_model=True)
-REFUSED = [
+REJECTED = [
     (dpo, {"loss_type": ()}, "loss_type=: name at least one loss"),
     (dpo, {"loss_type": ("ipo", "ipo")}, "loss_type=ipo ipo: name at least one loss, each once"),
     (dpo, {"loss_weights": (1.0, 2.0)}, "loss_weights: 2 weights for 1 losses"),
@@ -476,15 +474,14 @@ REFUSED = [
 ]  # fmt: skip
 
 
-def test_refused():
-    for method, settings, words in REFUSED:
-        with pytest.raises(ValueError, match=f"^{words}") as caught:
+def test_settings_that_do_not_apply_are_rejected():
+    for method, settings, message in REJECTED:
+        with pytest.raises(ValueError, match=f"^{message}") as error:
             make_config(method, **settings)
-        assert "\n" not in str(caught.value), words
+        assert "\n" not in str(error.value), message
 
 
-def test_no_accumulation_makes_up_for_one_pair():
-    """What counts is the step: two accumulation steps of one pair are two pairs."""
+def test_accumulation_counts_towards_the_pairs_of_a_step():
     two = RunConfig(per_device_train_batch_size=1, gradient_accumulation_steps=2)
     assert make_config(dpo, run=two, loss_type=("aot",)).run.sequences_per_step == 2
     assert make_config(kto, run=two).run.sequences_per_step == 2

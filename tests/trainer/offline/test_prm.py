@@ -1,4 +1,4 @@
-"""Process reward model: the step's gradient against the formula, and the whole command from steps to a reward."""
+"""Process reward model: gradients against the formula, and a whole run from steps to a reward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VOCAB = 37
 LENGTHS = (9, 3, 14, 6, 2, 11, 5, 7)
 LABELLED = ({4: 1, 8: 0}, {2: 1}, {3: 1, 7: 1, 10: 0, 13: 0}, {5: 0}, {1: 1}, {2: 1, 10: 1}, {4: 0}, {3: 1, 6: 1})
 TOTAL = sum(LENGTHS)
-# Tokens of a micro-batch, accumulation, packing: one solution at a time, half of them, all.
+# Tokens per micro-batch, accumulation, packing: one solution, half of the solutions, all solutions.
 CUTS = [(1, 1, True), (1, 4, False), (TOTAL // 2, 2, True), (TOTAL // 2, 1, False), (4 * TOTAL, 4, True),
         (4 * TOTAL, 2, False)]  # fmt: skip
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -50,7 +50,7 @@ def make_solutions() -> list[Steps]:
     return [
         Steps(
             source=f"test:{i}", ids=torch.randint(VOCAB, (length,), generator=generator).tolist(),
-            labels=[labels.get(place, -100) for place in range(length)],
+            labels=[labels.get(position, -100) for position in range(length)],
         )
         for i, (length, labels) in enumerate(zip(LENGTHS, LABELLED, strict=True))
     ]  # fmt: skip
@@ -71,7 +71,7 @@ def gradient(model: Any) -> Tensor:
 
 @pytest.fixture(scope="module")
 def by_hand() -> tuple[Tensor, float, list[tuple[int, int]]]:
-    """Gradient, loss and (label, answer) of each step, from transformers' own forward and loss in float64."""
+    """Gradient, loss and (label, answer) of each step, from transformers' forward and loss in float64."""
     model, losses, answers = make_scorer(torch.float64).model, [], []
     for solution in make_solutions():
         logits = model(input_ids=torch.tensor([solution.ids])).logits[0]
@@ -83,15 +83,15 @@ def by_hand() -> tuple[Tensor, float, list[tuple[int, int]]]:
     return gradient(model), loss.item(), answers
 
 
-def test_gradient_is_the_same_however_it_is_cut(by_hand):
+def test_the_gradient_does_not_depend_on_micro_batches(by_hand):
     want, loss, answers = by_hand
     for dtype, cut in itertools.product(TOLERANCE, CUTS):
         scorer, solutions, cfg = make_scorer(dtype), make_solutions(), make_config(*cut)
         micro_batches = prm.pack(cfg, scorer, solutions, cut[1])
-        found = prm.backward(scorer, micro_batches, solutions).means()
+        logged = prm.backward(scorer, micro_batches, solutions).means()
         assert (gradient(scorer.model).double() - want).norm() < TOLERANCE[dtype] * want.norm(), (dtype, cut)
-        assert found["loss/total"] == found["loss/steps"] == pytest.approx(loss, rel=1e-5), (dtype, cut)
-        assert found["reward/step_accuracy"] == pytest.approx(sum(a == b for a, b in answers) / len(answers))
+        assert logged["loss/total"] == logged["loss/steps"] == pytest.approx(loss, rel=1e-5), (dtype, cut)
+        assert logged["reward/step_accuracy"] == pytest.approx(sum(a == b for a, b in answers) / len(answers))
         assert cut[0] > 1 or len(micro_batches) == len(solutions)
 
 
@@ -103,30 +103,29 @@ def f1_by_hand(answers: list[tuple[int, int]]) -> float:
     return sum(scores) / 2
 
 
-def test_evaluation_reports_accuracy_and_f1_beside_the_majority(by_hand):
+def test_evaluation_reports_accuracy_and_f1_also_of_the_majority_class(by_hand):
     _, loss, answers = by_hand
     scorer = make_scorer(torch.float32)
     held_out = DataConfig(data=("test",), eval_data=("test",))
-    found = prm.evaluate(make_config(TOTAL // 3, data=held_out), scorer, make_solutions())
+    logged = prm.evaluate(make_config(TOTAL // 3, data=held_out), scorer, make_solutions())
     majority = [(label, 1) for label, _ in answers]
-    assert found == pytest.approx({
+    assert logged == pytest.approx({
         "eval/loss": loss,
         "eval/reward/step_accuracy": sum(a == b for a, b in answers) / len(answers),
         "eval/reward/macro_f1": f1_by_hand(answers),
         "eval/reward/macro_f1_majority": f1_by_hand(majority),
         "eval/rows": len(LENGTHS),
     }, rel=1e-4)  # fmt: skip
-    assert 0 < found["eval/reward/step_accuracy"] < 1
-    assert prm.evaluate(make_config(), scorer, []) == {}
+    assert 0 < logged["eval/reward/step_accuracy"] < 1
 
 
-def test_settings_that_make_no_sense_are_refused():
-    for settings, sentence in (
-        ({"max_length": 1}, r"max_length=1: must be 2 or more"),
-        ({"max_completion_length": 0}, r"max_completion_length=0: must be 1 or more, or None"),
-        ({"step_separator": ""}, r"step_separator: empty"),
+def test_invalid_settings_are_rejected():
+    for settings, message in (
+        ({"max_length": 1}, "max_length=1: .*2"),
+        ({"max_completion_length": 0}, "max_completion_length=0: .*1"),
+        ({"step_separator": ""}, "step_separator"),
     ):
-        with pytest.raises(ValueError, match=sentence):
+        with pytest.raises(ValueError, match=message):
             make_config(**settings)
 
 
@@ -142,7 +141,7 @@ def finished(tmp_path_factory):
 
 
 def test_export_reproduces_the_evaluation_in_plain_transformers(finished):
-    """All steps count in the evaluation, though only the last of each solution was trained."""
+    """The evaluation covers all steps, although only the last step of each solution was trained."""
     from transformers import AutoModelForTokenClassification, AutoTokenizer
 
     from data.tasks import make_rows
@@ -164,19 +163,19 @@ def test_export_reproduces_the_evaluation_in_plain_transformers(finished):
     assert metrics(finished / "judge")[-1]["eval/loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-5)
 
 
-def test_output_is_a_reward(finished):
+def test_a_trained_prm_is_a_reward(finished):
     from data.types import Prompt
     from rollout.engine import Completion
     from rollout.rewards.table import load_rewards
 
     prompt = Prompt(source="test:0", prompt=[{"role": "user", "content": "3+8+5="}], ids=[])
-    made = {"prompt_ids": [], "ids": [], "logps": [], "finish_reason": "stop", "versions": []}
-    completions = [Completion(text=text, **made) for text in ("3+8=11;\n11+5=16", "3+8=11;\n11+5=17", "")]
+    fields = {"prompt_ids": [], "ids": [], "logps": [], "finish_reason": "stop", "versions": []}
+    completions = [Completion(text=text, **fields) for text in ("3+8=11;\n11+5=16", "3+8=11;\n11+5=17", "")]
     scores = []
     for how in ("min", "mean", "last"):
         rewards = load_rewards([f"prm:{finished / 'judge'},{how}"])
         assert rewards.names == ["prm"]
         scores.append([row[0] for row in rewards.score([prompt] * 3, completions).values])
-    for worst, mean, last in list(zip(*scores, strict=True))[:2]:  # of two steps: the worst is the last or the other
+    for worst, mean, last in list(zip(*scores, strict=True))[:2]:  # two steps: the worst is the first or the last
         assert 0 < worst <= mean < 1 and min(abs(worst - last), abs(2 * mean - last - worst)) < 1e-6
     assert [row[2] for row in scores] == [0.0, 0.0, 0.0]

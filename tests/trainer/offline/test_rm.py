@@ -1,4 +1,4 @@
-"""Reward model: the step's gradient against the formula, and the whole command from pairs to a reward for GRPO."""
+"""Reward model: gradients against the formula, and a whole run from pairs to a reward for GRPO."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHOSEN_LENGTHS = (1, 9, 4, 2, 12, 1, 7, 3)
 REJECTED_LENGTHS = (5, 1, 4, 11, 2, 1, 3, 6)
 MARGINS = (None, 0.5, None, 1.0, 0.0, 0.25, None, 2.0)
 TOTAL = 2 * sum(PROMPT_LENGTHS) + sum(CHOSEN_LENGTHS) + sum(REJECTED_LENGTHS)
-# Tokens of a micro-batch, accumulation, packing: one pair at a time, half of them, all.
+# Tokens per micro-batch, accumulation, packing: one pair, half of the pairs, all pairs.
 CUTS = [(1, 1, True), (1, 4, False), (TOTAL // 2, 2, True), (TOTAL // 2, 1, False), (4 * TOTAL, 4, True),
         (4 * TOTAL, 2, False)]  # fmt: skip
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -78,7 +78,7 @@ def gradient(model: Any) -> Tensor:
 
 
 def by_hand(pairs: list[Pair], center: float) -> tuple[Tensor, dict[str, float]]:
-    """Gradient and metrics from the formula and transformers' own forward, one sequence at a time, in float64."""
+    """Gradient and metrics from the formula and transformers' forward, one sequence at a time, in float64."""
     model = make_scorer(torch.float64).model
 
     def scores(name: str) -> Tensor:
@@ -103,7 +103,7 @@ def expected() -> dict[float, tuple[Tensor, dict[str, float]]]:
     return {center: by_hand(make_pairs(), center) for center in (0.0, CENTER)}
 
 
-def test_gradient_is_the_same_however_it_is_cut(expected):
+def test_the_gradient_does_not_depend_on_micro_batches(expected):
     centers = itertools.cycle((CENTER, 0.0, 0.0, CENTER))  # every cut with and without, in one dtype each
     cases = zip(centers, itertools.product(TOLERANCE, CUTS), strict=False)
     for center, (dtype, (budget, accumulation, packing)) in cases:
@@ -111,14 +111,13 @@ def test_gradient_is_the_same_however_it_is_cut(expected):
         scorer, pairs = make_scorer(dtype), make_pairs()
         cfg = make_config(budget, accumulation, packing, center_rewards_coefficient=center or None)
         micro_batches = rm.pack(cfg, scorer, pairs, accumulation)
-        found = rm.backward(cfg, scorer, micro_batches, pairs).means()
+        logged = rm.backward(cfg, scorer, micro_batches, pairs).means()
         assert (gradient(scorer.model).double() - want).norm() < TOLERANCE[dtype] * want.norm(), (dtype, cfg.run)
-        assert {name: found[name] for name in numbers} == pytest.approx(numbers, rel=1e-4, abs=1e-6), (dtype, cfg.run)
+        assert {name: logged[name] for name in numbers} == pytest.approx(numbers, rel=1e-4, abs=1e-6), (dtype, cfg.run)
         assert budget > 1 or len(micro_batches) == PAIRS
 
 
-def test_row_order_and_margins(expected):
-    """The order of the rows does not matter; margins do."""
+def test_the_gradient_depends_on_margins_but_not_on_row_order(expected):
     want, _ = expected[0.0]
     for change, same in ((lambda pairs: pairs[::-1], True), (lambda pairs: make_pairs((None,) * PAIRS), False)):
         scorer, pairs, cfg = make_scorer(torch.float64), change(make_pairs()), make_config(TOTAL // 2)
@@ -127,28 +126,26 @@ def test_row_order_and_margins(expected):
         assert gap < 1e-9 if same else gap > 1e-2
 
 
-def test_evaluation_gives_the_same_numbers(expected):
+def test_evaluation_matches_the_formula(expected):
     _, numbers = expected[CENTER]
     held_out = DataConfig(data=("test",), eval_data=("test",))
     cfg = make_config(TOTAL // 3, center_rewards_coefficient=CENTER, data=held_out)
     scorer = make_scorer(torch.float32)
-    found = rm.evaluate(cfg, scorer, make_pairs())
-    assert found.pop("eval/rows") == PAIRS
-    assert found.pop("eval/loss") == pytest.approx(numbers["loss/total"], rel=1e-4)
-    assert found == pytest.approx({f"eval/{n}": v for n, v in numbers.items() if n.startswith("reward/")}, rel=1e-4)
-    assert rm.evaluate(make_config(), scorer, []) == {}
+    logged = rm.evaluate(cfg, scorer, make_pairs())
+    assert logged.pop("eval/rows") == PAIRS
+    assert logged.pop("eval/loss") == pytest.approx(numbers["loss/total"], rel=1e-4)
+    assert logged == pytest.approx({f"eval/{n}": v for n, v in numbers.items() if n.startswith("reward/")}, rel=1e-4)
 
 
-def test_settings_that_make_no_sense_are_refused():
-    with pytest.raises(ValueError, match=r"max_length=1: must be 2 or more"):
-        make_config(max_length=1)
-    with pytest.raises(ValueError, match=r"center_rewards_coefficient=-0.1: must be above 0"):
-        make_config(center_rewards_coefficient=-0.1)
+def test_invalid_settings_are_rejected():
+    for name, value in (("max_length", 1), ("center_rewards_coefficient", -0.1)):
+        with pytest.raises(ValueError, match=f"{name}={value}: "):
+            make_config(**{name: value})
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A short run on built-in pairs, with LoRA so that what is exported is merged."""
+    """A short LoRA run on built-in pairs; the export is merged."""
     cwd = tmp_path_factory.mktemp("rm")
     run_ok(
         "--method", "rm", "--max-steps", "2", "--lora.r", "4", "--eval-data", "task:addition:split=eval,size=12",
@@ -183,14 +180,14 @@ def test_export_reproduces_the_evaluation_in_plain_transformers(finished):
     assert last["eval/reward/accuracy"] == pytest.approx((margin > 0).float().mean().item())
 
 
-def test_resumed_run_gives_the_numbers_of_an_unbroken_one(finished, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_run(finished, tmp_path):
     shutil.copytree(finished / "scorer", tmp_path / "scorer")
     run_ok("--resume", tmp_path / "scorer" / "checkpoints" / "step-00000001", cwd=tmp_path)
     for name in ("loss/total", "eval/loss", "optim/grad_norm"):
         assert metrics(tmp_path / "scorer")[-1][name] == metrics(finished / "scorer")[-1][name]
 
 
-def test_output_is_a_reward_for_grpo(finished):
+def test_a_trained_reward_model_is_a_reward_for_grpo(finished):
     run_ok(
         "--method", "grpo", "--max-steps", "1", "--reward-funcs", "model:scorer", "--per-device-train-batch-size", "16",
         "--eval-data", "task:addition:split=eval,size=4", "--output-dir", "policy", cwd=finished,
@@ -201,7 +198,7 @@ def test_output_is_a_reward_for_grpo(finished):
     assert all("model" in sample["rewards"] for sample in samples)
 
 
-def test_pairs_over_max_length_are_left_out_and_counted(tmp_path, capsys):
+def test_pairs_over_max_length_are_skipped_and_counted(tmp_path, capsys):
     rows = [
         {"prompt": "2+2=", "chosen": "4", "rejected": "5"},
         {"prompt": "Say it at length:", "chosen": "4" * 30, "rejected": "5"},

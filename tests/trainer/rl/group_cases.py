@@ -1,7 +1,7 @@
-"""A small policy, completions with all that real ones have, and one step on them: for tests of trainer.rl.step.
+"""A small policy, completions that cover all special cases, and one optimizer step on them.
 
-Among the completions: two turns with an environment's text between, a truncated one, one without tokens, one that
-trains nothing, an engine log-prob that is missing, advantages of zero.
+Special cases: two turns with environment text in between, truncated, no tokens, no trained tokens, a missing engine
+log-prob, zero advantage.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from rollout.engine import Completion
-from tests.trainer.rl.naive_groups import Padded, naive_loss, padded, padded_scores
+from tests.trainer.rl.naive_groups import Padded, naive_loss, padded, padded_logps
 from trainer.config.blocks import RunConfig
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig
-from trainer.methods.grpo import backward, score_at_start
+from trainer.methods.grpo import backward, logps_at_start
 from trainer.policy.logps import Policy
 from trainer.rl.minibatch import MiniBatch, pack
 
@@ -60,7 +60,7 @@ def make_llama(seed: int) -> Any:
 
 @functools.cache
 def moved_llama() -> Any:
-    """What an optimizer step would leave: ratios differ from 1, and some tokens are clipped."""
+    """The model after an optimizer step: ratios differ from 1, and some tokens are clipped."""
     model, generator = copy.deepcopy(make_llama(0)), torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in model.parameters():
@@ -84,7 +84,7 @@ def make_completions() -> list[Completion]:
         return torch.randint(VOCAB, (length,), generator=generator).tolist()
 
     prompts = {length: ids(length) for length in dict.fromkeys(PROMPT_LENGTHS)}
-    made = [
+    completions = [
         Completion(
             prompt_ids=prompts[p], ids=ids(n), logps=[0.0] * n, versions=[(0, n)], text="",
             finish_reason="length" if row in TRUNCATED else "stop", mask=mask_of(row, n),
@@ -92,21 +92,21 @@ def make_completions() -> list[Completion]:
         for row, (p, n) in enumerate(zip(PROMPT_LENGTHS, LENGTHS, strict=True))
     ]  # fmt: skip
     with torch.no_grad():
-        own = padded_scores(make_llama(0), made, TEMPERATURE).logp
-    noise = 0.3 * torch.randn(own.shape, generator=generator, dtype=torch.float64)
-    logps = [row[:n].tolist() for row, n in zip(own + noise, LENGTHS, strict=True)]
+        logp = padded_logps(make_llama(0), completions, TEMPERATURE).logp
+    noise = 0.3 * torch.randn(logp.shape, generator=generator, dtype=torch.float64)
+    logps = [row[:n].tolist() for row, n in zip(logp + noise, LENGTHS, strict=True)]
     logps[NO_LOGP[0]][NO_LOGP[1]] = math.nan
-    return [replace(c, logps=row) for c, row in zip(made, logps, strict=True)]
+    return [replace(c, logps=row) for c, row in zip(completions, logps, strict=True)]
 
 
 def mask_of(row: int, length: int) -> list[bool] | None:
     if row == TWO_TURNS:
-        return [not 3 <= place < 7 for place in range(length)]
+        return [not 3 <= position < 7 for position in range(length)]
     return [False] * length if row == FAILED else None
 
 
 def iterations(kind: str) -> int:
-    """Steps on one batch: 2, but what has no ratio takes only one."""
+    """Steps per rollout: 2, or 1 for a loss without a ratio."""
     return 1 if kind == "reinforce" else 2
 
 
@@ -117,7 +117,7 @@ def make_config(cut: tuple[int, int, str] = WHOLE, *, num_iterations: int = 2, c
         max_tokens_per_micro_batch=budget, packing=layout != "padded",
     )  # fmt: skip
     options = {"epsilon": 0.1} if loss.get("loss_type", "dapo") not in ("cispo", "sapo", "vespo", "reinforce") else {}
-    options |= {"loss_kwargs": {"cispo_cap": 1.05}} if loss.get("loss_type") == "cispo" else {}  # one that binds
+    options |= {"cispo_cap": 1.05} if loss.get("loss_type") == "cispo" else {}  # low enough to bind
     return SimpleNamespace(
         policy_loss=PolicyLossConfig(**{**options, **loss}), correction=CorrectionConfig(**(correction or {})), run=run,
         advantage=SimpleNamespace(kl_in_reward=False), temperature=TEMPERATURE, share_prompt=layout == "shared",
@@ -131,19 +131,20 @@ def prepare(
     completions: Sequence[Completion],
     advantage: Any,
     *,
-    old_logps: Any = None,
+    replayed_logps: Any = None,
     num_steps: int | None = None,
 ) -> MiniBatch:
-    """Packed, with the log-probs that a method takes before the first step."""
-    batch = pack(cfg, policy, completions, advantage, old_logps=old_logps)
-    score_at_start(cfg, policy, [batch], num_steps or cfg.num_iterations)
+    """Pack, and compute the log-probs that all steps share."""
+    batch = pack(cfg, policy, completions, advantage, replayed_logps=replayed_logps)
+    logps_at_start(cfg, policy, [batch], num_steps or cfg.num_iterations)
     return batch
 
 
 def gradient(model: Any) -> Tensor:
-    found = torch.cat([p.grad.flatten() for p in model.parameters()])
+    """Return all gradients as one vector, and reset them."""
+    vector = torch.cat([p.grad.flatten() for p in model.parameters()])
     model.zero_grad(set_to_none=True)
-    return found
+    return vector
 
 
 def step(
@@ -152,49 +153,49 @@ def step(
     advantage: Tensor = ADVANTAGE,
     **more: Any,
 ) -> tuple[Tensor, dict[str, float], MiniBatch]:
-    """Gradient, metrics and batch of the first step, or of one with the weights moved since prepare."""
+    """Gradient, metrics and batch of the first step, or with num_iterations > 1 of a later step."""
     policy = make_policy()
     completions = make_completions() if completions is None else completions
     policy.model.zero_grad(set_to_none=True)
     batch = prepare(cfg, policy, completions, advantage, **more)
     if cfg.num_iterations > 1:
         policy.model = moved_llama().train()
-    sums = backward(cfg, policy, replace(batch, first=cfg.num_iterations == 1))
+    sums = backward(cfg, policy, replace(batch, is_first=cfg.num_iterations == 1))
     return gradient(policy.model), sums.means(), batch
 
 
 @functools.cache
-def scores(which: str) -> Padded:
-    """By the weights as prepare sees them, after a step, or of the reference; the graph is kept."""
+def logps_of(which: str) -> Padded:
+    """Log-probs under the initial weights, the weights after a step, or the reference, with their graph."""
     model = {"start": make_llama(0), "moved": moved_llama(), "reference": make_llama(1)}[which]
-    return padded_scores(model, make_completions(), TEMPERATURE)
+    return padded_logps(model, make_completions(), TEMPERATURE)
 
 
 def by_hand(
     cfg: Any, micro_batches: Sequence[Sequence[int]] = (), old: Tensor | None = None, advantage: Tensor = ADVANTAGE
 ) -> tuple[Tensor, float]:
-    """Gradient and loss from the formulas."""
+    """Gradient and loss from the formulas of naive_groups.py."""
     which = "moved" if cfg.num_iterations > 1 else "start"
-    kept = scores(which)
-    now = Padded(kept.logp.detach().requires_grad_(), kept.entropy.detach().requires_grad_(), kept.mask)
+    graph = logps_of(which)
+    now = Padded(graph.logp.detach().requires_grad_(), graph.entropy.detach().requires_grad_(), graph.mask)
     completions = make_completions()
     loss = naive_loss(
         cfg,
         now,
-        scores("start").logp.detach() if old is None else old,
+        logps_of("start").logp.detach() if old is None else old,
         padded(completions, [c.logps for c in completions]),
-        scores("reference").logp.detach(),
+        logps_of("reference").logp.detach(),
         advantage,
         torch.tensor([c.finish_reason == "length" for c in completions]),
         micro_batches,
     )
     slopes = torch.autograd.grad(loss, [now.logp, now.entropy], allow_unused=True)
-    outputs = [(x, g) for x, g in zip([kept.logp, kept.entropy], slopes, strict=True) if g is not None]
+    outputs = [(x, g) for x, g in zip([graph.logp, graph.entropy], slopes, strict=True) if g is not None]
     model = moved_llama() if which == "moved" else make_llama(0)
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         [x for x, _ in outputs], list(model.parameters()), [g for _, g in outputs], retain_graph=True
     )
-    return torch.cat([g.flatten() for g in found]), loss.item()
+    return torch.cat([g.flatten() for g in gradients]), loss.item()
 
 
 def close(got: Tensor, want: Tensor) -> bool:

@@ -1,7 +1,6 @@
-"""The losses of trainer.rl.step written out from their formulas, over padded rows, in float64: slow and plain.
+"""Slow reference of the policy losses, written from their formulas in float64, without losses/ or trainer/.
 
-Every completion is scored by the model's own forward, all by itself, and lies in one row of a (B, T) rectangle. Nothing
-here comes from losses/ or trainer/rl/step.py.
+The model runs on one completion at a time, and each completion is one row of a padded (B, T) tensor.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from rollout.engine import Completion
 
 
 class Padded(NamedTuple):
-    """Of each token of each completion. All (B, T)."""
+    """(B, T) each, one row per completion."""
 
     logp: Tensor
     entropy: Tensor
     mask: Tensor  # float, 1 = trained
 
 
-def padded_scores(model: Any, completions: Sequence[Completion], temperature: float) -> Padded:
+def padded_logps(model: Any, completions: Sequence[Completion], temperature: float) -> Padded:
     width = max(len(c.ids) for c in completions)
     logp, entropy = ([torch.zeros(width, dtype=torch.float64) for _ in completions] for _ in range(2))
     mask = torch.zeros(len(completions), width, dtype=torch.float64)
@@ -48,12 +47,12 @@ def padded(completions: Sequence[Completion], values: Sequence[Sequence[float]])
 def naive_loss(
     cfg: Any,
     now: Padded,  # with gradient
-    old_logp: Tensor,  # (B, T) the weights the step began with
-    behaviour: Tensor,  # (B, T) NaN = none
+    old_logp: Tensor,  # (B, T) policy before the first step
+    engine_logp: Tensor,  # (B, T) NaN = not reported
     ref_logp: Tensor,  # (B, T)
     advantage: Tensor,  # (B,)
     truncated: Tensor,  # (B,) bool
-    micro_batches: Sequence[Sequence[int]],  # which rows each holds, for bnpo
+    micro_batches: Sequence[Sequence[int]],  # rows of each, for bnpo
 ) -> Tensor:  # ()
     options, correction = cfg.policy_loss, cfg.correction
     mask = now.mask
@@ -61,17 +60,18 @@ def naive_loss(
         mask = mask * ~truncated.unsqueeze(1)
     length = mask.sum(1, keepdim=True)  # (B, 1)
     logp, fixed = now.logp, now.logp.detach()
-    made = torch.where(behaviour.isnan(), fixed if correction.proximal_policy == "behaviour" else old_logp, behaviour)
-    proximal = made if correction.proximal_policy == "behaviour" else old_logp
+    is_behaviour = correction.proximal_policy == "behaviour"
+    sampled = torch.where(engine_logp.isnan(), fixed if is_behaviour else old_logp, engine_logp)
+    proximal = sampled if is_behaviour else old_logp
 
     def mean(x: Tensor) -> Tensor:  # (B, 1)
         return (x * mask).sum(1, keepdim=True) / length.clamp(min=1)
 
     log_weight = torch.zeros_like(fixed)  # for vespo
     weight = torch.ones_like(fixed)
-    if correction.vllm_importance_sampling_correction and correction.proximal_policy == "step":
-        weight = engine_weight(correction, (old_logp - made) * mask, mask)
-        geometric = mean(old_logp - made).exp()
+    if correction.vllm_importance_sampling_correction and not is_behaviour:
+        weight = engine_weight(correction, (old_logp - sampled) * mask, mask)
+        geometric = mean(old_logp - sampled).exp()
         low, high = correction.geometric_min or 0.0, correction.geometric_max or math.inf
         filtered = ((geometric >= low) & (geometric <= high)).double()
         if options.loss_type == "vespo":
@@ -81,14 +81,13 @@ def naive_loss(
             weight = torch.ones_like(fixed)
         weight = weight * filtered
     if correction.off_policy_mask_threshold is not None:
-        made_or_old = torch.where(behaviour.isnan(), old_logp, behaviour)
-        gone = (advantage.unsqueeze(1) < 0) & (mean(made_or_old - fixed) > correction.off_policy_mask_threshold)
-        weight = weight * ~gone
-    certain = torch.ones_like(mask)
+        drift = mean(torch.where(engine_logp.isnan(), old_logp, engine_logp) - fixed)
+        weight = weight * ~((advantage.unsqueeze(1) < 0) & (drift > correction.off_policy_mask_threshold))
+    uncertain = torch.ones_like(mask)
     if options.top_entropy_quantile < 1:
         entropies = now.entropy.detach()[mask > 0]
-        certain = (now.entropy.detach() >= entropies.quantile(1 - options.top_entropy_quantile)).double()
-        weight = weight * certain
+        uncertain = (now.entropy.detach() >= entropies.quantile(1 - options.top_entropy_quantile)).double()
+        weight = weight * uncertain
 
     log_ratio = (logp - proximal) * mask
     if options.importance_sampling_level == "sequence":
@@ -102,7 +101,7 @@ def naive_loss(
         "rloo": lambda: clipped(options, ((logp - proximal) * mask).sum(1, keepdim=True).exp(), a),
     }.get(options.loss_type, lambda: clipped(options, ratio, a))()
     if options.loss_type == "rloo":
-        # One loss for the completion; a weight that differs between tokens scales each token's part of its gradient.
+        # The completion has one loss; a weight per token scales the token's part of its gradient.
         slope = torch.autograd.grad(token.sum(), logp, retain_graph=True)[0] * mask * length  # of each token, times |y|
         token = token.detach() + slope * (logp - fixed)
     token = torch.where(weight == 0, 0.0, token) * weight
@@ -111,12 +110,12 @@ def naive_loss(
         d = ref_logp - logp
         kl = {"k1": -d, "k2": d.square() / 2, "k3": d.exp() - d - 1}[options.kl_estimator]
         if options.use_bias_correction_kl:
-            own = (logp - proximal).exp()
-            kl = kl * (own.detach() if options.kl_estimator == "k2" else own)
+            r = (logp - proximal).exp()
+            kl = kl * (r.detach() if options.kl_estimator == "k2" else r)
         terms = terms + options.beta * kl
     total = average(cfg, terms * mask, mask, length, micro_batches)
     if options.entropy_coef:
-        total = total - options.entropy_coef * (now.entropy * mask * certain).sum() / (mask * certain).sum()
+        total = total - options.entropy_coef * (now.entropy * mask * uncertain).sum() / (mask * uncertain).sum()
     return total
 
 

@@ -1,4 +1,4 @@
-"""Held-out completions: how many of each prompt, with which seeds, and what is made of their rewards."""
+"""Evaluation on held-out prompts: completions per prompt, seeds and metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.__main__ import main
 from trainer.rl.evaluate import best_of, evaluate_rewards
 
 PROMPTS = [Prompt(source=f"rows:{row}", prompt=f"{row}?", ids=[1], columns={"answer": "yes"}) for row in range(3)]
-RIGHT = {1, 3, 4, 7}  # seeds that are answered yes
+RIGHT = {1, 3, 4, 7}  # seeds whose completion is yes
 
 
 class Engine:
@@ -30,12 +30,12 @@ class Engine:
 
 class Source:
     def __init__(self) -> None:
-        self.asked: list[list[tuple[str, int]]] = []
+        self.requests: list[list[tuple[str, int]]] = []
 
     def start(self, groups: Any) -> list[Future]:
         futures = []
         for group in groups:
-            self.asked.append([(request.prompt.source, request.seed) for request in group])
+            self.requests.append([(request.prompt.source, request.seed) for request in group])
             futures.append(Future())
             futures[-1].set_result([self.completion(request.seed) for request in group])
         return futures
@@ -48,29 +48,30 @@ class Source:
 
 def evaluated(*count: int) -> tuple[list[list[tuple[str, int]]], dict[str, float]]:
     source = Source()
-    return source.asked, evaluate_rewards(Engine(), source, 0, PROMPTS, load_rewards(["exact_match"], []), None, *count)
+    logged = evaluate_rewards(Engine(), source, 0, PROMPTS, load_rewards(["exact_match"], []), None, *count)
+    return source.requests, logged
 
 
-def test_one_completion_of_each_prompt_has_the_number_of_its_row_as_seed():
-    asked, found = evaluated()
-    assert asked == [[("rows:0", 0)], [("rows:1", 1)], [("rows:2", 2)]] and evaluated(1) == (asked, found)
-    assert found == {
+def test_the_seed_of_a_single_completion_is_its_row_number():
+    requests, logged = evaluated()
+    assert requests == [[("rows:0", 0)], [("rows:1", 1)], [("rows:2", 2)]] and evaluated(1) == (requests, logged)
+    assert logged == {
         "eval/reward/mean": pytest.approx(1 / 3), "eval/exact_match/mean": pytest.approx(1 / 3), "eval/len_mean": 2,
         "eval/rows": 3,
     }  # fmt: skip
 
 
-def test_several_completions_have_seeds_of_their_own_the_first_those_of_one():
-    asked, found = evaluated(3)
-    assert [[seed for _, seed in group] for group in asked] == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
-    assert [{source for source, _ in group} for group in asked] == [{"rows:0"}, {"rows:1"}, {"rows:2"}]
-    assert found == {
+def test_several_completions_have_different_seeds():
+    requests, logged = evaluated(3)
+    assert [[seed for _, seed in group] for group in requests] == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+    assert [{source for source, _ in group} for group in requests] == [{"rows:0"}, {"rows:1"}, {"rows:2"}]
+    assert logged == {
         "eval/reward/mean": pytest.approx(4 / 9), "eval/exact_match/mean": pytest.approx(4 / 9), "eval/len_mean": 5,
         "eval/rows": 3, "eval/reward/best_of_3": pytest.approx(2 / 3),
     }  # fmt: skip
 
 
-def test_the_best_is_over_what_has_a_reward():
+def test_best_of_ignores_completions_without_a_reward():
     assert best_of([0.5, None, -1.0, 2.0, None, None], 2) == pytest.approx((0.5 + 2.0) / 2)
     assert math.isnan(best_of([None, None], 2))
 
@@ -85,7 +86,7 @@ def run(folder: Path, *argv: Any) -> list[dict[str, Any]]:
     return metrics(folder)
 
 
-def test_a_run_logs_the_best_and_trains_as_before(tmp_path):
+def test_num_generations_eval_adds_best_of_and_does_not_change_training(tmp_path):
     one, four = run(tmp_path / "one"), run(tmp_path / "four", "--num-generations-eval", 4)
     for row in (four[0], four[2]):
         assert 0 <= row["eval/reward/mean"] < row["eval/reward/best_of_4"] <= 1 and row["eval/rows"] == 12

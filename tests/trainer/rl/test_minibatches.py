@@ -1,8 +1,9 @@
-"""--minibatches-per-rollout: parts of one rollout, each with the gradient and the denominator of its own step."""
+"""--minibatches-per-rollout: each mini-batch of a rollout has its own optimizer step and its own divisor."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +20,11 @@ from trainer.__main__ import main
 from trainer.cli import parse
 from trainer.config.groups import AsyncConfig
 from trainer.methods import grpo
-from trainer.methods.grpo import backward, score_at_start
-from trainer.rl.groups import GroupBatch
+from trainer.methods.grpo import backward, logps_at_start
+from trainer.rl.groups import Rollout
+from trainer.rl.minibatch import MiniBatch
 from trainer.rl.rank0_rollout import deal
-from trainer.rl.session import Session
+from trainer.rl.rollouts import Rollouts
 
 SHORT = (
     "--model", "builtin:tiny", "--data", "task:addition:split=train,size=256", "--reward-funcs", "exact_match",
@@ -31,79 +33,80 @@ SHORT = (
 GROUP = 4
 
 
-def batch_of(part_sizes: tuple[int, ...] = ()) -> GroupBatch:
-    """The three groups of group_cases; their rewards are not read here."""
-    completions = make_completions()
+def rollout_of(rewards: Sequence[float], minibatch_sizes: tuple[int, ...] = ()) -> Rollout:
+    """The three groups of group_cases."""
+    completions, values = make_completions(), [[None if r != r else r] for r in rewards]
     groups = [
-        Group(row, Prompt(source=f"row {row}", prompt="", ids=[1]), row, "fresh", completions[first : first + GROUP])
-        for row, first in enumerate(range(0, len(completions), GROUP))
-    ]
-    return GroupBatch(groups, [], [], {}, part_sizes=part_sizes)
+        Group(n, Prompt(source=f"row {n}", prompt="", ids=[1]), n, "fresh", completions[i : i + GROUP],
+              values[i : i + GROUP])
+        for n, i in enumerate(range(0, len(completions), GROUP))
+    ]  # fmt: skip
+    return Rollout(groups, ["right"], torch.ones(1), {}, minibatch_sizes=minibatch_sizes)
 
 
-def prepared(cfg: Any, policy: Any, batch: GroupBatch, **more: Any) -> list[Any]:
-    old = {"old_logps": lambda batch: None, "steps_per_rollout": len(batch.parts) * cfg.num_iterations}
-    batches = Session.pack(SimpleNamespace(cfg=cfg, policy=policy, **old), batch, ADVANTAGE, **more)
-    score_at_start(cfg, policy, batches, old["steps_per_rollout"])
+def packed(cfg: Any, policy: Any, rollout: Rollout, advantage: Any = ADVANTAGE, **more: Any) -> list[MiniBatch]:
+    rollouts = SimpleNamespace(cfg=cfg, policy=policy, overlap=AsyncConfig())
+    batches = Rollouts.pack(rollouts, rollout, advantage, **more)
+    logps_at_start(cfg, policy, batches, len(batches) * cfg.num_iterations)
     return batches
 
 
-def gradients(cfg: Any, part_sizes: tuple[int, ...]) -> list[torch.Tensor]:
-    """Of each part, with the weights that sampled them: as with a learning rate of 0."""
+def gradients(cfg: Any, minibatch_sizes: tuple[int, ...]) -> list[torch.Tensor]:
+    """The gradient of each mini-batch, all with the initial weights."""
     policy = make_policy()
     policy.model.zero_grad(set_to_none=True)
-    found = []
-    for part in prepared(cfg, policy, batch_of(part_sizes)):
-        backward(cfg, policy, part)
-        found.append(gradient(policy.model))
-    return found
+    vectors = []
+    for batch in packed(cfg, policy, rollout_of(ADVANTAGE, minibatch_sizes)):
+        backward(cfg, policy, batch)
+        vectors.append(gradient(policy.model))
+    return vectors
 
 
 def size_of(loss_type: str, rows: range) -> float:
-    """What divides the loss of some completions, by hand: their trained tokens, or those that train anything."""
+    """Divisor of the loss of some completions: their trained tokens, or the completions with a trained token."""
     completions = [make_completions()[row] for row in rows]
     tokens = [len(c.ids) if c.mask is None else sum(c.mask) for c in completions]
     return sum(tokens) if loss_type == "dapo" else sum(n > 0 for n in tokens)
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
-def test_each_part_is_divided_by_its_own_count(loss_type):
-    """Two groups and one: their gradients, weighted by their counts, are together that of the whole rollout."""
+def test_each_minibatch_is_divided_by_its_own_count(loss_type):
+    """Two groups and one: the gradients, weighted by their divisors, sum to the gradient of the whole rollout."""
     cfg = make_config(loss_type=loss_type, num_iterations=1, beta=0.1)
     (whole,), (first, second) = gradients(cfg, ()), gradients(cfg, (2, 1))
     total, a, b = (size_of(loss_type, rows) for rows in (range(12), range(8), range(8, 12)))
     assert a + b == total and close((a * first + b * second) / total, whole)
-    for part, rows in ((first, slice(0, 8)), (second, slice(8, 12))):  # and each is that of its completions alone
+    for vector, rows in ((first, slice(0, 8)), (second, slice(8, 12))):  # each equals that of its completions alone
         policy = make_policy()
         policy.model.zero_grad(set_to_none=True)
         backward(cfg, policy, prepare(cfg, policy, make_completions()[rows], ADVANTAGE[rows]))
-        assert close(part, gradient(policy.model)), rows
+        assert close(vector, gradient(policy.model)), rows
 
 
-def test_rows_are_places_in_the_rollout_and_may_be_chosen():
+def test_rows_select_completions_by_their_index_in_the_rollout():
     cfg, policy = make_config(), make_policy()
-    parts = prepared(cfg, policy, batch_of((2, 1)), rows=[1, 4, 7, 8, 11])
+    batches = packed(cfg, policy, rollout_of(ADVANTAGE, (2, 1)), rows=[1, 4, 7, 8, 11])
     completions = make_completions()
-    assert [part.number for part in parts] == [0, 1]
-    assert [part.rows for part in parts] == [[1, 4, 7], []]  # 8 has no advantage and 11 trains nothing
-    assert parts[0].completions == [completions[row] for row in parts[0].rows]
-    assert all(part.at_start is not None for part in parts)  # for the ratio of several steps
-    whole = prepared(cfg, policy, batch_of())
-    assert len(whole) == 1 and whole[0].number == 0 and whole[0].rows == prepared(cfg, policy, batch_of((3,)))[0].rows
+    assert [batch.number for batch in batches] == [0, 1]
+    assert [batch.rows for batch in batches] == [[1, 4, 7], []]  # 8 has zero advantage and 11 no trained token
+    assert batches[0].completions == [completions[row] for row in batches[0].rows]
+    assert all(batch.at_start is not None for batch in batches)  # for the ratio of several steps
+    (whole,), (same,) = (packed(cfg, policy, rollout_of(ADVANTAGE, sizes)) for sizes in ((), (3,)))
+    assert whole.number == 0 and whole.rows == same.rows
 
 
-def test_parts_and_ranks_have_equal_shares_of_whole_groups():
+def test_minibatches_take_groups_round_robin_and_every_rank_has_some():
     rng = random.Random(0)
     for _ in range(50):
-        ranks, parts = rng.randint(1, 4), rng.randint(1, 4)
-        per_part = ranks * rng.randint(1, 3)
-        sizes = [rng.randint(1, 99) for _ in range(parts * per_part)]
-        dealt = deal(sizes, parts, ranks)
-        assert len(dealt) == ranks and all(len(own) == parts for own in dealt)
-        assert sorted(place for own in dealt for part in own for place in part) == list(range(len(sizes)))
-        for part in range(parts):
-            assert {place % parts for own in dealt for place in own[part]} == {part}
-            assert sum(len(own[part]) for own in dealt) == per_part and all(own[part] for own in dealt)
+        num_ranks, num_minibatches = rng.randint(1, 4), rng.randint(1, 4)
+        per_minibatch = num_ranks * rng.randint(1, 3)
+        sizes = [rng.randint(1, 99) for _ in range(num_minibatches * per_minibatch)]
+        ranks = deal(sizes, num_minibatches, num_ranks)
+        assert len(ranks) == num_ranks and all(len(rank) == num_minibatches for rank in ranks)
+        assert sorted(i for rank in ranks for indices in rank for i in indices) == list(range(len(sizes)))
+        for number in range(num_minibatches):
+            assert {i % num_minibatches for rank in ranks for i in rank[number]} == {number}
+            assert sum(len(rank[number]) for rank in ranks) == per_minibatch and all(rank[number] for rank in ranks)
     assert deal([3, 1, 2], 1, 1) == [[[0, 1, 2]]]
 
 
@@ -111,31 +114,32 @@ HALVES = """
 from dataclasses import replace
 
 from trainer.config.sampling import SamplingConfig as Config
-from trainer.methods.grpo import backward, score_at_start
+from trainer.methods.grpo import backward, logps_at_start
 from trainer.rl.minibatch import pack
-from trainer.rl.session import Session
+from trainer.rl.rollouts import Rollouts, open_rewards
+from trainer.run.run import open_run
+from trainer.run.training import Training, open_policy
 
 
 def train(cfg):
-    with Session(cfg, steps_per_rollout=4) as s:
-        while s.step < s.total_steps:
-            s.sync_weights()
-            batch = s.sample()
-            advantage = s.advantage(batch).view(len(batch.groups), -1)
-            parts = []
+    with open_run(cfg, cfg.run.method) as run:
+        rewards, policy = open_rewards(cfg, run), open_policy(cfg, with_reference=True)
+        rollouts = Rollouts(run, cfg, policy, rewards, steps_per_rollout=4)
+        training = Training(run, cfg, policy, rollouts)
+        for rollout in training.batches():
+            advantage = rollouts.advantage(rollout).view(len(rollout.groups), -1)
+            halves = []
             for groups in ([0, 2], [1, 3]):
-                completions = [c for place in groups for c in batch.groups[place].completions]
-                parts.append(pack(cfg, s.policy, completions, advantage[groups].flatten()))
-            score_at_start(cfg, s.policy, parts, 4)
-            for number, part in enumerate((parts[0], parts[1], parts[0], parts[1])):
-                if s.step < s.total_steps:
-                    s.step += 1
-                    part = replace(part, first=number == 0)
-                    sums = backward(cfg, s.policy, part)
-                    s.clip_and_step(sums, part)
-                    s.log(sums, part)
-            s.finish_rollout()
-        s.finish()
+                completions = [c for i in groups for c in rollout.groups[i].completions]
+                halves.append(pack(cfg, policy, completions, advantage[groups].flatten()))
+            logps_at_start(cfg, policy, halves, 4)
+            for number, batch in enumerate((*halves, *halves)):
+                if training.step < training.total_steps:
+                    training.step += 1
+                    batch = rollouts.batch = replace(batch, is_first=number == 0)
+                    sums = backward(cfg, policy, batch)
+                    training.clip_and_step(sums)
+                    training.log(sums, batch.computed_tokens)
 """
 
 
@@ -144,40 +148,39 @@ def run(folder: Path, *argv: Any) -> list[dict[str, Any]]:
     return metrics(folder)
 
 
-def test_two_parts_twice_equal_four_steps_written_out(tmp_path, monkeypatch):
-    """Four prompts a rollout, which the other method splits and orders itself; seven steps, so the last rollout ends
-    within its second half. Advantages are scaled by the whole rollout."""
+def test_two_minibatches_twice_equal_four_explicit_steps(tmp_path, monkeypatch):
+    """Four prompts per rollout, split and ordered by HALVES. Seven steps, so the last rollout is not used up.
+    Advantages are scaled over the whole rollout."""
     (tmp_path / "halves.py").write_text(HALVES)
     monkeypatch.chdir(tmp_path)
     shared = (*SHORT, "--max-steps", 7, "--scale-rewards", "batch", "--beta", 0.05)
-    ours = run(tmp_path / "ours", "--method", "grpo", *shared, "--minibatches-per-rollout", 2, "--num-iterations", 2)
-    theirs = run(tmp_path / "theirs", "--method", "halves", *shared, "--per-device-train-batch-size", 16)
-    assert [row["step"] for row in ours] == list(range(1, 8))
-    assert repeatable(ours) == repeatable(theirs)
-    ratios = [row["policy/ratio"] for row in ours]
+    rows = run(tmp_path / "grpo", "--method", "grpo", *shared, "--minibatches-per-rollout", 2, "--num-iterations", 2)
+    explicit = run(tmp_path / "halves", "--method", "halves", *shared, "--per-device-train-batch-size", 16)
+    assert [row["step"] for row in rows] == list(range(1, 8))
+    assert repeatable(rows) == repeatable(explicit)
+    ratios = [row["policy/ratio"] for row in rows]
     assert ratios[0] == ratios[4] == 1 and all(ratios[k] != 1 for k in (1, 2, 3, 5, 6))
-    assert [row["data/prompts_total"] for row in ours] == [4] * 4 + [8] * 3
+    assert [row["data/prompts_total"] for row in rows] == [4] * 4 + [8] * 3
 
 
-def test_a_method_that_prepares_the_whole_rollout_is_refused(tmp_path, capfd):
+def test_a_method_that_packs_the_whole_rollout_is_rejected(tmp_path, capfd):
     argv = ("--method", "tests.critic", *SHORT, "--minibatches-per-rollout", 2, "--max-steps", 2)
     assert main([*map(str, argv), "--output-dir", str(tmp_path / "run")]) == 2
-    said = capfd.readouterr().err
-    assert "minibatches_per_rollout=2: this method trains on a rollout as a whole; leave it out, or" in said
+    assert "minibatches_per_rollout=2: this method trains on 1;" in capfd.readouterr().err
 
 
-def test_counts_are_those_of_the_rollout():
+def test_prompts_and_steps_per_rollout():
     _, cfg, _ = parse([*map(str, ("--method", "grpo", *SHORT, "--minibatches-per-rollout", 3, "--num-iterations", 2))])
     assert (cfg.prompts_per_step, cfg.prompts_per_rollout, cfg.steps_per_rollout) == (2, 6, 6)
 
 
 def sample_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine of this process as if it were a server: configs refuse that, since it would gain nothing."""
-    inner = grpo.Config.__post_init__
+    """Allow --async-prefetch with the local engine, which configs reject as useless."""
+    check = grpo.Config.__post_init__
 
     def ahead(cfg: Any) -> None:
-        object.__setattr__(cfg, "overlap", AsyncConfig())  # of a config that is made from another
-        inner(cfg)
+        object.__setattr__(cfg, "overlap", AsyncConfig())  # may be a copy of a patched config
+        check(cfg)
         object.__setattr__(cfg, "overlap", AsyncConfig(async_prefetch=True, max_staleness=BOUND))
 
     monkeypatch.setattr(grpo.Config, "__post_init__", ahead)
@@ -187,7 +190,7 @@ BOUND = 3
 
 
 def test_staleness_counts_optimizer_steps(tmp_path, monkeypatch):
-    """Four steps on a rollout. The next one may start when its age at its first step is 3: one step into this one."""
+    """Four steps per rollout. Sampling for the next starts after one of them, to be 3 steps old at its first step."""
     sample_ahead(monkeypatch)
     rows = run(
         tmp_path / "run", "--method", "grpo", *SHORT, "--rollout.engine", "local", "--max-steps", 12,
@@ -198,7 +201,7 @@ def test_staleness_counts_optimizer_steps(tmp_path, monkeypatch):
 
 
 def test_two_ranks_take_the_steps_of_one(tmp_path):
-    """With a reference that moves and an entropy bonus that adapts, which all ranks must do alike."""
+    """With a moving reference and an adaptive entropy bonus, which must be the same on all ranks."""
     argv = ("--method", "grpo", *SHORT, "--minibatches-per-rollout", 2, "--max-steps", 4, "--beta", 0.1,
             "--sync-ref-model", "--ref-model-sync-steps", 2, "--entropy-target", 0.5, "--entropy-coef-step", 0.1,
             "--learning-rate", 1e-4)  # fmt: skip

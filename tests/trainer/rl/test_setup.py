@@ -1,4 +1,4 @@
-"""Whole runs of GRPO where completions come from tools or from a user's function, by the command people type."""
+"""GRPO runs with tools and with rollout functions, by the real command."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ async def twice(client, prompt, seed):
     for turn in range(2):
         if turn:
             transcript.insert([20, 21, 22])
-        transcript.add(made := await client.generate(transcript.ids, turn_seed(seed, turn), max_tokens=6))
-    return transcript.completion("stop", text=made.text, columns={"env_reward": 0.5, "num_turns": 2})
+        transcript.add(completion := await client.generate(transcript.ids, turn_seed(seed, turn), max_tokens=6))
+    return transcript.completion("stop", text=completion.text, columns={"env_reward": 0.5, "num_turns": 2})
 
 
 def batch(prompts, trainer):
     tokenizer = trainer.processing_class
     texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts]
-    made = trainer.generate([tokenizer(text)["input_ids"] for text in texts], max_tokens=6)
+    completions = trainer.generate([tokenizer(text)["input_ids"] for text in texts], max_tokens=6)
     return {
-        "prompt_ids": [c.prompt_ids for c in made], "completion_ids": [c.ids for c in made],
-        "logprobs": [c.logps for c in made], "env_reward": [0.25] * len(made),
+        "prompt_ids": [c.prompt_ids for c in completions], "completion_ids": [c.ids for c in completions],
+        "logprobs": [c.logps for c in completions], "env_reward": [0.25] * len(completions),
     }
 
 
@@ -75,20 +75,20 @@ def test_a_run_with_tools(folder):
     assert samples[0]["messages"][0]["role"] == "assistant"
 
 
-def test_a_run_with_a_coroutine_of_the_users(folder):
+def test_a_run_with_an_async_rollout_function(folder):
     last, _ = run(folder, "--rollout-func", "mine.twice")
     assert last["reward/env/mean"] == 0.5 and last["rollout/num_turns"] == 2
-    # The engine's log-probs are the trainer's over both turns and what stands between them.
+    # Engine and trainer log-probs agree over both turns and the tokens in between.
     assert last["policy/behaviour_gap"] < 1e-4
 
 
-def test_a_run_with_a_function_of_trl_s_kind(folder):
+def test_a_run_with_a_rollout_function_for_trl(folder):
     last, _ = run(folder, "--rollout-func", f"{folder}/mine.py:batch")
     assert last["reward/env/mean"] == 0.25 and last["policy/behaviour_gap"] < 1e-4
 
 
 @pytest.mark.slow
-def test_a_run_with_a_function_that_returns_texts(folder):
+def test_a_run_with_a_rollout_function_that_returns_texts(folder):
     last, samples = run(folder, "--rollout-func", "mine.texts", "--per-device-train-batch-size", 32)
     assert last["rollout/retokenised_frac"] == 1.0 and last["policy/behaviour_gap"] < 1e-4
     assert samples[0]["completion"] == "[0]"

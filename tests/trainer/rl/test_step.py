@@ -1,6 +1,6 @@
-"""The gradient of a step on groups depends on the completions alone: not on how they are cut, ordered or dealt out.
+"""The gradient of a step depends only on its completions, not on micro-batching, order or the number of ranks.
 
-Every loss, at every level, with every correction, is held against its formula over padded rows (naive_groups.py).
+Every loss, at every level and with every correction, is compared with its formula over padded rows (naive_groups.py).
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ import copy
 import itertools
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 
 from kernels import linear_logprob
-from losses.importance import CORRECTIONS
 from losses.policy import POLICY_LOSSES
 from tests.trainer.rl.group_cases import (
     ADVANTAGE,
@@ -31,22 +30,23 @@ from tests.trainer.rl.group_cases import (
     close,
     gradient,
     iterations,
+    logps_of,
     make_completions,
     make_config,
     make_policy,
     micro_batch_rows,
     moved_llama,
     prepare,
-    scores,
     step,
 )
-from tests.trainer.rl.naive_groups import padded, padded_scores
-from trainer.config.policy import PolicyLossConfig
+from tests.trainer.rl.naive_groups import padded, padded_logps
+from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.methods import grpo
 from trainer.methods.grpo import backward
 from trainer.rl import minibatch
 from trainer.rl.entropy_target import EntropyTarget
 
+MODES = get_args(get_type_hints(CorrectionConfig)["vllm_importance_sampling_mode"])
 CORRECTION_CASES: dict[str, dict[str, Any]] = {
     "off": {"vllm_importance_sampling_correction": False},
     **{
@@ -55,7 +55,7 @@ CORRECTION_CASES: dict[str, dict[str, Any]] = {
             "vllm_importance_sampling_cap": 1.5,
             "vllm_importance_sampling_min": 0.6,
         }
-        for mode in CORRECTIONS
+        for mode in MODES
     },
     "geometric": {"vllm_importance_sampling_cap": 1.3, "geometric_min": 0.85, "geometric_max": 1.2},
     "behaviour": {"proximal_policy": "behaviour"},
@@ -74,18 +74,18 @@ ORDER = [5, 11, 8, 2, 0, 10, 7, 9, 3, 1, 6, 4]
 
 
 def corrections_of(kind: str, level: str, *, after: int) -> list[str]:
-    """Two for each loss and level, other ones for the next; all of them for vespo, whose weight includes them."""
-    names, place = list(CORRECTION_CASES), LEVELS.index((kind, level)) + after
-    chosen = names if kind == "vespo" else [names[place % len(names)], names[(place + 3) % len(names)]]
+    """Two different corrections for each loss and level; all for vespo, whose weight includes them."""
+    names, index = list(CORRECTION_CASES), LEVELS.index((kind, level)) + after
+    chosen = names if kind == "vespo" else [names[index % len(names)], names[(index + 3) % len(names)]]
     return [name for name in chosen if (kind, name) != ("reinforce", "behaviour")]
 
 
-# The formulas, however the completions are cut.
+# Formulas.
 
 
 @pytest.mark.parametrize("kind", POLICY_LOSSES)
-def test_the_gradient_is_that_of_the_formula(kind):
-    """After a step, and on the first one, where no log-probs are taken beforehand unless whole completions matter."""
+def test_gradient_and_loss_match_the_formula(kind):
+    """On the first step, which has no old log-probs unless whole completions matter, and on a later step."""
     for num_iterations, level in itertools.product({1, iterations(kind)}, ("token", "sequence")):
         for name in corrections_of(kind, level, after=num_iterations) if (kind, level) in LEVELS else ():
             cfg = make_config(
@@ -100,12 +100,12 @@ def test_the_gradient_is_that_of_the_formula(kind):
 
 
 @pytest.mark.parametrize("kind", POLICY_LOSSES)
-def test_the_gradient_is_the_same_however_it_is_cut_and_ordered(kind, monkeypatch):
-    """With a KL term, an entropy bonus, the entropy quantile and filters; the head cuts completions into pieces."""
+def test_the_gradient_does_not_depend_on_micro_batches_or_order(kind, monkeypatch):
+    """With a KL term, an entropy bonus, the entropy quantile and filters; the head splits completions into slices."""
     monkeypatch.setattr(linear_logprob, "BLOCK_ELEMENTS", 3 * VOCAB)
     completions = [make_completions()[i] for i in ORDER]
-    for place, (own, level) in enumerate(LEVELS):
-        for cut in (CUTS[place % len(CUTS)], CUTS[(place + 3) % len(CUTS)]) if own == kind else ():
+    for index, (name, level) in enumerate(LEVELS):
+        for cut in (CUTS[index % len(CUTS)], CUTS[(index + 3) % len(CUTS)]) if name == kind else ():
             settings = {"loss_type": kind, "importance_sampling_level": level, **EVERYTHING}
             cfg = make_config(cut, num_iterations=iterations(kind), **settings)
             got, logged, batch = step(cfg, completions, ADVANTAGE[ORDER])
@@ -114,12 +114,12 @@ def test_the_gradient_is_the_same_however_it_is_cut_and_ordered(kind, monkeypatc
             assert logged["loss/total"] == pytest.approx(loss, rel=1e-5, abs=1e-6), (level, cut)
 
 
-def test_bnpo_is_the_exception_its_gradient_depends_on_the_cut():
+def test_only_bnpo_depends_on_micro_batches():
     gradients = [step(make_config(cut, loss_type="bnpo"))[0] for cut in (WHOLE, (TOTAL // 3, 1, "packed"))]
     assert (gradients[0] - gradients[1]).norm() > 0.01 * gradients[0].norm()
 
 
-def test_bounds_beyond_the_clip_are_those_of_the_formula():
+def test_additional_clip_bounds_match_the_formula():
     for settings in ({"delta": 1.2}, {"dual_clip": 1.15}, {"epsilon_high": 0.2}):
         cfg = make_config((TOTAL // 3, 1, "shared"), correction=CORRECTION_CASES["off"], **settings)
         got, logged, _ = step(cfg)
@@ -128,7 +128,7 @@ def test_bounds_beyond_the_clip_are_those_of_the_formula():
         assert (want - by_hand(make_config(correction=CORRECTION_CASES["off"]))[0]).norm() > 1e-3 * want.norm()
 
 
-def test_the_kl_term_takes_the_average_of_the_loss_and_no_weight():
+def test_the_kl_term_has_the_average_of_the_loss_but_no_correction_weight():
     cases = itertools.product(("k1", "k2", "k3"), (True, False))
     for kind, (estimator, weighted) in zip(itertools.cycle(("grpo", "dapo", "dr_grpo", "luspo")), cases, strict=False):
         cfg = make_config(
@@ -142,7 +142,7 @@ def test_the_kl_term_takes_the_average_of_the_loss_and_no_weight():
         assert logged["loss/total"] == pytest.approx(loss, rel=1e-5, abs=1e-6), (kind, estimator, weighted)
 
 
-def test_no_kl_term_where_the_kl_is_in_the_reward():
+def test_kl_in_reward_removes_the_kl_term():
     cfg = make_config(beta=0.3)
     cfg.advantage.kl_in_reward = True
     got, logged, batch = step(cfg)
@@ -150,8 +150,8 @@ def test_no_kl_term_where_the_kl_is_in_the_reward():
     assert "loss/kl" not in logged and batch.micro_batches[0].ref_logp is None
 
 
-def test_the_cases_are_worth_testing():
-    """Ratios that clip, weights that bind, filters that drop some and not all; otherwise equality would say little."""
+def test_the_cases_are_not_trivial():
+    """Some ratios are clipped, some weights bounded and some completions filtered, but not all."""
     _, logged, batch = step(make_config((1, 1, "packed"), correction=CORRECTION_CASES["token_truncate"]))
     assert 0.1 < logged["policy/clip_frac"] < 0.9
     assert 0.1 < logged["policy/correction_bound_frac"] < 0.9
@@ -180,10 +180,10 @@ COPIED_CUTS = [(8 * TOTAL, 1, "packed"), (8 * TOTAL, 1, "shared"), (1, 1, "packe
 
 
 @pytest.mark.parametrize(("dtype", "tops"), [(torch.float64, (0.4,)), (torch.float32, (0.2, 0.6))], ids=str)
-def test_equal_tokens_are_on_the_same_side_of_the_entropy_threshold_in_every_layout(dtype, tops):
-    """One completion of seven tokens, six times: 42 tokens, the threshold within the copies of one of them.
+def test_the_entropy_threshold_keeps_all_or_none_of_equal_tokens_in_every_layout(dtype, tops):
+    """Six copies of a completion of seven tokens; the threshold falls among the copies of one token.
 
-    Their entropies differ by rounding. An exact comparison keeps one to five of six copies, others in other layouts.
+    Entropies of the copies differ by rounding, so an exact comparison would keep one to five copies.
     """
     copied, advantage = [make_completions()[6]] * COPIES, torch.tensor([1.0, -0.3, 0.7, -1.1, 0.4, 2.0]).to(dtype)
     model = copy.deepcopy(make_policy().model).to(dtype)
@@ -200,17 +200,17 @@ def test_equal_tokens_are_on_the_same_side_of_the_entropy_threshold_in_every_lay
             assert (other - found[0][0]).norm() <= (1e-9 if dtype == torch.float64 else 1e-4) * found[0][0].norm()
 
 
-# What is left out, and what it costs.
+# Skipped completions and passes.
 
 
 @pytest.mark.parametrize("kind", POLICY_LOSSES)
-def test_skipping_completions_of_advantage_zero_leaves_the_gradient(kind):
+def test_skipping_zero_advantages_does_not_change_the_gradient(kind):
     level = "sequence" if kind in ("grpo", "cispo") else "token"
     settings = {"num_iterations": iterations(kind), "loss_type": kind, "importance_sampling_level": level}
     cut = (TOTAL // 3, 1, "shared")
     skipping, logged, batch = step(make_config(cut, **settings))
     full, want, whole = step(make_config(cut, **settings, skip_zero_advantage_batches=False))
-    if kind == "bnpo":  # its micro-batches stay as they are
+    if kind == "bnpo":  # keeps its micro-batches
         assert micro_batch_rows(batch) == micro_batch_rows(whole)
     else:
         assert [batch.rows[i] for mb in batch.micro_batches for i in mb.batch.rows] and batch.skipped == 3
@@ -221,16 +221,16 @@ def test_skipping_completions_of_advantage_zero_leaves_the_gradient(kind):
     assert want["policy/skipped_frac"] == 0.0
 
 
-def test_only_micro_batches_without_any_advantage_are_left_out_of_bnpo_and_the_entropy_quantile():
+def test_bnpo_and_the_entropy_quantile_skip_whole_micro_batches_only():
     for settings in ({"loss_type": "bnpo"}, {"top_entropy_quantile": 0.5}):
         got, logged, batch = step(make_config((1, 1, "packed"), **settings))
-        rows = zip(sum(micro_batch_rows(batch), []), [mb.idle for mb in batch.micro_batches], strict=True)
+        rows = zip(sum(micro_batch_rows(batch), []), [mb.is_idle for mb in batch.micro_batches], strict=True)
         assert sorted(row for row, idle in rows if idle) == [6, 8, 9]
         assert close(got, step(make_config((1, 1, "packed"), skip_zero_advantage_batches=False, **settings))[0])
         assert logged["policy/skipped_frac"] == pytest.approx(3 / 10)
 
 
-def test_nothing_is_skipped_beside_a_kl_or_entropy_term():
+def test_nothing_is_skipped_with_a_kl_or_entropy_term():
     zero = torch.zeros_like(ADVANTAGE)
     for settings in ({"beta": 0.1}, {"entropy_coef": 0.1}):
         got, logged, batch = step(make_config(**settings), advantage=zero)
@@ -238,8 +238,8 @@ def test_nothing_is_skipped_beside_a_kl_or_entropy_term():
         assert close(got, by_hand(make_config(**settings), advantage=zero)[0]) and got.norm() > 1e-6
 
 
-def test_an_adapted_entropy_bonus_is_that_of_its_coefficient():
-    """Nothing is skipped, also while the coefficient is 0: the next step may have one."""
+def test_an_adaptive_entropy_bonus_equals_a_fixed_bonus_with_its_coefficient():
+    """Nothing is skipped, even while the coefficient is 0, because it may change in the next step."""
     zero, fixed = torch.zeros_like(ADVANTAGE), make_config(num_iterations=1, entropy_coef=0.1)
     want, logged, _ = step(fixed, advantage=zero)
     policy, cfg = make_policy(), make_config(num_iterations=1, entropy_target=0.3)
@@ -252,14 +252,14 @@ def test_an_adapted_entropy_bonus_is_that_of_its_coefficient():
     assert gradient(policy.model).norm() == 0 and off["policy/entropy"] == logged["policy/entropy"]
 
 
-def test_the_coefficient_follows_the_entropy_and_acts_only_below_the_target():
+def test_the_entropy_coefficient_is_0_above_the_target_and_adapts_below():
     options = PolicyLossConfig(entropy_target=0.3, entropy_coef_step=0.5, entropy_coef=0.5, entropy_coef_max=1.0)
     adaptive = EntropyTarget(options)
     found = []
     for entropy in (0.4, 0.2, 0.2, 0.2, 0.4, 0.3, 0.2):
         found.append((adaptive.coef, adaptive.weight))
         adaptive.observe(entropy)
-    # Before the first step the entropy is not known: there is no bonus.
+    # No bonus before the first step, because the entropy is unknown.
     assert found == [(0, 0.5), (0, 0), (0.5, 0.5), (1, 1), (1, 1), (0, 0.5), (0.5, 0.5)]
     other = EntropyTarget(options)
     other.load_state_dict(json.loads(json.dumps(adaptive.state_dict())))
@@ -267,7 +267,7 @@ def test_the_coefficient_follows_the_entropy_and_acts_only_below_the_target():
 
 
 @pytest.mark.parametrize("kind", POLICY_LOSSES)
-def test_a_step_without_any_advantage_leaves_a_gradient_of_zero_and_the_same_names(kind):
+def test_a_step_without_signal_has_zero_gradients_and_the_usual_metrics(kind):
     cfg = make_config(num_iterations=1, loss_type=kind)
     policy = make_policy()
     policy.model.zero_grad(set_to_none=True)
@@ -282,7 +282,7 @@ def test_a_step_without_any_advantage_leaves_a_gradient_of_zero_and_the_same_nam
 
 
 @pytest.mark.parametrize("kind", POLICY_LOSSES)
-def test_truncated_completions_are_masked_before_anything_is_counted(kind):
+def test_masked_truncated_completions_are_not_counted(kind):
     num_iterations = iterations(kind)
     beta = {"beta": 0.1, "entropy_coef": 0.02}
     masked = {"loss_type": kind, "mask_truncated_completions": True, **beta}
@@ -296,7 +296,7 @@ def test_truncated_completions_are_masked_before_anything_is_counted(kind):
         assert close(got, step(without, [make_completions()[i] for i in others], ADVANTAGE[others])[0])
 
 
-def test_a_batch_of_truncated_completions_alone_trains_nothing_and_writes_losses_of_zero():
+def test_a_batch_of_truncated_completions_has_zero_gradients_and_losses():
     completions = [replace(c, finish_reason="length") for c in make_completions()]
     extras = itertools.cycle([{}, {"beta": 0.1}, {"entropy_coef": 0.1, "top_entropy_quantile": 0.5}])
     for kind, extra in zip(POLICY_LOSSES, extras, strict=False):
@@ -309,25 +309,25 @@ def test_a_batch_of_truncated_completions_alone_trains_nothing_and_writes_losses
 
 
 def count_passes(monkeypatch: pytest.MonkeyPatch, cfg: Any, **more: Any) -> dict[str, int]:
-    """Forward passes of the policy without gradient, and of the reference, in prepare and in two backwards."""
+    """Count no-grad passes of policy and reference in prepare and in two calls of backward."""
     counts = dict.fromkeys(("prepare", "first", "second", "reference"), 0)
     phase = ["prepare"]
-    scored, asked = minibatch.token_logps, grpo.reference_logps
+    token_logps, reference_logps = minibatch.token_logps, grpo.reference_logps
 
-    def count_own(*args: Any, **kwargs: Any) -> Any:
+    def count_policy(*args: Any, **kwargs: Any) -> Any:
         counts[phase[0]] += 1
-        return scored(*args, **kwargs)
+        return token_logps(*args, **kwargs)
 
     def count_reference(*args: Any, **kwargs: Any) -> Any:
         counts["reference"] += 1
-        return asked(*args, **kwargs)
+        return reference_logps(*args, **kwargs)
 
-    monkeypatch.setattr(minibatch, "token_logps", count_own)
+    monkeypatch.setattr(minibatch, "token_logps", count_policy)
     monkeypatch.setattr(grpo, "reference_logps", count_reference)
     policy = make_policy()
     batch = prepare(cfg, policy, make_completions(), ADVANTAGE, **more)
     for phase[0] in ("first", "second"):
-        backward(cfg, policy, replace(batch, first=phase[0] == "first"))
+        backward(cfg, policy, replace(batch, is_first=phase[0] == "first"))
     policy.model.zero_grad(set_to_none=True)
     return counts
 
@@ -354,7 +354,7 @@ PASSES = [
 ]
 
 
-def test_no_pass_is_run_that_the_options_do_not_need():
+def test_only_needed_passes_run():
     for settings, correction, num_iterations, want in PASSES:
         cfg = make_config(num_iterations=num_iterations, correction=correction, **settings)
         with pytest.MonkeyPatch.context() as monkeypatch:
@@ -362,8 +362,7 @@ def test_no_pass_is_run_that_the_options_do_not_need():
         assert found == want, (settings, correction, num_iterations)
 
 
-def test_scores_beforehand_are_those_without_dropout():
-    """The engine samples without an adapter's dropout; the mode of the model is put back."""
+def test_old_logps_are_computed_with_dropout_off_and_the_mode_is_restored():
     policy, seen = make_policy(), []
     handle = policy.model.model.register_forward_pre_hook(lambda module, args: seen.append(module.training))
     try:
@@ -376,8 +375,7 @@ def test_scores_beforehand_are_those_without_dropout():
 # Equivalences.
 
 
-def test_sequence_level_is_token_level_for_completions_of_one_token():
-    """Engine log-probs differ, so that corrections have something to do."""
+def test_sequence_level_equals_token_level_for_completions_of_one_token():
     completions = [
         replace(c, ids=c.ids[:1], logps=c.logps[:1], mask=None, versions=[(0, 1)]) for c in make_completions() if c.ids
     ]
@@ -393,15 +391,15 @@ def test_sequence_level_is_token_level_for_completions_of_one_token():
         assert close(sequence, token), (kind, name)
 
 
-def test_sequence_level_grpo_is_the_ratio_of_the_completion_with_its_own_gradient():
-    """GSPO as it is written: exp of the mean, differentiated as a whole."""
+def test_sequence_level_grpo_is_gspo():
+    """GSPO as published: exp of the mean log-ratio of a completion, differentiated as a whole."""
     cfg = make_config((TOTAL // 3, 1, "shared"), loss_type="grpo", importance_sampling_level="sequence", epsilon=0.02,
                       correction=CORRECTION_CASES["off"])  # fmt: skip
     model, completions = moved_llama(), make_completions()
     model.zero_grad(set_to_none=True)
-    now = padded_scores(model, completions, TEMPERATURE)
+    now = padded_logps(model, completions, TEMPERATURE)
     length = now.mask.sum(1)
-    ratio = (((now.logp - scores("start").logp.detach()) * now.mask).sum(1) / length.clamp(min=1)).exp()
+    ratio = (((now.logp - logps_of("start").logp.detach()) * now.mask).sum(1) / length.clamp(min=1)).exp()
     loss = -torch.minimum(ratio * ADVANTAGE, ratio.clamp(0.98, 1.02) * ADVANTAGE)
     (loss[length > 0].sum() / (length > 0).sum()).backward()
     want = gradient(model)
@@ -409,75 +407,74 @@ def test_sequence_level_grpo_is_the_ratio_of_the_completion_with_its_own_gradien
     assert close(got, want) and 0 < logged["policy/clip_frac"] < 1
 
 
-def test_an_engine_without_log_probs_counts_as_the_weights_the_step_began_with():
-    """Then nothing is corrected, and the off-policy mask measures what was lost since the start."""
+def test_missing_engine_logps_count_as_old_logps():
+    """Nothing is corrected, and the off-policy mask measures drift from the old policy."""
     correction = {
         "vllm_importance_sampling_mode": "sequence_mask",
         "geometric_max": 1.01,
         "off_policy_mask_threshold": 0.0,
     }
-    own = scores("start").logp.detach()
-    found = {}
-    for name in ("none", "own"):
+    results = []
+    for is_missing in (True, False):
         completions = [
-            replace(c, logps=[float("nan")] * len(c.ids) if name == "none" else row[: len(c.ids)].tolist())
-            for c, row in zip(make_completions(), own, strict=True)
+            replace(c, logps=[float("nan")] * len(c.ids) if is_missing else row[: len(c.ids)].tolist())
+            for c, row in zip(make_completions(), logps_of("start").logp.detach(), strict=True)
         ]
-        found[name] = step(make_config(correction=correction), completions)[:2]
-    assert close(found["none"][0], found["own"][0])
-    assert found["none"][1] == pytest.approx(found["own"][1], abs=1e-6)
-    assert 0 < found["none"][1]["policy/off_policy_dropped_frac"] < 1
+        results.append(step(make_config(correction=correction), completions)[:2])
+    (missing, logged), (old, old_logged) = results
+    assert close(missing, old) and logged == pytest.approx(old_logged, abs=1e-6)
+    assert 0 < logged["policy/off_policy_dropped_frac"] < 1
 
 
-def test_given_log_probs_take_the_place_of_the_starting_weights():
-    """Two groups are replayed and bring their own; the third is scored now."""
+def test_replayed_groups_use_the_log_probs_of_their_first_use():
+    """Two of three groups are replayed."""
     completions = make_completions()
     earlier = [None if row >= 8 else [x - 0.05 for x in c.logps] for row, c in enumerate(completions)]
     earlier[NO_LOGP[0]][NO_LOGP[1]] = -2.0
-    old = scores("start").logp.detach().clone()
+    old = logps_of("start").logp.detach().clone()
     old[:8] = padded(completions, [x or [0.0] * len(c.ids) for x, c in zip(earlier, completions, strict=True)])[:8]
     for num_iterations, level in ((1, "token"), (2, "sequence")):
         cfg = make_config(
             (TOTAL // 3, 1, "shared"), num_iterations=num_iterations, importance_sampling_level=level,
             correction=CORRECTION_CASES["geometric"],
         )  # fmt: skip
-        got, _, _ = step(cfg, old_logps=earlier)
+        got, _, _ = step(cfg, replayed_logps=earlier)
         assert close(got, by_hand(cfg, old=old)[0]), (num_iterations, level)
 
 
-def test_the_first_step_is_the_same_without_being_told_that_it_is():
+def test_is_first_does_not_change_the_gradient():
     cfg = make_config(importance_sampling_level="sequence", top_entropy_quantile=0.5,
                       correction={"off_policy_mask_threshold": 0.1})  # fmt: skip
     policy = make_policy()
     batch = prepare(cfg, policy, make_completions(), ADVANTAGE)
     policy.model.zero_grad(set_to_none=True)
     gradients = []
-    for first in (True, False):
-        backward(cfg, policy, replace(batch, first=first))
+    for is_first in (True, False):
+        backward(cfg, policy, replace(batch, is_first=is_first))
         gradients.append(gradient(policy.model))
     assert close(gradients[1], gradients[0])
 
 
-# What is logged.
+# Metrics.
 
 
 @pytest.mark.parametrize("num_iterations", [1, 2])
-def test_metrics_are_the_same_however_they_are_cut_and_those_of_the_formula(num_iterations):
-    """Raw ratios are those of the start of the step to the engine, before any bound."""
+def test_metrics_match_the_formulas_and_do_not_depend_on_micro_batches(num_iterations):
+    """Raw ratios are unbounded, between the old policy and the engine."""
     correction = {"vllm_importance_sampling_cap": 1.1, "geometric_max": 1.5, "off_policy_mask_threshold": 0.1}
     settings = {"num_iterations": num_iterations, "beta": 0.1, "entropy_coef": 0.1, "top_entropy_quantile": 0.6}
     logged = [step(make_config(cut, correction=correction, **settings))[1] for cut in (WHOLE, *CUTS[:3])]
-    with pytest.MonkeyPatch.context() as monkeypatch:  # the head cuts completions into pieces
+    with pytest.MonkeyPatch.context() as monkeypatch:  # the head splits completions into slices
         monkeypatch.setattr(linear_logprob, "BLOCK_ELEMENTS", 3 * VOCAB)
         logged.append(step(make_config(correction=correction, **settings))[1])
     for other in logged[1:]:
         assert other == pytest.approx(logged[0], rel=1e-5, abs=1e-7)
-    start, completions = scores("start"), make_completions()
+    start, completions = logps_of("start"), make_completions()
     engine = padded(completions, [c.logps for c in completions])
     d = torch.where(engine.isnan(), 0.0, start.logp.detach() - engine) * start.mask
     length = start.mask.sum(1)
     token, sequence = d[start.mask > 0].exp(), d.sum(1)[length > 0].exp()
-    now = scores("start" if num_iterations == 1 else "moved")
+    now = logps_of("start" if num_iterations == 1 else "moved")
     want = {
         "policy/behaviour_ratio": token.mean(),
         "policy/behaviour_chi2": token.square().mean() - 1,

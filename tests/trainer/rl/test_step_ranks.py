@@ -1,4 +1,4 @@
-"""A step dealt to two ranks gives the gradient and the metrics of one; ranks are threads, their sum a meeting point."""
+"""A step on two ranks has the gradient and metrics of one rank. Ranks are threads that meet to sum."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ FIRST = range(4)  # the first group; the other rank has the other two
 
 
 class Meeting:
-    """Collectives of two threads: each brings a tensor and leaves with both, or with their sum."""
+    """Collectives of two threads: each contributes a tensor and gets both, or their sum."""
 
     def __init__(self) -> None:
         self.barrier = threading.Barrier(2, timeout=60)
-        self.brought: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
 
     def all_gather(self, x: Tensor, name: str = "") -> list[Tensor]:
-        self.brought[threading.current_thread().name] = x
+        self.tensors[threading.current_thread().name] = x
         self.barrier.wait()
-        both = [self.brought[name] for name in sorted(self.brought)]
-        self.barrier.wait()  # nobody brings the next one before both have read
+        both = [self.tensors[name] for name in sorted(self.tensors)]
+        self.barrier.wait()  # both threads have read before the next call
         return both
 
     def all_sum(self, x: Tensor, name: str = "") -> Tensor:
@@ -72,7 +72,7 @@ def on_two_ranks(monkeypatch: pytest.MonkeyPatch, work: Callable[[int], Any]) ->
     def run(rank: int) -> None:
         try:
             results[rank] = work(rank)
-        except BaseException as error:  # to be seen in the test's own thread
+        except BaseException as error:  # reraised in the test's thread
             errors.append(error)
             meeting.barrier.abort()
 
@@ -86,10 +86,10 @@ def on_two_ranks(monkeypatch: pytest.MonkeyPatch, work: Callable[[int], Any]) ->
     return results
 
 
-def dealt_step(
+def step_on_two_ranks(
     monkeypatch: pytest.MonkeyPatch, cfg: Any, advantage: Tensor, shares: Sequence[Sequence[int]]
 ) -> list[tuple[Tensor, dict[str, float]]]:
-    """Gradient and metrics of each rank."""
+    """Return gradient and metrics of each rank."""
     completions = make_completions()
     models = [[copy.deepcopy(model) for model in (make_llama(0), moved_llama())] for _ in range(2)]
 
@@ -99,7 +99,7 @@ def dealt_step(
         batch = prepare(cfg, policy, [completions[row] for row in rows], advantage[rows])
         if cfg.num_iterations > 1:
             policy.model = models[rank][1].train()
-        sums = backward(cfg, policy, replace(batch, first=cfg.num_iterations == 1))
+        sums = backward(cfg, policy, replace(batch, is_first=cfg.num_iterations == 1))
         return gradient(policy.model), sums.means()
 
     for model in models[0] + models[1]:
@@ -109,14 +109,14 @@ def dealt_step(
 
 @pytest.mark.parametrize("kind", POLICY_LOSSES)
 def test_two_ranks_have_the_gradient_of_one(monkeypatch, kind):
-    """Everything that counts over a step at once: quantile, bonus, KL, filters. bnpo means over both micro-batches."""
+    """With all options that count over a step: quantile, bonus, KL, filters. bnpo averages over both micro-batches."""
     cfg = make_config(
         num_iterations=iterations(kind), loss_type=kind, beta=0.1, entropy_coef=0.05, top_entropy_quantile=0.7,
         correction=TOGETHER,
     )  # fmt: skip
     shares = [FIRST, range(len(FIRST), len(ADVANTAGE))]
     want, loss = by_hand(cfg, [FIRST, range(len(FIRST), 10)])
-    (got, logged), (other, logged_too) = dealt_step(monkeypatch, cfg, ADVANTAGE, shares)
+    (got, logged), (other, logged_too) = step_on_two_ranks(monkeypatch, cfg, ADVANTAGE, shares)
     assert close(got + other, want)
     assert logged == logged_too and logged["loss/total"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
     monkeypatch.undo()
@@ -126,26 +126,28 @@ def test_two_ranks_have_the_gradient_of_one(monkeypatch, kind):
         assert logged[name] == pytest.approx(alone[name], rel=1e-5, abs=1e-7), name
 
 
-def test_a_rank_without_any_advantage_sums_the_same_names_and_a_gradient_of_zero(monkeypatch):
-    """It waits at every meeting point as the other does; what it skips still counts."""
+def test_a_rank_without_signal_has_the_same_metrics_and_zero_gradients(monkeypatch):
+    """It joins every collective, and its skipped completions still count."""
     advantage = ADVANTAGE.clone()
     advantage[len(FIRST) :] = 0
     cfg = make_config(correction={"vllm_importance_sampling_cap": 1.5})
-    (got, logged), (other, logged_too) = dealt_step(monkeypatch, cfg, advantage, [FIRST, range(4, len(ADVANTAGE))])
+    (got, logged), (other, logged_too) = step_on_two_ranks(
+        monkeypatch, cfg, advantage, [FIRST, range(4, len(ADVANTAGE))]
+    )
     assert close(got, by_hand(cfg, advantage=advantage)[0]) and not other.any()
     assert logged == logged_too and logged["policy/skipped_frac"] == pytest.approx(6 / 10)
 
 
-def test_a_rank_with_no_completion_waits_for_the_entropy_quantile(monkeypatch):
+def test_a_rank_without_completions_joins_the_entropy_quantile(monkeypatch):
     cfg = make_config(top_entropy_quantile=0.6)
-    (got, _), (other, _) = dealt_step(monkeypatch, cfg, ADVANTAGE, [range(len(ADVANTAGE)), ()])
+    (got, _), (other, _) = step_on_two_ranks(monkeypatch, cfg, ADVANTAGE, [range(len(ADVANTAGE)), ()])
     assert close(got, by_hand(cfg)[0]) and not other.any()
 
 
-# Order statistics.
+# Quantiles.
 
 
-def test_a_tolerance_lowers_the_threshold_by_a_part_of_itself():
+def test_the_tolerance_lowers_the_threshold_in_proportion():
     x = torch.tensor([0.5, 2.0, 2.0 + 2e-7, 2.0 - 2e-7, 3.0])
     exact, lowered = (top_threshold(x, top=0.5, tolerance=tolerance) for tolerance in (0.0, 1e-4))
     assert lowered.item() == pytest.approx(exact.item() * (1 - 1e-4), rel=1e-6)
@@ -154,8 +156,8 @@ def test_a_tolerance_lowers_the_threshold_by_a_part_of_itself():
     assert [tolerance_of(dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)] == [1e-4, 1e-4, 2**-7]
 
 
-def test_copies_of_a_token_on_two_ranks_are_on_the_same_side(monkeypatch):
-    """Each rank has copies that lie a rounding above and below the quantile of all."""
+def test_two_ranks_keep_or_drop_all_copies_of_a_token(monkeypatch):
+    """Copies on both ranks are within rounding of the global quantile."""
     parts = [torch.tensor([1.0, 2.0, 2.0 + 2e-7]), torch.tensor([2.0 - 2e-7, 2.0, 3.0, 0.1])]
     found = on_two_ranks(monkeypatch, lambda rank: top_threshold(parts[rank], top=0.5, tolerance=1e-4))
     assert found[0] == found[1]
@@ -163,7 +165,7 @@ def test_copies_of_a_token_on_two_ranks_are_on_the_same_side(monkeypatch):
     assert kept == [[False, True, True], [True, True, True, False]]
 
 
-def test_two_ranks_find_the_threshold_of_all_their_numbers(monkeypatch):
+def test_two_ranks_find_the_global_threshold(monkeypatch):
     x = torch.rand(501, generator=torch.Generator().manual_seed(0))
     parts = [x[:37], x[37:]]
     found = on_two_ranks(monkeypatch, lambda rank: [top_threshold(parts[rank], top=top) for top in (0.2, 0.7)])

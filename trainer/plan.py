@@ -35,15 +35,13 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from data.command.flags import parse_command, run_command
 from data.errors import UserError
 from data.hub import check_hub
-from data.training_config import KINDS
 from rollout.model_folder import read_adapter, resolve_model
 from trainer.cli import load_method, method_names
 from trainer.config.checks import check_numbers
@@ -51,7 +49,7 @@ from trainer.config.errors import load_error
 from trainer.parallel.ranks import world_size
 
 if TYPE_CHECKING:
-    from trainer.config.blocks import MethodConfig
+    from trainer.config.blocks import MethodConfig, MethodMemory
 
 CHUNK, PART, SLICE = 4096, 512, 1 << 28  # as in kernels/linear_logprob_triton.py, which needs triton to import
 TRITON_HEAD = (9, 10)  # compute capabilities of that kernel: Hopper and Blackwell
@@ -66,43 +64,9 @@ PAGE = 64  # tokens per page of the in-process engine's cache
 ROWS = {"cuda": 512, "cpu": 256}  # default max_batch_size of the in-process engine
 LONGEST, STEP = 1 << 20, 256  # largest micro-batch tried and the step between two, in tokens
 RANK = 16  # --lora.r suggested to a run that trains all weights
-Head = Literal["one pass", "any loss", "none"]
-HEADS: dict[str, Head] = {"sft": "one pass", "rm": "none", "prm": "none"}  # the others follow from their Config
 
 
 # what is counted -------------------------------------------------------------------------------------------------
-
-
-class Method(NamedTuple):
-    """Facts about a method that decide its memory."""
-
-    head: Head
-    reference: Literal["always", "with beta", "never"]
-    samples: bool
-    sequences: int  # per row
-    critic: bool
-
-    def head_for(self, context: int) -> Head:
-        """Return the head's path; ranks that share a row cannot use the fused one (logps.token_loss)."""
-        return "any loss" if context > 1 and self.head == "one pass" else self.head
-
-
-@cache
-def method_facts(config: type[MethodConfig]) -> Method:
-    """Derive the facts from the blocks of a Config and the files of its base classes."""
-    from trainer.config.groups import GroupConfig, PolicyGradientConfig  # imports torch
-
-    names = [kind.__module__.rpartition(".")[2] for kind in config.__mro__]
-    blocks = {block.name for block in fields(config)}
-    has_policy_loss = issubclass(config, PolicyGradientConfig)
-    head: Head = "one pass" if has_policy_loss else "any loss"
-    return Method(
-        head=next((HEADS[name] for name in names if name in HEADS), head),
-        reference="always" if blocks & {"reference", "features"} else "with beta" if has_policy_loss else "never",
-        samples=issubclass(config, GroupConfig),
-        sequences=2 if next((KINDS[name] for name in names if name in KINDS), "") == "pairs" else 1,
-        critic="value_model" in blocks,
-    )
 
 
 @dataclass(frozen=True)
@@ -146,7 +110,7 @@ class Work:
     checkpointing: bool = False
     offloading: bool = False  # checkpointed activations are offloaded
     compiled: bool = False  # may be compiled: on one GPU, checkpointed blocks then keep the attention output
-    head: Head = "one pass"
+    head: str = "one pass"
     has_reference: bool = False
     other_bytes: float = 0.0  # other frozen models
     critic: float = 0.0  # bytes of PPO's critic, which is not sharded
@@ -548,7 +512,7 @@ def work_of(cfg: MethodConfig, s: Sizes, device: str | None = None) -> Work:
     import torch
 
     has_gpu, device = torch.cuda.is_available(), device or device_here()
-    facts = method_facts(type(cfg))
+    facts = type(cfg).memory
     compute = BYTES[{"cuda": "bfloat16", "cpu": "float32"}[device] if cfg.model.dtype == "auto" else cfg.model.dtype]
     tokens, is_part = micro_batch(cfg)
     work = Work(
@@ -610,7 +574,7 @@ def micro_batch(cfg: MethodConfig) -> tuple[int, bool]:
     run, length = cfg.run, longest_sequence(cfg)
     if length is None:
         return run.max_tokens_per_micro_batch, True
-    sequences = run.per_device_train_batch_size * method_facts(type(cfg)).sequences * cfg.parallel.context
+    sequences = run.per_device_train_batch_size * type(cfg).memory.sequences * cfg.parallel.context
     tokens = min(max(run.max_tokens_per_micro_batch, length), sequences * length)
     return tokens, run.gradient_accumulation_steps > 1 or tokens < sequences * length
 
@@ -952,8 +916,8 @@ class PlanConfig:
             raise UserError(f"value_model={self.value_model}: {self.method} has no critic; remove --value-model")
 
     @property
-    def facts(self) -> Method:
-        return method_facts(load_method(self.method).Config)
+    def facts(self) -> MethodMemory:
+        return load_method(self.method).Config.memory
 
     @property
     def has_reference(self) -> bool:

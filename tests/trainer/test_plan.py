@@ -22,6 +22,7 @@ from trainer.cli import load_method, method_names
 from trainer.config.blocks import (
     DataConfig,
     LoraConfig,
+    MethodMemory,
     ModelConfig,
     OptimConfig,
     ParallelConfig,
@@ -35,7 +36,6 @@ from trainer.plan import (
     CARDS,
     GIB,
     KNOWN,
-    Method,
     Parallel,
     PlanConfig,
     Sizes,
@@ -532,8 +532,8 @@ def test_work_of_a_run(tmp_path):
     assert plan.work_of(replace(cfg, reference=other, lora=LoraConfig(r=4)), s, "cuda").other_bytes == 2 * tiny
 
 
-POLICY_GRADIENT = Method("one pass", "with beta", samples=True, sequences=1, critic=False)
-FIXED = Method("any loss", "never", samples=False, sequences=1, critic=False)
+POLICY_GRADIENT = MethodMemory("one pass", "with beta", samples=True, sequences=1, critic=False)
+FIXED = MethodMemory("any loss", "never", samples=False, sequences=1, critic=False)
 FACTS = {
     "sft": FIXED._replace(head="one pass"),
     **dict.fromkeys(("dpo", "ipo"), FIXED._replace(reference="always", sequences=2)),
@@ -549,7 +549,7 @@ FACTS = {
 
 
 def test_facts_of_every_method():
-    assert {name: plan.method_facts(load_method(name).Config) for name in method_names()} == FACTS
+    assert {name: load_method(name).Config.memory for name in method_names()} == FACTS
 
 
 @pytest.mark.parametrize("name", ["cpo", "dpo", "ebft", "gdpo", "grpo", "kto", "prm", "rm", "sft"])

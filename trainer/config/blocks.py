@@ -596,6 +596,10 @@ class MethodMemory(NamedTuple):
     sequences: int = 1  # per row
     critic: bool = False
 
+    def head_for(self, context: int) -> str:
+        """Return the head's path; ranks that share a row cannot use the fused one (logps.token_loss)."""
+        return "any loss" if context > 1 and self.head == "one pass" else self.head
+
 
 @dataclass(frozen=True, kw_only=True)
 class MethodConfig:

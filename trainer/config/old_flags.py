@@ -85,6 +85,8 @@ def without_old_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
 
     Such a file has rollout.max_batch_size=256, even if no local engine samples, and no rollout.cache_gib.
     """
+    if tree.get("loss_type") == "losses.distill.reverse_kl":  # opd's loss, now in trainer/methods/opd.py
+        tree = {key: value for key, value in tree.items() if key != "loss_type"}
     rollout, is_strided = tree.get("rollout"), tree.get("mode") == "strided"
     if not isinstance(rollout, dict) or "cache_gib" in rollout:
         return dict(tree)

@@ -117,16 +117,6 @@ class PolicyLossConfig:
                 f"entropy_coef={self.entropy_coef}: must be at most entropy_coef_max={self.entropy_coef_max}"
             )
 
-    @property
-    def clip_range(self) -> tuple[float, float]:
-        """Bounds of the importance ratio."""
-        return 1 - self.epsilon, 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
-
-    @property
-    def cap(self) -> float | None:
-        """Bound of the ratio for negative advantages: delta, or dual_clip, which has the same effect."""
-        return self.delta if self.dual_clip is None else self.dual_clip
-
     def _resolve_loss(self) -> None:
         """Set `loss`, the record, and `loss_options`, its keyword arguments; reject options that the loss ignores."""
         loss = find_record("loss_type", self.loss_type, POLICY_LOSSES, PolicyLoss, "loss")

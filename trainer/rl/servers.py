@@ -6,7 +6,6 @@ An edge: trainer/rl/setup.py imports this file only for --rollout.engine vllm.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,7 @@ def check_several_ranks(cfg: GroupConfig, policy: Policy) -> None:
             )
         if is_main():  # the run starts its servers on rank 0's machine
             check_gpus(cfg.vllm, local_world_size(), torch.cuda.device_count())
-    backend = sync_backend(cfg)
+    backend = cfg.sync.backend
     if policy.is_sharded and (backend == "process_group" or (backend == "auto" and not policy.is_lora)):
         size = sum(p.numel() for p in policy.model.parameters()) * getattr(torch, serving_dtype(cfg, policy)).itemsize
         if cfg.parallel.timeout_s < (longest := time_limit(size)):
@@ -104,10 +103,9 @@ def start_servers(cfg: GroupConfig, policy: Policy, run: Run, local: LocalEngine
         next_command()  # servers take minutes to start, and the next collective has a time limit
         return local
     dtype = serving_dtype(cfg, policy)
-    sync = replace(cfg.sync, backend=sync_backend(cfg))
     engine = VllmEngine(
         servers_for(cfg),
-        sync,
+        cfg.sync,
         model=policy.source,
         source=(SharedWeights if policy.is_sharded else PolicyWeights)(policy, getattr(torch, dtype)),
         local=AllRanksLogps(policy, local) if policy.is_sharded else local,
@@ -115,7 +113,7 @@ def start_servers(cfg: GroupConfig, policy: Policy, run: Run, local: LocalEngine
         own_gpus=local_world_size(),
         owner=Owner.here(run.id, str(run.dir.resolve())),
         dtype=dtype,
-        lora_rank=cfg.lora.r if sync.backend in ("auto", "lora") else 0,
+        lora_rank=cfg.lora.r if cfg.sync.backend in ("auto", "lora") else 0,
         log_dir=run.dir / "logs",
         max_model_len=min(longest, policy.context_length or longest),
         trust_remote_code=cfg.model.trust_remote_code,
@@ -138,10 +136,6 @@ def servers_for(cfg: GroupConfig) -> VllmConfig:
     from rollout.gyms.auto_start import known_servers
 
     return known_servers(cfg.vllm)
-
-
-def sync_backend(cfg: GroupConfig) -> str:
-    return "lora" if cfg.overlap.vllm_lora_sync else cfg.sync.backend
 
 
 def serving_dtype(cfg: GroupConfig, policy: Policy) -> str:

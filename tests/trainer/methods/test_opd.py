@@ -26,13 +26,15 @@ from trainer.__main__ import main
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.methods import opd
 from trainer.methods.grpo import backward
+from trainer.methods.opd import open_teacher
 from trainer.metrics.metrics import describe
 from trainer.policy.load import load_policy
 from trainer.policy.logps import causal_lm
-from trainer.rl import teacher as teachers
+from trainer.rl import teacher_server as teachers
 from trainer.rl.groups import Rollout
 from trainer.rl.mixed_source import MixedSource
-from trainer.rl.teacher import Teacher, TeacherServer, check_vocabulary, open_teacher
+from trainer.rl.teacher import Teacher, check_vocabulary
+from trainer.rl.teacher_server import TeacherServer
 
 TINY = ROOT / "trainer" / "tiny"
 NEEDED = ("--model", "builtin:tiny", "--data", "task:addition:size=8")

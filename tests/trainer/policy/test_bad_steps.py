@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-import trainer.offline.rows
 from tests.entry import metrics, repeatable, small_model
 from trainer.__main__ import main
 from trainer.config.blocks import OptimConfig
 from trainer.metrics.metrics import Counters, MetricSums, describe
 from trainer.policy.optim import BadSteps, build_optimizer, launch_step, not_finite, takes_gate
-from trainer.rl import session
+from trainer.run import training
 from trainer.run.run import Run
 
 SMALL = ["--max-steps", "4", "--save-steps", "2", "--per-device-train-batch-size", "8", "--lr-scheduler-type", "linear",
@@ -29,8 +28,7 @@ class Poison:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, bad: set[int]) -> None:
         self.bad, self.after = bad, {}
-        for module in (session, trainer.offline.rows):
-            monkeypatch.setattr(module, "build_optimizer", self.build)
+        monkeypatch.setattr(training, "build_optimizer", self.build)
         log = Run.log
 
         def record(run: Run, step: int, line: dict[str, float]) -> None:

@@ -11,7 +11,7 @@ from data.packing import Item, make_batches
 from tests.entry import metrics, repeatable, small_model
 from trainer.__main__ import main
 from trainer.config.blocks import LoraConfig, ModelConfig
-from trainer.offline import loop
+from trainer.offline import rows
 from trainer.policy.load import load_policy
 from trainer.policy.logps import causal_lm, token_logps
 from trainer.policy.noise import add_noise, sequence_lengths
@@ -84,7 +84,7 @@ def test_pairs_do_not_share_prompts_with_noise(tmp_path, monkeypatch):
         shared.append(share_prompt)
         return make_batches(items, share_prompt=share_prompt, **options)
 
-    monkeypatch.setattr(loop, "make_batches", record)
+    monkeypatch.setattr(rows, "make_batches", record)
     argv = ["--method", "dpo", "--data", "task:addition:split=train,size=8", "--max-steps", "1"]
     for name, flags in (("plain", []), ("noise", ["--neftune-noise-alpha", "5"])):
         assert main([*argv, *flags, "--output-dir", str(tmp_path / name)]) == 0

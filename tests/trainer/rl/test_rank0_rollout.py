@@ -16,8 +16,8 @@ from tests.trainer.policy.test_weights import make_model, policy_of, with_lora
 from trainer.config.blocks import ParallelConfig
 from trainer.parallel import comm
 from trainer.policy import weights
-from trainer.rl import rank0_rollout, setup
-from trainer.rl.rank0_rollout import CommandHandlers, SharedWeights
+from trainer.rl import servers
+from trainer.rl.servers import SharedWeights, WeightCommands
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def read(monkeypatch) -> list[str]:
     """Commands sent and tensors gathered, in order; on one rank, whose gathers are as real as they get there."""
     done: list[str] = []
     real = weights.gather_on_device
-    monkeypatch.setattr(rank0_rollout.comm, "send_command", lambda command: done.append(f"command {command}"))
+    monkeypatch.setattr(servers, "send_command", lambda command: done.append(f"command {command}"))
     monkeypatch.setattr(
         weights, "gather_on_device", lambda tensor, policy, name: (done.append(name), real(tensor, policy, name))[1]
     )
@@ -36,7 +36,7 @@ def read(monkeypatch) -> list[str]:
 @pytest.mark.parametrize(("kind", "left_after"), [("llama-tied", 5), ("qwen3-moe", 1), ("qwen3-moe", None)])
 def test_a_transfer_that_breaks_off_is_read_to_the_end(kind, left_after, read):
     policy = policy_of(make_model(kind))
-    CommandHandlers(policy, None).weights("bfloat16")
+    WeightCommands(policy).weights("bfloat16")
     others = list(read)
     read.clear()
     tensors = SharedWeights(policy, torch.bfloat16).tensors()
@@ -49,7 +49,7 @@ def test_a_transfer_that_breaks_off_is_read_to_the_end(kind, left_after, read):
 
 def test_an_adapter_is_read_by_all_once_it_is_known_to_be_servable(read, tmp_path):
     policy = policy_of(with_lora(make_model("llama")))
-    CommandHandlers(policy, None).adapter("float32")
+    WeightCommands(policy).adapter("float32")
     others = list(read)
     assert set(others) == {"adapter"} and len(others) == 2 * 7 * 2  # A and B of seven matrices in two layers
     read.clear()
@@ -113,17 +113,17 @@ def test_servers_that_do_not_go_with_several_processes_are_refused(monkeypatch):
     for device, vllm, sync, message in REFUSED:
         cfg = settings(vllm=VllmConfig(**vllm), sync=SyncConfig(**sync), timeout_s=30.0)
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            setup.check_places(cfg, policy_on(device))
-    setup.check_places(settings(vllm=VllmConfig(), timeout_s=30.0), policy_on("cpu", is_lora=True))
+            servers.check_several_ranks(cfg, policy_on(device))
+    servers.check_several_ranks(settings(vllm=VllmConfig(), timeout_s=30.0), policy_on("cpu", is_lora=True))
     filesystem = SyncConfig(backend="filesystem")
-    setup.check_places(settings(vllm=VllmConfig(), sync=filesystem, timeout_s=30.0), policy_on("cpu"))
+    servers.check_several_ranks(settings(vllm=VllmConfig(), sync=filesystem, timeout_s=30.0), policy_on("cpu"))
 
 
 def test_servers_get_gpus_that_nobody_trains_on():
-    setup.check_gpus(VllmConfig(replicas=2, devices=(6, 7)), 6, 8)
-    setup.check_gpus(VllmConfig(replicas=2), 6, 8)
-    setup.check_gpus(VllmConfig(url=("http://127.0.0.1:8000",)), 8, 8)
+    servers.check_gpus(VllmConfig(replicas=2, devices=(6, 7)), 6, 8)
+    servers.check_gpus(VllmConfig(replicas=2), 6, 8)
+    servers.check_gpus(VllmConfig(url=("http://127.0.0.1:8000",)), 8, 8)
     with pytest.raises(ValueError, match=r"^vllm.devices=5 7: GPU 5 is used for training"):
-        setup.check_gpus(VllmConfig(replicas=2, devices=(5, 7)), 6, 8)
+        servers.check_gpus(VllmConfig(replicas=2, devices=(5, 7)), 6, 8)
     with pytest.raises(ValueError, match=r"^vllm.replicas=2: needs 4 GPUs beside 6 that train, but this "):
-        setup.check_gpus(VllmConfig(replicas=2, tensor_parallel_size=2), 6, 8)
+        servers.check_gpus(VllmConfig(replicas=2, tensor_parallel_size=2), 6, 8)

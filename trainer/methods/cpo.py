@@ -41,17 +41,17 @@ class Config(PreferenceConfig):
     lora_learning_rate: ClassVar[float] = 1e-5
 
     loss_type: Common[Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"]] = "sigmoid"
-    """Pair loss: sigmoid and hinge compare sums of log-probs, the others log-probs per token."""
+    """Pair loss. sigmoid and hinge compare sums of log-probs; ipo, simpo and alphapo log-probs per token."""
     beta: Common[float] = 0.1
     """Scale of the log-prob difference."""
     label_smoothing: Common[float] = 0.0
-    """Assumed chance that a label is flipped; for sigmoid, simpo and alphapo."""
+    """Assumed fraction of flipped labels, for sigmoid, simpo and alphapo."""
     cpo_alpha: Common[float] = 1.0
-    """Weight of the negative log-likelihood of the chosen response per token; 0 leaves it out."""
+    """Weight of the negative log-likelihood per token of the chosen response. 0: off."""
     simpo_gamma: Common[float] = 0.0
-    """Margin that the chosen response must win by; for simpo and alphapo."""
+    """Target margin of the chosen response, for simpo and alphapo."""
     alpha: float = 0.0
-    """Shape of alphapo's reward; 0 is simpo."""
+    """Shape of alphapo's reward. 0: simpo."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,7 +64,7 @@ class Config(PreferenceConfig):
             raise UserError(f"label_smoothing={self.label_smoothing}: must be in [0, 0.5)")
         for name, option in (("label_smoothing", "label_smoothing"), ("simpo_gamma", "gamma"), ("alpha", "alpha")):
             if getattr(self, name) != 0 and option not in used:
-                raise UserError(f"{name}={getattr(self, name)}: has no effect on loss_type={self.loss_type}")
+                raise UserError(f"{name}={getattr(self, name)}: has no effect with loss_type={self.loss_type}")
 
 
 def train(cfg: Config) -> None:

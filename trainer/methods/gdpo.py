@@ -1,7 +1,11 @@
-"""GDPO: GRPO for several rewards, each normalised within its group before they are added (arXiv:2601.05242).
+"""GDPO: GRPO for several rewards, each normalised within its group before they are summed (arXiv:2601.05242).
 
-Adding first makes different mixtures of rewards with the same sum the same; losses/advantage.py has the formulas, and
-trainer/methods/grpo.py the loop.
+The loop of trainer/methods/grpo.py with another advantage (losses/advantage.py):
+
+    z_k = (R_k - mean_g R_k) / (std_g R_k + 1e-4)        each reward within its group
+    a   = sum_k w_k z_k,   A = (a - mean a) / (std a + 1e-4) over the rollout
+
+Summing first, as GRPO does, cannot tell mixtures of rewards with the same sum apart.
 """
 
 from __future__ import annotations

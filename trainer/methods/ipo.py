@@ -16,10 +16,10 @@ from trainer.methods import dpo
 
 @dataclass(frozen=True, kw_only=True)
 class Config(dpo.Config):
-    """Identity preference optimisation: DPO with a squared loss that does not run away from the reference."""
+    """Identity preference optimisation: DPO with a squared loss, which stays close to the reference."""
 
     loss_type: Common[tuple[PairLossType, ...]] = ("ipo",)
-    """Pair loss; ipo is what makes this method."""
+    """Pair loss; ipo defines this method."""
 
 
 train = dpo.train

@@ -49,13 +49,13 @@ class Config(PreferenceConfig):
     reference: Flat[ReferenceConfig] = field(default_factory=ReferenceConfig)
 
     loss_type: Common[Literal["kto", "apo_zero_unpaired"]] = "kto"
-    """apo_zero_unpaired holds the reference point at zero and needs no mismatched rows."""
+    """apo_zero_unpaired: fix the reference point at zero, without mismatched rows."""
     beta: Common[float] = 0.1
-    """Strength of the pull to the reference."""
+    """Strength of the penalty for deviating from the reference."""
     desirable_weight: Common[float] = 1.0
-    """Weight of desirable rows; desirable_weight x their number / the same of the others should be in [1, 4/3]."""
+    """Weight of desirable rows. Weight x rows of desirable to undesirable rows should be between 1 and 4/3."""
     undesirable_weight: Common[float] = 1.0
-    """Weight of undesirable rows; change one of the two weights, not both."""
+    """Weight of undesirable rows. Change one of the two weights, not both."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,7 +65,7 @@ class Config(PreferenceConfig):
             if not getattr(self, name) >= 0:
                 raise UserError(f"{name}={getattr(self, name)}: must be 0 or above")
         if self.run.sequences_per_step < 2:
-            raise UserError("per_device_train_batch_size=1: KTO needs at least 2 rows a step for its reference point")
+            raise UserError("per_device_train_batch_size=1: KTO needs at least 2 rows per step for its reference point")
 
 
 def train(cfg: Config) -> None:

@@ -46,16 +46,16 @@ class Config(PairOptions, RewardedConfig):
     lora_learning_rate: ClassVar[float] = 5e-6  # like DPO; TRL's default for all weights is 5e-7
 
     num_generations: Common[int] = 4
-    """Completions sampled per prompt, 2 or more; the best and the worst of them are trained on."""
+    """Completions sampled per prompt, 2 or more. The best and the worst are trained."""
     temperature: Common[float] = 1.0
-    """Sampling temperature. The loss takes log-probs at temperature 1, as for pairs of a file."""
+    """Sampling temperature. The loss uses log-probs at temperature 1, as for pairs from a file."""
     judge: Common[str | None] = None
     (
-        "Your function that compares the completions of a prompt, my_module.fn or FILE.py:fn; it picks the pairs. "
-        "Reward functions, if named, then only measure."
+        "Function that compares the completions of a prompt and picks the pairs: my_module.fn or FILE.py:fn. Reward "
+        "functions are then only logged."
     )
     missing_eos_penalty: float = 0.0
-    """Subtract this from the reward of a completion that was cut off at max_completion_length. 0: nothing."""
+    """Subtracted from the reward of a completion truncated at max_completion_length. 0: off."""
 
     @property
     def has_reference(self) -> bool:
@@ -67,21 +67,20 @@ class Config(PairOptions, RewardedConfig):
         check_numbers(self, {"0 or above": "missing_eos_penalty"})
         if self.reference.ref == "precomputed":
             raise UserError(
-                "ref=precomputed: completions are new in every step, so nothing can be computed before; use copy, or "
-                "adapter_off with LoRA"
+                "ref=precomputed: completions are new in every step; use --ref copy, or --ref adapter_off with LoRA"
             )
-        reject_unused(self.overlap, "here, a pair loss has no ratio to clip; leave it out", ("replay_recompute_logps",))
+        reject_unused(self.overlap, "with a pair loss, which has no ratio to clip", ("replay_recompute_logps",))
         if self.judge is not None:
-            reject_unused(self, "with a judge, which ranks without rewards; leave it out", ("missing_eos_penalty",))
-            why = "with a judge, whose best completion is never without reward; leave it out"
+            reject_unused(self, "with a judge, which ranks without rewards", ("missing_eos_penalty",))
+            why = "with a judge, whose best completion always has a reward"
             reject_unused(self.overlap, why, ("reroll_start_fraction",))
         if self.judge is not None and not self.reward.reward_funcs:
             given = ("reward_weights", "reward_num_workers")
-            reject_unused(self.reward, "with a judge alone; name --reward-funcs, or leave it out", given)
+            reject_unused(self.reward, "with a judge alone; name --reward-funcs", given)
             if self.data.holds_out:
                 raise UserError(
-                    f"{self.data.held_out_by}: a judge compares completions and cannot score the one that an "
-                    "evaluation samples; name --reward-funcs to measure, or leave it out"
+                    f"{self.data.held_out_by}: a judge compares completions and cannot reward the single one of an "
+                    "evaluation; name --reward-funcs to measure it"
                 )
 
 

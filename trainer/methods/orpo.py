@@ -43,9 +43,9 @@ class Config(PreferenceConfig):
     optim: Flat[OptimConfig] = field(default_factory=lambda: OptimConfig(learning_rate=8e-6))
 
     orpo_alpha: Common[float] = 0.1
-    """Weight of the odds ratio term; lambda in the paper, beta in TRL."""
+    """Weight of the odds ratio term (lambda in the paper, beta in TRL)."""
     nll_on_prompt: bool = True
-    """Take the likelihood over prompt and chosen response, as published; --no-nll-on-prompt over the response alone."""
+    """Likelihood over prompt and chosen response, as published; --no-nll-on-prompt: over the response only."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

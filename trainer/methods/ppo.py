@@ -42,7 +42,7 @@ from trainer.run.training import Training, open_policy
 
 @dataclass(frozen=True, kw_only=True)
 class Config(SamplingConfig):
-    """Proximal policy optimisation: a critic learns what to expect, and each token is judged against it."""
+    """Proximal policy optimisation: a critic predicts the return, and each token is compared with it."""
 
     memory: ClassVar[MethodMemory] = MethodMemory("one pass", "with beta", samples=True, critic=True)
     fewest_generations: ClassVar[int] = 1
@@ -51,35 +51,35 @@ class Config(SamplingConfig):
     num_generations: Common[int] = 1
     """Completions sampled per prompt; nothing is compared within a group."""
     minibatches_per_rollout: int = 4
-    """Optimizer steps that a rollout is divided over; each trains on its part, num_iterations times."""
+    """Mini-batches per rollout, one optimizer step each, repeated num_iterations times."""
     gae_lambda: Common[float] = 0.95
-    """Trust in the critic: 0 takes its value of the next token, 1 only what was earned in the end."""
+    """Trust in the critic. 0: use its value of the next token; 1: use only the final return."""
     gamma: float = 1.0
     """Discount per trained token."""
     whiten_advantages: bool = True
     """Scale the advantages of a rollout to mean 0 and deviation 1 over all its trained tokens."""
     value_model: Common[str | None] = None
-    """A model or run of its own as critic, for example a reward model. None: a head on the policy's trunk."""
+    """Separate model or run as critic, for example a reward model. None: a head on the policy's trunk."""
     vf_coef: float = 0.1
-    """Weight of the critic's loss where it shares the policy's trunk."""
+    """Weight of the value loss if the critic shares the policy's trunk."""
     cliprange_value: float | None = 0.2
-    """How far a value may move from that of the rollout's start and still lower its loss. None: any distance."""
+    """Maximum distance from the old value within which moving lowers the loss. None: no limit."""
     critic_learning_rate: Common[float] = 1e-5
-    """Learning rate of the critic, head or model; without a warm-up, to learn while the policy's still rises."""
+    """Learning rate of the critic. No warm-up, so that it learns while the policy's rate still rises."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_numbers(self, {"between 0 and 1": "gae_lambda", "above 0 and at most 1": "gamma", "0 or above": "vf_coef",
                              "above 0": "cliprange_value critic_learning_rate"})  # fmt: skip
-        why = "with ppo, whose critic is the baseline of every token; leave it out"
+        why = "with ppo, whose critic is the baseline of every token"
         reject_unused(self.advantage, why, self.refused)
         reject_unused(self.overlap, why, ("dynamic_sampling", "replay_buffer_size"))
         if self.policy_loss.skip_zero_advantage_batches:
-            raise UserError("skip_zero_advantage_batches=True: the critic learns from them, too; leave it out")
+            raise UserError("skip_zero_advantage_batches=True: the critic also learns from these; remove it")
         if self.value_model is not None:
-            reject_unused(self, "with value_model, which shares nothing; set --critic-learning-rate", ("vf_coef",))
+            reject_unused(self, "with value_model, a separate model; set --critic-learning-rate", ("vf_coef",))
         if self.parallel.context > 1:
-            raise UserError(f"parallel.context={self.parallel.context}: a critic needs whole rows; leave it out")
+            raise UserError(f"parallel.context={self.parallel.context}: not supported with a critic, which needs whole rows")
 
 
 def train(cfg: Config) -> None:

@@ -44,23 +44,23 @@ class Config(OfflineConfig):
     optim: Flat[OptimConfig] = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
 
     max_length: Common[int] = 1024
-    """Tokens per solution, prompt included; what is longer is cut on the right, with its labels."""
+    """Maximum tokens per solution, including the prompt. Longer solutions are truncated, with their labels."""
     bad_rows: Common[Literal["error", "skip"]] = "error"
-    """error stops at the first broken row and names it; skip leaves broken rows out, and counts them."""
+    """error: stop at the first broken row and name it; skip: skip broken rows and log the count."""
     max_completion_length: Common[int | None] = None
-    """Tokens of the steps alone; None sets no limit of its own."""
+    """Maximum tokens of the steps, without the prompt. None: no separate limit."""
     step_separator: Common[str] = "\n"
-    """Put behind every step; the step is judged at its last token. Saved with the model."""
+    """Text appended to every step; a step is scored at its last token. Saved with the model."""
     train_on_last_step_only: Common[bool] = False
-    """Train only the label of the last step; evaluation always looks at all."""
+    """Train only the label of the last step. Evaluation uses all labels."""
 
     def __post_init__(self) -> None:
         if self.max_length < 2:
-            raise UserError(f"max_length={self.max_length}: must be 2 or more, a prompt and a step")
+            raise UserError(f"max_length={self.max_length}: must be 2 or more (a prompt and a step)")
         if self.max_completion_length is not None and self.max_completion_length < 1:
             raise UserError(f"max_completion_length={self.max_completion_length}: must be 1 or more, or None")
         if not self.step_separator:
-            raise UserError("step_separator: empty, so no token would end a step; give some text")
+            raise UserError("step_separator is empty, so no token would end a step; set some text")
 
 
 def train(cfg: Config) -> None:

@@ -1,10 +1,13 @@
 """RLOO: REINFORCE with the mean of the other completions as baseline (Ahmadian et al. 2024, arXiv:2402.14740).
 
-A completion is one action: its ratio is that of the whole, and its KL to the reference is a cost in the reward. The
-loop is that of trainer/methods/grpo.py; losses/policy.py and losses/advantage.py have the formulas.
+The loop of trainer/methods/grpo.py with three changes, each a default of Config below:
 
-With --mask-truncated-completions a truncated completion trains nothing itself, but its reward, less beta times its KL,
-stays in the baseline of the others in its group. TRL masks its tokens before it sums the KL, so there its KL is 0.
+    advantage   r - mean of the other rewards of the group     --advantage-estimator leave_one_out, --scale-rewards none
+    ratio       the product over the completion, clipped       --loss-type rloo
+    KL          a cost in the reward: r - beta KL              --kl-in-reward
+
+With --mask-truncated-completions a truncated completion is not trained, but its reward minus beta KL stays in the
+baseline of its group. TRL masks its tokens before it sums the KL, so there its KL is 0.
 """
 
 from __future__ import annotations

@@ -46,18 +46,18 @@ class Config(OfflineConfig):
     format: FormatOptions = field(default_factory=FormatOptions)
 
     max_length: Common[int] = 1024
-    """Tokens of prompt and response; a pair with a longer side is left out, and counted: people judged it whole."""
+    """Maximum tokens of prompt and response. Pairs with a longer side are skipped; the count is logged."""
     bad_rows: Common[Literal["error", "skip"]] = "error"
-    """error stops at the first broken row and names it; skip leaves broken rows out, and counts them."""
+    """error: stop at the first broken row and name it; skip: skip broken rows and log the count."""
     center_rewards_coefficient: Common[float | None] = None
-    """Weight of (chosen + rejected)^2, which keeps scores around zero; 0.01 is usual, None leaves them free."""
+    """Weight of (chosen + rejected)^2, which centers scores at 0; 0.01 is typical. None: off."""
 
     def __post_init__(self) -> None:
         if self.max_length < 2:
-            raise UserError(f"max_length={self.max_length}: must be 2 or more, a prompt and a response")
+            raise UserError(f"max_length={self.max_length}: must be 2 or more (a prompt and a response)")
         if self.center_rewards_coefficient is not None and not self.center_rewards_coefficient > 0:
             raise UserError(
-                f"center_rewards_coefficient={self.center_rewards_coefficient}: must be above 0; leave it out for none"
+                f"center_rewards_coefficient={self.center_rewards_coefficient}: must be above 0, or None"
             )
 
 

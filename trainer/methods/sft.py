@@ -46,30 +46,30 @@ class Config(OfflineConfig):
     optim: Flat[OptimConfig] = field(default_factory=lambda: OptimConfig(learning_rate=2e-5))
 
     max_length: Common[int] = 1024
-    """Tokens per example; what is longer is cut on the right, and counted."""
+    """Maximum tokens per row. Longer rows are truncated on the right; the count is logged."""
     sft_loss: Literal["nll", "dft"] = "nll"
     (
-        "Loss of a token: nll, its negative log-likelihood; dft, the same weighted by the token's own probability, "
-        "without gradient through the weight (arXiv:2508.05629)."
+        "Token loss. nll: negative log-likelihood; dft: the same weighted by the token's probability, without gradient "
+        "through the weight (arXiv:2508.05629)."
     )
     roles_to_train: tuple[str, ...] = ("assistant",)
-    """Roles whose messages are trained, in conversations."""
+    """Roles whose messages are trained."""
     train_on_inputs: bool = False
-    """Train the messages of all roles, and the prompts of plain text, not only what answers them."""
+    """Also train the messages of all other roles, and the prompts of plain text."""
     train_on_eos: Literal["turn", "all", "last", "none"] = "turn"
-    """End-of-turn tokens that are trained: those of trained turns, of all turns, of the last trained turn, or none."""
+    """Trained end-of-turn tokens: of trained turns (turn), all turns, the last trained turn, or none."""
 
     def __post_init__(self) -> None:
         check_evaluation(self.data, self.run)
         for role in self.roles_to_train:
             if role not in ROLES:
-                raise UserError(f"roles_to_train={role}: is unknown; use {', '.join(ROLES)}")
+                raise UserError(f"roles_to_train={role}: unknown role; use {', '.join(ROLES)}")
         if not self.roles_to_train:
-            raise UserError("roles_to_train: empty, so nothing would be trained; name a role, such as assistant")
+            raise UserError("roles_to_train is empty, so nothing would be trained; name a role, such as assistant")
         if self.train_on_inputs:
-            reject_unused(self, "with train_on_inputs=True, which trains all roles; leave one out", ("roles_to_train",))
+            reject_unused(self, "with train_on_inputs=True, which trains all roles", ("roles_to_train",))
         if self.max_length < 2:
-            raise UserError(f"max_length={self.max_length}: must be 2 or more, nothing predicts the first token")
+            raise UserError(f"max_length={self.max_length}: must be 2 or more; nothing predicts the first token")
 
 
 def train(cfg: Config) -> None:

@@ -23,13 +23,13 @@ class Config(cpo.Config):
     lora_learning_rate: ClassVar[float] = 1e-5
 
     loss_type: Common[Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"]] = "simpo"
-    """Pair loss; simpo is what makes this method."""
+    """Pair loss; simpo defines this method."""
     beta: Common[float] = 2.0
-    """Scale of the difference of log-probs per token; published settings lie between 2 and 10."""
+    """Scale of the log-prob difference per token; published values are 2 to 10."""
     cpo_alpha: Common[float] = 0.0
-    """Weight of the negative log-likelihood of the chosen response per token; 0 is SimPO as published."""
+    """Weight of the negative log-likelihood per token of the chosen response. 0: SimPO as published."""
     simpo_gamma: Common[float] = 1.0
-    """Margin that the chosen response must win by; about half of beta."""
+    """Target margin of the chosen response; about half of beta."""
 
 
 train = cpo.train

@@ -1,4 +1,4 @@
-"""Rewards of recipes that are nobody's standard; a user's own would look the same."""
+"""Custom rewards of recipes, written as a user would write them."""
 
 from __future__ import annotations
 

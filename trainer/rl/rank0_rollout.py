@@ -223,7 +223,7 @@ class AllRanksEngine(AllRanksLogps):
         return generate_share(self.policy, self.local, requests, sampling)
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[tuple[int, Completion]]]:
-        """All at once: ranks send their parts when all of them are done."""
+        """Yield all completions together: ranks send their shares when all of them are done."""
         yield list(enumerate(self.generate(requests, sampling)))
 
     def load(self, version: int) -> None:

@@ -7,14 +7,14 @@ trainer/methods/grpo.py the loop.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from data.errors import UserError
 from trainer.config.blocks import Flat
 from trainer.config.groups import AdvantageConfig
 from trainer.methods import grpo
 
-SEPARATE = "normalize_then_sum"
+SEPARATE: Final = "normalize_then_sum"
 
 
 @dataclass(frozen=True, kw_only=True)

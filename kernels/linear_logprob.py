@@ -46,7 +46,7 @@ Impl = Literal["auto", "torch", "triton"]
 
 class TokenLogps(NamedTuple):
     logp: Tensor  # (N,) fp32; 0 where the target is ignored
-    entropy: Tensor | None  # (N,) fp32 in nats; 0 where the target is ignored; None if not requested
+    entropy: Tensor  # (N,) fp32 in nats; 0 where the target is ignored; None with entropy=False
 
 
 LossFn = Callable[[TokenLogps, Tensor], tuple[Tensor, Any]]

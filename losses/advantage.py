@@ -101,11 +101,15 @@ def normalize_batch(
 class Rewards(Protocol):
     """Rewards of P groups that an estimator may read (trainer.rl.groups.Rollout has more)."""
 
-    rewards: Tensor  # (P, G, K) each reward of each completion; NaN = it does not apply
     weights: Tensor  # (K,)
     reward: Tensor  # (P, G) weighted sum, minus beta KL with kl_in_reward; NaN = no reward applies
-    completions: Sequence[Any]  # B completions in group order: ids, mask, text, columns
-    all_sum: Callable[[Tensor], Tensor]  # sums a tensor over the ranks that have groups of the rollout
+
+    @property
+    def rewards(self) -> Tensor: ...  # (P, G, K) each reward of each completion; NaN = it does not apply
+    @property
+    def completions(self) -> Sequence[Any]: ...  # B completions in group order: ids, mask, text, columns
+    @property
+    def all_sum(self) -> Callable[[Tensor], Tensor]: ...  # sums a tensor over the ranks that have groups of the rollout
 
 
 Advantage = Tensor | Sequence[Any]  # (P, G), or for each of the B completions one number per id

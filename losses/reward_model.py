@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from losses.types import LossOut, Term, wide
+from losses.types import LossOut, Metrics, Term, wide
 
 UNLABELLED = -100
 
@@ -46,7 +46,7 @@ def bradley_terry(
     if center_coefficient is not None:
         terms["center"] = Term(center_coefficient, (score_w + score_l).square().sum(), count)
     with torch.no_grad():
-        metrics = {
+        metrics: Metrics = {
             "reward/chosen": (score_w.sum(), count),
             "reward/rejected": (score_l.sum(), count),
             "reward/mean": ((score_w + score_l).sum(), 2 * count),

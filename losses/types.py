@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 Metrics = dict[str, tuple[Tensor | float, Tensor | float]]  # (sum, count) of each
 
 
-class Term(NamedTuple):
+@dataclass(frozen=True)
+class Term:
     """One part of a loss. It adds `weight * sum / (count over the whole optimizer step)` to the objective."""
 
     weight: float
@@ -24,7 +26,7 @@ class LossOut(NamedTuple):
     """Named terms, and detached metrics as (sum, count) pairs."""
 
     terms: dict[str, Term]
-    metrics: dict[str, tuple[Tensor, Tensor]]
+    metrics: Metrics
 
 
 def wide(

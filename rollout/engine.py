@@ -117,8 +117,9 @@ class Engine(Protocol):
     concurrent: bool
     """Whether submit returns immediately and sampling runs in the background."""
 
-    asleep: bool
-    """Whether load must be called before the next request, even if the weights have not changed."""
+    @property
+    def asleep(self) -> bool:
+        """Whether load must be called before the next request, even if the weights have not changed."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Return one completion per request, in order."""

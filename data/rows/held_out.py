@@ -25,26 +25,31 @@ NOT_CONTENT = ("source", "weight")  # fields that do not change how a row is tra
 class DataSettings(Protocol):
     """The settings used here, a part of trainer's DataConfig."""
 
-    data: Sequence[str]
-    eval_data: Sequence[str]
-    val_set_size: float
-    dedup: bool
-    max_eval_rows: int
+    @property
+    def data(self) -> Sequence[str]: ...
+    @property
+    def eval_data(self) -> Sequence[str]: ...
+    @property
+    def val_set_size(self) -> float: ...
+    @property
+    def dedup(self) -> bool: ...
+    @property
+    def max_eval_rows(self) -> int: ...
 
 
 def train_and_held_out(
     data: DataSettings,
     seed: int,
-    read: Callable[[Sequence[str]], list[T]],  # loads the rows of specs
-    read_eval: Callable[[Sequence[str]], list[T]] | None = None,  # loads held-out rows; None: read
+    read: Callable[[Sequence[str]], Sequence[T]],  # loads the rows of specs
+    read_eval: Callable[[Sequence[str]], Sequence[T]] | None = None,  # loads held-out rows; None: read
     *,
     read_again: bool = False,  # load the rows held out of data.data again, with read_eval
 ) -> tuple[list[T], list[T]]:
     """Return the training rows and the held-out rows; a method evaluates on the first max_eval_rows."""
     read_eval = read_eval or read
-    rows = _distinct(read(data.data), "data") if data.dedup else read(data.data)
+    rows = _distinct(read(data.data), "data") if data.dedup else list(read(data.data))
     if data.val_set_size == 0:
-        held_out = read_eval(data.eval_data)
+        held_out = list(read_eval(data.eval_data))
         if data.dedup and held_out:
             held_out = _distinct(held_out, "eval_data", known={content_key(row) for row in rows})
         return rows, held_out
@@ -76,7 +81,7 @@ def content_key(row: Any) -> bytes:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=repr).encode()).digest()
 
 
-def _distinct(rows: list[T], name: str, known: set[bytes] | None = None) -> list[T]:
+def _distinct(rows: Sequence[T], name: str, known: set[bytes] | None = None) -> list[T]:
     """Drop rows whose content repeats an earlier row or is in `known`."""
     seen, distinct = set(known or ()), []
     for row in rows:

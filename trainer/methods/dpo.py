@@ -153,7 +153,8 @@ def pair_scores(
     if cfg.f_divergence_type == "alpha_divergence":
         divergence = partial(divergence, alpha=cfg.f_alpha_divergence_coef)
     (logp_w, logp_l), (ref_w, ref_l) = mb.sums(logp * weight).T, mb.sums(ref_logp * weight).T
-    return PairScores(logp_w, logp_l, ref_w, ref_l, *mb.lengths.T, divergence)
+    len_w, len_l = mb.lengths.T
+    return PairScores(logp_w, logp_l, ref_w, ref_l, len_w, len_l, divergence)
 
 
 def wpo_weights(policy: Policy, mb: PairBatch, logp: Tensor) -> Tensor:  # (P,)
@@ -168,7 +169,8 @@ def step_targets(
     """Compute AOT's partners over the whole step, before the backward passes."""
     scores = [pair_scores(cfg, reference, items, mb, token_logps(policy, mb.batch).logp) for mb in micro_batches]
     order = torch.cat([mb.pairs for mb in micro_batches]).argsort()
-    local = torch.stack([torch.cat([s[k] for s in scores])[order].double() for k in range(6)], dim=1)  # (P, 6)
+    columns = zip(*(s[:6] for s in scores), strict=True)  # all but the divergence
+    local = torch.stack([torch.cat(column)[order].double() for column in columns], dim=1)  # (P, 6)
     of_all, indices = rows_of_all(local, "scores to sort")
     return aot_targets(PairScores(*of_all.to(scores[0][0].dtype).T)).select(indices)
 

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+from torch import Tensor
+
 from data.errors import UserError
 from data.rows.documents import load_documents
 from data.rows.held_out import train_and_held_out
@@ -72,6 +74,7 @@ def train(cfg: Config) -> None:
         for rollout in training.batches():
             feature_metrics = structured.feature_metrics(cfg, rewards, rollouts.full_rollout)
             advantage = rollouts.advantage(rollout)  # (B,)
+            assert isinstance(advantage, Tensor)
             # The loss is linear in the advantage, so --rl-coef can scale the advantage instead.
             batches = rollouts.pack(rollout, advantage * cfg.features.rl_coef)
             logps_at_start(cfg, policy, batches, rollouts.steps_per_batch)
@@ -113,8 +116,8 @@ def train_strided(cfg: Config) -> None:
         for batch in training.steps():  # this rank's documents
             # Seeds depend on a document's number within the run: the same after a resume, and on any number of ranks.
             numbers = [(training.step - 1) * size + index for index in rows.indices]
-            options = {"seed": cfg.run.seed, "numbers": numbers, "multiple": network.policy.row_multiple}
-            step = strided.continue_all(cfg, policy, batch, **options)
+            multiple = network.policy.row_multiple
+            step = strided.continue_all(cfg, policy, batch, seed=cfg.run.seed, numbers=numbers, multiple=multiple)
             training.timer.lap("rollout_s")
             step = strided.add_rewards(network, step)  # and advantages
             run.sample(training.step, strided.sample_rows(policy, batch, step))

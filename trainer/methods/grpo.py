@@ -115,8 +115,9 @@ def backward(
             return total, (metrics, tokens.logp.detach())
 
         states_loss = value_loss and partial(value_loss, sums, mb)
-        options = {"temperature": cfg.temperature, "sparse": few_trained, "states_loss": states_loss}
-        total, pieces = token_loss(policy, mb.batch, loss_of, **options)
+        total, pieces = token_loss(
+            policy, mb.batch, loss_of, temperature=cfg.temperature, sparse=few_trained, states_loss=states_loss
+        )
         total.backward()
         ratios += add_micro_batch(cfg, sums, mb, pieces, total)
     divisors = {"policy": count, "kl": count, "entropy": batch.num_uncertain, "value": batch.num_tokens}

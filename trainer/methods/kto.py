@@ -94,8 +94,8 @@ def sequence_logps(
     logp, entropy = token_logps(policy, batch)
     ref_logp = reference.token_logps(batch, items)
     zeros = logp.new_zeros(len(batch.rows))
-    sums = (zeros.index_add(0, batch.slot, values.to(zeros.dtype)) for values in (logp, ref_logp))
-    return *sums, entropy
+    total, ref_total = (zeros.index_add(0, batch.slot, values.to(zeros.dtype)) for values in (logp, ref_logp))
+    return total, ref_total, entropy
 
 
 @torch.no_grad()
@@ -148,7 +148,7 @@ def sequence_losses(
     # Desirable: 1 - sigmoid(beta (x - z0)); undesirable: 1 - sigmoid(beta (z0 - x)).
     loss = torch.sigmoid(cfg.beta * torch.where(label, z0 - x, x - z0))
     loss = torch.where(label, cfg.desirable_weight * loss, cfg.undesirable_weight * loss)
-    metrics = {}
+    metrics: Metrics = {}
     for side, rows in (("chosen", label), ("rejected", ~label)):  # either may be missing from a micro-batch
         metrics[f"reward/{side}"] = (torch.where(rows, cfg.beta * x.detach(), 0.0).sum(), rows.sum())
         metrics[f"policy/logp_{side}"] = (torch.where(rows, logp.detach(), 0.0).sum(), rows.sum())

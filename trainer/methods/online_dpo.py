@@ -95,6 +95,7 @@ def train(cfg: Config) -> None:
         training = Training(run, cfg, policy, rollouts, moving=cfg.moving)
         for rollout in training.batches():  # whole groups with rewards, and the judge's verdict if there is one
             side = rollouts.advantage(rollout)  # (B,) by `sides`
+            assert isinstance(side, Tensor)
             batches = pair_up(cfg.run, policy, rollout, side)
             rollouts.keep_samples(rollout, side)
             for batch in rollouts.updates(*batches):  # each mini-batch, --num-iterations times
@@ -120,5 +121,6 @@ def sides(cfg: Config, r: Rewards) -> Tensor:  # (P, G)
 
 
 def open_judge(cfg: Config, run: Run) -> Any:
-    options = {"trust_remote_code": cfg.model.trust_remote_code}
-    return run.keep(open_judged(cfg.reward, cfg.judge, cfg.num_generations, run.note, **options))
+    assert cfg.judge is not None
+    trust = cfg.model.trust_remote_code
+    return run.keep(open_judged(cfg.reward, cfg.judge, cfg.num_generations, run.note, trust_remote_code=trust))

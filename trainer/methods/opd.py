@@ -64,7 +64,7 @@ def train(cfg: Config) -> None:
         training = Training(run, cfg, policy, rollouts, moving=cfg.moving)
         for rollout in training.batches():
             if cfg.distill.jsd_beta is None:
-                advantage = teacher_advantage(cfg, rollouts, rollout, teacher.logps(rollout.groups))
+                advantage: Advantages = teacher_advantage(cfg, rollouts, rollout, teacher.logps(rollout.groups))
             else:  # --jsd-beta: the whole distribution needs no advantage
                 advantage = torch.zeros(len(rollout.completions))
                 items = teacher.items(rollout.groups)
@@ -166,8 +166,8 @@ class NoRewards:
 
     def submit(self, prompts: Sequence[Prompt], completions: Sequence[Completion], *, step: int) -> Future[RewardTable]:
         future: Future[RewardTable] = Future()
-        values, totals = [[] for _ in completions], [None] * len(completions)
-        future.set_result(RewardTable(names=[], weights=[], values=values, totals=totals))
+        values: list[list[float | None]] = [[] for _ in completions]
+        future.set_result(RewardTable(names=[], weights=[], values=values, totals=[None] * len(completions)))
         return future
 
     def metrics(self) -> dict[str, float]:

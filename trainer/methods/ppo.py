@@ -79,7 +79,7 @@ class Config(SamplingConfig):
         if self.value_model is not None:
             reject_unused(self, "with value_model, a separate model; set --critic-learning-rate", ("vf_coef",))
         if self.parallel.context > 1:
-            raise UserError(f"parallel.context={self.parallel.context}: not supported with a critic, which needs whole rows")
+            raise UserError(f"parallel.context={self.parallel.context}: not supported; a critic needs whole rows")
 
 
 def train(cfg: Config) -> None:
@@ -136,10 +136,10 @@ def estimate(cfg: Config, policy: Policy, critic: Critic, rollout: Rollout) -> E
     stats = all_sum(torch.stack([moments(x[mask]) for x in (advantage, value, returns, returns - value)]))  # (4, 3)
     if cfg.whiten_advantages:  # --whiten-advantages: mean 0, deviation 1 over all trained tokens of the rollout
         advantage = whiten(advantage, stats[0])
-    per_id = [scatter_to_ids(rollout.completions, rows, x) for x in (advantage, value, target)]
+    advantages, values, targets = (scatter_to_ids(rollout.completions, rows, x) for x in (advantage, value, target))
     metrics = {"value/mean": mean_of(stats[1]), "value/explained_variance": explained_variance(stats[3], stats[2])}
     finite = {name: float(x) for name, x in metrics.items() if x.isfinite()}
-    return Estimates(rows, *per_id, None if kl is None else kl.sum(1), finite)
+    return Estimates(rows, advantages, values, targets, None if kl is None else kl.sum(1), finite)
 
 
 def backward_both(cfg: Config, policy: Policy, critic: Critic, batch: MiniBatch, *, is_last: bool = True) -> MetricSums:
@@ -164,7 +164,8 @@ def backward_both(cfg: Config, policy: Policy, critic: Critic, batch: MiniBatch,
 def value_loss(cfg: Config, value: Tensor, mb: MicroBatch) -> tuple[Tensor, Metrics]:  # value: (N,) with gradient
     """Half the squared error to the target, summed over the tokens of a micro-batch."""
     value, old_value, target = wide(value), mb.extra["old_value"], mb.extra["target"]
-    error, metrics = (value - target).square(), {}  # (N,)
+    metrics: Metrics = {}
+    error = (value - target).square()  # (N,)
     if cfg.cliprange_value is not None:  # --cliprange-value: moving further from the old value does not lower the loss
         low, high = old_value - cfg.cliprange_value, old_value + cfg.cliprange_value
         clipped = (torch.maximum(torch.minimum(value, high), low) - target).square()

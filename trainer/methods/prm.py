@@ -25,7 +25,7 @@ from trainer.offline.config import OfflineConfig
 from trainer.offline.rows import Rows, pack_items, read_rows, rows_of_this_rank
 from trainer.parallel.comm import all_count, all_sum, pick_device
 from trainer.policy.heads import load_scorer, scores_at
-from trainer.policy.logps import Policy
+from trainer.policy.logps import Policy, causal_lm
 from trainer.policy.optim import total_loss
 from trainer.policy.sharding import final_passes, parallelize
 from trainer.run.run import open_run
@@ -67,8 +67,10 @@ def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
         scorer = parallelize(cfg.parallel, load_scorer(cfg.model, cfg.lora, pick_device(), kind="token"))
         # Read when the model is used as a reward.
-        scorer.model.config.strop = {"step_separator": cfg.step_separator, "system_prompt": cfg.model.system_prompt,
-                                     "chat_template_kwargs": cfg.model.chat_template_kwargs}  # fmt: skip
+        causal_lm(scorer.model).config.strop = {
+            "step_separator": cfg.step_separator, "system_prompt": cfg.model.system_prompt,
+            "chat_template_kwargs": cfg.model.chat_template_kwargs,
+        }  # fmt: skip
         read = partial(solutions_of, cfg, scorer, last_step_only=cfg.train_on_last_step_only)
         read_eval = partial(solutions_of, cfg, scorer, last_step_only=False)
         last_only = cfg.train_on_last_step_only

@@ -27,7 +27,7 @@ from trainer.offline.config import OfflineConfig
 from trainer.offline.rows import Rows, pack_items, read_rows, rows_of_this_rank
 from trainer.parallel.comm import all_count, all_sum, pick_device
 from trainer.policy.heads import load_scorer, marked_last, scores_at
-from trainer.policy.logps import Policy
+from trainer.policy.logps import Policy, causal_lm
 from trainer.policy.optim import term_metrics, total_loss
 from trainer.policy.sharding import final_passes, parallelize
 from trainer.run.run import open_run
@@ -65,8 +65,9 @@ def train(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
         scorer = parallelize(cfg.parallel, load_scorer(cfg.model, cfg.lora, pick_device(), kind="sequence"))
         # Read when the model is used as a reward.
-        scorer.model.config.strop = {"system_prompt": cfg.model.system_prompt,
-                                     "chat_template_kwargs": cfg.model.chat_template_kwargs}  # fmt: skip
+        causal_lm(scorer.model).config.strop = {
+            "system_prompt": cfg.model.system_prompt, "chat_template_kwargs": cfg.model.chat_template_kwargs,
+        }  # fmt: skip
         pairs, held_out = train_and_held_out(cfg.data, cfg.run.seed, partial(pairs_of, cfg, scorer))
         held_out = rows_of_this_rank(held_out[: cfg.data.max_eval_rows])
         training = Training(run, cfg, scorer, Rows(cfg, pairs), evaluate=partial(evaluate, cfg, scorer, held_out))

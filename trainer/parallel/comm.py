@@ -225,7 +225,7 @@ def rows_of_all(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     return torch.cat(shards), torch.arange(first, first + len(x), device=x.device)
 
 
-def from_main(value: T | None, name: str) -> T:
+def from_main(value: Any, name: str) -> Any:
     """Broadcast a JSON value from rank 0: numbers, text, lists and dicts."""
     if world_size() == 1:
         assert value is not None

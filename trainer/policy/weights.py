@@ -11,7 +11,7 @@ Sharded weights are gathered one tensor at a time, and all ranks must read them 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import torch
@@ -43,7 +43,7 @@ class PolicyWeights:
     def specs(self) -> list[TensorSpec]:
         return [TensorSpec(name, spec.shape, spec.dtype) for name, spec in self._exported.specs().items()]
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> Generator[tuple[str, Tensor], None, None]:
         self._state = causal_lm(self.policy.model).state_dict(keep_vars=True)
         return self._exported.tensors()
 

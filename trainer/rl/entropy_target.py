@@ -16,7 +16,7 @@ class EntropyTarget:
 
     def __init__(self, options: PolicyLossConfig) -> None:
         assert options.entropy_target is not None
-        self.options, self.weight = options, options.entropy_coef
+        self.options, self.target, self.weight = options, options.entropy_target, options.entropy_coef
         self.is_low = False  # the last step's entropy was at or below the target
 
     @property
@@ -26,9 +26,10 @@ class EntropyTarget:
 
     def observe(self, entropy: float) -> None:
         options = self.options
-        self.is_low = entropy <= options.entropy_target
-        limits = {"delta": options.entropy_coef_step, "most": options.entropy_coef_max}
-        self.weight = adapted_coef(self.weight, entropy, target=options.entropy_target, **limits)
+        self.is_low = entropy <= self.target
+        self.weight = adapted_coef(
+            self.weight, entropy, target=self.target, delta=options.entropy_coef_step, most=options.entropy_coef_max
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"weight": self.weight, "is_low": self.is_low}

@@ -135,8 +135,10 @@ def pack(
     can_skip = options.skip_zero_advantage_batches and not has_kl_term(cfg) and not has_entropy_bonus(cfg)
     # Both depend on all tokens of the micro-batch or step, so only micro-batches with zero advantage are skipped.
     needs_all = options.loss.average == "micro_batch" or options.top_entropy_quantile < 1
-    is_tensor = isinstance(advantage, Tensor)
-    has_signal = (advantage != 0).tolist() if is_tensor else [any(x != 0 for x in values) for values in advantage]
+    if isinstance(advantage, Tensor):
+        has_signal = (advantage != 0).tolist()
+    else:
+        has_signal = [any(x != 0 for x in values) for values in advantage]
     rows = [row for row in trained if not can_skip or needs_all or has_signal[row]]
     kept = [completions[row] for row in rows]
     batches = pack_completions(cfg.run, policy, kept, share_prompt=cfg.share_prompt)
@@ -151,8 +153,11 @@ def pack(
     replayed = [None if replayed_logps is None else replayed_logps[row] for row in rows]
     has_replays = all_count(any(x is not None for x in replayed), "replayed log-probs") > 0  # the same on all ranks
     unknown = [[float("nan")] * len(c.ids) if x is None else x for c, x in zip(kept, replayed, strict=True)]
-    if is_tensor:
-        of_completion = to_device(advantage[rows].to(_wide(policy)), policy.device)  # (K,)
+    of_completion, of_ids = None, []  # the advantage: (K,), or for each completion one number per id
+    if isinstance(advantage, Tensor):
+        of_completion = to_device(advantage[rows].to(_wide(policy)), policy.device)
+    else:
+        of_ids = [advantage[row] for row in rows]
 
     def columns(batch: Batch) -> dict[str, Any]:
         def flat(values: Sequence[Sequence[float]]) -> Tensor:
@@ -160,7 +165,7 @@ def pack(
 
         lengths = to_device(torch.tensor([kept[row].trained for row in batch.rows]), batch.target.device)
         return {
-            "advantage": of_completion[batch.sequence] if is_tensor else flat([advantage[row] for row in rows]),
+            "advantage": flat(of_ids) if of_completion is None else of_completion[batch.sequence],
             "length": lengths[batch.slot],
             "engine_logp": flat([c.logps for c in kept]),
             "replayed_logp": flat(unknown) if has_replays else None,

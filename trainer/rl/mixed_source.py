@@ -25,7 +25,7 @@ def rows_of(cfg: SamplingConfig, policy: Policy, specs: tuple[str, ...]) -> list
     if specs != cfg.data.data:
         return prompts_of(cfg, policy, specs)
     options = {"data_format": cfg.data.data_format, "cfg": cfg, **prompt_options(cfg, policy)}
-    return load_targets(specs, policy.tokenizer, **options)
+    return [*load_targets(specs, policy.tokenizer, **options)]
 
 
 class MixedSource:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from data.types import Prompt
+from losses.advantage import weighted_sum
 from rollout.engine import Completion, Engine, Group, Request, Sampling
 from rollout.engines.local import LocalEngine
 from rollout.schedule.replay import is_json
@@ -40,14 +41,14 @@ class Rank0Rollout:
     """Run work on rank 0. `engine` samples; in process and with several ranks, it samples on all of them."""
 
     def __init__(self, policy: Policy, engine: Engine, prompts: Sequence[Prompt]) -> None:
-        self.policy, self.local, self.prompts = policy, engine, prompts
-        in_process = isinstance(engine, LocalEngine)
-        on_all = comm.world_size() > 1 and comm.is_main() and in_process
-        self.engine: Engine = AllRanksEngine(policy, engine) if on_all else engine
-        self.handlers: dict[str, Callable[..., Any]] = {"generate": self._generate_share}
-        if in_process:  # with servers, rank 0 has a different engine and receives no commands
+        self.policy, self.engine, self.prompts = policy, engine, prompts
+        self.handlers: dict[str, Callable[..., Any]] = {}
+        if isinstance(engine, LocalEngine):  # with servers, rank 0 has a different engine and receives no commands
+            self.local = engine
+            self.handlers |= {"generate": self._generate_share, "logps": self._logps}
             self.handlers |= {"load": lambda version: engine.load(int(version)), "sleep": engine.sleep}
-            self.handlers |= {"logps": self._logps}
+            if comm.world_size() > 1 and comm.is_main():
+                self.engine = AllRanksEngine(policy, engine)
 
     def _logps(self) -> None:
         sequences, temperature = comm.from_main(None, "sequences")
@@ -76,12 +77,12 @@ class Rank0Rollout:
         if comm.world_size() == 1:
             assert rollout is not None and dealt is not None
             return with_groups(rollout, dealt[0])
-        header, tensors = None, None
+        header: dict[str, Any] = {}
+        tensors: list[Tensor] | None = None
         if rollout is not None:
             rest, tensors = to_tensors(rollout.completions)
-            groups = [[g.number, g.row, g.kind, g.values, g.replayed, len(g.completions)] for g in rollout.groups]
             header = {
-                "groups": groups,
+                "groups": [[g.number, g.row, g.kind, g.values, g.replayed, len(g.completions)] for g in rollout.groups],
                 "completions": rest,
                 "dealt": dealt,
                 "names": rollout.names,
@@ -130,7 +131,9 @@ def deal(sizes: Sequence[int], num_minibatches: int, num_ranks: int) -> list[lis
 
 def with_groups(rollout: Rollout, indices: Sequence[Sequence[int]]) -> Rollout:
     groups = [rollout.groups[index] for minibatch in indices for index in minibatch]
-    return replace(rollout, groups=groups, minibatch_sizes=tuple(map(len, indices)), reward=None)
+    dealt = replace(rollout, groups=groups, minibatch_sizes=tuple(map(len, indices)))
+    dealt.reward = weighted_sum(dealt.rewards, dealt.weights)
+    return dealt
 
 
 # Completions as tensors.
@@ -266,4 +269,5 @@ def logps_on_all_ranks(
 
 
 def _sampling(saved: dict[str, Any]) -> Sampling:
-    return Sampling(**{name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()})
+    options: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
+    return Sampling(**options)

@@ -29,12 +29,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
 from data.errors import UserError
 from data.loader import Loader
+from data.packing import Batch
 from data.rows.held_out import train_and_held_out
 from data.types import Prompt
 from rollout.engine import Engine, Sampling
@@ -44,7 +45,7 @@ from rollout.rewards.calls import TrainerState
 from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Producer, sync_due
 from rollout.schedule.replay import Replay
-from trainer.config.groups import GroupConfig
+from trainer.config.groups import GroupConfig, PolicyGradientConfig
 from trainer.config.policy import check_policy_options
 from trainer.config.sampling import RewardedConfig
 from trainer.metrics.metrics import MetricSums
@@ -60,7 +61,17 @@ from trainer.rl.rank0_rollout import Rank0Rollout
 from trainer.run.run import Run
 from trainer.run.training import Training
 
-B = TypeVar("B")  # MiniBatch, or the method's own kind
+
+class StepBatch(Protocol):
+    """The batch of an optimizer step: MiniBatch, or the method's own kind."""
+
+    is_first: bool  # no optimizer step has been taken on the rollout yet
+
+    @property
+    def batches(self) -> list[Batch]: ...  # its forward passes
+
+
+B = TypeVar("B", bound=StepBatch)
 
 
 def open_rewards(cfg: RewardedConfig, run: Run) -> table.Rewards:
@@ -77,12 +88,12 @@ class Rollouts:
         rewards: Any,
         *,
         advantage: Estimator | None = None,
-        prompts: Callable[[Sequence[str]], list[Prompt]] | None = None,
+        prompts: Callable[[Sequence[str]], Sequence[Prompt]] | None = None,
         source: Callable[[Engine, Sampling], CompletionSource] | None = None,
         steps_per_rollout: int | None = None,
     ) -> None:
         self.run, self.cfg, self.policy, self.rewards, self.overlap = run, cfg, policy, rewards, cfg.overlap
-        self._estimator, self._open_source = advantage, source
+        self._estimator = advantage
         self.rows_per_batch, self.steps_per_batch = cfg.prompts_per_rollout, steps_per_rollout or cfg.steps_per_rollout
         if self.steps_per_batch % cfg.minibatches_per_rollout:
             raise UserError(
@@ -96,13 +107,18 @@ class Rollouts:
             minibatches=cfg.minibatches_per_rollout,
             kl_in_reward=cfg.advantage.kl_in_reward,
         )
-        if prompts is not None and source is None:
-            raise UserError("Rollouts(prompts=...): needs source=, which completes these rows")
         self.sampling = setup.training_sampling(cfg, policy)
-        self.setup = run.keep(setup.RolloutSetup(cfg, policy, run.note)) if prompts is None else None
-        read = self.setup.prompts if prompts is None else prompts
-        read_eval = partial(self.setup.prompts, held_out=True) if prompts is None else prompts
-        self.prompts, held_out = train_and_held_out(cfg.data, cfg.run.seed, read, read_eval)
+        self.setup: setup.RolloutSetup | None = None
+        read_eval = None  # the same as prompts
+        if prompts is None:
+            assert isinstance(cfg, RewardedConfig), f"{type(cfg).__name__} has no tools and gyms: pass prompts="
+            self.setup = run.keep(setup.RolloutSetup(cfg, policy, run.note))
+            prompts, read_eval = self.setup.prompts, partial(self.setup.prompts, held_out=True)
+            source = source or self.setup.source
+        elif source is None:
+            raise UserError("Rollouts(prompts=...): needs source=, which completes these rows")
+        self._open_source = source
+        self.prompts, held_out = train_and_held_out(cfg.data, cfg.run.seed, prompts, read_eval)
         self.held_out = held_out[: cfg.data.max_eval_rows]
         self.holds_out = bool(self.held_out)
         if hasattr(rewards, "check_columns"):
@@ -160,7 +176,7 @@ class Rollouts:
             self.rank0.handlers |= WeightCommands(self.policy).handlers
         for name, handler in getattr(self.rewards, "handlers", {}).items():
             self.rank0.handlers[name] = handler
-        open_source = self._open_source or self.setup.source
+        open_source = self._open_source
         self.held_out_source = run.keep(open_source(self.engine, setup.evaluation_sampling(self.sampling, cfg.rollout)))
         self.producer = run.keep(
             Producer(
@@ -175,6 +191,7 @@ class Rollouts:
         )
         self.missing_rewards = None
         if hasattr(self.rewards, "functions"):  # which may return None
+            assert isinstance(cfg, RewardedConfig)
             self.missing_rewards = MissingRewards(
                 [function.spec for function in self.rewards.functions],
                 self.training.counters,
@@ -216,9 +233,14 @@ class Rollouts:
             self.engine.sleep()
         return rollout
 
+    @property
+    def _policy_gradient(self) -> PolicyGradientConfig:
+        assert isinstance(self.cfg, PolicyGradientConfig), f"{type(self.cfg).__name__} has no flags of a policy loss"
+        return self.cfg
+
     def advantage(self, rollout: Rollout) -> Advantages:
         if self.cfg.advantage.kl_in_reward:  # --kl-in-reward: r - beta KL, before the advantage
-            self.kl = sequence_kl(self.cfg, self.policy, rollout.completions)
+            self.kl = sequence_kl(self._policy_gradient, self.policy, rollout.completions)
         return self.groups.advantage(rollout, self.kl)
 
     def pack(
@@ -242,7 +264,7 @@ class Rollouts:
             start, stop = stop, stop + len(minibatch.completions)
             kept = [row for row in range(start, stop) if row in wanted]
             batch = pack(
-                self.cfg,
+                self._policy_gradient,
                 self.policy,
                 [completions[row] for row in kept],
                 advantage[kept] if isinstance(advantage, Tensor) else [advantage[row] for row in kept],
@@ -274,11 +296,12 @@ class Rollouts:
         steps = min(self.steps_per_batch, self.training.total_steps - self.training.step)
         for number in range(steps):
             self.training.step += 1
-            self.batch: Any = batches[number % len(batches)]
-            self.batch.is_first = number == 0
-            if self.entropy is not None and isinstance(self.batch, MiniBatch):  # --entropy-target
-                self.batch.entropy_coef = self.entropy.coef
-            yield self.batch
+            batch = batches[number % len(batches)]
+            batch.is_first = number == 0
+            if self.entropy is not None and isinstance(batch, MiniBatch):  # --entropy-target
+                batch.entropy_coef = self.entropy.coef
+            self.batch: StepBatch = batch
+            yield batch
             if self.overlap.async_prefetch and number + 1 < self.steps_per_batch:
                 self.rank0.run(self._refresh)
 

@@ -23,7 +23,7 @@ from rollout.sync.base import time_limit
 from trainer.config.groups import GroupConfig
 from trainer.parallel.comm import is_main, next_command, rank0_alone, send_command, world_size
 from trainer.parallel.ranks import local_world_size
-from trainer.policy.logps import Policy
+from trainer.policy.logps import Policy, causal_lm
 from trainer.policy.weights import PolicyWeights
 from trainer.rl.rank0_rollout import AllRanksLogps
 from trainer.run.run import Run
@@ -118,7 +118,7 @@ def start_servers(cfg: GroupConfig, policy: Policy, run: Run, local: LocalEngine
         max_model_len=min(longest, policy.context_length or longest),
         trust_remote_code=cfg.model.trust_remote_code,
         samples_ahead=cfg.overlap.async_prefetch,
-        vocab_size=policy.model.config.get_text_config().vocab_size,
+        vocab_size=causal_lm(policy.model).config.get_text_config().vocab_size,
         log=run.note,
     )
     run.keep(engine)

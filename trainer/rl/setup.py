@@ -29,7 +29,7 @@ from trainer.config.checks import reject_unused
 from trainer.config.groups import GroupConfig
 from trainer.config.sampling import RewardedConfig
 from trainer.parallel.comm import context_size, data_size
-from trainer.policy.logps import Policy
+from trainer.policy.logps import Policy, causal_lm
 from trainer.run.run import Run
 
 MAX_ENV_TOKENS = 2048  # tokens that an environment or a user's function may add to a prompt
@@ -62,8 +62,8 @@ class RolloutSetup:
         if cfg.verifiers.env is not None:
             from rollout.gyms.verifiers_env import VerifiersEnv  # its package is an extra
 
-            options = {"chat_template_kwargs": cfg.model.chat_template_kwargs, "log": log}
-            self.verifiers = VerifiersEnv(cfg.verifiers, model=policy.source, **options)
+            kwargs = cfg.model.chat_template_kwargs
+            self.verifiers = VerifiersEnv(cfg.verifiers, model=policy.source, chat_template_kwargs=kwargs, log=log)
         if cfg.openenv.env is not None:
             from rollout.gyms.openenv import load_episode  # its package is an extra
 
@@ -134,7 +134,7 @@ class RolloutSetup:
             assert self.gym is not None
             from rollout.gyms.nemo_gym import RunSource
 
-            vocab_size, seeded = self.policy.model.config.get_text_config().vocab_size, self.cfg.vllm.seeded
+            vocab_size, seeded = causal_lm(self.policy.model).config.get_text_config().vocab_size, self.cfg.vllm.seeded
             return RunSource(self.gym, sampling, version=lambda: engine.version, vocab_size=vocab_size, seeded=seeded)
         if self.verifiers is not None:
             return self.verifiers.source(engine, sampling)

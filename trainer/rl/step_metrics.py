@@ -35,8 +35,7 @@ def add_micro_batch(
     sums.add({"loss/total": (loss, torch.zeros_like(loss))})
     correction, slot = cfg.correction, mb.batch.slot
     logp = torch.cat([logp for _, logp in pieces])  # (N,)
-    is_known = mb.old_logp is not None and correction.proximal_policy == "step"
-    old = mb.old_logp if is_known else logp
+    old = logp if mb.old_logp is None or correction.proximal_policy != "step" else mb.old_logp
     gap = importance.engine_gap(old, mb.engine_logp, slot, num_sequences=len(mb.batch.rows))
     count, one = len(slot), 1 / gap.length.to(gap.token.dtype)  # `one` sums to 1 over each completion
     sums.add(importance.gap_metrics(gap))

@@ -40,6 +40,7 @@ def load_teacher(cfg: OpdConfig, policy: Policy) -> Teacher:
     """Load --teacher; self: the policy's initial weights."""
     if cfg.distill.teacher == "self":
         return Teacher(cfg, policy, policy)
+    assert cfg.distill.teacher is not None
     with named_as("teacher"):
         check_vocabulary(cfg, policy.tokenizer)
         source = load_frozen("teacher", cfg.distill.teacher, cfg.model, policy, cfg.parallel)
@@ -50,6 +51,7 @@ def load_teacher(cfg: OpdConfig, policy: Policy) -> Teacher:
 def check_vocabulary(cfg: OpdConfig, tokenizer: Any) -> None:
     """Raise unless student and teacher have the same ids for the same tokens; reads only the teacher's tokenizer."""
     name = cfg.distill.teacher
+    assert name is not None
     settings = dataclasses.replace(cfg.model, model=name, chat_template="tokenizer_default", chat_template_kwargs={})
     student, teacher = tokenizer.get_vocab(), load_tokenizer(resolve_model(name), settings).get_vocab()
     different = [token for token in {**student, **teacher} if student.get(token) != teacher.get(token)]
@@ -82,7 +84,9 @@ class TeacherPrompts:
         if self.function is not None:
             self._ids = [self._of_row(prompt) for prompt in prompts]
         longest, context = self.cfg.max_completion_length, self.context_length
-        for row, prompt in enumerate(prompts if context is not None else ()):
+        if context is None:
+            return
+        for row, prompt in enumerate(prompts):
             size = len(prompt.ids if self.function is None else self._ids[row])
             if size + longest > context:
                 raise UserError(
@@ -108,6 +112,7 @@ class TeacherPrompts:
         """Nothing to close in process."""
 
     def _of_row(self, prompt: Prompt) -> list[int]:
+        assert self.function is not None
         row = {**copy.deepcopy(prompt.columns), "prompt": copy.deepcopy(prompt.prompt)}
         try:
             answer = self.function(row)

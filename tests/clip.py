@@ -1,4 +1,4 @@
-"""Clipping as trainer.policy.optim does it, for tests that take a step of their own."""
+"""Clip gradients as trainer.policy.optim does, for tests with their own optimizer step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.policy.sharding import gradient_norm, scale_gradients
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
-    """Clip gradients to the global norm `limit`; returns the norm before clipping."""
+    """Clip gradients to the global norm `limit`; return the norm before clipping."""
     parameters = list(parameters)
     norm = float(gradient_norm(parameters))
     scale_gradients(parameters, norm, limit)

@@ -1,4 +1,4 @@
-"""How many of our files one GRPO step runs (python -m tests.structure --step)."""
+"""Files that one GRPO step runs (python -m tests.structure --step), and those that docs/extending.md lists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.structure import MOST_IN_A_STEP
 
 
 def test_a_step_runs_few_files():
-    # no GPU: another device takes other kernels
+    # Without a GPU, which would run other kernels.
     done = run_python("-m", "tests.structure", "--step", cwd=ROOT, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr[-3000:]
     table = done.stdout.partition("Files that one GRPO step runs")[2]
@@ -17,6 +17,8 @@ def test_a_step_runs_few_files():
     assert {"trainer/methods/grpo.py", "rollout/engines/local.py", "losses/policy.py"} <= set(files)
     assert len(files) <= MOST_IN_A_STEP, table
     page = (ROOT / "docs" / "extending.md").read_text()
-    listed = re.findall(r"^\| \d+ \| \[([\w/.]+)\]", page, flags=re.MULTILINE)  # of the two engines, the local one
+    listed = re.findall(
+        r"^\| \d+ \| \[([\w/.]+)\]", page, flags=re.MULTILINE
+    )  # the first link of each row: the local engine
     assert len(listed) == 13
-    assert set(listed) - set(files) == {"data/rows/prompts.py"}  # which runs before the first step
+    assert set(listed) - set(files) == {"data/rows/prompts.py"}  # runs before the first step

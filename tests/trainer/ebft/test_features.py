@@ -1,4 +1,4 @@
-"""Features of whole completions against plain forward passes of one sequence: values, batching, which model."""
+"""Features of completions against plain forward passes: values, batching, layers, models."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def close(got: Tensor, want: Tensor, tolerance: float = 1e-9) -> None:
         ("concat", "token", "sample"), ("concat", "layer", "feature"), ("completion_mean", "token", "sample"),
     ],
 )  # fmt: skip
-def test_features_and_rewards_are_those_of_plain_forwards(method, norm, whitening):
+def test_features_and_rewards_match_plain_forward_passes(method, norm, whitening):
     options = {} if whitening == "off" else {"use_whitening": True, "whiten_gt": whitening}
     network = network_of(embed_method=method, feature_norm=norm, alignment_coef=1.3, diversity_coef=0.6, **options)
     prompts, completions = make_groups(*GROUPS)
@@ -127,7 +127,7 @@ def test_whitening_treats_duplicates_as_one():
         assert diversity[1].tolist() == pytest.approx([1 / 2] * 4, abs=1e-9), method
 
 
-def test_a_rollout_equal_to_the_target_has_exactly_its_features():
+def test_a_completion_equal_to_the_target_has_its_features():
     prompts, completions = make_groups(*GROUPS)
     completions[1] = completion(prompts[1], prompts[1].target_ids)
     completions[8:12] = [completion(prompts[8], prompts[8].target_ids)] * SIZE
@@ -141,25 +141,25 @@ def test_a_rollout_equal_to_the_target_has_exactly_its_features():
 
 
 def test_only_the_models_tokens_are_averaged():
-    """Two turns: the user's text between them is context and not averaged, also in the target."""
+    """In two turns, the user's text in between is context and is not averaged, even in the target."""
     network = network_of(embed_method="completion_mean")
     prompts, completions = make_groups((3, 6))
     mask = [True, True, False, False, True, True]
     prompts = [replace(prompts[0], target_mask=mask)] * SIZE
-    made = [True, False, False, False, True, True, True]
-    completions[2] = replace(completions[2], mask=made)
+    sampled_mask = [True, False, False, False, True, True, True]
+    completions[2] = replace(completions[2], mask=sampled_mask)
     found = network.of_groups(prompts, completions, num_generations=SIZE)
     for got, ids, chosen in (
-        (found.rollout[0, 2], completions[2].ids, made),
+        (found.rollout[0, 2], completions[2].ids, sampled_mask),
         (found.target[0], prompts[0].target_ids, mask),
     ):
         with torch.no_grad():
             tokens = naive_ebft.token_vectors(network.policy.reference, [*prompts[0].ids, *ids], [1, 2], "token")
-        mine = [tokens[3 + place] for place, own in enumerate(chosen) if own]
-        close(got, sum(mine) / len(mine))
+        trained = [tokens[3 + i] for i, is_trained in enumerate(chosen) if is_trained]
+        close(got, sum(trained) / len(trained))
 
 
-def test_equal_tokens_with_other_masks_are_not_shared():
+def test_equal_sequences_with_different_masks_are_computed_separately():
     """One sequence in two groups, with different prompt lengths, and once with tokens of the user."""
     network = network_of(embed_method="completion_mean")
     ids = draw(torch.Generator().manual_seed(3), 9)
@@ -176,7 +176,7 @@ def test_equal_tokens_with_other_masks_are_not_shared():
     close(found.rollout[0, 0], (tokens[3] + tokens[5:].sum(dim=0)) / 5)
 
 
-def test_a_completion_without_tokens_has_zero_features_or_those_of_its_prompt():
+def test_features_of_a_completion_without_tokens():
     prompts, completions = make_groups((3, 5))
     completions[0] = completion(prompts[0], [])
     network = network_of(embed_method="completion_mean")
@@ -191,7 +191,7 @@ def test_a_completion_without_tokens_has_zero_features_or_those_of_its_prompt():
 # Batching.
 
 
-def test_features_depend_neither_on_the_token_budget_nor_on_the_order_of_groups():
+def test_features_do_not_depend_on_micro_batches_or_group_order():
     prompts, completions = make_groups(*GROUPS)
     order = [8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 6, 7]
     for method, max_tokens in zip(METHODS, (1, 17, 60, 17), strict=True):
@@ -214,7 +214,7 @@ def test_every_distinct_sequence_is_computed_once(monkeypatch):
 
 
 def test_a_sequence_may_fill_the_context():
-    """With position embeddings that end there."""
+    """With learned position embeddings, which end there."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -230,13 +230,13 @@ def test_a_sequence_may_fill_the_context():
         close(found.target, target)
 
 
-# Which states.
+# Layers.
 
 
 @pytest.mark.parametrize(
     ("fractions", "layers"), [((0.25, 0.5, 0.75), [1, 2]), ((0.0,), [1]), ((0.75, 0.25), [2, 1]), ((0.34, 1.0), [1, 3])]
 )
-def test_fractions_of_the_depth_name_blocks_of_the_network(fractions, layers):
+def test_feature_layers_are_fractions_of_the_depth(fractions, layers):
     network = network_of(feature_layers=fractions, feature_norm="none")
     assert network.layers == layers == layer_indices(fractions, 3)
     prompts, completions = make_groups((3, 5))
@@ -257,7 +257,7 @@ def test_hooks_are_removed_from_the_network(monkeypatch):
     def hooks() -> int:
         return sum(len(module._forward_hooks) for module in network.policy.reference.modules())
 
-    before, within = hooks(), []  # transformers leaves its own hooks, for output_hidden_states
+    before, within = hooks(), []  # transformers keeps hooks for output_hidden_states
     network.of_groups(prompts, completions, num_generations=SIZE)
     assert hooks() == before
 
@@ -271,7 +271,7 @@ def test_hooks_are_removed_from_the_network(monkeypatch):
     assert within == [before + 2] and hooks() == before
 
 
-def test_a_model_without_a_list_of_blocks_is_refused():
+def test_a_model_without_a_list_of_blocks_is_rejected():
     config = SimpleNamespace(num_hidden_layers=3)
     lm = SimpleNamespace(
         config=SimpleNamespace(get_text_config=lambda: config),
@@ -281,11 +281,11 @@ def test_a_model_without_a_list_of_blocks_is_refused():
         blocks_of(lm, "mine")
 
 
-# Which model.
+# Models.
 
 
 def of_tiny(policy: Policy, source: Policy | None = None) -> Tensor:
-    """Features of the same completions by any model."""
+    """Features of fixed completions."""
     network = network_of(source or policy, feature_layers=(0.34, 0.67))
     prompts, completions = make_groups(*GROUPS)
     found = network.of_groups(prompts, completions, num_generations=SIZE)
@@ -306,7 +306,7 @@ def tiny() -> Any:
 
 
 def train_a_little(policy: Policy) -> Tensor:
-    """A few optimizer steps on some sequence; returns the parameters from before."""
+    """Take a few optimizer steps; return the initial parameters."""
     parameters = [p for p in policy.model.parameters() if p.requires_grad]
     before = torch.cat([p.detach().flatten().clone() for p in parameters])
     optimizer = torch.optim.SGD(parameters, lr=0.5)
@@ -319,7 +319,7 @@ def train_a_little(policy: Policy) -> Tensor:
     return before
 
 
-def test_with_lora_features_are_those_of_the_base_and_there_is_no_second_model(tiny):
+def test_with_lora_the_base_computes_the_features(tiny):
     cfg = replace(TINY, gradient_checkpointing=True)
     policy = load_policy(cfg, LoraConfig(r=4, dropout=0.5), CPU, with_reference=True)
     assert policy.reference is None and policy.reference_adapter is None
@@ -332,7 +332,7 @@ def test_with_lora_features_are_those_of_the_base_and_there_is_no_second_model(t
     assert (of_model(policy.model.eval()) - expected).abs().max() > 1e-2
 
 
-def test_with_full_training_features_stay_those_of_the_initial_weights(tiny):
+def test_with_full_training_the_initial_weights_compute_the_features(tiny):
     policy = load_policy(TINY, LoraConfig(), CPU, with_reference=True)
     before = of_tiny(policy)
     close(before, of_model(tiny), 1e-5)
@@ -340,7 +340,7 @@ def test_with_full_training_features_stay_those_of_the_initial_weights(tiny):
     assert torch.equal(of_tiny(policy), before)
 
 
-def test_with_a_loaded_adapter_features_are_those_of_the_initial_weights(tiny, tmp_path):
+def test_with_a_loaded_adapter_the_initial_weights_compute_the_features(tiny, tmp_path):
     first = load_policy(TINY, LoraConfig(r=4), CPU, with_reference=False)
     train_a_little(first)
     first.model.save_pretrained(tmp_path / "adapter")
@@ -366,7 +366,7 @@ def saved(policy: Policy, folder: Path) -> str:
     return str(folder)
 
 
-def test_another_model_may_give_the_features(tiny, tmp_path):
+def test_another_model_can_compute_the_features(tiny, tmp_path):
     other = load_policy(TINY, LoraConfig(), CPU, with_reference=False)
     train_a_little(other)
     cfg = FeatureConfig(feature_model=saved(other, tmp_path / "other"))
@@ -379,7 +379,7 @@ def test_another_model_may_give_the_features(tiny, tmp_path):
     assert feature_policy(FeatureConfig(), TINY, policy, ParallelConfig()) is policy
 
 
-def test_another_model_with_other_tokens_is_refused(tmp_path):
+def test_another_model_with_other_tokens_is_rejected(tmp_path):
     policy = load_policy(TINY, LoraConfig(), CPU, with_reference=False)
     other = copy.copy(policy)
     folder = saved(other, tmp_path / "other")

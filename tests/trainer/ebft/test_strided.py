@@ -77,12 +77,12 @@ def gradients(model: Any) -> torch.Tensor:
 
 
 def blocks_of(step: Any, documents: list[Document]) -> dict[tuple[int, int], list[list[int]]]:
-    found = {}
+    blocks = {}
     for row in step.rows:
         ids = row.input_ids[0, row.place]
-        for place in range(len(row.anchor)):
-            found[int(row.document[place]), int(row.anchor[place])] = ids[place].tolist()
-    return found
+        for i in range(len(row.anchor)):
+            blocks[int(row.document[i]), int(row.anchor[i])] = ids[i].tolist()
+    return blocks
 
 
 OPTIONS = [
@@ -97,7 +97,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())) or "default")
-def test_rewards_advantages_and_the_whole_gradient_are_those_of_plain_loops(options):
+def test_rewards_advantages_and_gradients_match_plain_loops(options):
     documents = [*make_documents(10, 6, 15, 11), *make_documents(7)]
     documents[2] = replace(documents[2], prompt_length=8)
     documents[3] = replace(documents[3], mask=[False, True, True, True, True, True, True, False, True, True, True])
@@ -153,7 +153,7 @@ def test_continuations_of_a_document_do_not_depend_on_its_row():
 
 
 def test_equal_samples_have_equal_features_and_whitening_counts_them_as_one():
-    """Diversity is 1/2 with four equal continuations per anchor, and 0 with independent ones."""
+    """Diversity is 1/2 for four equal continuations of an anchor, and 0 for independent continuations."""
     cfg, policy = make_cfg(use_whitening=True), make_policy()
     documents = make_documents(16, 23)
     network = FeatureNetwork(cfg.features, cfg.run, policy)
@@ -201,8 +201,8 @@ def test_documents_without_anchors_only_train_cross_entropy():
     assert sums["loss/ce"] == pytest.approx(loss.item()) and sums["loss/policy"] == 0.0
 
 
-def test_a_step_with_nothing_to_train_writes_losses_of_zero():
-    """Documents too short for an anchor, without trained tokens: the same loss metrics as any other step."""
+def test_a_step_without_trained_tokens_logs_zero_losses():
+    """Documents too short for an anchor and without trained tokens have the same loss metrics as others."""
     documents = [replace(document, mask=[False] * len(document.ids)) for document in make_documents(5, 6)]
     for options in ({}, {"ce_coef": 0.5}, {"rl_coef": 0.0, "ce_coef": 1.0}):
         cfg, policy = make_cfg(**options), make_policy()
@@ -212,7 +212,7 @@ def test_a_step_with_nothing_to_train_writes_losses_of_zero():
         assert losses == {name: 0.0 for name in usual if name.startswith("loss/")} and len(losses) >= 2
 
 
-def test_held_out_numbers_are_those_of_training_at_the_same_seeds():
+def test_evaluation_does_not_depend_on_the_batch_size_and_matches_plain_loops():
     cfg, policy = make_cfg(), make_policy()
     documents = make_documents(16, 6, 23, 11)
     network = FeatureNetwork(cfg.features, cfg.run, policy)
@@ -222,8 +222,8 @@ def test_held_out_numbers_are_those_of_training_at_the_same_seeds():
     total, count = 0.0, 0
     with torch.no_grad():
         for document in documents:
-            own = naive_ebft.logps(policy.model, document.ids, 1, 1.0)
-            total, count = total - own.sum().item(), count + len(own)
+            logps = naive_ebft.logps(policy.model, document.ids, 1, 1.0)
+            total, count = total - logps.sum().item(), count + len(logps)
     assert metrics["eval/nll"] == pytest.approx(total / count, rel=1e-6)
     assert metrics["eval/rows"] == 4 and 0 < metrics["eval/cfm_unbiased"] < metrics["eval/cfm"]
 

@@ -233,12 +233,12 @@ def test_a_different_vocabulary_is_rejected(tmp_path):
     vocab["A"], vocab["B"] = vocab["B"], vocab["A"]
     path.write_text(json.dumps(saved))
     cfg, tokenizer = parse(teacher=("--teacher", str(tmp_path / "t"))), tiny_policy().tokenizer
-    with pytest.raises(ValueError, match=r"teacher=.*275 tokens.* 275.*: '[AB]' is id \d+ there and id \d+ here"):
+    with pytest.raises(ValueError, match=r"teacher=.*275 tokens.*275.*: '[AB]' is id \d+ there and id \d+ here"):
         check_vocabulary(cfg, tokenizer)
     longer = copy.deepcopy(tokenizer)
     longer.add_tokens(["<think>"])
     longer.save_pretrained(tmp_path / "t")
-    with pytest.raises(ValueError, match=r"276 tokens.* 275.*: '<think>' is id 275 there and unknown here"):
+    with pytest.raises(ValueError, match=r"276 tokens.*275.*: '<think>' is id 275 there and unknown here"):
         open_teacher(cfg, tiny_policy())
     with pytest.raises(ValueError, match="teacher=./nowhere: "):
         open_teacher(parse(teacher=("--teacher", "./nowhere")), tiny_policy())
@@ -482,7 +482,7 @@ def test_errors_of_a_server(served, monkeypatch):
     server.close()
     Served.script[:] = []
     monkeypatch.setattr(Served, "shift", 1)
-    with pytest.raises(ValueError, match="tokenizer .*'The quick brown .* model=buil"):
+    with pytest.raises(ValueError, match="'The quick brown .* model=buil"):
         TeacherServer(cfg, policy)
     gone = parse(teacher=("--teacher-url", "http://127.0.0.1:9"))
     with pytest.raises(ValueError, match="failed 3 times.* connection refused"):

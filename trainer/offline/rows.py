@@ -76,11 +76,12 @@ class Rows:
         *,
         size: Callable[[Any], int] = row_tokens,  # cost of a row, to balance ranks
     ) -> None:
-        self.rows_per_batch, self.holds_out, self.size = cfg.run.sequences_per_step, cfg.data.holds_out, size
+        self.cfg, self.holds_out, self.size = cfg, cfg.data.holds_out, size
+        self.rows_per_batch = cfg.run.sequences_per_step
         self.loader: Loader[Any] = Loader(rows, batch_size=self.rows_per_batch, seed=cfg.run.seed)
 
-    def resolve(self, cfg: MethodConfig, modules: list[nn.Module]) -> MethodConfig:
-        return cfg
+    def resolve(self, modules: list[nn.Module]) -> MethodConfig:
+        return self.cfg
 
     def plan(self, training: Training) -> dict[str, Any]:
         self.counters = training.counters

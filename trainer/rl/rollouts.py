@@ -129,10 +129,10 @@ class Rollouts:
 
     # Called by Training, in this order: whatever can be wrong with the input shows before the run folder exists.
 
-    def resolve(self, cfg: GroupConfig, modules: list[nn.Module]) -> GroupConfig:
+    def resolve(self, modules: list[nn.Module]) -> GroupConfig:
         rows = self.prompts + self.held_out
-        self.cfg = resolve_engine(cfg, self.policy, rows, modules, extra_tokens=self.extra_tokens)
-        self.loader = Loader(self.prompts, batch_size=self.rows_per_batch, seed=cfg.run.seed)
+        self.cfg = resolve_engine(self.cfg, self.policy, rows, modules, extra_tokens=self.extra_tokens)
+        self.loader = Loader(self.prompts, batch_size=self.rows_per_batch, seed=self.cfg.run.seed)
         return self.cfg
 
     def plan(self, training: Training) -> dict[str, Any]:

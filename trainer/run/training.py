@@ -50,8 +50,8 @@ class Source(Protocol):
     def epoch(self) -> float:
         """Passes over the rows so far."""
 
-    def resolve(self, cfg: Any, modules: list[nn.Module]) -> Any:
-        """Resolve settings that depend on the input, such as --rollout.engine auto."""
+    def resolve(self, modules: list[nn.Module]) -> MethodConfig:
+        """Return the config, with settings that depend on the input resolved, such as --rollout.engine auto."""
 
     def plan(self, training: Training) -> dict[str, Any]:
         """Check everything that can fail before the run folder exists; return the state that checkpoints contain."""
@@ -107,7 +107,7 @@ class Training:
         self.run, self.policy, self.source, self.step = run, policy, source, 0
         self.evaluate = (evaluate or source.evaluate) if source.holds_out else None
         pairs = {name: x if isinstance(x, tuple) else (x, cfg.optim) for name, x in (modules or {}).items()}
-        cfg = source.resolve(cfg, [module.to(policy.device) for module, _ in pairs.values()])
+        cfg = source.resolve([module.to(policy.device) for module, _ in pairs.values()])
         if cfg.model.neftune_noise_alpha is not None:
             add_noise(causal_lm(policy.model), cfg.model.neftune_noise_alpha)
         if cfg.model.router_aux_loss_coef is not None:

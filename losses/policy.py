@@ -62,10 +62,15 @@ class PolicyLoss:
     loss: Callable[..., Tensor | tuple[Tensor, Metrics]] | None = None
     """(t, *, options) -> (n,) loss of each token, and metrics if it has any. None: PPO's clip."""
     average: Literal["tokens", "completions", "completion_sums", "budget", "micro_batch"] = "tokens"
-    """Divisor of the sum over the step, and the weight of each token in it (token_share and divisor in grpo.py)."""
+    """Divisor of the sum over the step, and the weight of each token (token_share and step_divisor in grpo.py)."""
     ratio: Literal["token", "completion", "weight", "none"] = "token"
     """token: log_ratio per token, or GSPO's mean. completion: log_ratio of the whole completion. weight: the loss reads
     total_log_ratio, which includes the gap to the engine. none: no ratio; one step per rollout."""
+
+    @property
+    def is_clipped(self) -> bool:
+        """True for PPO's clip, which trainer/methods/grpo.py writes out."""
+        return self.loss is None
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:

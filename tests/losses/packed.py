@@ -12,7 +12,7 @@ from losses.importance import sequence_length, sequence_mean, sequence_sum
 from losses.policy import POLICY_LOSSES
 from losses.types import Metrics
 from trainer.config.policy import PolicyLossConfig
-from trainer.methods.grpo import PolicyLossFunction, divisor, policy_loss
+from trainer.methods.grpo import PolicyLossFunction, policy_loss, step_divisor
 from trainer.rl.minibatch import MicroBatch
 
 MAX_LENGTH = 4
@@ -72,8 +72,8 @@ class Tokens:
         t = mb.at(index)
         t.logp, t.entropy = (logp[index] if len(logp) == len(self.old) else logp), self.entropy[index]
         cfg, batch = config(name, level, self.weight is not None, options), self.step(entropy_coef)
-        count = divisor(cfg, batch) if divide else torch.ones(())
-        return function(cfg, t, batch, count)
+        divisor = step_divisor(cfg, batch) if divide else torch.ones(())
+        return function(cfg, t, batch, divisor)
 
     def step(self, entropy_coef: float = 0.0) -> Any:
         """The counts of a MiniBatch with these tokens."""

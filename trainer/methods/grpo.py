@@ -103,7 +103,7 @@ def backward(
 ) -> MetricSums:
     """Accumulate the gradients of one optimizer step, and its metrics."""
     sums, ratios = MetricSums(), torch.zeros(2, 3, dtype=torch.float64, device=policy.device)
-    count = divisor(cfg, batch)
+    divisor = step_divisor(cfg, batch)
     look_ahead(cfg, policy, batch)  # columns for options that concern whole completions; nothing by default
     few_trained = cfg.policy_loss.top_entropy_quantile < 1 and not has_kl_term(cfg)  # the head skips the rest
     for mb in passes(cfg, policy, batch, is_last=is_last):
@@ -111,7 +111,7 @@ def backward(
         def loss_of(tokens: TokenLogps, rows: Tensor, mb=mb) -> tuple[Tensor, tuple[Metrics, Tensor]]:
             t = mb.at(rows)  # the columns of n tokens, whose logits exist only during this call
             t.logp, t.entropy = tokens  # (n,) with gradient
-            total, metrics = (loss or policy_loss)(cfg, t, batch, count)
+            total, metrics = (loss or policy_loss)(cfg, t, batch, divisor)
             return total, (metrics, tokens.logp.detach())
 
         states_loss = value_loss and partial(value_loss, sums, mb)
@@ -120,7 +120,7 @@ def backward(
         )
         total.backward()
         ratios += add_micro_batch(cfg, sums, mb, pieces, total)
-    divisors = {"policy": count, "kl": count, "entropy": batch.num_uncertain, "value": batch.num_tokens}
+    divisors = {"policy": divisor, "kl": divisor, "entropy": batch.num_uncertain, "value": batch.num_tokens}
     end_step(sums, batch, divisors, ratios)
     return sums
 
@@ -129,14 +129,14 @@ def policy_loss(
     cfg: PolicyGradientConfig,
     t: MicroBatch,  # columns of n tokens; t.logp and t.entropy are of the current policy, with gradient
     batch: MiniBatch,
-    count: Tensor,  # () divisor of the sum over the step
+    divisor: Tensor,  # () of the sum over the step
 ) -> tuple[Tensor, Metrics]:  # ()
     """What these n tokens add to the loss of the step."""
     options, correction, logp, advantage = cfg.policy_loss, cfg.correction, t.logp, t.advantage
     here = logp.detach()
     old = here if t.old_logp is None else torch.where(t.old_logp.isnan(), here, t.old_logp)
 
-    log_ratio = logp - old  # (n,) 0 on the first step, where only its gradient matters
+    log_ratio = logp - old  # (n,) 0 on the first step of a rollout, where only its gradient matters
     if options.importance_sampling_level == "sequence":  # GSPO: the completion's mean, with the gradient of the token
         log_ratio = t.mean_log_ratio + (logp - here)
     elif options.loss.ratio == "completion":  # --loss-type rloo: the product over the completion
@@ -144,7 +144,7 @@ def policy_loss(
     t.log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = t.log_ratio.exp()
 
-    if options.loss.loss is None:  # --loss-type dapo, grpo, dr_grpo, bnpo, luspo, rloo differ in the average only
+    if options.loss.is_clipped:  # --loss-type dapo (default); grpo, dr_grpo, bnpo, luspo and rloo average differently
         low, high, cap = clip_bounds(**options.loss_options)  # 1 - epsilon, 1 + epsilon_high, None
         loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)  # (n,)
         if cap is not None:  # --delta, --dual-clip: bound the loss of a bad token that became far more likely
@@ -154,21 +154,21 @@ def policy_loss(
         loss, metrics = options.loss.of_tokens(t, **options.loss_options)
 
     weight = torch.ones_like(here)  # (n,) without gradient
-    if correction.is_on and options.loss.ratio != "weight":  # the engine sampled, not exactly the old policy
+    if correction.is_on and options.loss.ratio != "weight":  # on by default; vespo's own weight includes it
         gap = log_difference(old, t.engine_logp) if t.engine_gap is None else t.engine_gap  # of token or completion
-        weight = bounded_ratio(gap, *correction.bounds, drop=correction.drops)  # exp(gap), at most the bound
+        weight = bounded_ratio(gap, *correction.bounds, drop=correction.drops)  # exp(gap), clamped or dropped
     for keep in (t.keep_geometric, t.keep_on_policy, t.keep_entropy):  # filters; None if off
         weight = weight if keep is None else weight * keep
     loss = torch.where(weight == 0, 0.0, loss) * weight  # select, do not only multiply: it may be inf or NaN
 
     share = token_share(cfg, t)  # (n,) 1, or less if each completion counts the same
     policy_sum = (loss * share).sum()
-    total = policy_sum / count
+    total = policy_sum / divisor
     if t.ref_logp is not None:  # --beta
         estimator = KL_ESTIMATORS[options.kl_estimator]  # k3: exp(d) - d - 1, d = ref_logp - logp
         kl = token_kl(logp, old, t.ref_logp, estimator=estimator, ratio_weighted=options.use_bias_correction_kl)
         kl_sum = (kl * share).sum()
-        total = total + options.beta * kl_sum / count
+        total = total + options.beta * kl_sum / divisor
         metrics |= {"loss/kl": (kl_sum, 0), "policy/ref_kl_k3": (k3(here, t.ref_logp).sum(), len(here))}
     if batch.entropy_coef:  # --entropy-coef, --entropy-target
         entropy = t.entropy if t.keep_entropy is None else torch.where(t.keep_entropy, t.entropy, 0.0)
@@ -187,10 +187,12 @@ def token_share(cfg: PolicyGradientConfig, t: MicroBatch) -> Tensor:  # (n,)
     one, average = torch.ones_like(t.advantage), cfg.policy_loss.loss.average
     if average == "completions":  # grpo, sapo, rloo: the mean over the tokens of a completion, then over completions
         return one / t.length
-    return one / t.num_trained if average == "micro_batch" else one  # bnpo: the same with micro-batches
+    if average == "micro_batch":  # bnpo: the mean over the tokens of a micro-batch, then over micro-batches
+        return one / t.num_trained
+    return one  # dapo, dr_grpo, luspo, cispo, vespo, reinforce: the sum over tokens
 
 
-def divisor(cfg: PolicyGradientConfig, batch: MiniBatch) -> Tensor:  # ()
+def step_divisor(cfg: PolicyGradientConfig, batch: MiniBatch) -> Tensor:  # ()
     """What the sum over the step is divided by, once: counted over all ranks before the first pass."""
     count = {
         "tokens": batch.num_tokens,  # dapo, cispo, vespo

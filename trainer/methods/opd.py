@@ -81,14 +81,14 @@ def train(cfg: Config) -> None:
 
 
 def reverse_kl_loss(
-    cfg: PolicyGradientConfig, t: MicroBatch, batch: MiniBatch, count: Tensor
+    cfg: PolicyGradientConfig, t: MicroBatch, batch: MiniBatch, divisor: Tensor
 ) -> tuple[Tensor, Metrics]:
     """GRPO's loss with advantage teacher_logp - logp. On entry t.advantage is teacher_logp, plus weighted rewards.
 
     policy/reverse_kl is the k1 estimator: unbiased while the ratio is 1, and possibly negative for few tokens.
     """
     t.advantage = t.advantage - t.logp.detach()
-    loss, metrics = policy_loss(cfg, t, batch, count)
+    loss, metrics = policy_loss(cfg, t, batch, divisor)
     return loss, {**metrics, "policy/reverse_kl": (-t.advantage.sum(), len(t.advantage))}
 
 

@@ -148,7 +148,7 @@ def backward_both(cfg: Config, policy: Policy, critic: Critic, batch: MiniBatch,
 
     def states_loss(sums: MetricSums, mb: MicroBatch, states: Tensor) -> Tensor:  # states: (N, D) of the policy's trunk
         value_sum, metrics = value_loss(cfg, critic(states), mb)
-        sums.add({**metrics, "loss/value": (value_sum, 0)})  # backward() adds the divisor
+        sums.add({**metrics, "loss/value": (value_sum, 0)})  # end_step in backward() adds the divisor
         return cfg.vf_coef * value_sum / num_tokens  # --vf-coef
 
     if isinstance(critic, ValueHead):
@@ -157,7 +157,7 @@ def backward_both(cfg: Config, policy: Policy, critic: Critic, batch: MiniBatch,
     for mb in batch.micro_batches:  # --value-model
         value_sum, metrics = value_loss(cfg, critic(mb.batch), mb)
         (value_sum / num_tokens).backward()
-        sums.add({**metrics, "loss/value": (value_sum, mb.num_trained)})
+        sums.add({**metrics, "loss/value": (value_sum, mb.num_trained)})  # after end_step: with its count
     return sums
 
 
@@ -165,10 +165,14 @@ def value_loss(cfg: Config, value: Tensor, mb: MicroBatch) -> tuple[Tensor, Metr
     """Half the squared error to the target, summed over the tokens of a micro-batch."""
     value, old_value, target = wide(value), mb.extra["old_value"], mb.extra["target"]
     metrics: Metrics = {}
-    error = (value - target).square()  # (N,)
+
+    def error(value: Tensor) -> Tensor:  # (N,)
+        return (value - target).square() / 2
+
+    loss = error(value)
     if cfg.cliprange_value is not None:  # --cliprange-value: moving further from the old value does not lower the loss
         low, high = old_value - cfg.cliprange_value, old_value + cfg.cliprange_value
-        clipped = (torch.maximum(torch.minimum(value, high), low) - target).square()
-        metrics["value/clip_frac"] = ((clipped > error).sum(), len(value))
-        error = torch.maximum(error, clipped)
-    return 0.5 * error.sum(), metrics
+        clipped = error(torch.maximum(torch.minimum(value, high), low))
+        metrics["value/clip_frac"] = ((clipped > loss).sum(), len(value))
+        loss = torch.maximum(loss, clipped)
+    return loss.sum(), metrics

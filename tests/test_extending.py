@@ -188,9 +188,9 @@ def test_a_loss_gets_the_flags_it_names_and_rejects_others(tmp_path, monkeypatch
     own = {"loss_type": "own.soft", "loss_kwargs": {"sharpness": 2.0}}
     assert PolicyLossConfig(**own, epsilon=0.1).loss_options == {"epsilon": 0.1, "sharpness": 2.0}
     for options, message in (
-        (own | {"cispo_cap": 3.0}, "cispo_cap=3.0: .*loss_type=own.soft"),
-        (own | {"loss_kwargs": {"sharpness": 1, "epsilon": 1}}, "loss_kwargs.epsilon: .*--epsilon"),
-        (own | {"loss_kwargs": {"sharpnes": 1}}, "loss_kwargs.sharpnes: .*'sharpness'"),
+        (own | {"dual_clip": 3.0}, "dual_clip=3.0: .*loss_type=own.soft"),
+        (own | {"loss_kwargs": {"sharpness": 1, "epsilon": 1}}, "loss_kwargs.epsilon.*--epsilon"),
+        (own | {"loss_kwargs": {"sharpnes": 1}}, "loss_kwargs.sharpnes.*'sharpness'"),
         (own | {"loss_kwargs": {}}, "loss_type=own.soft: .*sharpness.*--loss-kwargs"),
         ({"loss_type": "own.sof"}, "loss_type=own.sof: "),
     ):

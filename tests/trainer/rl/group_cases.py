@@ -117,7 +117,7 @@ def make_config(cut: tuple[int, int, str] = WHOLE, *, num_iterations: int = 2, c
         max_tokens_per_micro_batch=budget, packing=layout != "padded",
     )  # fmt: skip
     options = {"epsilon": 0.1} if loss.get("loss_type", "dapo") not in ("cispo", "sapo", "vespo", "reinforce") else {}
-    options |= {"cispo_cap": 1.05} if loss.get("loss_type") == "cispo" else {}  # low enough to bind
+    options |= {"loss_kwargs": {"cispo_cap": 1.05}} if loss.get("loss_type") == "cispo" else {}  # low enough to bind
     return SimpleNamespace(
         policy_loss=PolicyLossConfig(**{**options, **loss}), correction=CorrectionConfig(**(correction or {})), run=run,
         advantage=SimpleNamespace(kl_in_reward=False), temperature=TEMPERATURE, share_prompt=layout == "shared",

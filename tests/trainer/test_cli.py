@@ -232,7 +232,7 @@ def test_bad_flags(fork):
         (["--base-model", "x"], "--base-model: unknown flag; did you mean --model?"),
         (["--load-in-8bit", "x"], "--load-in-8bit: unknown flag; --help-all"),
         (["--run-name", "x"], "--run-name: unknown flag; did you mean --output-dir?"),
-        (["--push-to-hub"], "--push-to-hub: unknown flag; no upload by a run, python -m trainer.push"),
+        (["--push-to-hub"], "--push-to-hub: unknown flag; no upload during a run, use python -m trainer.push"),
         (["--attn-implementation", "flash_attention_2"], "--attn-implementation=flash_attention_2: must be one of "),
         # all mistakes, one line each
         (["--model-name-or-path", "x", "--qqq", "--gamma", "a", "--dtype", "f16"], "--model-name-or-path: unknown",

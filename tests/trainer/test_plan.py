@@ -455,7 +455,7 @@ def test_a_base_in_4_bits_is_never_sharded(capsys):
 
 def test_invalid_settings(capsys, tmp_path):
     for argv, words in (
-        (["--model", str(tmp_path)], "holds neither config.json"),
+        (["--model", str(tmp_path)], "neither config.json"),
         (["--shap", "qwen3-8b"], "--shap: unknown flag; did you mean --shape?"),
         (["--shape", "qwen3-8b", "--gpus", "x"], "--gpus=x: expected a whole number"),
         (["--shape", "qwen3-8b", "--gpu", "tpu"], "--gpu=tpu: expected one of here, h200"),

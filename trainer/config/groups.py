@@ -99,7 +99,6 @@ class AdvantageConfig:
 class AsyncConfig:
     """Overlap of sampling and training, and groups whose rewards are all equal."""
 
-
     async_prefetch: bool = False
     """Sample the next batches while training on the current batch. Needs vLLM servers on other GPUs."""
     prefetch_depth: int = 1

@@ -56,9 +56,7 @@ class Config(OfflineConfig):
         if self.max_length < 2:
             raise UserError(f"max_length={self.max_length}: must be 2 or more (a prompt and a response)")
         if self.center_rewards_coefficient is not None and not self.center_rewards_coefficient > 0:
-            raise UserError(
-                f"center_rewards_coefficient={self.center_rewards_coefficient}: must be above 0, or None"
-            )
+            raise UserError(f"center_rewards_coefficient={self.center_rewards_coefficient}: must be above 0, or None")
 
 
 def train(cfg: Config) -> None:

@@ -53,7 +53,7 @@ REJECTED: list[tuple[Any, dict[str, Any], str]] = [
     (RunConfig, {"loss_watchdog_threshold": math.nan}, "loss_watchdog_threshold=nan: "),
     (SFT, {"run": RunConfig(evals_per_epoch=4)}, "evals_per_epoch=4: has no effect without held-out rows"),
     (SFT, {"roles_to_train": ("human",)}, "roles_to_train=human: "),
-    (SFT, {"roles_to_train": ()}, "roles_to_train: empty"),
+    (SFT, {"roles_to_train": ()}, "roles_to_train is empty"),
     (SFT, {"roles_to_train": ("user",), "train_on_inputs": True}, "roles_to_train=user: has no effect with train_on"),
     (MovingReferenceConfig, {"sync_ref_model": True, "ref_model_sync_steps": 0}, "ref_model_sync_steps=0: must be"),
     (MovingReferenceConfig, {"sync_ref_model": True, "ref_model_mixup_alpha": 1.5}, "ref_model_mixup_alpha=1.5: must"),

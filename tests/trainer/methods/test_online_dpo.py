@@ -292,7 +292,7 @@ REJECTED = {
     "one": (("--num-generations", "1"), "num_generations=1: .*2"),
     "groups": (("--num-generations", "3"), "num_generations=3: .*8"),
     "replay": (("--replay-buffer-size", "4", "--no-replay-recompute-logps"), "replay_recompute_logps=False"),
-    "aot": (("--loss-type", "aot", "--num-generations", "8"), "per_device_train_batch_size=8: aot"),
+    "aot": (("--loss-type", "aot", "--num-generations", "8"), "per_device_train_batch_size=8: loss_type=aot"),
     "penalty": (("--missing-eos-penalty", "-1"), "missing_eos_penalty=-1.0"),
     "judged penalty": (("--judge", "a.b", "--missing-eos-penalty", "1"), "missing_eos_penalty=1.0: .* judge"),
     "rerolls": (("--judge", "a.b", "--reroll-start-fraction", "0.5"), "reroll_start_fraction=0.5: .* judge"),
@@ -301,7 +301,7 @@ REJECTED = {
     "workers": (("--judge", "a.b", "--reward-num-workers", "2"), "reward_num_workers=2: .* judge"),
     "smoothing": (("--loss-type", "ipo", "--label-smoothing", "0.1"), "label_smoothing=0.1: .*ipo"),
     "moving": (("--sync-ref-model", "--lora.r", "4"), "sync_ref_model=True: .*LoRA"),
-    "free": (("--reference-free", "--ref-model", "x"), "reference_free: .*ref_model"),
+    "free": (("--reference-free", "--ref-model", "x"), "ref_model=x: .*reference_free"),
 }  # fmt: skip
 
 

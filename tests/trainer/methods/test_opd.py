@@ -91,9 +91,9 @@ REJECTED = {
         ("--sync-ref-model",), ("--teacher", "self", "--teacher-prompt", "a.b"),
         "sync_ref_model=True: the reference is also teacher=self",
     ),
-    "no rewards": (("--reward-coef", "0.5"), None, "reward_coef=0.5: has no effect without reward functions"),
-    "reward weights": (("--reward-weights", "2"), None, "reward_weights=2: has no effect without reward functions"),
-    "estimator": (("--scale-rewards", "none"), None, "scale_rewards=none: has no effect without an advantage"),
+    "no rewards": (("--reward-coef", "0.5"), None, "reward_coef=0.5: has no effect"),
+    "reward weights": (("--reward-weights", "2"), None, "reward_weights=2: has no effect"),
+    "estimator": (("--scale-rewards", "none"), None, "scale_rewards=none: has no effect"),
     "another loss": (("--loss-type", "grpo"), None, "loss_type=grpo: "),
     "skipping": (("--skip-zero-advantage-batches",), None, "skip_zero_advantage_batches=True: "),
     "mask by sign": (("--off-policy-mask-threshold", "1"), None, "off_policy_mask_threshold=1.0: has no effect"),
@@ -247,12 +247,12 @@ def test_a_different_vocabulary_is_rejected(tmp_path):
 def test_the_memory_plan_includes_the_teacher():
     tiny = plan.sizes_for(parse()).params
     work = plan.work_of(parse(), plan.sizes_for(parse()), "cuda")
-    assert (work.others, work.has_reference) == (2 * tiny, False)
+    assert (work.other_bytes, work.has_reference) == (2 * tiny, False)
     itself = parse("--teacher-prompt", "os.path.basename", teacher=("--teacher", "self"))
-    assert plan.has_reference(itself) and not list(plan.frozen(itself))
-    assert not list(plan.frozen(parse(teacher=SERVER)))
+    assert plan.has_reference(itself) and not list(plan.other_models(itself))
+    assert not list(plan.other_models(parse(teacher=SERVER)))
     config = plan.PlanConfig(model="builtin:tiny", method="opd", teacher="builtin:tiny_teacher")
-    assert config.others == 2 * tiny and not config.has_reference
+    assert config.other_bytes == 2 * tiny and not config.has_reference
     assert plan.PlanConfig(shape="qwen3-0.6b", method="opd", teacher="self").has_reference
     with pytest.raises(ValueError, match="teacher=t: .*method=sft"):
         plan.PlanConfig(shape="qwen3-0.6b", teacher="t")

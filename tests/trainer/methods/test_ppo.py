@@ -314,7 +314,7 @@ def test_a_reward_model_as_critic_keeps_its_head(tmp_path):
 REJECTED = {
     "advantage_estimator=leave_one_out: ": ["--advantage-estimator", "leave_one_out"],
     "scale_rewards=none: ": ["--scale-rewards", "none"],
-    "multi_objective_aggregation=normalize_then_sum: ": ["--multi-objective-aggregation", "normalize_then_sum"],
+    "advantage_estimator=normalize_then_sum: ": ["--multi-objective-aggregation", "normalize_then_sum"],
     "dynamic_sampling=True: ": ["--dynamic-sampling"],
     "replay_buffer_size=8: ": ["--replay-buffer-size", "8"],
     "skip_zero_advantage_batches=True: ": ["--skip-zero-advantage-batches"],

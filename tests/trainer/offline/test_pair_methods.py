@@ -469,8 +469,8 @@ REJECTED = [
     (cpo, {"cpo_alpha": -1.0}, "cpo_alpha=-1.0: must be 0 or above"),
     (cpo, {"label_smoothing": 0.6}, "label_smoothing=0.6: must be in"),
     (cpo, {"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing=0.1: has no effect"),
-    (cpo, {"simpo_gamma": 1.0}, "simpo_gamma=1.0: has no effect on loss_type=sigmoid"),
-    (simpo, {"alpha": 0.5}, "alpha=0.5: has no effect on loss_type=simpo"),
+    (cpo, {"simpo_gamma": 1.0}, "simpo_gamma=1.0: has no effect with loss_type=sigmoid"),
+    (simpo, {"alpha": 0.5}, "alpha=0.5: has no effect with loss_type=simpo"),
 ]  # fmt: skip
 
 

@@ -66,9 +66,9 @@ def test_settings_that_need_servers_decide_on_any_device(argv, asked):
 
 def test_a_gym_that_needs_a_server_decides():
     cfg = SimpleNamespace(**{name: getattr(parse(), name) for name in ("vllm", "sync", "overlap")})
-    assert servers_asked(cfg) is None
-    cfg.nemo_gym = SimpleNamespace(multi_turn=True)
-    assert servers_asked(cfg) == "nemo_gym.multi_turn=True"
+    for environments, expected in (({}, None), ({"nemo_gym.multi_turn": True}, "nemo_gym.multi_turn=True")):
+        cfg.server_environments = environments
+        assert servers_asked(cfg) == expected
 
 
 def test_memory_decides_on_a_gpu():
@@ -120,8 +120,7 @@ def test_free_gpu_memory_decides(monkeypatch, capsys):
     cache = 2 * 3 * 16 * 2 * (64 + 8 * 320)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * allocated)
-    monkeypatch.setattr(engine_choice, "find_python", lambda vllm: "python")
-    monkeypatch.setattr(engine_choice, "check_build", lambda python, device: None)
+    monkeypatch.setattr(engine_choice, "check_vllm", lambda vllm: None)
     for spare, engine in ((0, "local"), (-1, "vllm")):
         free = needed + cache + engine_choice.SPARE - 2 * allocated + spare
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10 * free))

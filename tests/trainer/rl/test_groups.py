@@ -148,7 +148,7 @@ def rollout_of(values: list[list[list[float | None]]], weights: list[float]) -> 
 def test_gdpo_distinguishes_rewards_with_the_same_sum():
     rollout = rollout_of([[[0.0, 1.0], [1.0, 1.0]], [[0.0, 0.0], [1.0, 1.0]]], [1.0, 1.0])
     summed = advantages(settings(), rollout)
-    apart = advantages(settings(AdvantageConfig(multi_objective_aggregation="normalize_then_sum")), rollout)
+    apart = advantages(settings(AdvantageConfig(advantage_estimator="normalize_then_sum")), rollout)
     assert summed.abs().flatten().tolist() == pytest.approx([0.7071] * 4, abs=2e-4)
     assert apart.flatten().tolist() == pytest.approx([-0.5477, 0.5477, -1.0954, 1.0954], abs=3e-4)  # by hand
 

@@ -45,7 +45,7 @@ def rollout_of(rewards: Sequence[float], minibatch_sizes: tuple[int, ...] = ()) 
 
 
 def packed(cfg: Any, policy: Any, rollout: Rollout, advantage: Any = ADVANTAGE, **more: Any) -> list[MiniBatch]:
-    rollouts = SimpleNamespace(cfg=cfg, policy=policy, overlap=AsyncConfig())
+    rollouts = SimpleNamespace(_policy_gradient=cfg, policy=policy, overlap=AsyncConfig())
     batches = Rollouts.pack(rollouts, rollout, advantage, **more)
     logps_at_start(cfg, policy, batches, len(batches) * cfg.num_iterations)
     return batches

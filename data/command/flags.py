@@ -20,7 +20,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -371,7 +371,7 @@ def build(config: type, values: Values, table: Mapping[str, Flag], prog: str, mi
         names = " and ".join(flag.key.upper() if flag.is_positional else flag.name for flag in missing)
         mistakes = [f"{names}: required; {prog} --help lists all flags"]
     words = [word for key, given in values.items() for word in _for_tyro(table[key], given.words)]
-    parsed = None if mistakes else _parse(_without_checks(config), words, prog)
+    parsed = None if mistakes else _parse(_only(config, values), words, prog)
     if parsed is None:
         wrong = [_explain(given, table[key]) for key, given in values.items() if not _is_valid(table[key], given)]
         _report([*mistakes, *wrong] or [f"{prog}: tyro rejects {' '.join(words)}"])
@@ -431,17 +431,35 @@ def _described(member: Any) -> str:
     return TYPES.get(member, getattr(member, "__name__", str(member)))
 
 
+def _only(config: type, keys: Container[str]) -> type:
+    """Return a dataclass with these flags only: tyro takes most of its time for flags that are not set."""
+    fields: list[tuple[str, Any]] = []
+    for field, hint, block, prefix in config_fields(config):
+        if block is not None:
+            inner = [(x.name, kind) for x, kind, _, _ in config_fields(block) if prefix + x.name in keys]
+            if inner:
+                markers = _strip_annotated(hint)[1]
+                part = dataclasses.make_dataclass(block.__name__, inner)
+                fields.append((field.name, Annotated[part, *markers] if markers else part))
+        elif field.name in keys:
+            fields.append((field.name, hint))
+    return dataclasses.make_dataclass(config.__name__, fields)
+
+
 def _check(config: type, parsed: Any) -> Any:
-    """Construct the blocks and the Config from what tyro parsed; each checks its fields."""
+    """Construct the blocks and the Config from what tyro parsed and defaults; each checks its fields."""
     fields: dict[str, Any] = {}
     mistakes: list[str] = []
     for field, _, block, _ in config_fields(config):
-        fields[field.name] = value = getattr(parsed, field.name)
-        if block is not None:
+        value, default = getattr(parsed, field.name, dataclasses.MISSING), default_of(field)
+        if block is not None and (value is not dataclasses.MISSING or default is dataclasses.MISSING):
+            values = {} if value is dataclasses.MISSING else vars(value)
             try:
-                fields[field.name] = block(**{x.name: getattr(value, x.name) for x in dataclasses.fields(block)})
+                value = block(**values) if default is dataclasses.MISSING else dataclasses.replace(default, **values)
             except ValueError as error:  # from a check in __post_init__, including a custom Config's
                 mistakes.append(str(error))
+        if value is not dataclasses.MISSING:
+            fields[field.name] = value
     _report(mistakes)
     try:
         return config(**fields)
@@ -450,7 +468,7 @@ def _check(config: type, parsed: Any) -> Any:
 
 
 def _without_checks(config: type, is_shown: Callable[[str], bool] = lambda key: True) -> type:
-    """Return a copy of the Config class whose blocks check nothing, and whose other flags --help does not show."""
+    """Return a copy of the Config class that checks nothing and hides the flags that --help does not show."""
     changed = []
     for field, hint, block, prefix in config_fields(config):
         default = {name: getattr(field, name) for name in ("default", "default_factory")}

@@ -171,9 +171,3 @@ def test_kernel_on_a_gpu_rounds_to_a_neighbour_without_bias(shape):
 def test_many_parameters_on_a_gpu(check):
     sizes = [0, 1, 7, BLOCK, 4 * BLOCK, CHUNK - 1, CHUNK, 2048, 128, 6144 * 2048, 3 * CHUNK + 5, 151936 * 256 + 3]
     check(step_all_, sizes, device="cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shift", [1, 4])
-def test_unaligned_views_on_a_gpu(shift):
-    check_unaligned(step_all_, [5 * BLOCK + 3, CHUNK], shift, device="cuda")

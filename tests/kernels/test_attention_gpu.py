@@ -155,7 +155,7 @@ def test_mask_and_attention_do_not_sync_with_the_host():
 def test_flex_attend_rejects_odd_lengths_and_wrong_masks():
     spans = on_device(lay_out([[(100, [30])]]).spans)
     *inputs, _ = draw_inputs(1, 130, (4, 2, 64))
-    with pytest.raises(ValueError, match=r"lengths=\(130, 130\): not multiples of 128"):
+    with pytest.raises(ValueError, match=r"lengths=\(130, 130\): .*128"):
         flex_attend(*inputs, block_mask(spans, 130), scale=0.125)
     *inputs, _ = draw_inputs(1, 256, (4, 2, 64))
     with pytest.raises(ValueError, match=r"block_mask.shape=\(1, 1, 384, 384\)"):

@@ -146,7 +146,7 @@ def as_reference(policy: Policy) -> Iterator[nn.Module]:
             policy.model.set_adapter(ADAPTER)
             policy.model.train(was_training)
     else:
-        assert policy.is_lora, "no reference was loaded: pass Session(..., with_reference=True)"
+        assert policy.is_lora, "no reference was loaded: call open_policy(cfg, with_reference=True)"
         with without_adapter(policy):
             yield policy.model
 

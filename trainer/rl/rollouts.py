@@ -62,7 +62,7 @@ from trainer.run.run import Run
 from trainer.run.training import Training
 
 
-class StepBatch(Protocol):
+class AnyMiniBatch(Protocol):
     """The batch of an optimizer step: MiniBatch, or the method's own kind."""
 
     is_first: bool  # no optimizer step has been taken on the rollout yet
@@ -71,7 +71,7 @@ class StepBatch(Protocol):
     def batches(self) -> list[Batch]: ...  # its forward passes
 
 
-B = TypeVar("B", bound=StepBatch)
+B = TypeVar("B", bound=AnyMiniBatch)
 
 
 def open_rewards(cfg: RewardedConfig, run: Run) -> table.Rewards:
@@ -300,7 +300,7 @@ class Rollouts:
             batch.is_first = number == 0
             if self.entropy is not None and isinstance(batch, MiniBatch):  # --entropy-target
                 batch.entropy_coef = self.entropy.coef
-            self.batch: StepBatch = batch
+            self.batch: AnyMiniBatch = batch
             yield batch
             if self.overlap.async_prefetch and number + 1 < self.steps_per_batch:
                 self.rank0.run(self._refresh)

@@ -36,7 +36,7 @@ class DecodeBatch:
     def select(self, keep: list[int]) -> None:
         """Keep only these rows. The logits are not selected: they have been used already."""
         index = torch.tensor(keep, device=self.mask.device)
-        self.cache.batch_select_indices(index)
+        self.cache.reorder_cache(index)
         self.jobs = [self.jobs[row] for row in keep]
         self.mask, self.lengths, self.seeds = self.mask[index], self.lengths[index], self.seeds[index]
 
@@ -87,7 +87,7 @@ def _prefill(model: Any, jobs: list[Job]) -> DecodeBatch:
     batch = DecodeBatch(jobs=list(jobs), cache=cache, logits=logits, mask=mask, lengths=lengths, seeds=seeds)
     if len(index) < len(jobs):
         expand = torch.tensor(prompt_of, device=device)
-        cache.batch_select_indices(expand)
+        cache.reorder_cache(expand)
         batch.logits, batch.mask, batch.lengths = logits[expand], mask[expand], lengths[expand]
     return batch
 

@@ -48,6 +48,7 @@ ROWS = {"cuda": 512, "cpu": 256}  # default max_batch_size
 PAGE = {"cuda": 64, "cpu": 16}  # tokens per cache page
 STEPS_PER_SYNC = {"cuda": 32, "cpu": 1}  # decode steps between host syncs
 PARITY_FLOAT32, PARITY_BFLOAT16 = 1e-3, 0.1  # maximum mean gap to the trainer's log-probs
+PARITY_GROWING = 0.25  # in bfloat16 with the growing cache: above it the model is rejected
 
 
 def log_line(text: str) -> None:
@@ -274,26 +275,28 @@ class LocalEngine:
         """On the first call, choose the first forward pass whose log-probs match the trainer's."""
         if self._make_forward is not None or self._uses_growing_cache:
             return
-        obstacle, skipped = paged_obstacle(self.lm, needs_kernels=self.kind == "cuda"), None
-        name = type(self.lm).__name__
-        for make in [] if obstacle else self._ways():
+        name, skipped = type(self.lm).__name__, paged_obstacle(self.lm, needs_kernels=self.kind == "cuda")
+        ways: list[Callable[[], Forward] | None] = [] if skipped else [*self._ways()]
+        for make in [*ways, None]:  # None: growing.py
             try:
-                self._make_forward, self._forward = make, make()
-                obstacle = self._check_parity()
+                self._make_forward, self._forward = make, None if make is None else make()
+                obstacle = self._check_parity(paged=make is not None)
             except torch.OutOfMemoryError:
                 raise
             except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
                 obstacle = (
-                    f"its code fails with a paged KV cache ({type(error).__name__}: {' '.join(str(error).split())})"
+                    f"its code fails with a {'growing' if make is None else 'paged'} KV cache ({type(error).__name__}: "
+                    f"{' '.join(str(error).split())})"
                 )
             if obstacle is None:
+                self._uses_growing_cache = make is None
                 if skipped:
-                    self.log(f"rollout: sampling {name} with its transformers forward (slower): {skipped}")
+                    how = "without a paged KV cache" if make is None else "with its transformers forward"
+                    self.log(f"rollout: sampling {name} {how} (slower): {skipped}")
                 return
             self._release()
             skipped = obstacle
-        self._make_forward, self._uses_growing_cache = None, True
-        self.log(f"rollout: sampling {name} without a paged KV cache (slower): {obstacle}")
+        raise UserError(f"rollout.engine=local: {name} cannot be sampled: {skipped}; use --rollout.engine vllm")
 
     def _ways(self) -> list[Callable[[], Forward]]:
         """Constructors of the possible forward passes, fastest first."""
@@ -310,23 +313,28 @@ class LocalEngine:
             ways.insert(0, lambda: BlockForward(lm, dtype))
         return ways
 
-    def _check_parity(self) -> str | None:
+    def _check_parity(self, *, paged: bool) -> str | None:
         """Compare a few sampled tokens with the trainer's log-probs; return the problem, or None."""
         vocab = self.lm.config.get_text_config().vocab_size
         longest = min(20, (getattr(self.lm.config.get_text_config(), "max_position_embeddings", None) or 26) - 6)
-        shapes = ((7, longest), (7, longest), (5, 3))
-        prompts = [[(step * i + 1) % vocab for i in range(length)] for step, length in shapes]
-        jobs = [Job(prompt, seed, 6) for seed, prompt in enumerate(prompts)]
+        shapes = ((7, longest, 6), (7, longest, 6), (5, 3, 2))
+        jobs = [
+            Job([(step * i + 1) % vocab for i in range(length)], seed, limit)
+            for seed, (step, length, limit) in enumerate(shapes)
+        ]
         sampling = Sampling(max_tokens=6)
-        with evaluating(self.model, None):
-            for _ in self._prepare_scheduler(jobs).run(jobs, sampling, StopCheck(self.tokenizer, sampling)):
+        sample = self._sample_paged if paged else self._sample_growing
+        with evaluating(self.model, None if paged else self.autocast_dtype):
+            for _ in sample(jobs, sampling, StopCheck(self.tokenizer, sampling)):
                 pass
-        sampled = torch.tensor([job.logps for job in jobs])
-        expected = torch.tensor(self.logps([(job.prompt_ids, job.ids) for job in jobs], 1.0))
+        sampled = torch.tensor([logp for job in jobs for logp in job.logps])
+        expected = torch.tensor(sum(self.logps([(job.prompt_ids, job.ids) for job in jobs], 1.0), []))
         gap = float((sampled - expected).abs().mean())
-        limit = PARITY_FLOAT32 if self.dtype == torch.float32 else PARITY_BFLOAT16
+        in_bfloat16 = PARITY_BFLOAT16 if paged else PARITY_GROWING
+        limit = PARITY_FLOAT32 if self.dtype == torch.float32 else in_bfloat16
         if bool(expected.isfinite().all()) and not gap <= limit:
-            return f"its log-probs with a paged KV cache differ from the trainer's by {gap:.3g} (limit {limit:g})"
+            kind = "paged" if paged else "growing"
+            return f"its log-probs with a {kind} KV cache differ from the trainer's by {gap:.3g} (limit {limit:g})"
         return None
 
     def _prepare_scheduler(self, jobs: Sequence[Job]) -> Scheduler:

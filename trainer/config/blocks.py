@@ -140,7 +140,8 @@ class ModelConfig:
     attn_implementation: Literal["auto", "flex", "sdpa", "eager"] = "auto"
     (
         "Attention implementation. flex: compiled kernels that skip masked blocks, CUDA only; sdpa, eager: from "
-        "transformers, with a dense mask. auto: flex on CUDA if the architecture supports it, otherwise sdpa."
+        "transformers, with a dense mask. auto: flex on CUDA if the architecture supports it, otherwise sdpa, or "
+        "eager for architectures without sdpa."
     )
     gradient_checkpointing: Common[bool] = False
     """Recompute activations in the backward pass: less memory, 20-33% slower."""

@@ -32,11 +32,11 @@ SLICED = {"sdpa": "strop_sliced_sdpa", NAME: "strop_sliced_flex"}  # names with 
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # arguments that some architectures pass to attention
 
 
-def load_name(choice: str, device: torch.device) -> str:
+def load_name(choice: str, device: torch.device, *, has_sdpa: bool = True) -> str:
     """Return the implementation to load a model with, before choose_attention."""
     if choice == "flex" and device.type != "cuda":
         raise UserError(f"attn_implementation=flex: needs a CUDA device but this run is on {device.type}; use auto")
-    return {"auto": "sdpa", "flex": "eager"}.get(choice, choice)
+    return {"auto": "sdpa" if has_sdpa else "eager", "flex": "eager"}.get(choice, choice)
 
 
 def choose_attention(model: Any, choice: str, device: torch.device) -> None:
@@ -86,6 +86,9 @@ def _choose_kernel(model: Any, choice: str, device: torch.device) -> None:
     if model.config._attn_implementation == "sdpa" and caps_scores(model):  # older transformers do not raise
         name = type(model).__name__
         raise UserError(f"attn_implementation={choice}: {name} caps attention scores, which sdpa ignores; use eager")
+    if choice == "auto" and model.config._attn_implementation == "eager":
+        _log_once(f"attention: using eager: {type(model).__name__} does not support sdpa")
+        return
     if choice not in ("auto", "flex") or device.type != "cuda":
         return
     obstacle = flex_obstacle(model)

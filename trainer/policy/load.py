@@ -54,6 +54,7 @@ from trainer.policy.offload import offload_inputs, offloads
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+STATEFUL = {"conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba"}  # layer_types of recurrent models
 # The policy and the reference are different graphs, and must match bit for bit as long as their weights are equal.
 COMPILER_OPTIONS = {
     "emulate_precision_casts": True,  # round between fused operations as separate kernels would
@@ -205,9 +206,12 @@ def load_model(
     """Load a transformers model with dropout off; also return the names of missing or mismatched tensors."""
     import transformers
 
-    attn_implementation = load_name(cfg.attn_implementation, device)
     check_base(path)
     reject_quantised(path, cfg)
+    model_class = class_of(getattr(transformers, auto_class), path, cfg)
+    attn_implementation = load_name(
+        cfg.attn_implementation, device, has_sdpa=getattr(model_class, "_supports_sdpa", True)
+    )
     if path in map(str, BUILTIN.values()) or not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     try:
@@ -253,6 +257,30 @@ def reject_quantised(path: str, cfg: ModelConfig) -> None:
         raise UserError(
             f"model={cfg.model}: quantised checkpoints ({kind}) are not supported; use the unquantised model, with "
             "--lora.r 16 to save memory"
+        )
+
+
+def class_of(auto: Any, path: str, cfg: ModelConfig) -> Any:
+    """Return the class that transformers will load, or None if that is unknown before loading."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=cfg.trust_remote_code)
+    except Exception:  # loading the model gives a better error
+        return None
+    model_class = auto._model_mapping.get(type(config), None)
+    reject_recurrent(config, model_class, cfg)
+    return model_class
+
+
+def reject_recurrent(config: Any, model_class: Any, cfg: ModelConfig) -> None:
+    """Raise if layers carry state between positions. check_logps finds unknown ones after the weights are loaded."""
+    layer_types = getattr(config.get_text_config(), "layer_types", None)
+    kinds = sorted(STATEFUL.intersection(layer_types or ()))
+    if kinds or (layer_types is None and getattr(model_class, "_is_stateful", False)):
+        raise UserError(
+            f"model={cfg.model}: layers of model_type={config.model_type} carry state from one packed sequence into "
+            f"the next ({kinds[0] if kinds else 'recurrent'}); this architecture is not supported"
         )
 
 

@@ -10,7 +10,7 @@ Logits of a whole micro-batch are never stored: kernels/linear_logprob.py takes 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -254,38 +254,67 @@ def reject_if_failing(policy: Policy) -> Iterator[None]:
         ) from None
 
 
-@torch.no_grad()
 def check_logps(policy: Policy) -> None:
-    """Raise unless short packed sequences get the same log-probs as each gets alone in transformers' forward.
+    """Raise if packed sequences leak into each other, or their log-probs differ from transformers' forward.
 
-    Two of the sequences share a prompt. This rejects architectures that scale logits in another way, let packed
-    sequences attend to each other, or depend on the adjacent position (recurrent layers).
+    Three sequences have their own prompt and three share one. This rejects architectures that scale logits in another
+    way, let packed sequences attend to each other, or depend on the adjacent position (recurrent layers).
     """
     vocab = causal_lm(policy.model).get_output_embeddings().weight.shape[0]
-    alone, prompt, *completions = (
-        [(step * i + 1) % vocab for i in range(n)] for step, n in ((7, 5), (5, 4), (3, 3), (11, 2))
+    prompt, *rest = (
+        [(step * i + 1) % vocab for i in range(n)]
+        for step, n in ((5, 4), (7, 7), (13, 7), (17, 7), (3, 3), (11, 3), (19, 3))
     )
-    items = [Item(alone, [False] + [True] * (len(alone) - 1))]
-    items += [Item(prompt + ids, [False] * len(prompt) + [True] * len(ids), len(prompt)) for ids in completions]
+    items = [Item(ids, [False] + [True] * 6) for ids in rest[:3]]
+    items += [Item(prompt + ids, [False] * 4 + [True] * 3, 4) for ids in rest[3:]]
     (batch,) = make_batches(items, max_tokens=64, share_prompt=True, multiple=policy.row_multiple)
     batch = batch.to(policy.device)
     policy.model.eval()
     with reject_if_failing(policy):
-        packed = token_logps(policy, batch).logp
-    expected = []
-    with torch.autocast(policy.device.type, policy.compute_dtype, enabled=policy.autocast_dtype is not None):
-        for i in batch.rows:
-            ids = torch.tensor([items[i].ids], device=policy.device)
-            logp = policy.model(input_ids=ids).logits[0, :-1].float().log_softmax(dim=-1)
-            trained = torch.tensor(items[i].mask[1:], device=policy.device)
-            expected.append(logp.gather(1, ids[0, 1:, None]).squeeze(1)[trained])
+        packed, leak = logps_and_leak(policy, batch, (1, 4))  # the middle ones: neighbours on both sides
+    if leak > 0:
+        raise UserError(
+            f"model={policy.source}: packed sequences leak into each other (gradient {leak:.3g} with respect to the "
+            f"embeddings of another sequence, must be 0); {unsupported(policy)}"
+        )
+    ids = torch.tensor([items[i].ids for i in batch.rows], device=policy.device)
+    trained = torch.tensor([items[i].mask[1:] for i in batch.rows], device=policy.device)
+    with (
+        torch.no_grad(),
+        torch.autocast(policy.device.type, policy.compute_dtype, enabled=policy.autocast_dtype is not None),
+    ):
+        logp = policy.model(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(dim=-1)
     policy.model.train()
-    gap = (packed - torch.cat(expected)).abs()  # (N,)
+    gap = (packed - logp.gather(2, ids[:, 1:, None]).squeeze(2)[trained]).abs()  # (N,)
     limit = 1e-3 if policy.compute_dtype == torch.float32 else 0.25  # bfloat16 rounds log-probs of size 10 by 0.03
     if not gap.max() < limit:
-        only_shared = gap[batch.sequence == 0].max() < limit
+        only_shared = gap[batch.sequence < 3].max() < limit
         what = "log-probs of completions with a shared prompt" if only_shared else "packed log-probs"
         raise UserError(
             f"model={policy.source}: {what} differ from transformers' forward by {gap.max():.3g} (limit {limit}); "
             f"{unsupported(policy)}"
         )
+
+
+def logps_and_leak(policy: Policy, batch: Batch, sequences: Sequence[int]) -> tuple[Tensor, Tensor]:  # (N,), ()
+    """Return all log-probs, and the largest gradient of those of `sequences` in the embeddings of other sequences.
+
+    Without a leak this gradient is exactly 0: masked attention multiplies by 0, and other layers work per token. So it
+    needs no tolerance, unlike log-probs, whose last bits depend on matmul sizes (experts). It is computed with the
+    run's own kernels, weights and dtype; a float32 copy of the weights may not fit. bfloat16 hides no leak: it has the
+    exponents of float32, and a leak is all there is in this gradient, so it cannot be rounded away.
+    """
+    lm, embeddings = causal_lm(policy.model), []
+
+    def record(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        embeddings.append(output.detach().requires_grad_())
+        return embeddings[-1]
+
+    with torch.enable_grad(), lm.get_input_embeddings().register_forward_hook(record):
+        logp = token_logps(policy, batch).logp
+        chosen = torch.isin(batch.sequence, torch.tensor(sequences, device=policy.device))  # (N,)
+        (gradient,) = torch.autograd.grad(logp[chosen].sum(), embeddings)  # (R, T, D)
+    # With context parallelism the embeddings are a slice of each row, and own_start is still a position in the row.
+    starts = rank_slice(lm.config, batch).batch.own_start  # (R, T)
+    own = torch.isin(starts, batch.own_start.flatten()[batch.index[chosen]])
+    return logp.detach(), gradient.abs().amax(dim=-1).masked_fill(own, 0.0).amax()

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from data.errors import UserError
 from rollout.engine import Request, Sampling
 from rollout.engines import local as local_engine
 from rollout.engines.forward import BlockForward, TransformersForward, adapters_obstacle, block_obstacle
@@ -278,14 +279,32 @@ def test_models_without_paged_attention_sample_with_a_growing_cache(make_model, 
     expected = LocalEngine(model, tokenizer).generate(requests, sampling)
     for obstacle in ("attention", "parity"):
         lines: list[str] = []
+        engine = LocalEngine(model, tokenizer, max_batch_size=4, log=lines.append)
         with monkeypatch.context() as patch:
             if obstacle == "attention":
                 patch.setattr(type(model), "_supports_attention_backend", False)
             else:
-                patch.setattr(local_engine, "PARITY_FLOAT32", -1.0)
-            engine = LocalEngine(model, tokenizer, max_batch_size=4, log=lines.append)
+                engine._ways = lambda: [lambda: Wrong(model, torch.float32)]
             assert_same(engine.generate(requests, sampling), expected)
         assert engine._uses_growing_cache and len(lines) == 1 and "without a paged KV cache" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "obstacle"),
+    [
+        ("Mamba", {"state_size": 4}, "log-probs with a growing KV cache .*limit 0.001"),  # ignores a DynamicCache
+        ("MiniMax", {"num_local_experts": 2}, "fails with a growing KV cache .ValueError"),  # has its own cache
+    ],
+)
+def test_models_that_cannot_be_sampled_with_a_cache_give_a_one_line_error(tokenizer, name, settings, obstacle):
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SMALL | settings)
+    engine = LocalEngine(transformers.AutoModelForCausalLM.from_config(config), tokenizer, max_batch_size=4)
+    for _ in range(2):  # the second call must not sample either
+        with pytest.raises(UserError, match=f"^rollout.engine=local: {name}[^\n]*{obstacle}"):
+            engine.generate(requests_for(1), Sampling(max_tokens=2))
 
 
 def test_a_tile_contains_rows_of_one_prefix():
@@ -316,6 +335,7 @@ YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e
         ("Olmo2", {key: value for key, value in SMALL.items() if key != "head_dim"}, "transformers"),
         ("GPT2", GPT2, "transformers"),
         ("Gemma2", SMALL | {"attn_implementation": "eager"}, "growing"),
+        ("Lfm2", SMALL | {"layer_types": ["conv", "full_attention"]}, "growing"),  # copies and drops conv states
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -270,8 +270,7 @@ def test_models_that_flex_or_sdpa_cannot_run_are_rejected():
         ("flex", "gpt2", {}, "attn_implementation=flex: GPT2LMHeadModel"),
         ("flex", "gemma2", {}, "attn_implementation=flex: Gemma2ForCausalLM"),
         ("flex", "gpt_oss", {}, "attn_implementation=flex: GptOssForCausalLM"),
-        ("auto", "gemma2", {}, "scaled_dot_product_attention|attn_implementation=auto: .* use eager"),
-        ("auto", "gpt_oss", {}, "scaled_dot_product_attention|attn_implementation=auto: .* use eager"),
+        ("sdpa", "gemma2", {}, "scaled_dot_product_attention|attn_implementation=sdpa: .* use eager"),
     ):
         with pytest.raises(ValueError, match=message):
             choose_attention(make_model(kind, load_name(choice, CUDA), **changes), choice, CUDA)

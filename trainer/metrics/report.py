@@ -2,7 +2,7 @@
 
     write_report(Path("runs/grpo-20261115-093000"))
 
-Only files that a run writes from its start are read, so this also works for running and killed runs. The page
+Only files in the run folder are read, so this also works for running and killed runs. The page
 loads nothing and runs no script. Curves are hand-written inline SVG: a plotting library's SVG would be ten times larger
 and could not follow light and dark mode.
 """

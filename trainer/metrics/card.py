@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from trainer.config.defaults import flatten
+from data.command.config_file import flatten
 from trainer.metrics.console import NOT_SAMPLED, duration, eval_decoding, figure, headlines_first, number
 from trainer.metrics.report import RunData, conditions, load_run, shown_values
 

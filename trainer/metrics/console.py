@@ -13,7 +13,7 @@ from trainer.metrics.health import Finding, reward_function_of
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from trainer.config.defaults import Earlier
+    from data.command.config_file import Earlier
 
 # (label, metric) of the numbers shown, if the method logs them
 NUMBERS = (

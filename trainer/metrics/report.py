@@ -18,10 +18,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from data.command.config_file import load_config
+from data.command.config_file import Earlier, earlier_settings, flatten, load_config
 from data.errors import UserError
 from rollout.rewards.weights import parse_weight
-from trainer.config.defaults import Earlier, earlier_settings, flatten
 from trainer.metrics.console import (
     EVAL_HEADLINES,
     NOT_SAMPLED,

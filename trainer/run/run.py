@@ -41,12 +41,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from data.command.config_file import PER_CALL, load_config, save_config
+from data.command.config_file import (
+    PER_CALL,
+    SEGMENTS,
+    earlier_settings,
+    flatten,
+    load_config,
+    read_segments,
+    save_config,
+)
 from data.command.flags import config_to_tree
 from data.errors import UserError
 from data.user_code import describe_error, users_part
 from trainer.config.blocks import MethodConfig, RunConfig, check_4bit
-from trainer.config.defaults import SEGMENTS, default_tree, earlier_settings, flatten, read_segments
+from trainer.config.defaults import default_tree
 from trainer.config.learning_rates import SMALL_MODEL, far_off
 from trainer.config.old_flags import without_old_defaults
 from trainer.files.atomic_folder import remove_folder, remove_leftovers

@@ -32,9 +32,9 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import trainer.run.run
+from data.command.config_file import earlier_settings
 from tests.entry import run_python
 from trainer.config.blocks import Flat, ModelConfig, RunConfig, steps_per_epoch
-from trainer.config.defaults import earlier_settings
 from trainer.files.tensor_files import TensorFiles
 from trainer.metrics.metrics import Counters, JsonlLog
 from trainer.policy.logps import Policy
@@ -408,6 +408,8 @@ def test_finished_run_can_be_extended(tmp_path):
 def test_resume_records_the_settings_it_changes(tmp_path, capsys, monkeypatch):
     folder, keep = tmp_path / "a", {"save_total_limit": 9}
     train(config(folder, max_steps=6, **keep))
+    saved = folder / "config.yaml"  # as if written before logging_steps existed
+    saved.write_text(saved.read_text().replace("logging_steps: 1\n", ""))
     train(resumed(folder, max_steps=6, **keep))
     assert not (folder / "segments.yaml").exists() and earlier_settings(folder) == {}
     train(resumed(folder, max_steps=9, logging_steps=2, **keep))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -58,6 +59,7 @@ def test_every_cell_runs(tmp_path):
         text = text.replace(long, short)
     (tmp_path / "short.ipynb").write_text(text)
     printed, shown = run_cells(tmp_path / "short.ipynb", tmp_path)
+    assert not {"0", "None"} & set(shown.values())  # exit codes of commands
     assert "held-out reward (greedy): " in printed and re.search(r"'\d{1,8}'", " ".join(shown.values()))
 
 
@@ -75,6 +77,8 @@ def test_the_notebook_is_valid_and_its_names_exist():
     text = "".join(line for cell in notebook["cells"] for line in cell["source"])
     for page in re.findall(r"\]\((\w+\.md)\)", text):
         assert (NOTEBOOK.parent / page).is_file(), page
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {"jupyterlab>=4"} == {need for name in re.findall(r"'\.\[(\w+)\]'", text) for need in extras[name]}
 
 
 def test_names_of_metrics_are_escaped(tmp_path):

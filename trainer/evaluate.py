@@ -167,6 +167,7 @@ def evaluate_rows(cfg: EvaluateConfig) -> tuple[dict[str, float], dict[str, Any]
                 record |= {"rewards": dict(zip(table.names, row, strict=True))}
                 file.write(json.dumps(record | {"finish_reason": completion.finish_reason}) + "\n")
     decoding = "greedy" if cfg.temperature == 0 else f"temperature {cfg.temperature:g}, {cfg.num_generations} each"
+    decoding += f", at most {cfg.max_completion_length} tokens" if cfg.max_completion_length else ""
     return result, {"data": list(data), "reward_funcs": [str(name) for name in names], "decoding": decoding}
 
 

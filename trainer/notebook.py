@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 from data.errors import UserError
-from trainer.metrics.report import SMALL, curve_svg, load_run
+from trainer.metrics.report import EXACT, SMALL, curve_svg, load_run
 
 # The light-mode colours of report.css, which a notebook does not load.
 STYLE = (
@@ -40,7 +40,7 @@ def curves(run_dir: str | Path, *names: str) -> Curves:
         steps, values = run.series(name)
         if not steps:
             raise UserError(f"{name}: not logged by this run; use one of {', '.join(run.logged)}")
-        chart = curve_svg(steps, values, label=name, step_range=(0, run.last_step))
+        chart = curve_svg(steps, values, label=name, step_range=(0, run.last_step), smoothed=name not in EXACT)
         left = i * (width + GAP)
         parts.append(f'<text class="name" x="{left + 14}" y="14">{escape(name)}: {values[-1]:.3g}</text>')
         parts.append(chart.replace("<svg ", f'<svg x="{left}" y="{HEAD}" width="{width}" height="{height}" ', 1))

@@ -24,7 +24,7 @@ from data.command.flags import parse_command, run_command
 from data.errors import UserError
 from rollout.model_folder import BUILTIN
 from trainer.files.atomic_folder import atomic_folder
-from trainer.metrics.card import is_hub_id, model_card
+from trainer.metrics.card import HUB_ID, is_hub_id, model_card
 from trainer.report import defaults_of
 from trainer.run.export import change_json
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def push(cfg: PushConfig) -> None:
-    if cfg.repo.count("/") != 1 or not all(cfg.repo.split("/")):
+    if not HUB_ID.fullmatch(cfg.repo):
         raise UserError(f"repo={cfg.repo}: must be OWNER/NAME")
     if cfg.out is not None:
         out = Path(cfg.out).expanduser()

@@ -1,8 +1,12 @@
-"""A config as a YAML file: read with the safe loader, errors with their line, written so that --config reruns it."""
+"""A config as a YAML file: read with the safe loader, errors with their line, written so that --config reruns it.
+
+segments.yaml contains the settings that resumes changed.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,9 @@ import yaml
 
 from data.errors import UserError
 
+Earlier = dict[str, list[tuple[int, str]]]  # (last step, value) of each earlier value, by setting
+
+SEGMENTS = "segments.yaml"  # in a run folder, if a resume changed settings
 PER_CALL = ("resume", "overwrite_output_dir")  # flags of one call, not settings of the run
 
 
@@ -59,3 +66,34 @@ def save_config(path: Path, tree: dict[str, Any]) -> None:
 def to_yaml(tree: dict[str, Any]) -> str:
     readable = r"\x85" not in repr(tree)  # PyYAML writes that line break unescaped, and reads it back as a space
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=readable, width=100)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    """Yield each setting as (flag name, text)."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        elif isinstance(value, list | tuple):
+            yield f"{prefix}{key}", " ".join(str(item) for item in value) or "none"
+        else:
+            yield f"{prefix}{key}", "none" if value is None else str(value)
+
+
+def read_segments(run_dir: Path) -> dict[int, dict[str, str]]:
+    """Return flattened settings by the step after which they applied: all of them at 0, then only the changed ones."""
+    path = run_dir / SEGMENTS
+    segments: dict[Any, Any] = load_config(path) if path.is_file() else {}
+    if not all(isinstance(step, int) and isinstance(changed, dict) for step, changed in segments.items()):
+        raise UserError(f"{path}: not a mapping of steps to settings; delete the file to lose only this history")
+    return segments
+
+
+def earlier_settings(run_dir: Path) -> Earlier:
+    """Return the earlier values of the settings that resumes changed."""
+    earlier: Earlier = {}
+    settings: dict[str, str] = {}
+    for step, changed in read_segments(run_dir).items():
+        for key in changed if settings else ():
+            earlier.setdefault(key, []).append((step, settings.get(key, "none")))
+        settings |= changed
+    return earlier

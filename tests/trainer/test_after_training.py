@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import yaml
+from markdown_it import MarkdownIt
 
 from data.rows.held_out import held_out_numbers
 from rollout.model_folder import BUILTIN
@@ -104,8 +105,16 @@ def test_evaluate_uses_the_runs_rows_and_rewards_and_appends_to_its_folder(run, 
     page = write_report(run).read_text()
     assert "Evaluations after training" in page and ">0.750<" in page
     assert record["results"]["reward/standard_error"] == 0.25
+    sampled = ["--temperature", "0.5", "--num-generations", "2", "--max-completion-length", "4"]
+    assert evaluate.main([str(run), "--max-rows", "1", *sampled]) == 0
     assert evaluate.main([str(run), "--max-rows", "1"]) == 0
-    assert "standard_error" not in capsys.readouterr().out  # undefined for one row
+    assert "standard_error" not in capsys.readouterr().out.rpartition("rows")[0].rpartition("rows")[2]  # one row
+    rows = dict.fromkeys(re.findall(r"held_out.jsonl +<span class=.tag.>([^<]*)<", write_report(run).read_text()))
+    assert list(rows) == ["greedy", "temperature 0.5, 2 each, at most 4 tokens"]
+    JsonlLog(run / "metrics.jsonl").write(41, {"reward/mean": 0.5})
+    card = model_card(run, "me/x", defaults=defaults_of(run))
+    assert "| held_out.jsonl (step 40, greedy) | reward/mean | 0.750 |" in card
+    assert "| held_out.jsonl (step 40, temperature 0.5, 2 each, at most 4 tokens) | rows | 1 |" in card
 
 
 def change_config(run, **settings):
@@ -222,8 +231,9 @@ def test_comparison_of_two_runs(run, tmp_path, capsys):
     shutil.copytree(run, other)
     (other / "metrics.jsonl").unlink()
     write_metrics(other, slope=0.005, steps=20)
-    config = yaml.safe_load((other / "config.yaml").read_text())
-    (other / "config.yaml").write_text(yaml.safe_dump(config | {"learning_rate": 0.001, "model": "<b>org</b>"}))
+    segments = {0: {"learning_rate": "0.003", "seed": "0"}, 10: {"learning_rate": "0.001"}, 15: {"seed": "<b>1</b>"}}
+    (other / "segments.yaml").write_text(yaml.safe_dump(segments))
+    change_config(other, learning_rate=0.001, model="<b>org</b>", seed="<b>1</b>", eval_data=["secret/rows.jsonl"])
     out = tmp_path / "both.html"
     assert report.main([str(run), str(other), "--out", str(out)]) == 0
     assert capsys.readouterr().out.strip() == str(out)
@@ -238,7 +248,16 @@ def test_comparison_of_two_runs(run, tmp_path, capsys):
         chart = page[page.index(f'aria-label="{name} over {across}"') :].partition("</svg>")[0]
         assert len(re.findall(r'<polyline class="run run-[01]"', chart)) == 2, (name, across)
     differing = page[page.index("Settings that differ") :].partition("</table>")[0]
-    assert "learning_rate" in differing and "0.001" in differing and "lr_scheduler_type" not in differing
+    assert ">0.003 until step 10, then 0.001<" in differing and "lr_scheduler_type" not in differing
+    page = write_report(other, defaults_of(other)).read_text()
+    assert "settings after step 10: learning_rate; after step 15: seed<" in page and "<b>" not in page
+    assert page.count("0.003 until step 10, then 0.001") == 2  # different from the defaults, and all settings
+    segments |= {18: {"eval_data": "secret/rows.jsonl"}}
+    (other / "segments.yaml").write_text(yaml.safe_dump(segments))
+    card = model_card(other, "me/x", defaults=defaults_of(other))
+    assert "| `learning_rate` | 0.003 until step 10, then 0.001 |" in card and "secret" not in card
+    assert "| `eval_data` | changed after step 18 |" in card
+    page = out.read_text()
     assert "0.250 &rarr; 0.650" in page and "0.250 &rarr; 0.350" in page
     assert page.count('data-label="held-out reward"') == 2  # the labels on a narrow page
     assert (
@@ -282,7 +301,7 @@ steps in 1:20.
 
 | held-out metric | before | after |
 |---|---|---|
-| eval/reward/mean | 0.250 | 0.650 |
+| eval/reward/mean (greedy) | 0.250 | 0.650 |
 
 | evaluated on | metric | value |
 |---|---|---|
@@ -352,7 +371,23 @@ def test_the_card_shows_no_prompt_and_escapes_names(run, tmp_path, monkeypatch):
     change_config(run, system_prompt="You are Bob's secret helper.")
     card = model_card(run, "me/x", defaults=defaults_of(run))
     assert "system_prompt" not in card and "helper" not in card
-    assert "| org/held | regex:a\\|b/mean | 0.500 |" in card and "| org/held | rows | 32 |" in card
+    assert "| org/held | regex:a&#124;b/mean | 0.500 |" in card and "| org/held | rows | 32 |" in card
+
+
+def test_markup_in_names_is_text_on_the_card(run):
+    evil = "a<img src=x onerror=alert(1)>|`b`[c](#d)*e* _f_\n# g\\|h &amp; ~~i~~"
+    (run / "evaluations.jsonl").write_text(json.dumps({"step": 40, "tasks": evil, "results": {evil: 0.5}}) + "\n")
+    JsonlLog(run / "metrics.jsonl").write(41, {f"eval/{evil}": 0.5})
+    change_config(run, model=evil, data=[evil], reward_funcs=[evil], lora={evil: evil})
+    front, body = model_card(run, "me/x", base_model=evil, defaults=defaults_of(run)).split("---\n", 2)[1:]
+    assert yaml.safe_load(front)["base_model"] == evil and "datasets" not in yaml.safe_load(front)
+    tokens = MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(body)
+    inline = [child for token in tokens for child in token.children or []]
+    kinds = {token.type for token in [*tokens, *inline]}
+    assert not kinds & {"html_inline", "html_block", "link_open", "em_open", "s_open", "image"}
+    assert [token.tag for token in tokens if token.type == "heading_open"] == ["h1", *["h2"] * 4]
+    shown = "".join(token.content for token in inline)
+    assert shown.count(evil.replace("\n", " ")) == 8, shown
 
 
 def test_a_relative_path_is_not_a_hub_id(run, tmp_path, monkeypatch):

@@ -54,7 +54,9 @@ def could_not_write(what: str, target: Path, reason: str) -> str:
 
 def remove_folder(folder: Path) -> None:
     """Delete a folder if it exists, after renaming it, so that a crash never leaves half of it under its name."""
-    if folder.exists():
+    if folder.is_symlink():  # not what it points to
+        folder.unlink()
+    elif folder.exists():
         doomed = folder.with_name(f"{TMP}{folder.name}-{os.getpid()}-removed")
         shutil.rmtree(doomed, ignore_errors=True)
         folder.rename(doomed)
@@ -64,7 +66,7 @@ def remove_folder(folder: Path) -> None:
 def remove_leftovers(parent: Path) -> None:
     """Delete unfinished writes in `parent`. Only for the process that owns the run folder."""
     for path in parent.glob(f"{TMP}*"):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def sync(path: Path) -> None:

@@ -12,12 +12,14 @@ from typing import Any
 
 import yaml
 
-from trainer.metrics.console import EVAL_HEADLINES, duration, figure, number
-from trainer.metrics.report import RunData, flatten, load_run
+from data.command.config_file import flatten
+from trainer.metrics.console import NOT_SAMPLED, duration, eval_decoding, figure, headlines_first, number
+from trainer.metrics.report import RunData, conditions, load_run, shown_values
 
 # A local path, alone or after a prefix as in model:/home/me/rm; the address of a server.
 PATH = re.compile(r"(?<![^\s:=,@\[(\"'])(?:~\w*|\.{1,2})?/[^\s\"']*")
 ADDRESS = re.compile(r"\w+://\S+")
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
 DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst", ".arrow")
 SHOWN_STEPS = 8  # rows of the metrics table
 COLUMNS = ("loss/total", "reward/mean", "reward/accuracy", "policy/entropy")
@@ -30,7 +32,7 @@ SHOWN_ABOVE = ("method", "model", "data", "eval_data")
 
 def model_card(
     run_dir: Path,
-    repo: str,
+    repo: str,  # OWNER/NAME
     *,
     base_model: str | None = None,  # hub id, if the run loaded it from a folder
     license: str | None = None,
@@ -64,7 +66,7 @@ def model_card(
 def is_hub_id(name: str, run_dir: Path) -> bool:
     """Return whether the name is OWNER/NAME on the hub rather than a path such as models/base, which exists relative to
     the working directory or to a folder above the run (usually where the run was started)."""
-    if name.count("/") != 1 or ":" in name or name.startswith((".", "/", "~")) or name.endswith(DATA_FILES):
+    if not HUB_ID.fullmatch(name) or name.endswith(DATA_FILES):
         return False
     return not any((folder / name).exists() for folder in (Path.cwd(), *run_dir.resolve().parents))
 
@@ -84,21 +86,30 @@ def base_name(spec: str, run_dir: Path) -> str:
 def summary(run: RunData, run_dir: Path, method: str, base: str, is_lora: bool) -> str:
     wall = run.values("time/wall_s")
     elapsed = duration(wall[-1] if wall else sum(run.values("time/step_s")))
-    data = ", ".join(f"`{name}`" for name in data_of(run.config, run_dir)) or "rows of an environment"
-    link = f"[{base}](https://huggingface.co/{base})" if "/" in base else base
+    data = ", ".join(map(code, data_of(run.config, run_dir))) or "rows of an environment"
+    link = f"[{plain(base)}](https://huggingface.co/{base})" if HUB_ID.fullmatch(base) else plain(base)
     origin = f"A LoRA adapter for {link}, trained" if is_lora else f"Fine-tuned from {link}"
-    return f"{origin} with strop's `{method}` on {data}: {run.last_step} steps in {elapsed}."
+    return f"{origin} with strop's {code(method)} on {data}: {run.last_step} steps in {elapsed}."
 
 
 def results(run: RunData, run_dir: Path) -> str:
     """Tabulate held-out metrics before and after training, and later evaluations."""
     names = [name for name in run.logged if name.startswith("eval/") and run.values(name)]
-    names.sort(key=lambda name: (EVAL_HEADLINES.index(name) if name in EVAL_HEADLINES else 99, name))
-    rows = [f"| {cell(name)} | {figure(run.values(name)[0])} | {figure(run.values(name)[-1])} |" for name in names]
+    names.sort(key=lambda name: (headlines_first(name), name))
+    decoding = eval_decoding(run.config, names, run.earlier)
+    rows = []
+    for name in names:
+        label = name + (f" ({decoding})" if decoding and name not in (*NOT_SAMPLED, "eval/rows") else "")
+        values = shown_values(run, name)
+        rows.append(f"| {plain(label)} | {values[0]} | {values[-1]} |")
     parts = ["## Results\n\n| held-out metric | before | after |\n|---|---|---|\n" + "\n".join(rows)] if rows else []
+
+    def evaluated_on(record: Mapping[str, Any]) -> str:
+        on = record.get("tasks") or " ".join(base_name(str(spec), run_dir) for spec in record.get("data", []))
+        return f"{on} ({under})" if (under := conditions(run, record)) else str(on)
+
     later = [
-        f"| {cell(record.get('tasks') or ' '.join(base_name(spec, run_dir) for spec in record.get('data', [])))} | "
-        f"{cell(name)} | {figure(value)} |"
+        f"| {plain(evaluated_on(record))} | {plain(name)} | {figure(value)} |"
         for record in run.evaluations
         for name, value in (record.get("results") or {}).items()
         if isinstance(value, int | float)
@@ -146,14 +157,14 @@ def settings(run: RunData) -> str:
     """Tabulate the settings that differ from the method's defaults, without HIDDEN."""
     if run.defaults is None:
         return ""
-    defaults = dict(flatten(run.defaults))
-    changed = [
-        (key, value)
-        for key, value in flatten(run.config)
-        if defaults.get(key) != value and key not in SHOWN_ABOVE and not key.startswith(HIDDEN)
-    ]
-    rows = "\n".join(f"| `{key}` | {cell(shown(value))} |" for key, value in changed)
-    return f"## Settings that differ from the defaults\n\n| setting | value |\n|---|---|\n{rows}" if rows else ""
+    defaults, rows = dict(flatten(run.defaults)), []
+    for key, value in run.settings().items():
+        if key in SHOWN_ABOVE:  # without values, which may be local paths
+            value = ", ".join(f"changed after step {step}" for step, _ in run.earlier.get(key, []))
+        if value and defaults.get(key) != value and not key.startswith(HIDDEN):
+            rows.append(f"| {code(key)} | {plain(shown(value))} |")
+    head = "## Settings that differ from the defaults\n\n| setting | value |\n|---|---|\n"
+    return head + "\n".join(rows) if rows else ""
 
 
 def shown(value: str) -> str:
@@ -161,6 +172,13 @@ def shown(value: str) -> str:
     return PATH.sub(lambda match: Path(match[0]).name, ADDRESS.sub("(an address)", value))
 
 
-def cell(value: object) -> str:
-    """Escape text for a Markdown table."""
-    return str(value).replace("|", "\\|").replace("\n", " ")
+def plain(value: object) -> str:
+    """Return text that Markdown and HTML show as it is. Entities never have a meaning in Markdown, unlike backslashes
+    in some tables."""
+    text = "".join(c if c.isprintable() else " " for c in str(value))
+    return re.sub(r"[^\w\s./:,;=+()'%-]|(?<!\w)_|_(?!\w)", lambda match: f"&#{ord(match[0])};", text)
+
+
+def code(name: str) -> str:
+    """Return a code span, or plain text if the name contains characters with a meaning there or in a table."""
+    return f"`{name}`" if re.fullmatch(r"[\w ./:,=+-]+", name) and name.strip() == name else plain(name)

@@ -14,8 +14,7 @@ from pathlib import Path
 from data.errors import UserError
 from trainer.metrics.console import EVAL_HEADLINES, duration, number
 from trainer.metrics.report import (
-    AREAS,
-    FOLDED_AREAS,
+    EXACT,
     LARGE,
     MAX_POINTS,
     SMALL,
@@ -24,13 +23,13 @@ from trainer.metrics.report import (
     RunData,
     _line,
     axes,
+    charts_html,
     definition,
-    details_html,
-    flatten,
     is_constant,
     load_run,
     page_html,
     precise,
+    shown_values,
     smooth,
     text,
     top_names,
@@ -65,15 +64,6 @@ def render(runs: Sequence[RunData], names: Sequence[str]) -> str:
     top_charts += [(name, "step") for name in top if name != head]
     logged = dict.fromkeys(name for run in runs for name in run.logged)
     curved = [name for name in logged if (name, "step") not in top_charts and is_worth_a_curve(runs, name)]
-    titles = {**AREAS, **FOLDED_AREAS}
-
-    def section(title: str, names_of_area: list[str]) -> str:
-        charts = "".join(chart_html(runs, name) for name in names_of_area)
-        return f'<h3>{title}</h3><div class="charts">{charts}</div>' if charts else ""
-
-    def of(title: str) -> list[str]:
-        return [name for name in curved if titles.get(name.partition("/")[0], "Other metrics") == title]
-
     charts = "".join(chart_html(runs, name, across, LARGE) for name, across in top_charts)
     return page_html(
         f"{len(runs)} runs: {', '.join(names)}",
@@ -84,9 +74,9 @@ def render(runs: Sequence[RunData], names: Sequence[str]) -> str:
             f'<div class="charts wide">{charts}</div>',
             differences_html(runs, names),
             "<h2>Curves</h2>",
-            *(section(title, of(title)) for title in (*AREAS.values(), "Other metrics")),
-            details_html("Speed, time, memory and data", "".join(section(t, of(t)) for t in FOLDED_AREAS.values())),
-            "<footer>Lines: centred moving average over a fifteenth of a run; short curves are not smoothed.</footer>",
+            *charts_html(curved, lambda name: chart_html(runs, name)),
+            "<footer>Lines: centred moving average over a fifteenth of a run; short curves and the learning rate are "
+            "not smoothed.</footer>",
         ],
     )
 
@@ -127,8 +117,8 @@ def runs_html(runs: Sequence[RunData], names: Sequence[str], head: str | None) -
             cell("peak GiB", "num", f"{max(memory):.2f}" if memory else ""),
         ]
         if head:
-            values = run.values(head)
-            ends = " &rarr; ".join(map(number, values[:: len(values) - 1 or 1][:2]))
+            values = shown_values(run, head)
+            ends = " &rarr; ".join(values[:: len(values) - 1 or 1][:2])
             cells_of_run.append(cell(columns[-1], "num", ends))
         rows.append(f"<tr>{''.join(cells_of_run)}</tr>")
     return f'<div class="card scroll"><table class="plain runs"><tr>{cells}</tr>{"".join(rows)}</table></div>'
@@ -152,10 +142,13 @@ def chart_html(runs: Sequence[RunData], name: str, across: str = "step", size: t
     values = [value for _, points in lines for _, value in points]
     spread = max(values) - min(values)
     ends = ", ".join(precise(points[-1][1], spread) for _, points in lines)
-    label = f"{name} over {X_LABELS[across]}"
-    svg = lines_svg(lines, label, size)
+
+    def draw(size: tuple[int, int]) -> str:
+        return lines_svg(lines, f"{name} over {X_LABELS[across]}", size, smoothed=name not in EXACT)
+
+    svg = draw(size)
     if size == LARGE:  # its text is too small on a narrow page
-        svg = f'<div class="wide-only">{svg}</div><div class="narrow-only">{lines_svg(lines, label, SMALL)}</div>'
+        svg = f'<div class="wide-only">{svg}</div><div class="narrow-only">{draw(SMALL)}</div>'
     return (
         f'<div class="card"><div class="chart-head"><span class="mono">{text(name)}</span>'
         f'<span class="tag">over {X_LABELS[across]}</span><span class="last">last {ends}</span></div>{svg}'
@@ -163,14 +156,15 @@ def chart_html(runs: Sequence[RunData], name: str, across: str = "step", size: t
     )
 
 
-def lines_svg(lines: Sequence[tuple[int, list[Point]]], label: str, size: tuple[int, int]) -> str:
+def lines_svg(lines: Sequence[tuple[int, list[Point]]], label: str, size: tuple[int, int], *, smoothed: bool) -> str:
     """Draw (index of the run, points) pairs."""
     values = [value for _, points in lines for _, value in points]
     last = max(x for _, points in lines for x, _ in points)
     body, to_xy, _, _ = axes((min(values), max(values)), (0, last), size)
     for i, points in lines:
-        smoothed = smooth([value for _, value in points]) if len(points) >= SPARSE else [v for _, v in points]
-        curve = list(zip([x for x, _ in points], smoothed, strict=True))
+        curve = points
+        if smoothed and len(points) >= SPARSE:
+            curve = list(zip([x for x, _ in points], smooth([value for _, value in points]), strict=True))
         drawn = [*curve[: -1 : max(1, len(curve) // MAX_POINTS)], curve[-1]]
         body.append(_line(colour(i), [to_xy(*point) for point in drawn]))
         if len(points) < SPARSE:
@@ -185,7 +179,7 @@ def colour(i: int) -> str:
 
 def differences_html(runs: Sequence[RunData], names: Sequence[str]) -> str:
     """Show the settings that differ between runs."""
-    configs = [dict(flatten(run.config)) for run in runs]
+    configs = [run.settings() for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config)
     different = [key for key in keys if key not in OF_A_RUN and len({config.get(key) for config in configs}) > 1]
     if not different:

@@ -1,17 +1,19 @@
-"""Console output: a live display on a terminal, one plain line per logged step elsewhere."""
+"""Console output: a live display on a terminal, one live line in a notebook, a line per logged step elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from trainer.metrics.health import Finding, reward_function_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from data.command.config_file import Earlier
 
 # (label, metric) of the numbers shown, if the method logs them
 NUMBERS = (
@@ -35,7 +37,11 @@ REPLACED_BY = {  # label: hidden if one of these metrics is logged, which is mor
     "rejected": ("reward/margin", "reward/mean"),
 }
 DROPPED_FIRST = ("so far", "tokens/s", "grad norm", "length", "entropy")  # if the terminal is too narrow
-EVAL_HEADLINES = ("eval/reward/mean", "eval/reward/accuracy", "eval/reward/auc", "eval/reward/macro_f1", "eval/nll")
+EVAL_HEADLINES = (  # the first that a run logs is its main number
+    "eval/cfm", "eval/reward/mean", "eval/reward/accuracy", "eval/reward/auc", "eval/reward/macro_f1", "eval/nll",
+)  # fmt: skip
+NOT_SAMPLED = ("eval/nll", "eval/loss")  # computed on given answers, whatever the decoding
+TIES = "all ties"
 PACE_STEPS = 30  # recent steps that the estimate of the time left is based on
 SAMPLE_SECONDS_LIVE = 3.0  # minimum time between samples, to read them
 SAMPLE_SECONDS_PLAIN = 60.0
@@ -64,12 +70,15 @@ class Console:
         self._latest: dict[str, float] = {}
         self._headline_name = ""  # metric of a line's first number
         self._headline: list[float] = []  # its values so far, for the sparkline
-        self._evals: list[float] = []
+        self._evals: list[str] = []
         self._eval_decoding = ""
         self._sample: Mapping[str, Any] | None = None
         self._sample_at = -float("inf")
         self._rich: Any = None
         self._live: Any = None
+        # Jupyter's stream is not a terminal, but "\r" returns to the start of its line.
+        self._overwrites = type(self._stream).__module__.partition(".")[0] == "ipykernel"
+        self._open_line = 0  # characters of an unfinished line
 
     def start(self) -> None:
         """Show the title and, on a terminal, the live display; start the clock for the time left."""
@@ -93,11 +102,11 @@ class Console:
             self._headline_name = self._headline_name or next((name for _, name in NUMBERS if name in values), "")
             self._headline += [values[self._headline_name]] if self._headline_name in values else []
             if self._live is None and (step % self.logging_steps == 0 or step == self.total_steps):
-                self._print(self._step_line())
+                self._print(self._step_line(), ends=not self._overwrites)
         elif step == self._start_step:
             self._step_ends.clear()  # the pace excludes the evaluation before the first step
             self._step_ends.append((step, time.monotonic()))
-        if evaluated := [values[name] for name in EVAL_HEADLINES if name in values]:
+        if evaluated := [shown_value(values, name) for name in EVAL_HEADLINES if name in values]:
             self._evals.append(evaluated[0])
             self._eval_decoding = eval_decoding(self._config, values)
         if line := eval_line(values, self._config):
@@ -129,6 +138,9 @@ class Console:
             self._sample = None
             self._live.stop()
             self._live = None
+        if self._open_line:
+            print(file=self._stream, flush=True)
+            self._open_line = 0
 
     def _start_live(self) -> None:
         import rich.console
@@ -141,9 +153,12 @@ class Console:
         self._live = rich.live.Live(get_renderable=self._render, console=self._rich, refresh_per_second=4)
         self._live.start()
 
-    def _print(self, text: str, style: str = "") -> None:
+    def _print(self, text: str, style: str = "", *, ends: bool = True) -> None:
+        """Print a line; the next one overwrites it if not `ends`."""
         if self._rich is None:
-            print(text, file=self._stream, flush=True)
+            overwritten, self._open_line = self._open_line, 0 if ends else len(text)
+            line = ("\r" if overwritten else "") + text.ljust(overwritten)
+            print(line, end="\n" if ends else "", file=self._stream, flush=True)
         else:
             from rich.text import Text
 
@@ -162,7 +177,9 @@ class Console:
         values, reason = self._latest, nothing_to_learn(self._latest)
         hidden = {label for label, better in REPLACED_BY.items() if any(name in values for name in better)}
         hidden |= {"entropy", "grad norm", "tokens/s"} if reason else set()
-        shown = [(label, number(values[name])) for label, name in NUMBERS if name in values and label not in hidden]
+        shown = [
+            (label, shown_value(values, name)) for label, name in NUMBERS if name in values and label not in hidden
+        ]
         if shown and shown[0][0] == "reward" and train_decoding(self._config):
             shown[0] = ("reward (sampled)", shown[0][1])
         return shown + ([(reason, "")] if reason else [])
@@ -202,7 +219,7 @@ class Console:
         """Return the (label, value) pairs that fit next to each other."""
         cells = self._shown_numbers()
         if self._evals:
-            first, last = number(self._evals[0]), number(self._evals[-1])
+            first, last = self._evals[0], self._evals[-1]
             label = f"eval ({self._eval_decoding})" if self._eval_decoding else "eval"
             cells.append((label, first if len(self._evals) == 1 else f"{first} -> {last}"))
         if len(self._headline) > 1 and not self._rich.options.ascii_only:
@@ -262,21 +279,37 @@ def sparkline(values: list[float], width: int = 16) -> str:
     return "".join(SPARKS[round((value - low) * scale)] for value in means)
 
 
-def train_decoding(config: Mapping[str, Any]) -> str:
-    """Return "sampled at temperature 1" for a method that samples, otherwise "". Training never decodes greedily."""
+def shown_value(metrics: Mapping[str, Any], name: str) -> str:
+    """Format a metric. An accuracy of 0 if every margin is 0, as before DPO's first step, is shown as ties."""
+    is_tie = name.endswith("reward/accuracy") and metrics.get(name.replace("accuracy", "margin")) == 0
+    return TIES if is_tie and metrics[name] == 0 else figure(metrics[name])
+
+
+def train_decoding(config: Mapping[str, Any], earlier: Earlier | None = None) -> str:
+    """Return "sampled at temperature 1" for a method that samples, otherwise "". Training never decodes greedily.
+
+    `earlier` are the settings that a resume changed; "from step 41" is added if the temperature is one of them.
+    """
     temperature = config.get("temperature")
-    return f"sampled at temperature {temperature:g}" if isinstance(temperature, int | float) else ""
+    if not isinstance(temperature, int | float):
+        return ""
+    return f"sampled at temperature {temperature:g}" + _since("temperature", earlier)
 
 
-def eval_decoding(config: Mapping[str, Any], names: Iterable[str]) -> str:
+def eval_decoding(config: Mapping[str, Any], names: Iterable[str], earlier: Earlier | None = None) -> str:
     """Return how held-out completions are decoded: "greedy", "sampled at temperature 0.6", or "" without sampling."""
     rollout = config.get("rollout")
     if not train_decoding(config) or not isinstance(rollout, Mapping):
         return ""
     if "eval/cfm" in names:  # EBFT samples held-out groups with the training settings
-        return train_decoding(config)
+        return train_decoding(config, earlier)
     temperature = rollout.get("eval_temperature")
-    return f"sampled at temperature {temperature:g}" if temperature else "greedy"
+    decoding = f"sampled at temperature {temperature:g}" if temperature else "greedy"
+    return decoding + _since("rollout.eval_temperature", earlier)
+
+
+def _since(key: str, earlier: Earlier | None) -> str:
+    return f" from step {earlier[key][-1][0] + 1}" if earlier and key in earlier else ""
 
 
 def nothing_to_learn(metrics: Mapping[str, float]) -> str:
@@ -290,29 +323,49 @@ def nothing_to_learn(metrics: Mapping[str, float]) -> str:
 
 def eval_line(metrics: Mapping[str, float], config: Mapping[str, Any]) -> str:
     """Return "eval (greedy): reward 0.412  exact_match 0.412  length 3.40", or "" if the step was not evaluated."""
-    parts = []
-    for name, value in metrics.items():
-        if name.startswith("eval/"):
-            label = name.removeprefix("eval/").removesuffix("/mean")
-            shown = f"{value:.0f}" if label == "rows" else number(value)
-            parts.append(f"{'length' if label == 'len_mean' else label} {shown}")
     decoding = eval_decoding(config, metrics)
-    return (f"eval ({decoding}): " if decoding else "eval: ") + "  ".join(parts) if parts else ""
+    sampled, given = [], []
+    for name in sorted((name for name in metrics if name.startswith("eval/")), key=headlines_first):
+        label = name.removeprefix("eval/").removesuffix("/mean")
+        shown = f"{metrics[name]:.0f}" if label == "rows" else shown_value(metrics, name)
+        parts = given if decoding and name in NOT_SAMPLED else sampled
+        parts.append(f"{'length' if label == 'len_mean' else label} {shown}")
+    if not sampled + given:
+        return ""
+    line = (f"eval ({decoding}): " if decoding else "eval: ") + "  ".join(sampled)
+    return f"{line}; on given answers: {'  '.join(given)}" if given else line
 
 
-def evaluation_lines(records: Iterable[Mapping[str, Any]], config: Mapping[str, Any]) -> list[str]:
-    """Return held-out numbers before and after: one line per eval/* metric with at least two values."""
-    series: dict[str, list[tuple[int, float]]] = {}
+def headlines_first(name: str) -> int:
+    return EVAL_HEADLINES.index(name) if name in EVAL_HEADLINES else len(EVAL_HEADLINES)
+
+
+def evaluation_lines(
+    records: Sequence[Mapping[str, Any]], config: Mapping[str, Any], earlier: Earlier | None = None
+) -> list[str]:
+    """Return held-out numbers before and after, one line per eval/* metric with at least two values; and the training
+    reward if held-out completions are decoded differently, because the two may move in opposite directions."""
+    series: dict[str, list[tuple[int, str]]] = {}
     for record in records:
         for name, value in record.items():
             if name.startswith("eval/") and name != "eval/rows" and value is not None:
-                series.setdefault(name, []).append((record["step"], value))
-    decoding = eval_decoding(config, series)
+                series.setdefault(name, []).append((record["step"], shown_value(record, name)))
+    decoding = eval_decoding(config, series, earlier)
     lines = []
-    for name, ((first, before), *_, (last, after)) in ((n, p) for n, p in series.items() if len(p) > 1):
-        what = name.removeprefix("eval/").removesuffix("/mean") + (f" ({decoding})" if decoding else "")
+    for name in sorted((name for name, points in series.items() if len(points) > 1), key=headlines_first):
+        (first, before), (last, after) = series[name][0], series[name][-1]
+        what = name.removeprefix("eval/").removesuffix("/mean")
+        what += f" ({decoding})" if decoding and name not in NOT_SAMPLED else ""
         length = f"{last - first} step{'s' * (last - first != 1)}"
-        lines.append(f"held-out {what}: {number(before)} before, {number(after)} after ({length})")
+        lines.append(f"held-out {what}: {before} before, {after} after ({length})")
+    rewards = [record["reward/mean"] for record in records if record.get("reward/mean") is not None]
+    sampled = train_decoding(config, earlier)
+    if sampled and sampled != decoding and len(rewards) > 1:
+        n = max(1, len(rewards) // 10)
+        first, last = (number(sum(part) / n) for part in (rewards[:n], rewards[-n:]))
+        steps = ("step", "one") if n == 1 else (f"{n} steps", str(n))
+        line = f"training reward ({sampled}): {first} in the first {steps[0]}, {last} in the last {steps[1]}"
+        lines.insert(1, line)
     return lines
 
 

@@ -2,7 +2,7 @@
 
     write_report(Path("runs/grpo-20261115-093000"))
 
-Only config.yaml, metrics.jsonl and samples.jsonl are read, so this also works for running and killed runs. The page
+Only files in the run folder are read, so this also works for running and killed runs. The page
 loads nothing and runs no script. Curves are hand-written inline SVG: a plotting library's SVG would be ten times larger
 and could not follow light and dark mode.
 """
@@ -18,20 +18,29 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from data.command.config_file import load_config
+from data.command.config_file import Earlier, earlier_settings, flatten, load_config
 from data.errors import UserError
 from rollout.rewards.weights import parse_weight
-from trainer.metrics.console import EVAL_HEADLINES, duration, eval_decoding, figure, number, train_decoding
+from trainer.metrics.console import (
+    EVAL_HEADLINES,
+    NOT_SAMPLED,
+    TIES,
+    duration,
+    eval_decoding,
+    figure,
+    number,
+    shown_value,
+    train_decoding,
+)
 from trainer.metrics.health import Episode, replay
 from trainer.metrics.metrics import GLOSSARY, describe, read_jsonl
 
 Point = tuple[float, float]
-AREAS = {"reward": "Reward", "loss": "Loss", "policy": "Policy", "value": "Critic", "eval": "Evaluation",
-         "rollout": "Rollout", "optim": "Optimizer"}  # fmt: skip
-FOLDED_AREAS = {"perf": "Speed", "time": "Time", "mem": "Memory", "data": "Data"}
+AREAS = ("reward", "loss", "policy", "value", "eval", "rollout", "optim")  # in this order, others after them
+FOLDED_AREAS = ("perf", "time", "mem", "data")
 # Shown at the top of the page: the first of these groups that the run logged.
 TOP = (
-    ("reward/mean", "reward/accuracy", "reward/step_accuracy", "reward/margin"),
+    ("reward/cfm", "reward/mean", "reward/accuracy", "reward/step_accuracy", "reward/margin"),
     ("reward/chosen", "reward/rejected"),
     ("policy/reverse_kl", "policy/jsd"),
     ("loss/nll",),
@@ -39,6 +48,7 @@ TOP = (
 )
 LOWER_IS_BETTER = ("eval/nll", "eval/loss", "eval/reward/rejected", "eval/cfm", "eval/cfm_unbiased")
 NEITHER = ("eval/len_mean", "eval/rows")
+EXACT = ("optim/lr",)  # follows a schedule: nothing to smooth
 HEALTHY = {"policy/entropy": (0.05, 0.5)}  # drawn as a shaded band
 LAST_SAMPLED_STEPS = 10  # recent steps to choose the best and worst samples from
 SHOWN_SAMPLES = 3
@@ -68,6 +78,7 @@ class RunData:
     finished: bool
     evaluations: list[dict[str, Any]] = field(default_factory=list)  # from python -m trainer.evaluate
     logged: list[str] = field(default_factory=list)  # all metric names, in glossary order
+    earlier: Earlier = field(default_factory=dict)  # settings that a resume changed
 
     @property
     def last_step(self) -> int:
@@ -80,6 +91,14 @@ class RunData:
 
     def values(self, name: str) -> list[float]:
         return self.series(name)[1]
+
+    def settings(self) -> dict[str, str]:
+        """Return all settings as text; "0.001 until step 40, then 0.0005" if a resume changed one."""
+        settings = dict(flatten(self.config))
+        for key, values in self.earlier.items():
+            parts = [f"{value} until step {step}" for step, value in values]
+            settings[key] = ", ".join([*parts, f"then {settings.get(key, 'none')}"])
+        return settings
 
 
 def write_report(run_dir: Path, defaults: Mapping[str, Any] | None = None) -> Path:
@@ -114,6 +133,7 @@ def load_run(run_dir: Path, defaults: Mapping[str, Any] | None = None) -> RunDat
         records=records,
         samples=read_jsonl(run_dir / "samples.jsonl"),
         evaluations=read_jsonl(run_dir / "evaluations.jsonl"),
+        earlier=earlier_settings(run_dir),
         finished=(run_dir / "final").exists() or (max_steps is not None and last_step >= max_steps),
         logged=sorted(
             {name for record in records for name in record} - {"step"},
@@ -131,6 +151,7 @@ def render(run: RunData) -> str:
         + ("" if run.finished else '<span class="badge">unfinished</span>')
         + "</h1>",
         f'<p class="where">{text(run.name)}, written {datetime.now():%Y-%m-%d %H:%M}</p>',
+        resumes_html(run),
         facts_html(run),
         top_html(run),
         evaluations_html(run),
@@ -139,7 +160,8 @@ def render(run: RunData) -> str:
         samples_html(run),
         curves_html(run, {f"health/{episode.finding.name}" for episode in episodes}),
         config_html(run),
-        "<footer>Light line: every step. Strong line: centred moving average over a fifteenth of the run. "
+        "<footer>Light line: every step. Strong line: centred moving average over a fifteenth of the run; the learning "
+        "rate is not smoothed. "
         "All numbers are in metrics.jsonl.</footer>",
     ]
     return page_html(f"{method} {model}: {run.name}", parts)
@@ -169,6 +191,16 @@ def details_html(summary: str, body: str) -> str:
 
 
 # facts, evaluation, health ---------------------------------------------------------------------------------------
+
+
+def resumes_html(run: RunData) -> str:
+    """Show which settings a resume changed, and when; the section Config shows their values."""
+    by_step: dict[int, list[str]] = {}
+    for key, values in run.earlier.items():
+        for step, _ in values:
+            by_step.setdefault(step, []).append(key)
+    changes = "; ".join(f"after step {step}: {', '.join(keys)}" for step, keys in sorted(by_step.items()))
+    return f'<p class="where">Resumed with other settings {text(changes)}</p>' if changes else ""
 
 
 def facts_html(run: RunData) -> str:
@@ -203,7 +235,8 @@ def top_html(run: RunData) -> str:
         charts = chart_html(run, names[0], LARGE, "wide-only") + chart_html(run, names[0], SMALL, "narrow-only")
     else:
         charts = "".join(chart_html(run, name, TALL) for name in names)
-    return f'<div class="lead lead-{len(names) + 1}">{evaluation_html(run)}{charts}</div>'
+    kind = "lead-2" if len(names) == 1 else "charts"
+    return f'<div class="lead {kind}">{evaluation_html(run)}{charts}</div>'
 
 
 def evaluation_html(run: RunData) -> str:
@@ -217,29 +250,30 @@ def evaluation_html(run: RunData) -> str:
     label = head.removeprefix("eval/").removesuffix("/mean").replace("_", " ")
     if len(steps) > 1:
         outcome = (
-            f'<span class="from">{number(values[0])}</span> <span class="arrow">&rarr;</span> '
-            f"{number(values[-1])} {change_html(head, values)}"
+            f'<span class="from">{shown_values(run, head)[0]}</span> <span class="arrow">&rarr;</span> '
+            f"{number(values[-1])} {change_html(run, head)}"
         )
         caption = f"{label}, step {steps[0]} \u2192 {steps[-1]}"
     else:
-        outcome, caption = number(values[0]), f"{label} at step {steps[0]}, no later evaluation yet"
+        outcome, caption = shown_values(run, head)[0], f"{label} at step {steps[0]}, no later evaluation yet"
     until = "after" if run.finished else "latest"
+    decoding = eval_decoding(run.config, names, run.earlier)
     rows = [f'<tr><th></th><th class="num">before</th><th class="num">{until}</th><th class="num">change</th></tr>']
     for name in names:
-        series = run.values(name)
         if name == "eval/rows" and is_constant(run, name):
-            caption += f", {series[0]:.0f} rows"
+            caption += f", {run.values(name)[0]:.0f} rows"
             continue
-        later = "</td><td>"
-        if len(series) > 1:
-            later = f"{number(series[-1])}</td><td class='num'>{change_html(name, series)}"
+        shown, later = shown_values(run, name), "</td><td>"
+        if len(shown) > 1:
+            later = f"{shown[-1]}</td><td class='num'>{change_html(run, name)}"
+        given = tag_html("on given answers") if decoding and name in NOT_SAMPLED else ""
         rows.append(
             f'<tr title="{text(f"{name}: {definition(name)}")}">'
-            f'<td class="mono">{text(name.removeprefix("eval/"))}</td>'
-            f'<td class="num">{number(series[0])}</td><td class="num">{later}</td></tr>'
+            f'<td class="mono">{text(name.removeprefix("eval/"))}{given}</td>'
+            f'<td class="num">{shown[0]}</td><td class="num">{later}</td></tr>'
         )
     return (
-        f'<div class="card"><h3>Held-out evaluation{tag_html(eval_decoding(run.config, names))}</h3>'
+        f'<div class="card"><h3>Held-out evaluation{tag_html(decoding)}</h3>'
         f'<p class="soft">{text(caption)}</p><p class="outcome">{outcome}</p>'
         f'<table class="plain">{"".join(rows)}</table></div>'
     )
@@ -249,7 +283,8 @@ def evaluations_html(run: RunData) -> str:
     """Show the results of python -m trainer.evaluate, one row per number."""
     rows = "".join(
         f'<tr><td class="soft">{text(str(record.get("time", ""))[:16].replace("T", " "))}</td>'
-        f'<td class="mono">{text(record.get("tasks") or " ".join(record.get("data", [])))}</td>'
+        f'<td class="mono">{text(record.get("tasks") or " ".join(record.get("data", [])))}'
+        f"{tag_html(conditions(run, record))}</td>"
         f'<td class="mono">{text(name)}</td><td class="num">{figure(value)}</td></tr>'
         for record in run.evaluations
         for name, value in (record.get("results") or {}).items()
@@ -260,11 +295,30 @@ def evaluations_html(run: RunData) -> str:
     return f"<h2>Evaluations after training</h2>{table}" if rows else ""
 
 
+def conditions(run: RunData, record: Mapping[str, Any]) -> str:
+    """Return what distinguishes an evaluation from others on the same rows: "step 20, temperature 0.6, 4 each"."""
+    step, shots, limit = (record.get(name) for name in ("step", "num_fewshot", "limit"))
+    parts = [
+        f"step {step}" if step != run.last_step else "",
+        record.get("decoding") or "",
+        f"{shots}-shot" if shots is not None else "",
+        f"first {limit}" if limit is not None else "",
+    ]
+    return ", ".join(str(part) for part in parts if part)
+
+
 def tag_html(words: str) -> str:
     return f' <span class="tag">{text(words)}</span>' if words else ""
 
 
-def change_html(name: str, values: Sequence[float]) -> str:
+def shown_values(run: RunData, name: str) -> list[str]:
+    return [shown_value(record, name) for record in run.records if isinstance(record.get(name), int | float)]
+
+
+def change_html(run: RunData, name: str) -> str:
+    values = run.values(name)
+    if shown_values(run, name)[0] == TIES:  # no number to compare with
+        return ""
     change = values[-1] - values[0]
     sign = "+" if change > 0 else "\u2212" if change < 0 else ""
     unknown = name in NEITHER or name.startswith("eval/log/") or describe(name) is None
@@ -302,13 +356,6 @@ def curves_html(run: RunData, findings: set[str]) -> str:
     names = [name for name in run.logged if name not in elsewhere]
     flat = {name: shown for name in names if (shown := flat_value(run, name))}
     curved = [name for name in names if name not in flat]
-    titles = {**AREAS, **FOLDED_AREAS}
-    area_of = {name: titles.get(name.partition("/")[0], "Other metrics") for name in curved}
-
-    def section(title: str) -> str:
-        charts = "".join(chart_html(run, name) for name in curved if area_of[name] == title)
-        return f'<h3>{title}</h3><div class="charts">{charts}</div>' if charts else ""
-
     rows = "".join(
         f'<tr><td class="mono">{text(name)}</td><td class="num">{shown}</td>'
         f'<td class="soft">{text(definition(name))}</td></tr>'
@@ -316,11 +363,27 @@ def curves_html(run: RunData, findings: set[str]) -> str:
     )
     table = f'<div class="card"><table class="plain constants">{rows}</table></div>' if rows else ""
     parts = [
-        *(section(title) for title in (*AREAS.values(), "Other metrics")),
-        details_html("Speed, time, memory and data", "".join(map(section, FOLDED_AREAS.values()))),
+        *charts_html(curved, lambda name: chart_html(run, name)),
         details_html(f"{len(flat)} metrics that did not change or repeat another", table),
     ]
     return "<h2>Curves</h2>" + "\n".join(part for part in parts if part) if any(parts) else ""
+
+
+def charts_html(names: Sequence[str], chart: Callable[[str], str]) -> tuple[str, str]:
+    """Return a grid of charts in the order of AREAS, and a folded one. A grid per area would have half-empty rows."""
+
+    def area(name: str) -> str:
+        return name.partition("/")[0]
+
+    def grid(names: Iterable[str]) -> str:
+        charts = "".join(map(chart, names))
+        return f'<div class="charts">{charts}</div>' if charts else ""
+
+    order = [*AREAS, *(area(name) for name in names if area(name) not in AREAS)]
+    ordered = sorted(names, key=lambda name: order.index(area(name)))
+    folded = grid(name for name in ordered if area(name) in FOLDED_AREAS)
+    shown = grid(name for name in ordered if area(name) not in FOLDED_AREAS)
+    return shown, details_html("Speed, time, memory and data", folded)
 
 
 def names_in_table_only(run: RunData) -> set[str]:
@@ -366,9 +429,9 @@ def definition(name: str) -> str:
 def chart_html(run: RunData, name: str, size: tuple[int, int] = SMALL, kind: str = "") -> str:
     steps, values = run.series(name)
     svg = curve_svg(steps, values, label=f"{name} over steps", step_range=(0, run.last_step), size=size,
-                    healthy=HEALTHY.get(name))  # fmt: skip
+                    healthy=HEALTHY.get(name), smoothed=name not in EXACT)  # fmt: skip
     band = "" if name not in HEALTHY else " Shaded: healthy range {:g} to {:g}.".format(*HEALTHY[name])
-    sampled = tag_html(train_decoding(run.config)) if name == "reward/mean" else ""
+    sampled = tag_html(train_decoding(run.config, run.earlier)) if name == "reward/mean" else ""
     return (
         f'<div class="card {kind}"><div class="chart-head"><span class="mono">{text(name)}</span>{sampled}'
         f'<span class="last">last {precise(values[-1], max(values) - min(values))}</span></div>{svg}'
@@ -394,18 +457,23 @@ def samples_html(run: RunData) -> str:
     recent = [sample for sample in run.samples if sample["step"] >= last[0]]
     distinct = {(str(sample.get("prompt")), str(sample.get("completion"))): sample for sample in recent}
     ranked = sorted(reversed(distinct.values()), key=lambda sample: -total_reward(run, sample))
+    # Completions of a solved group have no advantage: the model learns nothing from them.
+    best = sorted(ranked, key=lambda sample: sample.get("advantage") is not None and sample["advantage"] <= 0)
     where = f"step {last[0]}" if len(last) == 1 else f"steps {last[0]} to {last[-1]}"
     if len({total_reward(run, sample) for sample in ranked}) > 1:
         count = min(SHOWN_SAMPLES, len(ranked) // 2)
-        tables = [(f"Best of {where}", ranked[:count]), (f"Worst of {where}", ranked[::-1][:count])]
+        worst = [sample for sample in ranked[::-1] if sample not in best[:count]]
+        tables = [(f"Best of {where}", best[:count]), (f"Worst of {where}", worst[:count])]
     else:
-        tables = [(f"Samples of {where}, all with the same reward", ranked[:SHOWN_SAMPLES])]
+        tables = [(f"Samples of {where}, all with the same reward", best[:SHOWN_SAMPLES])]
     if steps[0] < last[0]:
         first = [sample for sample in run.samples if sample["step"] == steps[0]]
         tables.append((f"For comparison: step {steps[0]}", first[:SHOWN_SAMPLES]))
+    expected = "<th>expected</th>" if any("truth" in sample for _, rows in tables for sample in rows) else ""
+    head = f"<tr><th>prompt</th><th>completion</th>{expected}<th>rewards</th><th>advantage</th></tr>"
     return "<h2>Samples</h2>" + "\n".join(
-        f'<h3>{title}</h3><div class="card"><table class="samples"><tr><th>prompt</th><th>completion</th>'
-        f"<th>rewards</th><th>advantage</th></tr>{''.join(map(sample_row, rows))}</table></div>"
+        f'<h3>{title}</h3><div class="card"><table class="samples">{head}'
+        f"{''.join(sample_row(sample, bool(expected)) for sample in rows)}</table></div>"
         for title, rows in tables
     )
 
@@ -420,7 +488,7 @@ def total_reward(run: RunData, sample: Mapping[str, Any]) -> float:
     return sum(weight * reward for weight, reward in zip(weights, rewards, strict=True) if reward is not None)
 
 
-def sample_row(sample: Mapping[str, Any]) -> str:
+def sample_row(sample: Mapping[str, Any], with_expected: bool) -> str:
     prompt = sample.get("prompt", "")
     if not isinstance(prompt, str):  # a list of messages
         prompt = "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in prompt)
@@ -429,10 +497,12 @@ def sample_row(sample: Mapping[str, Any]) -> str:
         for name, value in (sample.get("rewards") or {}).items()
     )
     advantage = sample.get("advantage")
+    expected = text(shorten(str(sample.get("truth", ""))))
+    expected = f'<td class="expected" data-label="expected"><pre>{expected}</pre></td>' if with_expected else ""
     return (
         f'<tr><td class="text" data-label="prompt"><pre>{text(shorten(prompt))}</pre></td>'
         f'<td class="text" data-label="completion"><pre>{text(shorten(str(sample.get("completion", ""))))}</pre></td>'
-        f'<td class="scores" data-label="rewards">{rewards}</td>'
+        f'{expected}<td class="scores" data-label="rewards">{rewards}</td>'
         f'<td data-label="advantage">{"" if advantage is None else f"{advantage:+.2f}"}</td></tr>'
     )
 
@@ -444,7 +514,7 @@ def shorten(long: str) -> str:
 
 def config_html(run: RunData) -> str:
     """Show the settings that differ from the method's defaults, then all settings, folded."""
-    settings = dict(flatten(run.config))
+    settings = run.settings()
     all_settings = settings_html((key, value, "") for key, value in settings.items())
     if run.defaults is None:
         return f"<h2>Config</h2>{all_settings}"
@@ -469,16 +539,6 @@ def settings_html(rows: Iterable[tuple[str, str, str]]) -> str:
     return f'<div class="card"><dl class="config mono">{cells}</dl></div>'
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{key}.")
-        elif isinstance(value, list | tuple):
-            yield f"{prefix}{key}", " ".join(str(item) for item in value) or "none"
-        else:
-            yield f"{prefix}{key}", "none" if value is None else str(value)
-
-
 # curves as inline SVG --------------------------------------------------------------------------------------------
 
 
@@ -490,8 +550,9 @@ def curve_svg(
     step_range: tuple[int, int] | None = None,
     size: tuple[int, int] = SMALL,
     healthy: tuple[float, float] | None = None,
+    smoothed: bool = True,
 ) -> str:
-    """Draw one metric over steps: a light line for the values, a strong line for the smoothed curve."""
+    """Draw one metric over steps: a light line for the values, a strong line for the smoothed curve, if any."""
     assert len(steps) == len(values) > 0, f"{len(steps)} steps, {len(values)} values"
     width, height = size
     first = (step_range or steps)[0]
@@ -500,17 +561,19 @@ def curve_svg(
         top, bottom = to_xy(first, min(healthy[1], high))[1], to_xy(first, max(healthy[0], low))[1]
         body.append(f'<rect class="band" x="{left:.1f}" y="{top:.1f}" width="{width - left - RIGHT:.1f}" '
                     f'height="{bottom - top:.1f}"/>')  # fmt: skip
-    smoothed = smooth(values)
+    average = smooth(values) if smoothed and len(values) >= SPARSE else None
     if len(values) < SPARSE:
         points = [to_xy(*point) for point in zip(steps, values, strict=True)]
         body.append(_line("smooth", points))
         body += [f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in points]
+    elif average is None:
+        body.append(_line("smooth", [to_xy(*point) for point in outline(steps, values)]))
     else:
         body.append(_line("raw", [to_xy(*point) for point in outline(steps, values)]))
-        strong = list(zip(steps, smoothed, strict=True))
+        strong = list(zip(steps, average, strict=True))
         kept = [*strong[: -1 : max(1, len(strong) // MAX_POINTS)], strong[-1]]
         body.append(_line("smooth", [to_xy(*point) for point in kept]))
-    body.append(_slices(steps, values, smoothed, to_xy, height))
+    body.append(_slices(steps, values, average, to_xy, height))
     return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}">' + "".join(body) + "</svg>"
 
 
@@ -605,7 +668,7 @@ def _line(name: str, points: Sequence[Point]) -> str:
     return f'<polyline class="{name}" points="' + " ".join(f"{x:.1f},{y:.1f}" for x, y in points) + '"/>'
 
 
-def _slices(steps: Sequence[int], values: Sequence[float], smoothed: Sequence[float], to_xy, height: int) -> str:
+def _slices(steps: Sequence[int], values: Sequence[float], average: Sequence[float] | None, to_xy, height: int) -> str:
     """Return invisible columns with tooltips, which need no script."""
     count = min(MAX_SLICES, len(steps))
     picks = sorted({round(i * (len(steps) - 1) / max(1, count - 1)) for i in range(count)})
@@ -616,8 +679,8 @@ def _slices(steps: Sequence[int], values: Sequence[float], smoothed: Sequence[fl
         left = middles[k] - 4 if k == 0 else (middles[k - 1] + middles[k]) / 2
         right = middles[k] + 4 if k == len(picks) - 1 else (middles[k] + middles[k + 1]) / 2
         shown = f"step {steps[i]}: {precise(values[i], spread)}"
-        if len(values) >= SPARSE:
-            shown += f" (smoothed {precise(smoothed[i], spread)})"
+        if average is not None:
+            shown += f" (smoothed {precise(average[i], spread)})"
         parts.append(
             f'<rect class="slice" x="{left:.1f}" y="{TOP_MARGIN}" width="{right - left:.1f}" '
             f'height="{height - TOP_MARGIN - BOTTOM}"><title>{shown}</title></rect>'

@@ -38,6 +38,7 @@ from trainer.rl.minibatch import Advantages, pack_completions, policy_logps
 
 Estimator = Callable[[Rewards], Advantage]
 SAMPLES_PER_STEP = 4  # completions written to samples.jsonl
+EXPECTED = ("answer", "ground_truth", "solution")  # columns with the expected answer; the first is written too
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -289,11 +290,13 @@ def per_completion(advantage: Advantages) -> list[float]:
 def sample_rows(rollout: Rollout, advantage: Sequence[float]) -> list[dict[str, Any]]:
     """Rows for samples.jsonl, from groups spread over the rollout."""
     prompts, completions, values, extra = rollout.prompts, rollout.completions, rollout.values, rollout.extra
+    expected = [next((prompt.columns[name] for name in EXPECTED if name in prompt.columns), None) for prompt in prompts]
     stride = max(1, len(completions) // SAMPLES_PER_STEP)
     return [
         {
             "prompt": prompts[i].prompt,
             "completion": completions[i].text,
+            **({} if expected[i] is None else {"truth": str(expected[i])}),
             "rewards": dict(zip(rollout.names, values[i], strict=True)),
             "advantage": advantage[i],
             "source": prompts[i].source,

@@ -24,6 +24,7 @@ import errno
 import fcntl
 import json
 import math
+import os
 import random
 import re
 import secrets
@@ -40,13 +41,22 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from data.command.config_file import load_config, save_config
+from data.command.config_file import (
+    PER_CALL,
+    SEGMENTS,
+    earlier_settings,
+    flatten,
+    load_config,
+    read_segments,
+    save_config,
+)
 from data.command.flags import config_to_tree
 from data.errors import UserError
 from data.user_code import describe_error, users_part
 from trainer.config.blocks import MethodConfig, RunConfig, check_4bit
 from trainer.config.defaults import default_tree
 from trainer.config.learning_rates import SMALL_MODEL, far_off
+from trainer.config.old_flags import without_old_defaults
 from trainer.files.atomic_folder import remove_folder, remove_leftovers
 from trainer.files.tensor_files import TensorFiles
 from trainer.metrics.console import Console, evaluation_lines
@@ -70,7 +80,8 @@ from trainer.run.checkpoint import (
 from trainer.run.export import describe_model, export_model
 
 # Everything a run writes into its folder; --overwrite-output-dir deletes nothing else.
-FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "report.html", "run_id", "wandb_run_id")
+FILES = ("config.yaml", SEGMENTS, "metrics.jsonl", "samples.jsonl", "report.html", "run_id", "wandb_run_id",
+         "evaluations.jsonl")  # fmt: skip
 FOLDERS = ("checkpoints", "final", "logs", "tensorboard", "wandb")
 PER_EPOCH = {"saves_per_epoch": "--save-steps", "evals_per_epoch": "--eval-steps"}
 T = TypeVar("T")
@@ -389,7 +400,7 @@ class Run:
         export_model(policy.model, policy.tokenizer, final, merge_lora=merge_lora, base=policy.source)
         tree = self._config_tree()
         report = write_report(self.dir, default_tree(type(self.cfg), tree))
-        evaluation = evaluation_lines(read_jsonl(self.dir / "metrics.jsonl"), tree)
+        evaluation = evaluation_lines(read_jsonl(self.dir / "metrics.jsonl"), tree, earlier_settings(self.dir))
         for line in (*evaluation, f"model: {final}", f"report: {report}"):
             self._console.note(line)
         self.close()
@@ -431,6 +442,7 @@ class Run:
                 "deleted or truncated; they will be missing in curves and report"
             )
         before = self._rows_before()
+        self._save_segments()  # first: a run killed between the two files loses no earlier setting
         save_config(self.dir / "config.yaml", self._config_tree())
         if before not in (None, self.cfg.run.sequences_per_step):
             log(f"resume={self.dir}: the rows per step changed from {before} to {self.cfg.run.sequences_per_step}")
@@ -442,6 +454,27 @@ class Run:
         else:
             remove_folder(self.dir / "final")  # the result of fewer steps
             log(f"resume={self.dir}: resuming after step {self.start_step} of {self.total_steps}")
+
+    def _save_segments(self) -> None:
+        """Record the settings that this resume changes, and forget the changes at steps that are trained again."""
+        path, tree = self.dir / SEGMENTS, self._config_tree()
+        segments = {step: changed for step, changed in read_segments(self.dir).items() if step < self.start_step}
+        if not segments:  # a setting that config.yaml lacks is newer than the run
+            before = without_old_defaults(load_config(self.dir / "config.yaml"))
+            segments = {0: dict(flatten(default_tree(type(self.cfg), tree))) | dict(flatten(before))}
+        settings = {key: value for changed in segments.values() for key, value in changed.items()}
+        removed = {key: "none" for key in settings if key.partition(".")[0] in tree}  # such as loss_kwargs.x
+        new = {
+            key: value
+            for key, value in (removed | dict(flatten(tree))).items()
+            if key not in PER_CALL and settings.get(key, "none") != value
+        }
+        if new and self.start_step:
+            changes = ", ".join(f"{key} {settings.get(key, 'none')} -> {value}" for key, value in new.items())
+            log(f"resume={self.dir}: settings changed after step {self.start_step}: {changes}")
+            save_config(path, segments | {self.start_step: new})
+        elif path.is_file():
+            save_config(path, segments) if self.start_step else path.unlink()
 
     def _rows_before(self) -> int | None:
         """Return the rows per step when the checkpoint was saved, from its settings and number of ranks, if known."""
@@ -566,6 +599,11 @@ def read_id(folder: Path) -> str | None:
 def check_unused(folder: Path, overwrite: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"output_dir={folder}: is a file; pass a folder")
+    for path in (folder / name for name in (*FILES, *FOLDERS)):  # before anything is deleted
+        is_folder = path.is_dir() and not path.is_symlink()
+        if os.path.lexists(path) and is_folder != (path.name in FOLDERS):
+            kind = "a folder" if is_folder else "a symbolic link" if path.is_symlink() else "a file"
+            raise UserError(f"output_dir={folder}: {path.name} in it is {kind}; move it, or choose another folder")
     if not overwrite and _has_results(folder):
         raise UserError(
             f"output_dir={folder}: already contains a run; continue it with --resume {folder}, delete it with "

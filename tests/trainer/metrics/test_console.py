@@ -176,6 +176,43 @@ def test_evaluation_lines_compare_first_and_last():
     ]
     config = {"temperature": 1.0, "rollout": {"eval_temperature": 0.0}}
     assert evaluation_lines(records, config) == ["held-out exact_match (greedy): 0.250 before, 0.900 after (60 steps)"]
+    for step in range(1, 51):
+        records.append({"step": step, "reward/mean": step / 50})
+    lines = evaluation_lines(records, config, {"rollout.eval_temperature": [(40, "0.5")]})
+    assert lines[0].startswith("held-out exact_match (greedy from step 41): ")
+    assert lines[1] == (
+        "training reward (sampled at temperature 1): 0.060 in the first 5 steps, 0.960 in the last 5"
+    )  # greedy and sampled rewards may move in opposite directions
+    ebft = {"eval/reward/mean": 0.1, "eval/cfm": 0.2, "eval/nll": 0.3}
+    lines = evaluation_lines([{"step": 0, **ebft}, {"step": 4, **ebft}], config)
+    assert [line.partition(":")[0].removeprefix("held-out ") for line in lines] == (
+        ["cfm (sampled at temperature 1)", "reward (sampled at temperature 1)", "nll"]
+    )
+    assert eval_line(ebft, config).endswith("cfm 0.200  reward 0.100; on given answers: nll 0.300")
+    ties, better = ({"eval/reward/accuracy": x, "eval/reward/margin": x, "eval/loss": 0.5} for x in (0.0, 0.75))
+    assert evaluation_lines([{"step": 0, **ties}, {"step": 4, **better}], {})[0] == (
+        "held-out reward/accuracy: all ties before, 0.750 after (4 steps)"
+    )
+    assert eval_line(ties, {}) == "eval: reward/accuracy all ties  reward/margin 0  loss 0.500"
+
+
+def test_one_live_line_in_a_notebook():
+    """Jupyter's stream is no terminal, but overwrites a line after a carriage return."""
+    out = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
+    console = Console(3, 0, "t", stream=out)
+    console.start()
+    for step in (1, 2, 3):
+        console.step(step, {"loss/total": step / 8, "optim/grad_norm": 1.0, **({"eval/nll": 0.5} if step == 2 else {})})
+    console.stop()
+    console.note("done")
+    lines = [line.split("\r") for line in out.getvalue()[:-1].split("\n")]
+    assert [[text.split("  left")[0].rstrip() for text in line] for line in lines] == [
+        ["t: 3 steps"],
+        ["step 1/3  loss 0.125  grad norm 1.00", "step 2/3  loss 0.250  grad norm 1.00", "step 2/3  eval: nll 0.500"],
+        ["step 3/3  loss 0.375  grad norm 1.00"],
+        ["done"],
+    ]
+    assert all(len(b) >= len(a) for line in lines for a, b in zip(line, line[1:], strict=False))  # nothing is left over
 
 
 SCRIPT = """

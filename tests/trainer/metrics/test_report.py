@@ -242,6 +242,57 @@ def test_best_and_worst_samples(grpo):
     assert best.count("exact_match 1.00 tagged_format 1.00") == 3 and worst.count("exact_match 0 ") == 3
 
 
+def test_best_samples_have_an_advantage_and_an_expected_answer(tmp_path):
+    solved = [{"completion": f"solved{i}", "rewards": {"f": 9.0}, "advantage": 0.0, "truth": "<4>"} for i in range(9)]
+    learned = [{"completion": f"learned{i}", "rewards": {"f": 9.0}, "advantage": 0.5, "truth": "<4>"} for i in range(2)]
+    samples = [{"prompt": "2+2=", **sample} for sample in [*learned, *solved, *solved]]
+    flat = read(write_report(make_grpo_run(tmp_path / "run", steps=3, samples=samples))).flat
+    best, worst = flat.partition("Best of ")[2].partition("Worst of ")[::2]
+    assert "prompt completion expected rewards advantage" in best and "<4>" in best
+    assert "learned0" in best and "learned1" in best and "learned" not in worst
+    samples = [sample | {"advantage": 0.0} for sample in samples]  # without any advantage, the highest rewards
+    flat = read(write_report(make_grpo_run(tmp_path / "none", steps=3, samples=samples))).flat
+    assert "Best of " in flat
+
+
+def test_the_learning_rate_is_not_smoothed(grpo):
+    html, _ = grpo
+    assert "(smoothed" not in html.partition('aria-label="optim/lr over steps"')[2].partition("</svg>")[0]
+    assert "(smoothed" in html.partition('aria-label="policy/entropy over steps"')[2].partition("</svg>")[0]
+
+
+SELECTOR = re.compile(
+    r"\.charts(\.wide)? > (?:\*|(:only-child)|:nth-child\((3n\+1|odd)\):nth-last-child\((\d)\)( ~ \*)?)"
+)
+
+
+def columns_of_charts(css, count, *, wide):
+    """Return how many of the six columns each chart takes at 1200 px, by the rules of report.css."""
+    spans = [(0, 0)] * count  # specificity, columns
+    block = css.partition("@media (min-width: 1081px)")[2].partition("svg { display")[0]
+    for selectors, columns in re.findall(r"([^{};/]+)\{\s*grid-column: span (\d);", block):
+        for selector in selectors.split(","):
+            of_wide, only, nth, last, siblings = SELECTOR.fullmatch(selector.strip()).groups()
+            first = count - int(last) + 1 if last else 1  # counted from 1
+            if (of_wide and not wide) or (only and count > 1) or first < 1 or (nth and first % (2 + ("3" in nth)) != 1):
+                continue
+            for i in range(count) if not last else range(first, count) if siblings else [first - 1]:
+                spans[i] = max(spans[i], (len(re.findall("[.:]", selector)), int(columns)), key=lambda span: span[0])
+    return [columns for _, columns in spans]
+
+
+def test_no_row_of_charts_is_half_empty(grpo):
+    html, _ = grpo
+    assert len(re.findall(r'<div class="charts">', html)) == 2  # one for all areas and one folded, not one per area
+    for wide in (False, True):
+        for count in range(1, 30):
+            used = 0
+            for columns in columns_of_charts(html.partition("</style>")[0], count, wide=wide):
+                assert columns and used + columns <= 6, (count, wide)
+                used = (used + columns) % 6
+            assert used == 0, (count, wide)
+
+
 def test_config_shows_differences_first(grpo):
     html, flat = grpo
     changed, everything = flat.partition("Different from the defaults")[2].partition("All 20 settings")[::2]
@@ -264,6 +315,18 @@ def test_pair_methods_have_accuracy_and_margin_on_top(tmp_path, extra, on_top):
     assert list(dict.fromkeys(re.findall(r'<span class="mono">([^<]+)</span>', top))) == on_top
     assert "greedy" not in html and "sampled at" not in html
     assert extra is not None or "same as loss/total" in html
+    assert '"lead lead-2"' in html if len(on_top) == 1 else '"lead charts"' in html
+
+
+def test_an_accuracy_without_margins_is_shown_as_ties(tmp_path):
+    folder = make_pair_run(tmp_path / "run")
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    ties = json.dumps({"step": 0, "eval/reward/accuracy": 0.0, "eval/reward/margin": 0.0})
+    last = json.dumps({"step": 31, "eval/reward/accuracy": 0.75, "eval/reward/margin": 0.5})
+    (folder / "metrics.jsonl").write_text("\n".join([ties, *lines[1:], last, ""]))
+    page = read(write_report(folder))
+    assert "all ties \u2192 0.750 reward/accuracy" in re.sub(r" before after change", "", page.flat)
+    assert "reward/accuracy all ties 0.750 reward/margin 0 0.500 +0.500" in page.flat
 
 
 def test_an_unfinished_run(tmp_path):

@@ -32,6 +32,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import trainer.run.run
+from data.command.config_file import earlier_settings
 from tests.entry import run_python
 from trainer.config.blocks import Flat, ModelConfig, RunConfig, steps_per_epoch
 from trainer.files.tensor_files import TensorFiles
@@ -404,6 +405,32 @@ def test_finished_run_can_be_extended(tmp_path):
     assert yaml.safe_load((run.dir / "config.yaml").read_text())["max_steps"] == 8
 
 
+def test_resume_records_the_settings_it_changes(tmp_path, capsys, monkeypatch):
+    folder, keep = tmp_path / "a", {"save_total_limit": 9}
+    train(config(folder, max_steps=6, **keep))
+    saved = folder / "config.yaml"  # as if written before logging_steps existed
+    saved.write_text(saved.read_text().replace("logging_steps: 1\n", ""))
+    train(resumed(folder, max_steps=6, **keep))
+    assert not (folder / "segments.yaml").exists() and earlier_settings(folder) == {}
+    train(resumed(folder, max_steps=9, logging_steps=2, **keep))
+    assert "after step 6: max_steps 6 -> 9, logging_steps 1 -> 2" in capsys.readouterr().err
+    changed = {"max_steps": [(6, "6")], "logging_steps": [(6, "1")]}
+    assert earlier_settings(folder) == changed
+    with monkeypatch.context() as patch:  # killed between the two files, then resumed from an earlier step
+        patch.setattr(trainer.run.run, "save_config", lambda path, tree: 1 / 0 if path.name == "config.yaml" else None)
+        with pytest.raises(ZeroDivisionError):
+            train(resumed(folder, max_steps=12, logging_steps=2, **keep))
+    train(config(folder, resume=str(folder / "checkpoints" / "step-00000006"), max_steps=9, logging_steps=2, **keep))
+    assert earlier_settings(folder) == changed
+    train(resumed(folder, max_steps=9, logging_steps=1, **keep))
+    assert earlier_settings(folder)["logging_steps"] == [(6, "1"), (9, "2")]
+    train(config(folder, resume=str(folder / "checkpoints" / "step-00000003"), max_steps=6, **keep))
+    assert earlier_settings(folder) == {}
+    (folder / "segments.yaml").write_text("[]")
+    with pytest.raises(ValueError, match="segments.yaml: "):
+        train(resumed(folder, max_steps=7, **keep))
+
+
 def test_resume_logs_a_changed_number_of_rows_per_step(tmp_path, capsys):
     train(config(tmp_path / "a", max_steps=3, per_device_train_batch_size=8))
     train(resumed(tmp_path / "a", max_steps=4, per_device_train_batch_size=4, gradient_accumulation_steps=2))
@@ -568,6 +595,18 @@ def test_folder_with_another_run_must_be_overwritten(tmp_path):
     run = train(config(folder, max_steps=1, overwrite_output_dir=True))
     assert steps(run.dir) == [0, 1] and checkpoint_names(run.dir) == ["step-00000001"]
     assert (folder / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl"])
+def test_overwriting_deletes_nothing_if_it_cannot_delete_everything(tmp_path, name):
+    folder = tmp_path / "a"
+    train(config(folder, max_steps=1))
+    (folder / name).rename(tmp_path / name)
+    (folder / name).symlink_to(tmp_path / name) if name == "checkpoints" else (folder / name).mkdir()
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(ValueError, match=f"output_dir=.*a: {name} "):
+        train(config(folder, max_steps=1, overwrite_output_dir=True))
+    assert sorted(folder.rglob("*")) == before and (tmp_path / name).stat().st_size > 0
 
 
 def test_nothing_is_written_or_deleted_before_begin(tmp_path):

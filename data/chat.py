@@ -28,6 +28,7 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from data.cpu_time import thread_clock
 from data.errors import UserError
 from data.types import Messages
 
@@ -47,7 +48,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
          "document")  # fmt: skip
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # message keys that may contain thoughts
 _PROBE = "strop"  # an answer that no template rewrites
-SECONDS = 10.0  # time limit of a rendering; a long conversation takes milliseconds
+SECONDS = 10.0  # limit on the CPU time of a rendering; a long conversation takes milliseconds
 POLL_SECONDS = 0.25
 T = TypeVar("T")
 
@@ -658,12 +659,14 @@ def _no_ids(text: str) -> str:
     )
 
 
-# Time limit of templates. Jinja's sandbox limits a single range() but not nested loops. A signal would only reach the
-# main thread, but tool episodes render in other threads; a process per rendering would cost more than the rendering. So
-# one thread watches all renderings of this process and raises an exception in the thread of a late one. Python delivers
-# it between two operations of the template: a single endless operation (9**9**9**9) cannot be interrupted.
+# CPU time limit of templates; wall time would count the wait for a core on a busy machine. Jinja's sandbox limits a
+# single range() but not nested loops. A signal would only reach the main thread, but tool episodes render in other
+# threads; a process per rendering would cost more than the rendering. So one thread watches all renderings of this
+# process and raises an exception in the thread of a late one. Python delivers it between two operations of the
+# template: a single endless operation (9**9**9**9) cannot be interrupted.
 
-_running: dict[object, tuple[float, int]] = {}  # (deadline, thread id) of each rendering
+# Each rendering: CPU seconds used, limit, thread id, set once the exception is raised there.
+_running: dict[object, tuple[Callable[[], float], float, int, threading.Event]] = {}
 _watchdog: threading.Thread | None = None
 _names: dict[str, str] = {}  # template -> the name that the user passed
 
@@ -677,22 +680,22 @@ class TemplateTimeout(UserError):
 
 
 def apply_template(tokenizer: Any, messages: Any, **settings: Any) -> str:
-    """Call tokenizer.apply_chat_template; raise TemplateTimeout with the template's name after SECONDS."""
+    """Call tokenizer.apply_chat_template; raise TemplateTimeout with the template's name after SECONDS of CPU time."""
     try:
         return within(SECONDS, lambda: tokenizer.apply_chat_template(messages, tokenize=False, **settings))
     except TimeoutError:
         name = _names.get(str(tokenizer.chat_template), f"tokenizer_default (of {tokenizer.name_or_path})")
         raise TemplateTimeout(
-            f"chat_template={name}: did not finish within {SECONDS:g} s; use another template"
+            f"chat_template={name}: did not finish within {SECONDS:g} s of CPU time; use another template"
         ) from None
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """Return call(), or raise TimeoutError after this many seconds; works in any thread."""
+    """Return call(), or raise TimeoutError after this many seconds of CPU time; works in any thread."""
     _start_watchdog()
-    key, arrived = object(), False
+    key, sent, arrived = object(), threading.Event(), False
     try:
-        _running[key] = (time.monotonic() + seconds, threading.get_ident())
+        _running[key] = (thread_clock(), seconds, threading.get_ident(), sent)
         try:
             return call()
         except RenderTimeout:
@@ -700,11 +703,14 @@ def within(seconds: float, call: Callable[[], T]) -> T:
             raise
         finally:
             # Removing the entry here means call() finished in time; otherwise the exception is on its way.
-            if _running.pop(key, None) is None:
-                while not arrived:
+            if _running.pop(key, None) is None and not arrived:
+                while not sent.is_set():
                     time.sleep(0.01)
+                for _ in range(2):  # it arrives here at the latest, unless call() caught it
+                    time.sleep(0.01)
+                raise RenderTimeout
     except RenderTimeout:
-        raise TimeoutError(f"did not finish within {seconds:g} s") from None
+        raise TimeoutError(f"did not finish within {seconds:g} s of CPU time") from None
 
 
 def _start_watchdog() -> None:
@@ -717,7 +723,7 @@ def _start_watchdog() -> None:
 def _watch() -> None:
     while True:
         time.sleep(POLL_SECONDS)
-        now = time.monotonic()
-        for key, (deadline, thread) in list(_running.items()):
-            if now > deadline and _running.pop(key, None) is not None:
+        for key, (used, seconds, thread, sent) in list(_running.items()):
+            if used() > seconds and _running.pop(key, None) is not None:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(RenderTimeout))
+                sent.set()

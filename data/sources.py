@@ -130,6 +130,12 @@ def load_rows(spec: DataSpec) -> list[Row]:
     return rows
 
 
+def check_file(path: str) -> None:
+    """Raise if the path of a spec names a local file that does not exist."""
+    if not (path.startswith(TASKS) or _is_hub(path) or Path(path).expanduser().is_file()):
+        raise UserError(f"data={path}: no such file; check the path")
+
+
 def slice_rows(split: str, num_rows: int) -> tuple[set[str], list[int]]:
     """Return the split names and row indices of a split expression, by the rules of the datasets library.
 
@@ -243,8 +249,7 @@ def _file_rows(path: str) -> list[Row]:
     """Read without datasets, which adds nulls, guesses the types of CSV columns, and does not report broken lines."""
     file = Path(path).expanduser()
     kind = next((suffix.split(".")[1] for suffix in SUFFIXES if path.lower().endswith(suffix)), None)
-    if not file.is_file():
-        raise UserError(f"data={path}: no such file; check the path")
+    check_file(path)
     if kind is None:
         if path.lower().endswith((".txt", ".txt.gz", ".md")):
             raise UserError(

@@ -59,10 +59,21 @@ def load_module(name: str, label: str) -> ModuleType:
         raise UserError(f"{label}: cannot be imported ({describe_error(error)}{where_raised(error)})") from None
 
 
-def load_file(path: Path, label: str) -> ModuleType:
-    """Import a file as a module; raise UserError with the cause."""
+def check_function_file(spec: str, label: str) -> None:
+    """Raise if the file of FILE.py:fn does not exist; other specs pass."""
+    path = Path(spec.rpartition(":")[0]).expanduser().resolve()
+    if path.suffix == ".py":
+        _check_file(path, label)
+
+
+def _check_file(path: Path, label: str) -> None:
     if not path.is_file():
         raise UserError(f"{label}: the file {path} does not exist; check the path")
+
+
+def load_file(path: Path, label: str) -> ModuleType:
+    """Import a file as a module; raise UserError with the cause."""
+    _check_file(path, label)
     _search(Path.cwd())
     try:
         return _run_file(path)

@@ -16,7 +16,6 @@ from data.errors import UserError
 from trainer.cli import parse
 from trainer.config.blocks import MethodConfig
 from trainer.config.errors import one_line
-from trainer.parallel.comm import log_once, process_group
 from trainer.parallel.ranks import TIMEOUT_S
 from trainer.plan import is_out_of_memory, out_of_memory
 from trainer.run.stop import EXIT_CODE, Stopped, end_on_sigterm
@@ -35,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     cfg = None
     with end_on_sigterm() as stop:
         try:
-            module, cfg, _ = parse(sys.argv[1:] if argv is None else argv)
+            module, cfg, _ = parse(sys.argv[1:] if argv is None else argv, starts_run=True)
             stop.grace_s = cfg.run.stop_grace_s
             return train(module, cfg, tell=lambda: not (debug or stop.signalled))
         except Stopped as stopped:
@@ -77,6 +76,8 @@ def interrupted(interrupt: KeyboardInterrupt, *, began: bool) -> str:
 
 def train(module: ModuleType, cfg: MethodConfig, *, tell: Callable[[], bool]) -> int:
     """Return the exit code; if `tell()`, log errors inside the process group, so that only one rank logs them."""
+    from trainer.parallel.comm import log_once, process_group  # imports torch, which takes seconds
+
     parallel = getattr(cfg, "parallel", None)  # a custom method may not have the block
     timeout_s, context = (parallel.timeout_s, parallel.context) if parallel else (TIMEOUT_S, 1)
     with process_group(timeout_s, context):

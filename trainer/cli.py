@@ -13,13 +13,15 @@ file and the flags as YAML for --config, and exits.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
+import operator
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, NoneType
 from typing import Any, NoReturn
 
 from data.command.config_file import PER_CALL, load_config, to_yaml
@@ -28,6 +30,7 @@ from data.command.flags import (
     HELP,
     REPEATABLE,
     Flag,
+    Mistakes,
     Values,
     build,
     config_to_tree,
@@ -39,9 +42,10 @@ from data.command.flags import (
 )
 from data.errors import UserError
 from data.hints import method_hint
-from data.sources import spec_entry
-from data.user_code import import_beside, is_missing
-from strop_names import NAMES, module_file
+from data.sources import check_file, parse_spec, spec_entry
+from data.user_code import check_function_file, import_beside, is_missing
+from rollout.model_folder import resolve_model
+from strop_names import NAMES, ROOT, module_file
 from trainer.config.blocks import MethodConfig, RunConfig
 from trainer.config.learning_rates import with_default_rate
 from trainer.config.old_flags import replace_old, with_old_flags, without_old_defaults
@@ -53,12 +57,19 @@ DRY_RUN = "--dry-run"
 ALTERNATIVES = (("save_steps", "saves_per_epoch"), ("eval_steps", "evals_per_epoch"), ("warmup_steps", "warmup_ratio"),
                 ("eval_data", "val_set_size"))  # fmt: skip
 LORA_SETTINGS = ("merge_lora", "load_in_4bit")  # outside the block lora
+# Name in an annotation -> type: all that read_argv and read_tree need to know.
+SOURCE_TYPES = {"bool": bool, "None": NoneType, "tuple": tuple[str, ...], "JsonObject": dict}
+FUNCTIONS = ("reward_funcs", "tools", "rollout_func", "judge")  # flags that may name FILE.py:function
 METHODS = Path(__file__).parent / "methods"
 RECIPES = Path(__file__).parent / "recipes"
 
 
-def parse(argv: Sequence[str]) -> tuple[ModuleType, MethodConfig, str]:
-    """Return (method module, its Config, the method as the user named it); SystemExit(0) after a listing or help."""
+def parse(argv: Sequence[str], *, starts_run: bool = False) -> tuple[ModuleType, MethodConfig, str]:
+    """Return (method module, its Config, the method as the user named it); SystemExit(0) after a listing or help.
+
+    Importing the method imports torch, which takes seconds. Before that, the names of flags and keys are checked and,
+    with `starts_run`, the files that they name; the console gets its first line.
+    """
     argv = _spell_out_resume(argv)
     _check_first_word(argv)
     if _started_again() and _peek(argv, "resume") is None and _has_run_to_resume(argv):
@@ -83,6 +94,11 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, MethodConfig, str]:
         print(method_listing())
         raise SystemExit(0)
 
+    check_method(str(name))
+    if str(name) in method_names() and not wants_help:
+        _check_before_import(str(name), argv, file_tree, files=starts_run and not is_dry_run)
+    if starts_run and "torch" not in sys.modules:
+        _log(f"loading {name} and PyTorch")
     module = load_method(str(name))
     table = flag_table(module.Config)
     if "method" not in table or "resume" not in table:
@@ -116,6 +132,31 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, MethodConfig, str]:
     return module, cfg if "learning_rate" in values else with_default_rate(cfg), str(name)
 
 
+def _check_before_import(name: str, argv: Sequence[str], file_tree: Mapping[str, Any], *, files: bool) -> None:
+    """Raise for unknown flags and keys and, if `files`, for files and folders that do not exist."""
+    mistakes: list[str] = []
+    table = with_old_flags(source_flags(f"trainer.methods.{name}"))
+    values = read_tree(file_tree, table, str(_peek(argv, "config")), mistakes)
+    values |= read_argv(argv, table | CONFIG, mistakes)
+    for key, given in values.items() if files else ():
+        for word in given.words:
+            try:
+                _check_exists(key, word)
+            except UserError as error:
+                mistakes.append(str(error))
+    if mistakes:
+        raise Mistakes(mistakes)
+
+
+def _check_exists(key: str, word: str) -> None:
+    if key in REPEATABLE:
+        check_file(parse_spec(word).path)
+    elif key == "model":
+        resolve_model(word)
+    elif key in FUNCTIONS:
+        check_function_file(word, f"{key}={word}")
+
+
 # methods ---------------------------------------------------------------------------------------------------------
 
 
@@ -131,6 +172,45 @@ def method_summary(name: str) -> str:
         if isinstance(node, ast.ClassDef) and node.name == "Config":
             return (ast.get_docstring(node) or "").partition("\n")[0]
     return ""
+
+
+def source_flags(module: str, name: str = "Config") -> dict[str, Flag]:
+    """Return the flags of a Config or block by key, read from its source; types are reduced to SOURCE_TYPES.
+
+    The same keys as flag_table(), without importing the module. Empty if it is not a class of strop.
+    """
+    tree = _source(module)
+    config = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
+    imported = {alias.name: str(node.module)
+                for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}  # fmt: skip
+
+    def flags_of(node: ast.expr) -> dict[str, Flag]:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):  # grpo.Config
+            return source_flags(f"{imported[node.value.id]}.{node.value.id}", node.attr)
+        return source_flags(imported.get(node.id, module), node.id) if isinstance(node, ast.Name) else {}
+
+    flags: dict[str, Flag] = {}
+    for base in config.bases if config else ():
+        flags |= flags_of(base)
+    for field in config.body if config else ():
+        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+            continue
+        annotation, key = field.annotation, field.target.id
+        names = {ast.unparse(node) for node in ast.walk(annotation) if isinstance(node, (ast.Name, ast.Constant))}
+        flat = annotation.slice if isinstance(annotation, ast.Subscript) and "Flat" in names else None
+        if block := flags_of(flat or annotation):
+            prefix = "" if flat else f"{key}."
+            flags |= {prefix + inner: replace(flag, key=prefix + inner) for inner, flag in block.items()}
+        elif "ClassVar" not in names:
+            kinds = [kind for word, kind in SOURCE_TYPES.items() if word in names] or [str]
+            flags[key] = Flag(key, functools.reduce(operator.or_, kinds), required=False, module=module)
+    return flags
+
+
+@functools.cache
+def _source(module: str) -> ast.Module:
+    file = module_file(ROOT, module) if module.partition(".")[0] in NAMES else None
+    return ast.parse(file.read_text(encoding="utf-8") if file else "")
 
 
 def method_listing() -> str:
@@ -149,10 +229,8 @@ def method_listing() -> str:
     )
 
 
-def load_method(name: str) -> ModuleType:
-    """Import a built-in method by name, or a module found from the working directory."""
-    if name in method_names():
-        return importlib.import_module(f"trainer.methods.{name}")
+def check_method(name: str) -> None:
+    """Raise if the name cannot be a method; a custom module is not imported."""
     if name == "__main__":
         raise UserError(
             "--method=__main__: the method is in the script that started the run; resume it from that script, with "
@@ -160,11 +238,18 @@ def load_method(name: str) -> ModuleType:
         )
     if name.endswith(".py"):
         raise UserError(f"--method={name}: name the module, without .py: --method {Path(name).stem}")
-    if "." not in name and module_file(Path.cwd(), name) is None:
+    if name not in method_names() and "." not in name and module_file(Path.cwd(), name) is None:
         hint = method_hint(name, method_names())
         raise UserError(
             f"--method={name}: unknown method; {hint} (a custom method is a file here or a dotted module path)"
         )
+
+
+def load_method(name: str) -> ModuleType:
+    """Import a built-in method by name, or a module found from the working directory."""
+    check_method(name)
+    if name in method_names():
+        return importlib.import_module(f"trainer.methods.{name}")
     try:
         module = import_beside(name)
     except ModuleNotFoundError as error:

@@ -29,6 +29,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from weakref import WeakKeyDictionary
 
+from data.cpu_time import WorkTimeout, thread_clock, wait_for_thread
 from data.errors import UserError
 from data.hints import suggest
 from data.types import Prompt
@@ -178,11 +179,12 @@ class Toolset:
                     returned = await function(**arguments)
             else:
                 gate = self._gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS))
-                async with gate, asyncio.timeout(self.timeout) as limit:  # waiting for a thread does not count
+                async with gate:  # waiting for a thread does not count
                     returned = await self._in_thread(tool, function, arguments)
             return as_text(returned), False
         except TimeoutError as error:
-            text = f"{tool.name} took more than {self.timeout:g} s" if limit.expired() else describe_error(error)
+            is_late = limit.expired() if tool.is_async else isinstance(error, WorkTimeout)
+            text = f"{tool.name} took more than {self.timeout:g} s" if is_late else describe_error(error)
         except (Exception, SystemExit) as error:  # a tool may raise anything: the episode continues
             text = describe_error(error)
         if tool.num_hung >= MAX_HUNG:
@@ -193,9 +195,10 @@ class Toolset:
         return f"error: {without_surrogates(text)}", True
 
     async def _in_thread(self, tool: Tool, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        """Call the function in a daemon thread, which is abandoned if the caller is cancelled."""
+        """Call the function in a daemon thread, which is abandoned if it takes too long or the caller is cancelled."""
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Any] = loop.create_future()
+        clocks: list[Callable[[], float]] = []  # of the thread, once it runs
 
         def finish(set_outcome: Callable[[Any], None], value: Any) -> None:
             if outcome.done():
@@ -204,6 +207,7 @@ class Toolset:
                 set_outcome(value)
 
         def work() -> None:
+            clocks.append(thread_clock())
             try:
                 result = outcome.set_result, function(**arguments)
             except BaseException as error:  # passed to the caller instead of being printed by the thread
@@ -215,10 +219,9 @@ class Toolset:
 
         threading.Thread(target=work, name="tool", daemon=True).start()
         try:
-            return await outcome
-        except asyncio.CancelledError:
-            tool.num_hung += 1
-            raise
+            return await wait_for_thread(outcome, clocks, self.timeout)
+        finally:
+            tool.num_hung += outcome.cancelled()
 
 
 def load_tools(specs: Sequence[str], *, timeout: float = 10.0) -> Toolset:

@@ -40,7 +40,7 @@ HOST = "127.0.0.1"
 LAUNCHER = Path(__file__).with_name("launcher.py")
 KINDS = ("resources_servers", "responses_api_agents", "responses_api_models")
 MODELS = "responses_api_models"
-PARSE_S = 300.0  # the gym imports ray, wandb and more
+PARSE_S = 1800.0  # the gym imports ray, wandb and more; about a minute on an idle machine
 POLL_S = 0.2
 # Values for the model variables in the gym's files; placeholders until the address is known.
 PLACEHOLDER = "strop:"

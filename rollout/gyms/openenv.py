@@ -38,6 +38,7 @@ from weakref import WeakKeyDictionary
 import httpx
 
 from data.chat import render_prompt
+from data.cpu_time import thread_clock, wait_for_thread
 from data.errors import UserError
 from data.types import Messages, Prompt
 from data.user_code import attribute_of, describe_error, load_file, load_module, where_raised
@@ -368,13 +369,19 @@ class LocalSession:
         self._thread.end()
 
     async def _call(self, method: Callable[..., Any], name: str, *args: Any, **settings: Any) -> Any:
-        if inspect.iscoroutinefunction(method):
-            work = method(self.environment, *args, **settings)
-        else:
-            future = self._thread.run(lambda: method(self.environment, *args, **settings))
-            work = asyncio.shield(asyncio.wrap_future(future))  # not cancelled, so close() still runs after a slow step
+        clocks: list[Callable[[], float]] = []  # of the thread, once it runs
+
+        def work() -> Any:
+            clocks.append(thread_clock())
+            return method(self.environment, *args, **settings)
+
         try:
-            return await asyncio.wait_for(work, self.timeout)
+            if inspect.iscoroutinefunction(method):
+                return await asyncio.wait_for(method(self.environment, *args, **settings), self.timeout)
+            outcome = asyncio.shield(
+                asyncio.wrap_future(self._thread.run(work))
+            )  # close() still runs after a slow step
+            return await wait_for_thread(outcome, clocks, self.timeout)
         except TimeoutError:
             raise EnvironmentFailure(f"{name}() took longer than timeout={self.timeout:g} s") from None
         except Exception as error:  # the environment may raise anything

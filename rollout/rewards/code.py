@@ -43,14 +43,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from data.cpu_time import WAIT_FACTOR
 from data.errors import UserError
 from rollout.rewards.code_child import ALIASES, PURE
 from rollout.rewards.functions import text_of
 from rollout.rewards.workers import kill_group
 
 CHILD = Path(__file__).with_name("code_child.py")
-SECONDS = 10.0
-START_SECONDS = 5.0  # to start the interpreter on a busy machine
+SECONDS = 10.0  # of CPU time
 MEMORY_GB = 1.0
 FILE_MB = 16.0
 MAX_PROGRAMS = 8  # concurrent programs
@@ -67,7 +67,7 @@ def code(argument: str | None) -> Callable[..., list[float | None]]:
             seconds = -1.0
         if not 0 < seconds <= 3600:
             raise UserError(
-                f"reward_funcs=code:{argument}: write code:SECONDS, the time limit of a program, at most 3600"
+                f"reward_funcs=code:{argument}: write code:SECONDS, the CPU time limit of a program, at most 3600"
             )
 
     def score(
@@ -254,7 +254,8 @@ def _is_singleton(node: ast.expr) -> bool:
 def _verdict(source: str, tests: str, isolation: dict[str, Any] | None, seconds: float) -> str:
     """Return passed, failed or unfit."""
     secret = secrets.token_hex(16)
-    limits = {"seconds": seconds, "memory_gb": MEMORY_GB, "file_mb": FILE_MB}
+    wait = WAIT_FACTOR * (seconds + 1)  # for a program that sleeps, or waits for a core
+    limits = {"seconds": seconds, "wait": wait, "memory_gb": MEMORY_GB, "file_mb": FILE_MB}
     job = json.dumps({"program": source, "tests": tests, "isolation": isolation, "limits": limits, "secret": secret})
     with tempfile.TemporaryDirectory(prefix="code-") as folder:
         process = subprocess.Popen(
@@ -268,7 +269,7 @@ def _verdict(source: str, tests: str, isolation: dict[str, Any] | None, seconds:
             start_new_session=True,
         )
         try:
-            output, _ = process.communicate(job.encode(), timeout=seconds + START_SECONDS)
+            output, _ = process.communicate(job.encode(), timeout=wait)
         except subprocess.TimeoutExpired:
             output = b""
         finally:

@@ -17,8 +17,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
-import threading
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any
@@ -32,6 +33,8 @@ RewardFunction = Callable[..., Any]
 NUMBER = re.compile(
     r"(?:(?<![\w.)\]])-)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
 )
+
+MATH_SECONDS = 5.0  # CPU time to parse one text, or to compare two
 
 
 def text_of(completion: Any) -> str:
@@ -168,19 +171,27 @@ def math_verify(argument: str | None) -> RewardFunction:
         raise UserError(
             "reward_funcs=math_verify: the package math-verify is not installed; pip install 'strop[rewards]'"
         ) from None
+    from data.chat import within
+
+    # math-verify's time limits count wall time and use signals, which only the main thread can set; it warns if off.
+    for module in ("parser", "grader"):
+        logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
+
+    def parsed(text: str) -> list[Any]:
+        with contextlib.suppress(TimeoutError):
+            return within(MATH_SECONDS, lambda: parse(_delimited(text), parsing_timeout=None))
+        return []
+
+    def equal(want: list[Any], got: list[Any]) -> bool:
+        with contextlib.suppress(TimeoutError):
+            return within(MATH_SECONDS, lambda: verify(want, got, timeout_seconds=None))
+        return False
 
     def score(completions: Sequence[Any], answer: Sequence[Any]) -> Scores:
-        # math-verify's time limits use signals, which only the main thread can set.
-        seconds = 5 if threading.current_thread() is threading.main_thread() else None
-        scores: Scores = []
-        for completion, gold in zip(completions, answer, strict=True):
-            want = parse(_delimited(str(gold)), parsing_timeout=seconds) if gold is not None else []
-            if not want:
-                scores.append(None)  # no mathematics in the answer
-                continue
-            got = parse(_delimited(text_of(completion)), parsing_timeout=seconds)
-            scores.append(float(verify(want, got, timeout_seconds=seconds)))
-        return scores
+        golds = [parsed(str(gold)) if gold is not None else [] for gold in answer]
+        # None: no mathematics in the answer
+        return [float(equal(gold, parsed(text_of(completion)))) if gold else None
+                for completion, gold in zip(completions, golds, strict=True)]  # fmt: skip
 
     return score
 

@@ -20,6 +20,7 @@ from rollout.servers.options import VllmConfig
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).resolve().parent / "worker"
 OLDEST = "0.24"  # oldest release with everything strop needs; strop_probe.py checks features, not version numbers
+PROBE_S = 600.0  # strop_probe.py takes a second on an idle machine; late means "not installed"
 TOKEN = "STROP_VLLM_TOKEN"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
 BASE = "base"  # --served-model-name: the model without an adapter
@@ -76,7 +77,7 @@ def find_vllm(python: str) -> VllmInstall | None:
     """Return the interpreter's vLLM; None if it has none or does not run."""
     probe = [python, str(WORKER / "strop_probe.py")]
     try:
-        done = subprocess.run(probe, capture_output=True, text=True, timeout=60, env=_bare_env(python))
+        done = subprocess.run(probe, capture_output=True, text=True, timeout=PROBE_S, env=_bare_env(python))
     except (OSError, subprocess.TimeoutExpired):
         return None
     report = json.loads(done.stdout) if done.returncode == 0 and done.stdout.startswith("{") else {}

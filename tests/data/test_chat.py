@@ -383,13 +383,37 @@ def test_a_row_that_makes_a_template_loop_is_rejected_in_any_thread(chatml, tmp_
         render_prompt(chatml, [USER], None)
 
 
+def work(seconds: float) -> None:
+    """Use this much CPU time."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def test_the_time_limit_counts_cpu_time(monkeypatch):
+    monkeypatch.setattr(chat, "POLL_SECONDS", 0.001)
+    monkeypatch.setattr(chat, "_watchdog", None)
+
+    def stubborn() -> None:
+        try:
+            work(5)
+        except BaseException:
+            pass
+
+    assert chat.within(0.05, lambda: time.sleep(0.3) or "a thread without a core is not late") is not None
+    for call in (lambda: work(5), stubborn):
+        with pytest.raises(TimeoutError, match="0.05 s"):
+            chat.within(0.05, call)
+    assert chat._running == {}
+
+
 def test_finishing_at_the_time_limit_returns_or_raises(monkeypatch):
     monkeypatch.setattr(chat, "POLL_SECONDS", 0.001)
     monkeypatch.setattr(chat, "_watchdog", None)  # a new one with that interval
     outcomes = {"done": 0, "late": 0}
     for turn in range(300):
         try:
-            value = chat.within(0.004, lambda turn=turn: time.sleep(0.002 + 0.00001 * turn) or turn)
+            value = chat.within(0.004, lambda turn=turn: work(0.002 + 0.00001 * turn) or turn)
         except TimeoutError:
             outcomes["late"] += 1
         else:

@@ -8,7 +8,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
+from types import NoneType
+from typing import Literal, get_origin
 
 import pytest
 import yaml
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from data.command import flags
 from data.command.config_file import load_config, save_config
-from data.command.flags import config_to_tree
+from data.command.flags import Flag, config_to_tree, flag_table
 from data.errors import UserError
 from tests.entry import run as run_copy
 from trainer import cli
@@ -241,6 +242,56 @@ def test_bad_flags(fork):
     ):  # fmt: skip
         found = refusal(*BASE, *argv).splitlines()
         assert len(found) == len(lines) and all(map(str.startswith, found, lines)), found
+
+
+BEFORE_TORCH = """
+import sys
+class NoTorch:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "datasets"):
+            raise SystemExit(f"imports {name}")
+sys.meta_path.insert(0, NoTorch)
+from trainer.__main__ import main
+for argv in map(str.split, sys.argv[1:]):
+    try:
+        print(main(argv), flush=True)
+    except SystemExit as stop:
+        print(stop, flush=True)
+"""
+
+
+def test_names_flags_and_files_are_checked_before_torch_is_imported(tmp_path):
+    (tmp_path / "c.yaml").write_text("method: grpo\nlearning_rat: 1\n")
+    cases = {
+        "--method grop": "did you mean grpo?",
+        "--method grpo --learning-rat 1 --max-stps": "--learning-rat: unknown flag; did you mean --learning-rate?",
+        "--config c.yaml": "c.yaml: learning_rat: unknown key; did you mean learning_rate?",
+        "--config no.yaml": "no.yaml: ",
+        "--resume runs/no": "--resume=runs/no: ",
+        "--method sft --data no.jsonl:split=train[:9]": "data=no.jsonl: no such file",
+        "--method dpo --eval-data ./no.csv": "data=./no.csv: no such file",
+        "--method grpo --model ./no": "model=./no: no such folder",
+        "--method grpo --reward-funcs no.py:f": "reward_funcs=no.py:f: ",
+        "--method grpo": "loading grpo",  # the first line; a run then imports torch
+    }
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", BEFORE_TORCH, *cases]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.stdout.split("\n") == [*["2"] * (len(cases) - 1), "imports torch", ""], done.stderr
+    lines = [line for line in done.stderr.splitlines() if "--max-stps" not in line]
+    assert len(lines) == len(cases) and all(map(str.__contains__, lines, cases.values())), done.stderr
+
+
+def test_flags_read_from_source_are_those_of_the_class():
+    def kind(flag: Flag) -> tuple[bool, ...]:
+        is_dict = any(dict in (member, get_origin(member)) for member in flag.members)
+        return bool in flag.members, flag.is_list, NoneType in flag.members, is_dict
+
+    for name in cli.method_names():
+        table = flag_table(cli.load_method(name).Config)
+        source = cli.source_flags(f"trainer.methods.{name}")
+        assert {key: kind(flag) for key, flag in source.items()} == {key: kind(flag) for key, flag in table.items()}
 
 
 def test_bad_yaml_names_file_and_key(fork):
@@ -555,7 +606,11 @@ def test_listing_does_not_import_torch(tmp_path):
 
 def test_fork_runs_from_its_own_folder(fork):
     done = run(*BASE, "--data", "e", cwd=fork)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "method my_pkg.algo model m data d e\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        0,
+        "method my_pkg.algo model m data d e\n",
+        "loading my_pkg.algo and PyTorch\n",
+    )
     done = run_copy(*BASE, "--gamma", "4", cwd=fork)
     assert (done.returncode, done.stderr.splitlines()[-1][:27]) == (1, "ValueError: invalid literal")
 

@@ -117,7 +117,8 @@ def test_ending_early_is_not_passing():
     assert failures({source: (source, tests) for source in sources}, 4.0) == {*sources}
 
 
-def test_programs_that_exceed_a_limit_fail():
+def test_programs_that_exceed_a_limit_fail(monkeypatch):
+    monkeypatch.setattr("rollout.rewards.code.WAIT_FACTOR", 3.0)
     sources = [
         "while True: pass",
         "import signal, time; signal.signal(signal.SIGALRM, signal.SIG_IGN); time.sleep(100)",
@@ -134,7 +135,9 @@ def test_programs_that_exceed_a_limit_fail():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
         started = time.perf_counter()
-        assert failures({source: (source.replace("PORT", port), "") for source in sources}, 1.0) == {*sources}
+        cases = {source: (source.replace("PORT", port), "") for source in sources}
+        cases["little CPU time"] = ("import time; time.sleep(2.2)", "")
+        assert failures(cases, 1.0) == {*sources}
         assert time.perf_counter() - started < 30
 
 
@@ -162,6 +165,7 @@ def test_ordinary_programs_work(monkeypatch):
 def test_nothing_is_left_behind(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("rollout.rewards.code.WAIT_FACTOR", 1.0)
     before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else 0
     for source in ("open('a', 'w').write('x')", "import time; time.sleep(100)"):
         passes(source, "", 1.0)

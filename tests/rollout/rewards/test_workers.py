@@ -154,7 +154,10 @@ def test_without_workers_the_calling_thread_scores(open_rewards):
 
 
 def test_a_worker_gets_unchanged_values_and_runs_functions_in_its_main_thread(open_rewards):
-    """Values that JSON would change arrive unchanged; verifiers may use alarms, and a leftover alarm is cancelled."""
+    """Values that JSON would change arrive unchanged; verifiers may use alarms, and a leftover alarm is cancelled.
+
+    The second function takes longer than the limit, but less CPU time.
+    """
     source = """
         import datetime, signal, time
         class Late(Exception): pass
@@ -178,7 +181,8 @@ def test_a_worker_gets_unchanged_values_and_runs_functions_in_its_main_thread(op
             good = zip(when, pair, table)
             return [type(w) is datetime.date and type(p) is tuple and t == {1: 2} for w, p, t in good]
     """
-    rewards = open_rewards(source, "my_rewards.guarded", "my_rewards.next_one", "my_rewards.kinds")
+    names = ("my_rewards.guarded", "my_rewards.next_one", "my_rewards.kinds")
+    rewards = open_rewards(source, *names, timeout=0.3)
     batch = rows(["0", "5", "0"], when=[datetime.date(2020, 1, 1)] * 3, pair=[(1, 2)] * 3, table=[{1: 2}] * 3)
     assert rewards.score(*batch).values == [[1.0, 1.0, 1.0], [0.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
 
@@ -192,7 +196,7 @@ FAULTS = {  # code that runs on a row "bad", and the message
     "sys.exit": ("import sys; sys.exit(3)", "raised SystemExit: 3 on rows.jsonl:3"),
 }
 WORKER_FAULTS = {
-    "hang": ("import time; time.sleep(1e6)", "did not return within reward_timeout=1 s on rows.jsonl:3"),
+    "hang": ("while True: pass", "did not return within reward_timeout=1 s on rows.jsonl:3"),
     "exit": ("import os; os._exit(3)", r"ended its process \(exit status 3\) on rows.jsonl:3"),
     "crash": ("import os; os.abort()", r"lost its process \(killed by SIGABRT\) on rows.jsonl:3"),
     "memory": ("return len(bytearray(2**30 + 2**28))",
@@ -285,7 +289,8 @@ def test_the_search_ends_in_time_if_every_row_hangs(monkeypatch):
     assert now[0] < 5 * 8.0, "four time limits for the search, and the last call"
 
 
-def test_a_hanging_worker_is_killed_with_its_children(open_rewards, tmp_path):
+def test_a_hanging_worker_is_killed_with_its_children(open_rewards, tmp_path, monkeypatch):
+    monkeypatch.setattr("rollout.rewards.workers.WAIT_FACTOR", 1.0)
     source = """
         import subprocess, sys, time
         def judge(completions):

@@ -82,6 +82,8 @@ class ShowConfig:
     """Tokens of the tokenizer to use as pad_token, eos_token, bos_token or unk_token, as a JSON object."""
     eot_tokens: tuple[str, ...] = ()
     """Additional end-of-turn tokens."""
+    allow_special_tokens: bool = False
+    """Read special tokens in messages as tokens, not as plain text."""
     system_prompt: str | None = None
     """System message for conversations without one."""
     max_length: int | None = None
@@ -123,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(cfg: ShowConfig) -> None:
     cfg, training = with_training(cfg)
     tokenizer = load_tokenizer(cfg.model, trust_remote_code=cfg.trust_remote_code)
-    set_special_tokens(tokenizer, cfg.special_tokens, cfg.eot_tokens)
+    set_special_tokens(tokenizer, cfg.special_tokens, cfg.eot_tokens, allow_in_text=cfg.allow_special_tokens)
     set_chat_template(tokenizer, cfg.chat_template)
     check_kwargs(tokenizer, cfg.chat_template_kwargs)
     show(read(cfg, tokenizer, training), tokenizer, cfg.rows)
@@ -134,7 +136,7 @@ def with_training(cfg: ShowConfig) -> tuple[ShowConfig, Any]:
     default = ShowConfig()
     flags = {f.name: getattr(cfg, f.name) for f in fields(cfg) if getattr(cfg, f.name) != getattr(default, f.name)}
     names = ("data", "data_format", "model", "chat_template", "system_prompt", "chat_template_kwargs", "special_tokens",
-             "eot_tokens")  # fmt: skip
+             "eot_tokens", "allow_special_tokens")  # fmt: skip
     passed = {name: flags[name] for name in names if name in flags}
     if cfg.config is None:
         if not cfg.data:

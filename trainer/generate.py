@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from data.chat import render_prompt, stop_ids
+from data.chat import render_prompt, set_special_tokens, stop_ids
 from data.command.config_file import load_config
 from data.command.flags import parse_command, run_command
 from data.errors import UserError
@@ -90,6 +90,7 @@ class ChatModel:
 
         run = run_settings(cfg.source)
         model, self.tokenizer = load_model(cfg.source, trust_remote_code=cfg.trust_remote_code)
+        set_special_tokens(self.tokenizer, {}, allow_in_text=bool(run.get("allow_special_tokens")))
         self.is_chat = bool(self.tokenizer.chat_template) and not cfg.plain and not trained_on_text(cfg.source)
         if cfg.system_prompt is not None and not self.is_chat:
             raise UserError("system_prompt: has no effect on a model that continues text; remove --system-prompt")

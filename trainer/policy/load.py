@@ -183,7 +183,7 @@ def load_tokenizer(path: str, cfg: ModelConfig) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=cfg.trust_remote_code)
     except Exception as error:  # the tokenizers library raises a bare Exception for a damaged file
         raise UserError(f"model={cfg.model}: the tokenizer could not be loaded: {load_error(error, path)}") from None
-    set_special_tokens(tokenizer, cfg.special_tokens, cfg.eot_tokens)
+    set_special_tokens(tokenizer, cfg.special_tokens, cfg.eot_tokens, allow_in_text=cfg.allow_special_tokens)
     set_chat_template(tokenizer, cfg.chat_template)
     check_kwargs(tokenizer, cfg.chat_template_kwargs)
     return tokenizer

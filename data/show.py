@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 TINY_MODEL = Path(__file__).resolve().parent.parent / "trainer" / "tiny"
 QUANTILES = (0.0, 0.5, 0.9, 0.95, 0.99, 1.0)
 STYLES = {0: "dim", 1: "bold green", 2: "bold red"}  # mark -> style: not trained, trained, labelled wrong
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # could control the terminal; all but tab and newline
 LEGEND = "Below each text: the lengths of its trained and untrained runs of tokens, in order."
 # Flags that apply only to some kinds of rows.
 USED_BY = {
@@ -324,13 +326,13 @@ def show(rows: Sequence[ShownRow], tokenizer: Any, num_rows: int) -> None:
     for row in rows[:num_rows]:
         for segment in row.segments:
             trained = sum(map(bool, segment.marks))
-            title = f"{row.source} {segment.title}: {len(segment.ids)} tokens, {trained} trained"
+            title = f"{without_control(row.source)} {segment.title}: {len(segment.ids)} tokens, {trained} trained"
             console.print(Text(title, style="bold cyan"))
             text, runs, end = Text(), [], 0
             for mark, run in groupby(segment.marks):
                 length = len(list(run))
                 start, end = end, end + length
-                text.append(tokenizer.decode(segment.ids[start:end]), style=STYLES[mark])
+                text.append(without_control(tokenizer.decode(segment.ids[start:end])), style=STYLES[mark])
                 runs.append(f"{length} {'trained' if mark else 'not trained'}")
             console.print(text)
             console.print(Text(f"({', '.join(runs)})\n", style="italic"))
@@ -343,6 +345,11 @@ def show(rows: Sequence[ShownRow], tokenizer: Any, num_rows: int) -> None:
         values = [row.lengths[name] for row in rows if name in row.lengths]
         table.add_row(name, *(str(quantile_of(values, quantile)) for quantile in QUANTILES))
     console.print(table)
+
+
+def without_control(text: str) -> str:
+    """Escape control characters such as \\x1b."""
+    return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def quantile_of(values: Sequence[int], quantile: float) -> int:

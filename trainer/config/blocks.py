@@ -175,8 +175,8 @@ class ModelConfig:
     """Additional end-of-turn tokens, on top of eos and the chat template's, in data and in sampling."""
     allow_special_tokens: bool = False
     (
-        "Read special tokens in messages, tool results and observations as tokens. By default they are split into plain "
-        "text, because they could forge a turn."
+        "Read special tokens in messages, tool results and observations as tokens. By default they are split into "
+        "plain text, because they could forge a turn."
     )
     neftune_noise_alpha: float | None = None
     (

@@ -149,6 +149,8 @@ def end_ids(tokenizer: Any) -> tuple[int, ...]:
 def stop_ids(tokenizer: Any, generation_config_eos: int | Iterable[int] | None = None) -> tuple[int, ...]:
     """Return the ids that end a completion: the model's, the tokenizer's eos, and end_ids."""
     model_eos = [generation_config_eos] if isinstance(generation_config_eos, int) else generation_config_eos or []
+    if not all(isinstance(token, int) for token in model_eos):
+        raise UserError(f"generation_config.json: eos_token_id={generation_config_eos!r}: must be one or more integers")
     ids = [*model_eos, tokenizer.eos_token_id, *end_ids(tokenizer)]
     return tuple(dict.fromkeys(token for token in ids if token is not None))
 

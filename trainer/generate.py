@@ -22,6 +22,7 @@ from data.chat import render_prompt, set_special_tokens, stop_ids
 from data.command.config_file import load_config
 from data.command.flags import parse_command, run_command
 from data.errors import UserError
+from data.formats.template_settings import check_kwargs
 from data.types import Messages
 from rollout.engine import Request, Sampling
 from trainer.metrics.metrics import read_jsonl
@@ -96,6 +97,7 @@ class ChatModel:
             raise UserError("system_prompt: has no effect on a model that continues text; remove --system-prompt")
         self.system_prompt = run.get("system_prompt") if cfg.system_prompt is None else cfg.system_prompt
         self.template_kwargs = run.get("chat_template_kwargs") or None
+        check_kwargs(self.tokenizer, self.template_kwargs or {})
         self.context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.engine = LocalEngine(model, self.tokenizer)
         self.sampling = Sampling(
@@ -124,7 +126,13 @@ class ChatModel:
 def run_settings(source: str) -> dict[str, Any]:
     """Read config.yaml of a run folder; {} for any other model."""
     path = Path(source).expanduser() / "config.yaml"
-    return load_config(path) if path.is_file() else {}
+    run = load_config(path) if path.is_file() else {}
+    for name, kind in (("system_prompt", str), ("chat_template_kwargs", dict), ("stop", list)):
+        value = run.get(name)
+        is_text = not isinstance(value, list) or all(isinstance(item, str) for item in value)
+        if value is not None and not (isinstance(value, kind) and is_text):
+            raise UserError(f"{path}: {name}={str(value)[:80]}: must be a {kind.__name__}{' of str' * (kind is list)}")
+    return run
 
 
 def trained_on_text(source: str) -> bool:

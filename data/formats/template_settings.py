@@ -68,7 +68,7 @@ def check_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
     for name in kwargs:
         if name in reserved:
             raise UserError(f"{label}: {name!r} is not a setting of the template; remove it")
-        if not re.search(rf"\b{re.escape(name)}\b", template):
+        if not isinstance(name, str) or not re.search(rf"\b{re.escape(name)}\b", template):
             raise UserError(f"{label}: the chat template does not read {name!r}, so it has no effect; check the name")
 
 

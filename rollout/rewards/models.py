@@ -111,10 +111,11 @@ def load_model(spec: str, path: str, task: str, *, num_labels: int, trust_remote
     import transformers
     from transformers import AutoConfig, AutoTokenizer
 
-    from rollout.model_folder import trust_hint
+    from rollout.model_folder import check_base, trust_hint
 
     label = f"reward_funcs={spec}"
     source = _resolve(label, path)
+    check_base(source)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = "auto" if device == "cuda" else torch.float32
     try:

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
+from data.hub import check_hub
 from data.limits import limit
 
 TINY = Path(__file__).resolve().parents[1] / "trainer" / "tiny"
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-JSON_FILES = ("config.json", INDEX, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+JSON_FILES = ("adapter_config.json", "config.json", INDEX, "generation_config.json", "tokenizer_config.json",
+              "special_tokens_map.json")  # fmt: skip
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
 PATTERN_S = "STROP_MAX_PATTERN_S"
 BUILTIN = {"builtin:tiny": TINY, "builtin:tiny_teacher": TINY / "teacher"}
@@ -117,16 +119,18 @@ def check_base(path: str) -> None:
     from safetensors import SafetensorError, safe_open
     from transformers.utils import cached_file
 
-    if (Path(path) / "adapter_config.json").is_file():
-        raise UserError(f"model={path}: contains an adapter, not a base model; merge it into its base first")
     is_folder = Path(path).is_dir()
+    if not is_folder:
+        check_hub("model", path)
     contents: dict[str, dict[str, Any]] = {}
-    for name in JSON_FILES if is_folder else JSON_FILES[:2]:
+    for name in JSON_FILES if is_folder else JSON_FILES[:3]:
         try:
             file = cached_file(path, name)
         except OSError:  # missing, or the hub is unreachable, which loading the model reports
             file = None
         contents[name] = _read_json(path, Path(file)) if file else {}
+    if contents["adapter_config.json"]:
+        raise UserError(f"model={path}: contains an adapter, not a base model; merge it into its base first")
     for name in SIZES:
         value = contents["config.json"].get(name)
         if isinstance(value, int) and value < 1:

@@ -20,6 +20,7 @@ from data.rows.prompts import load_prompts
 from data.rows.sft import load_examples
 from data.rows.targets import load_targets
 from data.show import load_tokenizer
+from rollout.model_folder import check_base
 from tests.entry import run
 from trainer.__main__ import main
 from trainer.generate import main as generate
@@ -573,6 +574,22 @@ def test_generate_names_the_broken_file(here, capsys):
             raise AssertionError(f"{name}: {type(error).__name__}: {error}") from None
 
 
+def test_pickles_and_adapters_on_the_hub(tmp_path, monkeypatch):
+    def cached_file(_: str, name: str) -> str:
+        if not (tmp_path / name).exists():
+            raise OSError(f"no {name}")
+        return str(tmp_path / name)
+
+    monkeypatch.setattr("rollout.model_folder.check_hub", lambda *_: None)
+    monkeypatch.setattr("transformers.utils.cached_file", cached_file)
+    check_base("some/model")
+    for file, content, part in ((INDEX, shards("w.bin"), "w.bin"), ("adapter_config.json", b'{"r": 4}', "adapter")):
+        (tmp_path / file).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"model=some/model: .*{part}"):
+            check_base("some/model")
+        (tmp_path / file).unlink()
+
+
 def test_tokenizer_that_gives_no_ids(refused):
     shutil.copytree(TINY, "m")
     Path("rows.jsonl").write_text(rows({"prompt": "28+31=", "answer": "59"}))
@@ -615,7 +632,7 @@ def adapter(tmp_path_factory):
 ADAPTERS = {  # rank asked for, changes to adapter_config.json
     "another rank": (8, {}, "lora.r=8", "rank 4"),
     "no base": (4, {"base_model_name_or_path": None}, "model=m:", "base_model_name_or_path"),
-    "base that is gone": (4, {"base_model_name_or_path": "/no/base"}, "model=m:", "/no/base is not a folder"),
+    "base that is gone": (4, {"base_model_name_or_path": "/no/base"}, "model=/no/base:", "no such folder"),
     "not lora": (4, {"peft_type": "IA3"}, "model=m:", "LoRA"),
     "modules that are not there": (4, {"target_modules": ["no_proj"]}, "model=m:", "no_proj"),
     "modules it has no weights for": (4, {"target_modules": ["v_proj"]}, "model=m:", "v_proj", "adapter_model"),

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
-from data.hub import check_hub
 from rollout.model_folder import (
     check_adapter_weights,
     check_base,
@@ -33,8 +32,6 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> tuple[Any, Any]
     is_adapter = (Path(source) / "adapter_config.json").exists()
     if is_adapter:
         base = resolve_model(read_adapter(source)["base_model_name_or_path"])
-    if not Path(base).is_dir():
-        check_hub("model", base)
     check_base(base)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32

@@ -115,10 +115,10 @@ def load_model(spec: str, path: str, task: str, *, num_labels: int, trust_remote
 
     label = f"reward_funcs={spec}"
     source = _resolve(label, path)
-    check_base(source)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = "auto" if device == "cuda" else torch.float32
     try:
+        check_base(source)
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         kinds = config.architectures or []
         if kinds and not any(kind.endswith(task) for kind in kinds):

@@ -1,4 +1,4 @@
-"""Resolve a --model value to a folder or hub id; shared by the trainer and the servers it starts."""
+"""Resolve a --model value to a folder or hub id, and check its files; shared by the trainer and its servers."""
 
 from __future__ import annotations
 
@@ -109,6 +109,38 @@ def check_adapter_weights(folder: str) -> None:
             f"model={folder}: has no adapter_model.safetensors, and .bin files (pickles) are never loaded; "
             "save the adapter again with peft's save_pretrained"
         )
+
+
+def attach_adapter(model: Any, adapter: str, *, is_trainable: bool = False) -> Any:
+    """Wrap the model with a saved adapter."""
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors import safe_open
+
+    check_adapter_weights(adapter)
+    check_patterns(adapter, (name for name, _ in model.named_modules()))
+    try:
+        wrapped = PeftModel.from_pretrained(model, adapter, is_trainable=is_trainable)
+        with safe_open(Path(adapter) / "adapter_model.safetensors", "pt") as file:
+            saved = set(file.keys())
+    except Exception as error:  # peft raises arbitrary errors for damaged files
+        raise load_failure(
+            f"model={adapter}: the adapter (adapter_config.json, adapter_model.safetensors)", error
+        ) from None
+    missing = get_peft_model_state_dict(wrapped, save_embedding_layers=False).keys() - saved
+    if missing:  # peft would initialise them silently
+        raise UserError(
+            f"model={adapter}: adapter_model.safetensors lacks {len(missing)} tensors of adapter_config.json, "
+            f"e.g. {min(missing)}; download both again from one source"
+        )
+    return wrapped
+
+
+def load_failure(label: str, error: Exception) -> UserError:
+    """Return a library's error as one sentence that starts with the label."""
+    reason = " ".join(str(error).split())[:300]
+    if "ignore_mismatched_sizes" in reason:
+        reason = "the weights' shapes do not match config.json"
+    return UserError(f"{label} cannot be loaded ({type(error).__name__}: {reason}){trust_hint(error)}")
 
 
 def check_base(path: str) -> None:

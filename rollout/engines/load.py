@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
-from rollout.model_folder import (
-    check_adapter_weights,
-    check_base,
-    check_patterns,
-    read_adapter,
-    resolve_model,
-    trust_hint,
-)
+from rollout.model_folder import attach_adapter, check_base, load_failure, read_adapter, resolve_model
 
 
 def load_model(name: str, *, trust_remote_code: bool = False) -> tuple[Any, Any]:
@@ -54,35 +47,3 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> tuple[Any, Any]
         missing = min(info["missing_keys"])
         raise UserError(f"model={name}: the weights lack {missing}, which would be random; download the model again")
     return (attach_adapter(model, source) if is_adapter else model).to(device).eval(), tokenizer
-
-
-def attach_adapter(model: Any, adapter: str, *, is_trainable: bool = False) -> Any:
-    """Wrap the model with a saved adapter."""
-    from peft import PeftModel, get_peft_model_state_dict
-    from safetensors import safe_open
-
-    check_adapter_weights(adapter)
-    check_patterns(adapter, (name for name, _ in model.named_modules()))
-    try:
-        wrapped = PeftModel.from_pretrained(model, adapter, is_trainable=is_trainable)
-        with safe_open(Path(adapter) / "adapter_model.safetensors", "pt") as file:
-            saved = set(file.keys())
-    except Exception as error:  # peft raises arbitrary errors for damaged files
-        raise load_failure(
-            f"model={adapter}: the adapter (adapter_config.json, adapter_model.safetensors)", error
-        ) from None
-    missing = get_peft_model_state_dict(wrapped, save_embedding_layers=False).keys() - saved
-    if missing:  # peft would initialise them silently
-        raise UserError(
-            f"model={adapter}: adapter_model.safetensors lacks {len(missing)} tensors of adapter_config.json, "
-            f"e.g. {min(missing)}; download both again from one source"
-        )
-    return wrapped
-
-
-def load_failure(label: str, error: Exception) -> UserError:
-    """Return a library's error as one sentence that starts with the label."""
-    reason = " ".join(str(error).split())[:300]
-    if "ignore_mismatched_sizes" in reason:
-        reason = "the weights' shapes do not match config.json"
-    return UserError(f"{label} cannot be loaded ({type(error).__name__}: {reason}){trust_hint(error)}")

@@ -7,8 +7,7 @@ from typing import Any
 from torch import nn
 
 from data.errors import UserError
-from rollout.engines.load import attach_adapter
-from rollout.model_folder import read_adapter
+from rollout.model_folder import attach_adapter, read_adapter
 from trainer.config.blocks import LoraConfig
 from trainer.config.errors import first_line
 

@@ -13,6 +13,9 @@ the template does not write. `settings` are the template's other inputs: tools, 
 (data/formats/template_settings.py).
 
 Templates are programs that ship with models, so each rendering has a time limit (apply_template).
+
+Only the template writes special tokens. A special token in a row, a tool result or an observation could forge a turn,
+so apply_template marks it and encode() splits it into plain text, unless --allow-special-tokens is set.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from __future__ import annotations
 import ctypes
 import json
 import re
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,6 +52,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
          "document")  # fmt: skip
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # message keys that may contain thoughts
 _PROBE = "strop"  # an answer that no template rewrites
+# Written around special tokens of the input; random, so that no input contains it.
+_PLAIN = f"\ufdd0{secrets.token_hex(8)}\ufdd0"
+SPECIAL_NOTE = "with special tokens in the text, read as plain text (--allow-special-tokens reads them as tokens)"
 SECONDS = 10.0  # limit on the CPU time of a rendering; a long conversation takes milliseconds
 POLL_SECONDS = 0.25
 T = TypeVar("T")
@@ -93,7 +100,7 @@ def _read_template(name: str) -> str:
 def check_delimiters(tokenizer: Any, family: str, what: str, instead: str) -> None:
     """Raise if the tokenizer splits a delimiter of the family: its model was not trained with them."""
     for token in DELIMITERS[family]:
-        ids = _encode(tokenizer, token)
+        ids = encode(tokenizer, token)
         if len(ids) != 1:
             raise UserError(
                 f"{what}: the delimiter {token!r} is {len(ids)} tokens in this tokenizer, not one; use {instead}, or a "
@@ -101,8 +108,13 @@ def check_delimiters(tokenizer: Any, family: str, what: str, instead: str) -> No
             )
 
 
-def set_special_tokens(tokenizer: Any, special: Mapping[str, Any], eot_tokens: Sequence[str] = ()) -> None:
-    """Set the pad, eos, bos or unk token, and additional end-of-turn tokens; never adds a token to the vocabulary."""
+def set_special_tokens(
+    tokenizer: Any, special: Mapping[str, Any], eot_tokens: Sequence[str] = (), *, allow_in_text: bool = False
+) -> None:
+    """Set the pad, eos, bos or unk token, and additional end-of-turn tokens; never adds a token to the vocabulary.
+
+    allow_in_text: encode special tokens in the text of messages as such, not as plain text.
+    """
     vocabulary = tokenizer.get_vocab() if special or eot_tokens else {}
     for name, token in special.items():
         if name not in SPECIAL_TOKENS:
@@ -111,12 +123,14 @@ def set_special_tokens(tokenizer: Any, special: Mapping[str, Any], eot_tokens: S
         setattr(tokenizer, name, token)
     for token in eot_tokens:
         _check_known(vocabulary, token, "eot_tokens")
-        if len(_encode(tokenizer, token)) != 1:
+        if len(encode(tokenizer, token)) != 1:
             raise UserError(
                 f"eot_tokens={token}: does not encode to a single token, so no turn can end with it; remove it"
             )
     if eot_tokens:
         tokenizer.strop_eot_ids = tuple(vocabulary[token] for token in eot_tokens)
+    if allow_in_text:
+        tokenizer.strop_allow_special = True
 
 
 def _check_known(vocabulary: Mapping[str, int], token: Any, what: str) -> None:
@@ -136,6 +150,8 @@ def end_ids(tokenizer: Any) -> tuple[int, ...]:
 def stop_ids(tokenizer: Any, generation_config_eos: int | Iterable[int] | None = None) -> tuple[int, ...]:
     """Return the ids that end a completion: the model's, the tokenizer's eos, and end_ids."""
     model_eos = [generation_config_eos] if isinstance(generation_config_eos, int) else generation_config_eos or []
+    if not all(isinstance(token, int) for token in model_eos):
+        raise UserError(f"generation_config.json: eos_token_id={generation_config_eos!r}: must be one or more integers")
     ids = [*model_eos, tokenizer.eos_token_id, *end_ids(tokenizer)]
     return tuple(dict.fromkeys(token for token in ids if token is not None))
 
@@ -152,7 +168,7 @@ def _end_of_turn_id(tokenizer: Any, template: str, num_tokens: int) -> int | Non
     # template and num_tokens are cache keys: both can change on the same tokenizer.
     turns = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
     after_answer = _render_text(tokenizer, turns, generation_prompt=False).rpartition(_PROBE)[2]
-    ids = _encode(tokenizer, after_answer.lstrip()) if after_answer.strip() else []
+    ids = encode(tokenizer, after_answer.lstrip()) if after_answer.strip() else []
     return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
 
 
@@ -174,7 +190,7 @@ def render_prompt(
 
 def render_text(tokenizer: Any, text: str) -> list[int]:
     """Tokenise a text without special tokens; SentencePiece still prepends a space."""
-    ids = _encode(tokenizer, text)
+    ids = encode(tokenizer, text)
     if text and not ids:
         raise UserError(_no_ids(text))
     return ids
@@ -287,13 +303,13 @@ class _Conversation:
         if f"{_PROBE}x" not in texts[0]:
             return 0, 0  # the template drops this message
         before, until = self.text[: len(head)], self.text[: len(self.text) - len(tail)]
-        prefix = _encode(self.tokenizer, before)
+        prefix = encode(self.tokenizer, before)
         if self.ids[: len(prefix)] != prefix:
             raise UserError(
                 f"messages[{index}]: the ids before this text are not a prefix of the conversation's ids, so its loss "
                 "mask cannot be computed; strip white space at its start"
             )
-        end = common_prefix(_encode(self.tokenizer, until), self.ids) if len(until) > len(before) else len(prefix)
+        end = common_prefix(encode(self.tokenizer, until), self.ids) if len(until) > len(before) else len(prefix)
         return len(prefix), end
 
     def start_of_turn(self, index: int) -> int:
@@ -543,11 +559,12 @@ def list_unwritten(
     """Return notes on parts of a row that the template drops, or that may be trained by accident.
 
     These are tools, thoughts in trained turns, and nulls in the arguments of trained tool calls: a null may come from
-    the user or from a table that fills absent keys.
+    the user or from a table that fills absent keys. Also return a note on special tokens in the text.
     """
     messages = clean_messages(messages)
     settings = settings or {}
-    notes = []
+    inputs = [messages, settings]
+    notes = [SPECIAL_NOTE] if mark_special(tokenizer, inputs) != inputs else []
     if settings.get("tools"):
         bare = {name: value for name, value in settings.items() if name != "tools"}
         texts = [_render_text(tokenizer, messages, generation_prompt=False, settings=s) for s in (settings, bare)]
@@ -583,12 +600,12 @@ def _has_null(value: Any) -> bool:
 def _check_ids(tokenizer: Any, messages: Messages) -> None:
     """Raise if the tokenizer returns no ids for the last text; the template's tokens would hide that."""
     last = messages[-1]["content"]
-    if last.strip() and not _encode(tokenizer, last):
+    if last.strip() and not encode(tokenizer, last):
         raise UserError(_no_ids(last))
 
 
 def _check_content(tokenizer: Any, message: dict[str, Any], stops: Sequence[int], where: str) -> None:
-    ids = _encode(tokenizer, message["content"])
+    ids = encode(tokenizer, message["content"])
     for stop in stops:
         if stop in ids:
             token = tokenizer.convert_ids_to_tokens(stop)
@@ -599,7 +616,7 @@ def _check_content(tokenizer: Any, message: dict[str, Any], stops: Sequence[int]
 
 
 def _ids_of(tokenizer: Any, text: str) -> list[int]:
-    ids = _encode(tokenizer, text)  # the template writes BOS, so the tokenizer must not add another
+    ids = encode(tokenizer, text)  # the template writes BOS, so the tokenizer must not add another
     if not ids:
         raise UserError(_no_ids(text) if text else "chat_template: renders this conversation to empty text")
     return ids
@@ -635,10 +652,19 @@ def _render_text(
     return text
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Tokenise without BOS or EOS; special tokens between two marks (apply_template) become plain text."""
+    ids: list[int] = []
     try:
-        # not verbose: the loaders report texts that are too long
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        for i, part in enumerate(text.split(_PLAIN)):
+            options = {"split_special_tokens": True} if i % 2 else {}
+            # not verbose: the loaders report texts that are too long
+            ids += tokenizer(part, add_special_tokens=False, verbose=False, **options)["input_ids"]
+            if options and part and tokenizer.convert_tokens_to_ids(part) in ids[-1:]:
+                raise UserError(
+                    f"the text contains {part!r}, which the tokenizer cannot write as plain text; remove it"
+                )
+        return ids
     except TypeError:
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise UserError("the text contains half a character (a lone surrogate such as \\ud83d); fix it") from None
@@ -648,7 +674,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 def _adds_bos(tokenizer: Any) -> bool:
     """Return whether the tokenizer prepends BOS to plain text; tested, because its flags can be wrong."""
     bos = tokenizer.bos_token_id
-    return bos is not None and list(tokenizer(_PROBE)["input_ids"])[:1] == [bos] != _encode(tokenizer, _PROBE)[:1]
+    return bos is not None and list(tokenizer(_PROBE)["input_ids"])[:1] == [bos] != encode(tokenizer, _PROBE)[:1]
 
 
 def _no_ids(text: str) -> str:
@@ -657,6 +683,38 @@ def _no_ids(text: str) -> str:
         f"tokenizer: returns no ids for the non-empty text {shown!r}; its files do not match (such as a model_type "
         "whose tokenizer class ignores tokenizer.json), so use the model's original tokenizer"
     )
+
+
+# Special tokens in the input of a template.
+
+
+def mark_special(tokenizer: Any, value: T) -> T:
+    """Return the value with marks around the special tokens in its strings, which encode() then splits."""
+    if getattr(tokenizer, "strop_allow_special", False):
+        return value
+    pattern = _special_tokens(tokenizer, len(tokenizer))
+
+    def mark(value: Any) -> Any:
+        if isinstance(value, str):
+            return pattern.sub(lambda match: f"{_PLAIN}{match[0]}{_PLAIN}", value)
+        if isinstance(value, dict):
+            return {mark(key): mark(item) for key, item in value.items()}
+        return type(value)(map(mark, value)) if isinstance(value, (list, tuple)) else value
+
+    return mark(value)
+
+
+def unmark(text: str) -> str:
+    return text.replace(_PLAIN, "")
+
+
+@lru_cache(maxsize=8)
+def _special_tokens(tokenizer: Any, num_tokens: int) -> re.Pattern[str]:
+    # num_tokens is a cache key, as in _end_of_turn_id
+    delimiters = {token for family in DELIMITERS.values() for token in family}  # some models add them as normal tokens
+    tokens = [str(token) for token in tokenizer.added_tokens_decoder.values()
+              if token.special or str(token) in delimiters]  # fmt: skip
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")  # (?!) never matches
 
 
 # CPU time limit of templates; wall time would count the wait for a core on a busy machine. Jinja's sandbox limits a
@@ -680,7 +738,11 @@ class TemplateTimeout(UserError):
 
 
 def apply_template(tokenizer: Any, messages: Any, **settings: Any) -> str:
-    """Call tokenizer.apply_chat_template; raise TemplateTimeout with the template's name after SECONDS of CPU time."""
+    """Call tokenizer.apply_chat_template; raise TemplateTimeout with the template's name after SECONDS of CPU time.
+
+    Special tokens in messages and settings are marked, so pass the text to encode().
+    """
+    messages, settings = mark_special(tokenizer, messages), mark_special(tokenizer, settings)
     try:
         return within(SECONDS, lambda: tokenizer.apply_chat_template(messages, tokenize=False, **settings))
     except TimeoutError:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 TINY_MODEL = Path(__file__).resolve().parent.parent / "trainer" / "tiny"
 QUANTILES = (0.0, 0.5, 0.9, 0.95, 0.99, 1.0)
 STYLES = {0: "dim", 1: "bold green", 2: "bold red"}  # mark -> style: not trained, trained, labelled wrong
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # could control the terminal; all but tab and newline
 LEGEND = "Below each text: the lengths of its trained and untrained runs of tokens, in order."
 # Flags that apply only to some kinds of rows.
 USED_BY = {
@@ -82,6 +84,8 @@ class ShowConfig:
     """Tokens of the tokenizer to use as pad_token, eos_token, bos_token or unk_token, as a JSON object."""
     eot_tokens: tuple[str, ...] = ()
     """Additional end-of-turn tokens."""
+    allow_special_tokens: bool = False
+    """Read special tokens in messages as tokens, not as plain text."""
     system_prompt: str | None = None
     """System message for conversations without one."""
     max_length: int | None = None
@@ -123,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(cfg: ShowConfig) -> None:
     cfg, training = with_training(cfg)
     tokenizer = load_tokenizer(cfg.model, trust_remote_code=cfg.trust_remote_code)
-    set_special_tokens(tokenizer, cfg.special_tokens, cfg.eot_tokens)
+    set_special_tokens(tokenizer, cfg.special_tokens, cfg.eot_tokens, allow_in_text=cfg.allow_special_tokens)
     set_chat_template(tokenizer, cfg.chat_template)
     check_kwargs(tokenizer, cfg.chat_template_kwargs)
     show(read(cfg, tokenizer, training), tokenizer, cfg.rows)
@@ -134,7 +138,7 @@ def with_training(cfg: ShowConfig) -> tuple[ShowConfig, Any]:
     default = ShowConfig()
     flags = {f.name: getattr(cfg, f.name) for f in fields(cfg) if getattr(cfg, f.name) != getattr(default, f.name)}
     names = ("data", "data_format", "model", "chat_template", "system_prompt", "chat_template_kwargs", "special_tokens",
-             "eot_tokens")  # fmt: skip
+             "eot_tokens", "allow_special_tokens")  # fmt: skip
     passed = {name: flags[name] for name in names if name in flags}
     if cfg.config is None:
         if not cfg.data:
@@ -322,13 +326,13 @@ def show(rows: Sequence[ShownRow], tokenizer: Any, num_rows: int) -> None:
     for row in rows[:num_rows]:
         for segment in row.segments:
             trained = sum(map(bool, segment.marks))
-            title = f"{row.source} {segment.title}: {len(segment.ids)} tokens, {trained} trained"
+            title = f"{without_control(row.source)} {segment.title}: {len(segment.ids)} tokens, {trained} trained"
             console.print(Text(title, style="bold cyan"))
             text, runs, end = Text(), [], 0
             for mark, run in groupby(segment.marks):
                 length = len(list(run))
                 start, end = end, end + length
-                text.append(tokenizer.decode(segment.ids[start:end]), style=STYLES[mark])
+                text.append(without_control(tokenizer.decode(segment.ids[start:end])), style=STYLES[mark])
                 runs.append(f"{length} {'trained' if mark else 'not trained'}")
             console.print(text)
             console.print(Text(f"({', '.join(runs)})\n", style="italic"))
@@ -341,6 +345,11 @@ def show(rows: Sequence[ShownRow], tokenizer: Any, num_rows: int) -> None:
         values = [row.lengths[name] for row in rows if name in row.lengths]
         table.add_row(name, *(str(quantile_of(values, quantile)) for quantile in QUANTILES))
     console.print(table)
+
+
+def without_control(text: str) -> str:
+    """Escape control characters such as \\x1b."""
+    return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def quantile_of(values: Sequence[int], quantile: float) -> int:

@@ -29,10 +29,12 @@ from data.errors import UserError
 from data.format_options import FormatOptions
 from data.hints import suggest
 from data.hub import check_hub
+from data.limits import limit
 
 TASK_OPTIONS: dict[str, Callable[[str], Any]] = {"size": int, "seed": int, "difficulty": int, "sloppy": float,
                                                   "boxed": float}  # fmt: skip
 TASKS = ("task:", reasoning_gym.PREFIX)  # path prefixes of built-in tasks
+UNPACKED = "STROP_MAX_UNPACKED_GIB"
 KEYS = ("format", "split", "name", "weight")
 FORMAT_KEYS = tuple(FormatOptions.__dataclass_fields__)  # format options: field_messages, roles, ...
 TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
@@ -259,7 +261,7 @@ def _file_rows(path: str) -> list[Row]:
     try:
         if kind == "parquet":
             return _read_parquet(path, file)
-        content = gzip.decompress(file.read_bytes()) if path.lower().endswith(".gz") else file.read_bytes()
+        content = _unpack(path, file) if path.lower().endswith(".gz") else file.read_bytes()
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"data={path}: not UTF-8 text (byte {error.start}); convert it") from None
@@ -268,6 +270,18 @@ def _file_rows(path: str) -> list[Row]:
     if kind in ("csv", "tsv"):
         return _read_csv(path, text, delimiter="," if kind == "csv" else "\t")
     return _read_json(path, text) if kind == "json" else _read_jsonl(path, text)
+
+
+def _unpack(path: str, file: Path) -> bytes:
+    with gzip.open(file) as unpacked:
+        content = unpacked.read(int(limit(UNPACKED) * 2**30) + 1)
+    _check_unpacked(path, len(content))
+    return content
+
+
+def _check_unpacked(path: str, num_bytes: int) -> None:
+    if num_bytes > limit(UNPACKED) * 2**30:
+        raise UserError(f"data={path}: larger than {limit(UNPACKED):g} GiB when unpacked; split it, or set {UNPACKED}")
 
 
 def _read_jsonl(path: str, text: str) -> list[Row]:
@@ -331,8 +345,13 @@ def _read_parquet(path: str, file: Path) -> list[Row]:
     import pyarrow
     import pyarrow.parquet
 
+    table: list[dict[str, Any]] = []
+    num_bytes = 0
     try:
-        table = pyarrow.parquet.read_table(file).to_pylist()
+        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(1024):
+            num_bytes += batch.nbytes
+            _check_unpacked(path, num_bytes)
+            table += batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"data={path}: cannot be read as parquet ({reason})") from None

@@ -1,14 +1,26 @@
-"""Resolve a --model value to a folder or hub id; shared by the trainer and the servers it starts."""
+"""Resolve a --model value to a folder or hub id, and check its files; shared by the trainer and its servers."""
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
+from data.hub import check_hub
+from data.limits import limit
 
 TINY = Path(__file__).resolve().parents[1] / "trainer" / "tiny"
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+JSON_FILES = ("adapter_config.json", "config.json", INDEX, "generation_config.json", "tokenizer_config.json",
+              "special_tokens_map.json")  # fmt: skip
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
+PATTERN_S = "STROP_MAX_PATTERN_S"
 BUILTIN = {"builtin:tiny": TINY, "builtin:tiny_teacher": TINY / "teacher"}
 
 
@@ -36,16 +48,58 @@ def resolve_model(name: str) -> str:
 
 def read_adapter(folder: str) -> dict[str, Any]:
     """Return the settings of a saved LoRA adapter."""
-    try:
-        settings = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"model={folder}: adapter_config.json cannot be read ({reason})") from None
-    if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
+    settings = _read_json(folder, Path(folder) / "adapter_config.json")
+    if settings.get("peft_type") != "LORA":
         raise UserError(f"model={folder}: adapter_config.json is not a LoRA adapter's; only LoRA is supported")
-    if not settings.get("base_model_name_or_path"):
-        raise UserError(f"model={folder}: adapter_config.json lacks base_model_name_or_path; add it")
+    if not isinstance(settings.get("base_model_name_or_path"), str) or not settings["base_model_name_or_path"]:
+        raise UserError(f"model={folder}: adapter_config.json lacks base_model_name_or_path (text); add it")
+    if settings.get("megatron_config"):
+        raise UserError(
+            f"model={folder}: adapter_config.json sets megatron_config, for which peft would import a package "
+            "megatron, even from the working folder; remove it"
+        )
     return settings
+
+
+def _read_json(model: str, file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"model={model}: {file.name} is not valid JSON ({error}); download it again") from None
+    if not isinstance(value, dict):
+        raise UserError(f"model={model}: {file.name} must contain a JSON object, not {type(value).__name__}")
+    return value
+
+
+def check_patterns(folder: str, names: Iterable[str]) -> None:
+    """Raise if the patterns of an adapter take too long on these module names.
+
+    A regular expression cannot be interrupted in this process, so another one tries them, with a limit on CPU time.
+    """
+    settings = read_adapter(folder)
+    values = [settings.get(key) for key in ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern",
+                                            "alpha_pattern", "modules_to_save")]  # fmt: skip
+    lists = [[value] if isinstance(value, str) else value for value in values if isinstance(value, (str, list, dict))]
+    patterns = [text for texts in lists for text in texts if isinstance(text, str) and re.search(r"[^\w.]", text)]
+    if not patterns:
+        return
+    seconds = limit(PATTERN_S)
+    code = (
+        "import json, re, signal, sys\n"
+        f"signal.setitimer(signal.ITIMER_PROF, {seconds})\n"  # CPU time; the signal ends the process
+        "patterns, names = json.load(sys.stdin)\n"
+        "for text in patterns:\n"
+        "    for form in (f'({text})$', f'(.*[.])?({text})($|[.].*)'):\n"  # as peft extends them
+        "        [re.match(form, name) for name in names]\n"
+    )
+    job = subprocess.run(
+        [sys.executable, "-ISc", code], input=json.dumps([patterns, list(names)]), text=True, capture_output=True
+    )
+    if job.returncode < 0:  # killed; peft reports an invalid pattern
+        raise UserError(
+            f"model={folder}: adapter_config.json: the patterns {', '.join(map(repr, patterns))} take longer than "
+            f"{seconds:g} s; simplify them, or set {PATTERN_S}"
+        )
 
 
 def check_adapter_weights(folder: str) -> None:
@@ -57,10 +111,79 @@ def check_adapter_weights(folder: str) -> None:
         )
 
 
-def check_base(folder: str) -> None:
-    """Raise for an adapter in place of a base model: transformers would apply it silently, even from a .bin file."""
-    if (Path(folder) / "adapter_config.json").is_file():
-        raise UserError(f"model={folder}: contains an adapter, not a base model; merge it into its base first")
+def attach_adapter(model: Any, adapter: str, *, is_trainable: bool = False) -> Any:
+    """Wrap the model with a saved adapter."""
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors import safe_open
+
+    check_adapter_weights(adapter)
+    check_patterns(adapter, (name for name, _ in model.named_modules()))
+    try:
+        wrapped = PeftModel.from_pretrained(model, adapter, is_trainable=is_trainable)
+        with safe_open(Path(adapter) / "adapter_model.safetensors", "pt") as file:
+            saved = set(file.keys())
+    except Exception as error:  # peft raises arbitrary errors for damaged files
+        raise load_failure(
+            f"model={adapter}: the adapter (adapter_config.json, adapter_model.safetensors)", error
+        ) from None
+    missing = get_peft_model_state_dict(wrapped, save_embedding_layers=False).keys() - saved
+    if missing:  # peft would initialise them silently
+        raise UserError(
+            f"model={adapter}: adapter_model.safetensors lacks {len(missing)} tensors of adapter_config.json, "
+            f"e.g. {min(missing)}; download both again from one source"
+        )
+    return wrapped
+
+
+def load_failure(label: str, error: Exception) -> UserError:
+    """Return a library's error as one sentence that starts with the label."""
+    reason = " ".join(str(error).split())[:300]
+    if "ignore_mismatched_sizes" in reason:
+        reason = "the weights' shapes do not match config.json"
+    return UserError(f"{label} cannot be loaded ({type(error).__name__}: {reason}){trust_hint(error)}")
+
+
+def check_base(path: str) -> None:
+    """Raise if a model folder or hub id is an adapter, names .bin files as weights, or has damaged files.
+
+    transformers would apply an adapter silently, and would unpickle a .bin file that an index names.
+    """
+    from safetensors import SafetensorError, safe_open
+    from transformers.utils import cached_file
+
+    is_folder = Path(path).is_dir()
+    if not is_folder:
+        check_hub("model", path)
+    contents: dict[str, dict[str, Any]] = {}
+    for name in JSON_FILES if is_folder else JSON_FILES[:3]:
+        try:
+            file = cached_file(path, name)
+        except OSError:  # missing, or the hub is unreachable, which loading the model reports
+            file = None
+        contents[name] = _read_json(path, Path(file)) if file else {}
+    if contents["adapter_config.json"]:
+        raise UserError(f"model={path}: contains an adapter, not a base model; merge it into its base first")
+    for name in SIZES:
+        value = contents["config.json"].get(name)
+        if isinstance(value, int) and value < 1:
+            raise UserError(f"model={path}: config.json has {name}={value}, which must be 1 or more")
+    index = contents[INDEX] or {"weight_map": {"": ONE_FILE}, "metadata": {}}
+    if not all(isinstance(index.get(key), dict) for key in ("weight_map", "metadata")) or not index["weight_map"]:
+        raise UserError(f"model={path}: {INDEX} lacks weight_map or metadata; download it again")
+    files = list(index["weight_map"].values())
+    files.append(contents["config.json"].get("transformers_weights", ONE_FILE))
+    if bad := [name for name in files if not isinstance(name, str) or not name.endswith(".safetensors")]:
+        raise UserError(
+            f"model={path}: {INDEX} or config.json names {bad[0]!r} as weights, and only .safetensors files are "
+            "loaded; convert the weights"
+        )
+    for file in sorted({Path(path) / name for name in files} if is_folder else ()):
+        if file.is_file():
+            try:
+                with safe_open(file, "pt"):
+                    pass
+            except SafetensorError as error:
+                raise UserError(f"model={path}: {file.name} cannot be read ({error}); download it again") from None
 
 
 def trust_hint(error: Exception) -> str:

@@ -7,6 +7,7 @@ last test starts processes.
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import logging
 import shutil
@@ -19,8 +20,10 @@ from data.rows.prompts import load_prompts
 from data.rows.sft import load_examples
 from data.rows.targets import load_targets
 from data.show import load_tokenizer
+from rollout.model_folder import check_base
 from tests.entry import run
 from trainer.__main__ import main
+from trainer.generate import main as generate
 from trainer.policy.load import BUILTIN
 
 TINY = BUILTIN["builtin:tiny"]
@@ -473,9 +476,17 @@ def test_rewards_that_never_apply_are_no_crash(refused, capsys):
 
 TASK = ["--data", "task:addition:size=8"]
 CONFIG = json.loads((TINY / "config.json").read_text())
+INDEX = "model.safetensors.index.json"
+
+
+def shards(file: str) -> bytes:
+    return json.dumps({"metadata": {}, "weight_map": {"model.embed_tokens.weight": file}}).encode()
+
+
+ALIASES = ["a: &a [x, x]", *(f"{b}: &{b} [*{a}, *{a}]" for a, b in itertools.pairwise("abcdefghijklmnopqrstuv"))]
 SPOILED = {  # file -> its new content, None to take it away
     "no config": ({"config.json": None}, "contains neither config.json"),
-    "config not json": ({"config.json": b"{"}, "config.json", "not a valid JSON"),
+    "config not json": ({"config.json": b"{"}, "config.json", "JSON"),
     "config of another kind": ({"config.json": b'{"model_type": "t5"}'}, "T5Config"),
     "config of an unknown kind": ({"config.json": b'{"model_type": "nosuch"}'}, "nosuch"),
     "config of more layers": (
@@ -487,8 +498,13 @@ SPOILED = {  # file -> its new content, None to take it away
         "config.json: 1 tensors", "model.embed_tokens.weight",
     ),
     "no weights": ({"model.safetensors": None}, "model.safetensors"),
-    "half the weights": ({"model.safetensors": (TINY / "model.safetensors").read_bytes()[:9999]}, "SafetensorError"),
-    "a git-lfs pointer": ({"model.safetensors": b"version https://git-lfs.github.com/spec/v1\n"}, "SafetensorError"),
+    "half the weights": ({"model.safetensors": (TINY / "model.safetensors").read_bytes()[:9999]}, "model.safetensors"),
+    "a git-lfs pointer": ({"model.safetensors": b"version https://git-lfs.github.com/spec/v1\n"}, "model.safetensors"),
+    "weights in a pickle": ({"model.safetensors": None, INDEX: shards("w.bin"), "w.bin": b"x"}, INDEX, "w.bin"),
+    "pickle named by config": (
+        {"config.json": json.dumps({**CONFIG, "transformers_weights": "adapter_model.bin"}).encode()},
+        "config.json", "adapter_model.bin",
+    ),
     "no tokenizer": ({"tokenizer.json": None, "tokenizer_config.json": None}, "tokenizer could not be loaded"),
     "tokenizer not json": ({"tokenizer.json": b"{"}, "tokenizer could not be loaded"),
     "no template": ({"chat_template.jinja": None}, "task:addition:1: chat_template=tokenizer_default", "chatml"),
@@ -499,11 +515,79 @@ def test_model_folders(refused):
     for name, (spoiled, *parts) in SPOILED.items():
         shutil.rmtree("m", ignore_errors=True)
         shutil.copytree(TINY, "m")
-        for file, content in spoiled.items():
-            Path("m", file).unlink()
-            if content is not None:
-                Path("m", file).write_bytes(content)
+        spoil(spoiled)
         refused([*GRPO, "--model", "m", *TASK], *parts, *([] if name == "no template" else ["model=m:"]))
+
+
+def spoil(spoiled: dict[str, bytes | None]) -> None:
+    for file, content in spoiled.items():
+        Path("m", file).unlink(missing_ok=True)
+        if content is not None:
+            Path("m", file).write_bytes(content)
+
+
+def config(**changes) -> dict[str, bytes]:
+    return {"config.json": json.dumps({**CONFIG, **changes}).encode()}
+
+
+BROKEN = {  # for trainer.generate, in addition to SPOILED
+    "config of a list": ({"config.json": b"[]"}, "config.json"),
+    "config nested too deep": ({"config.json": b"[" * 99999}, "config.json"),
+    "config of bytes": ({"config.json": b"\xff\x00"}, "config.json"),
+    "size of another type": (config(hidden_size="big"), "config.json", "hidden_size"),
+    "size of another model": (config(num_key_value_heads=2), "model.safetensors", "config.json"),
+    "negative size": (config(hidden_size=-1), "config.json", "hidden_size=-1"),
+    "no heads": (config(num_attention_heads=0), "config.json", "num_attention_heads=0"),
+    "unknown activation": (config(hidden_act="nosuch"), "config.json", "nosuch"),
+    "quantised by an unknown method": (config(quantization_config="x"), "config.json"),
+    "head that is not there": (config(tie_word_embeddings=False), "lm_head.weight"),
+    "no tensors": ({"model.safetensors": b"\2\0\0\0\0\0\0\0{}"}, "weights lack"),
+    "empty index": ({"model.safetensors": None, INDEX: b""}, INDEX),
+    "index of numbers": ({"model.safetensors": None, INDEX: b"[1]"}, INDEX),
+    "index without files": ({"model.safetensors": None, INDEX: b'{"metadata": {}, "weight_map": {}}'}, INDEX),
+    "index of a missing shard": ({"model.safetensors": None, INDEX: shards("w.safetensors")}, "w.safetensors"),
+    "tokenizer of a list": ({"tokenizer.json": b"[]"}, "tokenizer.json"),
+    "tokenizer of an unknown model": ({"tokenizer.json": b'{"added_tokens": [], "model": {}}'}, "tokenizer.json"),
+    "tokenizer config of a list": ({"tokenizer_config.json": b"[]"}, "tokenizer_config.json"),
+    "template of bytes": ({"chat_template.jinja": b"\xff"}, "tokenizer"),
+    "end of another type": ({"generation_config.json": b'{"eos_token_id": "x"}'}, "generation_config.json", "'x'"),
+    "generation config of a list": ({"generation_config.json": b"[]"}, "generation_config.json"),
+    "stop of a number": ({"config.yaml": b"stop: 5"}, "m/config.yaml", "stop=5"),
+    "template set by a run": ({"config.yaml": b"chat_template_kwargs: {chat_template: x}"}, "chat_template"),
+    "aliases of aliases": ({"config.yaml": "\n".join(ALIASES).encode()}, "m/config.yaml", "STROP_MAX_YAML_NODES"),
+    "alias of itself": ({"config.yaml": b"a: &a [*a]"}, "m/config.yaml", "line 1"),
+}  # fmt: skip
+
+
+def test_generate_names_the_broken_file(here, capsys):
+    spoiled_models = {name: (case[0], "model=m:") for name, case in SPOILED.items()}
+    del spoiled_models["no template"], spoiled_models["config of another kind"]  # continues text; slow to import
+    for name, (spoiled, *parts) in (spoiled_models | BROKEN).items():
+        shutil.rmtree("m", ignore_errors=True)
+        shutil.copytree(TINY, "m")
+        spoil(spoiled)
+        try:
+            code = generate(["m", "--prompt", "1+1=", "--max-tokens", "1"])
+            err = capsys.readouterr().err
+            check_sentence(code, err[err.index("error: ") :], *parts)  # after transformers' own report
+        except Exception as error:
+            raise AssertionError(f"{name}: {type(error).__name__}: {error}") from None
+
+
+def test_pickles_and_adapters_on_the_hub(tmp_path, monkeypatch):
+    def cached_file(_: str, name: str) -> str:
+        if not (tmp_path / name).exists():
+            raise OSError(f"no {name}")
+        return str(tmp_path / name)
+
+    monkeypatch.setattr("rollout.model_folder.check_hub", lambda *_: None)
+    monkeypatch.setattr("transformers.utils.cached_file", cached_file)
+    check_base("some/model")
+    for file, content, part in ((INDEX, shards("w.bin"), "w.bin"), ("adapter_config.json", b'{"r": 4}', "adapter")):
+        (tmp_path / file).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"model=some/model: .*{part}"):
+            check_base("some/model")
+        (tmp_path / file).unlink()
 
 
 def test_tokenizer_that_gives_no_ids(refused):
@@ -548,15 +632,22 @@ def adapter(tmp_path_factory):
 ADAPTERS = {  # rank asked for, changes to adapter_config.json
     "another rank": (8, {}, "lora.r=8", "rank 4"),
     "no base": (4, {"base_model_name_or_path": None}, "model=m:", "base_model_name_or_path"),
-    "base that is gone": (4, {"base_model_name_or_path": "/no/base"}, "model=m:", "/no/base is not a folder"),
+    "base that is gone": (4, {"base_model_name_or_path": "/no/base"}, "model=/no/base:", "no such folder"),
     "not lora": (4, {"peft_type": "IA3"}, "model=m:", "LoRA"),
     "modules that are not there": (4, {"target_modules": ["no_proj"]}, "model=m:", "no_proj"),
     "modules it has no weights for": (4, {"target_modules": ["v_proj"]}, "model=m:", "v_proj", "adapter_model"),
     "rank it does not have": (8, {"r": 8}, "model=m:", "size mismatch"),
-}
+    "code in the working folder": (4, {"megatron_config": {"x": 1}}, "model=m:", "adapter_config.json", "megatron"),
+    "pattern without end": (
+        0, {"target_modules": "(([a-z_.0-9]+)+)+!"}, "model=m:", "adapter_config.json", "STROP_MAX_PATTERN_S", " 0.2 s",
+    ),
+}  # fmt: skip
 
 
-def test_adapters(refused, adapter):
+def test_adapters(refused, adapter, monkeypatch):
+    monkeypatch.setenv("STROP_MAX_PATTERN_S", "0.2")
+    Path("megatron").mkdir()
+    Path("megatron/core.py").write_text("raise SystemExit('imported')")
     shutil.copytree(adapter, "m")
     saved = json.loads(Path("m/adapter_config.json").read_text())
     for rank, changes, *parts in ADAPTERS.values():

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from data.chat import set_chat_template, stop_ids
+from data.chat import set_chat_template, set_special_tokens, stop_ids
 from data.command.flags import parse_command, run_command
 from data.errors import UserError
 from data.formats.template_settings import JsonObject, check_kwargs
@@ -210,6 +210,7 @@ def sample(
 
     model, tokenizer = load_model(cfg.source, trust_remote_code=cfg.trust_remote_code)
     set_chat_template(tokenizer, cfg.chat_template)
+    set_special_tokens(tokenizer, {}, allow_in_text=bool(run.get("allow_special_tokens")))
     kwargs = cfg.chat_template_kwargs or run.get("chat_template_kwargs") or {}
     check_kwargs(tokenizer, kwargs)
     data_format = cfg.data_format or run.get("data_format") or "auto"

@@ -18,10 +18,11 @@ from typing import Annotated, Any
 
 import tyro
 
-from data.chat import render_prompt, stop_ids
+from data.chat import render_prompt, set_special_tokens, stop_ids
 from data.command.config_file import load_config
 from data.command.flags import parse_command, run_command
 from data.errors import UserError
+from data.formats.template_settings import check_kwargs
 from data.types import Messages
 from rollout.engine import Request, Sampling
 from trainer.metrics.metrics import read_jsonl
@@ -90,11 +91,13 @@ class ChatModel:
 
         run = run_settings(cfg.source)
         model, self.tokenizer = load_model(cfg.source, trust_remote_code=cfg.trust_remote_code)
+        set_special_tokens(self.tokenizer, {}, allow_in_text=bool(run.get("allow_special_tokens")))
         self.is_chat = bool(self.tokenizer.chat_template) and not cfg.plain and not trained_on_text(cfg.source)
         if cfg.system_prompt is not None and not self.is_chat:
             raise UserError("system_prompt: has no effect on a model that continues text; remove --system-prompt")
         self.system_prompt = run.get("system_prompt") if cfg.system_prompt is None else cfg.system_prompt
         self.template_kwargs = run.get("chat_template_kwargs") or None
+        check_kwargs(self.tokenizer, self.template_kwargs or {})
         self.context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.engine = LocalEngine(model, self.tokenizer)
         self.sampling = Sampling(
@@ -123,7 +126,13 @@ class ChatModel:
 def run_settings(source: str) -> dict[str, Any]:
     """Read config.yaml of a run folder; {} for any other model."""
     path = Path(source).expanduser() / "config.yaml"
-    return load_config(path) if path.is_file() else {}
+    run = load_config(path) if path.is_file() else {}
+    for name, kind in (("system_prompt", str), ("chat_template_kwargs", dict), ("stop", list)):
+        value = run.get(name)
+        is_text = not isinstance(value, list) or all(isinstance(item, str) for item in value)
+        if value is not None and not (isinstance(value, kind) and is_text):
+            raise UserError(f"{path}: {name}={str(value)[:80]}: must be a {kind.__name__}{' of str' * (kind is list)}")
+    return run
 
 
 def trained_on_text(source: str) -> bool:

@@ -13,15 +13,35 @@ from typing import Any
 import yaml
 
 from data.errors import UserError
+from data.limits import limit
 
 Earlier = dict[str, list[tuple[int, str]]]  # (last step, value) of each earlier value, by setting
 
 SEGMENTS = "segments.yaml"  # in a run folder, if a resume changed settings
+NODES = "STROP_MAX_YAML_NODES"
 PER_CALL = ("resume", "overwrite_output_dir")  # flags of one call, not settings of the run
 
 
 class _Loader(yaml.SafeLoader):
-    """A duplicate key is an error; PyYAML would silently take the last."""
+    """Loader with limits: a duplicate key is an error (PyYAML would silently take the last), as are too many nodes.
+
+    Each use of an alias counts as all nodes of its anchor: ten lines of aliases can stand for a billion nodes.
+    """
+
+    num_nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event, before = self.peek_event(), self.num_nodes
+        node = super().compose_node(parent, index)
+        if isinstance(event, yaml.AliasEvent):
+            self.num_nodes += getattr(node, "num_nodes", limit(NODES))  # no attribute yet: the anchor contains itself
+        self.num_nodes += 1
+        if self.num_nodes > limit(NODES):
+            problem = f"more than {limit(NODES):g} nodes, or an alias of itself; remove aliases, or set {NODES}"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+        if not isinstance(event, yaml.AliasEvent):
+            node.num_nodes = self.num_nodes - before
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]

@@ -10,10 +10,12 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any
 
 import tyro
 
+from data.chat import SPECIAL_TOKENS
 from data.errors import UserError
 from data.formats.fields import for_template
 from data.formats.registry import Columns
@@ -42,8 +44,20 @@ JsonObject = Annotated[
 def template_settings(columns: Columns, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the settings of one row: its `tools`, and its `chat_template_kwargs`, which override the flag."""
     inputs = for_template(columns)
-    tools = inputs.get("tools")
-    return {**(kwargs or {}), **inputs.get("chat_template_kwargs", {}), **({"tools": tools} if tools else {})}
+    tools, row_kwargs = inputs.get("tools"), inputs.get("chat_template_kwargs", {})
+    reserved = [name for name in row_kwargs if name in _reserved()]
+    if reserved:
+        raise UserError(f"chat_template_kwargs: {reserved[0]!r} is not a variable that a row may set; remove it")
+    return {**(kwargs or {}), **row_kwargs, **({"tools": tools} if tools else {})}
+
+
+@cache
+def _reserved() -> frozenset[str]:
+    """Return the arguments of apply_chat_template, such as chat_template, that are not inputs of the template."""
+    from transformers import PreTrainedTokenizerBase
+
+    arguments = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    return frozenset((*arguments, "messages", *SPECIAL_TOKENS)) - {"tools", "documents"}
 
 
 def check_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
@@ -54,7 +68,7 @@ def check_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
     for name in kwargs:
         if name in reserved:
             raise UserError(f"{label}: {name!r} is not a setting of the template; remove it")
-        if not re.search(rf"\b{re.escape(name)}\b", template):
+        if not isinstance(name, str) or not re.search(rf"\b{re.escape(name)}\b", template):
             raise UserError(f"{label}: the chat template does not read {name!r}, so it has no effect; check the name")
 
 

@@ -13,12 +13,15 @@ from typing import Any, Literal, NamedTuple
 
 from data.chat import (
     DELIMITERS,
+    SPECIAL_NOTE,
     check_delimiters,
     common_prefix,
     end_ids,
     list_unwritten,
+    mark_special,
     render_prompt,
     render_responses,
+    unmark,
 )
 from data.errors import UserError
 from data.format_options import FormatOptions
@@ -128,17 +131,20 @@ def bind(
             )
     bound: dict[str, Format] = {}
     for name, function in formats.items():
-        with_system = partial(_with_system, name, function, system_prompt)
+        with_system = partial(_with_system, name, function, system_prompt, tokenizer)
         bound[name] = WithOptions(with_system, frozenset(options_read.get(name, ())), options)
     return bound
 
 
 def _with_system(
-    name: str, function: PairFormat, system_prompt: str | None, columns: Columns, options: FormatOptions
-) -> Columns:
+    name: str, function: PairFormat, system_prompt: str | None, tokenizer: Any, columns: Columns,
+    options: FormatOptions,
+) -> Columns:  # fmt: skip
     system = _system_column(name, options) if system_prompt is not None else None
     if system is not None and not columns.get(system):
         columns = {**columns, system: system_prompt}
+    if name.partition(".")[0] in FAMILIES:  # only the format writes delimiters
+        columns = mark_special(tokenizer, columns)
     pair = {"margin": columns.get("margin"), **function(columns, options)}
     return {**pair, "takes_system": system is not None or not isinstance(pair["prompt"], str)}
 
@@ -201,6 +207,8 @@ def render_row(
     responses = [columns[name] for name in names]
     by_template, notes = not isinstance(prompt, str), []
     if not by_template:
+        text = "".join([prompt, *responses])
+        notes += [SPECIAL_NOTE] if unmark(text) != text else []
         prompt_ids = render_prompt(tokenizer, prompt)
         sequences = [_close(render_prompt(tokenizer, prompt + response), tokenizer) for response in responses]
     else:

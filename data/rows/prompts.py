@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from data.chat import clean_messages, list_unwritten, render_prompt, with_system
+from data.chat import clean_messages, list_unwritten, render_prompt, unmark, with_system
 from data.errors import UserError
 from data.formats.registry import PROMPT_FORMATS, Columns, apply, formatted_rows
 from data.formats.template_settings import check_effect, template_settings
@@ -102,7 +102,7 @@ def tokenise_prompt(
     if prompt == [] or (isinstance(prompt, str) and not prompt.strip()):
         raise UserError("the prompt is empty; remove the row or fill it in")
     if isinstance(prompt, str):
-        return Rendered(prompt, render_prompt(tokenizer, prompt), {}, [])
+        return Rendered(unmark(prompt), render_prompt(tokenizer, prompt), {}, [])
     prompt = clean_messages(prompt)
     last = prompt[-1]
     if last["role"] == "assistant":

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from data.chat import clean_messages, list_unwritten, render_conversation
+from data.chat import clean_messages, list_unwritten, render_conversation, unmark
 from data.errors import UserError
 from data.format_options import FormatOptions
 from data.formats.ebft import EBFT_FORMATS, EBFT_STRIDED_FORMATS, TargetFormat, last_turn, reject_formats
@@ -132,7 +132,7 @@ def render_target(
             f"the target does not start with {opening!r}, which the chat template adds to the generation prompt; "
             "add it to the target, or use another --chat-template"
         )
-    text = target if isinstance(target, str) else target[0]["content"]
+    text = unmark(target) if isinstance(target, str) else target[0]["content"]
     if not text:  # only tool calls
         text = tokenizer.decode(target_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return Rendered(

@@ -10,43 +10,40 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
-from data.hub import check_hub
-from rollout.model_folder import check_adapter_weights, check_base, read_adapter, resolve_model, trust_hint
+from rollout.model_folder import attach_adapter, check_base, load_failure, read_adapter, resolve_model
 
 
 def load_model(name: str, *, trust_remote_code: bool = False) -> tuple[Any, Any]:
     """Load a model, on the GPU if there is one, and its tokenizer. Adapters are not merged."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    source = resolve_model(name)
-    if not Path(source).is_dir():
-        check_hub("model", name)
-    base = source
-    is_adapter = (Path(source) / "adapter_config.json").is_file()
+    source = base = resolve_model(name)
+    is_adapter = (Path(source) / "adapter_config.json").exists()
     if is_adapter:
-        base = resolve_model(str(read_adapter(source)["base_model_name_or_path"]))
-        check_adapter_weights(source)
-        check_base(base)
+        base = resolve_model(read_adapter(source)["base_model_name_or_path"])
+    check_base(base)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    what = "config.json"
     try:
+        AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
+        what = "the tokenizer (tokenizer.json)"
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-        model = AutoModelForCausalLM.from_pretrained(
+        what = "the model (config.json, model.safetensors)"
+        model, info = AutoModelForCausalLM.from_pretrained(
             base,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,  # never load pickled .bin files
+            output_loading_info=True,
         )
-        if is_adapter:
-            from peft import PeftModel
-
-            model = PeftModel.from_pretrained(model, source)
-    except (OSError, ValueError) as error:  # a missing or unreadable model
-        reason = str(error).strip().split("\n")[0]
-        remedy = trust_hint(error) or "; check the path or hub id"
-        raise UserError(f"model={name}: cannot be loaded ({reason}){remedy}") from None
-    return model.to(device).eval(), tokenizer
+    except Exception as error:  # libraries raise arbitrary errors for damaged files and remote code
+        raise load_failure(f"model={name}: {what}", error) from None
+    if info["missing_keys"]:
+        missing = min(info["missing_keys"])
+        raise UserError(f"model={name}: the weights lack {missing}, which would be random; download the model again")
+    return (attach_adapter(model, source) if is_adapter else model).to(device).eval(), tokenizer

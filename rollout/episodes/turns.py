@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from data.chat import TemplateTimeout, apply_template, clean_messages, end_ids, end_of_turn_id
+from data.chat import TemplateTimeout, apply_template, clean_messages, encode, end_ids, end_of_turn_id
 from data.errors import UserError
 from data.types import Messages
 from rollout.engine import Completion
@@ -120,7 +120,7 @@ class Continuation:
         """
         settings = {name: value for name, value in (settings or {}).items() if name != "tools"}
         text = self._after(self.opening, clean_messages(messages), settings)
-        ids = self._encode(self.end_text + text)
+        ids = encode(self.tokenizer, self.end_text + text)
         assert ids[0] == self.end_id, f"{self.end_text!r} begins with id {ids[0]}, not {self.end_id}"
         # A turn may also end with a stop string, or with another end token, which is kept.
         ended = last_id in (*end_ids(self.tokenizer), *self.tokenizer.all_special_ids)
@@ -177,6 +177,3 @@ class Continuation:
         except Exception as error:  # templates are programs: Jinja errors, TypeErrors, raise_exception()
             reason = " ".join(str(error).split()) or type(error).__name__
             raise UserError(f"cannot render a turn of the role {self.role!r} ({reason})") from None
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -111,13 +111,14 @@ def load_model(spec: str, path: str, task: str, *, num_labels: int, trust_remote
     import transformers
     from transformers import AutoConfig, AutoTokenizer
 
-    from rollout.model_folder import trust_hint
+    from rollout.model_folder import check_base, trust_hint
 
     label = f"reward_funcs={spec}"
     source = _resolve(label, path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = "auto" if device == "cuda" else torch.float32
     try:
+        check_base(source)
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         kinds = config.architectures or []
         if kinds and not any(kind.endswith(task) for kind in kinds):

@@ -102,6 +102,11 @@ def test_options_and_lengths(write, capsys):
     assert "1 truncated to max_length=5" in output.err
 
 
+def test_control_characters_are_escaped(write, capsys):
+    assert main(["--data", write({"text": "a\x1b[31mb\r\x9bc"})]) == 0
+    assert "\na\\x1b[31mb\\r\\x9bc<|endoftext|>\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -135,6 +135,25 @@ def test_bad_files(tmp_path):
         assert "\n" not in str(caught.value)
 
 
+def test_unpacked_size_is_limited(tmp_path, monkeypatch):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"text": "x" * 100}] * 3000
+    (tmp_path / "r.jsonl.gz").write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "r.parquet")
+    for name in ("r.jsonl.gz", "r.parquet"):
+        spec = parse_spec(str(tmp_path / name))
+        monkeypatch.setenv("STROP_MAX_UNPACKED_GIB", "0.001")
+        assert [row.columns for row in load_rows(spec)] == rows
+        monkeypatch.setenv("STROP_MAX_UNPACKED_GIB", "0.0001")  # 107,374 bytes
+        with pytest.raises(ValueError, match=rf"{name}: .* 0\.0001 GiB .*STROP_MAX_UNPACKED_GIB"):
+            load_rows(spec)
+    monkeypatch.setenv("STROP_MAX_UNPACKED_GIB", "ten")
+    with pytest.raises(ValueError, match="STROP_MAX_UNPACKED_GIB=ten"):
+        load_rows(spec)
+
+
 def test_missing_file():
     for path in ["missing.jsonl", "./missing", "/nowhere/missing"]:
         with pytest.raises(ValueError, match=f"data={path}: no such file"):

@@ -174,6 +174,11 @@ class ModelConfig:
     )
     eot_tokens: tuple[str, ...] = ()
     """Additional end-of-turn tokens, on top of eos and the chat template's, in data and in sampling."""
+    allow_special_tokens: bool = False
+    (
+        "Read special tokens in messages, tool results and observations as tokens. By default they are split into "
+        "plain text, because they could forge a turn."
+    )
     neftune_noise_alpha: float | None = None
     (
         "NEFTune (arXiv:2310.05914): add uniform noise of this size / sqrt(tokens * width) to the embeddings of every "

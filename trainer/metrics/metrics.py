@@ -273,7 +273,7 @@ def _parse_lines(path: Path) -> Iterable[tuple[bytes, dict[str, Any]]]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-        except ValueError:  # includes UnicodeDecodeError
+        except (ValueError, RecursionError):  # includes UnicodeDecodeError
             record = None
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             yield line, record

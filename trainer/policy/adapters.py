@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from data.errors import UserError
-from rollout.model_folder import check_adapter_weights, read_adapter
+from rollout.model_folder import attach_adapter, read_adapter
 from trainer.config.blocks import LoraConfig
-from trainer.config.errors import first_line, load_error
+from trainer.config.errors import first_line
 
 ADAPTER = "default"  # peft's name for the adapter under training
 
@@ -19,27 +18,6 @@ def adapter_name(name: str) -> str:
     """Return a parameter's name in peft's files, which omit the adapter name."""
     magnitude = f".lora_magnitude_vector.{ADAPTER}.weight"  # DoRA
     return name.replace(magnitude, ".lora_magnitude_vector").replace(f".{ADAPTER}.", ".")
-
-
-def attach_adapter(model: nn.Module, adapter: str, *, is_trainable: bool = False) -> Any:
-    """Wrap the model with a saved adapter."""
-    from peft import PeftModel, get_peft_model_state_dict
-    from safetensors import safe_open
-
-    check_adapter_weights(adapter)
-    try:
-        wrapped = PeftModel.from_pretrained(model, adapter, is_trainable=is_trainable)
-        with safe_open(Path(adapter) / "adapter_model.safetensors", "pt") as file:
-            saved = set(file.keys())
-    except Exception as error:  # peft raises arbitrary errors for damaged files
-        raise UserError(f"model={adapter}: the adapter could not be loaded: {load_error(error, adapter)}") from None
-    missing = get_peft_model_state_dict(wrapped, save_embedding_layers=False).keys() - saved
-    if missing:  # peft would initialise them silently
-        raise UserError(
-            f"model={adapter}: adapter_model.safetensors lacks {len(missing)} tensors of adapter_config.json, "
-            f"e.g. {min(missing)}; download both again from one source"
-        )
-    return wrapped
 
 
 def add_adapter(model: nn.Module, lora: LoraConfig) -> Any:

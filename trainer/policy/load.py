@@ -39,7 +39,7 @@ from data.formats.template_settings import check_kwargs
 from data.hub import check_hub
 from kernels.attention import share_graphs
 from kernels.nf4 import Linear4bit, is_4bit, make_known_to_inductor
-from rollout.model_folder import BUILTIN, check_base, read_adapter, resolve_model
+from rollout.model_folder import BUILTIN, INDEX, ONE_FILE, check_base, read_adapter, resolve_model
 from trainer.config.blocks import LoraConfig, ModelConfig, check_4bit
 from trainer.config.errors import load_error
 from trainer.files.tensor_files import Record, TensorFiles, records_of_file
@@ -52,8 +52,6 @@ from trainer.policy.fuse import fuse, unfuse
 from trainer.policy.logps import Policy, causal_lm, check_logps
 from trainer.policy.offload import offload_inputs, offloads
 
-ONE_FILE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 STATEFUL = {"conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba"}  # layer_types of recurrent models
 # The policy and the reference are different graphs, and must match bit for bit as long as their weights are equal.
 COMPILER_OPTIONS = {
@@ -184,7 +182,7 @@ def load_tokenizer(path: str, cfg: ModelConfig) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=cfg.trust_remote_code)
     except Exception as error:  # the tokenizers library raises a bare Exception for a damaged file
         raise UserError(f"model={cfg.model}: the tokenizer could not be loaded: {load_error(error, path)}") from None
-    set_special_tokens(tokenizer, cfg.special_tokens, cfg.eot_tokens)
+    set_special_tokens(tokenizer, cfg.special_tokens, cfg.eot_tokens, allow_in_text=cfg.allow_special_tokens)
     set_chat_template(tokenizer, cfg.chat_template)
     check_kwargs(tokenizer, cfg.chat_template_kwargs)
     return tokenizer

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from data.chat import stop_ids
 from data.command.config_file import load_config
 from data.errors import UserError
-from rollout.model_folder import resolve_model
+from rollout.model_folder import check_patterns, resolve_model
 from rollout.tensor_header import aligned
 from trainer.config.errors import load_error
 from trainer.files.atomic_folder import atomic_folder
@@ -294,6 +294,7 @@ def skeleton(checkpoint: Path, base: str, *, trust_remote_code: bool) -> Any:
         if adapter.exists():
             from peft import PeftConfig, get_peft_model
 
+            check_patterns(str(checkpoint), [name for name, _ in lm.named_modules()])
             lm = get_peft_model(lm, PeftConfig.from_pretrained(checkpoint)).get_base_model()
     return lm
 

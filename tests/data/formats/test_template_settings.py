@@ -283,6 +283,13 @@ def test_a_column_tools_with_other_content_is_rejected():
     assert for_template({"tools": "", "chat_template_kwargs": None}) == {}
 
 
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "add_generation_prompt", "messages", "eos_token"])
+def test_a_row_cannot_replace_the_template(name, write, templated):
+    row = {"messages": [USER, {"role": "assistant", "content": "4"}], "chat_template_kwargs": {name: "{{ 1 }}"}}
+    with pytest.raises(ValueError, match=f":1: chat_template_kwargs: '{name}'"):
+        load_examples([write(row)], templated("CALLS"))
+
+
 def test_nulls_that_a_table_adds_inside_an_object_are_removed():
     call = {"function": {"name": "add", "arguments": {"theta": 1, "phi": None}}}
     turns = [{"role": "assistant", "content": None, "tool_calls": [call]}]

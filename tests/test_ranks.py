@@ -370,6 +370,27 @@ def test_rank_that_does_not_start_a_pass_is_reported_but_a_long_pass_is_not(tmp_
     assert f"exitcode  : {HUNG}" in done.stderr
 
 
+LOST = """
+import os, sys
+from types import SimpleNamespace
+import torch
+from trainer.__main__ import train
+from trainer.parallel.comm import all_sum, rank
+def lose(cfg):
+    if rank() == 1:
+        os._exit(0)
+    all_sum(torch.ones(1), "count of tokens")
+sys.exit(train(SimpleNamespace(train=lose), None, tell=lambda: True))
+"""
+
+
+def test_lost_rank_is_one_error_line(tmp_path):
+    (tmp_path / "lost.py").write_text(LOST)
+    done = run_ranks("lost.py", cwd=tmp_path, timeout=60)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.count("error: lost another rank in 'count of tokens' (Connection ") == 1, done.stderr
+
+
 @pytest.mark.slow
 def test_killed_rank_is_restarted_and_the_run_resumes(tmp_path):
     run_ok(*SFT, "--per-device-train-batch-size", "16", "--max-steps", "6", "--output-dir", tmp_path / "whole",

@@ -16,7 +16,7 @@ from data.errors import UserError
 from trainer.cli import parse
 from trainer.config.blocks import MethodConfig
 from trainer.config.errors import one_line
-from trainer.parallel.comm import log_once, process_group
+from trainer.parallel.comm import log_once, name_lost_rank, process_group
 from trainer.parallel.ranks import TIMEOUT_S
 from trainer.plan import is_out_of_memory, out_of_memory
 from trainer.run.stop import EXIT_CODE, Stopped, end_on_sigterm
@@ -82,9 +82,10 @@ def train(module: ModuleType, cfg: MethodConfig, *, tell: Callable[[], bool]) ->
     with process_group(timeout_s, context):
         try:
             module.train(cfg)
-        except UserError as error:
-            if not tell():
-                raise
+        except Exception as raised:
+            error = name_lost_rank(raised)
+            if not isinstance(error, UserError) or not tell():
+                raise error from raised.__cause__ if error is raised else raised
             log_once(f"error: {one_line(error)}")
             return 2
     return 0

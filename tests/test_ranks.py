@@ -370,6 +370,27 @@ def test_rank_that_does_not_start_a_pass_is_reported_but_a_long_pass_is_not(tmp_
     assert f"exitcode  : {HUNG}" in done.stderr
 
 
+LOST = """
+import os, sys
+from types import SimpleNamespace
+import torch
+from trainer.__main__ import train
+from trainer.parallel.comm import all_sum, rank
+def lose(cfg):
+    if rank() == 1:
+        os._exit(0)
+    all_sum(torch.ones(1), "count of tokens")
+sys.exit(train(SimpleNamespace(train=lose), None, tell=lambda: True))
+"""
+
+
+def test_lost_rank_is_one_error_line(tmp_path):
+    (tmp_path / "lost.py").write_text(LOST)
+    done = run_ranks("lost.py", cwd=tmp_path, timeout=60)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.count("error: lost another rank in 'count of tokens' (Connection ") == 1, done.stderr
+
+
 @pytest.mark.slow
 def test_killed_rank_is_restarted_and_the_run_resumes(tmp_path):
     run_ok(*SFT, "--per-device-train-batch-size", "16", "--max-steps", "6", "--output-dir", tmp_path / "whole",
@@ -425,11 +446,21 @@ def test_long_pass_is_not_a_hang_unless_a_rank_has_not_started_it(monkeypatch):
     watch.number = 7
     with watch.passing("micro-batch 1"), watch.inside("a statistic of the step"):
         assert (watch.number, watch.passes, watch.activity.is_pass) == (8, 0, False)
+    clock, now = time.monotonic(), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock + now[0])
+    monkeypatch.setattr(time, "time", lambda: pytest.fail("clocks of machines differ, and may jump"))
     with watch.passing("micro-batch 2"):
         assert watch._is_behind(), "the other rank has not reported"
-        for number, passes, age, behind in ((8, 1, 0, False), (8, 0, 0, True), (7, 3, 0, True), (9, 0, 0, False),
-                                            (8, 0, 20, False), (8, 0, 90, True)):  # fmt: skip
-            reports["1"] = json.dumps({"number": number, "passes": passes, "at": time.time() - age})
+        reports["1"] = json.dumps({"number": 8, "passes": 0, "beat": 0})
+        watch._observe()
+        assert not watch._is_behind(), "the first report that is read may be old"
+        for beat, (number, passes, age, behind) in enumerate((
+            (8, 1, 0, False), (8, 0, 0, True), (7, 3, 0, True), (9, 0, 0, False), (8, 0, 20, False), (8, 0, 40, True),
+        )):  # fmt: skip
+            reports["1"] = json.dumps({"number": number, "passes": passes, "beat": beat + 1})
+            watch._observe()
+            now[0] += age
+            watch._observe()
             assert watch._is_behind() is behind, (number, passes, age)
         with watch.inside("a statistic of the step"):
             pass

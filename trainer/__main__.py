@@ -76,18 +76,21 @@ def interrupted(interrupt: KeyboardInterrupt, *, began: bool) -> str:
 
 def train(module: ModuleType, cfg: MethodConfig, *, tell: Callable[[], bool]) -> int:
     """Return the exit code; if `tell()`, log errors inside the process group, so that only one rank logs them."""
-    from trainer.parallel.comm import log_once, process_group  # imports torch, which takes seconds
+    from trainer.parallel.comm import log_once, name_lost_rank, process_group  # imports torch, which takes seconds
 
     parallel = getattr(cfg, "parallel", None)  # a custom method may not have the block
     timeout_s, context = (parallel.timeout_s, parallel.context) if parallel else (TIMEOUT_S, 1)
     with process_group(timeout_s, context):
         try:
             module.train(cfg)
-        except UserError as error:
-            if not tell():
+        except Exception as raised:
+            error = name_lost_rank(raised)
+            if isinstance(error, UserError) and tell():
+                log_once(f"error: {one_line(error)}")
+                return 2
+            if error is raised:
                 raise
-            log_once(f"error: {one_line(error)}")
-            return 2
+            raise error from raised
     return 0
 
 

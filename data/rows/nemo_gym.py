@@ -23,6 +23,7 @@ from data.formats.registry import apply
 from data.rows.prompts import fits, log_left_out, tokenise_prompt
 from data.sources import Row, load_rows, parse_spec
 from data.types import Messages, Prompt
+from data.user_code import printable
 
 Columns = dict[str, Any]
 RESERVED = ("verify_extra", "nemo_gym_ref", "nemo_gym_index")
@@ -117,7 +118,10 @@ def item_messages(items: Sequence[Any], where: str) -> Messages:
             raise UserError(f"{where}[{index}]: must be an object, not {type(item).__name__}")
         kind = item.get("type") or "message"
         if kind == "message":
-            messages.append({"role": item.get("role"), "content": _text(item.get("content"), f"{where}[{index}]")})
+            role = item.get("role")
+            if not isinstance(role, str):
+                raise UserError(f"{where}[{index}]: has no role; use system, developer, user or assistant")
+            messages.append({"role": role, "content": _text(item.get("content"), f"{where}[{index}]")})
         elif kind == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
@@ -129,7 +133,9 @@ def item_messages(items: Sequence[Any], where: str) -> Messages:
             text = output if isinstance(output, str) else json.dumps(output)
             messages.append({"role": "tool", "content": text, "tool_call_id": item.get("call_id")})
         elif kind != "reasoning":  # not a message; the token ids of an episode include it
-            raise UserError(f"{where}[{index}]: type={kind} is unknown; use messages, calls and their outputs")
+            raise UserError(
+                f"{where}[{index}]: type={printable(str(kind)[:60])} is unknown; use messages, calls and their outputs"
+            )
     return messages
 
 

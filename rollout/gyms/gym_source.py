@@ -18,11 +18,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
 
 from data.errors import UserError
 from data.types import Messages, Prompt
+from data.user_code import printable
 from rollout.engine import Completion, Request
+from rollout.rewards.calls import MAX_REWARD
 from rollout.servers.loop import Loop, together
 
 MAX_FAILURES = 100  # consecutive failures that stop the run
@@ -39,6 +42,22 @@ class EpisodeError(Exception):
 
 class UnusableError(UserError):
     """No episode of this environment can be trained on, so the run stops."""
+
+
+def read_reward(value: Any) -> float:
+    """Return an environment's reward; raise for NaN, text and numbers that float32 rewards cannot have."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not abs(value) <= MAX_REWARD:
+        raise UserError(f"reward={shorten(value)}: not a number up to +-{MAX_REWARD:g}")
+    return float(value)
+
+
+def shorten(value: Any) -> str:
+    """Return the start of a value from an environment, printable and in one line."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested too deeply; an integer with too many digits
+        text = f"a {type(value).__name__}"
+    return printable(text if len(text) <= 80 else f"{text[:80]}...")
 
 
 @dataclass(frozen=True)

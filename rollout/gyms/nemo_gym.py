@@ -35,9 +35,10 @@ from data.errors import UserError
 from data.hints import suggest
 from data.rows.nemo_gym import item_messages
 from data.types import Messages, Prompt
+from data.user_code import printable
 from rollout.engine import Completion, Request, Sampling
 from rollout.gyms.auto_start import GymServers, check_files
-from rollout.gyms.gym_source import EpisodeError, GymSource, TurnChain, UnusableError, last_chain
+from rollout.gyms.gym_source import EpisodeError, GymSource, TurnChain, UnusableError, last_chain, read_reward, shorten
 from rollout.gyms.options import NemoGymConfig
 from rollout.servers.loop import Loop, together
 
@@ -50,6 +51,8 @@ RESOURCE_SERVERS = "resources_servers"
 AGENTS = "responses_api_agents"
 ALL_INTERFACES = ("0.0.0.0", "::", "localhost", "")  # a server with one of these hosts runs on the head server's host
 LOGP_SLACK = 1e-3  # logit minus logsumexp may round to just above 0
+MAX_REPLY = 2**28  # bytes, more than any valid reply
+MAX_DEPTH = 100  # nested lists and objects of a reply; writing them to samples.jsonl is recursive
 
 
 class VerifyReward:
@@ -83,7 +86,7 @@ class VerifyReward:
         row = row_body(row_json, prompt) | {"response": response_of(messages, self.gym.cfg.model_name)}
         try:
             reply = await self.gym.verify(row, ref)
-            return read_reward(reply)
+            return read_reward(reply.get("reward"))
         except (GymError, ValueError) as error:
             if self.on_error == "stop":
                 raise UserError(f"NeMo Gym: {ref['source']}: {error}") from None
@@ -297,25 +300,25 @@ class GymClient:
         import httpx
 
         what = f"{name}/{url.rpartition('/')[2]}"
+        headers = {"cookie": cookies} if cookies else {}
         try:
-            reply = await self._client().post(url, json=body, headers={"cookie": cookies} if cookies else {})
-        except (httpx.HTTPError, OSError) as error:
+            status, content, new_cookies = await self._fetch("POST", url, json=body, headers=headers)
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
             reason = str(error) or type(error).__name__
             raise GymError(f"{what} failed ({reason})", kind=f"{what} failed", again=True) from error
-        status = reply.status_code
         if optional and status in (404, 405):
             return {}, ""
         if status != 200:
-            text = f"{what} answered {status} ({error_text(reply.content)})"
+            text = f"{what} answered {status} ({error_text(content)})"
             raise GymError(text, kind=f"{what} {status}", again=status >= 500)
         try:
-            value = json.loads(reply.content)
-        except ValueError:
+            value = json.loads(content)
+        except (ValueError, RecursionError):
             value = None
-        if not isinstance(value, dict):
-            shown = reply.content[:60]
-            raise GymError(f"{what} answered {shown!r}, not an object", kind=f"{what} garbage")
-        return value, join_cookies(cookies, reply.headers.get_list("set-cookie"))
+        if not isinstance(value, dict) or is_deep(value):
+            reason = f"not an object of at most {MAX_DEPTH} levels"
+            raise GymError(f"{what} answered {content[:60]!r}, {reason}", kind=f"{what} garbage")
+        return value, join_cookies(cookies, new_cookies)
 
     def log_once(self, kind: str, text: str) -> None:
         if kind not in self._reported:
@@ -337,11 +340,12 @@ class GymClient:
 
         while True:
             try:
-                reply = await self._client().get(url, timeout=max(deadline - time.monotonic(), 1.0))
-                if reply.status_code == 200:
-                    return reply.text
-                reason = f"answers {reply.status_code}"
-            except (httpx.HTTPError, OSError) as error:
+                async with asyncio.timeout(max(deadline - time.monotonic(), 1.0)):
+                    status, content, _ = await self._fetch("GET", url)
+                if status == 200:
+                    return content.decode(errors="replace")
+                reason = f"answers {status}"
+            except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
                 reason = str(error) or type(error).__name__
             if time.monotonic() + POLL_S > deadline:
                 raise UserError(
@@ -349,6 +353,16 @@ class GymClient:
                     "gym's servers first or raise --nemo-gym.server-timeout"
                 )
             await asyncio.sleep(POLL_S)
+
+    async def _fetch(self, method: str, url: str, **request: Any) -> tuple[int, bytes, list[str]]:
+        """Return (status, body, cookies to set); a body that does not end must not fill the memory."""
+        content = bytearray()
+        async with self._client().stream(method, url, **request) as reply:
+            async for chunk in reply.aiter_bytes():
+                content += chunk
+                if len(content) > MAX_REPLY:
+                    raise OSError(f"the reply exceeds {MAX_REPLY:,} bytes")
+        return reply.status_code, bytes(content), reply.headers.get_list("set-cookie")
 
     def _client(self) -> Any:
         """Create the client in the loop, without cookies (rows would share a session) and proxy variables."""
@@ -378,7 +392,7 @@ def read_addresses(text: str, head: str, host: str) -> Addresses:
     try:
         tree = yaml.safe_load(text)
         tree = yaml.safe_load(tree) if isinstance(tree, str) else tree
-    except (yaml.YAMLError, RecursionError):
+    except (yaml.YAMLError, RecursionError, ValueError):  # ValueError: an integer with too many digits
         tree = None
     if not isinstance(tree, dict):
         raise UserError(f"{head}: not a NeMo Gym head server (configuration is not a mapping); check the port")
@@ -395,13 +409,16 @@ def addresses_of(tree: dict[str, Any], host: str) -> Addresses:
             fields = next(iter(inner.values()), None) if isinstance(inner, dict) else None
             if not isinstance(fields, dict) or not isinstance(fields.get("port"), int):
                 continue
+            if not 0 < fields["port"] < 2**16:
+                raise UserError(f"nemo_gym: {name}: port={shorten(fields['port'])}: not between 1 and 65535")
             at = str(fields.get("host") or "")
             url = f"http://{host if at in ALL_INTERFACES else at}:{fields['port']}"
             if kind == RESOURCE_SERVERS:
                 addresses.servers[name] = url
             else:
                 ref = fields.get("resources_server")
-                addresses.agents[name] = (url, ref.get("name") if isinstance(ref, dict) else None)
+                server = ref.get("name") if isinstance(ref, dict) else None
+                addresses.agents[name] = (url, server if isinstance(server, str) else None)
     return addresses
 
 
@@ -417,6 +434,14 @@ def row_body(row_json: str, prompt: Messages) -> dict[str, Any]:
     return row
 
 
+def is_deep(value: Any) -> bool:
+    """Return whether lists and objects are nested in more than MAX_DEPTH levels."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [x for v in level if isinstance(v, (dict, list)) for x in (v.values() if isinstance(v, dict) else v)]
+    return any(isinstance(x, (dict, list)) for x in level)
+
+
 def join_cookies(have: str, set_cookie: Sequence[str]) -> str:
     """Return the Cookie header of the next request; new values replace old values of the same name."""
     pairs = [part.strip() for part in have.split(";") if part.strip()]
@@ -428,24 +453,17 @@ def error_text(body: bytes) -> str:
     """Return the reason in an error reply: FastAPI's list of fields, or the text."""
     try:
         value = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = body.decode(errors="replace")
     detail = value.get("detail") if isinstance(value, dict) else value
-    if isinstance(detail, list) and detail and isinstance(detail[0], dict):
+    if isinstance(detail, list) and detail and isinstance(detail[0], dict) and isinstance(detail[0].get("loc"), list):
         first = detail[0]
         more = f" and {len(detail) - 1} more" if len(detail) > 1 else ""
-        return f"{'.'.join(map(str, first.get('loc', ())))}: {first.get('msg')}{more}"
-    return " ".join(str(detail).split())[:200] or "no reason given"
+        detail = f"{'.'.join(map(str, first['loc']))}: {first.get('msg')}{more}"
+    return printable(" ".join(str(detail).split())[:200]) or "no reason given"
 
 
 # requests and replies: pure functions ----------------------------------------------------------------------------
-
-
-def read_reward(reply: dict[str, Any]) -> float:
-    reward = reply.get("reward")
-    if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
-        raise UserError(f"reward={reward!r}: not a finite number")
-    return float(reward)
 
 
 def read_turns(items: Sequence[Any], vocab_size: int | None, version: int) -> list[TurnChain]:
@@ -475,7 +493,7 @@ def read_episode(
     if not isinstance(response, dict) or not isinstance(response.get("output"), list):
         raise UserError("response: no output")
     items = response["output"]
-    reward = read_reward(reply)
+    reward = read_reward(reply.get("reward"))
     turns = read_turns(items, vocab_size, version)
     columns: dict[str, Any] = {"env_reward": reward, "env_failed": 0.0}
     if isinstance(reply.get("reward_components"), dict):
@@ -508,19 +526,26 @@ def response_of(messages: Sequence[dict[str, Any]], model: str) -> dict[str, Any
 
 
 def _turn(item: dict[str, Any], index: int, vocab_size: int | None, version: int) -> TurnChain:
-    try:  # some versions of the gym send ids as text
-        ids, prompt_ids = ([int(x) for x in item[key]] for key in ("generation_token_ids", "prompt_token_ids"))
+    try:
+        ids, prompt_ids = ([_token_id(x) for x in item[key]] for key in ("generation_token_ids", "prompt_token_ids"))
     except (KeyError, TypeError, ValueError):
         ids, prompt_ids = [], []
     logps = item.get("generation_log_probs")
     if not prompt_ids or not isinstance(logps, list) or len(logps) != len(ids):
         raise UserError(f"output[{index}]: token ids and log-probs do not match")
-    if not all(isinstance(logp, (int, float)) and -math.inf < logp <= LOGP_SLACK for logp in logps):
+    if not all(isinstance(logp, (int, float)) and -sys.float_info.max <= logp <= LOGP_SLACK for logp in logps):
         raise UserError(f"output[{index}]: invalid log-prob")
     if min(prompt_ids + ids) < 0 or (vocab_size is not None and max(prompt_ids + ids) >= vocab_size):
         raise UserError(f"output[{index}]: token id outside the vocabulary of {vocab_size}; check the server's model")
     logps = [min(float(logp), 0.0) for logp in logps]
     return TurnChain(prompt_ids, ids, logps, [True] * len(ids), versions=((version, len(ids)),))
+
+
+def _token_id(value: Any) -> int:
+    """Return a token id, which some versions of the gym send as text."""
+    if type(value) not in (int, str):
+        raise TypeError(value)
+    return int(value)
 
 
 def _has_text(item: dict[str, Any]) -> bool:

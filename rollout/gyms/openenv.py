@@ -28,6 +28,7 @@ import inspect
 import json
 import queue
 import threading
+import time
 import typing
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -44,9 +45,12 @@ from data.types import Messages, Prompt
 from data.user_code import attribute_of, describe_error, load_file, load_module, where_raised
 from rollout.engine import Completion, Request, Sampling, finished
 from rollout.episodes.episode import Client, EpisodeSource
+from rollout.episodes.tools import without_surrogates
 from rollout.episodes.turns import Continuation, Transcript, turn_seed
+from rollout.gyms.gym_source import read_reward, shorten
 from rollout.gyms.options import REMOTE, OpenEnvConfig
 
+MAX_SCHEMA = 2**24  # bytes
 NOT_SHOWN = {"reward", "done", "metadata"}  # observation fields that OpenEnv's own client also omits
 
 
@@ -117,9 +121,14 @@ class OpenEnvEpisode:
 
     def _shown(self, step: Step) -> str:
         try:
-            return self.adapter.observation(step.observation)
+            shown = self.adapter.observation(step.observation)
+        except EnvironmentFailure:
+            raise
         except Exception as error:  # user code may raise anything
             raise EnvironmentFailure(f"observation() of the adapter raised {describe_error(error)}") from None
+        if not isinstance(shown, str):
+            raise EnvironmentFailure(f"observation() of the adapter returned a {type(shown).__name__}, not text")
+        return without_surrogates(shown)
 
     async def _act(self, session: Any, text: str, record: EpisodeRecord) -> str:
         """Take the action and return the text that is shown to the model."""
@@ -443,15 +452,21 @@ def _action_class(cls: Any) -> Any:
 def _step(observation: Any) -> Step:
     if not hasattr(observation, "model_dump"):
         raise EnvironmentFailure(f"returned a {type(observation).__name__}, not an Observation")
-    return Step(
-        observation.model_dump(mode="json", exclude=NOT_SHOWN),
-        _reward(getattr(observation, "reward", None)),
-        bool(getattr(observation, "done", False)),
-    )
+    fields = observation.model_dump(mode="json", exclude=NOT_SHOWN)
+    return checked_step(fields, getattr(observation, "reward", None), getattr(observation, "done", False))
 
 
-def _reward(value: Any) -> float | None:
-    return None if value is None else float(value)
+def checked_step(observation: Any, reward: Any, done: Any) -> Step:
+    """Check the values, which a server may send in any type; a text "false" must not end the episode."""
+    if not isinstance(observation, dict):
+        raise EnvironmentFailure(f"returned observation={shorten(observation)}, not an object")
+    if done not in (True, False, None):
+        raise EnvironmentFailure(f"returned done={shorten(done)}, not true or false")
+    reward = float(reward) if isinstance(reward, bool) else reward  # OpenEnv allows it
+    try:
+        return Step(observation, None if reward is None else read_reward(reward), bool(done))
+    except ValueError as error:
+        raise EnvironmentFailure(f"returned {error}") from None
 
 
 class Server:
@@ -482,14 +497,29 @@ class Server:
     def _schema(self) -> dict[str, Any]:
         page = "http" + self.url[2:] if self.url.lower().startswith("ws") else self.url
         try:
-            reply = httpx.get(f"{page}/schema", timeout=self.timeout)
-            reply.raise_for_status()
-            return reply.json()["action"]
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            schema = json.loads(self._get(f"{page}/schema"))["action"]
+            fields, required = schema.get("properties", {}), schema.get("required", [])
+            if not all(isinstance(x, dict) for x in fields.values()) or not all(isinstance(x, str) for x in required):
+                raise UserError("the schema of an action is not a JSON schema")
+            return schema
+        except (
+            httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError,
+        ) as error:  # fmt: skip
             raise UserError(
                 f"openenv.env={self.url}: no OpenEnv server at this URL ({describe_error(error)}); start it, or check "
                 "the URL"
             ) from None
+
+    def _get(self, url: str) -> bytes:
+        """Return the body; one that does not end must neither fill the memory nor take forever."""
+        content, deadline = bytearray(), time.monotonic() + self.timeout
+        with httpx.stream("GET", url, timeout=self.timeout) as reply:
+            reply.raise_for_status()
+            for chunk in reply.iter_bytes():
+                content += chunk
+                if len(content) > MAX_SCHEMA or time.monotonic() > deadline:
+                    raise OSError(f"the reply exceeds {MAX_SCHEMA:,} bytes or timeout={self.timeout:g} s")
+        return bytes(content)
 
 
 class RemoteSession:
@@ -503,12 +533,15 @@ class RemoteSession:
         return await self._call("step", self.client.step(action))
 
     async def close(self) -> None:
-        await self.client.close()
+        with contextlib.suppress(Exception):  # the episode is over, and the server may be gone
+            await asyncio.wait_for(self.client.close(), self.timeout)
 
     async def _call(self, name: str, work: Any) -> Step:
         try:
             result = await work
-            return Step(dict(result.observation), _reward(result.reward), bool(result.done))
+            return checked_step(result.observation, result.reward, result.done)
+        except EnvironmentFailure:
+            raise
         except TimeoutError:
             raise EnvironmentFailure(f"{name}() took longer than timeout={self.timeout:g} s") from None
         except Exception as error:  # of the connection, the protocol or the environment

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import importlib.metadata
-import math
 import secrets
 import sys
 from collections.abc import Callable, Mapping
@@ -34,7 +33,7 @@ from data.types import Messages, Prompt
 from data.user_code import describe_error, load_file, load_module, where_raised
 from rollout.engine import Completion, Request, Sampling
 from rollout.episodes.turns import turn_seed
-from rollout.gyms.gym_source import EpisodeError, GymSource, TurnChain, UnusableError, last_chain
+from rollout.gyms.gym_source import EpisodeError, GymSource, TurnChain, UnusableError, last_chain, read_reward
 from rollout.gyms.verifiers_options import VerifiersConfig
 from rollout.servers.loop import Loop
 
@@ -372,7 +371,13 @@ class AgentTurns:
         if body.get("features") or body.get("content_parts"):
             self.error = UnusableError("verifiers: images are not supported; only text is")
             return 400, {"error": {"message": str(self.error)}}
-        prompt_ids, params = list(body["token_ids"]), body.get("sampling_params") or {}
+        prompt_ids, params = body.get("token_ids"), body.get("sampling_params")
+        params = params if isinstance(params, dict) else {}
+        if not is_ids(prompt_ids) or not prompt_ids:
+            return 400, {"error": {"message": "token_ids: not a list of ids"}}
+        limit, stop_ids = params.get("max_tokens"), params.get("stop_token_ids") or []
+        if not is_ids(stop_ids) or not is_ids([limit or 1]):
+            return 400, {"error": {"message": "sampling_params: stop_token_ids or max_tokens is not a number"}}
         if self.turns and self.turns[-1].prompt_ids == prompt_ids:
             self.turns.pop()  # a retry: the previous reply was not used
         before = len(prompt_ids) - len(self.turns[0].prompt_ids) if self.turns else 0
@@ -383,8 +388,8 @@ class AgentTurns:
             return 400, {"error": {"message": f"{OUT_OF_TOKENS}={self.sampling.max_tokens}: no tokens are left"}}
         sampling = replace(
             self.sampling,
-            max_tokens=min(params.get("max_tokens") or tokens_left, tokens_left),
-            stop_ids=tuple(dict.fromkeys((*self.sampling.stop_ids, *(params.get("stop_token_ids") or ())))),
+            max_tokens=min(limit or tokens_left, tokens_left),
+            stop_ids=tuple(dict.fromkeys((*self.sampling.stop_ids, *stop_ids))),
         )
         request = Request(prompt_ids=prompt_ids, seed=turn_seed(self.seed, len(self.turns)))
         try:
@@ -401,6 +406,10 @@ class AgentTurns:
         choice = {"index": 0, "token_ids": ids, "logprobs": {"content": content}}
         choice["finish_reason"] = completion.finish_reason
         return 200, {"request_id": secrets.token_hex(8), "choices": [choice]}
+
+
+def is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(x) is int and x >= 0 for x in value)
 
 
 class TokenServer:
@@ -437,7 +446,13 @@ class TokenServer:
         agent_turns = self.agents.get(request.headers.get(SESSION, ""))
         if agent_turns is None:  # the episode has ended
             return web.json_response({"error": {"message": "no such episode"}}, status=400)
-        status, reply = await agent_turns.answer(await request.json())
+        try:
+            body = await request.json()
+        except (ValueError, RecursionError):
+            body = None
+        if not isinstance(body, dict):
+            return web.json_response({"error": {"message": "the body is not a JSON object"}}, status=400)
+        status, reply = await agent_turns.answer(body)
         return web.json_response(reply, status=status)
 
 
@@ -457,9 +472,7 @@ def read_episode(
             f"an agent ({names}) that runs once per episode"
         )
     (trace,) = traces
-    reward = float(trace.reward)
-    if not math.isfinite(reward):
-        raise EpisodeError(f"reward={reward!r}: not a finite number", kind="reward")
+    reward = read_reward(trace.reward)
     agent = agents[trace.id]
     nodes = trace.branches[-1].nodes if trace.branches else []
     first = next((i for i, node in enumerate(nodes) if node.sampled), len(nodes))

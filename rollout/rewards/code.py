@@ -9,8 +9,9 @@ A completion may also continue a function from the prompt: prompt and completion
 gets None.
 
 Every program runs in its own interpreter, in an empty folder, with limits on time, memory, file size and processes, and
-without network (a network namespace if the system allows it, otherwise connections are blocked). This protects against
-accidents. It is not a security boundary: run an untrusted policy in a container.
+without network (a network namespace if the system allows it, otherwise connections are blocked). If the trainer is
+root, programs run as the user nobody (code_child.py, confine). This protects against accidents. It is not a security
+boundary (docs/rewards.md lists what is enforced): run an untrusted policy in a container.
 
 Tests that only compare return values, or arguments modified in place, with data (isolate() defines the forms) run in a
 separate process. The program receives arguments as data, replies with data and never sees the tests (code_child.py).
@@ -22,13 +23,13 @@ undeserved reward as follows:
     passes, and code that walks frames can read the tests.
     A program may redefine functions from the prompt that the tests use in addition to the tested function (encode in a
     test of decode).
-    As root, if user namespaces are not allowed, a program can read the memory of the test process.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import json
 import os
 import re
@@ -274,8 +275,21 @@ def _verdict(source: str, tests: str, isolation: dict[str, Any] | None, seconds:
             output = b""
         finally:
             _end(process)
-    word, _, verdict = output.decode("ascii", "replace").partition(" ")
-    return verdict if word == secret else "failed"
+    word, verdict, is_root = (*output.decode("ascii", "replace").split(" "), "", "", "")[:3]
+    if word != secret:
+        return "failed"
+    if is_root == "1":
+        warn_of_root()
+    return verdict
+
+
+@functools.cache
+def warn_of_root() -> None:
+    print(
+        "warning: reward code: programs run as root, because they cannot switch to the user nobody or it cannot read "
+        f"{sys.base_prefix}; they can write root's files and start processes: train as another user, or in a container",
+        file=sys.stderr,
+    )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

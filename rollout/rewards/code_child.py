@@ -34,7 +34,10 @@ from collections import Counter, OrderedDict, deque
 from importlib import import_module
 
 GIB = 2**30
-CLONE_NEWUSER, CLONE_NEWNET, PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 0x10000000, 0x40000000, 1, 4
+CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_NO_NEW_PRIVS = 1, 4, 8, 38
+NOBODY = 65534  # user and group id
+CAPABILITIES_V3, DAC_READ_SEARCH = 0x20080522, 1 << 2
 BLOCKED_EVENTS = (  # prefixes of audit events; creating a socket is allowed, because asyncio needs a pair
     "socket.connect", "socket.bind", "socket.send", "socket.get", "subprocess.Popen", "os.fork", "os.exec",
     "os.posix_spawn", "os.spawn", "os.system", "pty.spawn", "os.kill",
@@ -50,6 +53,7 @@ run_code, compile_code = exec, compile
 
 
 def main() -> None:
+    is_root = confine()
     from_tests, to_program = os.pipe()
     from_program, to_tests = os.pipe()
     if os.fork() == 0:
@@ -65,12 +69,12 @@ def main() -> None:
     job = json.load(sys.stdin)
     result = os.dup(1)
     silence()
-    leave_network()
+    die_with_parent()
     make_undumpable()
     limit(job["limits"])
     sys.addaudithook(block_event)
     verdict = run_tests(Wire(from_program, to_program, runs_tests=True), job)
-    os.write(result, f"{job['secret']} {verdict}".encode())
+    os.write(result, f"{job['secret']} {verdict} {is_root:d}".encode())
     os._exit(0)
 
 
@@ -380,7 +384,7 @@ ALONE = (lambda things: sys.getrefcount(things[0]))({0: []})  # reference count 
 
 def serve(wire: Wire) -> None:
     program, imports, limits = wire.receive()
-    leave_network()
+    die_with_parent()
     limit(limits)
     sys.addaudithook(block_event)  # cannot be removed
     space = {"__name__": "__main__", "__builtins__": builtins}
@@ -423,19 +427,60 @@ ANSWERS = {
 # Both processes.
 
 
-def leave_network() -> None:
-    """Leave the network if the system allows it, and die with the parent process."""
+def confine() -> bool:
+    """Give up root's rights and the network, as far as the system allows; return whether this process is still root."""
     if not sys.platform.startswith("linux"):
-        return
+        return False
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.unshare(CLONE_NEWUSER | CLONE_NEWNET)  # not allowed in some containers, where only the audit hook blocks
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after unshare, which may reset it
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1)
+    offline = reads = False
+    if os.geteuid() == 0:
+        offline = libc.unshare(CLONE_NEWNET) == 0
+        header, rights = (ctypes.c_uint32 * 2)(CAPABILITIES_V3, 0), (ctypes.c_uint32 * 6)()
+        libc.capget(header, rights)  # effective, permitted and inheritable rights 0 to 31, then the others
+        libc.prctl(PR_SET_KEEPCAPS, 1)
+        reads = rights[1] & DAC_READ_SEARCH  # keep only this one: Python itself may be in /root
+        reads *= become_nobody(can_read=bool(reads))
+        libc.capset(header, (ctypes.c_uint32 * 6)(reads, reads))
+    is_root = os.geteuid() == 0
+    if not offline and not reads:  # a user namespace ends the right to read
+        libc.unshare(CLONE_NEWUSER | CLONE_NEWNET)  # not allowed in some containers, where only the audit hook blocks
+    return is_root
+
+
+def become_nobody(*, can_read: bool) -> bool:
+    """Return False, as root, if the system does not allow it or nobody could not import modules."""
+    folders = [path for path in sys.path if os.path.isdir(path)]
+    if not can_read and not all(map(is_open, [os.path.dirname(os.getcwd()), *folders])):
+        return False
+    try:
+        os.chown(".", NOBODY, NOBODY)
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    except OSError:
+        os.chown(".", 0, 0)
+        return False
+    return True
+
+
+def is_open(folder: str) -> bool:
+    """Return whether every user can enter the folder."""
+    names = os.path.realpath(folder).split(os.sep)
+    return all(os.stat(os.sep.join(names[:i]) or os.sep).st_mode & 0o001 for i in range(1, len(names) + 1))
+
+
+def die_with_parent() -> None:
+    if sys.platform.startswith("linux"):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def make_undumpable() -> None:
-    """Prevent the program from reading this process through /proc, unless it is root outside a user namespace."""
+    """Prevent the program from reading this process through /proc."""
     if sys.platform.startswith("linux"):
         import ctypes
 
@@ -454,7 +499,7 @@ def limit(limits: dict[str, float]) -> None:
     lower(resource, resource.RLIMIT_FSIZE, int(limits["file_mb"] * 2**20))
     lower(resource, resource.RLIMIT_NOFILE, 64)
     lower(resource, resource.RLIMIT_CORE, 0)
-    lower(resource, resource.RLIMIT_NPROC, 0)  # also no threads; counts all processes of the user, and not for root
+    lower(resource, resource.RLIMIT_NPROC, 0)  # also no threads; counts all processes of the user; not for root
 
 
 def lower(resource: object, which: int, value: int) -> None:

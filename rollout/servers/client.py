@@ -618,8 +618,9 @@ class HttpClient:
         """Send a request; return status and body. Raises ConnectError without a connection, TimeoutError after
         `timeout`, and OSError, EOFError or ValueError if the server fails.
 
-        `reuse` takes an open connection if there is one. The server may be closing it at that moment, so use `reuse`
-        only for requests that can be repeated.
+        `reuse` takes an open connection if there is one, and keeps it for the next. The server may be closing it at
+        that moment, so use `reuse` only for requests that can be repeated. Other requests close their connection:
+        kept for a minute, those of every weight sync would exceed the limit on open files.
         """
         end = asyncio.get_running_loop().time() + timeout
         reader, writer = (self._take() if reuse else None) or await self._connect(min(CONNECT_S, timeout))
@@ -632,7 +633,7 @@ class HttpClient:
             # Even on cancellation: the server sees the connection close and drops the request.
             writer.transport.abort()
             raise
-        if stays_open:
+        if stays_open and reuse:
             self._keep(reader, writer)
         else:
             writer.close()

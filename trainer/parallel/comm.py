@@ -21,6 +21,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,9 @@ from trainer.parallel.watch import Watch, log, record_flight
 T = TypeVar("T")
 MAX_POLL_S = 0.02  # maximum interval between polls for a command
 SPARE_S = 30.0  # torch's timeout comes later than timeout_s, whose message is more detailed
+PEER_LOST = re.compile(  # gloo, torch's store, NCCL
+    r"Connection (?:reset|closed) by peer|Broken pipe|Connection was likely closed|remote process exited"
+)
 
 
 def pick_device() -> torch.device:
@@ -84,6 +88,17 @@ def process_group(timeout_s: float, context: int = 1) -> Iterator[None]:
         _watch = _context = None
         with contextlib.suppress(Exception):  # another rank may have exited already, which was logged elsewhere
             dist.destroy_process_group()
+
+
+def name_lost_rank(error: Exception) -> Exception:
+    """Return a UserError if a collective failed because another rank has died, otherwise the error itself."""
+    reason = PEER_LOST.search(str(error)) if isinstance(error, RuntimeError) and _watch is not None else None
+    if reason is None:
+        return error
+    return UserError(
+        f"lost another rank in {_watch.activity.name!r} ({reason[0]}): its process crashed or was killed, for example "
+        "because memory ran out; restart all ranks with --resume"
+    )
 
 
 class Context(NamedTuple):

@@ -6,6 +6,7 @@ trainer/parallel/comm.py calls Watch at the start and end of each collective and
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -70,6 +71,14 @@ class OnDevice:
     since: float | None = None  # when the thread first saw that `begin` had passed
 
 
+class Seen(NamedTuple):
+    """A report of another rank. Its age is measured by this rank's clock: clocks of machines differ, and may jump."""
+
+    report: str
+    since: float  # when this rank first read it
+    is_new: bool  # it replaced an earlier report, so it was fresh then
+
+
 class Watch:
     """Publishes this rank's activity from a thread, because the main thread blocks in the collective.
 
@@ -86,6 +95,7 @@ class Watch:
         self.passes = 0  # passes started since the last collective
         self.activity = Activity("start")
         self.launched: deque[OnDevice] = deque()
+        self.seen: dict[int, Seen] = {}  # last report of each other rank
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dist-watch", daemon=True)
 
@@ -133,35 +143,51 @@ class Watch:
         return self.activity
 
     def _run(self) -> None:
-        while not self._stopped.wait(BEAT_S):
+        for beat in itertools.count():
+            if self._stopped.wait(BEAT_S):
+                return
             activity = self.current()
             waited = None if activity.since is None else time.monotonic() - activity.since
-            status = {"number": self.number, "passes": self.passes, "at": time.time()}
+            status = {"number": self.number, "passes": self.passes, "beat": beat}
             status |= {"name": activity.name, "collective": activity.number, "waited_s": waited}
             with contextlib.suppress(Exception):  # the store ends with rank 0
                 self.store.set(str(rank()), json.dumps(status))
+            reachable = waited is None or waited <= self.timeout_s / 2 or self._observe()
             late = waited is not None and waited > self.timeout_s
-            if late and (not activity.is_pass or self._is_behind()):
+            if late and (not activity.is_pass or not reachable or self._is_behind()):
                 log(self.report(activity))
                 dump_flight()
                 os._exit(HUNG)
 
+    def _observe(self) -> bool:
+        """Read the reports of the other ranks; return False if the store has ended with rank 0."""
+        try:
+            for other in range(world_size()):
+                if other == rank() or not self.store.check([str(other)]):
+                    continue
+                report, seen = self.store.get(str(other)), self.seen.get(other)
+                if seen is None or seen.report != report:
+                    self.seen[other] = Seen(report, time.monotonic(), seen is not None)
+        except Exception:
+            return False
+        return True
+
     def _is_behind(self) -> bool:
         """Return whether another rank has not started this rank's pass; a long computation alone is not a hang.
 
-        A rank counts only if its last report is fresh or older than the timeout: otherwise it may have started since.
+        A rank counts only if its last report is fresh or half the timeout old: otherwise it may have started since.
         """
-        try:
-            others = [str(other) for other in range(world_size()) if other != rank()]
-            reports = [json.loads(self.store.get(key)) for key in others] if self.store.check(others) else None
-        except Exception:  # the store ended with rank 0
-            return True
-        if reports is None:
-            return True
-        ages = [time.time() - x["at"] for x in reports]
-        known = [age < 3 * BEAT_S or age > self.timeout_s for age in ages]
-        lower = [(x["number"], x["passes"]) < (self.number, self.passes) for x in reports]
-        return any(a and b for a, b in zip(known, lower, strict=True))
+        for other in range(world_size()):
+            if other == rank():
+                continue
+            if other not in self.seen:
+                return True
+            seen = self.seen[other]
+            status, age = json.loads(seen.report), time.monotonic() - seen.since
+            known = (seen.is_new and age < 3 * BEAT_S) or age > max(self.timeout_s / 2 - BEAT_S, 3 * BEAT_S)
+            if known and (status["number"], status["passes"]) < (self.number, self.passes):
+                return True
+        return False
 
     def report(self, activity: Activity) -> str:
         """Describe the activity of all ranks, from their last reports."""
@@ -173,15 +199,13 @@ class Watch:
         return "; ".join(ranks) + "; exiting; restart all ranks with --resume"
 
     def _last_report(self, other: int) -> str:
-        try:
-            if not self.store.check([str(other)]):
-                return "has not reported"
-            status = json.loads(self.store.get(str(other)))
-        except Exception:  # the store ended with rank 0
-            return "is unreachable"
+        if other not in self.seen:
+            return "has not reported"
+        seen = self.seen[other]
+        status, age = json.loads(seen.report), time.monotonic() - seen.since
         collective = f"{status['name']!r} (collective {status['collective']})"
-        if time.time() - status["at"] > 5 * BEAT_S + 1:
-            return f"last reported {time.time() - status['at']:.0f} s ago, in {collective}"
+        if age > 5 * BEAT_S + 1:
+            return f"has not reported for {age:.0f} s, last in {collective}"
         if status["waited_s"] is None:
             return f"is busy elsewhere, its last collective was {collective}"
         return f"has waited {status['waited_s']:.0f} s in {collective}"

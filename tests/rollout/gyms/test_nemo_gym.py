@@ -168,11 +168,19 @@ def test_a_request_that_fails_once_is_retried_with_a_new_session(replay, fault):
         (b"<html>", "reasoning_gym/verify answered b'<html>'"),
         (b'{"reward": NaN}', "reward=nan"),
         (b'{"reward": "1"}', "reward='1'"),
+        (b'{"reward": 1%s}' % (b"0" * 400), "reward=1000000"),
+        (b'{"reward": 1e300}', "reward=1e+300"),
+        (b"{}", "reward=None"),
+        (b'{"reward": 1, "x": %s}' % (b"[" * 100_000), "reasoning_gym/verify answered b'"),
+        (b'{"reward": 1, "x": %s1%s}' % (b"[" * 200, b"]" * 200), "reasoning_gym/verify answered b'"),
+        (b" " * 5000, "reasoning_gym/verify failed (the reply exceeds 4,096 bytes)"),
         (LATE, "reasoning_gym/verify did not answer within 2 s"),
     ],
-    ids=["500", "garbage", "nan", "text", "late"],
+    ids=["500", "garbage", "nan", "text", "digits", "large", "empty", "unparsable", "deep", "endless", "late"],
 )
-def test_a_server_fault_is_logged_once_and_gives_no_reward(replay, fault, message):
+def test_a_server_fault_is_logged_once_and_gives_no_reward(replay, fault, message, monkeypatch):
+    if fault == b" " * 5000:
+        monkeypatch.setattr("rollout.gyms.nemo_gym.MAX_REPLY", 4096)
     replay.add("/verify", "q", {"reward": 1.0}, text="a")
     prompt = prompt_of(math_row("q"), "reasoning_gym")
     gym = client(replay, retries=0, verify_timeout=2.0 if fault == LATE else 60.0)
@@ -214,8 +222,9 @@ def test_addresses_are_read_from_yaml_and_from_yaml_in_json(replay):
         assert addresses.servers["reasoning_gym"] == f"http://10.0.0.7:{replay.port}"  # it listens on all interfaces
         assert addresses.agents["reasoning_gym_simple_agent"] == (f"http://10.0.0.7:{replay.port}", "reasoning_gym")
         assert "policy_model" not in {**addresses.servers, **addresses.agents}
-    with pytest.raises(ValueError, match="http://h:1: "):
-        read_addresses("[1, 2", "http://h:1", "h")
+    for text in ("[1, 2", "<html></html>", "x: " + "9" * 5000):
+        with pytest.raises(ValueError, match="http://h:1: "):
+            read_addresses(text, "http://h:1", "h")
 
 
 SERVERS = [  # server of the dataset, of the row -> its resource server, its agent, or the error
@@ -255,6 +264,11 @@ def test_a_missing_gym_or_server_stops_the_run_before_it_starts(replay):
     with pytest.raises(ValueError, match="rows.jsonl:1: .*@reasoning_gim: .* did you mean 'reasoning_gym'"):
         gym.connect([prompt], multi_turn=False)
     gym.close()
+    replay.places = {"x": {"resources_servers": {"y": {"host": "127.0.0.1", "port": 99_999_999}}}}
+    gym = client(replay, server_timeout=0.5)
+    with pytest.raises(ValueError, match="nemo_gym: x: port=99999999"):
+        gym.connect([prompt_of(math_row("q"), "x")], multi_turn=False)
+    gym.close()
     replay.server.shutdown()
     replay.server.server_close()
     gym = client(replay, server_timeout=0.5)
@@ -268,6 +282,9 @@ def test_error_text_is_short():
     assert error_text(json.dumps({"detail": detail}).encode()) == "body.question: Field required and 3 more"
     assert error_text(b'"inner\\nfailure"') == "inner failure"
     assert error_text(b"") == "no reason given"
+    assert error_text(b'{"detail": [{"loc": 5}]}') == "[{'loc': 5}]"
+    assert error_text(b"[" * 100_000) == "[" * 200
+    assert error_text(b'"\\u001b[31m"') == r"\x1b[31m"
 
 
 # episodes --------------------------------------------------------------------------------------------------------
@@ -355,7 +372,12 @@ def test_read_episode_rejects():
         (reply_of(item([1], [2], generation_log_probs=[])), r"output\[0\]: token ids and log-probs"),
         (reply_of(item([], [2])), r"output\[0\]: token ids and log-probs"),
         (reply_of(item([1], [2], generation_log_probs=[0.5])), r"output\[0\]: invalid log-prob"),
+        (reply_of(item([1], [2], generation_log_probs=[-(10**400)])), r"output\[0\]: invalid log-prob"),
         (reply_of(item([1], [300])), r"output\[0\]: .*vocabulary of 275"),
+        (reply_of(item([1], [2.5])), r"output\[0\]: token ids and log-probs"),
+        (reply_of(item([1], [float("inf")])), r"output\[0\]: token ids and log-probs"),
+        (reply_of(item([1], [2], role=["assistant"])), r"output\[0\]: has no role"),
+        (reply_of(item([1], [2], type="\x1b[31m" + "x" * 999)), r"output\[0\]: type=\\x1b\[31mx{10,60} is"),
         (reply_of("text"), r"output\[0\]: a str"),
         (reply_of(item([1], None)), "return_token_id_information: true"),
     ]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
 import importlib.util
 import re
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import httpx
@@ -25,6 +30,7 @@ from rollout.engines.local import LocalEngine
 from rollout.gyms.openenv import (
     EnvironmentFailure,
     OpenEnvSource,
+    RemoteSession,
     environment_seed,
     find_environment,
     load_episode,
@@ -440,6 +446,69 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [b"<html>", b"{}", b'{"action": []}', b'{"action": {"properties": []}}', b'{"action": {"properties": {"a": 1}}}',
+     b'{"action": {"required": 5}}', b'{"action": {"required": [{}]}}', b"[" * 100_000, b" " * 5000],
+    ids=["html", "empty", "list", "properties", "field", "required", "names", "deep", "endless"],
+)  # fmt: skip
+def test_a_server_with_an_invalid_schema_is_rejected(reply, monkeypatch):
+    monkeypatch.setattr("rollout.gyms.openenv.MAX_SCHEMA", 4096 if reply[:1] == b" " else 2**20)
+    monkeypatch.setitem(sys.modules, "openenv", ModuleType("openenv"))
+    monkeypatch.setitem(sys.modules, "openenv.core", SimpleNamespace(GenericEnvClient=None))
+    with answering(reply) as url, pytest.raises(ValueError, match=f"openenv.env={url}: no OpenEnv server"):
+        find_environment(url, timeout=5)
+
+
+@contextlib.contextmanager
+def answering(reply: bytes) -> Iterator[str]:
+    """A server that answers every GET with these bytes."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(reply)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+BAD_STEPS = [
+    ({"reward": float("nan")}, "reward=nan"),
+    ({"reward": "1.0"}, "reward='1.0'"),
+    ({"reward": 10**400}, "reward=1000"),
+    ({"reward": [1.0]}, r"reward=\[1.0\]"),
+    ({"done": "false"}, "done='false'"),
+    ({"observation": "text"}, "observation='text'"),
+    ({"observation": None}, "observation=None"),
+]
+
+
+def test_invalid_replies_of_a_server_fail_the_episode():
+    def step(**fields: Any) -> Any:
+        async def reply(action: Any) -> Any:
+            return SimpleNamespace(**({"observation": {"text": "a"}, "reward": 1, "done": False} | fields))
+
+        return asyncio.run(RemoteSession(SimpleNamespace(step=reply), 5.0).step({}))
+
+    async def break_off() -> None:
+        raise ConnectionError("the server is gone")
+
+    asyncio.run(RemoteSession(SimpleNamespace(close=break_off), 5.0).close())
+    assert step(done=None, reward=True) == ({"text": "a"}, 1.0, False)
+    for fields, message in BAD_STEPS:
+        with pytest.raises(EnvironmentFailure, match=message):
+            step(**fields)
 
 
 @real

@@ -204,6 +204,18 @@ def test_an_episode_without_tokens_left_is_stopped_and_scored():
         assert completion.ids == [18, 2] and completion.finish_reason == "length"
 
 
+def test_a_request_that_is_not_one_is_rejected():
+    for change in (
+        {"token_ids": None}, {"token_ids": []}, {"token_ids": "12"}, {"token_ids": [1.5]}, {"token_ids": [-1]},
+        {"sampling_params": {"max_tokens": "9"}}, {"sampling_params": {"max_tokens": -1}},
+        {"sampling_params": {"stop_token_ids": 5}}, {"sampling_params": {"stop_token_ids": [None]}},
+    ):  # fmt: skip
+        talk = talk_of()
+        ((status, reply),) = answer(talk, RECORDED[0] | change)
+        assert status == 400 and next(iter(change)) in reply["error"]["message"], change
+        assert not talk.asked and talk.error is None
+
+
 def test_a_server_error_and_an_image_stop_the_run():
     talk = talk_of(ValueError("vllm: no server is left"))
     ((status, _),) = answer(talk, RECORDED[0])
@@ -269,8 +281,9 @@ def test_a_failed_episode_reports_the_reason():
     assert caught.value.kind == "HarnessError"
     with pytest.raises(EpisodeError, match="failed: no reason given"):
         read(ok=False)
-    with pytest.raises(EpisodeError, match="reward=nan"):
-        read(Trace(reward=float("nan")))
+    for reward, shown in [(float("nan"), "nan"), (None, "None"), ("1", "'1'"), (10**400, "1000"), (1e300, r"1e\+300")]:
+        with pytest.raises(ValueError, match=f"reward={shown}"):
+            read(Trace(reward=reward))
 
 
 def test_a_row_starts_with_the_messages_that_the_model_sees():

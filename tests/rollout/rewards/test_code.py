@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import socket
+import subprocess
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ import pytest
 from data.types import Prompt
 from rollout.engine import Completion
 from rollout.rewards.code import isolate, last_block, passes, program
+from rollout.rewards.code_child import is_open
 from rollout.rewards.table import load_rewards
 from tests.rollout.rewards.code_programs import ASSERTS, ATTACKS, CHECK, HONEST
 
@@ -139,6 +141,45 @@ def test_programs_that_exceed_a_limit_fail(monkeypatch):
         cases["little CPU time"] = ("import time; time.sleep(2.2)", "")
         assert failures(cases, 1.0) == {*sources}
         assert time.perf_counter() - started < 30
+
+
+HARMFUL = """
+import ctypes, os
+libc = ctypes.CDLL(None)
+child = libc.fork()  # past Python's audit hook
+if child == 0:
+    os._exit(0)
+libc.kill(VICTIM, 9)
+done = [child != -1]
+for act in (lambda: open(FILE, "w"), lambda: os.unlink(FILE), lambda: os.setuid(0)):
+    try:
+        act()
+        done.append(True)
+    except OSError:
+        done.append(False)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="the trainer is not root")
+def test_programs_of_root_run_as_nobody(tmp_path, capsys):
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    victim = subprocess.Popen(["sleep", "60"])
+    try:
+        source = HARMFUL.replace("FILE", repr(str(mine))).replace("VICTIM", str(victim.pid))
+        confined = passes(source + "import json, numpy\nassert not any(done)", "", 10.0)
+        warned = "warning: reward code: programs run as root" in capsys.readouterr().err
+        if confined or not warned:  # the container of the tests may not allow another user
+            assert confined and mine.read_text() == "mine" and victim.poll() is None
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+def test_only_folders_open_to_all_users_count_as_open(tmp_path):
+    (tmp_path / "inner").mkdir()
+    tmp_path.chmod(0o700)
+    assert is_open("/") and not is_open(str(tmp_path)) and not is_open(str(tmp_path / "inner"))
 
 
 def test_ordinary_programs_work(monkeypatch):

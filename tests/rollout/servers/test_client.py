@@ -534,6 +534,20 @@ def test_http_reply_formats():
     asyncio.run(work())
 
 
+def test_only_completions_keep_their_connection():
+    """A connection that a weight sync or a check opened is never used again."""
+
+    async def work():
+        server, client = await serve(*[b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"] * 4)
+        async with server:
+            for reuse, kept in ((False, 0), (True, 1), (False, 1)):
+                await client.send("POST", "/pause", timeout=5, reuse=reuse)
+                assert len(client.idle) == kept
+            client.close()
+
+    asyncio.run(work())
+
+
 def test_broken_http_replies_are_server_errors():
     broken = (
         b"",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
+from data.hub import is_path
 
 TINY = Path(__file__).resolve().parents[1] / "trainer" / "tiny"
 BUILTIN = {"builtin:tiny": TINY, "builtin:tiny_teacher": TINY / "teacher"}
@@ -20,7 +22,7 @@ def resolve_model(name: str) -> str:
         raise UserError(f"model={name}: unknown built-in model; use one of {', '.join(BUILTIN)}")
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        if name.startswith((".", "/", "~")) or name.count("/") > 1 or folder.exists():
+        if is_path(name):
             raise UserError(f"model={name}: no such folder; pass a hub id, a model folder or a finished run folder")
         return name
     if (folder / "shards.json").exists():
@@ -61,6 +63,28 @@ def check_base(folder: str) -> None:
     """Raise for an adapter in place of a base model: transformers would apply it silently, even from a .bin file."""
     if (Path(folder) / "adapter_config.json").is_file():
         raise UserError(f"model={folder}: contains an adapter, not a base model; merge it into its base first")
+
+
+def read_settings(path: str) -> dict[str, Any]:
+    """Return config.json of a model folder or hub id; {} if it is missing or broken, which loading reports better."""
+    from transformers import PretrainedConfig
+
+    try:
+        return PretrainedConfig.get_config_dict(path)[0]
+    except (OSError, ValueError):
+        return {}
+
+
+def reject_reward_model(name: str, settings: Mapping[str, Any]) -> None:
+    """Raise for a reward model: with tied embeddings transformers would load it as a language model without a word."""
+    kinds = settings.get("architectures")
+    kind = str(kinds[0]) if isinstance(kinds, list) and kinds else ""
+    if kind.endswith("Classification"):
+        prefix = "prm" if "Token" in kind else "model"
+        raise UserError(
+            f"model={name}: a reward model ({kind}), not a language model; pass the model it was trained from, or "
+            f"score with it: --reward-funcs {prefix}:{name}"
+        )
 
 
 def trust_hint(error: Exception) -> str:

@@ -11,7 +11,15 @@ from typing import Any
 
 from data.errors import UserError
 from data.hub import check_hub
-from rollout.model_folder import check_adapter_weights, check_base, read_adapter, resolve_model, trust_hint
+from rollout.model_folder import (
+    check_adapter_weights,
+    check_base,
+    read_adapter,
+    read_settings,
+    reject_reward_model,
+    resolve_model,
+    trust_hint,
+)
 
 
 def load_model(name: str, *, trust_remote_code: bool = False) -> tuple[Any, Any]:
@@ -31,6 +39,7 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> tuple[Any, Any]
         base = resolve_model(str(read_adapter(source)["base_model_name_or_path"]))
         check_adapter_weights(source)
         check_base(base)
+    reject_reward_model(name, read_settings(base))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     try:

@@ -18,17 +18,24 @@ KINDS = {  # setting -> (kind of repository, local equivalent, advice)
 }
 
 
-def check_hub(setting: str, name: str) -> None:
+def is_path(name: str) -> bool:
+    """Return whether a name is a path rather than a hub id; runs/ is the default folder of runs."""
+    return name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1 or Path(name).exists()
+
+
+def check_hub(setting: str, name: str, label: str = "") -> None:
     """Raise if a name that is not a local folder cannot be a hub id, or if the hub is unreachable.
 
-    If it is unreachable but the local cache has a copy, switch off downloads in this process.
+    If it is unreachable but the local cache has a copy, switch off downloads in this process. `label` starts the error
+    if the setting is not just the name.
     """
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
     kind, local, advice = KINDS[setting]
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists():
-        raise UserError(f"{setting}={name}: no such {local}; {advice}")
+    label = label or f"{setting}={name}"
+    if is_path(name):
+        raise UserError(f"{label}: no such {local}; {advice}")
     reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else unreachable(constants.ENDPOINT)
     if not reason:
         return
@@ -36,7 +43,7 @@ def check_hub(setting: str, name: str) -> None:
         constants.HF_HUB_OFFLINE = True
         return
     raise UserError(
-        f"{setting}={name}: no such {local}, not in the hub cache, and the hub is unreachable ({reason}); check the "
+        f"{label}: no such {local}, not in the hub cache, and the hub is unreachable ({reason}); check the "
         "path or the network"
     )
 

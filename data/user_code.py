@@ -83,11 +83,18 @@ def load_file(path: Path, label: str) -> ModuleType:
 
 def attribute_of(module: ModuleType, attribute: str, label: str) -> Any:
     if not hasattr(module, attribute):
-        public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        public = [name for name, value in vars(module).items() if _is_public(module, name, value)]
         hint = f"; {suggest(attribute, public)}" if public else ""
         home = getattr(module, "__file__", None) or module.__name__
         raise UserError(f"{label}: {home} has no {attribute!r}{hint}")
     return getattr(module, attribute)
+
+
+def _is_public(module: ModuleType, name: str, value: Any) -> bool:
+    """Return whether this is a function, class or record of the module, not one that it imports from elsewhere."""
+    package = module.__name__.partition(".")[0]
+    imported = hasattr(value, "__qualname__") and str(value.__module__).partition(".")[0] != package
+    return callable(value) and not name.startswith("_") and not imported
 
 
 def import_name(call: Callable[..., Any]) -> str:

@@ -6,12 +6,12 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
-from data.hub import check_hub
+from data.hub import check_hub, is_path
 from data.limits import limit
 
 TINY = Path(__file__).resolve().parents[1] / "trainer" / "tiny"
@@ -32,7 +32,7 @@ def resolve_model(name: str) -> str:
         raise UserError(f"model={name}: unknown built-in model; use one of {', '.join(BUILTIN)}")
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        if name.startswith((".", "/", "~")) or name.count("/") > 1 or folder.exists():
+        if is_path(name):
             raise UserError(f"model={name}: no such folder; pass a hub id, a model folder or a finished run folder")
         return name
     if (folder / "shards.json").exists():
@@ -184,6 +184,28 @@ def check_base(path: str) -> None:
                     pass
             except SafetensorError as error:
                 raise UserError(f"model={path}: {file.name} cannot be read ({error}); download it again") from None
+
+
+def read_settings(path: str) -> dict[str, Any]:
+    """Return config.json of a model folder or hub id; {} if it is missing or broken, which loading reports better."""
+    from transformers import PretrainedConfig
+
+    try:
+        return PretrainedConfig.get_config_dict(path)[0]
+    except (OSError, ValueError):
+        return {}
+
+
+def reject_reward_model(name: str, settings: Mapping[str, Any]) -> None:
+    """Raise for a reward model: with tied embeddings transformers would load it as a language model without a word."""
+    kinds = settings.get("architectures")
+    kind = str(kinds[0]) if isinstance(kinds, list) and kinds else ""
+    if kind.endswith("Classification"):
+        prefix = "prm" if "Token" in kind else "model"
+        raise UserError(
+            f"model={name}: a reward model ({kind}), not a language model; pass the model it was trained from, or "
+            f"score with it: --reward-funcs {prefix}:{name}"
+        )
 
 
 def trust_hint(error: Exception) -> str:

@@ -140,7 +140,7 @@ SETTINGS = {
     "unknown module": (["--method", "my.algo"], "--method=my.algo", "no module my"),
     "no method": (["--max-steps", 1], "--method", "grpo"),
     "unknown flag": ([*GRPO, "--num-generation", 4], "--num-generation:", "did you mean --num-generations?"),
-    "flag of another method": ([*SFT, "--num-generations", 4], "--num-generations: unknown flag"),
+    "flag of another method": ([*SFT, "--num-generations", 4], "--num-generations: unknown", "gdpo, grpo, "),
     "value without a flag": (["grpo", *GRPO], "grpo"),
     "not a number": ([*GRPO, "--max-steps", "ten"], "--max-steps=ten"),
     "no model for the data": ([*GRPO, *MODEL], "--data: required"),
@@ -497,6 +497,10 @@ SPOILED = {  # file -> its new content, None to take it away
         {"config.json": json.dumps({**CONFIG, "vocab_size": 9}).encode()},
         "config.json: 1 tensors", "model.embed_tokens.weight",
     ),
+    "a reward model": (
+        {"config.json": json.dumps({**CONFIG, "architectures": ["LlamaForSequenceClassification"]}).encode()},
+        "a reward model (LlamaForSequenceClassification)", "--reward-funcs model:m",
+    ),
     "no weights": ({"model.safetensors": None}, "model.safetensors"),
     "half the weights": ({"model.safetensors": (TINY / "model.safetensors").read_bytes()[:9999]}, "model.safetensors"),
     "a git-lfs pointer": ({"model.safetensors": b"version https://git-lfs.github.com/spec/v1\n"}, "model.safetensors"),
@@ -609,10 +613,16 @@ def test_models_that_are_not_there(refused_all, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "cache")
     names = {"./no": "no such folder", "/no": "no such folder", "~/no": "no such folder", "a/b/no": "no such folder",
              "builtin:huge": "builtin:tiny", "rows.jsonl": "no such folder", ".": "neither",
-             "no-such/model": "no such folder, not in the hub cache"}  # fmt: skip
+             "runs/no": "no such folder;", "no-such/model": "no such folder, not in the hub cache"}  # fmt: skip
     refused_all({"data": ([*GRPO, *MODEL, "--data", "no-such/data"], "data=no-such/data: no such local file")})
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: pytest.fail("asks the hub"))
     refused_all({name: ([*GRPO, "--model", name, *TASK], f"model={name}:", part) for name, part in names.items()})
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, **__: pytest.fail("asks the hub"))
+    rewards = {f"model:{name}": part for name, part in names.items() if "/no" in name or "-" in name}
+    refused_all({spec: ([*GRPO, *MODEL, *TASK, "--reward-funcs", spec], f"error: reward_funcs={spec}: {part}")
+                 for spec, part in rewards.items()})  # fmt: skip
+    dpo = ["--method", "dpo", *SMALL, *MODEL, *TASK, "--ref-model"]
+    refused_all({name: ([*dpo, name], f"error: ref_model={name}: no such folder;") for name in ("./no", "runs/no")})
 
 
 @pytest.fixture(scope="module")
@@ -680,7 +690,7 @@ EBFT = {  # tests/trainer/config/test_ebft.py has the others
     "a server in strided": ([*STRIDED, *VLLM], "rollout.engine=vllm", "mode=strided"),
     "stride in structured": ([*STRUCTURED, "--stride", 2], "stride=2", "mode=structured"),
     "no room for a block": ([*STRIDED, "--max-length", 5], "max_length=5", "= 6"),
-    "feature model": ([*STRUCTURED, "--feature-model", "./no"], "model=./no", "no such folder"),
+    "feature model": ([*STRUCTURED, "--feature-model", "./no"], "error: feature_model=./no", "no such folder"),
 }  # fmt: skip
 
 

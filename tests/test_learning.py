@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import shlex
+
 import pytest
 
-from tests.entry import metrics, run_ok
+from tests.entry import ROOT, metrics, run_ok, run_python
 from trainer.tiny.build import make_model, make_tokenizer
 
 
@@ -30,3 +35,33 @@ def test_sft_loss_falls(tmp_path):
     run_ok("--method", "sft", "--max-steps", 30, "--save-steps", 0, "--output-dir", tmp_path / "run", cwd=tmp_path)
     rows = metrics(tmp_path / "run")
     assert rows[-1]["eval/nll"] < 0.7 * rows[0]["eval/nll"]
+
+
+# A user's own text: docs/quickstart.md.
+
+SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PAGE = re.sub(r"\\\n\s*", "", (ROOT / "docs" / "quickstart.md").read_text())
+TRAIN, ASK = (shlex.split(words) for words in re.findall(r"python -m (trainer.* runs/shop\b.*)", PAGE))
+
+
+def test_the_rows_of_the_page_ask_for_known_answers_in_other_words():
+    train, test = ([json.loads(line)["messages"] for line in (ROOT / TRAIN[TRAIN.index(flag) + 1]).open()]
+                   for flag in ("--data", "--eval-data"))  # fmt: skip
+    assert (len(train), len(test)) == (60, 12) and SMOLLM2 in TRAIN
+    assert {answer["content"] for _, answer in test} == {answer["content"] for _, answer in train}
+    assert not {question["content"] for question, _ in test} & {question["content"] for question, _ in train}
+    assert ASK[-1] in {question["content"] for question, _ in test}
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_learn_a_users_text(tmp_path):
+    """STROP_SMOLLM2 names a folder with SmolLM2-135M-Instruct in float32; 30 steps take minutes on a CPU."""
+    model = os.environ.get("STROP_SMOLLM2")
+    if not model:
+        pytest.skip("STROP_SMOLLM2 is unset: it names a folder with SmolLM2-135M-Instruct")
+    values = {SMOLLM2: model, "runs/shop": str(tmp_path / "run")}
+    run_ok(*(values.get(word, word) for word in TRAIN[1:]), cwd=ROOT, timeout=7200, threads=os.cpu_count() or 1)
+    rows = metrics(tmp_path / "run")
+    assert rows[0]["eval/nll"] > 3 and rows[-1]["eval/nll"] < 0.5
+    done = run_python("-m", *(values.get(word, word) for word in ASK), cwd=ROOT, timeout=3600)
+    assert "0117 496 0842" in done.stdout, done.stdout + done.stderr

@@ -113,8 +113,8 @@ def parse(argv: Sequence[str], *, starts_run: bool = False) -> tuple[ModuleType,
     if resume is not None:
         values = read_tree(resume.saved, readable, str(resume.run_dir / "config.yaml"), mistakes)
         values = _over({}, values, table, mistakes)
-    values = _over(values, read_tree(file_tree, readable, str(config_file), mistakes), table, mistakes)
-    values = _over(values, read_argv(argv, readable | CONFIG, mistakes), table | CONFIG, mistakes)
+    values = _over(values, read_tree(file_tree, readable, str(config_file), mistakes, methods_with), table, mistakes)
+    values = _over(values, read_argv(argv, readable | CONFIG, mistakes, methods_with), table | CONFIG, mistakes)
     values.pop("config", None)
     if "model" not in values and not mistakes:
         values = _over(_recipe_values(module, str(name), table, values), values, table, mistakes)
@@ -224,7 +224,7 @@ def method_listing() -> str:
             *rows,
             "",
             "A custom method: --method my_algo or my_pkg.my_algo (a module with Config and train).",
-            "With no other flags a method trains the built-in tiny model.",
+            "With no other flags a method trains the built-in tiny model on arithmetic.",
         ]
     )
 
@@ -269,6 +269,12 @@ def load_method(name: str) -> ModuleType:
 def _module_hint(name: str) -> str:
     hint = method_hint(name, method_names())
     return hint if hint.startswith("did you") else "run from the folder that contains it, or install it"
+
+
+def methods_with(key: str) -> str:
+    """Return the hint for a flag that only other methods have, or ""."""
+    names = [name for name in method_names() if key in flag_table(load_method(name).Config)]
+    return f"it is a flag of {', '.join(names)}" if names else ""
 
 
 def show_help(config: type, table: dict[str, Flag], prog: str, *, show_all: bool) -> NoReturn:

@@ -128,6 +128,7 @@ class FlagValue:
 
 
 Values = dict[str, FlagValue]
+Elsewhere = Callable[[str], str]
 CONFIG = {"config": Flag("config", str, required=False, module=__name__)}  # --config FILE.yaml
 
 
@@ -179,10 +180,17 @@ def _members(hint: Any) -> tuple[Any, ...]:
 # layers ----------------------------------------------------------------------------------------------------------
 
 
-def read_argv(argv: Sequence[str], table: Mapping[str, Flag], mistakes: list[str] | None = None) -> Values:
+def nowhere(key: str) -> str:
+    return ""
+
+
+def read_argv(
+    argv: Sequence[str], table: Mapping[str, Flag], mistakes: list[str] | None = None, elsewhere: Elsewhere = nowhere
+) -> Values:
     """['--lora.r', '8', '--no-packing'] -> {'lora.r': FlagValue(('8',)), 'packing': FlagValue(('False',))}.
 
-    Mistakes are appended to the list, or raised if there is none.
+    Mistakes are appended to the list, or raised if there is none. elsewhere(key) is the hint for a flag that another
+    table has, or "".
     """
     found: list[str] = []
     values: Values = {}
@@ -211,7 +219,8 @@ def read_argv(argv: Sequence[str], table: Mapping[str, Flag], mistakes: list[str
             if words and not positional:
                 found.append(f"{name}: takes no value; remove {words[0]}")
         else:
-            found.append(f"{name}: unknown flag; {_unknown_hint(key, table, as_flag=True)}")
+            hint = "" if key in table else elsewhere(key)
+            found.append(f"{name}: unknown flag; {hint or _unknown_hint(key, table, as_flag=True)}")
     found += [f"{word}: a value without a flag before it; write --flag VALUE" for word in loose[len(positional) :]]
     values |= {flag.key: FlagValue((word,)) for flag, word in zip(positional, loose, strict=False)}
     _report(found, mistakes)
@@ -239,23 +248,25 @@ def looks_like_flag(word: str) -> bool:
 
 
 def read_tree(
-    tree: Mapping[str, Any], table: Mapping[str, Flag], source: str, mistakes: list[str] | None = None
-) -> Values:
+    tree: Mapping[str, Any], table: Mapping[str, Flag], source: str, mistakes: list[str] | None = None,
+    elsewhere: Elsewhere = nowhere,
+) -> Values:  # fmt: skip
     """Read the mapping of a YAML file; nested mappings are blocks with a prefix."""
     found: list[str] = []
-    values = _read_block(tree, table, source, "", found)
+    values = _read_block(tree, table, source, "", found, elsewhere)
     _report(found, mistakes)
     return values
 
 
 def _read_block(
-    tree: Mapping[str, Any], table: Mapping[str, Flag], source: str, prefix: str, mistakes: list[str]
-) -> Values:
+    tree: Mapping[str, Any], table: Mapping[str, Flag], source: str, prefix: str, mistakes: list[str],
+    elsewhere: Elsewhere,
+) -> Values:  # fmt: skip
     values: Values = {}
     for name, value in tree.items():
         key = prefix + str(name).replace("-", "_")
         if isinstance(value, dict) and any(known.startswith(f"{key}.") for known in table):
-            values |= _read_block(value, table, source, f"{key}.", mistakes)
+            values |= _read_block(value, table, source, f"{key}.", mistakes, elsewhere)
         elif key in table:
             try:
                 values[key] = FlagValue(_words_of(value, table[key]), source)
@@ -266,7 +277,8 @@ def _read_block(
             hint = f"write its settings without it, as {inner}: ..." if inner else ""
             if key == "rl" and "method" in table:
                 hint = f"write method: {value}"
-            mistakes.append(f"{source}: {key}: unknown key; {hint or _unknown_hint(key, table, as_flag=False)}")
+            hint = hint or elsewhere(key) or _unknown_hint(key, table, as_flag=False)
+            mistakes.append(f"{source}: {key}: unknown key; {hint}")
     return values
 
 
@@ -375,7 +387,17 @@ def build(config: type, values: Values, table: Mapping[str, Flag], prog: str, mi
     if parsed is None:
         wrong = [_explain(given, table[key]) for key, given in values.items() if not _is_valid(table[key], given)]
         _report([*mistakes, *wrong] or [f"{prog}: tyro rejects {' '.join(words)}"])
-    return _check(config, parsed)
+    try:
+        return _check(config, parsed)
+    except UserError as error:
+        raise Mistakes([_with_file(line, values) for line in error_lines(error)]) from None
+
+
+def _with_file(line: str, values: Values) -> str:
+    """Name the file of a setting that a check rejects: "temperature=-1: ..." -> "run.yaml: temperature=-1: ..."."""
+    name = line.partition("=")[0]
+    given = [values[name]] if name in values else [values[key] for key in values if key.endswith(f".{name}")]
+    return f"{given[0].source}: {line}" if len(given) == 1 and given[0].source is not None else line
 
 
 def _for_tyro(flag: Flag, words: Sequence[str]) -> list[str]:

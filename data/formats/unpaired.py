@@ -13,9 +13,11 @@ from typing import Any
 from data.errors import UserError
 from data.format_options import FormatOptions
 from data.formats.fields import (
+    CONVERSATION,
     Columns,
     conversation_of,
     for_template,
+    listed,
     messages_of,
     need,
     parse_bool,
@@ -72,8 +74,12 @@ def _user_defined(columns: Columns, options: FormatOptions) -> Columns:
 def _auto(columns: Columns, options: FormatOptions) -> Columns:
     """Read TRL's rows: a prompt and a completion, as text or messages, or a conversation that ends with the answer."""
     if columns.get("completion") is None:
-        name = "messages" if columns.get("conversations") is None else "conversations"
-        need(columns, name)
+        name = next((name for name in CONVERSATION if columns.get(name) is not None), None)
+        if name is None:
+            raise UserError(
+                f"has no 'completion' with a 'label', and no 'messages' (its columns: {listed(columns)}); add them or "
+                "set --data-format"
+            )
         messages = conversation_of(columns)
         return _conversation(columns, messages[:-1], messages, name)
     prompt, completion = columns.get("prompt"), columns["completion"]

@@ -64,7 +64,8 @@ def load_pairs(
     """Load the pairs of all specs, in order. Log the number of truncated, skipped and bad rows in one line.
 
     A pair is skipped if its prompt exceeds max_prompt_length, or leaves no room for a response within max_length (or
-    the model's context). Longer responses are truncated on the right, or the pair is skipped with too_long="drop".
+    the model's context), or if both responses are equal. Longer responses are truncated on the right, or the pair is
+    skipped with too_long="drop".
     margins: read the column `margin`, which most losses do not use.
     """
     formats = bind(PAIR_FORMATS, PAIR_OPTIONS, specs, tokenizer, data_format, system_prompt, options)
@@ -97,12 +98,16 @@ def read_responses(
         if responses is None:
             continue
         if len(responses) == 2 and responses[0] == responses[1]:
-            tally.note("whose chosen response equals the rejected one")
+            tally.note("skipped, chosen equals rejected")
+            continue
         rows.append((spec, row, rendered, responses))
     if not rows:
-        name = "max_prompt_length" if any("max_prompt_length" in note for note in tally.notes) else "max_length"
         notes = "; ".join(f"{count} {note}" for note, count in tally.notes.items())
-        raise UserError(f"{name}={getattr(limits, name)}: none of the {tally.num_rows} rows fits ({notes}); raise it")
+        for name in ("max_prompt_length", "max_length"):
+            if any(name in note for note in tally.notes):
+                none_fits = f"none of the {tally.num_rows} rows fits ({notes})"
+                raise UserError(f"{name}={getattr(limits, name)}: {none_fits}; raise it")
+        raise UserError(f"data: none of the {tally.num_rows} rows can be trained ({notes}); use pairs that differ")
     check_system(system_prompt, takes_system)
     check_effect(kwargs, by_template)
     tally.log()

@@ -8,6 +8,7 @@ from typing import Any
 
 from data.chat import (
     ASSISTANT,
+    THOUGHT_KEYS,
     Trained,
     clean_messages,
     list_unwritten,
@@ -21,6 +22,8 @@ from data.formats.template_settings import check_effect, template_settings
 from data.rows.bad_rows import Tally, check_system
 from data.types import Example, Messages
 
+EMPTY = "skipped, an answer is empty"
+
 
 def load_examples(
     specs: Sequence[str], tokenizer: Any, *, data_format: str = "auto", system_prompt: str | None = None,
@@ -29,7 +32,8 @@ def load_examples(
 ) -> list[Example]:  # fmt: skip
     """Load the rows of all specs, in order, truncated on the right to max_length tokens (or the context, if shorter).
 
-    Rows without a trained token are skipped; the numbers of truncated and skipped rows are logged.
+    Rows without a trained token, or with an empty answer to train, are skipped; the numbers of truncated and skipped
+    rows are logged.
     """
     if max_length < 2:
         raise UserError(f"max_length={max_length}: must be 2 or more, because the first token is never trained")
@@ -45,7 +49,10 @@ def load_examples(
         ids, mask = ids[:limit], [False, *mask[1:limit]]  # nothing predicts the first token
         if any(mask):
             examples.append(Example(source=row.source, ids=ids, mask=mask, weight=spec.weight))
-    num_rows, num_skipped = tally.num_rows, tally.num_rows - len(examples)
+    num_rows, num_empty = tally.num_rows, tally.notes.get(EMPTY, 0)
+    num_skipped = num_rows - num_empty - len(examples)
+    if not examples and num_empty:
+        raise UserError(f"data: none of the {num_rows} rows can be trained ({num_empty} {EMPTY}); fill in the answers")
     if not examples and not num_truncated:
         roles = "an assistant turn" if trained.roles == ASSISTANT.roles else f"a turn of {', '.join(trained.roles)}"
         raise UserError(f"data: none of the {num_rows} rows has {roles} to train; check the roles")
@@ -88,6 +95,8 @@ def _tokenise(
             raise UserError(
                 "the prompt is text but the completion is not; use text for both, or messages for the prompt"
             )
+        if not completion.strip():
+            return [], [], [EMPTY]
         ids, start = render_completion(tokenizer, prompt, completion)
         answer = _with_eos(ids[start:], tokenizer)
         mask = [trained.inputs] * start + [True] * len(answer)
@@ -113,7 +122,15 @@ def _conversation(
         tokenizer, messages, system_prompt, first_trained=first_trained, settings=settings, notes=notes,
         trained=trained,
     )  # fmt: skip
+    if trained.trains("assistant") and any(map(_is_empty_answer, clean_messages(messages)[first_trained:])):
+        return [], [], [EMPTY]
     return ids, mask, notes + list_unwritten(tokenizer, messages, settings, first_trained=first_trained)
+
+
+def _is_empty_answer(turn: dict[str, Any]) -> bool:
+    """Return whether the model would learn to end its turn without a word."""
+    parts = (turn["content"].strip(), *(turn.get(key) for key in ("tool_calls", *THOUGHT_KEYS)))
+    return turn["role"] == "assistant" and not any(parts)
 
 
 def _tokenise_text(text: Any, tokenizer: Any, with_end: bool) -> tuple[list[int], list[bool]]:

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
-from rollout.model_folder import attach_adapter, check_base, load_failure, read_adapter, resolve_model
+from rollout.model_folder import (
+    attach_adapter,
+    check_base,
+    load_failure,
+    read_adapter,
+    read_settings,
+    reject_reward_model,
+    resolve_model,
+)
 
 
 def load_model(name: str, *, trust_remote_code: bool = False) -> tuple[Any, Any]:
@@ -26,6 +34,7 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> tuple[Any, Any]
     if is_adapter:
         base = resolve_model(read_adapter(source)["base_model_name_or_path"])
     check_base(base)
+    reject_reward_model(name, read_settings(base))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     what = "config.json"

@@ -16,6 +16,7 @@ from typing import Any
 
 from data.chat import apply_template, end_of_turn_id, render_prompt, render_text, stop_ids, with_system
 from data.errors import UserError
+from data.hub import check_hub
 from data.types import Messages
 from rollout.rewards.functions import text_of
 
@@ -154,8 +155,8 @@ def _resolve(label: str, path: str) -> str:
         raise UserError(f"{label}: an adapter of a language model, not a reward model; train one with --method rm")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise UserError(f"{label}: neither a model (no config.json) nor a finished run (no final/); check the path")
-    if not folder.is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-        raise UserError(f"{label}: no such folder; pass a finished run of --method rm or prm, or a model folder")
+    if not folder.is_dir():
+        check_hub("model", path, label)
     return str(folder) if folder.is_dir() else path
 
 

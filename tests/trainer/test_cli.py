@@ -217,6 +217,7 @@ def test_bad_flags(fork):
         (["-gamma", "1"], "-gamma: unknown flag; did you mean --gamma?"),
         (["--no-gamma"], "--no-gamma: unknown flag; did you mean --gamma?"),
         (["--qqq"], "--qqq: unknown flag; --help-all"),
+        (["--reward-funcs", "x"], "--reward-funcs: unknown flag; it is a flag of gdpo, grpo, online_dpo, opd, ppo, "),
         (["--gamma"], "--gamma: needs a value"),
         (["--gamma", "1", "2"], "--gamma=1 2: takes one value, got 2"),
         (["--gamma", "x"], "--gamma=x: expected a number"),
@@ -317,6 +318,9 @@ def test_bad_yaml_names_file_and_key(fork):
         ("rl: dpo\nlora: {rank: 1}\nlr: 1\ngamma: x", "rl: unknown key; write method: dpo", "lora.rank: unknown key",
          "lr: unknown key", "gamma=x: expected"),
         ("lora_r: 4", "lora_r: unknown key; did you mean lora.r?"),
+        ("reward_funcs: [x]", "reward_funcs: unknown key; it is a flag of gdpo, grpo, "),
+        ("gamma: 10\nlora: {r: -1}", "lora.r=-1: "),
+        ("gamma: 10", "gamma=10.0: above 9"),
         ("trl: {gamma: 4}", "trl: unknown key; write its settings without it, as gamma: ..."),
     ):  # fmt: skip
         Path("c.yaml").write_text(text + "\n")
@@ -443,6 +447,10 @@ def test_bad_resume(fork):
         (["--resume", "out", "--overwrite-output-dir"], "--overwrite-output-dir would delete the run to resume"),
     ):
         assert refusal(*argv).startswith(sentence)
+    config = Path("out/config.yaml")
+    config.write_text(config.read_text().replace("gamma: ", "gamma: 1"))
+    assert refusal("--resume", "out").startswith("out/config.yaml: gamma=1")
+    assert refusal("--resume", "out", "--gamma", "10").startswith("gamma=10.0: above 9")
 
 
 # every method ----------------------------------------------------------------------------------------------------

@@ -127,8 +127,9 @@ class ModelConfig:
 
     model: Common[str]
     (
-        "Model to train: a hub id, a model folder, a finished run, a LoRA adapter folder, or builtin:tiny. Without it, "
-        "unset flags come from the tiny recipe (trainer/recipes/METHOD_tiny.yaml)."
+        "Model to train: a hub id, a model folder, a finished run, a LoRA adapter folder, or builtin:tiny, which can "
+        "learn arithmetic but no words. Without it, unset flags come from the tiny recipe "
+        "(trainer/recipes/METHOD_tiny.yaml)."
     )
     dtype: Common[Literal["auto", "float32", "bfloat16"]] = "auto"
     """Compute dtype (matmuls). auto: bfloat16 on GPU, float32 on CPU."""

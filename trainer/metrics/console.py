@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from trainer.metrics.health import Finding, reward_function_of
+from trainer.metrics.health import Finding
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -316,9 +316,9 @@ def nothing_to_learn(metrics: Mapping[str, float]) -> str:
     """Return why a step of a group method had no gradient, or ""."""
     if metrics.get("reward/zero_std_frac") != 1.0 or metrics.get("optim/grad_norm") != 0.0:
         return ""
-    scores = {value for name, value in metrics.items() if reward_function_of(name) is not None}
-    reason = {(1.0,): "every group is solved", (0.0,): "every completion failed"}.get(tuple(scores))
-    return f"nothing to learn: {reason or 'equal rewards within every group'}"
+    if metrics.get("reward/std") == 0.0:
+        return f"nothing to learn: every completion got reward {number(metrics['reward/mean'])}"
+    return "nothing to learn: equal rewards within every group"
 
 
 def eval_line(metrics: Mapping[str, float], config: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ All state follows from the metrics: after a resume, replaying metrics.jsonl rest
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -60,6 +61,9 @@ MESSAGES = {
     "solved": "most groups are solved (reward {v:.2f}), so little is left to learn: use harder data, or stop here",
     "reward_std_low": f"reward std is {{v:.3g}} (want > {REWARD_STD_LOW}), so rewards barely distinguish completions: "
     "raise --temperature or --num-generations, give partial credit, or use easier or harder data",
+    "reward_hacking": "reward model {function} rose from {before:.3g} to {v:.3g} in training, but held-out {companion} "
+    "did not ({first:.3g} before, {last:.3g} now), so the policy may exploit the reward model: read samples.jsonl, "
+    "raise --beta, or stop earlier",
     "zero_std": "{v:.0%} of groups give every completion the same reward and carry no signal: raise "
     "--num-generations or --temperature, or use data that is neither solved nor hopeless",
     "entropy_low": "policy entropy is {v:.2g} (healthy 0.05 to 0.5), so it has collapsed: lower --learning-rate, "
@@ -75,7 +79,7 @@ MESSAGES = {
     "behaviour_kl": "the KL of the engine to the trainer is {v:.2g} (want < {limit:g}), so some tokens differ widely: "
     "{todo}",
     "grad_norm_high": f"gradient norm is {{v:.1f}} before clipping (want < {GRAD_NORM_HIGH:g}), so training is "
-    "unstable: lower --learning-rate, add --warmup-ratio 0.1, or raise the batch size",
+    "unstable: lower --learning-rate, raise --warmup-ratio, or raise the batch size",
     "grad_norm_zero": "gradient norm is exactly 0 although rewards differ: check that the model has trainable weights "
     "and that the loss mask covers the completions",
     "groups_skipped": "gradient norm is 0 because in every group all completions got the same reward: use harder "
@@ -101,6 +105,10 @@ def reward_function_of(name: str) -> str | None:
     return None
 
 
+def is_reward_model(function: str) -> bool:
+    return re.fullmatch(r"(model|prm)(_\d+)?", function) is not None
+
+
 class Watch:
     """The state of all rules. `firing` contains the current findings; `observe` returns those to show now."""
 
@@ -110,11 +118,15 @@ class Watch:
         self._rewards_of: dict[str, deque[float]] = {}  # by reward function
         self._odd_zeros: deque[bool] = deque(maxlen=WINDOW)  # gradient is exactly 0 although rewards differ in a group
         self._best_reward = -math.inf
+        self._first: dict[str, list[float]] = {}  # the first values of rewards and evaluations
         self._shown_at: dict[str, int] = {}
 
     def observe(self, step: int, metrics: dict[str, Any]) -> list[Finding]:
         """Check a step, set `health/<name>` in its metrics, and return the findings to show now."""
         values = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)}
+        for name, value in values.items():
+            if name.endswith("/mean") and len(self._first.setdefault(name, [])) < WINDOW:
+                self._first[name].append(value)
         if not any(name.startswith(TRAINING_AREAS) for name in values):
             return []  # only an evaluation
         for name, value in values.items():
@@ -153,13 +165,17 @@ class Watch:
             if patient and len(rewards) >= WINDOW and (value := fmean(rewards)) < REWARD_LOW:
                 message, level = ("penalty", "info") if value < 0 else ("reward_low", "warning")
                 yield finding(f"reward_low/{function}", value, message, level, function=function, steps=len(rewards))
+        yield from self._hacking(values, functions)
         total = self._median("reward/mean", values)
-        if total is None or "policy/reverse_kl" in values or "policy/jsd" in values:  # a teacher gives the signal
-            return
+        is_judged = "judge" in functions and len(functions) > 1  # the other functions are only logged
+        if total is None or is_judged or "policy/reverse_kl" in values or "policy/jsd" in values:
+            return  # a judge or a teacher gives the signal
         self._best_reward = max(self._best_reward, total)
         std, zero_std = self._median("reward/std", values), self._median("reward/zero_std_frac", values)
         narrow = std is not None and std < REWARD_STD_LOW
-        same = zero_std is not None and zero_std > ZERO_STD_HIGH
+        same = (
+            zero_std is not None and zero_std > ZERO_STD_HIGH and "value/mean" not in values
+        )  # a critic compares more
         collapsed = entropy is not None and entropy < ENTROPY_LOW
         if self._solved(total, functions.values()):
             if narrow or same or collapsed:
@@ -169,6 +185,21 @@ class Watch:
                                    (collapsed, "entropy_low", entropy)):  # fmt: skip
             if fires:
                 yield finding(name, value)
+
+    def _hacking(self, values: Mapping[str, float], functions: Iterable[str]) -> Iterator[Finding]:
+        """At an evaluation: a reward model clearly rose in training, but a held-out reward did not."""
+        for function in filter(is_reward_model, functions):
+            name = f"reward/{function}/mean"
+            early, late = self._first[name], self._recent[name]
+            if min(late) <= max(early):
+                continue
+            for companion in functions:
+                first, last = self._first.get(f"eval/{companion}/mean"), values.get(f"eval/{companion}/mean")
+                # a reward function is assumed to be 0 to 1, and near 1 it cannot rise
+                if first and last is not None and last <= first[0] and (companion == function or last < SOLVED_REWARD):
+                    yield finding("reward_hacking", median(late), before=median(early), function=function,
+                                  companion=companion, first=first[0], last=last)  # fmt: skip
+                    return
 
     def _solved(self, total: float, functions: Iterable[float | None]) -> bool:
         rewards = [value for value in functions if value is not None and value >= 0] or [total]

@@ -30,7 +30,7 @@ GLOSSARY: dict[str, str] = {
     "reward/mean": "Total reward, the weighted sum over reward functions; mean over the step's completions.",
     "reward/trained_mean": "reward/mean over the groups trained on, if some were replaced (resampled or replayed).",
     "reward/std": "Standard deviation of the total reward over all completions of the step.",
-    "reward/zero_std_frac": "Fraction of groups whose completions all got the same reward, so they carry no signal.",
+    "reward/zero_std_frac": "Fraction of groups whose completions all got the same reward: no signal within the group.",
     "reward/*/mean": "Mean of this reward function, unweighted, over the completions it applies to.",
     "reward/*/std": "Standard deviation of this reward function, unweighted, over the completions it applies to.",
     "reward/log/*": "Logged by a reward function with log_metric; mean over its calls in the step.",

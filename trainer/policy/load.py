@@ -26,6 +26,7 @@ import functools
 import json
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,16 @@ from data.formats.template_settings import check_kwargs
 from data.hub import check_hub
 from kernels.attention import share_graphs
 from kernels.nf4 import Linear4bit, is_4bit, make_known_to_inductor
-from rollout.model_folder import BUILTIN, INDEX, ONE_FILE, check_base, read_adapter, resolve_model
+from rollout.model_folder import (
+    BUILTIN,
+    INDEX,
+    ONE_FILE,
+    check_base,
+    read_adapter,
+    read_settings,
+    reject_reward_model,
+    resolve_model,
+)
 from trainer.config.blocks import LoraConfig, ModelConfig, check_4bit
 from trainer.config.errors import load_error
 from trainer.files.tensor_files import Record, TensorFiles, records_of_file
@@ -205,7 +215,10 @@ def load_model(
     import transformers
 
     check_base(path)
-    reject_quantised(path, cfg)
+    settings = read_settings(path)
+    reject_quantised(cfg.model, settings)
+    if auto_class == "AutoModelForCausalLM":
+        reject_reward_model(cfg.model, settings)
     model_class = class_of(getattr(transformers, auto_class), path, cfg)
     attn_implementation = load_name(
         cfg.attn_implementation, device, has_sdpa=getattr(model_class, "_supports_sdpa", True)
@@ -243,17 +256,11 @@ def reject_mismatched(cfg: ModelConfig, names: list[str]) -> None:
         )
 
 
-def reject_quantised(path: str, cfg: ModelConfig) -> None:
-    from transformers import PretrainedConfig
-
-    try:
-        quantised = PretrainedConfig.get_config_dict(path)[0].get("quantization_config")
-    except (OSError, ValueError):  # missing or broken config: loading the model gives a better error
-        return
-    if quantised:
+def reject_quantised(name: str, settings: Mapping[str, Any]) -> None:
+    if quantised := settings.get("quantization_config"):
         kind = quantised.get("quant_method", "an unnamed method") if isinstance(quantised, dict) else quantised
         raise UserError(
-            f"model={cfg.model}: quantised checkpoints ({kind}) are not supported; use the unquantised model, with "
+            f"model={name}: quantised checkpoints ({kind}) are not supported; use the unquantised model, with "
             "--lora.r 16 to save memory"
         )
 

@@ -87,6 +87,9 @@ def wants_copy(cfg: ReferenceConfig, lora: LoraConfig) -> bool:
         raise UserError("ref=copy: with LoRA the base is the reference; use --ref adapter_off")
     if cfg.ref != "precomputed" and cfg.ref_cache != ReferenceConfig.ref_cache:  # not the default
         raise UserError(f"ref_cache={cfg.ref_cache} has no effect with ref={cfg.ref}; use --ref precomputed")
+    if cfg.ref_model:
+        with named_as("ref_model"):
+            resolve_model(cfg.ref_model)  # before the policy is loaded
     return cfg.ref != "precomputed" and not cfg.ref_model
 
 
@@ -125,10 +128,11 @@ def named_as(setting: str) -> Iterator[None]:
 
 def load_frozen(setting: str, name: str, model: ModelConfig, policy: Policy, parallel: ParallelConfig | None) -> Policy:
     """Load another model, frozen, in the policy's compute_dtype; sharded if the policy is sharded."""
-    is_adapter = (Path(resolve_model(name)) / "adapter_config.json").exists()
-    dtype = "bfloat16" if policy.compute_dtype == torch.bfloat16 and not is_adapter else "float32"
-    other = dataclasses.replace(model, model=name, merge_lora=False, load_in_4bit=False, trained_dtype=dtype)
-    source = load_policy(other, LoraConfig(), policy.device, with_reference=False, load_now=not policy.is_sharded)
+    with named_as(setting):
+        is_adapter = (Path(resolve_model(name)) / "adapter_config.json").exists()
+        dtype = "bfloat16" if policy.compute_dtype == torch.bfloat16 and not is_adapter else "float32"
+        other = dataclasses.replace(model, model=name, merge_lora=False, load_in_4bit=False, trained_dtype=dtype)
+        source = load_policy(other, LoraConfig(), policy.device, with_reference=False, load_now=not policy.is_sharded)
     if is_adapter:  # merge in float32, then round once; buffers (rotary frequencies) keep their precision
         for parameter in source.model.parameters():
             parameter.data = parameter.data.to(policy.compute_dtype)

@@ -43,7 +43,7 @@ def load_teacher(cfg: OpdConfig, policy: Policy) -> Teacher:
     assert cfg.distill.teacher is not None
     with named_as("teacher"):
         check_vocabulary(cfg, policy.tokenizer)
-        source = load_frozen("teacher", cfg.distill.teacher, cfg.model, policy, cfg.parallel)
+    source = load_frozen("teacher", cfg.distill.teacher, cfg.model, policy, cfg.parallel)
     policy.companions.append(source)
     return Teacher(cfg, policy, dataclasses.replace(source, reference=source.model))
 

@@ -55,7 +55,7 @@ from data.errors import UserError
 from data.user_code import describe_error, users_part
 from trainer.config.blocks import MethodConfig, RunConfig, check_4bit
 from trainer.config.defaults import default_tree
-from trainer.config.learning_rates import SMALL_MODEL, far_off
+from trainer.config.learning_rates import far_off
 from trainer.config.old_flags import without_old_defaults
 from trainer.files.atomic_folder import remove_folder, remove_leftovers
 from trainer.files.tensor_files import TensorFiles
@@ -236,7 +236,7 @@ class Run:
         self._sinks = open_sinks(self.cfg.run.report_to, self.dir, tree, start_step=self.start_step)
         self._console = Console(self.total_steps, self.start_step, self._title, self.cfg.run.logging_steps, config=tree)
         self._console.start()
-        if sum(p.numel() for p in policy.model.parameters()) > SMALL_MODEL and (text := far_off(self.cfg)):
+        if text := far_off(self.cfg, sum(p.numel() for p in policy.model.parameters())):
             self.note(text)
         self._note_epochs()
         if self.checkpoint is not None:
@@ -445,7 +445,8 @@ class Run:
         self._save_segments()  # first: a run killed between the two files loses no earlier setting
         save_config(self.dir / "config.yaml", self._config_tree())
         if before not in (None, self.cfg.run.sequences_per_step):
-            log(f"resume={self.dir}: the rows per step changed from {before} to {self.cfg.run.sequences_per_step}")
+            factors = "--per-device-train-batch-size x --gradient-accumulation-steps x ranks"  # rows or completions
+            log(f"resume={self.dir}: {factors} changed from {before} to {self.cfg.run.sequences_per_step}")
         if self.checkpoint is None:
             log(f"resume={self.dir}: no checkpoint yet; starting at step 0 in the same folder")
         elif self.start_step >= self.total_steps:

@@ -181,9 +181,15 @@ def test_bad_rows_are_skipped_and_the_first_is_shown(write, chatml, capsys):
         load_pairs([write(rows[1])], chatml, bad_rows="skip")
 
 
-def test_equal_responses_are_counted(write, chatml, capsys):
-    assert len(load_pairs([write(row(), row(chosen="5"))], chatml)) == 2
-    assert capsys.readouterr().err == "data: of 2 rows, 1 whose chosen response equals the rejected one\n"
+def test_equal_responses_are_skipped_and_counted(write, chatml, capsys):
+    (pair,) = load_pairs([write(row(chosen="5"), row())], chatml)
+    assert pair.source.endswith("rows.jsonl:2")
+    assert capsys.readouterr().err == "data: of 2 rows, 1 skipped, chosen equals rejected\n"
+    with pytest.raises(ValueError, match=r"^data: none of the 2 rows .*2 skipped, chosen equals rejected"):
+        load_pairs([write(row(chosen="5"), row(chosen="5"))], chatml)
+    length = len(pair.prompt_ids) + 1  # truncated to one token, both responses are equal
+    with pytest.raises(ValueError, match=f"^max_length={length}: none of the 1 rows .*1 skipped, chosen equals"):
+        load_pairs([write(row(chosen="12", rejected="13"))], chatml, max_length=length)
 
 
 def test_a_users_transform(write, chatml, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from data.chat import Trained
 from data.rows.sft import load_examples
 
 USER = {"role": "user", "content": "2+2="}
@@ -27,7 +28,6 @@ KINDS_OF_ROWS = [
     ({"messages": [USER, ANSWER]}, OPENING + "\n", "4<|im_end|>"),
     ({"prompt": "2+2=", "completion": "4"}, "2+2=", "4<|endoftext|>"),
     ({"prompt": "2+2=", "completion": "4<|endoftext|>"}, "2+2=", "4<|endoftext|>"),
-    ({"prompt": "2+2=", "completion": ""}, "2+2=", "<|endoftext|>"),
     ({"prompt": [USER], "completion": "4"}, OPENING + "\n", "4<|im_end|>"),
     ({"prompt": [USER], "completion": [ANSWER]}, OPENING + "\n", "4<|im_end|>"),
     ({"text": "abc"}, "a", "bc<|endoftext|>"),
@@ -75,7 +75,6 @@ METASPACE = [  # prompt, completion, and the pieces before and after the start o
     ("a", "bc", ["_a"], ["bc"]),
     ("2 a", "b", ["_", "2"], ["_ab"]),  # _ab straddles
     ("2+2=", "4</s>", ["_", "2", "+", "2", "="], ["4"]),  # not a second eos
-    ("2+2=</s>", "", ["_", "2", "+", "2", "=", "</s>"], []),  # but the prompt's eos is not trained
 ]
 
 
@@ -142,6 +141,26 @@ def test_truncated_and_skipped_rows_are_counted(write, chatml, capsys):
 def test_a_conversation_without_an_answer_is_skipped(write, chatml, capsys):
     assert len(load_examples([write({"messages": [USER]}, {"messages": [USER, ANSWER]})], chatml)) == 1
     assert "skipped 1 of 2" in capsys.readouterr().err
+
+
+def test_rows_with_an_empty_answer_are_skipped_and_counted(write, chatml, capsys):
+    blank = {"role": "assistant", "content": " "}
+    empty = [
+        {"messages": [USER, blank]},
+        {"messages": [USER, ANSWER, USER, blank]},
+        {"prompt": "2+2=", "completion": ""},
+        {"prompt": [USER], "completion": ""},
+        {"prompt": [USER], "completion": [blank]},
+    ]
+    kept = [
+        {"messages": [USER, ANSWER]},
+        {"prompt": [USER, blank, USER], "completion": "4"},  # context is not trained
+    ]
+    assert len(load_examples([write(*empty, *kept)], chatml)) == 2
+    assert capsys.readouterr().err == "data: of 7 rows, 5 skipped, an answer is empty\n"
+    with pytest.raises(ValueError, match=r"^data: none of the 5 rows .*5 skipped, an answer is empty"):
+        load_examples([write(*empty)], chatml)
+    assert len(load_examples([write(empty[0])], chatml, trained=Trained(roles=("user",)))) == 1
 
 
 def test_system_prompt(write, chatml):

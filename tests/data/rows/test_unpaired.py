@@ -70,9 +70,10 @@ def test_rows_of_a_single_label_are_logged(load, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_equal_responses_of_pairs_are_counted(load, capsys):
-    load([{"prompt": "2+2?", "chosen": "4", "rejected": "4"}, {"prompt": "2+2?", "chosen": "4", "rejected": "5"}])
-    assert capsys.readouterr().err == "data: of 2 rows, 1 whose chosen response equals the rejected one\n"
+def test_equal_responses_of_pairs_are_skipped_and_counted(load, capsys):
+    pairs = [{"prompt": "2+2?", "chosen": "4", "rejected": "4"}, {"prompt": "2+2?", "chosen": "4", "rejected": "5"}]
+    assert len(load(pairs)) == 2
+    assert capsys.readouterr().err == "data: of 2 rows, 1 skipped, chosen equals rejected\n"
 
 
 def test_sharegpt_rows(load):
@@ -156,7 +157,8 @@ BAD_ROWS = [
     ("auto", {"prompt": "q", "completion": [GOOD], "label": True}, "'completion' is a list, not text"),
     ("auto", {"completion": [GOOD], "label": True}, "'completion' has one message"),
     ("auto", {"messages": [GOOD, USER], "label": True}, "'messages' ends with a user message"),
-    ("auto", {"prompt": "q", "label": True}, "has no 'messages'"),
+    ("auto", {"prompt": "q", "label": True}, "has no 'completion' .*'label'.*'messages'.*columns: prompt, label"),
+    ("auto", {"prompt": "q", "answer": "4"}, "has no 'completion' .*'label'.* are for --method grpo"),
     ("chatml.argilla", {"instruction": "q", "label": True}, "has no 'completion'"),
     ("chatml.argilla_chat", {"completion": [GOOD], "label": True}, "has no 'chosen'"),
     ("chatml.argilla_chat", {"completion": "a", "label": True}, "'completion' is a str, not a list of messages"),

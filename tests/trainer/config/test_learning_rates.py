@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 import yaml
 
-import trainer.run.run
 from data.command.flags import config_to_tree
 from tests.entry import ROOT
 from trainer import cli
 from trainer.__main__ import main
 from trainer.config.blocks import LoraConfig, MethodConfig, OptimConfig
-from trainer.config.learning_rates import far_off, rates_of
+from trainer.config.learning_rates import FAR_OFF_SMALL, far_off, rates_of, small_model_rates
 
 RECIPES = ROOT / "trainer" / "recipes"
 PUBLISHED = {  # (all weights, LoRA), as docs/quickstart.md has them
@@ -51,6 +50,8 @@ def test_tiny_recipes_keep_their_own_rates():
     for method in cli.method_names():
         written = float(yaml.safe_load((RECIPES / f"{method}_tiny.yaml").read_text())["learning_rate"])
         assert parse(method, "--lora.r", "4").optim.learning_rate == written
+        assert small_model_rates(cli.load_method(method).Config).full == written
+        assert written > FAR_OFF_SMALL * PUBLISHED[method][0]  # the default of larger models gets a note
 
 
 def test_a_method_that_extends_a_built_in_method_has_its_rates():
@@ -58,35 +59,46 @@ def test_a_method_that_extends_a_built_in_method_has_its_rates():
     assert rates_of(MethodConfig) is None and rates_of(OptimConfig) is None
 
 
+FULL = "the default of this method for all weights"
+LORA = "the default of this method with LoRA (for all weights it is"
+SMALL = "the rate for models under 50 M parameters"
+
+
 @pytest.mark.parametrize(
-    ("method", "rank", "rate", "text"),
+    ("method", "rank", "rate", "num_parameters", "text"),
     [
-        ("grpo", 0, 1e-6, None),
-        ("grpo", 0, 2e-5, None),
-        ("grpo", 0, 4e-5, "learning_rate=4e-05: 40 times above 1e-06, the default of this method for all weights"),
-        ("sft", 0, 5e-7, "learning_rate=5e-07: 40 times below 2e-05, the default of this method for all weights"),
-        ("grpo", 16, 1e-5, None),
-        ("grpo", 16, 2e-6, None),
-        ("grpo", 16, 1e-6, "learning_rate=1e-06: 10 times below 1e-05, the default of this method with LoRA (for all "
-                           "weights it is 1e-06)"),
-        ("sft", 16, 1e-2, "learning_rate=0.01: 50 times above 0.0002, the default of this method with LoRA (for all "
-                          "weights it is 2e-05)"),
+        ("grpo", 0, 1e-6, 10**8, None),
+        ("grpo", 0, 2e-5, 10**8, None),
+        ("grpo", 0, 4e-5, 10**8, f"learning_rate=4e-05: 40 times above 1e-06, {FULL}"),
+        ("sft", 0, 5e-7, 10**8, f"learning_rate=5e-07: 40 times below 2e-05, {FULL}"),
+        ("grpo", 16, 1e-5, 10**8, None),
+        ("grpo", 16, 2e-6, 10**8, None),
+        ("grpo", 16, 1e-6, 10**8, f"learning_rate=1e-06: 10 times below 1e-05, {LORA} 1e-06)"),
+        ("sft", 16, 1e-2, 10**8, f"learning_rate=0.01: 50 times above 0.0002, {LORA} 2e-05)"),
+        ("sft", 0, 3e-4, 10**6, None),
+        ("sft", 0, 2e-5, 10**6, f"learning_rate=2e-05: 15 times below 0.0003, {SMALL} for all weights"),
+        ("sft", 0, 1e-2, 10**6, f"learning_rate=0.01: 33.3 times above 0.0003, {SMALL} for all weights"),
+        ("grpo", 8, 2e-3, 10**6, None),
+        ("grpo", 8, 1e-5, 10**6,
+         f"learning_rate=1e-05: 200 times below 0.002, {SMALL} with LoRA (for all weights it is 0.0002)"),
     ],
 )  # fmt: skip
-def test_a_rate_that_is_far_off_is_told_with_both_numbers(method, rank, rate, text):
+def test_a_rate_that_is_far_off_is_told_with_both_numbers(method, rank, rate, num_parameters, text):
     cfg = parse(method, "--model", "m", "--data", "d")
     cfg = replace(cfg, optim=OptimConfig(learning_rate=rate), lora=LoraConfig(r=rank))
-    assert far_off(cfg) == text
+    assert far_off(cfg, num_parameters) == text
+
+
+def test_a_method_that_extends_a_built_in_method_has_its_rate_for_small_models():
+    extended = type("Config", (cli.load_method("grpo").Config,), {"__module__": "my_algo"})
+    assert small_model_rates(extended) == (2e-4, 2e-3) and small_model_rates(MethodConfig) is None
 
 
 def test_a_run_saves_the_rate_it_used_and_tells_a_far_one(tmp_path, monkeypatch, capsys):
-    """The embedded model is too small to be told anything, as its own recipes have higher rates, unless it counts."""
     monkeypatch.chdir(tmp_path)
     base = ["--method", "sft", "--model", "builtin:tiny", "--data", "task:addition:size=8", "--lora.r", "4",
-            "--max-steps", "1", "--save-steps", "0", "--learning-rate", "0.02"]  # fmt: skip
-    for name, size in (("a", trainer.run.run.SMALL_MODEL), ("b", 0)):
-        monkeypatch.setattr(trainer.run.run, "SMALL_MODEL", size)
-        assert main([*base, "--output-dir", name]) == 0
-        said = capsys.readouterr()
-        assert ("100 times above 0.0002" in said.out + said.err) == (name == "b"), name
-    assert yaml.safe_load((tmp_path / "b" / "config.yaml").read_text())["learning_rate"] == 0.02
+            "--max-steps", "1", "--save-steps", "0", "--output-dir"]  # fmt: skip
+    assert main([*base, "a", "--learning-rate", "0.06"]) == 0
+    said = capsys.readouterr()
+    assert "20 times above 0.003" in said.out + said.err
+    assert yaml.safe_load((tmp_path / "a" / "config.yaml").read_text())["learning_rate"] == 0.06

@@ -86,9 +86,9 @@ REASON = "nothing to learn: "
         (PAIR | {"reward/accuracy": 0.75, "reward/margin": 0.3}, "accuracy 0.750  margin 0.300  loss 0.500"),
         (PAIR, "chosen 0.100  rejected -0.200  loss 0.500"),  # kto
         ({"reward/step_accuracy": 0.5, "loss/total": 0.5}, "accuracy 0.500  loss 0.500"),  # prm
-        (SOLVED | {"reward/f/mean": 1.0, "reward/g/mean": 1.0}, f"length 3.40  {REASON}every group is solved"),
-        (SOLVED | {"reward/f/mean": 0.0}, f"length 3.40  {REASON}every completion failed"),
-        (SOLVED | {"reward/f/mean": 0.5}, f"length 3.40  {REASON}equal rewards within every group"),
+        (SOLVED | {"reward/mean": 1.0, "reward/std": 0.0}, f"length 3.40  {REASON}every completion got reward 1.00"),
+        (SOLVED | {"reward/mean": 0.0, "reward/std": 0.0}, f"length 3.40  {REASON}every completion got reward 0"),
+        (SOLVED | {"reward/std": 0.5}, f"length 3.40  {REASON}equal rewards within every group"),
         (SOLVED | {"optim/grad_norm": 0.1}, "grad norm 0.100  tokens/s 0"),  # replayed groups, or a KL term
     ],
 )

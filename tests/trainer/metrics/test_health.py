@@ -67,6 +67,38 @@ def test_thresholds():
         assert watch_constant(**{metric: outside}) == {name}
 
 
+def test_equal_rewards_in_a_group_are_no_warning_if_something_else_gives_the_signal():
+    assert watch_constant(**{"reward/zero_std_frac": 1.0, "value/mean": 0.4}) == set()  # PPO's critic
+    equal = {"reward/zero_std_frac": 1.0, "reward/std": 0.0}
+    assert watch_constant(**equal, **{"policy/reverse_kl": 0.4}) == set()  # a teacher
+    assert watch_constant(**equal, **{"reward/judge/mean": 0.5}) == set()  # --judge: other functions are only logged
+    assert watch_constant(**equal) == {"zero_std", "reward_std_low"}
+
+
+def test_a_reward_model_that_rises_alone_may_be_exploited():
+    def last_step(model: tuple[float, float], held_out: dict[str, tuple[float, float]]) -> Watch:
+        """Return the watch after 20 steps between two evaluations."""
+        watch = Watch()
+        watch.observe(0, {f"eval/{name}/mean": before for name, (before, _) in held_out.items()})
+        for step in range(1, 21):
+            reward = model[0] + (model[1] - model[0]) * step / 20
+            evaluation = {f"eval/{name}/mean": after for name, (_, after) in held_out.items()} if step == 20 else {}
+            watch.observe(step, HEALTHY | {"reward/model/mean": reward} | evaluation)
+        return watch
+
+    watch = last_step((0.2, 2.0), {"model": (0.2, 2.0), "exact_match": (0.41, 0.37)})
+    message = watch.firing["reward_hacking"].message
+    assert "held-out exact_match" in message and "0.41 before, 0.37 now" in message and "to 1.82 in" in message
+    assert "reward_hacking" in last_step((0.2, 2.0), {"model": (1.5, 1.4)}).firing
+    for model, held_out in (
+        ((0.2, 2.0), {"model": (0.2, 2.0), "exact_match": (0.4, 0.6)}),  # both rise
+        ((0.2, 2.0), {"model": (0.2, 2.0), "exact_match": (1.0, 1.0)}),  # cannot rise
+        ((0.2, 0.2), {"exact_match": (0.4, 0.3)}),  # the reward model does not rise
+        ((0.2, 2.0), {}),  # nothing is held out
+    ):
+        assert not last_step(model, held_out).firing
+
+
 def test_messages_are_one_sentence_with_advice():
     watch = Watch()
     bad = {
@@ -89,6 +121,7 @@ def test_messages_are_one_sentence_with_advice():
         assert finding.level == "warning" and ": " in finding.message and "\n" not in finding.message
         assert "--" in finding.message
     assert {f.name: f.value for f in shown}["ref_kl_high"] == 3.0
+    assert "raise --warmup-ratio" in watch.firing["grad_norm_high"].message  # it may be set already
 
 
 @pytest.mark.parametrize("shift", [2.0, -2.0])

@@ -136,8 +136,8 @@ def _check_before_import(name: str, argv: Sequence[str], file_tree: Mapping[str,
     """Raise for unknown flags and keys and, if `files`, for files and folders that do not exist."""
     mistakes: list[str] = []
     table = with_old_flags(source_flags(f"trainer.methods.{name}"))
-    values = read_tree(file_tree, table, str(_peek(argv, "config")), mistakes)
-    values |= read_argv(argv, table | CONFIG, mistakes)
+    values = read_tree(file_tree, table, str(_peek(argv, "config")), mistakes, methods_with)
+    values |= read_argv(argv, table | CONFIG, mistakes, methods_with)
     for key, given in values.items() if files else ():
         for word in given.words:
             try:
@@ -273,7 +273,7 @@ def _module_hint(name: str) -> str:
 
 def methods_with(key: str) -> str:
     """Return the hint for a flag that only other methods have, or ""."""
-    names = [name for name in method_names() if key in flag_table(load_method(name).Config)]
+    names = [name for name in method_names() if key in source_flags(f"trainer.methods.{name}")]
     return f"it is a flag of {', '.join(names)}" if names else ""
 
 

@@ -19,6 +19,7 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -113,6 +114,15 @@ def import_name(call: Callable[..., Any]) -> str:
     module, name = named.__module__, named.__qualname__
     imported = getattr(sys.modules.get(module), name, None) if module != "__main__" else None
     return f"{module}.{name}" if imported is call else f"{PYTHON}:{module}.{name}"
+
+
+def name_of(call: Callable[..., Any]) -> str:
+    """Return FILE.py:name for errors; a partial has the name of its function."""
+    while isinstance(call, partial):
+        call = call.func
+    named = call if hasattr(call, "__qualname__") else type(call)
+    home = getattr(sys.modules.get(named.__module__), "__file__", None) or named.__module__
+    return f"{Path(home).name}:{named.__qualname__}"
 
 
 def find_record(flag: str, spec: str | Callable[..., Any], known: Mapping[str, R], kind: type[R], what: str) -> R:

@@ -81,11 +81,7 @@ class PolicyLoss:
         """The loss of each token, before weights and average, and its metrics."""
         assert self.loss is not None, "trainer/methods/grpo.py writes out the clip"
         result = self.loss(t, **options)
-        loss, metrics = result if isinstance(result, tuple) else (result, {})
-        if loss.shape != t.logp.shape:
-            shapes = f"{tuple(loss.shape)} for {tuple(t.logp.shape)} tokens"
-            raise ValueError(f"loss_type={getattr(self.loss, '__name__', self.loss)}: returned shape {shapes}")
-        return loss, dict(metrics)
+        return (result[0], dict(result[1])) if isinstance(result, tuple) else (result, {})
 
     __call__ = of_tokens  # --loss-type my_module.my_record: user code must be callable
 

@@ -23,19 +23,17 @@ from torch import Tensor
 
 from losses.types import Metrics, wide
 
-MAX_EXPONENT = 40.0  # exp(40) is 2e17 and its square 6e34: beyond it, squared losses would overflow fp32
+MAX_EXPONENT = 40.0  # exp(40) is 2e17 and its square 6e34: far above it, squared losses would overflow fp32
 
 
 def capped_expm1(
     x: Tensor,  # (...)
 ) -> Tensor:  # (...)
-    """exp(x) - 1, exact up to 40 nats. Above 40, value and slope are constant.
+    """exp(x) - 1 up to 40 nats, and its tangent at 40 above.
 
-    A plain clamp would have slope 0 there and ignore exactly the worst pairs.
+    A plain clamp would ignore the worst pairs, and lose the order of a pair with both log-ratios above 40.
     """
-    low = x.clamp(max=MAX_EXPONENT)
-    slope = math.exp(MAX_EXPONENT) * F.relu(x - MAX_EXPONENT)  # 0 up to the cap
-    return torch.expm1(low) + (slope - slope.detach())
+    return torch.expm1(x.clamp(max=MAX_EXPONENT)) + math.exp(MAX_EXPONENT) * F.relu(x - MAX_EXPONENT)
 
 
 # f-divergences (f-DPO, Wang et al. 2023, arXiv:2309.16240), in the sign convention of TRL 1.x: all increase with x.
@@ -154,7 +152,9 @@ def ipo(s: PairScores, *, beta: float) -> Tensor:  # (B,)
 
     Scores are per token, as the authors confirmed: with sums, the target margin would mean less for longer pairs.
     """
-    return (s.mean_delta - 1 / (2 * beta)).square()
+    limit, delta = math.exp(MAX_EXPONENT), s.mean_delta
+    delta = delta.detach().clamp(-limit, limit) + (delta - delta.detach())  # the square is finite and has a slope
+    return (delta - 1 / (2 * beta)).square()
 
 
 def exo_pair(s: PairScores, *, beta: float, label_smoothing: float) -> Tensor:  # (B,)

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from data.command.flags import config_to_tree
+from data.errors import UserError
 from data.show import main as show
 from data.user_code import import_beside
 from losses.advantage import group_advantage, moments, weighted_sum
@@ -46,6 +47,7 @@ from trainer.cli import parse
 from trainer.config.groups import AdvantageConfig
 from trainer.config.policy import PolicyLossConfig
 from trainer.methods.grpo import backward
+from trainer.policy.logps import token_loss
 from trainer.rl import rollouts
 
 EXAMPLES = ROOT / "docs" / "examples"
@@ -179,6 +181,18 @@ def soft(t, *, epsilon: float = 0.2, sharpness: float):
 
 def wrong(t):
     return -t.advantage * t.total_log_ratio
+
+
+def detached(t):
+    return (-t.advantage * t.logp).detach(), {}
+
+
+def none(t):
+    -t.advantage * t.logp
+
+
+def summed(t):
+    return (-t.advantage * t.logp).sum()
 """
 
 
@@ -206,6 +220,21 @@ def test_a_loss_without_a_declared_ratio_of_completions_fails_if_it_reads_it(tmp
     cfg.policy_loss = PolicyLossConfig(loss_type="own.wrong")
     with pytest.raises((AttributeError, TypeError)):
         step(cfg)
+
+
+def test_a_loss_without_a_gradient_is_named(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    for name, found in (("detached", "without a gradient"), ("none", "NoneType"), ("summed", r"shape \(\)")):
+        with pytest.raises(UserError, match=f"^own.py:{name}: returned .*{found}"):
+            step(make_config(loss_type=f"own.{name}", beta=0.1, epsilon=0.2))  # the KL term has a gradient
+    cfg, policy = make_config(num_iterations=1), make_policy()
+    batch = prepare(cfg, policy, make_completions(), ADVANTAGE)
+    for loss in (lambda cfg, t, batch, divisor: None, lambda cfg, t, batch, divisor: (t.logp.detach().sum(), {})):
+        with pytest.raises(UserError, match="^test_extending.py:.*lambda.*: returned "):
+            backward(cfg, policy, batch, loss=loss)
+        with pytest.raises(UserError, match="^test_extending.py:.*lambda.*: returned "):
+            token_loss(policy, batch.micro_batches[0].batch, lambda tokens, rows, loss=loss: loss(cfg, tokens, None, 1))
 
 
 def test_the_second_minibatch_of_a_rollout_has_a_ratio():

@@ -328,7 +328,7 @@ TRANSFORMS = {  # name -> (transform, formula, the exponent that is capped)
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_divergences_match_the_formula_up_to_forty_nats_and_then_keep_value_and_slope(name):
+def test_divergences_match_the_formula_up_to_forty_nats_and_then_its_tangent(name):
     transform, formula, exponent = TRANSFORMS[name]
     exact = EXTREMES.clone().requires_grad_()
     want = formula(exact)
@@ -338,13 +338,26 @@ def test_divergences_match_the_formula_up_to_forty_nats_and_then_keep_value_and_
         capped = exponent(EXTREMES) > MAX_EXPONENT
         edge = EXTREMES[(exponent(EXTREMES) - MAX_EXPONENT).abs().argmin()].clone().requires_grad_()
         at_edge = formula(edge)
-        want = torch.where(capped, at_edge.detach(), want)
         slope = torch.where(capped, torch.autograd.grad(at_edge, edge)[0], slope)
+        want = torch.where(capped, at_edge.detach() + slope * (EXTREMES - edge.detach()), want)
     x = EXTREMES.float().requires_grad_()
     got = transform(x)
     torch.testing.assert_close(got.double().detach(), want, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(torch.autograd.grad(got.sum(), x)[0].double(), slope, rtol=1e-5, atol=1e-7)
     assert capped.any() == (exponent is not None)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "sigmoid_norm", "hinge"])
+@pytest.mark.parametrize("c", [-90.0, -120.0, -1e3])
+def test_a_pair_with_both_log_ratios_beyond_the_cap_keeps_its_order(c, name):
+    """As in the formula, loss and gradient are 0 if c > r, and the loss is huge if c < r."""
+    for divergence in (forward_kl, alpha_divergence):
+        right, wrong = extreme_scores(c, c - 15, divergence), extreme_scores(c - 15, c, divergence)
+        loss = run(right, name).terms[name].sum
+        assert loss.item() == 0.0 and all(grad.item() == 0.0 for grad in gradients(right, loss))
+        loss = run(wrong, name).terms[name].sum
+        grad_w, grad_l = gradients(wrong, loss)
+        assert loss.item() > 1e16 and grad_w.item() == -grad_l.item() < -1e15
 
 
 @pytest.mark.parametrize("c", [-39.0, -45.0, -1e3])

@@ -28,7 +28,7 @@ from losses.types import Metrics
 from trainer.config.groups import PolicyGradientConfig
 from trainer.config.sampling import SamplingConfig
 from trainer.metrics.metrics import MetricSums
-from trainer.policy.logps import Policy, reference_logps, token_loss
+from trainer.policy.logps import Policy, call_loss, reference_logps, token_loss
 from trainer.rl.lookahead import look_ahead
 from trainer.rl.minibatch import MicroBatch, MiniBatch, has_kl_term, passes, policy_logps
 from trainer.rl.rollouts import Rollouts, open_rewards
@@ -111,7 +111,7 @@ def backward(
         def loss_of(tokens: TokenLogps, rows: Tensor, mb=mb) -> tuple[Tensor, tuple[Metrics, Tensor]]:
             t = mb.at(rows)  # the columns of n tokens, whose logits exist only during this call
             t.logp, t.entropy = tokens  # (n,) with gradient
-            total, metrics = (loss or policy_loss)(cfg, t, batch, divisor)
+            total, metrics = call_loss(loss or policy_loss, (), cfg, t, batch, divisor)
             return total, (metrics, tokens.logp.detach())
 
         states_loss = value_loss and partial(value_loss, sums, mb)
@@ -151,7 +151,7 @@ def policy_loss(
             loss = torch.where(advantage < 0, torch.minimum(loss, -cap * advantage), loss)
         metrics = clip_metrics(ratio, advantage, low=low, high=high, cap=cap)
     else:  # --loss-type cispo, sapo, vespo, reinforce, or yours: losses/policy.py
-        loss, metrics = options.loss.of_tokens(t, **options.loss_options)
+        loss, metrics = call_loss(options.loss, logp.shape, t, **options.loss_options)
 
     weight = torch.ones_like(here)  # (n,) without gradient
     if correction.is_on and options.loss.ratio != "weight":  # on by default; vespo's own weight includes it

@@ -80,8 +80,9 @@ MESSAGES = {
     "{todo}",
     "grad_norm_high": f"gradient norm is {{v:.1f}} before clipping (want < {GRAD_NORM_HIGH:g}), so training is "
     "unstable: lower --learning-rate, raise --warmup-ratio, or raise the batch size",
-    "grad_norm_zero": "gradient norm is exactly 0 although rewards differ: check that the model has trainable weights "
-    "and that the loss mask covers the completions",
+    "grad_norm_zero": "gradient norm is exactly 0, so no weight changes: check that advantages are not all 0, that the "
+    "loss has a gradient, that masks and filters keep some tokens, that chosen and rejected answers differ, and that "
+    "the model has trainable weights",
     "groups_skipped": "gradient norm is 0 because in every group all completions got the same reward: use harder "
     "or easier data, or more --num-generations",
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from data.errors import UserError
 from data.packing import Batch, Item, make_batches
 from data.strided import StridedBatch
+from data.user_code import name_of
 from kernels.linear_logprob import LossFn, TokenLogps, linear_log_collision, linear_logprob, linear_logprob_loss
 from trainer.config.errors import first_line
 from trainer.files.tensor_files import TensorFiles
@@ -107,6 +109,7 @@ def token_loss(
     With context parallelism each rank computes the loss of all tokens, without that saving and without `states_loss`.
     """
     lm = causal_lm(policy.model)
+    loss_fn = partial(call_loss, loss_fn, ())
     if is_sliced(lm.config):
         assert states_loss is None, "no rank has the states of all tokens"
         tokens = token_logps(policy, batch, temperature=temperature)
@@ -118,6 +121,21 @@ def token_loss(
         skip=sparse or skips(policy), **head_of(lm),
     )  # fmt: skip
     return total if states_loss is None else total + states_loss(hidden), outputs
+
+
+def call_loss(loss_fn: Callable[..., Any], shape: Sequence[int], /, *args: Any, **options: Any) -> tuple[Tensor, Any]:
+    """Return the loss and the other output of `loss_fn`; raise if the loss has another shape or no gradient."""
+    result = loss_fn(*args, **options)
+    loss, output = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not isinstance(loss, Tensor):
+        found = f"{type(loss).__name__} instead of a tensor"
+    elif loss.shape != torch.Size(shape):
+        found = f"shape {tuple(loss.shape)} instead of {tuple(shape)}"
+    elif torch.is_grad_enabled() and not loss.requires_grad:
+        found = "a loss without a gradient; compute it from log-probs, without detach() or torch.no_grad()"
+    else:
+        return loss, output
+    raise UserError(f"{name_of(getattr(loss_fn, 'loss', loss_fn))}: returned {found}")  # .loss: of a PolicyLoss
 
 
 def skips(policy: Policy) -> bool:

@@ -11,6 +11,7 @@ Dynamic sampling and replay use the same estimator to find groups without signal
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from data.errors import UserError
 from data.types import Prompt
+from data.user_code import name_of
 from losses.advantage import NOTHING, Advantage, Rewards, nan_std, overlong_penalty, weighted_sum
 from losses.kl import k1, reward_minus_kl
 from rollout.engine import Completion, Group
@@ -218,14 +220,20 @@ class Groups:
         """Return the advantages. All ranks call it: together, their groups are the rollout."""
         rollout = replace(rollout, all_sum=all_sum)
         if kl is not None:  # --kl-in-reward
+            if not kl.isfinite().all():  # NaN would mean that the completion has no reward
+                raise UserError("kl_in_reward=True: a KL is not finite; check the weights of --model and --ref-model")
             reward = rollout.reward
             rollout.reward = reward_minus_kl(reward, kl.view_as(reward).to(reward), beta=self.cfg.policy_loss.beta)
-        return checked_advantage(self.estimate(rollout), rollout)
+        return self._estimate(rollout)
+
+    def _estimate(self, rollout: Rollout) -> Advantages:
+        # A method's own estimator calls the one of --advantage-estimator if the flag is set.
+        function = self.estimate if self.cfg.advantage.is_default else self.cfg.advantage.estimate
+        return checked_advantage(self.estimate(rollout), rollout, function)
 
     def _advantage_alone(self, group: Group) -> Tensor:  # (any,)
         """The advantage of a single group, on rank 0."""
-        rollout = self._rollout([group])
-        advantage = checked_advantage(self.estimate(rollout), rollout)
+        advantage = self._estimate(self._rollout([group]))
         return advantage if isinstance(advantage, Tensor) else torch.tensor([x for values in advantage for x in values])
 
     def _has_signal(self, group: Group) -> bool:
@@ -261,23 +269,34 @@ class Groups:
         return {"rollout/replayed_groups": float(replayed), "rollout/replay_size": float(len(self.replay))}
 
 
-def checked_advantage(advantage: Advantage, rollout: Rollout) -> Advantages:
-    """Check and flatten what an estimator returned; NaN becomes 0."""
+def checked_advantage(advantage: Advantage, rollout: Rollout, estimator: Estimator) -> Advantages:
+    """Check and flatten what the estimator returned; NaN becomes 0 for a completion that lacks a reward."""
+
+    def error(returned: str) -> UserError:
+        return UserError(f"advantage_estimator={name_of(estimator)}: returned {returned}")
+
     shape = (len(rollout.groups), len(rollout.groups[0].completions)) if rollout.groups else (0, 0)
     if isinstance(advantage, Tensor):
         if tuple(advantage.shape) != shape and rollout.groups:
-            raise UserError(
-                f"advantage_estimator: returned shape {tuple(advantage.shape)} for (groups, completions) = {shape}"
+            raise error(f"shape {tuple(advantage.shape)} for (groups, completions) = {shape}")
+        rows = advantage.reshape(-1, 1).tolist()
+    elif isinstance(advantage, Sequence):
+        rows = [torch.as_tensor(values).tolist() for values in advantage]
+        found, lengths = [len(row) for row in rows], [len(completion.ids) for completion in rollout.completions]
+        if found != lengths:
+            raise error(
+                f"{len(rows)} lists of lengths {found[:4]}..; one number per token needs {len(lengths)} lists of "
+                f"lengths {lengths[:4]}.."
             )
+    else:
+        raise error(f"{type(advantage).__name__}; return a tensor of shape {shape}")
+    for index, (row, rewards) in enumerate(zip(rows, rollout.values, strict=True)):
+        odd = next((x for x in row if not math.isfinite(x)), 0.0)
+        if math.isinf(odd) or (math.isnan(odd) and rewards and None not in rewards):
+            raise error(f"{odd} for completion {index}, although it has rewards {rewards}; return finite numbers")
+    if isinstance(advantage, Tensor):
         return torch.where(advantage.isnan(), 0.0, advantage).flatten()
-    rows = [[0.0 if x != x else x for x in torch.as_tensor(values).tolist()] for values in advantage]
-    lengths = [len(completion.ids) for completion in rollout.completions]
-    if [len(row) for row in rows] != lengths:
-        raise UserError(
-            f"advantage_estimator: returned {len(rows)} lists of lengths {[len(row) for row in rows][:4]}..; one "
-            f"number per token needs {len(lengths)} lists of lengths {lengths[:4]}.."
-        )
-    return rows
+    return [[0.0 if x != x else x for x in row] for row in rows]
 
 
 def per_completion(advantage: Advantages) -> list[float]:

@@ -187,6 +187,9 @@ def test_zero_gradient_is_information_only_when_every_group_was_skipped():
         watch.observe(step, HEALTHY | skipped)
     assert watch.firing["groups_skipped"].level == "info" and "grad_norm_zero" not in watch.firing
     assert watch_constant(**{"optim/grad_norm": 0.0}) == {"grad_norm_zero"}
+    for step in range(1, 6):  # a run on rows has no rewards
+        watch.observe(step, {"loss/total": 0.7, "optim/grad_norm": 0.0})
+    assert watch.firing["grad_norm_zero"].level == "warning" and "reward" not in watch.firing["grad_norm_zero"].message
     assert watch_constant(**{"optim/grad_norm": 0.0, "reward/zero_std_frac": 0.9}) == {"zero_std", "grad_norm_zero"}
 
 

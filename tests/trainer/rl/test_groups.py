@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from data.errors import UserError
 from data.loader import Loader
 from data.types import Prompt
 from rollout.engine import Completion
@@ -167,6 +168,37 @@ def test_the_sum_ignores_rewards_that_do_not_apply():
     rollout = rollout_of([[[1.0, None], [0.0, 2.0], [None, None]]], [1.0, 0.5])
     assert rollout.reward[0, :2].tolist() == [1.0, 1.0] and math.isnan(rollout.reward[0, 2])
     assert advantages(settings(), rollout).tolist() == [[0.0, 0.0, 0.0]]
+
+
+def test_advantages_are_nan_only_where_a_reward_is_missing():
+    def fill(value):
+        return lambda r: torch.where(r.reward.isnan(), math.nan, value)
+
+    def as_rows(values):
+        return lambda r: [row.tolist() for row in values(r).view(-1, 1)]
+
+    def estimate(function, group):
+        cfg = settings(AdvantageConfig(advantage_estimator=function))
+        rollout = rollout_of([group], [1.0])
+        rollout.groups[0].completions[:] = [Scripted([]).completion("y") for _ in group]
+        return Groups(cfg, None, SimpleNamespace(names=[]), None).advantage(rollout)
+
+    missing, full = [[1.0], [None], [0.0]], [[1.0], [0.5], [0.0]]
+    assert estimate(fill(2.0), missing).tolist() == [2.0, 0.0, 2.0]
+    assert estimate(as_rows(fill(2.0)), missing) == [[2.0], [0.0], [2.0]]
+    for function, group, found in (
+        (fill(math.nan), full, "nan for completion 0"),
+        (as_rows(fill(math.nan)), full, "nan for completion 0"),
+        (lambda r: r.reward - r.reward.mean(), missing, "nan for completion 0"),  # nanmean would skip the missing one
+        (lambda r: r.reward / 0, full, "inf for completion 0"),
+        (lambda r: None, full, "NoneType"),
+        (lambda r: r.reward[0], full, "shape"),
+    ):
+        with pytest.raises(UserError, match=f"advantage_estimator=test_groups.py:.*lambda.*: returned {found}"):
+            estimate(function, group)
+    kl = torch.tensor([0.0, math.nan, 0.0])
+    with pytest.raises(UserError, match="kl_in_reward"):
+        advantages(settings(AdvantageConfig(kl_in_reward=True)), rollout_of([full], [1.0]), kl)
 
 
 def test_a_rank_without_groups_has_empty_rewards():

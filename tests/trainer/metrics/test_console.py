@@ -197,7 +197,7 @@ def test_evaluation_lines_compare_first_and_last():
 
 
 def test_one_live_line_in_a_notebook():
-    """Jupyter's stream is no terminal, but overwrites a line after a carriage return."""
+    """Jupyter's stream is not a terminal, but overwrites a line after a carriage return."""
     out = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
     console = Console(3, 0, "t", stream=out)
     console.start()

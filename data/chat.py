@@ -655,12 +655,18 @@ def _render_text(
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Tokenise without BOS or EOS; special tokens between two marks (apply_template) become plain text."""
     ids: list[int] = []
+    parts: list[str | None] = [text]
+    if _PLAIN in text:  # text, marked token, text, ...; None for one mark, if the template split its input there
+        tokens = _special_tokens(tokenizer, len(tokenizer)).pattern
+        parts = re.split(f"{_PLAIN}({tokens}){_PLAIN}|{_PLAIN}", text)
     try:
-        for i, part in enumerate(text.split(_PLAIN)):
+        for i, part in enumerate(parts):
+            if part is None:
+                continue
             options = {"split_special_tokens": True} if i % 2 else {}
             # not verbose: the loaders report texts that are too long
             ids += tokenizer(part, add_special_tokens=False, verbose=False, **options)["input_ids"]
-            if options and part and tokenizer.convert_tokens_to_ids(part) in ids[-1:]:
+            if options and tokenizer.convert_tokens_to_ids(part) in ids[-1:]:
                 raise UserError(
                     f"the text contains {part!r}, which the tokenizer cannot write as plain text; remove it"
                 )

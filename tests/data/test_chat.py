@@ -196,6 +196,17 @@ def test_masks_do_not_end_at_a_forged_end_of_turn(chatml):
     assert list_unwritten(chatml, TURNS, None) == []
 
 
+def test_a_template_may_split_its_input_at_a_special_token(templated):
+    tokenizer = templated("QWEN3")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
+    ids = render_prompt(tokenizer, [USER, {"role": "assistant", "content": "<think>two</think>4"}])
+    assert "<think>\ntwo\n</think>\n\n4<|im_end|>" in tokenizer.decode(ids)
+    written = [
+        ids.count(tokenizer.convert_tokens_to_ids(token)) for token in ("<|im_start|>", "<|im_end|>", "</think>")
+    ]
+    assert written == [3, 2, 1]
+
+
 def test_a_special_token_that_is_also_a_word_is_rejected(chatml, monkeypatch):
     ids = chatml("<|im_end|>", add_special_tokens=False)
     monkeypatch.setattr(type(chatml), "__call__", lambda *_, **__: ids)

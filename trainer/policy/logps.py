@@ -288,13 +288,8 @@ def check_logps(policy: Policy) -> None:
     (batch,) = make_batches(items, max_tokens=64, share_prompt=True, multiple=policy.row_multiple)
     batch = batch.to(policy.device)
     policy.model.eval()
-    with reject_if_failing(policy):
-        packed, leak = logps_and_leak(policy, batch, (1, 4))  # the middle ones: neighbours on both sides
-    if leak > 0:
-        raise UserError(
-            f"model={policy.source}: packed sequences leak into each other (gradient {leak:.3g} with respect to the "
-            f"embeddings of another sequence, must be 0); {unsupported(policy)}"
-        )
+    # The middle ones have neighbours on both sides.
+    packed = values_without_leak(policy, batch, (1, 4), lambda policy, batch: token_logps(policy, batch).logp)
     ids = torch.tensor([items[i].ids for i in batch.rows], device=policy.device)
     trained = torch.tensor([items[i].mask[1:] for i in batch.rows], device=policy.device)
     with (
@@ -314,11 +309,13 @@ def check_logps(policy: Policy) -> None:
         )
 
 
-def logps_and_leak(policy: Policy, batch: Batch, sequences: Sequence[int]) -> tuple[Tensor, Tensor]:  # (N,), ()
-    """Return all log-probs, and the largest gradient of those of `sequences` in the embeddings of other sequences.
+def values_without_leak(
+    policy: Policy, batch: Batch, sequences: Sequence[int], function: Callable[[Policy, Batch], Tensor]
+) -> Tensor:  # (N, ...)
+    """Return function(policy, batch); raise if its values for `sequences` depend on the embeddings of others.
 
-    Without a leak this gradient is exactly 0: masked attention multiplies by 0, and other layers work per token. So it
-    needs no tolerance, unlike log-probs, whose last bits depend on matmul sizes (experts). It is computed with the
+    Without a leak, their gradient is exactly 0: masked attention multiplies by 0, and other layers work per token. So
+    it needs no tolerance, unlike log-probs, whose last bits depend on matmul sizes (experts). It is computed with the
     run's own kernels, weights and dtype; a float32 copy of the weights may not fit. bfloat16 hides no leak: it has the
     exponents of float32, and a leak is all there is in this gradient, so it cannot be rounded away.
     """
@@ -328,11 +325,21 @@ def logps_and_leak(policy: Policy, batch: Batch, sequences: Sequence[int]) -> tu
         embeddings.append(output.detach().requires_grad_())
         return embeddings[-1]
 
-    with torch.enable_grad(), lm.get_input_embeddings().register_forward_hook(record):
-        logp = token_logps(policy, batch).logp
+    with (
+        reject_if_failing(policy),
+        torch.enable_grad(),
+        lm.get_input_embeddings().register_forward_hook(record),
+    ):
+        values = function(policy, batch)
         chosen = torch.isin(batch.sequence, torch.tensor(sequences, device=policy.device))  # (N,)
-        (gradient,) = torch.autograd.grad(logp[chosen].sum(), embeddings)  # (R, T, D)
+        (gradient,) = torch.autograd.grad(values[chosen].sum(), embeddings)  # (R, T, D)
     # With context parallelism the embeddings are a slice of each row, and own_start is still a position in the row.
     starts = rank_slice(lm.config, batch).batch.own_start  # (R, T)
     own = torch.isin(starts, batch.own_start.flatten()[batch.index[chosen]])
-    return logp.detach(), gradient.abs().amax(dim=-1).masked_fill(own, 0.0).amax()
+    leak = gradient.abs().amax(dim=-1).masked_fill(own, 0.0).amax()
+    if leak > 0:
+        raise UserError(
+            f"model={policy.source}: packed sequences leak into each other (gradient {leak:.3g} with respect to the "
+            f"embeddings of another sequence, must be 0); {unsupported(policy)}"
+        )
+    return values.detach()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from data.chat import stop_ids
 from data.packing import Item, make_batches
 from trainer.config.blocks import LoraConfig, ModelConfig
-from trainer.policy.heads import KINDS, NEW_PAD, head_of, load_scorer, marked_last, scores_at, start_head
+from trainer.policy.heads import KINDS, NEW_PAD, check_scores, head_of, load_scorer, marked_last, scores_at, start_head
 from trainer.policy.logps import Policy
 from trainer.run.export import export_model
 from trainer.tiny.build import make_tokenizer
@@ -250,6 +250,18 @@ def test_models_that_attend_ahead_are_rejected(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"^model={tmp_path}: .*not supported"):
         load(tmp_path, "token")
+
+
+def test_small_leak_into_the_next_sequence_is_found(folder_of):
+    scorer = load(folder_of("llama"), "sequence")
+    check_scores(scorer)
+
+    def leak(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + 1e-6 * torch.nn.functional.pad(output, (0, 0, 1, 0))[:, :-1]  # from the position before
+
+    scorer.model.base_model.layers[0].mlp.register_forward_hook(leak)
+    with pytest.raises(ValueError, match=f"^model={scorer.source}: packed sequences leak .*gradient"):
+        check_scores(scorer)
 
 
 def test_new_head_has_the_same_weights_in_any_dtype():

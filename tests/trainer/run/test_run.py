@@ -404,7 +404,7 @@ def test_finished_run_can_be_extended(tmp_path):
     assert yaml.safe_load((run.dir / "config.yaml").read_text())["max_steps"] == 8
 
 
-def test_resume_logs_a_changed_number_of_rows_per_step(tmp_path, capsys):
+def test_resume_logs_a_new_batch_size(tmp_path, capsys):
     train(config(tmp_path / "a", max_steps=3, per_device_train_batch_size=8))
     train(resumed(tmp_path / "a", max_steps=4, per_device_train_batch_size=4, gradient_accumulation_steps=2))
     assert "changed" not in capsys.readouterr().err

@@ -431,7 +431,7 @@ def test_resume_records_the_settings_it_changes(tmp_path, capsys, monkeypatch):
         train(resumed(folder, max_steps=7, **keep))
 
 
-def test_resume_logs_a_changed_number_of_rows_per_step(tmp_path, capsys):
+def test_resume_logs_a_new_batch_size(tmp_path, capsys):
     train(config(tmp_path / "a", max_steps=3, per_device_train_batch_size=8))
     train(resumed(tmp_path / "a", max_steps=4, per_device_train_batch_size=4, gradient_accumulation_steps=2))
     assert "changed" not in capsys.readouterr().err

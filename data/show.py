@@ -173,7 +173,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
         return AutoTokenizer.from_pretrained(
             str(folder) if folder.is_dir() else name, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError) as error:  # raised by transformers if it is missing or unreadable
+    except Exception as error:  # transformers raises arbitrary errors for damaged files
         reason = str(error).strip().split("\n")[0]
         needs_code = "trust_remote_code" in str(error)
         remedy = "if you trust its code, pass --trust-remote-code" if needs_code else "check the path or hub id"

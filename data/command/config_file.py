@@ -37,7 +37,7 @@ class _Loader(yaml.SafeLoader):
             self.num_nodes += getattr(node, "num_nodes", limit(NODES))  # no attribute yet: the anchor contains itself
         self.num_nodes += 1
         if self.num_nodes > limit(NODES):
-            problem = f"more than {limit(NODES):g} nodes, or an alias of itself; remove aliases, or set {NODES}"
+            problem = f"more than {limit(NODES):,.0f} nodes, or an alias of itself; remove aliases, or set {NODES}"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         if not isinstance(event, yaml.AliasEvent):
             node.num_nodes = self.num_nodes - before

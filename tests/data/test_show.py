@@ -104,7 +104,7 @@ def test_options_and_lengths(write, capsys):
 
 def test_control_characters_are_escaped(write, capsys):
     assert main(["--data", write({"text": "a\x1b[31mb\r\x9bc"})]) == 0
-    assert "\na\\x1b[31mb\\r\\x9bc<|endoftext|>\n" in capsys.readouterr().out
+    assert "\na\\x1b[31mb\\r\\x9bc<|im_end|>\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import array
 import hashlib
+import json
 import math
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, Generic, TypeVar
@@ -43,7 +45,7 @@ class Loader(Generic[T]):
                 f"weight: the weights of {len(rows)} rows sum to {sum(self._weights):g}, less than one row per epoch; "
                 "add rows or raise weight="
             )
-        self._fingerprint = _fingerprint(rows, self._weights)
+        self._fingerprint, self._columns = _fingerprints(rows, self._weights)
         self._epoch = 0
         self._position = 0  # number of rows returned in the current epoch
         self._order = self._epoch_order(0)
@@ -74,7 +76,7 @@ class Loader(Generic[T]):
     def state_dict(self) -> dict[str, Any]:
         return {
             "epoch": self._epoch, "position": self._position, "seed": self.seed, "shuffle": self.shuffle,
-            "num_rows": len(self.rows), "fingerprint": self._fingerprint,
+            "num_rows": len(self.rows), "fingerprint": self._fingerprint, "columns": self._columns,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -83,6 +85,12 @@ class Loader(Generic[T]):
             raise UserError(
                 f"data: differs from the checkpoint's ({state['num_rows']} rows then, {len(self.rows)} now, or "
                 "different token ids); resume with the same data, chat template and length limits"
+            )
+        if state.get("columns", self._columns) != self._columns:  # older checkpoints have none
+            print(
+                "warning: data: columns differ from the checkpoint's (answers, labels or margins were edited); "
+                "training continues with the new values",
+                file=sys.stderr,
             )
         for name in ("seed", "shuffle"):
             if state[name] != getattr(self, name):
@@ -108,9 +116,11 @@ class Loader(Generic[T]):
         return order
 
 
-def _fingerprint(rows: Sequence[Any], weights: Sequence[float]) -> str:
-    """Hash every list of integers in a row (ids, masks), and its weight: these determine the batches."""
-    digest = hashlib.sha256()
+def _fingerprints(rows: Sequence[Any], weights: Sequence[float]) -> tuple[str, str]:
+    """Hash every list of integers in a row (ids, masks) and its weight, which determine the batches; and everything
+    else but its source: columns for the rewards, labels, margins.
+    """
+    digest, columns = hashlib.sha256(), hashlib.sha256()
     for row, weight in zip(rows, weights, strict=True):
         digest.update(repr(weight).encode())
         for item in fields(row):
@@ -118,4 +128,6 @@ def _fingerprint(rows: Sequence[Any], weights: Sequence[float]) -> str:
             if isinstance(value, list) and all(isinstance(entry, int) for entry in value):
                 digest.update(f"{HASHED_AS.get(item.name, item.name)}:{len(value)}".encode())
                 digest.update(array.array("q", value).tobytes())
-    return digest.hexdigest()
+            elif item.name not in ("source", "weight"):
+                columns.update(json.dumps(value, default=lambda x: type(x).__name__, skipkeys=True).encode())
+    return digest.hexdigest(), columns.hexdigest()

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tests import proof_async, proof_distill, proof_ebft, proof_ranks
 from tests.entry import ROOT, metrics, processes_with, repeatable, run_ok
@@ -190,15 +191,10 @@ def reproducible(scratch: Path, pairs: int = 10) -> Outcome:
     return Outcome(figure, sum(equal.values()) == pairs)
 
 
-def soak(scratch: Path, num_steps: int = 500) -> Outcome:
-    """Run many small steps: resident memory must not grow after the first tenth."""
-    run_ok(
-        "--method", "grpo", "--max-steps", num_steps, "--per-device-train-batch-size", 16, "--save-steps", 100,
-        "--logging-steps", 100, "--output-dir", scratch / "run", cwd=scratch, timeout=1800,
-    )  # fmt: skip
-    peaks = [row["mem/peak_gib"] for row in metrics(scratch / "run") if "mem/peak_gib" in row]
-    growth = (peaks[-1] - peaks[num_steps // 10]) * 1024
-    return Outcome(f"{num_steps} steps, peak memory {peaks[-1]:.2f} GiB, grew {growth:.0f} MiB", growth < 64)
+def soak(scratch: Path, *flags: Any, num_steps: int = 2000) -> Outcome:
+    """Run many small steps: memory, threads and open files do not grow."""
+    small = ("--num-generations", 4, "--per-device-train-batch-size", 8, "--save-steps", 100, "--max-eval-rows", 16)
+    return Outcome(*proof_async.steady(scratch, num_steps, "--method", "grpo", *small, "--eval-steps", 500, *flags))
 
 
 def disk_full(scratch: Path) -> Outcome:
@@ -343,7 +339,11 @@ PROOFS: dict[str, tuple[str, Callable[[Path], Outcome]]] = {
         reproducible,
     ),
     "disk-full": ("file-size limit reached during a save, then `--resume`", disk_full),
-    "soak": ("soak run", soak),
+    "soak": ("2,000 steps of two groups of four, `local` engine: no growth", soak),
+    "soak-vllm": (
+        "the same with `--rollout.engine vllm --vllm.replicas 2`",
+        lambda path: soak(path, "--rollout.engine", "vllm", "--vllm.replicas", 2),
+    ),
     "ranks": (
         "every method on two gloo ranks vs. one, replicate and fsdp, full and LoRA: 20 steps of SGD in float64",
         lambda path: Outcome(*proof_ranks.grid(path)),

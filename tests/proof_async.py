@@ -86,31 +86,36 @@ def overlaps(scratch: Path, seconds: float = 1.5, num_steps: int = 16) -> tuple[
 
 
 def soak(scratch: Path, num_steps: int = 1000) -> tuple[str, bool]:
-    """Run many small async steps: memory, threads and open files (including sockets) stop growing after a fifth."""
+    """Run many small async steps with replay and a reward worker."""
     with served(scratch) as server:
-        folder = scratch / "run"
-        argv = [*server["flags"], *ASYNC, "--prefetch-depth", 2, "--replay-buffer-size", 16, "--max-steps", num_steps,
-                "--per-device-train-batch-size", 16, "--max-eval-rows", 8, "--eval-steps", 0, "--save-steps", 250,
-                "--logging-steps", 250, "--reward-num-workers", 1, "--output-dir", folder]  # fmt: skip
-        command = [sys.executable, "-m", "trainer", *map(str, argv)]
-        with (scratch / "run.log").open("wb") as log:
-            process = subprocess.Popen(command, env=environment() | server["env"], cwd=scratch, stdout=log, stderr=log)
-        usages: dict[int, tuple[float, int, int]] = {}  # by step
-        try:
-            while process.poll() is None:
-                with contextlib.suppress(OSError, IndexError, ValueError):
-                    usages[metrics(folder)[-1]["step"]] = usage(process.pid)
-                time.sleep(2)
-        finally:
-            process.kill()
-        assert process.wait() == 0, (scratch / "run.log").read_text()[-3000:]
+        flags = (*server["flags"], *ASYNC, "--prefetch-depth", 2, "--replay-buffer-size", 16, "--reward-num-workers", 1)
+        return steady(scratch, num_steps, *flags, "--per-device-train-batch-size", 16, "--save-steps", 250,
+                      "--max-eval-rows", 8, "--eval-steps", 0, **server["env"])  # fmt: skip
+
+
+def steady(scratch: Path, num_steps: int, *flags: Any, **env: str) -> tuple[str, bool]:
+    """Run the trainer: memory, threads and open files (including sockets) stop growing after a fifth of the steps."""
+    folder = scratch / "run"
+    argv = [*flags, "--max-steps", num_steps, "--logging-steps", 250, "--output-dir", folder]
+    command = [sys.executable, "-m", "trainer", *map(str, argv)]
+    with (scratch / "run.log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment() | env, cwd=scratch, stdout=log, stderr=log)
+    usages: dict[int, tuple[float, int, int, int]] = {}  # by step
+    try:
+        while process.poll() is None:
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                written = sum(path.stat().st_size for path in (*folder.glob("*.jsonl"), *folder.glob("logs/*")))
+                usages[metrics(folder)[-1]["step"]] = (*usage(process.pid), written // 2**10)
+            time.sleep(2)
+    finally:
+        process.kill()
+    assert process.wait() == 0, (scratch / "run.log").read_text()[-3000:]
     steps = sorted(step for step in usages if num_steps * 0.2 <= step < num_steps)
     early, late = usages[steps[0]], usages[steps[-1]]
-    figure = ", ".join(
-        f"{name} {a:g} -> {b:g}" for name, a, b in zip(("MiB", "threads", "files"), early, late, strict=True)
-    )
-    steady = late[0] - early[0] < 64 and late[1] <= early[1] + 2 and late[2] <= early[2] + 8
-    return f"{num_steps} steps; from step {steps[0]} to {steps[-1]}: {figure}", steady
+    names = ("MiB", "threads", "files", "KiB of metrics, samples and logs")
+    figure = ", ".join(f"{name} {a:g} -> {b:g}" for name, a, b in zip(names, early, late, strict=True))
+    passed = late[0] - early[0] < 64 and late[1] <= early[1] + 2 and late[2] <= early[2] + 8
+    return f"{num_steps} steps; from step {steps[0]} to {steps[-1]}: {figure}", passed
 
 
 def usage(pid: int) -> tuple[float, int, int]:

@@ -351,7 +351,7 @@ class VllmServer:
         status, listed = await self._send("GET", "/openapi.json", b"", timeout=CONTROL_S)
         try:
             return frozenset(json.loads(listed)["paths"]) if status == 200 else frozenset(known_routes(version))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ServerError(f"{self.url}: /openapi.json contains no list of routes") from error
 
     async def _complete(self, route: str, request: dict[str, Any], limit: float, max_tokens: int) -> dict[str, Any]:
@@ -401,7 +401,7 @@ class VllmServer:
         reply = await self._call(method, path, body, timeout=timeout, reuse=reuse)
         try:
             value = json.loads(reply)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ServerError(f"{self.url}: {path} returned {reply[:60]!r}, not JSON") from error
         if not isinstance(value, dict):
             raise ServerError(f"{self.url}: {path} returned {reply[:60]!r}, not a JSON object")
@@ -498,7 +498,7 @@ def read_segment(
         versions = {span["version"] for span in spans}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"malformed reply ({type(error).__name__}: {error})") from error
-    if not all(type(i) is int for i in ids):
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise UserError("token ids are not integers")
     if finish not in FINISHES:
         raise UserError(f"finish_reason={finish!r}: not one of {', '.join(FINISHES)}")
@@ -534,7 +534,7 @@ def read_keep_alive(reply: bytes) -> float:
     """Return how long a server with strop's route keeps idle connections, in seconds; 0 if unknown."""
     try:
         return float(json.loads(reply)["keep_alive"])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         return 0.0
 
 
@@ -558,7 +558,7 @@ def error_text(body: bytes) -> str:
         while isinstance(error, dict):
             error = error.get("error") or error.get("message") or error.get("detail") or ""
         text = str(error)
-    except ValueError:
+    except (ValueError, RecursionError):
         text = text.strip()
     return " ".join(text.split())[:400]
 
@@ -570,8 +570,11 @@ def _check_logps(logps: list[Any], num_ids: int) -> None:
         return
     if not all(type(logp) in (float, int) for logp in logps):
         raise UserError("log-probs are not numbers")
-    # Check the sum first: it propagates NaN, which min and max may miss.
-    if not math.isfinite(sum(logps)) or min(logps) <= NO_LOGP:
+    try:
+        total = float(sum(logps))  # propagates NaN, which min and max may miss
+    except OverflowError:  # an integer of hundreds of digits
+        total = math.inf
+    if not math.isfinite(total) or min(logps) <= NO_LOGP:
         raise UserError("log-probs are not finite; if all servers report this, the weights have diverged")
     if max(logps) > LOGP_SLACK:
         raise UserError(f"log-prob {max(logps):g} is above 0")
@@ -687,17 +690,23 @@ async def _read(reader: asyncio.StreamReader) -> tuple[int, bytes, bool]:
         return status, await reader.readexactly(_length(headers["content-length"], 10)), stays_open
     if status in (204, 304):
         return status, b"", stays_open
-    return status, await reader.read(), False
+    try:
+        await reader.readexactly(BODY_LIMIT + 1)
+    except asyncio.IncompleteReadError as ended:
+        return status, ended.partial, False
+    raise UserError(f"a reply of more than {BODY_LIMIT} bytes")
 
 
 async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
-    parts: list[bytes] = []
+    body = bytearray()
     while size := _length((await reader.readuntil(b"\r\n")).split(b";")[0].decode("latin-1").strip(), 16):
-        parts.append(await reader.readexactly(size))
+        body += await reader.readexactly(size)
+        if len(body) > BODY_LIMIT:
+            raise UserError(f"a reply of more than {BODY_LIMIT} bytes")
         await reader.readexactly(2)
     while await reader.readuntil(b"\r\n") != b"\r\n":  # trailers
         continue
-    return b"".join(parts)
+    return bytes(body)
 
 
 def _length(text: str, base: int) -> int:

@@ -62,7 +62,7 @@ def refusal(url: str, reply: bytes, run: str) -> LeaseError | None:
         lease = json.loads(reply)
         holder, left = lease["holder"], float(lease["expires_in"])
         return _error(url, holder, left, run) if holder is not None else None
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
         return None
 
 

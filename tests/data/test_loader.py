@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.loader import Loader
-from data.types import Example, Prompt, TargetPrompt
+from data.types import Example, Labelled, Prompt, TargetPrompt
 
 
 def rows(count: int, weight: float = 1.0, first: int = 0) -> list[Prompt]:
@@ -104,6 +104,27 @@ def test_masks_are_part_of_the_fingerprint():
     two = [Example(source="x", ids=[1, 2, 3], mask=[False, False, True])]
     with pytest.raises(ValueError, match="1 rows then, 1 now"):
         Loader(two, batch_size=1, seed=0).load_state_dict(Loader(one, batch_size=1, seed=0).state_dict())
+
+
+def test_edited_columns_and_labels_are_reported(capsys):
+    def prompt(**columns):
+        return Prompt(source="x:1", prompt="?", ids=[1], columns=columns)
+
+    def labelled(label):
+        return Labelled(source="x:1", prompt_ids=[1], completion_ids=[2], label=label)
+
+    for before, after, warned in [
+        (prompt(answer="4"), prompt(answer="4"), False),
+        (prompt(answer="4"), prompt(answer="5"), True),
+        (prompt(a=object()), prompt(a=object()), False),
+        (labelled(True), labelled(False), True),
+    ]:
+        state = Loader([before], batch_size=1, seed=0).state_dict()
+        Loader([after], batch_size=1, seed=0).load_state_dict(state)
+        assert ("columns differ" in capsys.readouterr().err) is warned, after
+        del state["columns"]  # as in older checkpoints
+        Loader([after], batch_size=1, seed=0).load_state_dict(state)
+        assert capsys.readouterr().err == ""
 
 
 def test_the_fingerprint_of_targets_matches_older_checkpoints():

@@ -244,8 +244,22 @@ class JsonlLog:
         assert record.get("step", step) == step, f"record of step {record['step']} written as step {step}"
         line = json.dumps(_finite({"step": step, **record}), ensure_ascii=False, allow_nan=False)
         unwritten = line.encode("utf-8", errors="replace") + b"\n"
+        self._find()
         while unwritten:
             unwritten = unwritten[self._file.write(unwritten) :]
+
+    def _find(self) -> None:
+        """Raise if the file is gone, because lines written to it would be lost; reopen one that an editor replaced."""
+        try:
+            same = os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
+        except FileNotFoundError:
+            raise UserError(
+                f"{self.path}: removed or moved during the run; if the run folder was moved, continue with --resume "
+                "and its new path"
+            ) from None
+        if not same:
+            self._file.close()
+            self._file = self.path.open("ab", buffering=0)
 
     def flush_to_disk(self) -> None:
         """Sync to disk, before a checkpoint that relies on these lines."""

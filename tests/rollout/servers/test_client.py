@@ -87,11 +87,13 @@ def test_invalid_replies_are_rejected():
         (reply_32(logps=(-0.1, float("-inf"), -0.3)), "not finite"),
         (reply_32(logps=(-0.1, -9999.0, -0.3)), "not finite"),
         (reply_32(logps=(-0.1, 0.5, -0.3)), "0.5 is above 0"),
+        (reply_32(logps=(-0.1, -(10**400), -0.3)), "not finite"),
         (reply_32(logps=(-0.1, "x", -0.3)), "not numbers"),
         (reply_32(logps=(-0.1, None, -0.3)), "not numbers"),
         (reply_32(ids=(9, 10, 2)), "vocabulary of 10"),
         (reply_32(ids=(9, -1, 2)), "vocabulary of 10"),
         (reply_32(ids=(9, "8", 2)), "not integers"),
+        (reply_32(token_ids=5), "not integers"),
         (reply_32(ids=(9, 8, 7)), "stopped at token [7]"),
         (reply_32(ids=(), logps=()), "stopped at token []"),
         (reply_32(finish_reason="error"), "finish_reason='error'"),
@@ -147,6 +149,7 @@ def test_error_text_is_one_line():
     assert error_text(b'{"error":{"message":"no such\\n model","code":404}}') == "no such model"
     assert error_text(b'{"detail":"nope"}') == "nope"
     assert error_text(b"Bad\n Gateway") == "Bad Gateway"
+    assert error_text(b"[" * 100_000) == "[" * 400
 
 
 def pool_of(count, **options):
@@ -548,8 +551,11 @@ def test_only_completions_keep_their_connection():
     asyncio.run(work())
 
 
-def test_broken_http_replies_are_server_errors():
+def test_broken_http_replies_are_server_errors(monkeypatch):
+    monkeypatch.setattr(http_client, "BODY_LIMIT", 2**20)
     broken = (
+        b"HTTP/1.0 200 OK\r\n\r\n" + b"x" * 2**21,
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + (b"80000\r\n" + b"x" * 2**19 + b"\r\n") * 4,
         b"",
         b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhello",
         b"SSH-2.0-OpenSSH\r\n\r\n",

@@ -85,6 +85,22 @@ def test_laps_add_up_and_moved_seconds_leave_no_negative_time():
     assert found["perf/tokens_per_s"] == 10 / found["time/step_s"] and found["mem/peak_gib"] > 0
 
 
+def test_lines_are_not_written_to_a_file_that_is_gone(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    path = folder / "m.jsonl"
+    log = JsonlLog(path)
+    log.write(1, {})
+    (folder / "edited").write_bytes(path.read_bytes())
+    (folder / "edited").replace(path)  # as an editor saves it
+    log.write(2, {})
+    assert [row["step"] for row in read_jsonl(path)] == [1, 2]
+    folder.rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match="m.jsonl: .*moved"):
+        log.write(3, {})
+    log.close()
+
+
 def test_jsonl_round_trip_is_exact(tmp_path):
     log = JsonlLog(tmp_path / "m.jsonl")
     log.write(1, {"loss/nll": 0.1 + 0.2, "text": "caf\u00e9 \u2028 \ud800", "bad": float("inf")})

@@ -1,10 +1,12 @@
-"""CPU time of threads and processes, for limits on work: on a busy machine, wall time includes waiting for a core.
+"""Limits on work: CPU time, because on a busy machine wall time includes waiting for a core.
 
-Work that can also sleep or wait for something gets a second limit, of WAIT_FACTOR times as many seconds of wall time.
+Work may also wait for something that never comes. Waiting is the wall time beyond SLOWDOWN times the CPU time, which
+no busy machine explains, and has the same limit. So a hanging call ends after `seconds` of wall time on any machine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -16,12 +18,25 @@ if TYPE_CHECKING:
     import asyncio
 
 T = TypeVar("T")
-WAIT_FACTOR = 10.0
+SLOWDOWN = 100.0  # 20 busy loops on the same core slow a thread down by 50
 POLL_SECONDS = 0.01
 
 
 class WorkTimeout(TimeoutError):
     """Raised by a limit on work; any other TimeoutError comes from the work itself."""
+
+
+class WorkLimit:
+    """A limit on work that begins now; `used` returns its CPU seconds so far."""
+
+    def __init__(self, seconds: float, used: Callable[[], float]) -> None:
+        self.seconds, self.used, self.started = seconds, used, time.monotonic()
+
+    def left(self) -> float:
+        """Return the seconds until the limit can be reached at the earliest; 0 or less: it is reached."""
+        elapsed = time.monotonic() - self.started
+        used = min(self.used(), elapsed)  # several threads may use more
+        return self.seconds - max(used, elapsed - SLOWDOWN * used)
 
 
 def thread_clock() -> Callable[[], float]:
@@ -41,12 +56,14 @@ def thread_clock() -> Callable[[], float]:
 
 
 def process_seconds(pid: int) -> float:
-    """Return the CPU seconds of a process and of its children that have ended; wall time without /proc."""
-    try:
+    """Return the CPU seconds of a process and its descendants; 0 if it has ended, or without /proc."""
+    seconds = 0.0
+    with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return time.monotonic()
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+        seconds += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            seconds += sum(process_seconds(int(child)) for child in children.read_text().split())
+    return seconds
 
 
 async def wait_for_thread(outcome: asyncio.Future[T], clocks: list[Callable[[], float]], seconds: float) -> T:
@@ -56,11 +73,10 @@ async def wait_for_thread(outcome: asyncio.Future[T], clocks: list[Callable[[], 
     """
     import asyncio  # slow to import, and reward workers do not need it
 
-    end = time.monotonic() + WAIT_FACTOR * seconds
+    limit = WorkLimit(seconds, lambda: sum(used() for used in clocks))
     try:
         while not outcome.done():
-            left = min(seconds - sum(used() for used in clocks), end - time.monotonic())
-            if left <= 0:
+            if (left := limit.left()) <= 0:
                 raise WorkTimeout(f"took more than {seconds:g} s")
             await asyncio.wait([outcome], timeout=max(left, POLL_SECONDS))
         return outcome.result()

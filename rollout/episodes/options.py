@@ -25,7 +25,7 @@ class ToolConfig:
     max_tool_tokens: int | None = None
     """Maximum tokens per tool result; longer results are truncated. None: limited only by max_completion_length."""
     tool_timeout: float = 10.0
-    """CPU seconds of one tool call, after which the model gets an error; ten times as many if it waits. Async: wall."""
+    """Seconds that one tool call may work or wait before the model gets an error. Waiting for a core does not count."""
     rollout_func: str | None = None
     """Function that samples instead of the engine: my_module.fn or FILE.py:fn. Its signature decides the kind."""
 

@@ -152,7 +152,7 @@ class OpenEnvConfig:
     max_concurrent_envs: int = 1
     """Maximum concurrent episodes. More than 1 only if the environment declares support."""
     timeout: float = 60.0
-    """Seconds of one reset or step. CPU seconds in a thread of this process, ten times as many if it waits."""
+    """Seconds that one reset or step may work or wait. In this process, waiting for a core does not count."""
     on_error: Literal["stop", "none"] = "stop"
     """If the environment fails. stop: stop the run; none: no reward for the episode, and do not train on it."""
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import functools
 import json
 import os
@@ -44,7 +45,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from data.cpu_time import WAIT_FACTOR
+from data.cpu_time import SLOWDOWN, WorkLimit, process_seconds
 from data.errors import UserError
 from rollout.rewards.code_child import ALIASES, PURE
 from rollout.rewards.functions import text_of
@@ -52,6 +53,7 @@ from rollout.rewards.workers import kill_group
 
 CHILD = Path(__file__).with_name("code_child.py")
 SECONDS = 10.0  # of CPU time
+START_SECONDS = 5.0  # to start the interpreter
 MEMORY_GB = 1.0
 FILE_MB = 16.0
 MAX_PROGRAMS = 8  # concurrent programs
@@ -255,8 +257,7 @@ def _is_singleton(node: ast.expr) -> bool:
 def _verdict(source: str, tests: str, isolation: dict[str, Any] | None, seconds: float) -> str:
     """Return passed, failed or unfit."""
     secret = secrets.token_hex(16)
-    wait = WAIT_FACTOR * (seconds + 1)  # for a program that sleeps, or waits for a core
-    limits = {"seconds": seconds, "wait": wait, "memory_gb": MEMORY_GB, "file_mb": FILE_MB}
+    limits = {"seconds": seconds, "alarm": SLOWDOWN * seconds, "memory_gb": MEMORY_GB, "file_mb": FILE_MB}
     job = json.dumps({"program": source, "tests": tests, "isolation": isolation, "limits": limits, "secret": secret})
     with tempfile.TemporaryDirectory(prefix="code-") as folder:
         process = subprocess.Popen(
@@ -269,10 +270,15 @@ def _verdict(source: str, tests: str, isolation: dict[str, Any] | None, seconds:
             | {"HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             start_new_session=True,
         )
+        limit = WorkLimit(seconds + START_SECONDS, lambda: process_seconds(process.pid))
+        sent: bytes | None = job.encode()
+        output = b""
         try:
-            output, _ = process.communicate(job.encode(), timeout=wait)
-        except subprocess.TimeoutExpired:
-            output = b""
+            while (left := limit.left()) > 0:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    output, _ = process.communicate(sent, timeout=left)
+                    break
+                sent = None  # input is only accepted by the first call
         finally:
             _end(process)
     word, verdict, is_root = (*output.decode("ascii", "replace").split(" "), "", "", "")[:3]

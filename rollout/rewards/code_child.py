@@ -489,7 +489,7 @@ def make_undumpable() -> None:
 
 def limit(limits: dict[str, float]) -> None:
     seconds = max(1, int(limits["seconds"]))
-    signal.setitimer(signal.ITIMER_REAL, limits["wait"])  # ends a sleeping program even if its parent is gone
+    signal.setitimer(signal.ITIMER_REAL, limits["alarm"])  # ends a sleeping program even if its parent is gone
     try:
         import resource
     except ImportError:  # not a POSIX system

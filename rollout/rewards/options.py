@@ -29,7 +29,7 @@ class RewardConfig:
     reward_num_workers: int = 0
     """Processes that run the functions, each in its main thread. 0: run them in the trainer."""
     reward_timeout: float = TIMEOUT
-    """CPU seconds of one call in a worker, after which the worker is replaced; ten times as many if it waits."""
+    """Seconds that one call may work or wait before its worker is replaced. Waiting for a core does not count."""
     reward_memory_gb: float | None = None
     """Worker address space limit in GiB (RLIMIT_AS), on top of what loading the functions took. None: no limit."""
     reward_on_error: OnError = "stop"

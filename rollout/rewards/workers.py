@@ -28,13 +28,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from data.cpu_time import WAIT_FACTOR, process_seconds
+from data.cpu_time import WorkLimit, process_seconds
 from data.errors import UserError
 from data.types import Prompt
 from rollout.rewards.calls import CallLog, CallScores, Fault, Outcome, TrainerState, score_rows
@@ -214,22 +213,20 @@ class Worker:
         self._ready = True
 
     def _ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any] | Fault:
-        """Send a line and read the reply; return a fault on a timeout or if the process is dead.
-
-        A call that has used less CPU time than `seconds` waits for a core or for something else, and may take longer.
-        """
+        """Send a line and read the reply; return a fault on a timeout or if the process is dead."""
         process, connection = self._process, self._socket
         if process is None or connection is None:
             return _death(None)
-        started, used, longest = time.monotonic(), process_seconds(process.pid), WAIT_FACTOR * seconds
+        before = process_seconds(process.pid)
+        limit = WorkLimit(seconds, lambda: process_seconds(process.pid) - before)
         try:
-            connection.settimeout(max(longest, POLL_SECONDS))
+            connection.settimeout(START_SECONDS)
             connection.sendall(json.dumps(request).encode() + b"\n")
             while b"\n" not in self._unread:
-                elapsed = time.monotonic() - started
-                if elapsed > longest or (elapsed > seconds and process_seconds(process.pid) - used > seconds):
+                left = limit.left()
+                if left <= 0:
                     return Fault("timeout", f"did not return within {seconds:g} s", "")
-                readable, _, _ = select.select([connection], [], [], min(seconds, POLL_SECONDS))
+                readable, _, _ = select.select([connection], [], [], min(left, POLL_SECONDS))
                 received = connection.recv(CHUNK) if readable else None
                 if received == b"" or (received is None and process.poll() is not None):
                     return _death(process)

@@ -7,6 +7,7 @@ same cache index. Equal prompts are prefilled once.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +74,9 @@ def _prefill(model: Any, jobs: list[Job]) -> DecodeBatch:
     """Run each distinct prompt once, then expand the cache to one row per job."""
     from transformers import DynamicCache
 
+    lm = model.get_base_model() if hasattr(model, "peft_config") else model
+    if "past_key_values" not in inspect.signature(lm.forward).parameters:  # it would ignore the cache
+        raise ValueError("its forward has no past_key_values")
     device = next(model.parameters()).device
     index: dict[tuple[int, ...], int] = {}
     prompt_of = [index.setdefault(tuple(job.prompt_ids), len(index)) for job in jobs]

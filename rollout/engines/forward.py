@@ -4,7 +4,7 @@
     forward = TransformersForward(lm, dtype)     # any other model: its transformers forward with paged attention
     forward.refresh()                            # copy the trainer's current weights
     logits = forward.decode(token, position, slot, rows, cache)      # one token per row -> (B, V)
-    forward.prefill(batch, cache)                                    # many tokens per row, keys and values only
+    hidden = forward.prefill(batch, cache)                           # many tokens per row
 
 Each layer caches keys and values (H_kv, S, K). A slot is an index into S. Page 0 is scratch: padding writes to it. Both
 implementations first write the new keys and values into their slots and then attend through the cache.
@@ -88,8 +88,14 @@ class Forward(Protocol):
     ) -> Tensor:  # (B, V)
         """Run one token per row and return the next token's logits."""
 
-    def prefill(self, batch: PrefillBatch, cache: Cache) -> None:
-        """Write the keys and values of these tokens to the cache."""
+    def prefill(self, batch: PrefillBatch, cache: Cache) -> Tensor:  # (R, T, D) or (R * T, D)
+        """Write the keys and values of these tokens to the cache; return their last hidden states."""
+
+    def logits(
+        self,
+        hidden: Tensor,  # (..., D)
+    ) -> Tensor:  # (..., V)
+        """Apply the head."""
 
 
 def shape_of(lm: Any, dtype: torch.dtype) -> Shape:
@@ -202,16 +208,18 @@ class TransformersForward:
             )  # fmt: skip
             return out.unsqueeze(1)
 
-        hidden = self._run(token[:, None], position[:, None], slot, cache, attend)[:, 0]
+        return self.logits(self._run(token[:, None], position[:, None], slot, cache, attend)[:, 0])
+
+    def logits(self, hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
             return self.lm.get_output_embeddings()(hidden)
 
-    def prefill(self, batch: PrefillBatch, cache: Cache) -> None:
+    def prefill(self, batch: PrefillBatch, cache: Cache) -> Tensor:
         def attend(layer: int, query: Tensor, scale: float) -> Tensor:  # (R, T, H, K)
             keys, values, window = cache.keys[layer], cache.values[layer], self.windows[layer]
             return attend_prefill(query, keys, values, batch, scale=scale, window=window)
 
-        self._run(batch.ids, batch.position, batch.slot.flatten(), cache, attend)
+        return self._run(batch.ids, batch.position, batch.slot.flatten(), cache, attend)
 
     def _run(
         self, ids: Tensor, position: Tensor, slot: Tensor, cache: Cache, attend: Callable[[int, Tensor, float], Tensor]
@@ -390,13 +398,15 @@ class BlockForward:
                 page=cache.page, scale=self.attention_scale, window=self.windows[layer],
             )  # fmt: skip
 
-        hidden = self._run(token, position, slot, cache, attend)
+        return self.logits(self._run(token, position, slot, cache, attend))
+
+    def logits(self, hidden: Tensor) -> Tensor:
         if hidden.is_cuda and hidden.dtype == torch.bfloat16:
             # float32 logits: rounding them to bfloat16 would change the distribution.
             return torch.mm(hidden, self.head.T, out_dtype=torch.float32)
         return F.linear(hidden, self.head)
 
-    def prefill(self, batch: PrefillBatch, cache: Cache) -> None:
+    def prefill(self, batch: PrefillBatch, cache: Cache) -> Tensor:
         shape = batch.ids.shape
 
         def attend(layer: int, query: Tensor) -> Tensor:  # (R * T, H, K)
@@ -405,7 +415,7 @@ class BlockForward:
             out = attend_prefill(query, keys, values, batch, scale=self.attention_scale, window=window)
             return out.flatten(0, 1)
 
-        self._run(batch.ids.flatten(), batch.position.flatten(), batch.slot.flatten(), cache, attend)
+        return self._run(batch.ids.flatten(), batch.position.flatten(), batch.slot.flatten(), cache, attend)
 
     def _run(
         self, ids: Tensor, position: Tensor, slot: Tensor, cache: Cache, attend: Callable[[int, Tensor], Tensor]
@@ -448,9 +458,9 @@ def base_of(module: nn.Module) -> Any:
 
 
 def merged(module: nn.Module) -> Tensor:
-    """Return the weight plus its adapters, summed in float32. A 4-bit weight is dequantised."""
+    """Return the weight plus its adapters unless disabled, summed in float32. A 4-bit weight is dequantised."""
     weight = base_of(module).weight.detach()
-    if not hasattr(module, "base_layer"):
+    if not hasattr(module, "base_layer") or module.disable_adapters:
         return weight
     for name in module.active_adapters:
         if name in module.lora_A:

@@ -25,9 +25,11 @@ from typing import Any
 import torch
 
 from data.errors import UserError
+from data.user_code import describe_error
 from kernels.draw import signed_64
-from kernels.nf4 import num_weights
+from kernels.nf4 import is_4bit, num_weights
 from rollout.engine import Completion, Request, Sampling, check_sampling, finished
+from rollout.engines.adapter_share import adapter_share
 from rollout.engines.decoder import Decoder
 from rollout.engines.forward import (
     BlockForward,
@@ -49,6 +51,9 @@ PAGE = {"cuda": 64, "cpu": 16}  # tokens per cache page
 STEPS_PER_SYNC = {"cuda": 32, "cpu": 1}  # decode steps between host syncs
 PARITY_FLOAT32, PARITY_BFLOAT16 = 1e-3, 0.1  # maximum mean gap to the trainer's log-probs
 PARITY_GROWING = 0.25  # in bfloat16 with the growing cache: above it the model is rejected
+SHARE_STEPS, SHARE_EVERY = (2, 5, 10, 20), 50  # weight versions at which the adapter's share is measured, then every 50
+SHARE_ROWS, SHARE_TOKENS = 4, 16  # rows and positions per row: more would cost memory for (R, T, V) log-probs
+SHARE_LOW, SHARE_ERROR = 0.9, 0.25  # warn below; report no higher share with a larger standard error
 
 
 def log_line(text: str) -> None:
@@ -87,6 +92,10 @@ class LocalEngine:
         self._loaded: int | None = None  # weight version of the forward
         self._engine_bytes = 0  # cache, graphs and weight copy
         self._is_full = False  # the cache is as large as memory allows
+        self._measures_share = hasattr(model, "peft_config")
+        self._share_due = self._warned = False
+        self._measured_until: int | None = None  # version of the last load(); None: none yet
+        self._share: float | None = None  # not reported yet
 
     # Sampling.
 
@@ -119,6 +128,8 @@ class LocalEngine:
                 # Not around the yield: the caller must see gradients and training mode unchanged.
                 with evaluating(self.model, self.autocast_dtype if self._uses_growing_cache else None):
                     ended = next(run, None)
+                    if ended is None:
+                        self._measure_share(jobs)
                 if ended is None:
                     return
                 yield self._completions(ended, stop)
@@ -231,9 +242,38 @@ class LocalEngine:
             longest = [[i] * prompt_length for i in range(prompts)]
             self._prepare_scheduler([Job(prompt, 0, max_tokens) for prompt in longest for _ in range(group)])
 
+    def _measure_share(self, jobs: Sequence[Job]) -> None:
+        """If due, measure how much of the adapter's effect the engine keeps: policy/adapter_retained_frac."""
+        if not self._share_due or self._forward is None or self.dtype == torch.float32 or is_4bit(self.lm):
+            return
+        self._share_due = False
+        rows = list({tuple(job.prompt_ids): [*job.prompt_ids, *job.ids] for job in jobs}.values())[:SHARE_ROWS]
+        length = min(SHARE_TOKENS, *map(len, rows))
+        ids = torch.tensor([row[-length:] for row in rows], device=self.device)
+        try:
+            share = adapter_share(self.model, self._forward, ids)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:  # or out of memory
+            self._measures_share = False
+            self.log(f"rollout: policy/adapter_retained_frac is not measured ({describe_error(error)})")
+            return
+        if share is None:
+            return
+        is_low = share.retained + 2 * share.error < SHARE_LOW
+        if is_low or share.error <= SHARE_ERROR:
+            self._share = share.retained
+        if is_low and not self._warned:
+            self._warned = True
+            self.log(
+                f"warning: policy/adapter_retained_frac is {share.retained:.2f} (want {SHARE_LOW} or more): the engine "
+                f"rounds the adapter's small changes away in {str(self.dtype).removeprefix('torch.')}, so completions "
+                "come from a policy closer to the base model than the trained one; raise --learning-rate, train all "
+                "weights (--lora.r 0), or use --dtype float32 or --rollout.engine vllm"
+            )
+
     def load(self, version: int) -> None:
         """Mark the weight copy, if there is one, for a refresh before the next token."""
-        self.version, self._loaded = version, None
+        self._share_due |= self._measures_share and is_measured(version, self._measured_until)
+        self.version, self._loaded, self._measured_until = version, None, version
         if self.memory_policy is not None:
             self.memory_policy.training_ended()
 
@@ -251,10 +291,12 @@ class LocalEngine:
         self.memory_policy.training_begins(self._engine_bytes)
 
     def metrics(self) -> dict[str, float]:
-        if self._scheduler is None or not self._scheduler.num_evicted:
-            return {}
-        evicted, self._scheduler.num_evicted = self._scheduler.num_evicted, 0
-        return {"rollout/evicted_rows": float(evicted)}
+        metrics = {} if self._share is None else {"policy/adapter_retained_frac": self._share}
+        self._share = None
+        if self._scheduler is not None and self._scheduler.num_evicted:
+            metrics["rollout/evicted_rows"] = float(self._scheduler.num_evicted)
+            self._scheduler.num_evicted = 0
+        return metrics
 
     def close(self) -> None:
         """Release the memory. May be called twice."""
@@ -397,6 +439,15 @@ class LocalEngine:
             return 0
         torch.cuda.empty_cache()
         return before - torch.cuda.memory_reserved(self.device)
+
+
+def is_measured(version: int, before: int | None) -> bool:
+    """Return whether a version to measure the adapter's share at is reached, after version `before`.
+
+    A resumed run has no version before its first, and measures at the same versions as an unbroken run.
+    """
+    before = max(0, version - 1) if before is None else before
+    return version // SHARE_EVERY > before // SHARE_EVERY or any(before < step <= version for step in SHARE_STEPS)
 
 
 def cache_pages(jobs: Sequence[Job], *, page: int, rows: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Limits on work: CPU time, because on a busy machine wall time includes waiting for a core.
 
-Work may also wait for something that never comes. Waiting is the wall time beyond SLOWDOWN times the CPU time, which
-no busy machine explains, and has the same limit. So a hanging call ends after `seconds` of wall time on any machine.
+Work may also wait for something that never comes. Waiting is the wall time beyond SLOWDOWN times the CPU time, more
+than a busy machine explains, and has the same limit: a call that sleeps from its start ends after `seconds`.
 """
 
 from __future__ import annotations

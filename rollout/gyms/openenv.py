@@ -387,10 +387,9 @@ class LocalSession:
         try:
             if inspect.iscoroutinefunction(method):
                 return await asyncio.wait_for(method(self.environment, *args, **settings), self.timeout)
-            outcome = asyncio.shield(
-                asyncio.wrap_future(self._thread.run(work))
-            )  # close() still runs after a slow step
-            return await wait_for_thread(outcome, clocks, self.timeout)
+            outcome = asyncio.wrap_future(self._thread.run(work))
+            # Not cancelled, so close() still runs after a slow step.
+            return await wait_for_thread(asyncio.shield(outcome), clocks, self.timeout)
         except TimeoutError:
             raise EnvironmentFailure(f"{name}() took longer than timeout={self.timeout:g} s") from None
         except Exception as error:  # the environment may raise anything

@@ -32,8 +32,8 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from data.cpu_time import thread_clock
 from data.errors import UserError
+from data.limits import thread_clock
 from data.types import Messages
 
 TEMPLATES = Path(__file__).parent / "templates"

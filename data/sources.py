@@ -29,7 +29,7 @@ from data.errors import UserError
 from data.format_options import FormatOptions
 from data.hints import suggest
 from data.hub import check_hub
-from data.limits import limit
+from data.limits import input_limit
 
 TASK_OPTIONS: dict[str, Callable[[str], Any]] = {"size": int, "seed": int, "difficulty": int, "sloppy": float,
                                                   "boxed": float}  # fmt: skip
@@ -274,14 +274,14 @@ def _file_rows(path: str) -> list[Row]:
 
 def _unpack(path: str, file: Path) -> bytes:
     with gzip.open(file) as unpacked:
-        content = unpacked.read(int(limit(UNPACKED) * 2**30) + 1)
+        content = unpacked.read(int(input_limit(UNPACKED) * 2**30) + 1)
     _check_unpacked(path, len(content))
     return content
 
 
 def _check_unpacked(path: str, num_bytes: int) -> None:
-    if num_bytes > limit(UNPACKED) * 2**30:
-        raise UserError(f"data={path}: larger than {limit(UNPACKED):g} GiB when unpacked; split it, or set {UNPACKED}")
+    if num_bytes > input_limit(UNPACKED) * 2**30:
+        raise UserError(f"data={path}: larger than {input_limit(UNPACKED):g} GiB unpacked; split it, or set {UNPACKED}")
 
 
 def _read_jsonl(path: str, text: str) -> list[Row]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from data.errors import UserError
 from data.hub import check_hub, is_path
-from data.limits import limit
+from data.limits import input_limit
 
 TINY = Path(__file__).resolve().parents[1] / "trainer" / "tiny"
 ONE_FILE = "model.safetensors"
@@ -83,7 +83,7 @@ def check_patterns(folder: str, names: Iterable[str]) -> None:
     patterns = [text for texts in lists for text in texts if isinstance(text, str) and re.search(r"[^\w.]", text)]
     if not patterns:
         return
-    seconds = limit(PATTERN_S)
+    seconds = input_limit(PATTERN_S)
     code = (
         "import json, re, signal, sys\n"
         f"signal.setitimer(signal.ITIMER_PROF, {seconds})\n"  # CPU time; the signal ends the process

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from data.errors import UserError
-from data.limits import limit
+from data.limits import input_limit
 
 Earlier = dict[str, list[tuple[int, str]]]  # (last step, value) of each earlier value, by setting
 
@@ -34,10 +34,12 @@ class _Loader(yaml.SafeLoader):
         event, before = self.peek_event(), self.num_nodes
         node = super().compose_node(parent, index)
         if isinstance(event, yaml.AliasEvent):
-            self.num_nodes += getattr(node, "num_nodes", limit(NODES))  # no attribute yet: the anchor contains itself
+            self.num_nodes += getattr(
+                node, "num_nodes", input_limit(NODES)
+            )  # no attribute yet: the anchor contains itself
         self.num_nodes += 1
-        if self.num_nodes > limit(NODES):
-            problem = f"more than {limit(NODES):,.0f} nodes, or an alias of itself; remove aliases, or set {NODES}"
+        if self.num_nodes > input_limit(NODES):
+            problem = f"more than {input_limit(NODES):,.0f} nodes, or an alias of itself; use fewer, or set {NODES}"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         if not isinstance(event, yaml.AliasEvent):
             node.num_nodes = self.num_nodes - before

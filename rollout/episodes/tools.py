@@ -29,9 +29,9 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from weakref import WeakKeyDictionary
 
-from data.cpu_time import WorkTimeout, thread_clock, wait_for_thread
 from data.errors import UserError
 from data.hints import suggest
+from data.limits import WorkTimeout, thread_clock, wait_for_thread
 from data.types import Prompt
 from data.user_code import describe_error, find_callable
 from rollout.episodes.tool_calls import Call

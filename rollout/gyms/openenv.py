@@ -39,8 +39,8 @@ from weakref import WeakKeyDictionary
 import httpx
 
 from data.chat import render_prompt
-from data.cpu_time import thread_clock, wait_for_thread
 from data.errors import UserError
+from data.limits import thread_clock, wait_for_thread
 from data.types import Messages, Prompt
 from data.user_code import attribute_of, describe_error, load_file, load_module, where_raised
 from rollout.engine import Completion, Request, Sampling, finished

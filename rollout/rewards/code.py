@@ -45,8 +45,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from data.cpu_time import SLOWDOWN, WorkLimit, process_seconds
 from data.errors import UserError
+from data.limits import SLOWDOWN, WorkLimit, process_seconds
 from rollout.rewards.code_child import ALIASES, PURE
 from rollout.rewards.functions import text_of
 from rollout.rewards.workers import kill_group

@@ -33,8 +33,8 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from data.cpu_time import WorkLimit, process_seconds
 from data.errors import UserError
+from data.limits import WorkLimit, process_seconds
 from data.types import Prompt
 from rollout.rewards.calls import CallLog, CallScores, Fault, Outcome, TrainerState, score_rows
 from strop_names import ROOT

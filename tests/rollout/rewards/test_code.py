@@ -120,7 +120,7 @@ def test_ending_early_is_not_passing():
 
 
 def test_programs_that_exceed_a_limit_fail(monkeypatch):
-    monkeypatch.setattr("data.cpu_time.SLOWDOWN", 10.0)
+    monkeypatch.setattr("data.limits.SLOWDOWN", 10.0)
     sources = [
         "while True: pass",
         "import signal, time; signal.signal(signal.SIGALRM, signal.SIG_IGN); time.sleep(100)",
@@ -207,7 +207,7 @@ def test_nothing_is_left_behind(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr("rollout.rewards.code.START_SECONDS", 1.0)
-    monkeypatch.setattr("data.cpu_time.SLOWDOWN", 10.0)
+    monkeypatch.setattr("data.limits.SLOWDOWN", 10.0)
     before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else 0
     for source in ("open('a', 'w').write('x')", "import time; time.sleep(100)"):
         passes(source, "", 1.0)

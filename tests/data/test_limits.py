@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from data import cpu_time
+from data import limits
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from data import cpu_time
 )
 def test_work_and_waiting_have_the_same_limit_and_waiting_for_a_core_has_none(monkeypatch, elapsed, used, reached):
     now = [100.0]
-    monkeypatch.setattr(cpu_time.time, "monotonic", lambda: now[0])
-    limit = cpu_time.WorkLimit(10.0, lambda: used)
+    monkeypatch.setattr(limits.time, "monotonic", lambda: now[0])
+    limit = limits.WorkLimit(10.0, lambda: used)
     now[0] += elapsed
     assert (limit.left() <= 0) is reached

@@ -182,7 +182,7 @@ def arguments(
         "completions": [format_completion(*pair) for pair in zip(prompts, completions, strict=True)],
         **{name: [row.get(name) for row in rows] for name in columns},
     }
-    if any(completion.ids for completion in completions):  # texts read from a file have no ids
+    if all(completion.ids or not completion.text for completion in completions):  # texts read from a file have no ids
         offered["completion_ids"] = [list(completion.ids) for completion in completions]
     accepted = named_parameters(parameters(function))
     required = (p.name for p in accepted if p.default is p.empty)

@@ -50,6 +50,12 @@ def user_file(tmp_path, monkeypatch):
     return lambda source, name="my_rewards.py": write(tmp_path / name, source)
 
 
+def test_a_rollout_of_empty_completions_has_ids():
+    prompts, completions = rows(["", ""])
+    empty = [replace(completion, ids=[]) for completion in completions]
+    assert load_rewards(["length"]).score(prompts, empty).values == [[0.0], [0.0]]
+
+
 def test_weighted_totals_and_none(user_file):
     user_file("""
         def by_length(completions):

@@ -297,6 +297,7 @@ def test_vs_trl_measures_every_offline_method(tmp_path, monkeypatch):
         assert r.rate > 0 and 2 * (8 + 8) < r.extra["step_tokens"] <= 2 * 40
 
 
+@pytest.mark.slow
 def test_vs_trl_keeps_one_process_per_side_and_continues_after_a_failure(monkeypatch, capsys):
     script = """if True:
         import os, sys

@@ -138,7 +138,7 @@ def test_chunks_do_not_change_the_result(path, loss):
 
 
 @interpreted
-@pytest.mark.parametrize("n", [1, 127, 128, 130])
+@pytest.mark.parametrize("n", [1, 130])
 def test_hidden_gradient_is_computed_in_multiples_of_128_tokens(n, monkeypatch):
     """Otherwise cuBLAS would load another kernel for every token count."""
     from kernels import linear_logprob_triton as module

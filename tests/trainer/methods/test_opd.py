@@ -516,10 +516,10 @@ RUNS = {
 }  # fmt: skip
 
 
-SLOW = "jsd, two iterations"  # other runs cover each
+SLOW = ("no rewards", "jsd, two iterations", "jsd, mini-batches", "self, full, jsd")  # other runs cover each
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] if x == SLOW else []) for x in RUNS])
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else []) for x in RUNS])
 def test_a_resumed_run_equals_an_uninterrupted_run(name, tmp_path, monkeypatch):
     (tmp_path / "hints.py").write_text(HINTS)
     rows = [{"prompt": f"{n}+{n}=", "completion": str(2 * n)} for n in range(40)]

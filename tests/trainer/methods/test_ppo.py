@@ -272,7 +272,7 @@ def run(argv: list[Any], folder: Any) -> list[dict[str, Any]]:
     return metrics(folder)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param("head", marks=pytest.mark.slow), *list(RUNS)[1:]])
 def test_a_resumed_run_equals_an_uninterrupted_run_and_exports_only_the_policy(name, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     rows = run([*SHORT, *RUNS[name]], whole)

@@ -434,7 +434,7 @@ def test_resume_records_the_settings_it_changes(tmp_path, capsys, monkeypatch):
 def test_resume_logs_a_new_batch_size(tmp_path, capsys):
     train(config(tmp_path / "a", max_steps=3, per_device_train_batch_size=8))
     train(resumed(tmp_path / "a", max_steps=4, per_device_train_batch_size=4, gradient_accumulation_steps=2))
-    assert "changed" not in capsys.readouterr().err
+    assert "changed from" not in capsys.readouterr().err
     train(resumed(tmp_path / "a", max_steps=5, per_device_train_batch_size=4))
     found = capsys.readouterr().err
     assert "--per-device-train-batch-size" in found and "from 8 to 4" in found

@@ -81,7 +81,8 @@ def exact_logps(
     config = model.config.get_text_config()
     before, config._attn_implementation = config._attn_implementation, "sdpa"  # flex would compile for float32
     try:
-        with torch.autocast(ids.device.type, enabled=False), Float32():
+        # With --compile, the mode and the dtype would compile every block again.
+        with torch.compiler.set_stance("force_eager"), torch.autocast(ids.device.type, enabled=False), Float32():
             logits = model(input_ids=ids, use_cache=False).logits
     finally:
         config._attn_implementation = before

@@ -484,7 +484,7 @@ def clean_messages(messages: Any) -> Messages:
         where = f"messages[{index}]"
         calls = message.get("tool_calls") if isinstance(message, dict) else None
         if not isinstance(message, dict) or "role" not in message or ("content" not in message and not calls):
-            raise UserError(f"{where}={message!r}: a message has the keys 'role' and 'content'")
+            raise UserError(f"{where}={message!r}: a message needs the keys 'role' and 'content'; add them")
         if message["role"] not in ROLES:  # most templates would write any role
             raise UserError(
                 f"{where}: role={message['role']!r} is unknown; use system, user or assistant (all: {', '.join(ROLES)})"

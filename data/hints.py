@@ -38,6 +38,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("output", "out", "out_dir", "output_path", "save_dir", "run_name"), ("output_dir",)),
     **dict.fromkeys(("resume_from_checkpoint", "auto_resume_from_checkpoints"), ("resume",)),
     "eval_strategy": ("eval_steps",),
+    "max_completion_length": ("max_tokens",),
     "save_strategy": ("save_steps",),
     **dict.fromkeys(("wandb_project", "wandb_name", "wandb_mode", "use_wandb", "use_tensorboard"), ("report_to",)),
     **dict.fromkeys(("fsdp", "fsdp_config", "fsdp_version", "deepspeed"), ("parallel.mode",)),
@@ -104,8 +105,8 @@ ROW_KINDS: tuple[tuple[set[str], set[str], str], ...] = (
 def suggest(name: str, valid: Iterable[str]) -> str:
     """Return a hint: "did you mean 'split'? (format, name, split, weight)"."""
     names = sorted(valid)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
-    return f"did you mean {close[0]!r}? ({', '.join(names)})"
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    return f"did you mean {close[0]!r}? ({', '.join(names)})" if close else f"use one of {', '.join(names)}"
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:

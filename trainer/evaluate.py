@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -142,10 +142,18 @@ def evaluate_rows(cfg: EvaluateConfig) -> tuple[dict[str, float], dict[str, Any]
     check_single_turn(run)
     data = cfg.data or held_out_specs(run)
     names = cfg.reward_funcs or tuple(run.get("reward_funcs") or ()) or (DEFAULT_REWARD,)
+    is_default = not cfg.reward_funcs and not run.get("reward_funcs")
     same = not cfg.reward_funcs or list(cfg.reward_funcs) == list(run.get("reward_funcs") or ())
     weights = cfg.reward_weights or (tuple(run.get("reward_weights") or ()) if same else ())
     rewards = load_rewards(names, weights, trust_remote_code=cfg.trust_remote_code)
-    prompts, completions = sample(cfg, run, data, names)
+
+    def check(prompts: Sequence[Prompt]) -> None:
+        try:
+            rewards.check_columns(prompts, "data")
+        except UserError as error:
+            raise UserError(f"{error}; pass --reward-funcs: {cfg.source} has none" if is_default else error) from None
+
+    prompts, completions = sample(cfg, run, data, names, check)
     table = rewards.score(prompts, completions)
     totals = [total for total in table.totals if total is not None]
     result = {"reward/mean": statistics.fmean(totals) if totals else float("nan")}
@@ -202,7 +210,11 @@ def check_single_turn(run: dict[str, Any]) -> None:
 
 
 def sample(
-    cfg: EvaluateConfig, run: dict[str, Any], data: Sequence[str], rewards: Sequence[str]
+    cfg: EvaluateConfig,
+    run: dict[str, Any],
+    data: Sequence[str],
+    rewards: Sequence[str],
+    check: Callable[[Sequence[Prompt]], None],  # before anything is sampled
 ) -> tuple[list[Prompt], list[Completion]]:
     """Sample num_generations completions per row; each prompt is repeated for each completion."""
     from rollout.engines.load import load_model
@@ -233,6 +245,7 @@ def sample(
     else:
         prompts = read(data)
     prompts = prompts[: cfg.max_rows]
+    check(prompts)
     prompts = [prompt for prompt in prompts for _ in range(cfg.num_generations)]
     requests = [Request.of(prompt, cfg.seed + i) for i, prompt in enumerate(prompts)]
     sampling = Sampling(

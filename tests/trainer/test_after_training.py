@@ -158,6 +158,13 @@ def test_evaluate_any_model_with_several_samples(run, tmp_path, capsys):
     assert not (run / "evaluations.jsonl").exists()
 
 
+def test_evaluate_checks_the_default_reward_before_it_samples(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("rollout.engines.local.LocalEngine.generate", None)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}')
+    assert evaluate.main(["builtin:tiny", "--data", str(tmp_path / "rows.jsonl")]) == 2
+    assert re.search("reward_funcs=exact_match: .*'answer'.*pass --reward-funcs", capsys.readouterr().err)
+
+
 @pytest.mark.parametrize(
     "argv, words",
     [

@@ -68,7 +68,5 @@ def far_off(cfg: MethodConfig, num_parameters: int) -> str | None:
         return None
     factor, side = (rate / default, "above") if rate > default else (default / rate, "below")
     which = f"with LoRA (for all weights it is {rates.full:g})" if is_lora else "for all weights"
-    whose = "the default of this method"
-    if is_small:
-        whose = f"the rate for models under {SMALL_MODEL // 10**6} M parameters"
-    return f"learning_rate={rate:g}: {factor:.3g} times {side} {default:g}, {whose} {which}"
+    which += f" and models under {SMALL_MODEL // 10**6} M parameters" if is_small else ""
+    return f"learning_rate={rate:g}: {factor:.3g} times {side} {default:g}, the usual rate of this method {which}"

@@ -232,7 +232,7 @@ class Watch:
 
     def _optim(self, values: Mapping[str, float]) -> Iterator[Finding]:
         norm = self._median("optim/grad_norm", values)
-        if norm is not None and norm > GRAD_NORM_HIGH:
+        if norm is not None and min(norm, values["optim/grad_norm"]) > GRAD_NORM_HIGH:  # and not falling below it
             yield finding("grad_norm_high", norm)
         elif norm == 0.0 and sum(self._odd_zeros) > WINDOW // 2:
             yield finding("grad_norm_zero", 0.0)

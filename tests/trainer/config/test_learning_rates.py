@@ -59,9 +59,9 @@ def test_a_method_that_extends_a_built_in_method_has_its_rates():
     assert rates_of(MethodConfig) is None and rates_of(OptimConfig) is None
 
 
-FULL = "the default of this method for all weights"
-LORA = "the default of this method with LoRA (for all weights it is"
-SMALL = "the rate for models under 50 M parameters"
+FULL = "the usual rate of this method for all weights"
+LORA = "the usual rate of this method with LoRA (for all weights it is"
+SMALL = "and models under 50 M parameters"
 
 
 @pytest.mark.parametrize(
@@ -76,11 +76,11 @@ SMALL = "the rate for models under 50 M parameters"
         ("grpo", 16, 1e-6, 10**8, f"learning_rate=1e-06: 10 times below 1e-05, {LORA} 1e-06)"),
         ("sft", 16, 1e-2, 10**8, f"learning_rate=0.01: 50 times above 0.0002, {LORA} 2e-05)"),
         ("sft", 0, 3e-4, 10**6, None),
-        ("sft", 0, 2e-5, 10**6, f"learning_rate=2e-05: 15 times below 0.0003, {SMALL} for all weights"),
-        ("sft", 0, 1e-2, 10**6, f"learning_rate=0.01: 33.3 times above 0.0003, {SMALL} for all weights"),
+        ("sft", 0, 2e-5, 10**6, f"learning_rate=2e-05: 15 times below 0.0003, {FULL} {SMALL}"),
+        ("sft", 0, 1e-2, 10**6, f"learning_rate=0.01: 33.3 times above 0.0003, {FULL} {SMALL}"),
         ("grpo", 8, 2e-3, 10**6, None),
         ("grpo", 8, 1e-5, 10**6,
-         f"learning_rate=1e-05: 200 times below 0.002, {SMALL} with LoRA (for all weights it is 0.0002)"),
+         f"learning_rate=1e-05: 200 times below 0.002, {LORA} 0.0002) {SMALL}"),
     ],
 )  # fmt: skip
 def test_a_rate_that_is_far_off_is_told_with_both_numbers(method, rank, rate, num_parameters, text):

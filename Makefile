@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM_NEEDS := rollout/servers/worker/requirements-cpu.txt
-WORKERS ?= 2
+WORKERS ?= 3
 TEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 VLLM_LOG := $(VLLM_VENV)/tests.log
 QUICK := not slow and not gpu and not proof

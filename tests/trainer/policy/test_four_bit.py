@@ -146,6 +146,7 @@ def test_ref_model_is_not_quantised(policy):
     assert not is_4bit(other.model) and not other.is_lora
 
 
+@pytest.mark.slow
 def test_compiled_blocks_match_eager_blocks(policy, monkeypatch):
     plain = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self, options, **o: plain(self, backend="aot_eager", **o))

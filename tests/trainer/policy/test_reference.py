@@ -243,6 +243,7 @@ def test_compiled_reference_without_adapter_matches_bit_for_bit(lora):
     assert all(map(torch.equal, plain(policy.model), trained))
 
 
+@pytest.mark.slow
 def test_compiled_policy_and_reference_run_the_same_operations(monkeypatch):
     """Otherwise the compiler would fuse, tile and round them differently. Log-probs match the uncompiled model's."""
     arithmetic = {"mm", "mul", "add", "mean", "rsqrt", "silu"}

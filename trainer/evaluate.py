@@ -135,6 +135,7 @@ def evaluate(cfg: EvaluateConfig) -> dict[str, float]:
 
 def evaluate_rows(cfg: EvaluateConfig) -> tuple[dict[str, float], dict[str, Any]]:
     """Return the mean rewards over the completions of all rows, and the settings to record."""
+    print(f"loading {cfg.source}", file=sys.stderr, flush=True)  # importing torch takes seconds
     from rollout.rewards.options import DEFAULT_REWARD
     from rollout.rewards.table import load_rewards
 

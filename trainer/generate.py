@@ -86,6 +86,7 @@ class ChatModel:
     """A model with the prompt settings it was trained with."""
 
     def __init__(self, cfg: GenerateConfig) -> None:
+        print(f"loading {cfg.source}", file=sys.stderr, flush=True)  # importing torch takes seconds
         from rollout.engines.load import load_model
         from rollout.engines.local import LocalEngine
 

@@ -23,7 +23,6 @@ from rollout.model_folder import (
 
 def load_model(name: str, *, trust_remote_code: bool = False) -> tuple[Any, Any]:
     """Load a model, on the GPU if there is one, and its tokenizer. Adapters are not merged."""
-    print(f"loading {name}", file=sys.stderr, flush=True)
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging

@@ -219,7 +219,7 @@ def test_a_finished_grpo_run(grpo):
     assert "reward, step 0 \u2192 200, 64 rows" in flat and flat.index("Samples") < flat.index("Curves")
     assert "0.610 \u2192 1.13 +0.520" in flat  # eval/reward/mean before and after
     assert "exact_match/mean 0.410 0.930 +0.520" in flat
-    assert "6 steps from 62 to 67; no longer active" in flat and "health/grad_norm_high" in flat
+    assert "4 steps from 62 to 65; no longer active" in flat and "health/grad_norm_high" in flat
 
 
 def test_every_logged_metric_is_on_the_page_once_with_its_definition(grpo):

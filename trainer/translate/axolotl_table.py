@@ -161,7 +161,7 @@ ROW_KEYS: dict[str, Key] = {
     "shuffle_merged_datasets": to("rows are always shuffled, by seed; false is rejected"),
     **_each("dataset_prepared_path dataset_processes dataset_num_proc dataset_keep_in_memory dataset_shard_num "
             "dataset_shard_idx skip_prepare_dataset push_dataset_to_hub hf_use_auth_token dataloader_pin_memory "
-            "dataloader_num_workers dataloader_prefetch_factor dataloader_drop_last remove_unused_columns "
+            "dataloader_num_workers dataloader_prefetch_factor remove_unused_columns "
             "shuffle_before_merging_datasets num_dataset_shards_to_save streaming streaming_multipack_buffer_size "
             "total_num_tokens total_supervised_tokens is_preprocess preprocess_iterable axolotl_config_path "
             "pretrain_multipack_buffer_size pretrain_multipack_attn pretraining_sample_concatenation",
@@ -231,7 +231,10 @@ RUN: dict[str, Key] = {
             "generation_max_new_tokens generation_temperature generation_top_p generation_top_k "
             "generation_prompt_ratio generation_do_sample eval_table_size eval_max_new_tokens logging_nan_inf_filter "
             "sync_profiler_steps sync_profiler_start_step debug", idle(LOGS)),
-    **_each("save_safetensors strict plugins", idle(INSIDE)),
+    **_each("save_safetensors strict", idle(INSIDE)),
+    "plugins": idle("kernels, logs and gyms need no plugin; any other is rejected"),
+    "dataloader_drop_last": idle("no row is dropped at the end of an epoch"),
+    **_each("eta_min adam_eps base_model_ignore_patterns", idle("axolotl does not read it")),
     **_each("save_only_model save_first_step dynamic_checkpoint.*", idle(SAVES)),
     "eval_on_start": idle("held-out rows are always evaluated before training"),
     "eval_sequence_len": rejected("held-out rows have the limit of all rows; remove it, or use sequence_len"),

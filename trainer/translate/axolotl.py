@@ -431,6 +431,8 @@ class _Axolotl:
         rank = self.take("lora_r")
         if rank not in (None, adapter["r"]):
             self.note(f"lora_r={rank}: the adapter in {folder} has rank {adapter['r']}, which stays")
+        if adapter.get("lora_dropout") and self.method in NO_DROPOUT:
+            self.note(f"lora_model_dir: its dropout of {adapter['lora_dropout']} is applied here; axolotl turns it off")
         for key in ("lora_alpha", "lora_dropout", "lora_target_linear", "lora_target_modules", "lora_modules_to_save",
                     "peft_use_dora", "peft_use_rslora"):  # fmt: skip
             self.take(key)
@@ -488,7 +490,8 @@ class _Axolotl:
         if isinstance(given, Mapping):
             zero = given.get("zero_optimization") or {}
             offload = any((zero.get(f"offload_{part}") or {}).get("device") == "cpu" for part in ("param", "optimizer"))
-            stage, offload = zero.get("stage", 0), offload or bool(zero.get("cpu_offload"))
+            stage = number(zero.get("stage", 0), "deepspeed: zero_optimization.stage", int)
+            offload = offload or bool(zero.get("cpu_offload"))
         else:
             named = re.search("zero_?([0-3])", str(given))
             stage, offload = int(named[1]) if named else None, "offload" in str(given)
@@ -584,6 +587,8 @@ class _Axolotl:
         template_kwargs = self.take("trl.chat_template_kwargs")
         self.theirs.take_all("trl.chat_template_kwargs")
         self.set("chat_template_kwargs", template_kwargs or None)
+        if template_kwargs and self.method != "ebft":
+            self.note("trl.chat_template_kwargs: is used here; axolotl reads it only with rl: ebft")
         if self.take("trl.streaming_partial_batch"):
             self.copy("trl.streaming_min_groups")
         if self.take("trl.replay_buffer_size"):

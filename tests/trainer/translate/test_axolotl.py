@@ -245,9 +245,11 @@ def test_entropy_and_the_asynchronous_trainer():
         "vllm_importance_sampling_mode": "sequence_mask",
     } == made.tree  # fmt: skip
     assert [note[:24] for note in made.notes] == ["trl.replay_buffer_size: "]  # axolotl does not read it then
-    trl = {"use_vllm": True, "use_data_producer": True, "replay_buffer_size": 9, "max_completion_length": 8}
+    trl = {"use_vllm": True, "use_data_producer": True, "replay_buffer_size": 9, "max_completion_length": 8,
+           "chat_template_kwargs": {"enable_thinking": False}}  # fmt: skip
     made = translate({**BASE, "rl": "grpo", "trl": trl})
-    assert made.tree["vllm_importance_sampling_mode"] == "token_truncate" and made.notes == []
+    assert made.tree["vllm_importance_sampling_mode"] == "token_truncate"
+    assert made.notes == ["trl.chat_template_kwargs: is used here; axolotl reads it only with rl: ebft"]
     assert made.idle == {"always so here": ["trl.use_data_producer"]}
 
 
@@ -423,6 +425,8 @@ def test_an_adapter_that_is_trained_further_keeps_its_settings(tmp_path):
     lora = {"r": 16, "alpha": 64, "dropout": 0.1, "rslora": True}
     made = translate({**BASE, "adapter": "lora", "lora_model_dir": str(tmp_path)})
     assert made.tree["lora"] == lora and made.tree["model"] == str(tmp_path)
+    made = translate({**BASE, "adapter": "lora", "lora_model_dir": str(tmp_path), "rl": "dpo"})
+    assert "lora_model_dir: its dropout of 0.1 is applied" in made.notes[-1]
     made = translate({**BASE, "adapter": "lora", "lora_model_dir": str(tmp_path), "lora_r": 8, "lora_alpha": 8})
     assert made.tree["lora"] == lora and any("has rank 16, which stays" in note for note in made.notes)
     with pytest.raises(ValueError, match="has no effect without an adapter; add adapter: lora"):

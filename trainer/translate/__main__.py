@@ -39,7 +39,8 @@ def page_text(page: str) -> str:
 def axolotl_tables() -> str:
     parts = []
     for title, table in SECTIONS.items():
-        shown = {key: entry for key, entry in table.items() if not key.startswith("test_datasets[]")}
+        shown = {key: entry for key, entry in table.items()  # test_datasets and pretraining_dataset are as datasets
+                 if key.startswith("datasets[]") or f"datasets[]{key.partition('[]')[2]}" not in table}  # fmt: skip
         parts.append(f"\n### {title}\n\n{_rows('key', shown)}")
     return "".join(parts) + "\n"
 

@@ -10,6 +10,8 @@ is set; docs/from_axolotl.md lists those keys.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,10 @@ OURS = ("method", "model", "data", "lora", "parallel", "rollout", "per_device_tr
 METHODS = ("dpo", "ipo", "simpo", "kto", "orpo", "grpo", "gdpo", "ebft")  # values of rl
 SAMPLING = ("grpo", "gdpo", "rloo")
 PAIRS = ("dpo", "ipo")
+NO_DROPOUT = (*PAIRS, "simpo", "kto", "orpo", "rm", "prm")  # their trainers set disable_dropout, also for adapters
+ONLY_ASYNC = (  # keys of trl that axolotl reads only with async_prefetch or use_data_producer
+    "streaming_partial_batch", "replay_buffer_size", "reroll_start_fraction", "vllm_sync_interval",
+)  # fmt: skip
 WARMUP = 0.03  # fraction of the steps, at most MAX_WARMUP steps, if the file has no warm-up
 MAX_WARMUP = 100
 
@@ -52,7 +58,8 @@ REWARDS = {
 # Flags of one name in axolotl's trl block and here.
 SAME_TRL = (
     "num_iterations", "temperature", "epsilon", "epsilon_high", "loss_type", "importance_sampling_level",
-    "mask_truncated_completions", "streaming_partial_batch", "off_policy_mask_threshold", "replay_buffer_size",
+    "mask_truncated_completions", "entropy_coef", "streaming_partial_batch", "off_policy_mask_threshold",
+    "replay_buffer_size",
 )  # fmt: skip
 SAME_VLLM = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager", "dtype")
 FULL_DISTRIBUTION = {"top_p": (1, 1.0), "top_k": (0, -1), "min_p": (0, 0.0), "repetition_penalty": (1, 1.0)}
@@ -104,8 +111,14 @@ class _Axolotl:
             self._servers(engine)
         if self.gym:
             self._nemo_gym()
+        found = [f"trl.{key}" for key in ONLY_ASYNC if self.made.tree.get(key)]
+        if found and not self._is_async():
+            self.note(f"{', '.join(found)}: axolotl reads this only with trl.use_data_producer or trl.async_prefetch")
         self.made.idle = self.theirs.idle(self.method)
-        self._tell_servers_apart()
+        if self.samples:
+            self._regroup(("vllm.", "trl.vllm_", "trl.async_prefetch", "trl.prefetch_depth"), "no server is used")
+        if world_size() == 1:
+            self._regroup(("fsdp", "dp_shard_size", "deepspeed"), "there is one process; torchrun starts several")
 
     def copy(self, key: str, name: str | None = None, *, unless: Any = None) -> None:
         """Set the flag to the value of the key, if the file has it and it is not the default."""
@@ -147,8 +160,9 @@ class _Axolotl:
         if special:
             self.set("special_tokens", {name: token for name, token in special.items() if token is not None})
         self.copy("eot_tokens")
-        noise = self.take("neftune_noise_alpha"), self.take("noisy_embedding_alpha")
-        self.set("neftune_noise_alpha", number(noise[0] or noise[1], "neftune_noise_alpha"))
+        if self.method in ("sft", "rm", "prm"):  # the others ignore it
+            noise = self.take("neftune_noise_alpha"), self.take("noisy_embedding_alpha")
+            self.set("neftune_noise_alpha", number(noise[0] or noise[1], "neftune_noise_alpha"))
         weight = number(self.take("model_config.router_aux_loss_coef"), "model_config.router_aux_loss_coef")
         if self.take("model_config.output_router_logits"):
             self.set("router_aux_loss_coef", 0.001 if weight is None else weight)
@@ -168,7 +182,8 @@ class _Axolotl:
     def _attention(self) -> None:
         given = self.take("attn_implementation")
         for key, name in (("sdp_attention", "sdpa"), ("eager_attention", "eager"), ("flash_attention", "flash"),
-                          ("flex_attention", "flex"), ("xformers_attention", "xformers")):  # fmt: skip
+                          ("flex_attention", "flex"), ("xformers_attention", "xformers"),
+                          ("sage_attention", "sage")):  # fmt: skip
             if self.take(key) and given is None:
                 given = name
         self.set("attn_implementation", ATTENTION.get(str(given)))
@@ -241,7 +256,7 @@ class _Axolotl:
             formats = {entry.get("format") for entry in self.made.tree.get("data", ())}
             if self.take("train_on_inputs") and formats != {"completion"}:  # of plain text all is trained anyway
                 self.set("train_on_inputs", True)
-            if self.take("use_dft_loss"):
+            if self.take("use_dft"):
                 self.set("sft_loss", "dft")
 
     def _length(self) -> None:
@@ -264,10 +279,13 @@ class _Axolotl:
         micro = number(self.take("micro_batch_size"), "micro_batch_size", int)
         steps = number(self.take("gradient_accumulation_steps"), "gradient_accumulation_steps", int)
         total = number(self.take("batch_size"), "batch_size", int)
-        if total is not None and steps is None:
-            steps = max(1, total // ((micro or 1) * world_size()))
-        elif total is not None and micro is None:
-            micro = max(1, total // ((steps or 1) * world_size()))
+        if total is not None and steps is None and "gradient_accumulation_steps" in self.theirs.tree:
+            steps = max(1, total // (micro or 1))
+        elif total not in (None, (micro or 1) * (steps or 1)):
+            raise UserError(
+                f"batch_size={total}: has no effect in axolotl, where gradient_accumulation_steps is 1 by default; "
+                f"remove it, or write gradient_accumulation_steps: {max(1, total // (micro or 1))}"
+            )
         self.set("per_device_train_batch_size", micro or 1)
         self.set("gradient_accumulation_steps", steps)
         epochs = number(self.take("num_epochs"), "num_epochs")
@@ -277,6 +295,7 @@ class _Axolotl:
         else:
             self.set("num_train_epochs", epochs)
         self.set("seed", 42 if self.take("seed") is None else number(self.take("seed"), "seed", int))
+        self.copy("full_determinism", "deterministic", unless=False)
         self.copy("output_dir")
         self._resume()
         self.numbers("loss_watchdog_threshold")
@@ -293,8 +312,9 @@ class _Axolotl:
     def _schedule(self) -> None:
         self.numbers("learning_rate")
         name = self.take("lr_scheduler") or "cosine"
-        lowest = self.take("cosine_min_lr_ratio"), self.take("lr_scheduler_kwargs.min_lr_rate")
-        floor = number(lowest[0] if lowest[0] is not None else lowest[1], "cosine_min_lr_ratio")
+        floor = number(self.take("lr_scheduler_kwargs.min_lr_rate"), "lr_scheduler_kwargs.min_lr_rate")
+        if name == "cosine" and self.take("cosine_min_lr_ratio") is not None:  # other schedules ignore it
+            floor = number(self.take("cosine_min_lr_ratio"), "cosine_min_lr_ratio")
         if name not in SCHEDULES:
             raise UserError(f"lr_scheduler={name}: is not supported; {suggest(str(name), SCHEDULES)}")
         has_warmup = name != "constant"  # which has none in transformers; constant_with_warmup has
@@ -311,7 +331,7 @@ class _Axolotl:
             total = str(self.made.tree.get("max_steps") if self.max_steps is None else self.max_steps)
             is_long = total.isdigit() and WARMUP * int(total) > MAX_WARMUP
             self.set("warmup_steps" if is_long else "warmup_ratio", MAX_WARMUP if is_long else WARMUP)
-        elif has_warmup:
+        elif has_warmup and steps is None:
             self.set("warmup_ratio", ratio or None)
         optimizer = self.take("optimizer") or "adamw_torch_fused"
         if optimizer not in OPTIMIZERS:
@@ -329,8 +349,8 @@ class _Axolotl:
             self.set("save_steps", _whole(steps, "save_steps"))
         elif per_epoch:
             self.set("saves_per_epoch", number(per_epoch, "saves_per_epoch", int))
-        elif strategy == "no":
-            self.set("save_steps", 0)
+        elif strategy in ("no", "steps"):
+            self.set("save_steps", 0 if strategy == "no" else 500)
         else:
             self.set("saves_per_epoch", 1)
         self.set("save_total_limit", number(self.take("save_total_limit"), "save_total_limit", int) or 4)
@@ -342,6 +362,10 @@ class _Axolotl:
             self.set("evals_per_epoch", number(per_epoch or 1, "evals_per_epoch", int))
         every = number(self.take("logging_steps"), "logging_steps", int)
         self.set("logging_steps", every if every and every > 1 else None)
+        if self.held_out and strategy == "steps" and not (steps or per_epoch):
+            if not every:
+                raise UserError("eval_strategy=steps: has no eval_steps; add eval_steps, or write evals_per_epoch")
+            self.set("eval_steps", every)
 
     def _services(self) -> None:
         services = []
@@ -379,10 +403,18 @@ class _Axolotl:
             return
         self.set("lora.r", number(self.take("lora_r"), "lora_r", int) or 8)
         self.set("lora.alpha", number(self.take("lora_alpha"), "lora_alpha", int) or 8)
-        self.set("lora.dropout", number(self.take("lora_dropout"), "lora_dropout") or None)
+        if self.method not in NO_DROPOUT:
+            self.set("lora.dropout", number(self.take("lora_dropout"), "lora_dropout") or None)
         linear, names = self.take("lora_target_linear"), self.take("lora_target_modules")
+        names = [names] if isinstance(names, str) else names or []
+        more = [str(name) for name in names if linear and not str(name).endswith("_proj")]
+        if more:
+            raise UserError(
+                f"lora_target_modules={' '.join(more)}: lora_target_linear adds all linear layers; remove it if they "
+                "are linear layers, or list all modules here and remove lora_target_linear"
+            )
         if not linear:
-            self.set("lora.target_modules", [names] if isinstance(names, str) else names or ["q_proj", "v_proj"])
+            self.set("lora.target_modules", names or ["q_proj", "v_proj"])
         self.copy("lora_modules_to_save", "lora.modules_to_save", unless=[])
         for key, name in (("peft_use_dora", "lora.dora"), ("peft_use_rslora", "lora.rslora")):
             self.copy(key, name, unless=False)
@@ -399,6 +431,8 @@ class _Axolotl:
         rank = self.take("lora_r")
         if rank not in (None, adapter["r"]):
             self.note(f"lora_r={rank}: the adapter in {folder} has rank {adapter['r']}, which stays")
+        if adapter.get("lora_dropout") and self.method in NO_DROPOUT:
+            self.note(f"lora_model_dir: its dropout of {adapter['lora_dropout']} is applied here; axolotl turns it off")
         for key in ("lora_alpha", "lora_dropout", "lora_target_linear", "lora_target_modules", "lora_modules_to_save",
                     "peft_use_dora", "peft_use_rslora"):  # fmt: skip
             self.take(key)
@@ -416,13 +450,20 @@ class _Axolotl:
             size = self.take(key)
             if size not in (None, 1):
                 raise UserError(f"{key}={size}: is not supported; use FSDP, and context_parallel_size for length")
-        context = self.take("context_parallel_size") or self.take("sequence_parallel_degree")
+        sizes = [self.take(f"context_parallel{key}") for key in ("_size", ".size")]
+        context = next((size for size in [*sizes, self.take("sequence_parallel_degree")] if size), None)
         self.set("parallel.context", context if context not in (None, 1) else None)
         if self._fsdp("activation_checkpointing"):
             self.set("gradient_checkpointing", True)
         strategy = str(self._fsdp("sharding_strategy") or "FULL_SHARD").upper()
         wanted = bool(self.theirs.tree.get("fsdp") or self.theirs.tree.get("fsdp_config"))
-        size = self.take("dp_shard_size")
+        stage, offload = self._zero()
+        size = self.take("dp_shard_size") if several else None
+        if stage is not None and several:
+            self.take("deepspeed")
+            stage = 0 if self.made.tree.get("load_in_4bit") else stage  # 4-bit weights cannot be sharded
+            self.note(f"deepspeed: {f'ZeRO-{stage} runs on FSDP' if stage else 'each process has a copy of the model'}")
+            strategy, wanted = {0: "NO_SHARD", 3: "FULL_SHARD"}.get(stage, "SHARD_GRAD_OP"), True
         if not several or not (wanted or size not in (None, 1)):
             return
         self.theirs.take_all("fsdp")
@@ -433,8 +474,33 @@ class _Axolotl:
         self.set("parallel.shard", size if size not in (None, -1) else None)
         if self._fsdp("reshard_after_forward") is False or strategy in ("SHARD_GRAD_OP", "2", "HYBRID_SHARD_ZERO2"):
             self.set("parallel.reshard_after_forward", False)
-        if self._fsdp("offload_params"):
+        if self._fsdp("offload_params") or offload:
             self.set("parallel.cpu_offload", True)
+
+    def _zero(self) -> tuple[int | None, bool]:
+        """Stage of a DeepSpeed config, and whether it offloads to the CPU: of a file here, a mapping, or by name."""
+        given = self.theirs.tree.get("deepspeed")
+        if not given:
+            return None, False
+        if isinstance(given, str) and Path(given).is_file():
+            try:
+                given = json.loads(Path(given).read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise UserError(f"deepspeed={given}: is not JSON ({error}); check the file") from None
+        if isinstance(given, Mapping):
+            zero = given.get("zero_optimization") or {}
+            offload = any((zero.get(f"offload_{part}") or {}).get("device") == "cpu" for part in ("param", "optimizer"))
+            stage = number(zero.get("stage", 0), "deepspeed: zero_optimization.stage", int)
+            offload = offload or bool(zero.get("cpu_offload"))
+        else:
+            named = re.search("zero_?([0-3])", str(given))
+            stage, offload = int(named[1]) if named else None, "offload" in str(given)
+        if stage not in (0, 1, 2, 3):
+            raise UserError(
+                f"deepspeed={keys.shown(given)}: is neither a file here nor named after a ZeRO stage, such as "
+                "zero2.json; remove it, or write fsdp_config"
+            )
+        return stage, offload
 
     def _fsdp(self, name: str) -> Any:
         """A key of fsdp_config, which may have the prefix of old."""
@@ -444,26 +510,30 @@ class _Axolotl:
     # methods
 
     def _preferences(self) -> None:
-        beta = number(self.take("rl_beta"), "rl_beta")
-        beta = number(self.take("dpo_beta"), "dpo_beta") if beta is None else beta
+        beta = self._beta() if self.method in (*PAIRS, "kto", "orpo", "simpo") else None
         if self.method in (*PAIRS, "kto"):
             self.set("beta", beta)
             if self.take("precompute_ref_log_probs"):
                 self.set("ref", "precomputed")
             elif self.take("rl_adapter_ref_model"):
                 self.set("ref", "copy")
-        if self.method in PAIRS:
+        if self.method == "dpo":
             loss = self.take("dpo_loss_type")
             self.set("loss_type", [loss] if isinstance(loss, str) else loss or None)
             self.set("loss_weights", self.take("dpo_loss_weights") or None)
             self.set("label_smoothing", number(self.take("dpo_label_smoothing"), "dpo_label_smoothing") or None)
+        elif self.method == "ipo" and self.theirs.tree.get("dpo_loss_type"):
+            loss = keys.shown(self.theirs.tree["dpo_loss_type"])
+            raise UserError(f"dpo_loss_type={loss}: rl: ipo is a loss of its own; remove one of them, or write rl: dpo")
+        if self.method in PAIRS:
             self.copy("dpo_use_weighting", "use_weighting", unless=False)
+            self.numbers("dpo_ld_alpha", "ld_alpha")
             self.numbers("rpo_alpha")
         elif self.method == "kto":
             for side in ("desirable_weight", "undesirable_weight"):
-                self.numbers(f"kto_{side}", side)
+                self.set(side, number(self.take(f"kto_{side}"), f"kto_{side}") or None)  # 0 is 1 there, too
         elif self.method == "orpo":
-            self.set("orpo_alpha", beta if beta is not None else number(self.take("orpo_alpha"), "orpo_alpha"))
+            self.set("orpo_alpha", beta)
         elif self.method == "simpo":  # axolotl trains CPO's SimPO: its defaults are not those of the paper
             self.set("beta", 0.1 if beta is None else beta)
             for key, default in (("cpo_alpha", 1.0), ("simpo_gamma", 0.5)):
@@ -471,6 +541,10 @@ class _Axolotl:
                 self.set(key, default if given is None else given)
         elif self.method == "rm":
             self.numbers("center_rewards_coefficient")
+
+    def _beta(self) -> float | None:
+        given = (number(self.take(key), key) for key in ("trl.beta", "rl_beta", "dpo_beta", "orpo_alpha"))
+        return next((beta for beta in given if beta is not None), None)
 
     def _ebft(self) -> None:
         for key in SAME_EBFT:
@@ -485,7 +559,10 @@ class _Axolotl:
             self.set("temperature", 0.6 if temperature is None else temperature)
             self._check_full("ebft.top_p", (1, 1.0))
         else:  # advantages are GRPO's
-            self.set("advantage_estimator", "rloo" if self.take("trl.scale_rewards") is False else "grpo")
+            scaled = self.take("trl.scale_rewards")
+            if scaled == "batch":
+                raise UserError("trl.scale_rewards=batch: is not supported by ebft; use group or none")
+            self.set("advantage_estimator", "rloo" if scaled in (False, "none") else "grpo")
             self.copy("ebft.adaptive_max_tokens", unless=True)
             if self.take("ebft.adaptive_max_tokens") is not False:
                 self.copy("ebft.gt_length_multiplier")
@@ -497,15 +574,21 @@ class _Axolotl:
         for key, full in FULL_DISTRIBUTION.items():
             self._check_full(f"trl.{key}", full)
         self.set("num_generations", number(self.take("trl.num_generations"), "trl.num_generations", int) or 8)
-        length = self.take("trl.max_completion_length") or self.take("generation_config.max_new_tokens")
-        self.set("max_completion_length", number(length, "trl.max_completion_length", int) or 512)
-        if "temperature" not in self.made.tree:
-            self.numbers("generation_config.temperature")
+        length = number(self.take("trl.max_completion_length"), "trl.max_completion_length", int)
+        self.set("max_completion_length", length or 512)
+        if not length and self.method != "ebft":
+            self.note("trl.max_completion_length is not set: 512 tokens are the limit; axolotl sets none then")
+        if self.take("trl.use_adaptive_entropy"):
+            lowest = keys.set_adaptive_entropy(self.made, lambda name: self.take(f"trl.{name}"))
+            if lowest:
+                raise UserError(f"trl.{lowest}; remove it")
         self._kl()
         self._rollouts()
         template_kwargs = self.take("trl.chat_template_kwargs")
         self.theirs.take_all("trl.chat_template_kwargs")
         self.set("chat_template_kwargs", template_kwargs or None)
+        if template_kwargs and self.method != "ebft":
+            self.note("trl.chat_template_kwargs: is used here; axolotl reads it only with rl: ebft")
         if self.take("trl.streaming_partial_batch"):
             self.copy("trl.streaming_min_groups")
         if self.take("trl.replay_buffer_size"):
@@ -529,17 +612,22 @@ class _Axolotl:
             self.copy("trl.reroll_max_groups")
 
     def _kl(self) -> None:
-        beta = number(self.take("trl.beta"), "trl.beta")
-        beta = number(self.take("rl_beta"), "rl_beta") if beta is None else beta
+        beta = self._beta()
         self.set("beta", beta)
         if not beta:
             return
         corrected = self.take("trl.use_bias_correction_kl")
-        self.set("use_bias_correction_kl", None if corrected else False)
+        if corrected is False or (corrected is None and self._is_async()):
+            self.set("use_bias_correction_kl", False)
         if self.take("trl.sync_ref_model"):
             self.set("sync_ref_model", True)
             self.set("ref_model_mixup_alpha", number(self.take("trl.ref_model_mixup_alpha"), "trl.ref_...") or 0.9)
             self.set("ref_model_sync_steps", number(self.take("trl.ref_model_sync_steps"), "trl.ref_...", int) or 64)
+
+    def _is_async(self) -> bool:
+        """Whether axolotl would use its asynchronous trainer, which has other defaults and more settings."""
+        trl = self.theirs.tree.get("trl") or {}
+        return bool(trl.get("async_prefetch") or trl.get("use_data_producer"))
 
     def _rollouts(self) -> None:
         """Set the number of mini-batches if a rollout has more completions than an optimizer step."""
@@ -611,26 +699,27 @@ class _Axolotl:
             self.set("sync.backend", "process_group")  # adapters are sent by names that change
         if asynchronous and not turns:
             self.copy("trl.prefetch_depth", unless=1)
-        self._correction(bool(asynchronous))
+        self._correction()
 
-    def _tell_servers_apart(self) -> None:
-        """List unused keys of servers separately."""
+    def _regroup(self, prefixes: tuple[str, ...], reason: str) -> None:
+        """List unused keys with these prefixes under another reason."""
         unused = f"not used by {self.method}"
-        theirs = ("vllm.", "trl.vllm_", "trl.async_prefetch", "trl.prefetch_depth")
-        found = [key for key in self.made.idle.get(unused, ()) if self.samples and key.startswith(theirs)]
+        found = [key for key in self.made.idle.get(unused, ()) if key.startswith(prefixes)]
         if found:
             rest = [key for key in self.made.idle.pop(unused) if key not in found]
             self.made.idle |= {unused: rest} if rest else {}
-            self.made.idle["no server is used"] = found
+            self.made.idle[reason] = found
 
-    def _correction(self, asynchronous: bool) -> None:
+    def _correction(self) -> None:
         if self.take("trl.vllm_importance_sampling_correction") is False:
             self.set("vllm_importance_sampling_correction", False)
             return
         mode = self.take("trl.vllm_importance_sampling_mode")
-        mode = mode or ("token_truncate" if asynchronous else "sequence_mask")
+        mode = mode or ("token_truncate" if self._is_async() else "sequence_mask")
         self.set("vllm_importance_sampling_mode", mode)
         self.numbers("trl.vllm_importance_sampling_cap")
+        self.numbers("trl.vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap")
+        self.numbers("trl.vllm_importance_sampling_clip_min", "vllm_importance_sampling_min")
 
     def _uses_gym(self) -> bool:
         plugged = any("nemo_gym" in str(name) for name in self.theirs.tree.get("plugins") or ())

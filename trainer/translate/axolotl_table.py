@@ -15,6 +15,10 @@ LOGS = "logging that is not here"
 PROCESSES = "processes and devices, set by torchrun"
 SERVING = "settings of axolotl's own server or commands"
 INSIDE = "always so here"
+FLOAT32 = "trained weights are float32, unless trained_dtype is set"
+SAVES = "checkpoints are saved by steps or epochs, and can be resumed"
+PLUGIN = "setting of a plugin that is not here"
+OPTIMIZER = "setting of an optimizer that is not here"
 
 
 def _each(keys: str, entry: Key, prefix: str = "") -> dict[str, Key]:
@@ -39,7 +43,7 @@ MODEL: dict[str, Key] = {
     "float16": rejected("float16 is not supported; use bf16: true"),
     "fp8": rejected("fp8 is not supported; use bf16: true"),
     "attn_implementation": to("attn_implementation: sdpa and eager; any other kernel: auto"),
-    **_each("sdp_attention eager_attention flash_attention flex_attention xformers_attention",
+    **_each("sdp_attention eager_attention flash_attention flex_attention xformers_attention sage_attention",
             to("attn_implementation: sdpa and eager; any other kernel: auto")),
     "gradient_checkpointing": to("gradient_checkpointing"),
     "torch_compile": to("compile"),
@@ -62,17 +66,25 @@ MODEL: dict[str, Key] = {
     **_each("model_type type_of_model tokenizer_type processor_type cls_model_config tokenizer_use_fast "
             "tokenizer_legacy tokenizer_save_jinja_files is_falcon_derived_model is_llama_derived_model "
             "is_mistral_derived_model is_qwen_derived_model num_labels base_model_config mean_resizing_embeddings "
-            "embeddings_skip_upcast low_cpu_mem_usage", idle(LOADING)),
+            "low_cpu_mem_usage processor_kwargs", idle(LOADING)),
+    **_each("embeddings_skip_upcast fp32_norms fp32_norm_classes", idle(FLOAT32)),
+    "freeze_mm_modules": idle("text gives the other parts of a model no gradient"),
     "tokenizer_config": rejected("the tokenizer of the model is used; remove it, or save model and tokenizer together"),
     **_each("revision_of_model model_revision", rejected("the newest revision is loaded; download another one and "
                                                          "name its folder in base_model")),
-    **_each("tokens added_tokens_overrides.* resize_token_embeddings_to_32x shrink_embeddings fix_untrained_tokens "
-            "reinit_weights", rejected("embeddings are never resized here; use tokens that the tokenizer has")),
+    **_each("tokens added_tokens_overrides.* resize_token_embeddings_to_32x shrink_embeddings fix_untrained_tokens",
+            rejected("embeddings are never resized here; use tokens that the tokenizer has")),
     "tokenizer_use_mistral_common": rejected("only transformers' tokenizers are built in; remove it"),
     **_each("model_quantization_config model_quantization_config_kwargs.* gptq gptq_groupsize gptq_model_v1 "
-            "quantize_moe_experts use_onebitllms", rejected(_QUANTISED_MODEL)),
+            "quantize_moe_experts use_onebitllms nonexpert_quantization gemma4_fp8_nonexpert gemma4_nf4_nonexpert "
+            "nvfp4_merge_aware nvfp4_merge_aware_start_step", rejected(_QUANTISED_MODEL)),
     **_each("qat.* quantization.*", rejected("quantisation-aware training is not supported; remove it")),
-    **_each("bnb_config_kwargs.* peft.* loftq_config.*", idle(QUANTISED)),
+    **_each("bnb_config_kwargs.* nf4_backend", idle(QUANTISED)),
+    **_each("fp8_config.* fp8_enable_fsdp_float8_all_gather", idle("part of fp8")),
+    **_each("reinit_weights scaling_softmax scaling_softmax_factor scaling_softmax_bias trainer_cls dense_mixer "
+            "use_eaft diffusion.* diffusion_lm.* diffusion_decision.*", rejected(_TRAINS_OTHERWISE)),
+    **_each("eaft_alpha eaft_k", idle("part of use_eaft")),
+    **_each("image_size image_resize_algorithm role_boundaries[].*", rejected("rows are text here; remove it")),
     **_each("rope_scaling use_pose pose_split_on_token_ids pose_max_context_len pose_num_chunks s2_attention",
             rejected("longer contexts by other positions are not supported; remove it")),
     "unfrozen_parameters": rejected("training a part of the weights is not supported; use adapter: lora"),
@@ -83,9 +95,15 @@ MODEL: dict[str, Key] = {
             "flash_attn_fuse_qkv flash_attn_fuse_mlp flash_optimum liger_rms_norm liger_glu_activation "
             "liger_layer_norm liger_rope liger_rms_norm_gated liger_fused_linear_cross_entropy liger_cross_entropy "
             "liger_use_token_scaling cut_cross_entropy torch_compile_backend torch_compile_mode tf32 "
-            "gradient_checkpointing_kwargs.* activation_offloading layer_offloading gc_steps scaling_softmax "
+            "gradient_checkpointing_kwargs.* activation_offloading layer_offloading gc_steps "
             "chunked_cross_entropy chunked_cross_entropy_num_chunks tiled_mlp tiled_mlp_num_shards "
-            "tiled_mlp_use_original_mlp use_eager_attention", idle(SPEED)),
+            "tiled_mlp_use_original_mlp torch_compile_options torch_compile_regional torch_empty_cache_steps "
+            "gc_collect_steps selective_checkpointing selective_checkpointing.* pad_to_multiple_of "
+            "fa_varlen_kwargs_in_collator large_head_attention flash_attn_d512 sdpa_varlen deepcompile ple_cpu_offload "
+            "autotune_cache_path autotune_profiles autotune_neighborhood cut_cross_entropy_accum_c_fp32 "
+            "cut_cross_entropy_c_grad_chunk_size liger_swiglu liger_kernel_impl expert_backend moe_grouped_backend "
+            "moe_dequant_chunk_size moe_bnb_fast use_dsv4_kernels use_glm_dsa_kernels dsv4_fp8_nonexpert_mode "
+            "dsv4_fp8_lora_kernel dsv4_shared_mlp_lora_kernel dsv4_bf16_all dsv4_fp4_grouped_mode", idle(SPEED)),
 }  # fmt: skip
 
 ROW_KEYS: dict[str, Key] = {
@@ -127,13 +145,9 @@ ROW_KEYS: dict[str, Key] = {
             "logprobs_field temperature field_human field_model",
             rejected("rows cannot be changed this way; use a transform, type: my_module.my_transform"), "datasets[]."),
     "datasets[].train_on_split": rejected("axolotl does not read it; write split"),
-    "pretraining_dataset[].path": to("data: path"),
-    "pretraining_dataset[].name": to("data: name"),
-    "pretraining_dataset[].split": to("data: split"),
+    **_each("input_fraction length max_input_id max_turns min_input_id min_turn_length min_turns seed sequence_length",
+            rejected("rows of random tokens are not supported; name a file of rows"), "datasets[]."),
     "pretraining_dataset[].type": to("data: format: completion"),
-    "pretraining_dataset[].text_column": to("data: field_text"),
-    "pretraining_dataset[].data_files": to("data: an entry for each file"),
-    "pretraining_dataset[].trust_remote_code": idle(ROWS),
     "pretraining_dataset[].skip": rejected("rows are skipped by a split here; write split: train[1000:]"),
     "val_set_size": to("val_set_size"),
     "dataset_exact_deduplication": to("dedup"),
@@ -147,27 +161,31 @@ ROW_KEYS: dict[str, Key] = {
     "shuffle_merged_datasets": to("rows are always shuffled, by seed; false is rejected"),
     **_each("dataset_prepared_path dataset_processes dataset_num_proc dataset_keep_in_memory dataset_shard_num "
             "dataset_shard_idx skip_prepare_dataset push_dataset_to_hub hf_use_auth_token dataloader_pin_memory "
-            "dataloader_num_workers dataloader_prefetch_factor dataloader_drop_last remove_unused_columns "
+            "dataloader_num_workers dataloader_prefetch_factor remove_unused_columns "
             "shuffle_before_merging_datasets num_dataset_shards_to_save streaming streaming_multipack_buffer_size "
             "total_num_tokens total_supervised_tokens is_preprocess preprocess_iterable axolotl_config_path "
-            "merge_datasets pretrain_multipack_buffer_size pretrain_multipack_attn pretraining_sample_concatenation",
+            "pretrain_multipack_buffer_size pretrain_multipack_attn pretraining_sample_concatenation",
             idle(ROWS)),
     **_each("eval_sample_packing pad_to_sequence_len group_by_length sample_packing_group_size "
             "sample_packing_bin_size sample_packing_sequentially sample_packing_eff_est "
-            "sample_packing_drop_attention_mask sample_packing_mp_start_method multipack_real_batches "
+            "sample_packing_mp_start_method multipack_real_batches "
             "batch_flattening dpo_padding_free", idle(SPEED)),
-    **_each("curriculum_sampling min_sample_len", rejected("rows are shuffled, and all are used; remove it, and "
-                                                          "filter the file yourself")),
+    "label_balance_window_optim_steps": idle("part of balance_labels"),
+    **_each("curriculum_sampling min_sample_len balance_labels",
+            rejected("rows are shuffled, and all are used; remove it, and filter the file yourself")),
     "max_packed_sequence_len": rejected("axolotl no longer reads it; use sequence_len and sample_packing"),
 }  # fmt: skip
-# test_datasets has the keys of datasets
+# test_datasets and pretraining_dataset have the keys of datasets
+ROW_KEYS = {key.replace("datasets[]", "pretraining_dataset[]"): entry for key, entry in ROW_KEYS.items()
+            if key.startswith("datasets[]")} | ROW_KEYS  # fmt: skip
 ROW_KEYS |= {key.replace("datasets[]", "test_datasets[]"): Key(entry.outcome, entry.text.replace("data:", "eval_data:"))
              for key, entry in ROW_KEYS.items() if key.startswith("datasets[]")}  # fmt: skip
 
 RUN: dict[str, Key] = {
     "micro_batch_size": to("per_device_train_batch_size"),
     "gradient_accumulation_steps": to("gradient_accumulation_steps"),
-    "batch_size": to("gradient_accumulation_steps, divided by micro_batch_size and the processes"),
+    "batch_size": to("gradient_accumulation_steps, if the file sets that to null; otherwise axolotl ignores it, and a "
+                     "value that differs from micro_batch_size is rejected"),
     "num_epochs": to("num_train_epochs"),
     "max_steps": to("max_steps"),
     "learning_rate": to("learning_rate"),
@@ -193,6 +211,7 @@ RUN: dict[str, Key] = {
     "evaluation_strategy": to("evals_per_epoch"),
     "logging_steps": to("logging_steps"),
     "seed": to("seed"),
+    "full_determinism": to("deterministic"),
     "loss_watchdog_threshold": to("loss_watchdog_threshold"),
     "loss_watchdog_patience": to("loss_watchdog_patience"),
     "wandb_project": to("report_to: wandb, and the variable WANDB_PROJECT"),
@@ -209,9 +228,16 @@ RUN: dict[str, Key] = {
             "comet_mode comet_online comet_experiment_config.* use_trackio trackio_project_name trackio_run_name "
             "trackio_space_id use_otel_metrics otel_metrics_host otel_metrics_port profiler_steps "
             "profiler_steps_start include_tokens_per_second include_tkps generate_samples num_generation_samples "
-            "generation_max_new_tokens generation_temperature generation_top_p generation_top_k eval_table_size "
-            "eval_max_new_tokens debug", idle(LOGS)),
-    **_each("save_safetensors save_only_model save_first_step strict plugins", idle(INSIDE)),
+            "generation_max_new_tokens generation_temperature generation_top_p generation_top_k "
+            "generation_prompt_ratio generation_do_sample eval_table_size eval_max_new_tokens logging_nan_inf_filter "
+            "sync_profiler_steps sync_profiler_start_step debug", idle(LOGS)),
+    **_each("save_safetensors strict", idle(INSIDE)),
+    "plugins": idle("kernels, logs and gyms need no plugin; any other is rejected"),
+    "dataloader_drop_last": idle("no row is dropped at the end of an epoch"),
+    **_each("eta_min adam_eps base_model_ignore_patterns", idle("axolotl does not read it")),
+    **_each("save_only_model save_first_step dynamic_checkpoint.*", idle(SAVES)),
+    "eval_on_start": idle("held-out rows are always evaluated before training"),
+    "eval_sequence_len": rejected("held-out rows have the limit of all rows; remove it, or use sequence_len"),
     **_each("eval_batch_size auto_find_batch_size", idle(SPEED)),
     "hub_model_id": idle("trainer.push uploads a run"),
     **_each("hub_strategy hub_revision", idle("trainer.push uploads a run")),
@@ -226,29 +252,40 @@ RUN: dict[str, Key] = {
             "dion_rank_fraction dion_rank_multiple_of",
             rejected("this setting of an optimizer or schedule is not supported; remove it")),
     **_each("relora relora_prune_ratio relora_cpu_offload relora_steps relora_warmup_steps lisa_n_layers "
-            "lisa_step_interval lisa_layers_attribute diffusion.* eaft_alpha eaft_k", rejected(_TRAINS_OTHERWISE)),
+            "lisa_step_interval lisa_layers_attribute", rejected(_TRAINS_OTHERWISE)),
     "relora_prune_method": idle("part of relora"),
     "loraplus_lr_embedding": idle("part of LoRA+"),
-    **_each("torchdistx_path", idle("part of an optimizer that is not here")),
+    **_each("torchdistx_path qgalore_rank qgalore_update_proj_gap qgalore_scale qgalore_proj_type qgalore_proj_quant "
+            "qgalore_proj_bits qgalore_proj_group_size qgalore_cos_threshold qgalore_gamma_proj qgalore_queue_size",
+            idle(OPTIMIZER)),
+    **_each("kd_trainer kd_ce_alpha kd_alpha kd_temperature kd_beta kd_normalize_topk kd_online_server_base_url "
+            "kd_online_topk kd_online_server kd_online_timeout kd_temperature_min grokfast_alpha grokfast_lamb "
+            "spectrum_top_fraction spectrum_model_name mora.* llmcompressor.* hatchery.* coreweave.*", idle(PLUGIN)),
 }  # fmt: skip
 
 LORA: dict[str, Key] = {
     "adapter": to("lora.r; qlora: also load_in_4bit"),
     "lora_r": to("lora.r"),
     "lora_alpha": to("lora.alpha"),
-    "lora_dropout": to("lora.dropout"),
+    "lora_dropout": to("lora.dropout; preference methods and reward models have none, as in axolotl"),
     "lora_target_linear": to("lora.target_modules: all-linear"),
-    "lora_target_modules": to("lora.target_modules, names or a pattern"),
+    "lora_target_modules": to("lora.target_modules, names or a pattern; with lora_target_linear only names that it "
+                              "includes"),
     "lora_modules_to_save": to("lora.modules_to_save"),
     "peft_use_dora": to("lora.dora"),
     "peft_use_rslora": to("lora.rslora"),
     "merge_lora": to("merge_lora"),
-    **_each("lora_fan_in_fan_out peft_autocast_adapter_dtype merge_method lora_on_cpu qlora_sharded_model_loading "
-            "peft_ensure_weight_tying", idle(INSIDE)),
+    **_each("lora_fan_in_fan_out merge_method lora_on_cpu qlora_sharded_model_loading peft_ensure_weight_tying",
+            idle(INSIDE)),
+    **_each("peft_autocast_adapter_dtype lora_fp32_gradients", idle(FLOAT32)),
     **_each("lora_target_parameters peft_layers_to_transform peft_layers_pattern peft_layer_replication "
-            "peft_init_lora_weights peft_trainable_token_indices",
-            rejected("adapters are on whole linear layers, initialised as usual; remove it, or use a pattern in "
-                    "lora_target_modules")),
+            "peft_init_lora_weights peft_trainable_token_indices peft.* loftq_config.* lora_rank_pattern "
+            "lora_alpha_pattern",
+            rejected("adapters are on whole linear layers, of one rank, initialised as usual; remove it, or use a "
+                     "pattern in lora_target_modules")),
+    **_each("mixlora_num_experts mixlora_top_k mixlora_router_aux_loss_coef mixlora_router_init_range "
+            "mixlora_jitter_noise mixlora_expert_lora_r mixlora_expert_lora_alpha mixlora_expert_lora_dropout",
+            idle("part of adapter: mixlora, which is rejected")),
 }  # fmt: skip
 
 PARALLEL: dict[str, Key] = {
@@ -260,18 +297,19 @@ PARALLEL: dict[str, Key] = {
     **_each("sharding_strategy fsdp_sharding_strategy",
             to("parallel.mode, parallel.shard, parallel.reshard_after_forward"), "fsdp_config."),
     "dp_shard_size": to("parallel.shard"),
-    "context_parallel_size": to("parallel.context"),
-    "sequence_parallel_degree": to("parallel.context"),
+    **_each("context_parallel_size sequence_parallel_degree context_parallel.size", to("parallel.context")),
     "tensor_parallel_size": to("1; more is rejected: use FSDP and context_parallel_size"),
     **_each("expert_parallel_size", to("1; more is rejected")),
-    "deepspeed": rejected(
-        "DeepSpeed is not supported; remove it, and start with torchrun: --parallel.mode fsdp does what ZeRO-3 does, "
-        "with --parallel.reshard-after-forward false what ZeRO-2 and ZeRO-1 do"
-    ),
+    "deepspeed": to("parallel.mode: fsdp; ZeRO-1, ZeRO-2: parallel.reshard_after_forward false; offload: "
+                    "parallel.cpu_offload"),
+    "accelerator_config.split_batches": rejected("a batch is per process here; remove it, and divide micro_batch_size"),
     **_each("ddp ddp_timeout ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters dp_replicate_size "
             "device device_map device_map.* max_memory.* gpu_memory_limit world_size local_rank fsdp_version "
             "fsdp_final_state_dict_type accelerator_config.* experimental_skip_move_to_device heads_k_stride "
-            "ring_attn_func use_ray ray_run_name ray_num_workers resources_per_worker.*", idle(PROCESSES)),
+            "ring_attn_func context_parallel.* use_ray ray_run_name ray_num_workers resources_per_worker.* "
+            "expert_parallel_backend expert_parallel_num_nvl_bytes expert_parallel_num_rdma_bytes "
+            "expert_parallel_token_capacity expert_parallel_fallback_on_unsupported expert_parallel_save_dispatch "
+            "expert_parallel_dispatch_chunks", idle(PROCESSES)),
 }  # fmt: skip
 
 METHODS: dict[str, Key] = {
@@ -279,8 +317,7 @@ METHODS: dict[str, Key] = {
     "reward_model": to("method: rm"),
     "process_reward_model": to("method: prm"),
     "rl_beta": to("beta; orpo: orpo_alpha"),
-    "dpo_beta": to("beta"),
-    "orpo_alpha": to("orpo_alpha"),
+    **_each("dpo_beta orpo_alpha", to("beta, if neither trl.beta nor rl_beta is set; orpo: orpo_alpha")),
     "rpo_alpha": to("rpo_alpha"),
     "simpo_gamma": to("simpo_gamma"),
     "cpo_alpha": to("cpo_alpha"),
@@ -290,29 +327,33 @@ METHODS: dict[str, Key] = {
     "dpo_loss_type": to("loss_type"),
     "dpo_loss_weights": to("loss_weights"),
     "dpo_label_smoothing": to("label_smoothing"),
+    "dpo_ld_alpha": to("ld_alpha"),
     "dpo_use_weighting": to("use_weighting"),
     "precompute_ref_log_probs": to("ref: precomputed"),
     "rl_adapter_ref_model": to("ref: copy"),
     "dpo_norm_loss": rejected("axolotl no longer reads it; write dpo_loss_type: [sigmoid_norm]"),
     **_each("dpo_use_liger_kernel dpo_use_logits_to_keep", idle(SPEED)),
     "dpo_generate_during_eval": idle(LOGS),
-    "generation_config.temperature": to("temperature"),
-    "generation_config.max_new_tokens": to("max_completion_length"),
-    "generation_config.*": rejected(_SAMPLING),
-    "use_dft_loss": to("sft_loss: dft"),
+    "use_dft": to("sft_loss: dft"),
 }  # fmt: skip
 
 TRL: dict[str, Key] = {
-    "trl.beta": to("beta"),
+    "trl.beta": to("beta, instead of rl_beta; orpo: orpo_alpha"),
     **_each("max_completion_length num_generations num_iterations temperature epsilon epsilon_high loss_type "
             "importance_sampling_level scale_rewards mask_truncated_completions "
             "reward_weights reward_funcs rollout_func sync_ref_model ref_model_mixup_alpha ref_model_sync_steps "
             "async_prefetch prefetch_depth vllm_sync_interval streaming_partial_batch "
             "streaming_min_groups vllm_importance_sampling_correction vllm_importance_sampling_mode "
             "vllm_importance_sampling_cap off_policy_mask_threshold use_bias_correction_kl replay_buffer_size "
-            "replay_recompute_logps reroll_start_fraction reroll_max_groups skip_zero_advantage_batches",
+            "replay_recompute_logps reroll_start_fraction reroll_max_groups skip_zero_advantage_batches entropy_coef",
             to("the flag of that name"), "trl."),
     "trl.multi_objective_aggregation": to("advantage_estimator: normalize_then_sum"),
+    "trl.vllm_importance_sampling_clip_max": to("vllm_importance_sampling_cap"),
+    "trl.vllm_importance_sampling_clip_min": to("vllm_importance_sampling_min"),
+    **_each("use_adaptive_entropy entropy_target", to("entropy_target"), "trl."),
+    "trl.entropy_coef_delta": to("entropy_coef_step, with trl.use_adaptive_entropy"),
+    "trl.entropy_coef_max": to("entropy_coef_max, with trl.use_adaptive_entropy"),
+    "trl.entropy_coef_min": to("0; more is rejected"),
     "trl.vllm_lora_sync": to("sync.backend: lora"),
     "trl.reward_num_workers": to("reward_num_workers (1: 0, in the trainer)"),
     "trl.chat_template_kwargs.*": to("chat_template_kwargs"),
@@ -326,7 +367,8 @@ TRL: dict[str, Key] = {
     "trl.use_data_producer": idle(INSIDE),
     "trl.vllm_enable_sleep_mode": idle(INSIDE),
     "trl.use_liger_loss": idle(SPEED),
-    **_each("log_completions num_completions_to_print", idle("samples.jsonl and report.html contain them"), "trl."),
+    **_each("log_completions num_completions_to_print log_multimodal",
+            idle("samples.jsonl and report.html contain them"), "trl."),
     "trl.generation_kwargs.stop_token_ids": idle("the model's own end tokens, and eot_tokens, end a completion"),
     "trl.generation_kwargs.*": rejected(_SAMPLING),
     **_each("top_p top_k min_p repetition_penalty", to("the full distribution; a value that limits it is rejected"),
@@ -371,8 +413,8 @@ NEMO_GYM: dict[str, Key] = {
 # Keys of axolotl's inference and other commands, which a training file may contain.
 COMMANDS: dict[str, Key] = _each(
     "inference gradio_title gradio_share gradio_server_name gradio_server_port gradio_max_new_tokens "
-    "gradio_temperature shard cli_args lm_eval_tasks lm_eval_batch_size lm_eval_post_train lm_eval_model cloud.* "
-    "use_telemetry", idle(SERVING)
+    "gradio_temperature export.* shard cli_args lm_eval_tasks lm_eval_batch_size lm_eval_post_train lm_eval_model "
+    "cloud.* use_telemetry", idle(SERVING)
 )  # fmt: skip
 
 TABLE: dict[str, Key] = {**METHODS, **MODEL, **ROW_KEYS, **RUN, **LORA, **PARALLEL, **TRL, **VLLM, **EBFT, **NEMO_GYM,
@@ -384,4 +426,4 @@ SECTIONS: dict[str, dict[str, Key]] = {
 }  # fmt: skip
 # Plugins that change nothing in what is trained, by a part of their dotted name; any other is rejected.
 IDLE_PLUGINS = ("kernels", "liger", "cut_cross_entropy", "swanlab", "nemo_gym", "lm_eval", "densemixer", "wandb",
-                "mlflow", "trackio")  # fmt: skip
+                "mlflow", "trackio", "context_parallel")  # fmt: skip

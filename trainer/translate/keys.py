@@ -12,7 +12,7 @@ with .* matches everything below it.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -26,6 +26,9 @@ QUANTISED = "settings of a 4-bit base are fixed"
 SCHEDULES = {"constant_with_warmup": "constant", "cosine_warmup_with_min_lr": "cosine_with_min_lr",
              **{name: name for name in ("constant", "linear", "cosine", "cosine_with_min_lr", "warmup_stable_decay",
                                         "inverse_sqrt")}}  # fmt: skip
+# Fields of TRL's use_adaptive_entropy: our flag, and TRL's default.
+ADAPTIVE = {"entropy_target": ("entropy_target", 0.2), "entropy_coef_delta": ("entropy_coef_step", 0.005),
+            "entropy_coef_max": ("entropy_coef_max", 1.0)}  # fmt: skip
 EMPTY = (None, False, "", [], {})  # values for which a rejected or idle key has no effect
 
 
@@ -162,6 +165,15 @@ def nearest_key(word: str, table: Mapping[str, Key]) -> str | None:
     if same:
         return max(same, key=lambda key: difflib.SequenceMatcher(None, word, key).ratio())
     return nearest(word, [name for name in table if not name.endswith(".*")])
+
+
+def set_adaptive_entropy(made: Translation, take: Callable[[str], Any]) -> str | None:
+    """Translate TRL's use_adaptive_entropy; return a sentence if the weight has a minimum, which is not supported."""
+    for name, (ours, default) in ADAPTIVE.items():
+        given = number(take(name), name)
+        made.set(ours, default if given is None else given)
+    lowest = take("entropy_coef_min")
+    return f"entropy_coef_min={lowest}: the weight falls to 0 here" if lowest else None
 
 
 def set_cispo_cap(made: Translation) -> None:

@@ -89,9 +89,6 @@ LOSS_KWARGS = ("sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "v
 SAME_GRPO = ("delta", "importance_sampling_level", "scale_rewards", "loss_type", "top_entropy_quantile", "entropy_coef",
              "off_policy_mask_threshold", "use_bias_correction_kl")  # fmt: skip
 OFFLINE_ONLY = ("neftune_noise_alpha", "router_aux_loss_coef")
-# Fields of use_adaptive_entropy: our flag, and TRL's default.
-ADAPTIVE = {"entropy_target": ("entropy_target", 0.2), "entropy_coef_delta": ("entropy_coef_step", 0.005),
-            "entropy_coef_max": ("entropy_coef_max", 1.0)}  # fmt: skip
 SAME_OF = {
     "grpo": (*SAME_SAMPLING, *SAME_GRPO),
     "rloo": SAME_SAMPLING,
@@ -271,7 +268,7 @@ class _Trl:
         self.made, self.kind = Translation(), kind
         self.set = self.made.set
         if not tree.get("use_adaptive_entropy"):
-            tree = {name: value for name, value in tree.items() if name not in (*ADAPTIVE, "entropy_coef_min")}
+            tree = {name: value for name, value in tree.items() if name not in (*keys.ADAPTIVE, "entropy_coef_min")}
         if tree.get("evaluation_strategy") is not None and tree.get("eval_strategy") is None:
             tree = {**tree, "eval_strategy": tree["evaluation_strategy"]}  # the name of before
         self.theirs = Theirs(tree, TABLE, "TRL", strict=False)
@@ -475,11 +472,8 @@ class _Trl:
                 for key, value in OLD_FLAGS[name].convert(str(self.take(name))).items():
                     self.set(key, tree.get(key, {}) | value if isinstance(value, dict) else value)
         if self.take("use_adaptive_entropy"):
-            for name, (ours, default) in ADAPTIVE.items():
-                given = number(self.take(name), name)
-                self.set(ours, default if given is None else given)
-            if self.take("entropy_coef_min"):
-                self.without.append(f"entropy_coef_min={self.take('entropy_coef_min')}: the weight falls to 0 here")
+            lowest = keys.set_adaptive_entropy(self.made, self.take)
+            self.without += [lowest] if lowest else []
         if not tree.get("beta", 0.05 if self.kind == "rloo" else 0):
             tree.pop("use_bias_correction_kl", None)
         if not tree.get("sync_ref_model"):

@@ -16,6 +16,7 @@ from trainer.translate.axolotl_table import TABLE
 from trainer.translate.keys import find
 
 KEYS = Path(__file__).parent / "axolotl_keys.tsv"  # key, RL and reward files of 23 with it, files of 250 with it
+FIELDS = Path(__file__).parent / "axolotl_fields.txt"
 BASE = {"base_model": "builtin:tiny", "learning_rate": "1e-5", "micro_batch_size": 2, "gradient_accumulation_steps": 4}
 ROWS = [{"path": "rows.jsonl", "type": "chat_template.default"}]
 
@@ -32,6 +33,13 @@ def test_every_key_of_axolotls_examples_is_in_the_table():
     counts = Counter(entry.outcome for entry in found.values())
     assert counts["translated"] > counts["no effect"] > counts["rejected"] > 0
     assert all(entry.text for entry in TABLE.values())
+
+
+def test_every_field_of_axolotls_schema_is_in_the_table():
+    fields = [line for line in FIELDS.read_text().splitlines() if not line.startswith("#")]
+    assert len(fields) == 896
+    missing = {name for name in fields if find(name, TABLE) is None}
+    assert missing <= {"chat_template_kwargs", "datasets[].weight", "pretraining_dataset[].weight"}
 
 
 def test_a_refusal_says_what_to_do():
@@ -79,9 +87,16 @@ def test_preference_settings():
     assert (tree["beta"], tree["loss_type"], tree["ref"]) == (0.3, ["hinge"], "copy")
     assert "label_smoothing" not in tree
     assert tree_of(rl="dpo", dpo_beta=0.2)["beta"] == 0.2  # the name of before
+    for method in ("dpo", "ipo", "kto", "simpo", "grpo"):
+        assert tree_of(rl=method, rl_beta=0.3, orpo_alpha=0.4, trl={"beta": 0.5})["beta"] == 0.5
+    assert tree_of(rl="orpo", orpo_alpha=0.4, trl={"beta": 0.5})["orpo_alpha"] == 0.5
+    assert tree_of(rl="dpo", dpo_ld_alpha=0.5)["ld_alpha"] == 0.5
+    made = translate({**BASE, "rl": "ipo", "dpo_label_smoothing": 0.1})
+    assert made.idle == {"not used by ipo": ["dpo_label_smoothing"]} and "label_smoothing" not in made.tree
     assert tree_of(rl="dpo", precompute_ref_log_probs=True)["ref"] == "precomputed"
     kto = tree_of(rl="kto", rl_beta=0.5, kto_desirable_weight=0.2, kto_undesirable_weight=2)
     assert (kto["beta"], kto["desirable_weight"], kto["undesirable_weight"]) == (0.5, 0.2, 2.0)
+    assert "desirable_weight" not in tree_of(rl="kto", kto_desirable_weight=0)  # 1, as in axolotl
     assert tree_of(rl="orpo", orpo_alpha=0.2)["orpo_alpha"] == 0.2
     simpo = tree_of(rl="simpo")  # axolotl's SimPO is CPO's
     assert (simpo["beta"], simpo["cpo_alpha"], simpo["simpo_gamma"]) == (0.1, 1.0, 0.5)
@@ -96,9 +111,13 @@ def test_axolotls_defaults_are_set_where_ours_differ():
     assert translate({"base_model": "m", "adapter": "lora"}).tree["lora"] == {
         "r": 8, "alpha": 8, "target_modules": ["q_proj", "v_proj"],
     }  # fmt: skip
-    sampled = translate({"base_model": "m", "rl": "grpo", "trl": {"beta": 0.1}}).tree
+    made = translate({"base_model": "m", "rl": "grpo", "trl": {"beta": 0.1}})
+    assert "trl.max_completion_length is not set: 512 tokens" in made.notes[0]
+    sampled = made.tree
     assert (sampled["num_generations"], sampled["max_completion_length"]) == (8, 512)
-    assert sampled["use_bias_correction_kl"] is False and sampled["rollout"] == {"engine": "local"}
+    assert sampled["rollout"] == {"engine": "local"} and "use_bias_correction_kl" not in sampled  # true, as in TRL
+    sampled = translate({"base_model": "m", "rl": "grpo", "trl": {"beta": 0.1, "use_data_producer": True}}).tree
+    assert sampled["use_bias_correction_kl"] is False  # of axolotl's asynchronous trainer
 
 
 # rows
@@ -199,12 +218,39 @@ def test_a_file_of_held_out_rows_has_one_split():
 # run, adapters, processes
 
 
+def test_a_setting_that_axolotl_ignores_is_ignored():
+    made = translate({"base_model": "m", "lr_scheduler": "linear", "cosine_min_lr_ratio": 0.1, "rl": "dpo",
+                      "neftune_noise_alpha": 5})  # fmt: skip
+    assert made.idle == {"not used by dpo": ["cosine_min_lr_ratio", "neftune_noise_alpha"]}
+    assert not {"min_lr_ratio", "neftune_noise_alpha"} & made.tree.keys()
+    assert not {"warmup_ratio", "warmup_steps"} & tree_of(warmup_steps=0, warmup_ratio=0.1).keys()
+
+
 @pytest.mark.parametrize("settings", [{}, {"warmup_steps": 5}, {"warmup_ratio": 0.1}])
 def test_constant_has_no_warmup(settings):
     made = translate({"base_model": "m", "lr_scheduler": "constant", **settings})
     assert made.tree["lr_scheduler_type"] == "constant"
     assert not {"warmup_ratio", "warmup_steps"} & made.tree.keys()
     assert any("constant_with_warmup" in note for note in made.notes) == bool(settings)
+
+
+def test_entropy_and_the_asynchronous_trainer():
+    trl = {"entropy_coef": 0.1, "use_adaptive_entropy": True, "entropy_target": 0.3, "use_vllm": True,
+           "vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_clip_max": 2, "log_multimodal": True,
+           "replay_buffer_size": 9, "max_completion_length": 8}  # fmt: skip
+    made = translate({**BASE, "rl": "grpo", "trl": trl})
+    assert made.tree | {
+        "entropy_coef": 0.1, "entropy_target": 0.3, "entropy_coef_step": 0.005, "entropy_coef_max": 1.0,
+        "vllm_importance_sampling_min": 0.5, "vllm_importance_sampling_cap": 2.0, "replay_buffer_size": 9,
+        "vllm_importance_sampling_mode": "sequence_mask",
+    } == made.tree  # fmt: skip
+    assert [note[:24] for note in made.notes] == ["trl.replay_buffer_size: "]  # axolotl does not read it then
+    trl = {"use_vllm": True, "use_data_producer": True, "replay_buffer_size": 9, "max_completion_length": 8,
+           "chat_template_kwargs": {"enable_thinking": False}}  # fmt: skip
+    made = translate({**BASE, "rl": "grpo", "trl": trl})
+    assert made.tree["vllm_importance_sampling_mode"] == "token_truncate"
+    assert made.notes == ["trl.chat_template_kwargs: is used here; axolotl reads it only with rl: ebft"]
+    assert made.idle == {"always so here": ["trl.use_data_producer"]}
 
 
 def test_the_bound_of_cispo():
@@ -217,6 +263,11 @@ def test_the_bound_of_cispo():
     ("settings", "ours"),
     [
         ({"batch_size": 16, "gradient_accumulation_steps": None}, {"gradient_accumulation_steps": 8}),
+        ({"batch_size": 8}, {"gradient_accumulation_steps": 4}),
+        ({"full_determinism": True}, {"deterministic": True}),
+        ({"use_dft": True}, {"sft_loss": "dft"}),
+        ({"save_strategy": "steps"}, {"save_steps": 500}),
+        ({"eval_strategy": "steps", "logging_steps": 7, "val_set_size": 0.1}, {"eval_steps": 7}),
         ({"max_steps": 5, "num_epochs": 3}, {"max_steps": 5}),
         ({"lr_scheduler": "constant_with_warmup"}, {"lr_scheduler_type": "constant", "warmup_ratio": 0.03}),
         ({"cosine_min_lr_ratio": 0}, {}),
@@ -241,7 +292,13 @@ def test_the_bound_of_cispo():
          {"lora": {"r": 4, "alpha": 8, "rslora": True}}),
         ({"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ".*_proj"},
          {"lora": {"r": 4, "alpha": 8, "target_modules": [".*_proj"]}}),
+        ({"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True,
+          "lora_target_modules": ["q_proj", "up_proj"], "lora_dropout": 0.1},
+         {"lora": {"r": 4, "alpha": 8, "dropout": 0.1}}),
+        ({"adapter": "lora", "rl": "dpo", "lora_dropout": 0.1, "lora_target_linear": True},
+         {"lora": {"r": 8, "alpha": 8}}),
         ({"context_parallel_size": 2}, {"parallel": {"context": 2}}),
+        ({"context_parallel": {"size": 4, "backend": "ring"}}, {"parallel": {"context": 4}}),
         ({"lora_model_dir": "runs/a/final", "adapter": "lora", "lora_target_linear": True}, {"model": "runs/a/final"}),
         ({"noisy_embedding_alpha": 5}, {"neftune_noise_alpha": 5.0}),
     ],
@@ -271,11 +328,51 @@ def test_fsdp_has_an_effect_only_with_several_processes(monkeypatch):
     assert tree_of(dp_shard_size=2)["parallel"] == {"mode": "fsdp", "shard": 2}
 
 
+def test_settings_of_processes_have_no_effect_on_one():
+    reason = "there is one process; torchrun starts several"
+    settings = {"fsdp": ["full_shard"], "deepspeed": "zero3.json", "dp_shard_size": 2}
+    assert translate({**BASE, "rl": "grpo", **settings}).idle[reason] == list(settings)
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "parallel"),
+    [
+        ("deepspeed_configs/zero1.json", {"mode": "fsdp", "reshard_after_forward": False}),
+        ("zero2_torch_compile.json", {"mode": "fsdp", "reshard_after_forward": False}),
+        ("deepspeed_configs/zero3_bf16.json", {"mode": "fsdp"}),
+        ("zero3_bf16_cpuoffload_params.json", {"mode": "fsdp", "cpu_offload": True}),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
+         {"mode": "fsdp", "cpu_offload": True}),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}},
+         {"mode": "fsdp", "reshard_after_forward": False}),
+        ({"bf16": {"enabled": True}}, {"mode": "replicate"}),
+    ],
+)  # fmt: skip
+def test_deepspeed_runs_on_fsdp(deepspeed, parallel, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    made = translate({**BASE, "deepspeed": deepspeed})
+    assert made.tree["parallel"] == parallel and [note[:10] for note in made.notes] == ["deepspeed:"]
+    (tmp_path / "ours.json").write_text(json.dumps(deepspeed))
+    if isinstance(deepspeed, dict):  # the same in a file of any name
+        assert tree_of(deepspeed=str(tmp_path / "ours.json"))["parallel"] == parallel
+    assert tree_of(deepspeed=deepspeed, adapter="qlora", load_in_4bit=True)["parallel"] == {"mode": "replicate"}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"deepspeed": "zero3.json"}, "deepspeed=zero3.json: DeepSpeed is not supported; remove it, and start with "
-                                      "torchrun: --parallel.mode fsdp does what ZeRO-3 does"),
+        ({"deepspeed": "auto.json"}, "deepspeed=auto.json: is neither a file here nor named after a ZeRO stage"),
+        ({"batch_size": 16}, "batch_size=16: has no effect in axolotl"),
+        ({"rl": "ipo", "dpo_loss_type": ["sigmoid"]}, "dpo_loss_type=['sigmoid']: rl: ipo is a loss of its own"),
+        ({"adapter": "lora", "lora_target_linear": True, "lora_target_modules": ["q_proj", "embed_tokens"]},
+         "lora_target_modules=embed_tokens: lora_target_linear adds all linear layers"),
+        ({"rl": "grpo", "trl": {"use_adaptive_entropy": True, "entropy_coef_min": 0.1}}, "trl.entropy_coef_min=0.1: "),
+        ({"rl": "ebft", "trl": {"scale_rewards": "batch"}}, "trl.scale_rewards=batch: is not supported by ebft"),
+        ({"eval_strategy": "steps", "val_set_size": 0.1}, "eval_strategy=steps: has no eval_steps"),
+        ({"peft": {"loftq_config": {"loftq_bits": 4}}}, "peft.loftq_config.loftq_bits=4: adapters are"),
+        ({"scaling_softmax": True}, "scaling_softmax=True: changes what is trained"),
+        ({"dense_mixer": True}, "dense_mixer=True: changes what is trained"),
+        ({"accelerator_config": {"split_batches": True}}, "accelerator_config.split_batches=True: a batch is per"),
         ({"optimizer": "lion_8bit"}, "optimizer=lion_8bit: is not supported"),
         ({"lr_scheduler": "rex"}, "lr_scheduler=rex: is not supported"),
         ({"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "plugins=axolotl.integrations.kd.KDPlugin: may change"),
@@ -328,6 +425,8 @@ def test_an_adapter_that_is_trained_further_keeps_its_settings(tmp_path):
     lora = {"r": 16, "alpha": 64, "dropout": 0.1, "rslora": True}
     made = translate({**BASE, "adapter": "lora", "lora_model_dir": str(tmp_path)})
     assert made.tree["lora"] == lora and made.tree["model"] == str(tmp_path)
+    made = translate({**BASE, "adapter": "lora", "lora_model_dir": str(tmp_path), "rl": "dpo"})
+    assert "lora_model_dir: its dropout of 0.1 is applied" in made.notes[-1]
     made = translate({**BASE, "adapter": "lora", "lora_model_dir": str(tmp_path), "lora_r": 8, "lora_alpha": 8})
     assert made.tree["lora"] == lora and any("has rank 16, which stays" in note for note in made.notes)
     with pytest.raises(ValueError, match="has no effect without an adapter; add adapter: lora"):
@@ -413,7 +512,8 @@ def test_nemo_gym():
         "plugins": ["axolotl.integrations.nemo_gym.NemoGymPlugin"], "nemo_gym_enabled": True,
         "nemo_gym_auto_start": False, "nemo_gym_datasets": [{"path": "a.jsonl", "server_name": "s", "max_samples": 9}],
         "datasets": [{"path": "a.jsonl", "type": "chat_template"}],
-        "trl": {"reward_funcs": ["axolotl.integrations.nemo_gym.rewards.reward_nemo_gym_verify"]},
+        "trl": {"reward_funcs": ["axolotl.integrations.nemo_gym.rewards.reward_nemo_gym_verify"],
+                "max_completion_length": 8},
     }  # fmt: skip
     made = translate({**BASE, "rl": "grpo", **gym})
     assert made.tree["nemo_gym"] == {"datasets": ["a.jsonl:split=train[:9]@s"], "dir": "~/Gym", "server_timeout": 360}
@@ -421,7 +521,8 @@ def test_nemo_gym():
     assert "datasets[].path" in str(made.idle)
     turns = translate({**BASE, "rl": "grpo", **gym, "nemo_gym_multi_turn": True, "nemo_gym_auto_start": None,
                        "nemo_gym_config_paths": ["a.yaml"], "nemo_gym_head_port": 11000, "nemo_gym_dir": "gym",
-                       "trl": {"use_vllm": True, "async_prefetch": True, "vllm_lora_sync": True}})  # fmt: skip
+                       "trl": {"use_vllm": True, "async_prefetch": True, "vllm_lora_sync": True,
+                               "max_completion_length": 8}})  # fmt: skip
     assert turns.tree["nemo_gym"] == {
         "datasets": ["a.jsonl:split=train[:9]@s"], "dir": "gym", "auto_start": True, "config_paths": ["a.yaml"],
         "multi_turn": True, "server_timeout": 360,

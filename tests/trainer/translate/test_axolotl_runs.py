@@ -20,7 +20,6 @@ HERE = {"report_to": ("none",), "optim": ("adamw",), "compile": ("False",), "cha
         "rollout.engine": ("local",)}  # fmt: skip
 REFUSED = {
     "falcon-e-3b-dpo": "use_onebitllms=True",
-    "qwen3-reward-model": "deepspeed=deepspeed_configs/zero1.json",
     "llama3-qlora-1b-gdpo": "trl.top_p=0.95",
 }
 SFT = ("sft-alpaca", "sft-chat-template", "sft-completion")
@@ -106,7 +105,7 @@ def test_a_file_and_the_same_settings_as_flags_give_the_same_metrics(folder):
     run_ok(
         "--method", "kto", "--model", "builtin:tiny", "--beta", 0.5, "--desirable-weight", 0.2,
         "--data", "rows/labelled.jsonl:format=chatml.ultra,split=train", "--max-length", 256,
-        "--lora.r", 8, "--lora.alpha", 16, "--lora.dropout", 0.05, "--load-in-4bit", "--gradient-checkpointing",
+        "--lora.r", 8, "--lora.alpha", 16, "--load-in-4bit", "--gradient-checkpointing",
         "--per-device-train-batch-size", 2, "--gradient-accumulation-steps", 1, "--learning-rate", 2e-4,
         "--warmup-steps", 4, "--weight-decay", 0.0, "--seed", 42, "--saves-per-epoch", 1, "--save-total-limit", 4,
         "--special-tokens", '{"pad_token": "<|endoftext|>"}', "--max-steps", 2, "--output-dir", "b", cwd=folder,

@@ -138,8 +138,7 @@ def test_white_space_is_restored(seeds):
     assert found[1]["datasets"][0]["roles"] == {"user": ["user"], "assistant": ["assistant"], "system": ["system"]}
 
 
-def test_every_config_of_the_documents_is_read_or_refused_by_name(seeds, folder, monkeypatch):
-    refused = []
+def test_every_config_of_the_documents_is_read(seeds, folder, monkeypatch):
     for config in configs(seeds):
         monkeypatch.setenv("WORLD_SIZE", str(config.get("context_parallel_size", 1)))
         whole = local(config)
@@ -149,13 +148,7 @@ def test_every_config_of_the_documents_is_read_or_refused_by_name(seeds, folder,
         prompts = whole.get("rl") in ("grpo", "gdpo")
         whole.setdefault("datasets", [{"path": "rows/gsm.jsonl" if prompts else "rows/pairs.jsonl"}])
         Path("c.yml").write_text(yaml.safe_dump(whole))
-        try:
-            parse(["--config", "c.yml"])
-        except ValueError as error:
-            refused.append(str(error))
-    assert len(refused) == 1, refused
-    (sentence,) = refused
-    assert sentence.startswith("c.yml: deepspeed=deepspeed_configs/zero3_bf16.json: DeepSpeed is not supported")
+        parse(["--config", "c.yml"])
 
 
 def test_the_gyms_configs_use_the_gym(seeds, folder):

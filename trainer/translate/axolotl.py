@@ -10,6 +10,7 @@ is set; docs/from_axolotl.md lists those keys.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,15 @@ def translate(
 ) -> Translation:
     """Translate a file; method, engine and max_steps are those of the command line and affect its meaning."""
     return _Axolotl(tree, method, engine, max_steps).made
+
+
+def translate_server(tree: Mapping[str, Any]) -> Translation:
+    """Translate a file for python -m rollout.serve: the vllm block is the server's, for any trainer."""
+    vllm, trl = tree.get("vllm") or {}, tree.get("trl") or {}
+    trl = {**trl, "use_vllm": True, "vllm_server_host": None, "vllm_server_port": None}
+    made = translate({**tree, "trl": trl, "vllm": {**vllm, "host": None}})
+    made.set("vllm.host", vllm.get("host"))
+    return made
 
 
 class _Axolotl:
@@ -268,7 +278,7 @@ class _Axolotl:
             steps = max(1, total // ((micro or 1) * world_size()))
         elif total is not None and micro is None:
             micro = max(1, total // ((steps or 1) * world_size()))
-        self.set("per_device_train_batch_size", micro or 1)
+        self.set("per_device_train_batch_size", micro or (1 if steps else self._smallest_batch()))
         self.set("gradient_accumulation_steps", steps)
         epochs = number(self.take("num_epochs"), "num_epochs")
         limit = number(self.take("max_steps"), "max_steps", int)
@@ -281,6 +291,19 @@ class _Axolotl:
         self._resume()
         self.numbers("loss_watchdog_threshold")
         self.numbers("loss_watchdog_patience", kind=int)
+
+    def _smallest_batch(self) -> int:
+        """Rows per process if the file has no batch size; axolotl's default of 1 is an error for groups and KTO."""
+        rows, reason = (2, "KTO's minimum") if self.method == "kto" else (1, "")
+        if self.samples:
+            group = self._group_size()
+            rows, reason = group // math.gcd(group, world_size()), f"whole groups of trl.num_generations={group}"
+        if rows > 1:
+            self.note(f"micro_batch_size is not set: {rows} per process is used ({reason}); axolotl's default is 1")
+        return rows
+
+    def _group_size(self) -> int:
+        return number(self.take("trl.num_generations"), "trl.num_generations", int) or 8
 
     def _resume(self) -> None:
         checkpoint, output_dir = self.take("resume_from_checkpoint"), self.take("output_dir")
@@ -496,7 +519,7 @@ class _Axolotl:
         keys.set_cispo_cap(self.made)
         for key, full in FULL_DISTRIBUTION.items():
             self._check_full(f"trl.{key}", full)
-        self.set("num_generations", number(self.take("trl.num_generations"), "trl.num_generations", int) or 8)
+        self.set("num_generations", self._group_size())
         length = self.take("trl.max_completion_length") or self.take("generation_config.max_new_tokens")
         self.set("max_completion_length", number(length, "trl.max_completion_length", int) or 512)
         if "temperature" not in self.made.tree:

@@ -59,6 +59,33 @@ def test_a_file_is_recognised_by_its_keys(tree, theirs):
 
 
 @pytest.mark.parametrize(
+    ("settings", "processes", "rows", "minibatches"),
+    [
+        ({"rl": "grpo"}, 1, 8, None),
+        ({"rl": "gdpo", "trl": {"num_generations": 4}}, 1, 4, None),
+        ({"rl": "ebft", "trl": {"num_generations": 4}}, 2, 2, None),
+        ({"rl": "grpo", "trl": {"num_generations": 6}}, 4, 3, None),
+        ({"rl": "grpo", "trl": {"num_generations": 4, "generation_batch_size": 8}}, 2, 2, 2),
+        ({"rl": "kto"}, 2, 2, None),
+        ({"rl": "kto", "gradient_accumulation_steps": 4}, 1, 1, None),
+        ({"rl": "grpo", "micro_batch_size": 2}, 1, 2, None),
+        ({"rl": "ebft", "ebft": {"mode": "strided"}}, 1, 1, None),
+        ({"rl": "dpo", "trl": {"num_generations": 4}}, 1, 1, None),
+    ],
+)
+def test_a_file_without_a_batch_size_gets_whole_groups(settings, processes, rows, minibatches, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    made = translate({"base_model": "m", **settings})
+    assert made.tree["per_device_train_batch_size"] == rows
+    assert made.tree.get("minibatches_per_rollout") == minibatches
+    is_chosen = rows > 1 and "micro_batch_size" not in settings
+    assert [note for note in made.remarks() if "micro_batch_size" in note and f" {rows} " in note] == (
+        made.notes[:1] if is_chosen else []
+    )
+    assert ("not used by dpo" in made.idle) is (settings["rl"] == "dpo")
+
+
+@pytest.mark.parametrize(
     ("settings", "method"),
     [
         ({}, "sft"), ({"reward_model": True}, "rm"), ({"process_reward_model": True}, "prm"),

@@ -270,8 +270,9 @@ def check_host(cfg: VllmConfig) -> None:
     """Raise if other machines can reach the server without STROP_VLLM_TOKEN: a trainer cannot know a random token."""
     if cfg.host not in LOOPBACK and not os.environ.get(TOKEN):
         raise UserError(
-            f"vllm.host={cfg.host}: other machines could replace the weights; set the same token for server and "
-            f"trainer: export {TOKEN}=$(python -c 'import secrets; print(secrets.token_urlsafe(32))')"
+            f"vllm.host={cfg.host}: other machines could replace the weights; set --vllm.host 127.0.0.1, or the same "
+            f"token for server and trainer: export {TOKEN}=$(python -c 'import secrets; "
+            "print(secrets.token_urlsafe(32))')"
         )
 
 

@@ -10,7 +10,6 @@ is set; docs/from_axolotl.md lists those keys.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -294,12 +293,10 @@ class _Axolotl:
 
     def _smallest_batch(self) -> int:
         """Rows per process if the file has no batch size; axolotl's default of 1 is an error for groups and KTO."""
-        rows, reason = (2, "KTO's minimum") if self.method == "kto" else (1, "")
-        if self.samples:
-            group = self._group_size()
-            rows, reason = group // math.gcd(group, world_size()), f"whole groups of trl.num_generations={group}"
-        if rows > 1:
-            self.note(f"micro_batch_size is not set: {rows} per process is used ({reason}); axolotl's default is 1")
+        if not self.samples and self.method != "kto":
+            return 1
+        rows, reason = (self._group_size(), "trl.num_generations") if self.samples else (2, "KTO's minimum")
+        self.note(f"micro_batch_size is not set: {rows} per process is used ({reason}); axolotl's default is 1")
         return rows
 
     def _group_size(self) -> int:

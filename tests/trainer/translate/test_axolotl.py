@@ -63,9 +63,8 @@ def test_a_file_is_recognised_by_its_keys(tree, theirs):
     [
         ({"rl": "grpo"}, 1, 8, None),
         ({"rl": "gdpo", "trl": {"num_generations": 4}}, 1, 4, None),
-        ({"rl": "ebft", "trl": {"num_generations": 4}}, 2, 2, None),
-        ({"rl": "grpo", "trl": {"num_generations": 6}}, 4, 3, None),
-        ({"rl": "grpo", "trl": {"num_generations": 4, "generation_batch_size": 8}}, 2, 2, 2),
+        ({"rl": "ebft", "trl": {"num_generations": 4}}, 2, 4, None),
+        ({"rl": "grpo", "trl": {"num_generations": 4, "generation_batch_size": 16}}, 2, 4, 2),
         ({"rl": "kto"}, 2, 2, None),
         ({"rl": "kto", "gradient_accumulation_steps": 4}, 1, 1, None),
         ({"rl": "grpo", "micro_batch_size": 2}, 1, 2, None),

@@ -369,7 +369,10 @@ def reserve(host: str, port: int) -> socket.socket:
     except OSError as error:
         if isinstance(error, socket.gaierror) or "assign" in str(error):
             raise UserError(f"vllm.host={host}: not an address of this machine; use 127.0.0.1") from None
-        raise UserError(f"vllm.port={port}: in use; stop the process that uses it, or pass 0 for a free port") from None
+        raise UserError(
+            f"vllm.port={port}: in use; stop the process that uses it, or pass 0 for a free port; if it is "
+            f"rollout.serve, start the trainer with --vllm.url http://{host}:{port}"
+        ) from None
     return reserved
 
 

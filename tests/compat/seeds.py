@@ -3,9 +3,9 @@
 Prints one line for each YAML block (numbered from 0), row, snippet and shell command: what happened, or the sentence of
 the error. Replaced in a block: base_model, paths of rows, output_dir, max_steps, the templates gemma and llama3, whose
 delimiters the tiny tokenizer lacks, the address of the gym, and tensor_parallel_size. Without --vllm completions are
-sampled in the trainer; with it, the run starts a vLLM server (the CPU build, if there is no GPU). A block without rows
-is a fragment: it is added to the DPO or GRPO block of its document. FOLDER is created, for the files and the runs.
-STROP_ASSETS names the folder with seeds/.
+sampled in the trainer; with it, the run starts a vLLM server (the CPU build, if there is no GPU; in float32, because
+that build ends on CPUs without bfloat16). A block without rows is a fragment: it is added to the DPO or GRPO block of
+its document. FOLDER is created, for the files and the runs. STROP_ASSETS names the folder with seeds/.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def train(number: int, config: dict[str, Any], gym: Gym, here: Path, with_vllm: 
     file.write_text(yaml.safe_dump(made, sort_keys=False))
     use_vllm = bool(made.get("trl", {}).get("use_vllm"))
     words = ["-m", "trainer", "--config", file.name]
-    words += ["--rollout.engine", "local"] if use_vllm and not with_vllm else []
+    if use_vllm:
+        words += ["--dtype", "float32"] if with_vllm else ["--rollout.engine", "local"]
     several = {"fsdp", "deepspeed", "context_parallel_size"} & made.keys()
     done = (run_ranks if several else run_python)(*words, cwd=here, timeout=900)
     ended = ""

@@ -569,7 +569,10 @@ class _Axolotl:
         tree = self.made.tree
         step = tree["per_device_train_batch_size"] * tree.get("gradient_accumulation_steps", 1) * world_size()
         if size % step:
-            raise UserError(f"trl.generation_batch_size={size}: is not a multiple of the {step} completions of a step")
+            raise UserError(
+                f"trl.generation_batch_size={size}: is not a multiple of the {step} completions of a step "
+                "(micro_batch_size x gradient_accumulation_steps x processes); change it, or remove it"
+            )
         self.set("minibatches_per_rollout", size // step if size > step else None)
 
     def _rewards(self) -> None:

@@ -2,10 +2,10 @@
 
 Prints one line for each YAML block (numbered from 0), row, snippet and shell command: what happened, or the sentence of
 the error. Replaced in a block: base_model, paths of rows, output_dir, max_steps, the templates gemma and llama3, whose
-delimiters the tiny tokenizer lacks, the address of the gym, and tensor_parallel_size. Without --vllm completions are
-sampled in the trainer; with it, the run starts a vLLM server (the CPU build, if there is no GPU; in float32, because
-that build ends on CPUs without bfloat16). A block without rows is a fragment: it is added to the DPO or GRPO block of
-its document. FOLDER is created, for the files and the runs. STROP_ASSETS names the folder with seeds/.
+delimiters the tiny tokenizer lacks, and the gym, whose agents and verifier are simulated. Without --vllm completions
+are sampled in the trainer; with it, the run starts a vLLM server, in float32 and without the number of GPUs and the
+share of memory, for the CPU build. A block without rows is a fragment: it is added to the DPO or GRPO block of its
+document. FOLDER is created, for the files and the runs. STROP_ASSETS names the folder with seeds/.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def train(number: int, config: dict[str, Any], gym: Gym, here: Path, with_vllm: 
         question = {"input": [{"role": "user", "content": "2+2="}]}
         (here / rows["path"]).parent.mkdir(parents=True, exist_ok=True)
         write_rows(here / rows["path"], *({"responses_create_params": question, "id": number} for number in range(8)))
-    if with_vllm:
-        made.get("vllm", {}).pop("tensor_parallel_size", None)
+    for key in ("tensor_parallel_size", "gpu_memory_utilization") if with_vllm else ():
+        made.get("vllm", {}).pop(key, None)
     file = here / f"{number}.yml"
     file.write_text(yaml.safe_dump(made, sort_keys=False))
     use_vllm = bool(made.get("trl", {}).get("use_vllm"))

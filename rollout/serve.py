@@ -4,6 +4,7 @@
     python -m rollout.serve --model Qwen/Qwen2.5-0.5B-Instruct --vllm.tensor-parallel-size 2
 
 FILE is the trainer's config: the server reads model, lora.r, sync.backend, dtype, trust_remote_code and vllm.* from it.
+An axolotl config is translated, as by the trainer.
 Every request needs a token: STROP_VLLM_TOKEN, or a random token, which a trainer of the same user on this machine finds
 automatically (servers/token.py). Ctrl-C stops the servers.
 """
@@ -19,12 +20,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
 from data.command.config_file import load_config
 from data.command.flags import (
-    CONFIG,
     HELP,
     Flag,
     FlagValue,
@@ -69,6 +69,8 @@ class ServeConfig:
     --config FILE.yaml reads model, lora.r, sync.backend, dtype, trust_remote_code and vllm.* from a trainer's config.
     """
 
+    config: str | None = None
+    """The trainer's config, or an axolotl config."""
     model: str
     """Model to serve: hub id, model folder, finished run, adapter folder (serves its base), or builtin:tiny."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -131,7 +133,8 @@ def next_step(cfg: ServeConfig, servers: Sequence[Launched], visible: Sequence[s
     urls = [server.url for server in servers]
     if cfg.vllm.host in ("0.0.0.0", "::"):
         urls = [f"http://{socket.gethostname()}:{urlsplit(url).port}" for url in urls]
-    line = f"python -m trainer --method grpo --model {cfg.model} --rollout.engine vllm --vllm.url {' '.join(urls)}"
+    run = f"--config {cfg.config}" if cfg.config else f"--method grpo --model {cfg.model} --rollout.engine vllm"
+    line = f"python -m trainer {run} --vllm.url {' '.join(urls)}"
     if cfg.vllm.colocate:
         line += " --vllm.colocate True"
     notes = f" (on another machine, set the same {TOKEN})" if os.environ.get(TOKEN) else ""
@@ -181,8 +184,8 @@ def parse(argv: Sequence[str]) -> ServeConfig:
     prog, table = "python -m rollout.serve", flag_table(ServeConfig)
     if any(word in HELP for word in argv):
         print_help(ServeConfig, prog)
-    flags = read_argv(argv, table | CONFIG)
-    file = flags.pop("config", None)
+    flags = read_argv(argv, table)
+    file = flags.get("config")
     values = (_from_file(Path(file.words[0]), table) if file else {}) | flags
     if "vllm.url" in values:
         raise UserError("vllm.url: only for the trainer; set the server's port with --vllm.port")
@@ -194,7 +197,7 @@ def parse(argv: Sequence[str]) -> ServeConfig:
 def _from_file(path: Path, table: dict[str, Flag]) -> Values:
     """Read the server's settings from a trainer's file, with the port of its vllm.url."""
     settings = {}
-    for name, value in load_config(path).items():
+    for name, value in _trainer_tree(path).items():
         block = str(name).partition(".")[0]
         if name == "vllm" and value is None:  # an empty block
             continue
@@ -208,6 +211,22 @@ def _from_file(path: Path, table: dict[str, Flag]) -> Values:
     if port and "vllm.port" not in values:  # the trainer with this file connects to that port
         values["vllm.port"] = FlagValue((str(port),), str(path))
     return values
+
+
+def _trainer_tree(path: Path) -> dict[str, Any]:
+    """Return the trainer's settings in a file, and print the server settings of an axolotl file that have no effect."""
+    from trainer.translate.axolotl import is_axolotl, translate_server
+
+    tree = load_config(path)
+    if not is_axolotl(tree):
+        return tree
+    try:
+        made = translate_server(tree)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+    unused = ", ".join(key for keys in made.idle.values() for key in keys if key.startswith("vllm."))
+    print(f"{path}: an axolotl config, translated" + (f"; no effect here: {unused}" if unused else ""), file=sys.stderr)
+    return made.tree
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ from data.hints import method_hint
 from data.sources import check_file, parse_spec, spec_entry
 from data.user_code import check_function_file, import_beside, is_missing
 from rollout.model_folder import resolve_model
+from rollout.servers.options import LAUNCH_ONLY
 from strop_names import NAMES, ROOT, module_file
 from trainer.config.blocks import MethodConfig, RunConfig
 from trainer.config.learning_rates import with_default_rate
@@ -120,7 +121,7 @@ def parse(argv: Sequence[str], *, starts_run: bool = False) -> tuple[ModuleType,
         values = _over(_recipe_values(module, str(name), table, values), values, table, mistakes)
     values |= read_tree({"method": str(name)}, table, "--method")
     if resume is None:
-        values = _without_adapters(values)
+        values = _without_overridden(values)
     else:
         if values["overwrite_output_dir"].words == ("True",):
             raise UserError("--overwrite-output-dir would delete the run to resume; remove it or --resume")
@@ -331,16 +332,20 @@ def _over(values: Values, later: Values, table: Mapping[str, Flag], mistakes: li
     return {key: given for key, given in values.items() if key not in replaced} | later
 
 
-def _without_adapters(values: Values) -> Values:
-    """Drop a file's other LoRA settings if the command line has --lora.r 0, because they would be rejected."""
-    rank = values.get("lora.r")
-    if rank is None or rank.source is not None or rank.words != ("0",):
-        return values
-    dropped = [key for key, given in values.items()
-               if given.source is not None and (key.startswith("lora.") or key in LORA_SETTINGS)]  # fmt: skip
-    if dropped:
-        _log(f"--lora.r 0: dropped {', '.join(dropped)} of {values[dropped[0]].source}")
-    return {key: given for key, given in values.items() if key not in dropped}
+def _without_overridden(values: Values) -> Values:
+    """Drop a file's settings that a flag makes meaningless, because they would be rejected: the other LoRA settings if
+    the command line has --lora.r 0, and settings of servers to start if it has --vllm.url.
+    """
+    lora = [key for key in values if key.startswith("lora.") or key in LORA_SETTINGS]
+    for flag, value, keys in (("lora.r", "0", lora), ("vllm.url", None, [f"vllm.{name}" for name in LAUNCH_ONLY])):
+        given = values.get(flag)
+        if given is None or given.source is not None or (value is not None and given.words != (value,)):
+            continue
+        dropped = [key for key in values if key in keys and values[key].source is not None]
+        if dropped:
+            _log(f"--{flag} {' '.join(given.words)}: dropped {', '.join(dropped)} of {values[dropped[0]].source}")
+        values = {key: value for key, value in values.items() if key not in dropped}
+    return values
 
 
 def _as_yaml(cfg: MethodConfig, values: Values) -> str:

@@ -270,8 +270,9 @@ def check_host(cfg: VllmConfig) -> None:
     """Raise if other machines can reach the server without STROP_VLLM_TOKEN: a trainer cannot know a random token."""
     if cfg.host not in LOOPBACK and not os.environ.get(TOKEN):
         raise UserError(
-            f"vllm.host={cfg.host}: other machines could replace the weights; set the same token for server and "
-            f"trainer: export {TOKEN}=$(python -c 'import secrets; print(secrets.token_urlsafe(32))')"
+            f"vllm.host={cfg.host}: other machines could replace the weights; set --vllm.host 127.0.0.1, or the same "
+            f"token for server and trainer: export {TOKEN}=$(python -c 'import secrets; "
+            "print(secrets.token_urlsafe(32))')"
         )
 
 
@@ -368,7 +369,10 @@ def reserve(host: str, port: int) -> socket.socket:
     except OSError as error:
         if isinstance(error, socket.gaierror) or "assign" in str(error):
             raise UserError(f"vllm.host={host}: not an address of this machine; use 127.0.0.1") from None
-        raise UserError(f"vllm.port={port}: in use; stop the process that uses it, or pass 0 for a free port") from None
+        raise UserError(
+            f"vllm.port={port}: in use; stop the process that uses it, or pass 0 for a free port; if it is "
+            f"rollout.serve, start the trainer with --vllm.url http://{host}:{port}"
+        ) from None
     return reserved
 
 

@@ -11,6 +11,10 @@ from data.errors import UserError
 
 Backend = Literal["auto", "lora", "filesystem", "process_group", "ipc"]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LAUNCH_ONLY = (  # settings without effect on running servers
+    "host", "port", "replicas", "tensor_parallel_size", "devices", "extra_args", "python",
+    "gpu_memory_utilization", "max_model_len", "enforce_eager", "startup_timeout", "log_stats",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +78,7 @@ class VllmConfig:
             if not url.startswith(("http://", "https://")):
                 raise UserError(f"vllm.url={url}: must begin with http:// or https://")
         if self.url:
-            launch_only = (
-                "host", "port", "replicas", "tensor_parallel_size", "devices", "extra_args", "python",
-                "gpu_memory_utilization", "max_model_len", "enforce_eager", "startup_timeout", "log_stats",
-            )  # fmt: skip
-            for name in launch_only:
+            for name in LAUNCH_ONLY:
                 value = getattr(self, name)
                 if value != getattr(VllmConfig, name):  # the class attribute is the default
                     raise UserError(f"vllm.{name}={value}: has no effect with vllm.url; pass it to rollout.serve")

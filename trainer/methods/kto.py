@@ -65,7 +65,10 @@ class Config(PreferenceConfig):
             if not getattr(self, name) >= 0:
                 raise UserError(f"{name}={getattr(self, name)}: must be 0 or above")
         if self.run.sequences_per_step < 2:
-            raise UserError("per_device_train_batch_size=1: KTO needs at least 2 rows per step for its reference point")
+            raise UserError(
+                "per_device_train_batch_size=1: KTO needs at least 2 rows per step for its reference point; set "
+                "gradient_accumulation_steps=2, for example"
+            )
 
 
 def train(cfg: Config) -> None:

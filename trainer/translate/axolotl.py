@@ -80,6 +80,15 @@ def translate(
     return _Axolotl(tree, method, engine, max_steps).made
 
 
+def translate_server(tree: Mapping[str, Any]) -> Translation:
+    """Translate a file for python -m rollout.serve: the vllm block is the server's, for any trainer."""
+    vllm, trl = tree.get("vllm") or {}, tree.get("trl") or {}
+    trl = {**trl, "use_vllm": True, "vllm_server_host": None, "vllm_server_port": None}
+    made = translate({**tree, "trl": trl, "vllm": {**vllm, "host": None}})
+    made.set("vllm.host", vllm.get("host"))
+    return made
+
+
 class _Axolotl:
     """One file; each method translates a section of it."""
 
@@ -286,7 +295,7 @@ class _Axolotl:
                 f"batch_size={total}: has no effect in axolotl, where gradient_accumulation_steps is 1 by default; "
                 f"remove it, or write gradient_accumulation_steps: {max(1, total // (micro or 1))}"
             )
-        self.set("per_device_train_batch_size", micro or 1)
+        self.set("per_device_train_batch_size", micro or (1 if steps else self._smallest_batch()))
         self.set("gradient_accumulation_steps", steps)
         epochs = number(self.take("num_epochs"), "num_epochs")
         limit = number(self.take("max_steps"), "max_steps", int)
@@ -300,6 +309,17 @@ class _Axolotl:
         self._resume()
         self.numbers("loss_watchdog_threshold")
         self.numbers("loss_watchdog_patience", kind=int)
+
+    def _smallest_batch(self) -> int:
+        """Rows per process if the file has no batch size; axolotl's default of 1 is an error for groups and KTO."""
+        if not self.samples and self.method != "kto":
+            return 1
+        rows, reason = (self._group_size(), "trl.num_generations") if self.samples else (2, "KTO's minimum")
+        self.note(f"micro_batch_size is not set: {rows} per process is used ({reason}); axolotl's default is 1")
+        return rows
+
+    def _group_size(self) -> int:
+        return number(self.take("trl.num_generations"), "trl.num_generations", int) or 8
 
     def _resume(self) -> None:
         checkpoint, output_dir = self.take("resume_from_checkpoint"), self.take("output_dir")
@@ -573,7 +593,7 @@ class _Axolotl:
         keys.set_cispo_cap(self.made)
         for key, full in FULL_DISTRIBUTION.items():
             self._check_full(f"trl.{key}", full)
-        self.set("num_generations", number(self.take("trl.num_generations"), "trl.num_generations", int) or 8)
+        self.set("num_generations", self._group_size())
         length = number(self.take("trl.max_completion_length"), "trl.max_completion_length", int)
         self.set("max_completion_length", length or 512)
         if not length and self.method != "ebft":
@@ -637,7 +657,10 @@ class _Axolotl:
         tree = self.made.tree
         step = tree["per_device_train_batch_size"] * tree.get("gradient_accumulation_steps", 1) * world_size()
         if size % step:
-            raise UserError(f"trl.generation_batch_size={size}: is not a multiple of the {step} completions of a step")
+            raise UserError(
+                f"trl.generation_batch_size={size}: is not a multiple of the {step} completions of a step "
+                "(micro_batch_size x gradient_accumulation_steps x processes); change it, or remove it"
+            )
         self.set("minibatches_per_rollout", size // step if size > step else None)
 
     def _rewards(self) -> None:

@@ -381,7 +381,7 @@ VLLM: dict[str, Key] = {
             to("vllm: the flag of that name"), "vllm."),
     "vllm.data_parallel_size": to("vllm.replicas"),
     "vllm.port": to("vllm.port"),
-    "vllm.host": to("vllm.url for another machine; here the run starts the server"),
+    "vllm.host": to("vllm.url for another machine; here the run starts the server. rollout.serve: vllm.host"),
     **_each("device enable_prefix_caching enable_reasoning reasoning_parser serve_module worker_extension_cls",
             idle(SERVING), "vllm."),
 }  # fmt: skip

@@ -898,6 +898,49 @@ def test_serve_reads_its_part_of_a_trainers_file(tmp_path):
     assert serve.parse(["--config", str(file)]).vllm.port == 8000
 
 
+AXOLOTL = """
+base_model: builtin:tiny
+rl: grpo
+adapter: lora
+lora_r: 16
+bf16: true
+vllm: {host: 0.0.0.0, port: 8123, tensor_parallel_size: 2, data_parallel_size: 2, gpu_memory_utilization: 0.85,
+       max_model_len: 2048, dtype: auto, enforce_eager: true, reasoning_parser: qwen3}
+trl: {use_vllm: false, vllm_server_host: 10.0.0.9, vllm_server_port: 9, vllm_lora_sync: true, num_generations: 4}
+"""
+
+
+def test_serve_reads_an_axolotl_config(tmp_path, capsys):
+    file = tmp_path / "axolotl.yaml"
+    file.write_text(AXOLOTL)
+    cfg = serve.parse(["--config", str(file), "--vllm.replicas", "1"])
+    assert (cfg.model, cfg.lora.r, cfg.sync.backend, cfg.dtype) == ("builtin:tiny", 16, "lora", "bfloat16")
+    assert cfg.vllm == VllmConfig(
+        host="0.0.0.0", port=8123, tensor_parallel_size=2, gpu_memory_utilization=0.85, max_model_len=2048,
+        enforce_eager=True,
+    )  # fmt: skip
+    assert capsys.readouterr().err.strip().endswith("no effect here: vllm.reasoning_parser")
+    server = SimpleNamespace(url="http://127.0.0.1:8123", gpus=[])
+    assert f"python -m trainer --config {file} --vllm.url http://{socket.gethostname()}:8123" in serve.next_step(
+        cfg, [server]
+    )
+    file.write_text("base_model: m\nrl: grpo\ntrl: {vllm_server_port: 9}\n")  # the client's port, in axolotl too
+    assert serve.parse(["--config", str(file)]).vllm == VllmConfig(port=8000)
+    capsys.readouterr()
+    file.write_text("base_model: m\nrl: grpo\nload_in_9bit: true\n")
+    assert error_of(capsys, "--config", str(file)).startswith(f"{file}: load_in_9bit: ")
+
+
+def test_one_file_is_for_the_servers_and_the_trainer(tmp_path, capsys):
+    from trainer import cli
+
+    file = tmp_path / "axolotl.yaml"
+    file.write_text(AXOLOTL.replace("use_vllm: false, vllm_server_host: 10.0.0.9, ", "use_vllm: true, "))
+    _, cfg, _ = cli.parse(["--config", str(file), "--data", "builtin:sort", "--vllm.url", "http://127.0.0.1:8123"])
+    assert cfg.vllm == VllmConfig(url=("http://127.0.0.1:8123",))
+    assert "dropped vllm.port, vllm.tensor_parallel_size, " in capsys.readouterr().err
+
+
 def test_extra_args_may_start_with_dashes(capsys, tmp_path):
     """On both command lines and in the file that both read."""
     from trainer import cli

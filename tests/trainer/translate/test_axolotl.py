@@ -67,6 +67,32 @@ def test_a_file_is_recognised_by_its_keys(tree, theirs):
 
 
 @pytest.mark.parametrize(
+    ("settings", "processes", "rows", "minibatches"),
+    [
+        ({"rl": "grpo"}, 1, 8, None),
+        ({"rl": "gdpo", "trl": {"num_generations": 4}}, 1, 4, None),
+        ({"rl": "ebft", "trl": {"num_generations": 4}}, 2, 4, None),
+        ({"rl": "grpo", "trl": {"num_generations": 4, "generation_batch_size": 16}}, 2, 4, 2),
+        ({"rl": "kto"}, 2, 2, None),
+        ({"rl": "kto", "gradient_accumulation_steps": 4}, 1, 1, None),
+        ({"rl": "grpo", "micro_batch_size": 2}, 1, 2, None),
+        ({"rl": "ebft", "ebft": {"mode": "strided"}}, 1, 1, None),
+        ({"rl": "dpo", "trl": {"num_generations": 4}}, 1, 1, None),
+    ],
+)
+def test_a_file_without_a_batch_size_gets_whole_groups(settings, processes, rows, minibatches, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    made = translate({"base_model": "m", **settings})
+    assert made.tree["per_device_train_batch_size"] == rows
+    assert made.tree.get("minibatches_per_rollout") == minibatches
+    is_chosen = rows > 1 and "micro_batch_size" not in settings
+    assert [note for note in made.remarks() if "micro_batch_size" in note and f" {rows} " in note] == (
+        made.notes[:1] if is_chosen else []
+    )
+    assert ("not used by dpo" in made.idle) is (settings["rl"] == "dpo")
+
+
+@pytest.mark.parametrize(
     ("settings", "method"),
     [
         ({}, "sft"), ({"reward_model": True}, "rm"), ({"process_reward_model": True}, "prm"),
@@ -112,7 +138,7 @@ def test_axolotls_defaults_are_set_where_ours_differ():
         "r": 8, "alpha": 8, "target_modules": ["q_proj", "v_proj"],
     }  # fmt: skip
     made = translate({"base_model": "m", "rl": "grpo", "trl": {"beta": 0.1}})
-    assert "trl.max_completion_length is not set: 512 tokens" in made.notes[0]
+    assert "trl.max_completion_length is not set: 512 tokens" in made.notes[1]
     sampled = made.tree
     assert (sampled["num_generations"], sampled["max_completion_length"]) == (8, 512)
     assert sampled["rollout"] == {"engine": "local"} and "use_bias_correction_kl" not in sampled  # true, as in TRL

@@ -6,6 +6,7 @@ block. What only a hub or a GPU has (models, datasets, servers) is replaced by w
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -24,9 +25,8 @@ from trainer.translate.keys import find
 
 EXAMPLES = Path(__file__).parent / "examples"
 LISTS = ("datasets", "nemo_gym_datasets", "reward_funcs", "plugins", "fsdp", "data_files")
-# What a block leaves out and a run needs.
-BASE = {"base_model": "builtin:tiny", "learning_rate": 1e-5, "micro_batch_size": 2, "gradient_accumulation_steps": 4,
-        "max_steps": 2, "output_dir": "out"}  # fmt: skip
+# All that is replaced in a block, or added, besides the paths of its rows.
+BASE = {"base_model": "builtin:tiny", "max_steps": 2, "output_dir": "out"}
 ROWS = {"chatml.intel": "questions", "chatml": "questions", "chat_template.default": "conversation",
         "chat_template.argilla": "ultra", "chatml.ultra": "labelled", "rewards.oai_gsm8k_transform": "gsm",
         "math_env.math_transform": "gsm", "rewards.prompt_transform": "gsm", "ebft_opencode.transform": "code",
@@ -57,6 +57,8 @@ def indented(lines: list[str]) -> str:
     """The same lines with their white space: a line is inside a block if the table has its key there."""
     found, inside = [], []  # the blocks that a line is in
     for line in lines:
+        if line.startswith("#"):
+            continue
         is_item, text = line.startswith("- "), line.removeprefix("- ")
         key = text.partition(":")[0].strip()
         if is_item:
@@ -69,7 +71,7 @@ def indented(lines: list[str]) -> str:
         else:
             del inside[depth(inside, key) :]
             found.append("  " * len(inside) + text)
-        if text.split("#")[0].strip().endswith(":") and not line.startswith("#"):
+        if text.split("#")[0].strip().endswith(":"):
             inside.append(key)
     return "\n".join(found)
 
@@ -85,15 +87,19 @@ def seeds(asset) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    shutil.copytree(EXAMPLES, tmp_path / "here")
-    here = tmp_path / "here"
+    monkeypatch.chdir(make_folder(tmp_path / "here"))
+    return Path.cwd()
+
+
+def make_folder(here: Path) -> Path:
+    """The rows and the user's modules that the blocks name."""
+    shutil.copytree(EXAMPLES, here)
     (here / "rewards.py").write_text(SNIPPETS["rewards"] + MORE_REWARDS)
     (here / "math_env.py").write_text(SNIPPETS["math_env"])
     rows = [{**pair, "question": pair["input"], "prompt": pair["input"]} for pair in read(here, "intel")]
     write(here, "questions", [{**row, "system": "Be brief."} for row in rows])
     write(here, "pairs", [{key: row[key] for key in ("prompt", "chosen", "rejected")} for row in rows])
     write(here, "conversation", [{**row, "messages": row["conversation"]} for row in read(here, "conversations")])
-    monkeypatch.chdir(here)
     return here
 
 
@@ -106,9 +112,10 @@ def write(here: Path, name: str, rows: list[dict]) -> None:
 
 
 def local(config: dict[str, Any]) -> dict[str, Any]:
-    """With what is here: the tiny model, its template, and rows of this folder."""
-    made = {**BASE, **config, "base_model": "builtin:tiny", "output_dir": "out", "max_steps": 2}
-    made.pop("chat_template", None)
+    """With what is here: the tiny model and rows of this folder."""
+    made = copy.deepcopy({**config, **BASE})
+    if made.get("chat_template") == "gemma":  # the tiny tokenizer has no delimiters of Gemma
+        made["chat_template"] = "chatml"
     for dataset in made.get("datasets", []):
         kind = dataset.get("type")
         if kind == "llama3.ultra":  # the tiny tokenizer has no delimiters of Llama 3

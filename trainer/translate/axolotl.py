@@ -21,8 +21,8 @@ from rollout.gyms.options import ENV, VERIFY
 from rollout.model_folder import read_adapter
 from trainer.parallel.ranks import world_size
 from trainer.translate import keys
+from trainer.translate.axolotl_notes import differences
 from trainer.translate.axolotl_rows import (
-    HEADINGS,
     OWN_TEMPLATE,
     PLAIN,
     SHARED,
@@ -30,7 +30,6 @@ from trainer.translate.axolotl_rows import (
     fallback_note,
     rows_of,
     shared_of,
-    template_and_eos,
     template_of,
 )
 from trainer.translate.axolotl_table import IDLE_PLUGINS, TABLE
@@ -54,11 +53,6 @@ OPTIMIZERS = {
     "muon": "muon",
 }  # fmt: skip
 ATTENTION = {"sdpa": "sdpa", "eager": "eager"}  # any other kernel: auto
-TEMPLATES = {  # axolotl's templates of the same name that differ
-    "phi_3": "starts with the bos token",
-    "phi_4": "adds the system message of Phi-4-reasoning to conversations without one",
-    "qwen3": "opens <think> in the generation prompt",
-}
 LOCAL_HOSTS = ("0.0.0.0", "localhost", "127.0.0.1", "::1", "::")
 REWARDS = {
     "axolotl.integrations.nemo_gym.rewards.reward_nemo_gym_verify": VERIFY,
@@ -209,7 +203,7 @@ class _Axolotl:
         shared, notes = shared_of(tree, {**trained, **held_out}, self.method)
         self.made.notes += notes
         self._shared(shared)
-        self._tell_differences()
+        self.made.notes += differences(self.made.tree)
         shards = self.take("dataset_shard_num") if self.method in ("sft", "rm", "prm") else None
         if shards and self.take("dataset_shard_idx") is not None:  # axolotl's rl does not read them
             raise UserError(
@@ -254,25 +248,6 @@ class _Axolotl:
                 self.set("chat_template_kwargs", self.take("chat_template_kwargs") or None)
             if self.take("use_dft_loss"):
                 self.set("sft_loss", "dft")
-
-    def _tell_differences(self) -> None:
-        """Note rows that are rendered or trained differently on purpose; docs/from_axolotl.md explains why."""
-        formats = {entry.get("format") for entry in self.made.tree.get("data", ())}
-        name, special = self.made.tree.get("chat_template"), self.made.tree.get("special_tokens", {})
-        if name in TEMPLATES and formats.difference(PLAIN) and (self.method, name) != ("sft", "qwen3"):
-            self.note(f"chat_template={name}: axolotl's template {TEMPLATES[name]}; this one does not")
-        if self.method == "sft" and formats.intersection(HEADINGS):
-            self.note("type=alpaca: the chat template renders these rows; axolotl writes fixed headings instead")
-        if self.method != "sft" or not formats.difference(PLAIN, HEADINGS):
-            return
-        template, eos = template_and_eos(self.made.tree.get("model", ""), name)
-        eos = special.get("eos_token", eos)
-        ends_with_eos = template and eos and (eos in template or "eos_token" in template)
-        if not ends_with_eos and "eot_tokens" not in self.made.tree and self.made.tree.get("train_on_eos") != "none":
-            known = f", {eos}" if eos else ""
-            self.note(f"eot_tokens: the token that ends a turn is trained; axolotl trains it only if it is eos{known}")
-        if "<think>" in (template or "") and not self.made.tree.get("chat_template_kwargs"):
-            self.note("chat_template: an empty <think> block of the last turn is trained; axolotl does not train it")
 
     def _length(self) -> None:
         policy = str(self.take("excess_length_strategy") or "drop").lower()

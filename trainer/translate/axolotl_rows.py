@@ -7,19 +7,17 @@ shared_of(config, datasets, "prm") == ({"step_separator": "\n\n"}, [])    # flag
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.chat import DELIMITERS, TEMPLATES
+from data.chat import DELIMITERS
 from data.errors import UserError
 from data.formats.ebft import EBFT_FORMATS, EBFT_STRIDED_FORMATS
 from data.formats.pairs import PAIR_FORMATS
 from data.formats.registry import PROMPT_FORMATS, SFT_FORMATS
 from data.formats.unpaired import UNPAIRED_FORMATS
 from data.hints import suggest
-from rollout.model_folder import BUILTIN
 
 PACKAGE = "axolotl.prompt_strategies."
 FOLDERS = ("dpo", "kto", "orpo", "ebft")  # of that package; a type may begin with one
@@ -346,28 +344,3 @@ def template_of(name: Any, jinja: Any) -> str | None:
             "chat_template_jinja: FILE.jinja"
         )
     return str(name)
-
-
-def template_and_eos(model: str, template: str | None) -> tuple[str | None, str | None]:
-    """Return the text of --chat-template (None: the tokenizer's own) and the model's eos token, if they are on disk."""
-    settings = json.loads(_file_of(model, "tokenizer_config.json") or "{}")
-    eos = settings.get("eos_token")
-    if template is None:
-        text = _file_of(model, "chat_template.jinja") or settings.get("chat_template")
-    elif template in DELIMITERS:
-        text = (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
-    else:
-        text = template if "{" in template else Path(template).expanduser().read_text(encoding="utf-8")
-    return text if isinstance(text, str) else None, eos["content"] if isinstance(eos, dict) else eos
-
-
-def _file_of(model: str, name: str) -> str | None:
-    """Return a file of a model folder or of the hub's cache; None if it is not there."""
-    from huggingface_hub import try_to_load_from_cache
-
-    folder = BUILTIN.get(model, Path(model).expanduser())
-    try:
-        file = folder / name if folder.is_dir() else try_to_load_from_cache(model, name)
-        return Path(file).read_text(encoding="utf-8") if isinstance(file, (str, Path)) else None
-    except (OSError, ValueError):  # no such file, or no hub id
-        return None

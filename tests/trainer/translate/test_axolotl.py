@@ -240,13 +240,21 @@ def test_trained_tokens_of_a_dataset(dataset, ours):
         ({"datasets": [CHAT], "chat_template": "qwen3", "chat_template_kwargs": {"enable_thinking": False}}, []),
         ({"datasets": [CHAT], "chat_template": "phi_4"}, ["chat_template=phi_4", "system message"]),
         ({"datasets": ROWS, "rl": "dpo", "chat_template": "qwen3"}, ["chat_template=qwen3", "generation prompt"]),
-        ({"datasets": ROWS, "rl": "dpo", "chat_template": "llama3"}, []),
+        ({"datasets": ROWS, "rl": "dpo"}, []),
+        ({"datasets": ROWS, "rl": "dpo", "chat_template": "llama3"}, ["eos_token", "<|im_end|>"]),
+        ({"datasets": [{"path": "a.jsonl", "type": "llama3.intel"}], "rl": "kto"}, ["eos_token", "<|im_end|>"]),
+        ({"datasets": [{"path": "a.jsonl", "type": "chatml.intel"}], "rl": "kto", "base_model": "m"}, ["eos_token"]),
+        ({"datasets": [{"path": "a.jsonl", "type": "chat_template.argilla"}], "rl": "orpo"}, ["argilla", "and eos"]),
+        ({"datasets": [{"path": "a.jsonl", "type": "bradley_terry.chat_template"}], "reward_model": True},
+         ["empty system", "score"]),
+        ({"datasets": [{"path": "a.jsonl", "type": "stepwise_supervised"}], "process_reward_model": True,
+          "special_tokens": {"bos_token": "<s>"}}, ["bos_token: <s>"]),
         ({"datasets": [{"path": "a.jsonl", "type": "alpaca"}]}, ["type=alpaca", "headings"]),
         ({"datasets": [{**CHAT, "weight": 0.5}]}, ["datasets[0].weight=0.5", "every epoch"]),
         ({"datasets": [{**ROWS[0], "weight": 0.5}], "rl": "dpo"}, ["datasets[0]", "does not read weight"]),
         ({"datasets": [{"path": "a.jsonl", "type": "completion"}], "chat_template": "phi_4"}, []),
     ],
-)
+)  # fmt: skip
 def test_a_difference_that_is_intended_is_noted_if_it_applies(settings, words):
     made = translate({**BASE, **settings})
     assert len(made.notes) == bool(words)

@@ -192,8 +192,13 @@ class _Axolotl:
         if not self.gym:  # axolotl's plugin replaces the rows by the gym's rows
             self.theirs.take_all("datasets")
             trained = datasets_of(tree, "datasets")
-        for number_, dataset in enumerate(tree.get("pretraining_dataset") or ()):
-            label = f"pretraining_dataset[{number_}]"
+        pretraining = tree.get("pretraining_dataset") or []
+        if len(pretraining) + bool(trained) > 1:
+            raise UserError(
+                "pretraining_dataset: axolotl reads only its first dataset, and no datasets; keep one of them"
+            )
+        for dataset in pretraining:
+            label = "pretraining_dataset[0]"
             trained[label] = {"type": "completion", **({"path": dataset} if isinstance(dataset, str) else dataset)}
             self.note(f"{label}: is read whole, not streamed")
         entries, eval_entries = rows_of(trained, self.method), rows_of(held_out, self.method)
@@ -241,7 +246,7 @@ class _Axolotl:
         for key, value in shared.items():
             self.set(key, value if value != SHARED[self.method][key] else None)
         if self.method == "sft":
-            formats = {entry.get("format") for entry in self.made.tree.get("data", ())}
+            formats = self._formats()
             if self.take("train_on_inputs") and formats != {"completion"}:  # of plain text all is trained anyway
                 self.set("train_on_inputs", True)
             if formats.difference(PLAIN):
@@ -249,13 +254,17 @@ class _Axolotl:
             if self.take("use_dft_loss"):
                 self.set("sft_loss", "dft")
 
+    def _formats(self) -> set[str | None]:
+        return {entry.get("format") for entry in self.made.tree.get("data", ())}
+
     def _length(self) -> None:
         policy = str(self.take("excess_length_strategy") or "drop").lower()
         if policy == "raise":
             raise UserError("excess_length_strategy=raise: long rows are truncated or skipped, and counted; remove it")
         if not self.samples:
             self.set("max_length", number(self.take("sequence_len"), "sequence_len", int) or 512)
-        if self.method in ("sft", *PAIRS, "simpo", "orpo", "kto") and policy != "truncate":
+        has_limit = self.method in ("sft", *PAIRS, "simpo", "orpo", "kto")
+        if has_limit and policy != "truncate" and self._formats() != {"completion"}:
             self.set("long_rows", "drop")
         packing = self.take("sample_packing")
         if self.method == "sft":

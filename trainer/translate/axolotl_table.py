@@ -138,6 +138,7 @@ ROW_KEYS: dict[str, Key] = {
     "pretraining_dataset[].text_column": to("data: field_text"),
     "pretraining_dataset[].data_files": to("data: an entry for each file"),
     "pretraining_dataset[].trust_remote_code": idle(ROWS),
+    "pretraining_dataset[].field": idle("axolotl does not read it"),
     "pretraining_dataset[].skip": rejected("rows are skipped by a split here; write split: train[1000:]"),
     "val_set_size": to("val_set_size"),
     "dataset_exact_deduplication": to("dedup"),

@@ -382,6 +382,7 @@ def test_fsdp_has_an_effect_only_with_several_processes(monkeypatch):
         ({"dataset_shard_num": 4, "dataset_shard_idx": 0}, "dataset_shard_num=4: a part of the shuffled rows"),
         ({"datasets": [{**CHAT, "train_on_eot": "none"}], "eot_tokens": ["<|im_end|>"]},
          "datasets[0].train_on_eot=none: train_on_eos is turn"),
+        ({"pretraining_dataset": [{"path": "a.jsonl"}], "datasets": [CHAT]}, "pretraining_dataset: axolotl reads only"),
         ({"shuffle_merged_datasets": False}, "rows are shuffled by seed here; remove it"),
         ({"save_steps": 0.5}, "save_steps=0.5: a fraction of the run is not supported; use steps, or saves_per_epoch"),
         ({"chat_template": "alpaca"}, "chat_template=alpaca: is not built in"),

@@ -204,12 +204,15 @@ def read(cfg: ShowConfig, tokenizer: Any, training: Any = None) -> list[ShownRow
     if kind == "sft":
         if hasattr(training, "roles_to_train"):  # the config of an SFT run
             common["trained"] = Trained(training.roles_to_train, training.train_on_eos, training.train_on_inputs)
+            common["long_rows"] = training.long_rows
         return [_show_example(row) for row in load_examples(cfg.data, tokenizer, max_length=longest, **common)]
     common |= {"max_length": cfg.max_length, "bad_rows": cfg.bad_rows}
     if kind == "stepwise":
         steps = load_steps(cfg.data, tokenizer, step_separator=cfg.step_separator, **common)
         return [_show_steps(row) for row in steps]
     common |= {"max_prompt_length": cfg.max_prompt_length, "options": cfg.format}
+    if hasattr(training, "response"):  # the config of a preference method
+        common["long_rows"] = training.response.long_rows
     if kind == "pairs":
         return [_show_pair(pair) for pair in load_pairs(cfg.data, tokenizer, **common)]
     return [_show_labelled(row) for row in load_labelled(cfg.data, tokenizer, **common)]

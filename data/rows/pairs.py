@@ -32,7 +32,7 @@ from data.rows.bad_rows import BadRows, Tally, check_system, read_rows
 from data.sources import DataSpec, Row
 from data.types import Pair
 
-TooLong = Literal["cut", "drop"]
+LongRows = Literal["truncate", "drop"]
 
 
 class Rendered(NamedTuple):
@@ -51,13 +51,13 @@ class Limits(NamedTuple):
 
     max_length: int | None
     max_prompt_length: int | None
-    too_long: TooLong
+    long_rows: LongRows
 
 
 def load_pairs(
     specs: Sequence[str], tokenizer: Any, *, data_format: str = "auto", system_prompt: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None, max_length: int | None = 1024,
-    max_prompt_length: int | None = None, context_length: int | None = None, too_long: TooLong = "cut",
+    max_prompt_length: int | None = None, context_length: int | None = None, long_rows: LongRows = "truncate",
     bad_rows: BadRows = "error", options: FormatOptions | None = None, cfg: object = None,
     margins: bool = False,
 ) -> list[Pair]:  # fmt: skip
@@ -65,11 +65,11 @@ def load_pairs(
 
     A pair is skipped if its prompt exceeds max_prompt_length, or leaves no room for a response within max_length (or
     the model's context), or if both responses are equal. Longer responses are truncated on the right, or the pair is
-    skipped with too_long="drop".
+    skipped with long_rows="drop".
     margins: read the column `margin`, which most losses do not use.
     """
     formats = bind(PAIR_FORMATS, PAIR_OPTIONS, specs, tokenizer, data_format, system_prompt, options)
-    limits = limits_of(max_length, max_prompt_length, context_length, too_long)
+    limits = limits_of(max_length, max_prompt_length, context_length, long_rows)
     rows = read_responses(
         specs, formats, partial(render_pair, margins=margins), limits, tokenizer=tokenizer, data_format=data_format,
         system_prompt=system_prompt, kwargs=chat_template_kwargs, bad_rows=bad_rows, cfg=cfg,
@@ -163,16 +163,16 @@ def _system_column(name: str, options: FormatOptions) -> str | None:
 
 
 def limits_of(
-    max_length: int | None, max_prompt_length: int | None, context_length: int | None, too_long: TooLong
+    max_length: int | None, max_prompt_length: int | None, context_length: int | None, long_rows: LongRows
 ) -> Limits:
     if max_length is not None and max_length < 2:
         raise UserError(f"max_length={max_length}: must be 2 or more, for a prompt and a response")
     if max_prompt_length is not None and max_prompt_length < 1:
         raise UserError(f"max_prompt_length={max_prompt_length}: must be 1 or more")
-    if too_long not in ("cut", "drop"):
-        raise UserError(f"too_long={too_long}: must be cut or drop")
+    if long_rows not in ("truncate", "drop"):
+        raise UserError(f"long_rows={long_rows}: must be truncate or drop")
     lengths = [length for length in (max_length, context_length) if length is not None]
-    return Limits(min(lengths, default=None), max_prompt_length, too_long)
+    return Limits(min(lengths, default=None), max_prompt_length, long_rows)
 
 
 def fit(rendered: Rendered, limits: Limits, tally: Tally) -> list[list[int]] | None:
@@ -186,7 +186,7 @@ def fit(rendered: Rendered, limits: Limits, tally: Tally) -> list[list[int]] | N
         return None
     responses = rendered.responses
     if limit is not None and length + max(map(len, responses)) > limit:
-        if limits.too_long == "drop":
+        if limits.long_rows == "drop":
             tally.note(f"skipped, longer than max_length={limit}")
             return None
         tally.note(f"truncated to max_length={limit}")

@@ -20,6 +20,7 @@ from data.errors import UserError
 from data.formats.registry import SFT_FORMATS, Columns, Format, apply, formatted_rows
 from data.formats.template_settings import check_effect, template_settings
 from data.rows.bad_rows import Tally, check_system
+from data.rows.pairs import LongRows
 from data.types import Example, Messages
 
 EMPTY = "skipped, an answer is empty"
@@ -29,15 +30,17 @@ def load_examples(
     specs: Sequence[str], tokenizer: Any, *, data_format: str = "auto", system_prompt: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None, max_length: int = 1024, context_length: int | None = None,
     cfg: object = None, formats: Mapping[str, Format] = SFT_FORMATS, trained: Trained = ASSISTANT,
+    long_rows: LongRows = "truncate",
 ) -> list[Example]:  # fmt: skip
     """Load the rows of all specs, in order, truncated on the right to max_length tokens (or the context, if shorter).
 
-    Rows without a trained token, or with an empty answer to train, are skipped; the numbers of truncated and skipped
-    rows are logged.
+    Rows without a trained token, or with an empty answer to train, are skipped, and with long_rows="drop" also longer
+    rows; the numbers of truncated and skipped rows are logged.
     """
     if max_length < 2:
         raise UserError(f"max_length={max_length}: must be 2 or more, because the first token is never trained")
     limit = max_length if context_length is None else min(max_length, context_length)
+    too_long = f"skipped, longer than max_length={limit}"
     examples, num_truncated, conversational, only_text, tally = [], 0, False, True, Tally()
     for spec, row in formatted_rows(specs, formats, data_format=data_format, tokenizer=tokenizer, cfg=cfg):
         tally.num_rows += 1
@@ -45,15 +48,19 @@ def load_examples(
         only_text &= _is_text(row.columns) and row.columns.get("completion") is None
         ids, mask, notes = apply(_tokenise, row, tokenizer, system_prompt, chat_template_kwargs, trained)
         tally.note(*notes)
+        if len(ids) > limit and long_rows == "drop":
+            tally.note(too_long)
+            continue
         num_truncated += len(ids) > limit
         ids, mask = ids[:limit], [False, *mask[1:limit]]  # nothing predicts the first token
         if any(mask):
             examples.append(Example(source=row.source, ids=ids, mask=mask, weight=spec.weight))
     num_rows, num_empty = tally.num_rows, tally.notes.get(EMPTY, 0)
-    num_skipped = num_rows - num_empty - len(examples)
+    num_long = tally.notes.get(too_long, 0)
+    num_skipped = num_rows - num_empty - num_long - len(examples)
     if not examples and num_empty:
         raise UserError(f"data: none of the {num_rows} rows can be trained ({num_empty} {EMPTY}); fill in the answers")
-    if not examples and not num_truncated:
+    if not examples and not num_truncated and not num_long:
         roles = "an assistant turn" if trained.roles == ASSISTANT.roles else f"a turn of {', '.join(trained.roles)}"
         raise UserError(f"data: none of the {num_rows} rows has {roles} to train; check the roles")
     if not examples:

@@ -10,14 +10,14 @@ from data.format_options import FormatOptions
 from data.formats.registry import Columns
 from data.formats.unpaired import UNPAIRED_FORMATS, UNPAIRED_OPTIONS
 from data.rows.bad_rows import BadRows
-from data.rows.pairs import Rendered, TooLong, bind, limits_of, read_responses, render_row
+from data.rows.pairs import LongRows, Rendered, bind, limits_of, read_responses, render_row
 from data.types import Labelled
 
 
 def load_labelled(
     specs: Sequence[str], tokenizer: Any, *, data_format: str = "auto", system_prompt: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None, max_length: int | None = 1024,
-    max_prompt_length: int | None = None, context_length: int | None = None, too_long: TooLong = "cut",
+    max_prompt_length: int | None = None, context_length: int | None = None, long_rows: LongRows = "truncate",
     bad_rows: BadRows = "error", options: FormatOptions | None = None, cfg: object = None,
 ) -> list[Labelled]:  # fmt: skip
     """Load the responses of all specs, in order, with the limits of load_pairs.
@@ -25,7 +25,7 @@ def load_labelled(
     A pair becomes two rows: the chosen response as desirable, then the rejected response as undesirable.
     """
     formats = bind(UNPAIRED_FORMATS, UNPAIRED_OPTIONS, specs, tokenizer, data_format, system_prompt, options)
-    limits = limits_of(max_length, max_prompt_length, context_length, too_long)
+    limits = limits_of(max_length, max_prompt_length, context_length, long_rows)
     rows = read_responses(
         specs, formats, render_labelled, limits, tokenizer=tokenizer, data_format=data_format,
         system_prompt=system_prompt, kwargs=chat_template_kwargs, bad_rows=bad_rows, cfg=cfg,

@@ -550,6 +550,8 @@ class ResponseConfig:
 
     max_length: Common[int] = 1024
     """Maximum tokens of prompt plus response. Longer responses are truncated on the right; the count is logged."""
+    long_rows: Literal["truncate", "drop"] = "truncate"
+    """Rows longer than max_length: truncate the response, or drop the row."""
     max_prompt_length: Common[int | None] = None
     """Skip rows with longer prompts (tokens) and log how many. None: skip only rows without room for a response."""
     bad_rows: Common[Literal["error", "skip"]] = "error"

@@ -79,7 +79,7 @@ def train(cfg: Config) -> None:
 def pairs_of(cfg: Config, scorer: Policy, specs: tuple[str, ...]) -> list[Pair]:
     """Pairs whose sides both fit; none is truncated."""
     return read_rows(
-        load_pairs, cfg, scorer, specs, max_length=cfg.max_length, too_long="drop", bad_rows=cfg.bad_rows,
+        load_pairs, cfg, scorer, specs, max_length=cfg.max_length, long_rows="drop", bad_rows=cfg.bad_rows,
         options=cfg.format, margins=True,
     )  # fmt: skip
 

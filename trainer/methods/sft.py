@@ -47,6 +47,8 @@ class Config(OfflineConfig):
 
     max_length: Common[int] = 1024
     """Maximum tokens per row. Longer rows are truncated on the right; the count is logged."""
+    long_rows: Literal["truncate", "drop"] = "truncate"
+    """Rows longer than max_length: truncate or drop them."""
     sft_loss: Literal["nll", "dft"] = "nll"
     (
         "Token loss. nll: negative log-likelihood; dft: the same weighted by the token's probability, without gradient "
@@ -87,7 +89,8 @@ def train(cfg: Config) -> None:
 
 def examples_of(cfg: Config, policy: Policy, specs: tuple[str, ...]) -> list[Example]:
     trained = Trained(cfg.roles_to_train, cfg.train_on_eos, cfg.train_on_inputs)
-    return read_rows(load_examples, cfg, policy, specs, max_length=cfg.max_length, trained=trained)
+    limits = {"max_length": cfg.max_length, "long_rows": cfg.long_rows}
+    return read_rows(load_examples, cfg, policy, specs, **limits, trained=trained)
 
 
 def pack(cfg: Config, policy: Policy, examples: list[Example], accumulation: int) -> list[Batch]:

@@ -46,7 +46,8 @@ def read_responses(
     load: Callable[..., list[T]], cfg: PreferenceConfig, policy: Policy, specs: Sequence[str]
 ) -> list[T]:
     """Load pairs or labelled responses, with the limits of cfg.response."""
-    limits = {name: getattr(cfg.response, name) for name in ("max_length", "max_prompt_length", "bad_rows")}
+    names = ("max_length", "long_rows", "max_prompt_length", "bad_rows")
+    limits = {name: getattr(cfg.response, name) for name in names}
     return read_rows(load, cfg, policy, specs, **limits, options=cfg.format)
 
 

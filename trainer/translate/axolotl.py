@@ -23,7 +23,17 @@ from rollout.gyms.options import ENV, VERIFY
 from rollout.model_folder import read_adapter
 from trainer.parallel.ranks import world_size
 from trainer.translate import keys
-from trainer.translate.axolotl_rows import rows_of, template_of
+from trainer.translate.axolotl_notes import differences
+from trainer.translate.axolotl_rows import (
+    OWN_TEMPLATE,
+    PLAIN,
+    SHARED,
+    datasets_of,
+    fallback_note,
+    rows_of,
+    shared_of,
+    template_of,
+)
 from trainer.translate.axolotl_table import IDLE_PLUGINS, TABLE
 from trainer.translate.keys import EIGHT_BITS_NOTE, SCHEDULES, Theirs, Translation, number
 
@@ -49,7 +59,6 @@ OPTIMIZERS = {
     "muon": "muon",
 }  # fmt: skip
 ATTENTION = {"sdpa": "sdpa", "eager": "eager"}  # any other kernel: auto
-ROLE_NAMES = {"gpt": "assistant", "human": "user"}  # names that axolotl maps by itself
 LOCAL_HOSTS = ("0.0.0.0", "localhost", "127.0.0.1", "::1", "::")
 REWARDS = {
     "axolotl.integrations.nemo_gym.rewards.reward_nemo_gym_verify": VERIFY,
@@ -163,7 +172,6 @@ class _Axolotl:
         if self.take("gradient_checkpointing"):
             self.set("gradient_checkpointing", True)
         self.set("compile", self.take("torch_compile"))
-        self.copy("default_system_message", "system_prompt")
         special = self.take("special_tokens")
         self.theirs.take_all("special_tokens")
         if special:
@@ -203,22 +211,34 @@ class _Axolotl:
         tree = self.theirs.tree
         self.theirs.take_all("test_datasets")
         self.theirs.take_all("pretraining_dataset")
-        held_out, shared_by_those = rows_of(tree, "test_datasets", self.method)
-        if self.gym:
-            entries, shared = [], {}  # axolotl's plugin replaces the rows by the gym's rows
-        else:
+        held_out = datasets_of(tree, "test_datasets")
+        trained = {}
+        if not self.gym:  # axolotl's plugin replaces the rows by the gym's rows
             self.theirs.take_all("datasets")
-            entries, shared = rows_of(tree, "datasets", self.method)
-        for number_, dataset in enumerate(tree.get("pretraining_dataset") or ()):
-            if isinstance(dataset, str):
-                dataset = {"path": dataset}
-            self.note(f"pretraining_dataset[{number_}]: is read whole, not streamed")
-            more, _ = rows_of({"datasets": [{"type": "completion", **dataset}]}, "datasets", self.method)
-            entries += more
+            trained = datasets_of(tree, "datasets")
+        pretraining = tree.get("pretraining_dataset") or []
+        if len(pretraining) + bool(trained) > 1:
+            raise UserError(
+                "pretraining_dataset: axolotl reads only its first dataset, and no datasets; keep one of them"
+            )
+        for dataset in pretraining:
+            label = "pretraining_dataset[0]"
+            trained[label] = {"type": "completion", **({"path": dataset} if isinstance(dataset, str) else dataset)}
+            self.note(f"{label}: is read whole, not streamed")
+        entries, eval_entries = rows_of(trained, self.method), rows_of(held_out, self.method)
         self.set("data", entries or None)
-        self._one_split(held_out, {entry["path"] for entry in entries})
-        self.set("eval_data", held_out or None)
-        self._shared(shared_by_those | shared)
+        self._one_split(eval_entries, {entry["path"] for entry in entries})
+        self.set("eval_data", eval_entries or None)
+        shared, notes = shared_of(tree, {**trained, **held_out}, self.method)
+        self.made.notes += notes
+        self._shared(shared)
+        self.made.notes += differences(self.made.tree)
+        shards = self.take("dataset_shard_num") if self.method in ("sft", "rm", "prm") else None
+        if shards and self.take("dataset_shard_idx") is not None:  # axolotl's rl does not read them
+            raise UserError(
+                f"dataset_shard_num={shards}: a part of the shuffled rows is not supported; remove it, and write a "
+                "split for each dataset, such as split: train[:25%]"
+            )
         if self.take("shuffle_merged_datasets") is False:
             raise UserError("shuffle_merged_datasets=False: rows are shuffled by seed here; remove it")
         if self.take("dataset_exact_deduplication"):
@@ -240,42 +260,36 @@ class _Axolotl:
                     self.note(f"test_datasets: {path} is one file, without a split {split}; all of its rows are used")
 
     def _shared(self, shared: dict[str, Any]) -> None:
-        name, jinja = self.take("chat_template"), self.take("chat_template_jinja")
-        own = (shared.get("chat_template"), shared.get("chat_template_jinja"))
-        if own != (None, None) and (name, jinja) != (None, None) and own != (name, jinja):
-            raise UserError(
-                f"datasets[].chat_template={own[0] or own[1]}: the run has {name or jinja}; there is one template for "
-                "all here"
-            )
-        if own != (None, None):
-            name, jinja = own
-        self.set("chat_template", template_of(name, jinja))
-        if str(name).startswith("tokenizer_default_fallback"):
-            self.note(f"chat_template={name}: the tokenizer's own is used; if it has none, pass --chat-template")
-        if self.method == "prm":
-            for key in ("step_separator", "max_completion_length", "train_on_last_step_only"):
-                self.set(key, shared.get(key))
+        """Set the flags that axolotl's file has per dataset, and the template of the run."""
+        name = self.take("chat_template")
+        jinja = self.take("chat_template_jinja") if name in (None, "jinja") else None  # not read with another template
+        template = shared.pop("chat_template", None) or template_of(name, jinja)
+        self.set("chat_template", template if template != OWN_TEMPLATE else None)
+        if str(name).startswith(f"{OWN_TEMPLATE}_fallback"):
+            self.note(fallback_note(name))
+        for key, value in shared.items():
+            self.set(key, value if value != SHARED[self.method][key] else None)
         if self.method == "sft":
-            for key in ("roles_to_train", "train_on_eos"):
-                everywhere = self.take(key)
-                shared[key] = shared.get(key) if everywhere is None else everywhere
-            roles = shared["roles_to_train"]
-            self.set("roles_to_train", roles and [ROLE_NAMES.get(role, role) for role in roles])
-            self.set("train_on_eos", shared["train_on_eos"])
-            formats = {entry.get("format") for entry in self.made.tree.get("data", ())}
+            formats = self._formats()
             if self.take("train_on_inputs") and formats != {"completion"}:  # of plain text all is trained anyway
                 self.set("train_on_inputs", True)
+            if formats.difference(PLAIN):
+                self.set("chat_template_kwargs", self.take("chat_template_kwargs") or None)
             if self.take("use_dft"):
                 self.set("sft_loss", "dft")
 
+    def _formats(self) -> set[str | None]:
+        return {entry.get("format") for entry in self.made.tree.get("data", ())}
+
     def _length(self) -> None:
-        policy = self.take("excess_length_strategy")
+        policy = str(self.take("excess_length_strategy") or "drop").lower()
         if policy == "raise":
             raise UserError("excess_length_strategy=raise: long rows are truncated or skipped, and counted; remove it")
         if not self.samples:
             self.set("max_length", number(self.take("sequence_len"), "sequence_len", int) or 512)
-        if self.samples or self.method in (*PAIRS, "simpo", "orpo", "kto"):
-            self.numbers("max_prompt_len", "max_prompt_length", int)
+        has_limit = self.method in ("sft", *PAIRS, "simpo", "orpo", "kto")
+        if has_limit and policy != "truncate" and self._formats() != {"completion"}:
+            self.set("long_rows", "drop")
         packing = self.take("sample_packing")
         if self.method == "sft":
             self.set("packing", packing)

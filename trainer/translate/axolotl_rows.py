@@ -1,8 +1,8 @@
 """axolotl's datasets in our terms: entries of --data with a format and options each, and settings they share.
 
-entries, shared = rows_of(config, "datasets", "dpo")
-entries == [{"path": "pairs.jsonl", "format": "chat_template.default", "field_messages": "conversation"}]
-shared == {"step_separator": "\n"}              # settings of a dataset that are flags of the run here
+datasets = datasets_of(config, "datasets")       # label -> dataset
+rows_of(datasets, "dpo") == [{"path": "pairs.jsonl", "format": "chat_template.default", "field_messages": "turns"}]
+shared_of(config, datasets, "prm") == ({"step_separator": "\n\n"}, [])    # flags of the run here, and notes
 """
 
 from __future__ import annotations
@@ -28,39 +28,120 @@ SFT_TYPES = {"alpaca": "alpaca", "chat_template": "chat_template", "completion":
 # Roles that axolotl's chat_template maps by itself; ShareGPT messages have their own names, which we know.
 SFT_ROLES = {"user": ["human", "user"], "assistant": ["gpt", "assistant"]}
 SHAREGPT = ("from", "value")
-# settings of a dataset that are flags of the run here
-SHARED = ("chat_template", "chat_template_jinja", "roles_to_train", "train_on_eos", "step_separator",
-          "max_completion_length", "train_on_last_step_only")  # fmt: skip
+ROLE_NAMES = {"gpt": "assistant", "human": "user"}
+# Formats for SFT that axolotl renders without a chat template: plain text, and instructions with fixed headings.
+PLAIN = ("completion", "user_defined")
+HEADINGS = ("alpaca", "question_answer")
+# Settings of a dataset that are flags of the run here, with axolotl's defaults; and those that it reads by type.
+SHARED: dict[str, dict[str, Any]] = {
+    "sft": {"roles_to_train": ["assistant"], "train_on_eos": "turn"},
+    "prm": {"step_separator": "\n", "max_completion_length": None, "train_on_last_step_only": False},
+}
+TRAINED = ("roles_to_train", "train_on_eos", "train_on_eot")
+OWN_TEMPLATE = "tokenizer_default"
+TEMPLATE = ("chat_template", "chat_template_jinja")
+ENDS = ("none", "last", "turn", "all")  # values of train_on_eos; each trains the tokens of the values before it
 BUILDERS = ("json", "csv", "parquet", "text", "arrow")  # datasets' own loaders, where a path is expected
 USER_DEFINED = ("field_prompt", "field_system", "field_chosen", "field_rejected", "field_completion", "field_label",
                 "prompt_format", "chosen_format", "rejected_format", "completion_format")  # fmt: skip
 INSTRUCTION = "{instruction}"
 
 
-def rows_of(config: Mapping[str, Any], key: str, method: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Entries of --data, and the settings that all datasets share; they must agree."""
-    entries: list[dict[str, Any]] = []
-    shared: dict[str, Any] = {}
+def datasets_of(config: Mapping[str, Any], key: str) -> dict[str, Mapping[str, Any]]:
+    """Return the datasets of a list in the file, by label."""
     datasets = config.get(key) or []
     if not isinstance(datasets, list):
         raise UserError(f"{key}={datasets}: is not a list; write - path: ...")
-    for number, dataset in enumerate(datasets):
-        label = f"{key}[{number}]"
+    labelled = {f"{key}[{number}]": dataset for number, dataset in enumerate(datasets)}
+    for label, dataset in labelled.items():
         if not isinstance(dataset, Mapping):
             raise UserError(f"{label}={dataset}: is not a mapping; write - path: ...")
-        entries += _entries(dataset, label, method)
-        for name in SHARED:
-            value = dataset.get(name)
-            if name in shared and value != shared[name] and not (value is None and number):
+    return labelled
+
+
+def rows_of(datasets: Mapping[str, Mapping[str, Any]], method: str) -> list[dict[str, Any]]:
+    """Return the entries of --data."""
+    return [entry for label, dataset in datasets.items() for entry in _entries(dataset, label, method)]
+
+
+def shared_of(
+    config: Mapping[str, Any], datasets: Mapping[str, Mapping[str, Any]], method: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings that are one for all datasets here, and notes; raise if the datasets differ."""
+    shared: dict[str, Any] = {}
+    notes: list[str] = []
+    for label, dataset in datasets.items():
+        name = _format_of(dataset, label, method).get("format", "auto")
+        reads = _reads(name, method)
+        given = {key: value for key, value in dataset.items() if key in reads and value is not None}
+        found = {key: given.get(key, default) for key, default in SHARED.get(method, {}).items()}
+        if method == "sft":
+            found["train_on_eos"] = _train_on_eos(given, label, config.get("eot_tokens"))
+            found["roles_to_train"] = _trained_roles(found["roles_to_train"], dataset)
+            if name in PLAIN:
+                del found["roles_to_train"]
+        if "chat_template" in reads:
+            found["chat_template"] = _template(config, given, label, name)
+        for key, value in found.items():
+            if shared.setdefault(key, value) != value:
                 raise UserError(
-                    f"{label}.{name}={value}: another dataset has {shared[name]}; it is one setting for all here"
+                    f"{label}.{key}={value!r}: another dataset has {shared[key]!r}, and {key} is one setting for all "
+                    "here; write the same for all, or train on one dataset after the other"
                 )
-            if value is not None:
-                shared[name] = value
-        if dataset.get("train_on_eot") is not None and "train_on_eos" not in shared:
-            shared["train_on_eos"] = dataset["train_on_eot"]
-        _check_fixed(dataset, label)
-    return entries, shared
+        ignored = [key for key in (*TRAINED, *TEMPLATE, "weight") if dataset.get(key) is not None and key not in given]
+        if str(given.get("chat_template")).startswith(f"{OWN_TEMPLATE}_fallback"):
+            notes.append(fallback_note(given["chat_template"]))
+        if ignored:
+            notes.append(f"{label}: axolotl does not read {', '.join(ignored)} with this type and method; dropped")
+        if given.get("weight", 1) != 1:
+            notes.append(
+                f"{label}.weight={given['weight']}: every epoch trains another part of its rows, in axolotl the same"
+            )
+    return shared, notes
+
+
+def _reads(name: str, method: str) -> set[str]:
+    """Return the settings of a dataset with this format that axolotl reads and that are not in its entry here."""
+    if method == "prm":
+        return {"weight", *SHARED["prm"]}
+    if method == "sft":
+        return {"weight"} if name in (*PLAIN, *HEADINGS) else {"weight", *TRAINED, *TEMPLATE}
+    by_template = name.removeprefix("bradley_terry.").startswith("chat_template") and method != "orpo"
+    return {*(["weight"] if method == "rm" else []), *(TEMPLATE if by_template else [])}
+
+
+def _train_on_eos(given: Mapping[str, Any], label: str, eot_tokens: Any) -> str:
+    """Return the end-of-turn tokens to train; without eot_tokens, axolotl's two settings are for the same token."""
+    eos = given.get("train_on_eos", "turn")
+    eot = given.get("train_on_eot", eos)
+    for key, value in (("train_on_eos", eos), ("train_on_eot", eot)):
+        if value not in ENDS:
+            raise UserError(f"{label}.{key}={value}: use one of {', '.join(ENDS)}")
+    if eot != eos and eot_tokens:
+        raise UserError(
+            f"{label}.train_on_eot={eot}: train_on_eos is {eos}, and one setting is for eos and eot_tokens here; write "
+            "the same for both"
+        )
+    return max(eos, eot, key=ENDS.index)
+
+
+def _trained_roles(names: Sequence[str], dataset: Mapping[str, Any]) -> list[str]:
+    roles = {source: role for role, sources in (_roles(dataset.get("roles")) or {}).items() for source in sources}
+    return [(roles or ROLE_NAMES).get(name, name) for name in names]
+
+
+def _template(config: Mapping[str, Any], given: Mapping[str, Any], label: str, name: str) -> str:
+    """Return --chat-template for a dataset; tokenizer_default is the template of the run, which the tokenizer gets."""
+    own, jinja = (given.get(key) for key in TEMPLATE)
+    if jinja is not None and own is None and name == "chat_template":
+        raise UserError(f"{label}.chat_template_jinja: axolotl reads it only with chat_template: jinja; add that")
+    of_run = template_of(*(config.get(key) for key in TEMPLATE))
+    found = of_run if not jinja and own is None or own == OWN_TEMPLATE else template_of(own, jinja)
+    if of_run not in (None, found):
+        raise UserError(
+            f"{label}.chat_template={own or jinja}: the run has {of_run}; there is one template for all here; keep one"
+        )
+    return found or OWN_TEMPLATE
 
 
 def _entries(dataset: Mapping[str, Any], label: str, method: str) -> list[dict[str, Any]]:
@@ -69,6 +150,9 @@ def _entries(dataset: Mapping[str, Any], label: str, method: str) -> list[dict[s
                          ("field_rejected", "field_rejected")):  # fmt: skip
         if dataset.get(theirs) is not None:
             entry.setdefault(ours, str(dataset[theirs]))
+    if dataset.get("weight", 1) not in (None, 1) and method in ("sft", "rm", "prm"):  # axolotl's rl does not read it
+        entry["weight"] = dataset["weight"]
+    _check_fixed(dataset, label)
     for name, default in (("field_chosen", "chosen"), ("field_rejected", "rejected"), ("field_messages", "messages")):
         if entry.get(name) == default:
             del entry[name]
@@ -242,17 +326,21 @@ def _check_fixed(dataset: Mapping[str, Any], label: str) -> None:
 # chat templates --------------------------------------------------------------------------------------------------
 
 
+def fallback_note(name: str) -> str:
+    return f"chat_template={name}: the tokenizer's own is used; if it has none, pass --chat-template"
+
+
 def template_of(name: Any, jinja: Any) -> str | None:
     """--chat-template for chat_template and chat_template_jinja; None: the tokenizer's own."""
-    if jinja is not None:
+    if jinja is not None and name in (None, "jinja"):
         if "{" not in str(jinja) and not Path(str(jinja)).expanduser().is_file():
             raise UserError(f"chat_template_jinja={jinja}: is neither a template nor a file here; check the path")
         return str(jinja)
-    if name is None or str(name).startswith("tokenizer_default"):
+    if name is None or str(name).startswith(OWN_TEMPLATE):
         return None
     if name not in DELIMITERS:
         raise UserError(
-            f"chat_template={name}: is not built in ({', '.join(DELIMITERS)}); use tokenizer_default, or "
+            f"chat_template={name}: is not built in ({', '.join(DELIMITERS)}); use {OWN_TEMPLATE}, or "
             "chat_template_jinja: FILE.jinja"
         )
     return str(name)

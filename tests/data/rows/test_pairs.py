@@ -98,7 +98,7 @@ def test_lengths(write, tokenizer_of, capsys):
     ]
     log = "data: of 4 rows, 1 truncated to max_length=6; 2 skipped, no room for a response within max_length=6\n"
     assert capsys.readouterr().err == log
-    assert len(load_pairs([write(*rows)], tokenizer, max_length=6, too_long="drop")) == 1
+    assert len(load_pairs([write(*rows)], tokenizer, max_length=6, long_rows="drop")) == 1
     assert "1 skipped, longer than max_length=6" in capsys.readouterr().err
     assert len(load_pairs([write(*rows)], tokenizer, max_prompt_length=3)) == 2
     assert capsys.readouterr().err == "data: of 4 rows, 2 skipped, prompt longer than max_prompt_length=3\n"
@@ -116,7 +116,7 @@ def test_lengths(write, tokenizer_of, capsys):
 ERRORS = [
     (dict(max_length=1), "max_length=1"),
     (dict(max_prompt_length=0), "max_prompt_length=0"),
-    (dict(too_long="x"), "too_long=x: must be cut or drop"),
+    (dict(long_rows="x"), "long_rows=x: must be truncate or drop"),
     (dict(bad_rows="x"), "bad_rows=x: must be error or skip"),
     (dict(data_format="chatml.intell"), "data_format=chatml.intell: no such format; did you mean 'chatml.intel'?"),
     (dict(data_format="passtrough"), "did you mean 'passthrough'?"),

@@ -131,9 +131,12 @@ def test_truncated_and_skipped_rows_are_counted(write, chatml, capsys):
     assert [texts(chatml, example) for example in examples] == [("abc", "de"), ("a", "b<|endoftext|>")]
     log = "data: truncated 2 of 3 rows to 5 tokens\ndata: skipped 1 of 3 rows without a trained token\n"
     assert capsys.readouterr().err == log
+    examples = load_examples([path], chatml, max_length=5, long_rows="drop")
+    assert [texts(chatml, example) for example in examples] == [("a", "b<|endoftext|>")]
+    assert capsys.readouterr().err == "data: of 3 rows, 2 skipped, longer than max_length=5\n"
     assert max(len(example.ids) for example in load_examples([path], chatml, context_length=4)) == 4
     with pytest.raises(ValueError, match="max_length=3: none of the 1 rows"):
-        load_examples([write({"prompt": "abc", "completion": "d"})], chatml, max_length=3)
+        load_examples([write({"prompt": "abc", "completion": "d"})], chatml, max_length=3, long_rows="drop")
     with pytest.raises(ValueError, match="max_length=1"):
         load_examples([path], chatml, max_length=1)
 

@@ -19,6 +19,7 @@ KEYS = Path(__file__).parent / "axolotl_keys.tsv"  # key, RL and reward files of
 FIELDS = Path(__file__).parent / "axolotl_fields.txt"
 BASE = {"base_model": "builtin:tiny", "learning_rate": "1e-5", "micro_batch_size": 2, "gradient_accumulation_steps": 4}
 ROWS = [{"path": "rows.jsonl", "type": "chat_template.default"}]
+CHAT = {"path": "chat.jsonl", "type": "chat_template"}
 
 
 def tree_of(**settings) -> dict:
@@ -38,8 +39,7 @@ def test_every_key_of_axolotls_examples_is_in_the_table():
 def test_every_field_of_axolotls_schema_is_in_the_table():
     fields = [line for line in FIELDS.read_text().splitlines() if not line.startswith("#")]
     assert len(fields) == 896
-    missing = {name for name in fields if find(name, TABLE) is None}
-    assert missing <= {"chat_template_kwargs", "datasets[].weight", "pretraining_dataset[].weight"}
+    assert [name for name in fields if find(name, TABLE) is None] == []
 
 
 def test_a_refusal_says_what_to_do():
@@ -185,6 +185,7 @@ def test_axolotls_defaults_are_set_where_ours_differ():
                                              "format": "Q: {instruction}", "system_prompt": "Be {brief}. "}},
          {"path": "a.jsonl", "format": "user_defined", "field_prompt": "q", "field_completion": "a",
           "prompt_format": "Be {{brief}}. Q: {prompt}"}),
+        ("sft", {**CHAT, "weight": 0.5}, {"path": "chat.jsonl", "format": "chat_template", "weight": 0.5}),
         ("sft", {"ds_type": "json", "data_files": ["b.jsonl"], "type": "alpaca"},
          {"path": "b.jsonl", "format": "alpaca"}),
     ],
@@ -207,6 +208,8 @@ def test_a_dataset_becomes_an_entry_of_data(method, dataset, entry):
          "datasets[0].field_tools=functions: is tools here; rename it in the rows"),
         ({"path": "a.jsonl", "type": {"format": "{instruction} {input}"}}, "a prompt of two columns is not built in"),
         ({"type": "alpaca"}, "datasets[0]: has neither path nor data_files"),
+        ({**CHAT, "train_on_eos": True}, "datasets[0].train_on_eos=True: use one of none, last, turn, all"),
+        ({**CHAT, "chat_template_jinja": "{{ x }}"}, "datasets[0].chat_template_jinja: axolotl reads it only with"),
     ],
 )  # fmt: skip
 def test_rows_that_cannot_be_read_are_refused(dataset, message):
@@ -220,9 +223,99 @@ def test_settings_of_datasets_that_are_one_for_the_run():
     tree = tree_of(process_reward_model=True, datasets=rows)
     assert tree["step_separator"] == "\n\n"
     with pytest.raises(ValueError, match="another dataset has"):
-        tree_of(process_reward_model=True, datasets=[*rows, {**rows[0], "step_separator": "\n"}])
+        tree_of(process_reward_model=True, datasets=[*rows, {**rows[0], "step_separator": None}])
     with pytest.raises(ValueError, match="the run has llama3; there is one template for all here"):
-        tree_of(chat_template="llama3", datasets=[{"path": "a.jsonl", "type": "alpaca", "chat_template": "chatml"}])
+        tree_of(chat_template="llama3", datasets=[{**CHAT, "chat_template": "chatml"}])
+    assert tree_of(chat_template="llama3", datasets=[CHAT, {**CHAT, "chat_template": "tokenizer_default"}])
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"roles_to_train": ["user"]}, {}),
+        ({"train_on_eos": "none"}, {}),
+        ({}, {"train_on_eot": "all"}),
+        ({"chat_template": "chatml"}, {}),
+        ({}, {"chat_template": "jinja", "chat_template_jinja": "{{ messages }}"}),
+        ({"train_on_eos": "none"}, {"type": "completion"}),  # axolotl always trains the end of a text
+        ({"roles_to_train": ["user"]}, {"type": "alpaca"}),
+    ],
+)
+@pytest.mark.parametrize("key", ["datasets", "test_datasets"])
+def test_a_setting_of_one_dataset_is_not_applied_to_another(first, second, key):
+    changed = next(iter(set(first) | set(second) - {"type", "chat_template_jinja"}))
+    changed = changed.replace("eot", "eos")
+    rows = {"datasets": [{**CHAT, **first}], "test_datasets": []}
+    rows[key] = [*rows[key], {**CHAT, **second}]
+    with pytest.raises(ValueError, match=rf"{key}\[[01]\].{changed}=.*another dataset has"):
+        tree_of(**rows)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "ours"),
+    [
+        ({"train_on_eos": "turn", "roles_to_train": ["gpt"]}, {}),  # axolotl's defaults
+        ({"train_on_eos": "none", "train_on_eot": "turn"}, {}),  # both are eos: trained if one of them trains it
+        ({"train_on_eos": "last", "train_on_eot": "none"}, {"train_on_eos": "last"}),
+        ({"train_on_eot": "all"}, {"train_on_eos": "all"}),
+        ({"roles_to_train": ["human", "gpt"]}, {"roles_to_train": ["user", "assistant"]}),
+        ({"roles": {"assistant": ["bot"]}, "roles_to_train": ["bot", "user"]},
+         {"roles_to_train": ["assistant", "user"]}),
+        ({"type": "alpaca", "train_on_eos": "none", "roles_to_train": ["user"]}, {}),  # axolotl reads neither
+    ],
+)  # fmt: skip
+def test_trained_tokens_of_a_dataset(dataset, ours):
+    made = translate({**BASE, "datasets": [{**CHAT, **dataset}]})
+    assert {key: made.tree[key] for key in ("roles_to_train", "train_on_eos") if key in made.tree} == ours
+    read = dataset.get("type") != "alpaca"
+    assert any("does not read roles_to_train, train_on_eos" in note for note in made.notes) is not read
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"datasets": [CHAT]}, []),
+        ({"datasets": [CHAT], "chat_template": "llama3"}, ["eot_tokens", "<|im_end|>"]),
+        ({"datasets": [CHAT], "chat_template": "llama3", "eot_tokens": ["<|eot_id|>"]}, []),
+        ({"datasets": [CHAT], "chat_template": "llama3", "special_tokens": {"eos_token": "<|eot_id|>"}}, []),
+        ({"datasets": [{**CHAT, "train_on_eos": "none"}], "chat_template": "gemma"}, []),
+        ({"datasets": [CHAT], "base_model": "some/model"}, ["eot_tokens"]),  # not on disk: it may end with another
+        ({"datasets": [CHAT], "chat_template": "qwen3"}, ["<think>"]),
+        ({"datasets": [CHAT], "chat_template": "qwen3", "chat_template_kwargs": {"enable_thinking": False}}, []),
+        ({"datasets": [CHAT], "chat_template": "phi_4"}, ["chat_template=phi_4", "system message"]),
+        ({"datasets": ROWS, "rl": "dpo", "chat_template": "qwen3"}, ["chat_template=qwen3", "generation prompt"]),
+        ({"datasets": ROWS, "rl": "dpo"}, []),
+        ({"datasets": ROWS, "rl": "dpo", "chat_template": "llama3"}, ["eos_token", "<|im_end|>"]),
+        ({"datasets": [{"path": "a.jsonl", "type": "llama3.intel"}], "rl": "kto"}, ["eos_token", "<|im_end|>"]),
+        ({"datasets": [{"path": "a.jsonl", "type": "chatml.intel"}], "rl": "kto", "base_model": "m"}, ["eos_token"]),
+        ({"datasets": [{"path": "a.jsonl", "type": "chat_template.argilla"}], "rl": "orpo"}, ["argilla", "and eos"]),
+        ({"datasets": [{"path": "a.jsonl", "type": "bradley_terry.chat_template"}], "reward_model": True},
+         ["empty system", "score"]),
+        ({"datasets": [{"path": "a.jsonl", "type": "stepwise_supervised"}], "process_reward_model": True,
+          "special_tokens": {"bos_token": "<s>"}}, ["bos_token: <s>"]),
+        ({"datasets": [{"path": "a.jsonl", "type": "alpaca"}]}, ["type=alpaca", "headings"]),
+        ({"datasets": [{**CHAT, "weight": 0.5}]}, ["datasets[0].weight=0.5", "every epoch"]),
+        ({"datasets": [{**ROWS[0], "weight": 0.5}], "rl": "dpo"}, ["datasets[0]", "does not read weight"]),
+        ({"datasets": [{"path": "a.jsonl", "type": "completion"}], "chat_template": "phi_4"}, []),
+    ],
+)  # fmt: skip
+def test_a_difference_that_is_intended_is_noted_if_it_applies(settings, words):
+    made = translate({**BASE, **settings})
+    assert len(made.notes) == bool(words)
+    assert all(word in made.notes[0] for word in words)
+
+
+def test_settings_without_effect_in_axolotl_have_none_here():
+    settings = {"max_prompt_len": 9, "default_system_message": "Hi.", "roles_to_train": ["user"], "train_on_eos": "all"}
+    made = translate({**BASE, **settings, "rl": "dpo", "dataset_shard_num": 2, "dataset_shard_idx": 0,
+                      "chat_template_kwargs": {"enable_thinking": False}, "datasets": ROWS})  # fmt: skip
+    ours = ("max_prompt_length", "system_prompt", "roles_to_train", "train_on_eos", "chat_template_kwargs")
+    assert not set(ours) & made.tree.keys()
+    listed = [key for keys in made.idle.values() for key in keys]
+    assert {*settings, "dataset_shard_num", "chat_template_kwargs"} <= set(listed)
+    assert "long_rows" not in tree_of(excess_length_strategy="truncate", datasets=[CHAT])
+    made = translate({**BASE, "chat_template": "chatml", "chat_template_jinja": "{{ x }}", "datasets": [CHAT]})
+    assert made.tree["chat_template"] == "chatml" and "chat_template_jinja" in str(made.idle)
 
 
 def test_held_out_rows():
@@ -311,7 +404,6 @@ def test_the_bound_of_cispo():
         ({"torch_compile": False}, {"compile": False}),
         ({"model_config": {"output_router_logits": True}}, {"router_aux_loss_coef": 0.001}),
         ({"chat_template": "jinja", "chat_template_jinja": "{{ messages }}"}, {"chat_template": "{{ messages }}"}),
-        ({"default_system_message": "Hi."}, {"system_prompt": "Hi."}),
         ({"special_tokens": {"pad_token": "<p>", "eos_token": None}}, {"special_tokens": {"pad_token": "<p>"}}),
         ({"use_tensorboard": True}, {"report_to": ["tensorboard"]}),
         ({"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True, "peft_use_rslora": True},
@@ -327,6 +419,10 @@ def test_the_bound_of_cispo():
         ({"context_parallel": {"size": 4, "backend": "ring"}}, {"parallel": {"context": 4}}),
         ({"lora_model_dir": "runs/a/final", "adapter": "lora", "lora_target_linear": True}, {"model": "runs/a/final"}),
         ({"noisy_embedding_alpha": 5}, {"neftune_noise_alpha": 5.0}),
+        ({}, {"long_rows": "drop"}),
+        ({"rl": "kto", "excess_length_strategy": "Drop"}, {"long_rows": "drop"}),
+        ({"chat_template_kwargs": {"enable_thinking": False}, "datasets": [CHAT]},
+         {"chat_template_kwargs": {"enable_thinking": False}}),
     ],
 )  # fmt: skip
 def test_a_setting(settings, ours):
@@ -405,6 +501,10 @@ def test_deepspeed_runs_on_fsdp(deepspeed, parallel, tmp_path, monkeypatch):
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: is not supported"),
         ({"fp16": True}, "fp16=True: float16 is not supported; use bf16: true"),
         ({"early_stopping_patience": 3}, "early_stopping_patience=3: a run has the length you give it; remove it"),
+        ({"dataset_shard_num": 4, "dataset_shard_idx": 0}, "dataset_shard_num=4: a part of the shuffled rows"),
+        ({"datasets": [{**CHAT, "train_on_eot": "none"}], "eot_tokens": ["<|im_end|>"]},
+         "datasets[0].train_on_eot=none: train_on_eos is turn"),
+        ({"pretraining_dataset": [{"path": "a.jsonl"}], "datasets": [CHAT]}, "pretraining_dataset: axolotl reads only"),
         ({"shuffle_merged_datasets": False}, "rows are shuffled by seed here; remove it"),
         ({"save_steps": 0.5}, "save_steps=0.5: a fraction of the run is not supported; use steps, or saves_per_epoch"),
         ({"chat_template": "alpaca"}, "chat_template=alpaca: is not built in"),

@@ -104,7 +104,7 @@ def test_a_file_and_the_same_settings_as_flags_give_the_same_metrics(folder):
     run_ok("--config", "llama3-qlora-1b-kto.yml", "--optim", "adamw", "--max-steps", 2, "--output-dir", "a", cwd=folder)
     run_ok(
         "--method", "kto", "--model", "builtin:tiny", "--beta", 0.5, "--desirable-weight", 0.2,
-        "--data", "rows/labelled.jsonl:format=chatml.ultra,split=train", "--max-length", 256,
+        "--data", "rows/labelled.jsonl:format=chatml.ultra,split=train", "--max-length", 256, "--long-rows", "drop",
         "--lora.r", 8, "--lora.alpha", 16, "--load-in-4bit", "--gradient-checkpointing",
         "--per-device-train-batch-size", 2, "--gradient-accumulation-steps", 1, "--learning-rate", 2e-4,
         "--warmup-steps", 4, "--weight-decay", 0.0, "--seed", 42, "--saves-per-epoch", 1, "--save-total-limit", 4,

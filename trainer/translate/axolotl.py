@@ -185,12 +185,19 @@ class _Axolotl:
         else:
             self.theirs.take_all("datasets")
             entries, shared = rows_of(tree, "datasets", self.method)
-        for number_, dataset in enumerate(tree.get("pretraining_dataset") or ()):
-            if isinstance(dataset, str):
-                dataset = {"path": dataset}
-            self.note(f"pretraining_dataset[{number_}]: is read whole, not streamed")
-            more, _ = rows_of({"datasets": [{"type": "completion", **dataset}]}, "datasets", self.method)
-            entries += more
+        streamed = tree.get("pretraining_dataset") or []
+        if streamed and (len(streamed) > 1 or entries):
+            raise UserError(
+                "pretraining_dataset: axolotl reads only its first entry, and no datasets; remove the others, or list "
+                "all under datasets with type: completion"
+            )
+        for dataset in streamed:
+            dataset = {"path": dataset} if isinstance(dataset, str) else dataset
+            self.note(
+                "pretraining_dataset: is read whole, not streamed; long texts are split into chunks, with eos after "
+                "the last (axolotl: overlapping chunks with eos each, or without sample_packing only the first)"
+            )
+            entries, _ = rows_of({"datasets": [{"type": "completion", **dataset}]}, "datasets", self.method)
         self.set("data", entries or None)
         self._one_split(held_out, {entry["path"] for entry in entries})
         self.set("eval_data", held_out or None)

@@ -53,6 +53,8 @@ class FormatOptions:
     """Text longer than --max-length: truncate it, or split it into several examples (completion)."""
     field_messages: str = "messages"
     """Column of the conversation; for pairs, the turns before the responses (chat_template, sharegpt)."""
+    system_message: str = "keep"
+    """keep or drop the system message of a conversation (chat_template of sft)."""
     role_key: str = "role"
     """Message key of the role (chat_template.*, sharegpt)."""
     content_key: str = "content"
@@ -72,7 +74,8 @@ class FormatOptions:
                 raise UserError(f"format.{name}={value}: has no effect without {{system}} in format.prompt_format")
         if self.field_input != "input" and not self.input_format:
             raise UserError(f"format.field_input={self.field_input}: has no effect without format.input_format")
-        for name, choices in (("tokenise", ("together", "apart")), ("long_text", ("truncate", "split"))):
+        for name, choices in (("tokenise", ("together", "apart")), ("long_text", ("truncate", "split")),
+                              ("system_message", ("keep", "drop"))):  # fmt: skip
             if getattr(self, name) not in choices:
                 raise UserError(f"format.{name}={getattr(self, name)}: must be {' or '.join(choices)}")
         unknown = sorted(set(self.role_names.values()) - set(ROLES))

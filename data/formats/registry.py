@@ -189,7 +189,9 @@ def _auto_sft(columns: Columns) -> Columns:
 
 
 def _chat_sft(columns: Columns, options: FormatOptions) -> Columns:
-    return {**_without(columns, *CONVERSATION), "messages": conversation_of(columns, options, any_system=True)}
+    messages = conversation_of(columns, options, any_system=True)
+    is_dropped = options.system_message == "drop" and messages[0]["role"] == "system"
+    return {**_without(columns, *CONVERSATION), "messages": messages[is_dropped:]}
 
 
 def _question_answer_sft(columns: Columns) -> Columns:
@@ -247,7 +249,7 @@ PROMPT_FORMATS: dict[str, Format] = {
 }
 SFT_FORMATS: dict[str, Format] = {
     "auto": _auto_sft,
-    "chat_template": WithOptions(_chat_sft, CHAT_OPTIONS),
+    "chat_template": WithOptions(_chat_sft, CHAT_OPTIONS | {"system_message"}),
     "sharegpt": WithOptions(_chat_sft, CHAT_OPTIONS),
     "question_answer": _question_answer_sft,
     "gsm8k": _question_answer_sft,  # trains the whole solution, including the result marker

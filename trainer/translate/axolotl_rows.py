@@ -148,6 +148,8 @@ def _sft_format(name: str, dataset: Mapping[str, Any], label: str) -> dict[str, 
     options = {"field_text": column} if found == "completion" and column not in (None, "text") else {}
     if found == "completion":
         options["long_text"] = "split"
+    if found == "chat_template" and dataset.get("drop_system_message"):
+        options["system_message"] = "drop"
     return {"format": found, **options}
 
 

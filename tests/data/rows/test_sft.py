@@ -53,6 +53,12 @@ def test_kinds_of_rows(write, chatml):
         assert texts(chatml, example) == (untrained, trained)
 
 
+def test_a_system_message_can_be_dropped(write, chatml):
+    path = write({"messages": [USER, ANSWER], "system": "Be brief."}, {"messages": [SYSTEM, USER, ANSWER]})
+    for example in load_examples([f"{path}:format=chat_template,system_message=drop"], chatml):
+        assert texts(chatml, example) == (OPENING + "\n", "4<|im_end|>")
+
+
 def test_assistant_turns_of_a_prompt_are_context(write, chatml):
     prompt = [USER, ANSWER, {"role": "user", "content": "3+3="}]
     (example,) = load_examples([write({"prompt": prompt, "completion": "6"})], chatml)

@@ -149,6 +149,8 @@ def test_axolotls_defaults_are_set_where_ours_differ():
         ("sft", {"path": "a.jsonl", "type": {"field_system": "s", "system_format": ""}},
          {"path": "a.jsonl", "format": "user_defined", "field_prompt": "instruction", "field_completion": "output",
           "prompt_format": "{prompt} ", "input_format": "{prompt} {input} ", "tokenise": "apart"}),
+        ("sft", {"path": "a.jsonl", "type": "chat_template", "drop_system_message": True},
+         {"path": "a.jsonl", "format": "chat_template", "system_message": "drop"}),
         ("sft", {"path": "a.jsonl", "type": "input_output"}, {"path": "a.jsonl", "format": "input_output"}),
         ("sft", {"ds_type": "json", "data_files": ["b.jsonl"], "type": "alpaca"},
          {"path": "b.jsonl", "format": "alpaca"}),

@@ -44,10 +44,13 @@ def load_examples(
     for spec, row in formatted_rows(specs, formats, data_format=data_format, tokenizer=tokenizer, cfg=cfg):
         tally.num_rows += 1
         conversational |= not _is_text(row.columns)
-        only_text &= _is_text(row.columns) and isinstance(row.columns.get("text"), str)
+        is_segmented = isinstance(row.columns.get("text"), list)
+        only_text &= _is_text(row.columns) and row.columns.get("completion") is None and not is_segmented
         ids, mask, notes = apply(_tokenise, row, tokenizer, system_prompt, chat_template_kwargs, trained)
         tally.note(*notes)
         is_split = len(ids) > limit and row.columns.get("long_text") == "split"
+        if is_split:
+            tally.note(f"split into chunks of {limit} tokens")
         num_truncated += len(ids) > limit and not is_split
         chunks = [
             Example(source=f"{row.source}#{start // limit + 1}" if is_split else row.source,

@@ -138,7 +138,7 @@ def test_long_text_is_split(write, chatml, capsys):
     ]  # fmt: skip
     names = [example.source.rpartition(":")[2] for example in examples]
     assert names == ["1#1", "1#2", "1#3", "2", "3#1", "3#2", "4#1"]
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "data: of 4 rows, 3 split into chunks of 4 tokens\n"
     assert len(load_examples([spec + "truncate"], chatml, max_length=4)) == 4
     assert "truncated 3 of 4 rows" in capsys.readouterr().err
     with pytest.raises(ValueError, match="long_text=cut: must be truncate or split"):

@@ -185,19 +185,15 @@ class _Axolotl:
         else:
             self.theirs.take_all("datasets")
             entries, shared = rows_of(tree, "datasets", self.method)
-        streamed = tree.get("pretraining_dataset") or []
-        if streamed and (len(streamed) > 1 or entries):
-            raise UserError(
-                "pretraining_dataset: axolotl reads only its first entry, and no datasets; remove the others, or list "
-                "all under datasets with type: completion"
-            )
-        for dataset in streamed:
-            dataset = {"path": dataset} if isinstance(dataset, str) else dataset
+        for number_, dataset in enumerate(tree.get("pretraining_dataset") or ()):
+            if isinstance(dataset, str):
+                dataset = {"path": dataset}
             self.note(
-                "pretraining_dataset: is read whole, not streamed; long texts are split into chunks, with eos after "
-                "the last (axolotl: overlapping chunks with eos each, or without sample_packing only the first)"
+                f"pretraining_dataset[{number_}]: is read whole, not streamed; long texts are split into chunks, with "
+                "eos after the last (axolotl: overlapping chunks with eos each, or the first without sample_packing)"
             )
-            entries, _ = rows_of({"datasets": [{"type": "completion", **dataset}]}, "datasets", self.method)
+            more, _ = rows_of({"datasets": [{"type": "completion", **dataset}]}, "datasets", self.method)
+            entries += more
         self.set("data", entries or None)
         self._one_split(held_out, {entry["path"] for entry in entries})
         self.set("eval_data", held_out or None)

@@ -187,11 +187,7 @@ def test_a_pretraining_dataset_is_split_into_chunks():
     assert made.tree["data"] == [
         {"path": "a.jsonl", "format": "completion", "field_text": "body", "long_text": "split"}
     ]
-    assert any(note.startswith("pretraining_dataset: ") and "overlapping" in note for note in made.notes)
-    for rows in ({"pretraining_dataset": ["a.jsonl", "b.jsonl"]},
-                 {"pretraining_dataset": ["a.jsonl"], "datasets": [{"path": "b.jsonl"}]}):  # fmt: skip
-        with pytest.raises(ValueError, match="^pretraining_dataset: axolotl reads only its first"):
-            tree_of(**rows)
+    assert any(note.startswith("pretraining_dataset") and "overlapping" in note for note in made.notes)
 
 
 def test_settings_of_datasets_that_are_one_for_the_run():

@@ -196,12 +196,16 @@ def render_text(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def render_completion(tokenizer: Any, prompt: str, completion: str) -> tuple[list[int], int]:
+def render_completion(tokenizer: Any, prompt: str, completion: str, *, apart: bool = False) -> tuple[list[int], int]:
     """Tokenise a plain-text prompt and its completion as one text; return the ids and the completion's start.
 
     The completion starts where these ids differ from the prompt's. A token that straddles the boundary belongs to the
     completion, because a model that is given the prompt has to generate it.
+    apart: tokenise each alone, so that no token straddles the boundary; SentencePiece then adds a space between them.
     """
+    if apart:
+        before = render_prompt(tokenizer, prompt)
+        return before + render_text(tokenizer, completion), len(before)
     ids = render_prompt(tokenizer, prompt + completion)
     start = common_prefix(render_prompt(tokenizer, prompt), ids)
     if completion and start == len(ids):
@@ -233,22 +237,28 @@ def render_conversation(
     the start of the next one, without an end-of-turn token if the template writes none. The mask never covers another
     role's turn.
 
+    If parts of a message's content have `train` or `weight`, these decide which of its tokens are trained, whatever its
+    role; its end-of-turn token is trained as in a trained turn.
+
     first_trained: index of the first message that may be trained; earlier assistant turns are context.
     notes: remarks about the row are appended to this list.
     trained: the roles to train (only the text of roles other than assistant), and the end-of-turn tokens to train.
     """
-    messages = _checked_messages(tokenizer, messages, settings)
-    turns = with_system(messages, system_prompt)
-    first_trained += len(turns) - len(messages)
+    turns = with_system(_checked_messages(tokenizer, messages, settings), system_prompt)
+    num_added = len(turns) - len(messages)
+    first_trained += num_added
+    parts = [None] * num_added + [_flags_of(message.get("content")) for message in messages]
     conversation = _Conversation(tokenizer, turns, settings)
     mask, last_end = [False] * len(conversation.ids), None
     for index, message in enumerate(turns):
-        is_trained = trained.trains(message["role"]) and index >= first_trained
+        is_trained = index >= first_trained and (parts[index] is not None or trained.trains(message["role"]))
         if not is_trained and trained.eos != "all":
             continue
         start, end, closing = conversation.span_of(index)
         if is_trained:
             mask[start:end] = [True] * (end - start)
+            if parts[index] is not None:
+                mask[start:end] = conversation.mask_of_parts(index, parts[index])[start:end]
             last_end = closing if closing is not None else last_end
         if closing is not None:
             mask[closing] = trained.eos == "all" or (trained.eos == "turn" and is_trained)
@@ -275,8 +285,6 @@ class _Conversation:
         """Return a message's start and end, and the position of the token that closes it, or None."""
         stops = end_ids(self.tokenizer)
         if self.messages[index]["role"] == "assistant":
-            if index == 0:
-                raise UserError("messages: the conversation starts with an assistant turn; add a user turn before it")
             start = self.start_of_turn(index)
             end = self.end_of_turn(index, start)
             return start, end, end - 1 if self.ids[end - 1] in stops else None
@@ -288,21 +296,34 @@ class _Conversation:
         is_answer = self.messages[index]["role"] == "assistant"
         return self.start_of_turn(index) if is_answer else self.text_span(index)[0]
 
-    def text_span(self, index: int) -> tuple[int, int]:
-        """Return the start and end of a message's text: the part that changes if only this text changes."""
-        message, texts = self.messages[index], []
-        for probe in (f"{_PROBE}x", f"y{_PROBE}"):
-            others = [*self.messages[:index], {**message, "content": probe}, *self.messages[index + 1 :]]
-            texts.append(self.render(others))
-        head, tail = commonprefix(texts), commonprefix([text[::-1] for text in texts])[::-1]
-        if not self.text.startswith(head) or not self.text.endswith(tail):
+    def mask_of_parts(self, index: int, parts: Sequence[tuple[int, bool]]) -> list[bool]:
+        """Return a mask of the tokens of the trained parts of a message, given as length and flag.
+
+        A token across the edge of a trained part is in it if it has at least two characters of it, as in axolotl.
+        """
+        begin, end = self.text_bounds(index)
+        skipped = self.messages[index]["content"].find(self.text[begin:end])  # white space that the template strips
+        encoded = self.tokenizer(self.text, add_special_tokens=False, return_offsets_mapping=self.tokenizer.is_fast)
+        if skipped < 0 or "offset_mapping" not in encoded or encoded["input_ids"] != self.ids:
             raise UserError(
-                f"messages[{index}]: the chat template renders other messages differently depending on this one, so "
-                "its loss mask cannot be computed; do not train this role, or use another --chat-template"
+                f"messages[{index}]: the tokens of its parts with train or weight cannot be found (a slow tokenizer, a "
+                "special token in the row, or a template that changes the text); use messages without such parts"
             )
-        if f"{_PROBE}x" not in texts[0]:
-            return 0, 0  # the template drops this message
-        before, until = self.text[: len(head)], self.text[: len(self.text) - len(tail)]
+        starts = [start for start, _ in encoded["offset_mapping"]] + [len(self.text)]
+        mask = [False] * len(self.ids)
+        first = begin - skipped
+        for length, is_trained in parts:
+            last = first + length - 1
+            for i in range(len(mask)) if is_trained and length else ():
+                left, right = starts[i], starts[i + 1] - 1
+                mask[i] |= (left >= first or right > first) and (right <= last or left < last)
+            first = last + 1
+        return mask
+
+    def text_span(self, index: int) -> tuple[int, int]:
+        """Return the start and end of a message's text in the ids."""
+        begin, stop = self.text_bounds(index)
+        before, until = self.text[:begin], self.text[:stop]
         prefix = encode(self.tokenizer, before)
         if self.ids[: len(prefix)] != prefix:
             raise UserError(
@@ -312,6 +333,25 @@ class _Conversation:
         end = common_prefix(encode(self.tokenizer, until), self.ids) if len(until) > len(before) else len(prefix)
         return len(prefix), end
 
+    def text_bounds(self, index: int, *, bare: bool = False) -> tuple[int, int]:
+        """Return the start and end of a message's text in self.text: the part that changes if only this text changes.
+
+        bare: of all that the message adds, such as thoughts.
+        """
+        message, texts = self.messages[index], []
+        message = {"role": message["role"]} if bare else message
+        for probe in (f"{_PROBE}x", f"y{_PROBE}"):
+            others = [*self.messages[:index], {**message, "content": probe}, *self.messages[index + 1 :]]
+            texts.append(self.render(others))
+        head, tail = commonprefix(texts), commonprefix([text[::-1] for text in texts])[::-1]
+        if not self.text.startswith(head) or not self.text.endswith(tail):
+            raise UserError(
+                f"messages[{index}]: the chat template renders other messages differently depending on this one, so "
+                "its loss mask cannot be computed; do not train this role, or use another --chat-template"
+            )
+        is_written = f"{_PROBE}x" in texts[0]  # otherwise the template drops this message
+        return (len(head), len(self.text) - len(tail)) if is_written else (0, 0)
+
     def start_of_turn(self, index: int) -> int:
         """Return the start of the trained part of an assistant turn: the end of the generation prompt.
 
@@ -319,10 +359,13 @@ class _Conversation:
         <think>. The trained part then starts after the common prefix of both, as in a preference pair.
         """
         before = self.messages[:index]
-        opening = self.render(before, generation_prompt=True)
+        opening = self.render(before, generation_prompt=True) if before else ""
+        # Few templates can render a generation prompt alone, and Gemma's writes a system text after it.
+        if not before or (before[-1]["role"] == "system" and before[-1]["content"].strip() not in unmark(opening)):
+            opening = self.text[: self.text_bounds(index, bare=True)[0]]
         self.opened = len(opening)
         if self.text.startswith(opening):
-            prefix = _ids_of(self.tokenizer, opening)
+            prefix = encode(self.tokenizer, opening)
             if self.ids[: len(prefix)] != prefix:
                 raise UserError(
                     f"messages[{index}]: the ids before this assistant turn are not a prefix of the conversation's "
@@ -475,7 +518,8 @@ def clean_messages(messages: Any) -> Messages:
     """Convert messages to a form that every template accepts; raise for messages that none can render.
 
     Every content becomes text: text parts are joined, and null in a message with tool_calls becomes "". Keys with a
-    null value are removed, because templates test whether a key is present. All other keys are kept.
+    null value are removed, because templates test whether a key is present. All other keys are kept; thoughts in parts
+    are joined, too.
     """
     if not isinstance(messages, list) or not messages:
         raise UserError(f"messages={messages!r}: must be a list of at least one message")
@@ -491,6 +535,11 @@ def clean_messages(messages: Any) -> Messages:
             )
         fields = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
         fields["content"] = "" if calls and message.get("content") is None else _text_of(message["content"], where)
+        for key in THOUGHT_KEYS:
+            if isinstance(fields.get(key), list):
+                if _flags_of(fields[key]) is not None:
+                    raise UserError(f"{where}: {key} has parts with train or weight; only those of content are read")
+                fields[key] = _text_of(fields[key], where)
         if calls:
             fields["tool_calls"] = _calls_of(calls, where)
         cleaned.append(fields)
@@ -502,13 +551,25 @@ def _text_of(content: Any, where: str) -> str:
         return content
     if not isinstance(content, list):
         raise UserError(f"{where}: content is {content!r}, not text; fix the row")
-    texts = []
     for part in content:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
+        kind = part.get("type") or "text" if isinstance(part, dict) else type(part).__name__
+        if kind != "text" or not isinstance(_part_text(part), str):
             raise UserError(f"{where}: content has a part of type {kind!r}; only text is supported")
-        texts.append(part["text"])
-    return "".join(texts)
+    return "".join(map(_part_text, content))
+
+
+def _part_text(part: dict[str, Any]) -> Any:
+    return next((part[key] for key in ("text", "content", "value") if part.get(key)), part.get("text"))
+
+
+def _flags_of(content: Any) -> list[tuple[int, bool]] | None:
+    """Return the length of each part and whether it is trained, or None if no part has `train` or `weight`."""
+    if not isinstance(content, list):
+        return None
+    flags = [next((part[key] for key in ("train", "weight") if part.get(key) is not None), None) for part in content]
+    if all(flag is None for flag in flags):
+        return None
+    return [(len(_part_text(part)), flag is None or bool(flag)) for part, flag in zip(content, flags, strict=True)]
 
 
 def _calls_of(calls: Any, where: str) -> list[dict[str, Any]]:

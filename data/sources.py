@@ -37,6 +37,7 @@ TASKS = ("task:", reasoning_gym.PREFIX)  # path prefixes of built-in tasks
 UNPACKED = "STROP_MAX_UNPACKED_GIB"
 KEYS = ("format", "split", "name", "weight")
 FORMAT_KEYS = tuple(FormatOptions.__dataclass_fields__)  # format options: field_messages, roles, ...
+VERBATIM = {key for key in FORMAT_KEYS if key.endswith("_format")} | {"default_system"}  # with their white space
 TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 SUFFIXES = (*TEXT_SUFFIXES, ".parquet", *(f"{suffix}.gz" for suffix in TEXT_SUFFIXES))
 _FIRST_OPTION = re.compile(r":(?=[A-Za-z_]+=)")
@@ -73,7 +74,8 @@ def _numbered(path: str, table: Iterable[dict[str, Any]]) -> list[Row]:
 
 def parse_spec(text: str) -> DataSpec:
     """Parse PATH[:key=value,...]; the path ends at the first `:key=`. A comma inside a value is written \\,"""
-    path, *rest = _FIRST_OPTION.split(text.strip(), maxsplit=1)
+    path, *rest = _FIRST_OPTION.split(text, maxsplit=1)
+    path = path.strip()
     if not path:
         raise UserError(f"data={text!r}: no path; pass a file, a hub id or task:NAME")
     values: dict[str, Any] = {}
@@ -82,7 +84,7 @@ def parse_spec(text: str) -> DataSpec:
     for option in _COMMA.split(rest[0]) if rest else []:
         option = option.replace("\\,", ",")
         key, equals, value = option.partition("=")
-        key, value = key.strip(), value if key.strip().endswith("_format") else value.strip()
+        key, value = key.strip(), value if key.strip() in VERBATIM else value.strip()
         if not equals or not value:
             raise UserError(f"data={text}: {option!r} is not key=value")
         if key in values or key in options or key in format_options:

@@ -19,6 +19,7 @@ CONVERSATION = ("messages", "conversations")  # columns of a conversation; the f
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
                   "model": "assistant", "function_call": "assistant", "system": "system", "tool": "tool",
                   "observation": "tool", "function_response": "tool"}  # fmt: skip
+OTHER_ROLES = {"human": "user", "gpt": "assistant"}  # read in other messages, unless the option roles is set
 BOOL_TEXTS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # in CSV, for example
 NOT_FOR_TEMPLATE = "fix the row, or rename the column if it is not for the chat template"
 
@@ -55,18 +56,28 @@ def text_of(columns: Columns, *names: str) -> str:
     return value
 
 
-def system_turn(columns: Columns, name: str = "system") -> Messages:
-    """Return the system message of a row, or [] if the column is absent or empty."""
+def optional_text(columns: Columns, name: str) -> str:
+    """Return the text of a column, or "" if the column is absent or null."""
     value = columns.get(name)
     if value is not None and not isinstance(value, str):
         raise UserError(f"{name!r} is a {type(value).__name__}, not text; fix the row")
+    return value or ""
+
+
+def system_turn(columns: Columns, name: str = "system") -> Messages:
+    """Return the system message of a row, or [] if the column is absent or empty."""
+    value = optional_text(columns, name)
     return [{"role": "system", "content": value}] if value else []
 
 
 def user_prompt(columns: Columns, options: FormatOptions) -> str:
-    """Format the prompt of user_defined; an absent or empty system text becomes ""."""
-    system = "".join(turn["content"] for turn in system_turn(columns, options.field_system))
-    return options.prompt_format.format(prompt=text_of(columns, options.field_prompt), system=system)
+    """Format the prompt of user_defined, by input_format if the row has an input; without a system text it is ""."""
+    is_given = options.field_system in columns
+    system = optional_text(columns, options.field_system) if is_given else options.default_system
+    system = options.system_format.format(system=system) if system else ""
+    second = optional_text(columns, options.field_input) if options.input_format else ""
+    template = options.input_format if second else options.prompt_format
+    return template.format(prompt=text_of(columns, options.field_prompt), input=second, system=system)
 
 
 def parse_bool(value: Any) -> bool | None:
@@ -92,10 +103,11 @@ def _nested(columns: Columns, name: str) -> Any:
     return value
 
 
-def conversation_of(columns: Columns, options: FormatOptions = DEFAULT) -> Messages:
-    """Return the messages of a row, from the column field_messages or one of CONVERSATION.
+def conversation_of(columns: Columns, options: FormatOptions = DEFAULT, *, any_system: bool = False) -> Messages:
+    """Return the messages of a row, from the column field_messages or one of CONVERSATION; a list, or one as JSON.
 
-    The system column of a ShareGPT row becomes its first message.
+    The system column of a ShareGPT row becomes its first message, unless it is empty.
+    any_system: so does that of other rows, even if it is empty.
     """
     name = options.field_messages
     if name == DEFAULT.field_messages:
@@ -106,10 +118,20 @@ def conversation_of(columns: Columns, options: FormatOptions = DEFAULT) -> Messa
             "--data-format"
         )
     need(columns, name)
-    messages = messages_of(columns[name], name, options)
-    if not is_sharegpt(columns[name]) or messages[0]["role"] == "system":
+    value = columns[name]
+    if isinstance(value, str):  # tables store conversations as JSON if their messages differ in shape
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{name!r} is text, but not JSON ({error.msg}); fix the row") from None
+    messages = messages_of(value, name, options)
+    if messages[0]["role"] == "system":
         return messages
-    return [*system_turn(columns), *messages]
+    if _reads_sharegpt(value[0], options):
+        return [*system_turn(columns), *messages]
+    if not any_system or columns.get("system") is None:
+        return messages
+    return [{"role": "system", "content": optional_text(columns, "system")}, *messages]
 
 
 def is_sharegpt(value: Any) -> bool:
@@ -117,6 +139,11 @@ def is_sharegpt(value: Any) -> bool:
     if isinstance(value, list):
         return bool(value) and is_sharegpt(value[0])
     return isinstance(value, dict) and {"from", "value"} <= value.keys() and not {"role", "content"} & value.keys()
+
+
+def _reads_sharegpt(message: Any, options: FormatOptions) -> bool:
+    """Return whether a message is read as ShareGPT's: by its keys, unless the options name these keys."""
+    return is_sharegpt(message) and "from" not in (options.role_key, options.content_key)
 
 
 def messages_of(value: Any, name: str, options: FormatOptions = DEFAULT) -> Messages:
@@ -130,7 +157,7 @@ def messages_of(value: Any, name: str, options: FormatOptions = DEFAULT) -> Mess
 def _message(value: Any, where: str, options: FormatOptions) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{where} is a {type(value).__name__}, not a message with a role and content; fix the row")
-    if is_sharegpt(value) and "from" not in (options.role_key, options.content_key):
+    if _reads_sharegpt(value, options):
         return _sharegpt_message(value, where, options)
     calls = value.get("tool_calls")
     for setting in ("role_key", "content_key"):
@@ -139,7 +166,7 @@ def _message(value: Any, where: str, options: FormatOptions) -> dict[str, Any]:
             keys = ", ".join(map(str, value))
             raise UserError(f"{where} has no {key!r} (its keys: {keys}); fix the row, or set format.{setting}")
     role, content = value[options.role_key], value.get(options.content_key)
-    role = options.role_names.get(role, role) if isinstance(role, str) else role
+    role = (options.role_names or OTHER_ROLES).get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
         raise UserError(
             f"{where}: role {role!r} is unknown; map it with chat_template.* and format.roles, such as user=human"

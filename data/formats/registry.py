@@ -174,9 +174,9 @@ def _alpaca(columns: Columns) -> Columns:
 
 def _auto_sft(columns: Columns) -> Columns:
     present = {name for name, value in columns.items() if value is not None}
-    if is_sharegpt(columns.get("messages")):
+    if "messages" in present:
         return _chat_sft(columns, FormatOptions())
-    if "messages" in present or "text" in present or {"prompt", "completion"} <= present:
+    if "text" in present or {"prompt", "completion"} <= present:
         return columns
     if "conversations" in present:
         return _chat_sft(columns, FormatOptions())
@@ -189,7 +189,9 @@ def _auto_sft(columns: Columns) -> Columns:
 
 
 def _chat_sft(columns: Columns, options: FormatOptions) -> Columns:
-    return {**_without(columns, *CONVERSATION), "messages": conversation_of(columns, options)}
+    messages = conversation_of(columns, options, any_system=True)
+    is_dropped = options.system_message == "drop" and messages[0]["role"] == "system"
+    return {**_without(columns, *CONVERSATION), "messages": messages[is_dropped:]}
 
 
 def _question_answer_sft(columns: Columns) -> Columns:
@@ -203,7 +205,14 @@ def _alpaca_sft(columns: Columns) -> Columns:
 
 
 def _completion_sft(columns: Columns, options: FormatOptions) -> Columns:
-    return {"text": text_of(columns, options.field_text)}
+    return {"text": text_of(columns, options.field_text), "long_text": options.long_text}
+
+
+def _input_output_sft(columns: Columns) -> Columns:
+    need(columns, "segments")
+    if not isinstance(columns["segments"], list):
+        raise UserError(f"'segments' is a {type(columns['segments']).__name__}, not a list; fix the row")
+    return {"text": columns["segments"]}
 
 
 def _user_defined_sft(columns: Columns, options: FormatOptions) -> Columns:
@@ -211,6 +220,7 @@ def _user_defined_sft(columns: Columns, options: FormatOptions) -> Columns:
     return {
         "prompt": user_prompt(columns, options),
         "completion": options.completion_format.format(completion=completion),
+        "tokenise": options.tokenise,
     }
 
 
@@ -225,7 +235,9 @@ def _without(columns: Columns, *names: str) -> Columns:
     return {name: value for name, value in columns.items() if name not in names}
 
 
-USER_OPTIONS = frozenset({"field_prompt", "field_completion", "field_system", "prompt_format", "completion_format"})
+USER_OPTIONS = frozenset({"field_prompt", "field_completion", "field_system", "field_input", "prompt_format",
+                          "completion_format", "input_format", "system_format", "default_system",
+                          "tokenise"})  # fmt: skip
 CHAT_OPTIONS = frozenset({"field_messages", "role_key", "content_key", "roles"})
 PROMPT_FORMATS: dict[str, Format] = {
     "auto": _auto_prompt,
@@ -237,12 +249,13 @@ PROMPT_FORMATS: dict[str, Format] = {
 }
 SFT_FORMATS: dict[str, Format] = {
     "auto": _auto_sft,
-    "chat_template": WithOptions(_chat_sft, CHAT_OPTIONS),
+    "chat_template": WithOptions(_chat_sft, CHAT_OPTIONS | {"system_message"}),
     "sharegpt": WithOptions(_chat_sft, CHAT_OPTIONS),
     "question_answer": _question_answer_sft,
     "gsm8k": _question_answer_sft,  # trains the whole solution, including the result marker
     "alpaca": _alpaca_sft,
-    "completion": WithOptions(_completion_sft, frozenset({"field_text"})),
+    "completion": WithOptions(_completion_sft, frozenset({"field_text", "long_text"})),
+    "input_output": _input_output_sft,
     "user_defined": WithOptions(_user_defined_sft, USER_OPTIONS),
 }
 

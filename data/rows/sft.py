@@ -15,8 +15,10 @@ from data.chat import (
     render_completion,
     render_conversation,
     render_prompt,
+    render_text,
 )
 from data.errors import UserError
+from data.formats.fields import parse_bool
 from data.formats.registry import SFT_FORMATS, Columns, Format, apply, formatted_rows
 from data.formats.template_settings import check_effect, template_settings
 from data.rows.bad_rows import Tally, check_system
@@ -34,30 +36,42 @@ def load_examples(
 ) -> list[Example]:  # fmt: skip
     """Load the rows of all specs, in order, truncated on the right to max_length tokens (or the context, if shorter).
 
-    Rows without a trained token, or with an empty answer to train, are skipped, and with long_rows="drop" also longer
-    rows; the numbers of truncated and skipped rows are logged.
+    A text with long_text=split becomes one example for each max_length tokens instead. Rows without a trained token, or
+    with an empty answer to train, are skipped, and with long_rows="drop" also longer rows; the numbers of truncated and
+    skipped rows are logged.
     """
     if max_length < 2:
         raise UserError(f"max_length={max_length}: must be 2 or more, because the first token is never trained")
     limit = max_length if context_length is None else min(max_length, context_length)
     too_long = f"skipped, longer than max_length={limit}"
-    examples, num_truncated, conversational, only_text, tally = [], 0, False, True, Tally()
+    examples, num_trained, num_truncated, conversational, only_text, tally = [], 0, 0, False, True, Tally()
     for spec, row in formatted_rows(specs, formats, data_format=data_format, tokenizer=tokenizer, cfg=cfg):
         tally.num_rows += 1
         conversational |= not _is_text(row.columns)
-        only_text &= _is_text(row.columns) and row.columns.get("completion") is None
+        is_segmented = isinstance(row.columns.get("text"), list)
+        only_text &= _is_text(row.columns) and row.columns.get("completion") is None and not is_segmented
         ids, mask, notes = apply(_tokenise, row, tokenizer, system_prompt, chat_template_kwargs, trained)
         tally.note(*notes)
-        if len(ids) > limit and long_rows == "drop":
+        is_split = len(ids) > limit and row.columns.get("long_text") == "split"
+        if is_split:
+            tally.note(f"split into chunks of {limit} tokens")
+        elif len(ids) > limit and long_rows == "drop":
             tally.note(too_long)
             continue
-        num_truncated += len(ids) > limit
-        ids, mask = ids[:limit], [False, *mask[1:limit]]  # nothing predicts the first token
-        if any(mask):
-            examples.append(Example(source=row.source, ids=ids, mask=mask, weight=spec.weight))
+        num_truncated += len(ids) > limit and not is_split
+        chunks = [
+            Example(source=f"{row.source}#{start // limit + 1}" if is_split else row.source,
+                    ids=ids[start : start + limit],
+                    mask=[False, *mask[start + 1 : start + limit]],  # nothing predicts the first token
+                    weight=spec.weight)
+            for start in (range(0, len(ids), limit) if is_split else (0,))
+        ]  # fmt: skip
+        chunks = [chunk for chunk in chunks if any(chunk.mask)]
+        examples += chunks
+        num_trained += bool(chunks)
     num_rows, num_empty = tally.num_rows, tally.notes.get(EMPTY, 0)
     num_long = tally.notes.get(too_long, 0)
-    num_skipped = num_rows - num_empty - num_long - len(examples)
+    num_skipped = num_rows - num_empty - num_long - num_trained
     if not examples and num_empty:
         raise UserError(f"data: none of the {num_rows} rows can be trained ({num_empty} {EMPTY}); fill in the answers")
     if not examples and not num_truncated and not num_long:
@@ -93,6 +107,8 @@ def _tokenise(
         return _conversation(columns["messages"], 0, columns, tokenizer, system_prompt, kwargs, trained)
     with_end = trained.eos != "none"
     if columns.get("prompt") is None or columns.get("completion") is None:
+        if isinstance(columns["text"], list):
+            return *_tokenise_segments(columns["text"], tokenizer, trained.inputs), []
         return *_tokenise_text(columns["text"], tokenizer, with_end), []
     prompt, completion = columns["prompt"], columns["completion"]
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
@@ -104,19 +120,18 @@ def _tokenise(
             )
         if not completion.strip():
             return [], [], [EMPTY]
-        ids, start = render_completion(tokenizer, prompt, completion)
+        ids, start = render_completion(tokenizer, prompt, completion, apart=columns.get("tokenise") == "apart")
         answer = _with_eos(ids[start:], tokenizer)
         mask = [trained.inputs] * start + [True] * len(answer)
         return ids[:start] + answer, [*mask[:-1], with_end], []
-    prompt = clean_messages(prompt)
-    if prompt[-1]["role"] == "assistant":
+    if clean_messages(prompt)[-1]["role"] == "assistant":
         raise UserError("the prompt ends with an assistant turn; end it before the completion")
     if not isinstance(completion, (str, list)):
         raise UserError(f"the completion is a {type(completion).__name__}; use text or messages")
     answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     # Assistant turns in the prompt are context and not trained.
     first = 0 if trained.inputs else len(prompt)
-    return _conversation(prompt + clean_messages(answer), first, columns, tokenizer, system_prompt, kwargs, trained)
+    return _conversation(prompt + answer, first, columns, tokenizer, system_prompt, kwargs, trained)
 
 
 def _conversation(
@@ -147,6 +162,19 @@ def _tokenise_text(text: Any, tokenizer: Any, with_end: bool) -> tuple[list[int]
         raise UserError("the text is empty; remove the row or fill it in")
     ids = _with_eos(render_prompt(tokenizer, text), tokenizer)
     return ids, [False] + [True] * (len(ids) - 2) + [with_end] if len(ids) > 1 else [False]
+
+
+def _tokenise_segments(segments: list[Any], tokenizer: Any, inputs: bool) -> tuple[list[int], list[bool]]:
+    """Tokenise every segment alone, without BOS or EOS; a segment is trained if its label is true."""
+    ids: list[int] = []
+    mask: list[bool] = []
+    for index, segment in enumerate(segments):
+        text, label = (segment.get(key) if isinstance(segment, dict) else None for key in ("text", "label"))
+        if not isinstance(text, str) or parse_bool(label) is None:
+            raise UserError(f"segments[{index}]={segment!r}: must have a text, and a label that is true or false")
+        piece = render_text(tokenizer, text)
+        ids, mask = ids + piece, mask + [inputs or bool(parse_bool(label))] * len(piece)
+    return ids, mask
 
 
 def _with_eos(ids: list[int], tokenizer: Any) -> list[int]:

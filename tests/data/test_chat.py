@@ -285,7 +285,7 @@ NO_TEXT = [
     ({"type": "image", "image": "cat.png"}, "'image'"),
     ({"type": "image_url", "image_url": {"url": "x"}}, "'image_url'"),
     ({"type": "text", "text": None}, "'text'"),
-    ({"text": "x"}, "None"),
+    ({"type": None, "input": "x"}, "'text'"),
     ("x", "'str'"),
 ]
 

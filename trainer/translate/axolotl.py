@@ -224,7 +224,10 @@ class _Axolotl:
         for dataset in pretraining:
             label = "pretraining_dataset[0]"
             trained[label] = {"type": "completion", **({"path": dataset} if isinstance(dataset, str) else dataset)}
-            self.note(f"{label}: is read whole, not streamed")
+            self.note(
+                f"{label}: is read whole, not streamed; long texts are split into chunks, with eos after the last "
+                "(axolotl: overlapping chunks with eos each, or the first without sample_packing)"
+            )
         entries, eval_entries = rows_of(trained, self.method), rows_of(held_out, self.method)
         self.set("data", entries or None)
         self._one_split(eval_entries, {entry["path"] for entry in entries})

@@ -13,6 +13,7 @@ from typing import Any
 
 from data.chat import DELIMITERS
 from data.errors import UserError
+from data.format_options import FormatOptions
 from data.formats.ebft import EBFT_FORMATS, EBFT_STRIDED_FORMATS
 from data.formats.pairs import PAIR_FORMATS
 from data.formats.registry import PROMPT_FORMATS, SFT_FORMATS
@@ -25,8 +26,6 @@ FOLDERS = ("dpo", "kto", "orpo", "ebft")  # of that package; a type may begin wi
 SFT_TYPES = {"alpaca": "alpaca", "chat_template": "chat_template", "completion": "completion", "pretrain": "completion",
              "sharegpt": "sharegpt", "alpaca_chat.load_qa": "question_answer",
              "alpaca_chat.load_concise": "alpaca"}  # fmt: skip
-# Roles that axolotl's chat_template maps by itself; ShareGPT messages have their own names, which we know.
-SFT_ROLES = {"user": ["human", "user"], "assistant": ["gpt", "assistant"]}
 SHAREGPT = ("from", "value")
 ROLE_NAMES = {"gpt": "assistant", "human": "user"}
 # Formats for SFT that axolotl renders without a chat template: plain text, and instructions with fixed headings.
@@ -44,7 +43,10 @@ ENDS = ("none", "last", "turn", "all")  # values of train_on_eos; each trains th
 BUILDERS = ("json", "csv", "parquet", "text", "arrow")  # datasets' own loaders, where a path is expected
 USER_DEFINED = ("field_prompt", "field_system", "field_chosen", "field_rejected", "field_completion", "field_label",
                 "prompt_format", "chosen_format", "rejected_format", "completion_format")  # fmt: skip
-INSTRUCTION = "{instruction}"
+# of SFT, with axolotl's defaults
+USER_DEFINED_SFT = {"field_instruction": "instruction", "field_input": "input", "field_output": "output",
+                    "field_system": "system", "format": "{instruction} {input} ",
+                    "no_input_format": "{instruction} ", "system_prompt": "", "system_format": "{system}"}  # fmt: skip
 
 
 def datasets_of(config: Mapping[str, Any], key: str) -> dict[str, Mapping[str, Any]]:
@@ -228,6 +230,10 @@ def _sft_format(name: str, dataset: Mapping[str, Any], label: str) -> dict[str, 
         )
     column = dataset.get("field") or dataset.get("text_column")
     options = {"field_text": column} if found == "completion" and column not in (None, "text") else {}
+    if found == "completion":
+        options["long_text"] = "split"
+    if found == "chat_template" and dataset.get("drop_system_message"):
+        options["system_message"] = "drop"
     return {"format": found, **options}
 
 
@@ -255,22 +261,22 @@ def _default(name: str) -> str:
 
 
 def _user_defined_sft(kind: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """Instruction and output in columns, and a format of the prompt; ours has {prompt} for {instruction}."""
-    layout = kind.get("no_input_format") or kind.get("format") or INSTRUCTION
-    if "{input}" in layout or kind.get("field_input") and "{input}" in (kind.get("format") or ""):
-        raise UserError(
-            f"{label}.format={layout!r}: a prompt of two columns is not built in; write a transform, "
-            "my_module.my_transform"
-        )
-    system = kind.get("system_prompt") or ""
-    if system and kind.get("system_format"):
-        system = str(kind["system_format"]).replace("{system}", system)
-    text = system.replace("{", "{{").replace("}", "}}") + str(layout).replace(INSTRUCTION, "{prompt}")
-    options = {"field_prompt": kind.get("field_instruction") or "instruction",
-               "field_completion": kind.get("field_output") or "output"}  # fmt: skip
-    if text != "{prompt}":
-        options["prompt_format"] = text
-    return {"format": "user_defined", **{name: value for name, value in options.items() if value != _default(name)}}
+    """The system text and one of two formats, by whether the row has an input; ours have {prompt} for {instruction}."""
+    given = {name: str(value) for name, value in kind.items() if value is not None}
+    unknown = sorted(given.keys() - USER_DEFINED_SFT.keys())
+    if unknown:
+        raise UserError(f"{label}.{unknown[0]}: is not for sft; use {', '.join(USER_DEFINED_SFT)}")
+    values = USER_DEFINED_SFT | given
+    system = "{system}" if values["system_format"] else ""
+    options = {"field_prompt": values["field_instruction"], "field_completion": values["field_output"],
+               "field_input": values["field_input"],
+               "prompt_format": system + values["no_input_format"].replace("{instruction}", "{prompt}"),
+               "input_format": system + values["format"].replace("{instruction}", "{prompt}")}  # fmt: skip
+    if system:
+        options |= {"field_system": values["field_system"], "system_format": values["system_format"],
+                    "default_system": values["system_prompt"]}  # fmt: skip
+    changed = {name: value for name, value in options.items() if value != getattr(FormatOptions, name)}
+    return {"format": "user_defined", **changed, "tokenise": "apart"}
 
 
 # messages --------------------------------------------------------------------------------------------------------
@@ -294,14 +300,12 @@ def _messages_of(dataset: Mapping[str, Any], label: str, method: str) -> dict[st
                 "in the rows"
             )
     keys = (mapping.get("role", "role"), mapping.get("content", "content"))
-    if keys == SHAREGPT:  # recognised, with the names of its roles
+    if keys == SHAREGPT and method != "sft":  # recognised, with the names of its roles, which SFT keeps as they are
         keys = ("role", "content")
     for name, key in zip(("role_key", "content_key"), keys, strict=True):
         if key != name.removesuffix("_key"):
             found[name] = key
     roles = _roles(dataset.get("roles"))
-    if roles is None and "role_key" in found and method in ("sft", "grpo", "gdpo", "rloo"):
-        roles = SFT_ROLES
     if roles:
         found["roles"] = roles
     return found

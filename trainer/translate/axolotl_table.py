@@ -117,6 +117,7 @@ ROW_KEYS: dict[str, Key] = {
     "datasets[].data_files": to("data: an entry for each file"),
     "datasets[].ds_type": to("data: the file type, which is read from the name"),
     "datasets[].field": to("data: field_text"),
+    "datasets[].drop_system_message": to("data: system_message: drop"),
     "datasets[].text_column": to("data: field_text"),
     **_each("field_messages field_chosen field_rejected", to("data: the option of that name"), "datasets[]."),
     "datasets[].message_property_mappings.role": to("data: role_key"),
@@ -143,7 +144,7 @@ ROW_KEYS: dict[str, Key] = {
     **_each("shards shards_idx", rejected("a part of a dataset is a split here; write split: train[:10%]"),
             "datasets[]."),
     "datasets[].revision": rejected("the newest revision is loaded; download the one you want, and name the file"),
-    **_each("message_field_training message_field_training_detail split_thinking drop_system_message input_transform "
+    **_each("message_field_training message_field_training_detail split_thinking input_transform "
             "logprobs_field temperature",
             rejected("rows cannot be changed this way; use a transform, type: my_module.my_transform"), "datasets[]."),
     "datasets[].train_on_split": rejected("axolotl does not read it; write split"),

@@ -169,7 +169,7 @@ def test_several_datasets_with_formats_and_weights(write, chatml):
 
 
 def test_bad_rows_are_skipped_and_the_first_is_shown(write, chatml, capsys):
-    rows = [row(), row(chosen=""), {"prompt": "{x}"}, row(prompt=[{"role": "human", "content": "q"}])]
+    rows = [row(), row(chosen=""), {"prompt": "{x}"}, row(prompt=[{"role": "poet", "content": "q"}])]
     (pair,) = load_pairs([write(*rows)], chatml, bad_rows="skip")
     assert pair.source.endswith("rows.jsonl:1")
     output = capsys.readouterr().err

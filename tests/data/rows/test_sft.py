@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 
-from data.chat import Trained
+from data.chat import Trained, set_chat_template
 from data.rows.sft import load_examples
 
 USER = {"role": "user", "content": "2+2="}
@@ -21,6 +22,8 @@ def texts(tokenizer, example):
     return tokenizer.decode(ids[False]), tokenizer.decode(ids[True])
 
 
+SYSTEM = {"role": "system", "content": "Be brief."}
+SYSTEM_TEXT = "<|im_start|>system\nBe brief.<|im_end|>\n"
 OPENING = "<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -33,7 +36,15 @@ KINDS_OF_ROWS = [
     ({"text": "abc"}, "a", "bc<|endoftext|>"),
     ({"instruction": "2+2=", "input": "", "output": "4"}, OPENING + "\n", "4<|im_end|>"),
     ({"prompt": "2+2=", "completion": None, "text": "abc"}, "a", "bc<|endoftext|>"),
-]
+    ({"messages": [USER, ANSWER], "system": "Be brief."}, SYSTEM_TEXT + OPENING + "\n", "4<|im_end|>"),
+    ({"messages": [SYSTEM, USER, ANSWER], "system": "Ramble."}, SYSTEM_TEXT + OPENING + "\n", "4<|im_end|>"),
+    ({"messages": [USER, ANSWER], "system": ""}, "<|im_start|>system\n<|im_end|>\n" + OPENING + "\n", "4<|im_end|>"),
+    ({"messages": [USER, ANSWER], "system": None}, OPENING + "\n", "4<|im_end|>"),
+    ({"messages": json.dumps([USER, ANSWER]), "system": "Be brief."}, SYSTEM_TEXT + OPENING + "\n", "4<|im_end|>"),
+    ({"messages": [USER | {"role": "human"}, ANSWER | {"role": "gpt", "train": False}]}, OPENING + "\n", "4<|im_end|>"),
+    ({"messages": [ANSWER, USER]}, "<|im_start|>assistant\n\n" + OPENING[: -len("<|im_start|>assistant\n")],
+     "4<|im_end|>"),
+]  # fmt: skip
 
 
 def test_kinds_of_rows(write, chatml):
@@ -42,12 +53,109 @@ def test_kinds_of_rows(write, chatml):
         assert texts(chatml, example) == (untrained, trained)
 
 
+def test_a_system_message_can_be_dropped(write, chatml):
+    path = write({"messages": [USER, ANSWER], "system": "Be brief."}, {"messages": [SYSTEM, USER, ANSWER]})
+    for example in load_examples([f"{path}:format=chat_template,system_message=drop"], chatml):
+        assert texts(chatml, example) == (OPENING + "\n", "4<|im_end|>")
+
+
 def test_assistant_turns_of_a_prompt_are_context(write, chatml):
     prompt = [USER, ANSWER, {"role": "user", "content": "3+3="}]
     (example,) = load_examples([write({"prompt": prompt, "completion": "6"})], chatml)
     assert texts(chatml, example)[1] == "6<|im_end|>"
     (example,) = load_examples([write({"messages": [*prompt, {"role": "assistant", "content": "6"}]})], chatml)
     assert texts(chatml, example)[1] == "4<|im_end|>6<|im_end|>"
+
+
+PARTS = [  # parts of the answer, and the trained ones; "abc" is one token
+    ([{"type": "text", "text": "4 ", "train": False}, {"text": "so"}], "so"),
+    ([{"text": "x", "weight": 1}, {"content": "y", "weight": 0}, {"value": "z", "train": None}], "xz"),
+    ([{"text": "xab", "train": True}, {"text": "c", "train": False}], "xabc"),
+    ([{"text": "xa", "train": True}, {"text": "bc", "train": False}], "x"),
+    ([{"text": "xa", "train": False}, {"text": "bc", "train": True}], "abc"),
+    ([{"text": "xab", "train": False}, {"text": "cy", "train": True}], "y"),
+    ([{"text": "x", "train": False}], ""),
+    ([{"text": "x"}, {"text": ""}], "x"),
+]
+
+
+def test_parts_of_a_message_can_be_excluded(write, tokenizer_of):
+    tokenizer = tokenizer_of("llama3", bos="<|begin_of_text|>", merges=(("a", "b"), ("ab", "c")))
+    set_chat_template(tokenizer, "llama3")
+    for parts, wanted in PARTS:
+        padded = [{"text": "  "}, *parts]  # stripped by the template
+        for row in ({"messages": [USER, {**ANSWER, "content": padded}]},
+                    {"prompt": [USER], "completion": [{**ANSWER, "content": padded}]}):  # fmt: skip
+            (example,) = load_examples([write(row)], tokenizer)
+            assert texts(tokenizer, example)[1] == wanted + "<|eot_id|>"
+    ask = {**USER, "content": [{"text": "2+", "weight": 0}, {"text": "2=", "weight": 1}]}
+    (example,) = load_examples([write({"messages": [ask, ANSWER]})], tokenizer)
+    assert texts(tokenizer, example)[1] == "2=<|eot_id|>4<|eot_id|>"
+    thought = {**ANSWER, "reasoning_content": [{"text": "hm", "train": False}]}
+    marked = {**ANSWER, "content": [{"text": "<|begin_of_text|>", "train": True}]}
+    for answer, message in ((thought, "reasoning_content has parts with train"), (marked, "cannot be found")):
+        with pytest.raises(ValueError, match=rf"rows.jsonl:1: messages\[1\]: .*{message}"):
+            load_examples([write({"messages": [USER, answer]})], tokenizer)
+
+
+def test_a_system_text_in_the_turn_of_the_assistant_is_not_trained(write, tokenizer_of):
+    tokenizer = tokenizer_of("gemma", bos="<bos>")
+    set_chat_template(tokenizer, "gemma")
+    (example,) = load_examples([write({"messages": [SYSTEM, ANSWER, USER]})], tokenizer)
+    assert texts(tokenizer, example)[1] == "4<end_of_turn>"
+
+
+USER_DEFINED = "format=user_defined,tokenise=apart,field_prompt=ask,field_completion=reply,"
+TWO_INPUTS = USER_DEFINED + "prompt_format={system}{prompt} ,input_format={system}{prompt}|{input} ,default_system=S "
+OTHER_COLUMNS = TWO_INPUTS + ",system_format=<{system}>,field_input=more,field_system=sys"
+USER_DEFINED_ROWS = [
+    (TWO_INPUTS, {}, "S Q "),
+    (TWO_INPUTS, {"input": "", "system": "T "}, "T Q "),
+    (TWO_INPUTS, {"input": "I", "system": ""}, "Q|I "),
+    (TWO_INPUTS, {"input": "I", "system": None}, "Q|I "),
+    (OTHER_COLUMNS, {"input": "I", "system": "T"}, "<S >Q "),
+    (OTHER_COLUMNS, {"more": "I", "sys": "T"}, "<T>Q|I "),
+]
+
+
+def test_a_prompt_of_user_defined_has_two_inputs_and_a_system_text(write, tokenizer_of):
+    tokenizer = tokenizer_of("plain", merges=(("\u0120", "4"),))
+    for options, columns, prompt in USER_DEFINED_ROWS:
+        path = write({"ask": "Q", "reply": "4", **columns})
+        (example,) = load_examples([f"{path}:{options}"], tokenizer)
+        assert texts(tokenizer, example) == (prompt, "4<|endoftext|>")
+        (together,) = load_examples([f"{path}:{options.replace('apart', 'together')}"], tokenizer)
+        assert texts(tokenizer, together) == (prompt[:-1], " 4<|endoftext|>")
+
+
+def test_long_text_is_split(write, chatml, capsys):
+    path = write({"text": "abcdefghi"}, {"text": "ab"}, {"text": "abcdefg"}, {"text": "abcd"})
+    spec = f"{path}:format=completion,long_text="
+    examples = load_examples([spec + "split"], chatml, max_length=4)
+    assert [texts(chatml, example) for example in examples] == [
+        ("a", "bcd"), ("e", "fgh"), ("i", "<|endoftext|>"), ("a", "b<|endoftext|>"), ("a", "bcd"),
+        ("e", "fg<|endoftext|>"), ("a", "bcd"),
+    ]  # fmt: skip
+    names = [example.source.rpartition(":")[2] for example in examples]
+    assert names == ["1#1", "1#2", "1#3", "2", "3#1", "3#2", "4#1"]
+    assert capsys.readouterr().err == "data: of 4 rows, 3 split into chunks of 4 tokens\n"
+    assert len(load_examples([spec + "truncate"], chatml, max_length=4)) == 4
+    assert "truncated 3 of 4 rows" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="long_text=cut: must be truncate or split"):
+        load_examples([spec + "cut"], chatml)
+
+
+def test_segments(write, tokenizer_of):
+    tokenizer = tokenizer_of("llama3", bos="<|begin_of_text|>")
+    segments = [{"label": False, "text": "2+2="}, {"label": True, "text": "4<|eot_id|>"}, {"label": 0, "text": "!"}]
+    spec = f"{write({'segments': segments})}:format=input_output"
+    (example,) = load_examples([spec], tokenizer)
+    assert texts(tokenizer, example) == ("2+2=!", "4<|eot_id|>")
+    (example,) = load_examples([spec], tokenizer, trained=Trained(inputs=True))
+    assert texts(tokenizer, example) == ("2", "+2=4<|eot_id|>!")
+    for bad in ({"segments": "x"}, {"segments": [{"text": "x"}]}, {"segments": [{"label": True}]}):
+        with pytest.raises(ValueError, match="rows.jsonl:1: '?segments"):
+            load_examples([f"{write(bad)}:format=input_output"], tokenizer)
 
 
 def test_formats(write, chatml):
@@ -181,8 +289,10 @@ BAD_ROWS = [
     ({"prompt": "x", "completion": [ANSWER]}, "rows.jsonl:2: the prompt is text but the completion is not"),
     ({"prompt": [USER, ANSWER], "completion": "x"}, "rows.jsonl:2: the prompt ends with an assistant turn"),
     ({"text": " "}, "rows.jsonl:2: the text is empty"),
-    ({"messages": [ANSWER]}, "rows.jsonl:2: messages: the conversation starts with an assistant turn"),
-    ({"messages": []}, "rows.jsonl:2: messages=.*at least one message"),
+    ({"messages": []}, "rows.jsonl:2: 'messages' is empty"),
+    ({"messages": "hi"}, "rows.jsonl:2: 'messages' is text, but not JSON"),
+    ({"messages": "{}"}, "rows.jsonl:2: 'messages' is a dict"),
+    ({"messages": [USER, ANSWER], "system": 3}, "rows.jsonl:2: 'system' is a int"),
 ]
 
 

@@ -68,7 +68,7 @@ def test_kinds_of_rows(write, chatml):
 
 
 def test_all_formats_are_there():
-    assert SFT_FORMATS.keys() - {"completion"} <= TARGET_FORMATS.keys() | PAIR_FORMATS.keys()
+    assert SFT_FORMATS.keys() - {"completion", "input_output"} <= TARGET_FORMATS.keys() | PAIR_FORMATS.keys()
     assert PAIR_FORMATS.keys() & TARGET_FORMATS.keys() == {"auto", "sharegpt"}
 
 

@@ -173,19 +173,31 @@ def test_axolotls_defaults_are_set_where_ours_differ():
         ("ebft", {"path": "a.jsonl", "type": "ebft_opencode.transform", "split": "train[:500]"},
          {"path": "a.jsonl", "format": "ebft_opencode.transform", "split": "train[:500]"}),
         ("sft", {"path": "a.jsonl", "type": "completion", "field": "body"},
-         {"path": "a.jsonl", "format": "completion", "field_text": "body"}),
+         {"path": "a.jsonl", "format": "completion", "field_text": "body", "long_text": "split"}),
         ("sft", {"path": "a.jsonl", "type": "chat_template",
                  "message_property_mappings": {"role": "from", "content": "value"}},
-         {"path": "a.jsonl", "format": "chat_template"}),
+         {"path": "a.jsonl", "format": "chat_template", "role_key": "from", "content_key": "value"}),
         ("sft", {"path": "a.jsonl", "type": "chat_template", "message_field_role": "who",
                  "message_field_content": "said"},
-         {"path": "a.jsonl", "format": "chat_template", "role_key": "who", "content_key": "said",
-          "roles": {"user": ["human", "user"], "assistant": ["gpt", "assistant"]}}),
+         {"path": "a.jsonl", "format": "chat_template", "role_key": "who", "content_key": "said"}),
         ("sft", {"path": "a.jsonl", "type": {"field_instruction": "q", "field_output": "a",
                                              "format": "Q: {instruction}", "system_prompt": "Be {brief}. "}},
          {"path": "a.jsonl", "format": "user_defined", "field_prompt": "q", "field_completion": "a",
-          "prompt_format": "Be {{brief}}. Q: {prompt}"}),
+          "prompt_format": "{system}{prompt} ", "input_format": "{system}Q: {prompt}",
+          "default_system": "Be {brief}. ", "tokenise": "apart"}),
+        ("sft", {"path": "a.jsonl", "type": {"format": "{instruction}|{input}", "no_input_format": "{instruction}|",
+                                             "field_input": "more", "field_system": "s",
+                                             "system_format": "<{system}>"}},
+         {"path": "a.jsonl", "format": "user_defined", "field_prompt": "instruction", "field_completion": "output",
+          "field_input": "more", "prompt_format": "{system}{prompt}|", "input_format": "{system}{prompt}|{input}",
+          "field_system": "s", "system_format": "<{system}>", "tokenise": "apart"}),
+        ("sft", {"path": "a.jsonl", "type": {"field_system": "s", "system_format": ""}},
+         {"path": "a.jsonl", "format": "user_defined", "field_prompt": "instruction", "field_completion": "output",
+          "prompt_format": "{prompt} ", "input_format": "{prompt} {input} ", "tokenise": "apart"}),
+        ("sft", {"path": "a.jsonl", "type": "chat_template", "drop_system_message": True},
+         {"path": "a.jsonl", "format": "chat_template", "system_message": "drop"}),
         ("sft", {**CHAT, "weight": 0.5}, {"path": "chat.jsonl", "format": "chat_template", "weight": 0.5}),
+        ("sft", {"path": "a.jsonl", "type": "input_output"}, {"path": "a.jsonl", "format": "input_output"}),
         ("sft", {"ds_type": "json", "data_files": ["b.jsonl"], "type": "alpaca"},
          {"path": "b.jsonl", "format": "alpaca"}),
     ],
@@ -200,13 +212,13 @@ def test_a_dataset_becomes_an_entry_of_data(method, dataset, entry):
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        ({"path": "a.jsonl", "type": "input_output"}, "datasets[0].type=input_output: there is no such format for sft"),
+        ({"path": "a.jsonl", "type": "context_qa"}, "datasets[0].type=context_qa: there is no such format for sft"),
         ({"path": "a.jsonl", "type": "alpaca", "shards": 4}, "datasets[].shards=4: a part of a dataset is a split"),
         ({"path": "s3://x/y.jsonl"}, "datasets[0].path=s3://x/y.jsonl: is in a remote store; download it"),
         ({"path": "a/b", "data_files": "c.jsonl"}, "datasets[0].data_files=c.jsonl: is in the dataset a/b"),
         ({"path": "a.jsonl", "type": "chat_template", "field_tools": "functions"},
          "datasets[0].field_tools=functions: is tools here; rename it in the rows"),
-        ({"path": "a.jsonl", "type": {"format": "{instruction} {input}"}}, "a prompt of two columns is not built in"),
+        ({"path": "a.jsonl", "type": {"field_prompt": "q"}}, "datasets[0].type.field_prompt: is not for sft"),
         ({"type": "alpaca"}, "datasets[0]: has neither path nor data_files"),
         ({**CHAT, "train_on_eos": True}, "datasets[0].train_on_eos=True: use one of none, last, turn, all"),
         ({**CHAT, "chat_template_jinja": "{{ x }}"}, "datasets[0].chat_template_jinja: axolotl reads it only with"),
@@ -216,6 +228,14 @@ def test_rows_that_cannot_be_read_are_refused(dataset, message):
     with pytest.raises(ValueError) as caught:
         tree_of(datasets=[dataset])
     assert message in str(caught.value)
+
+
+def test_a_pretraining_dataset_is_split_into_chunks():
+    made = translate({**BASE, "pretraining_dataset": [{"path": "a.jsonl", "text_column": "body"}]})
+    assert made.tree["data"] == [
+        {"path": "a.jsonl", "format": "completion", "field_text": "body", "long_text": "split"}
+    ]
+    assert any(note.startswith("pretraining_dataset") and "overlapping" in note for note in made.notes)
 
 
 def test_settings_of_datasets_that_are_one_for_the_run():

@@ -59,9 +59,9 @@ class Gym(Replay):
         return super().answer(route, body, cookies)
 
 
-def outcome(status: int, errors: str, success: str = "accepted") -> str:
+def outcome(status: int, errors: str) -> str:
     found = [line.removeprefix("error: ") for line in errors.splitlines() if line.startswith("error: ")]
-    return f"rejected: {' '.join(found) or errors[-2000:]}" if status else success
+    return f"rejected: {' '.join(found) or errors[-2000:]}" if status else "accepted"
 
 
 def called(command: Callable[[list[str]], int], *words: str) -> str:
@@ -96,15 +96,15 @@ def train(number: int, config: dict[str, Any], gym: Gym, here: Path, with_vllm: 
         words += ["--dtype", "float32"] if with_vllm else ["--rollout.engine", "local"]
     several = {"fsdp", "deepspeed", "context_parallel_size"} & made.keys()
     done = (run_ranks if several else run_python)(*words, cwd=here, timeout=900)
-    ended = ""
-    if done.returncode == 0:
-        steps = [row["step"] for row in metrics(here / f"out-{number}") if "loss/total" in row]
-        ended = f"trained {steps[-1]} steps" + (" on 2 processes" if several else "")
+    if done.returncode:
+        return outcome(done.returncode, done.stderr)
+    steps = [row["step"] for row in metrics(here / f"out-{number}") if "loss/total" in row]
+    ended = f"trained {steps[-1]} steps" + (" on 2 processes" if several else "")
     if use_vllm:
         with contextlib.redirect_stderr(io.StringIO()):
             cfg = serve(["--config", str(file)])
         ended += f"; rollout.serve: {cfg.vllm.host}:{cfg.vllm.port}, lora.r {cfg.lora.r}"
-    return outcome(done.returncode, done.stderr, ended)
+    return ended
 
 
 def run_blocks(texts: list[str], here: Path, numbers: list[int], with_vllm: bool) -> Iterator[tuple[str, str]]:

@@ -27,7 +27,7 @@ from trainer.generate import main as generate
 from trainer.policy.load import BUILTIN
 
 TINY = BUILTIN["builtin:tiny"]
-TOKENIZER = load_tokenizer("builtin:tiny")
+TOKENIZER = load_tokenizer("model", "builtin:tiny")
 SMALL = ["--max-steps", 1, "--per-device-train-batch-size", 8]
 GRPO = ["--method", "grpo", *SMALL, "--num-generations", 4, "--max-completion-length", 4]
 SFT = ["--method", "sft", *SMALL]

@@ -20,9 +20,9 @@ def adapter_name(name: str) -> str:
     return name.replace(magnitude, ".lora_magnitude_vector").replace(f".{ADAPTER}.", ".")
 
 
-def add_adapter(model: nn.Module, lora: LoraConfig) -> Any:
-    """Wrap the model with a new adapter."""
-    wrapped = wrap(model, lora, "CAUSAL_LM")
+def add_adapter(model: nn.Module, lora: LoraConfig, revision: str | None = None) -> Any:
+    """Wrap the model, of this revision on the hub, with a new adapter."""
+    wrapped = wrap(model, lora, "CAUSAL_LM", revision=revision)
     lm = wrapped.get_base_model()
     head = lm.get_output_embeddings()
     if not is_saved(head) and (not isinstance(head, nn.Linear) or hasattr(head, "lora_A")):

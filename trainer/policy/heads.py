@@ -23,9 +23,8 @@ from data.chat import stop_ids
 from data.errors import UserError
 from data.packing import Batch, Item, make_batches
 from trainer.config.blocks import LoraConfig, ModelConfig
-from trainer.policy.adapters import attach_adapter, wrap
+from trainer.policy.adapters import attach_adapter, freeze_except, wrap
 from trainer.policy.attention import rank_slice
-from trainer.policy.freeze import freeze_except
 from trainer.policy.load import (
     check_adapters,
     check_offloading,

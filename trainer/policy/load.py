@@ -58,9 +58,8 @@ from trainer.files.tensor_files import Record, TensorFiles, records_of_file
 from trainer.parallel.comm import is_main, world_size
 from trainer.parallel.dtensor import local, local_slices
 from trainer.parallel.watch import log
-from trainer.policy.adapters import add_adapter, attach_adapter, continue_adapter
+from trainer.policy.adapters import add_adapter, attach_adapter, continue_adapter, freeze_except
 from trainer.policy.attention import choose_attention, load_name
-from trainer.policy.freeze import freeze_except
 from trainer.policy.fuse import fuse, unfuse
 from trainer.policy.logps import Policy, causal_lm, check_logps
 from trainer.policy.offload import offload_inputs, offloads

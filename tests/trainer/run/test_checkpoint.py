@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trainer.config.blocks import OptimConfig
 from trainer.files.atomic_folder import remove_leftovers
 from trainer.policy import offload
-from trainer.policy.freeze import freeze_except
+from trainer.policy.adapters import freeze_except
 from trainer.policy.optim import build_optimizer
 from trainer.run import checkpoint
 from trainer.run import checkpoint as saver

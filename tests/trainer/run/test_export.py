@@ -19,7 +19,7 @@ from transformers import (
     pipeline,
 )
 
-from trainer.policy.freeze import freeze_except
+from trainer.policy.adapters import freeze_except
 from trainer.policy.model_files import ExportedModel, write_model
 from trainer.run import export
 from trainer.run.checkpoint import save_checkpoint

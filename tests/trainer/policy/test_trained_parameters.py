@@ -1,4 +1,4 @@
-"""--trained-parameters: a part of the weights is trained, the rest is frozen."""
+"""--trained-parameters: a part of the weights is trained, the other parameters are frozen."""
 
 from __future__ import annotations
 

@@ -901,11 +901,12 @@ def test_serve_reads_its_part_of_a_trainers_file(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(
         "method: grpo\nmodel: builtin:tiny\ndata: [a]\nlora: {r: 4, alpha: 8}\nsync: {backend: lora, bucket_mb: 9}\n"
-        "trust_remote_code: false\n"
+        "trust_remote_code: false\nrevision: v1\ntokenizer: t\n"
         "vllm: {url: ['http://127.0.0.1:8123'], colocate: true, enforce_eager: true, timeout: 1e2, python: null}\n"
     )
     cfg = serve.parse(["--config", str(file), "--vllm.no-enforce-eager", "--vllm.replicas", "2"])
     assert (cfg.model, cfg.lora.r, cfg.sync.backend, cfg.trust_remote_code) == ("builtin:tiny", 4, "lora", False)
+    assert (cfg.revision, cfg.tokenizer) == ("v1", "t")
     assert cfg.vllm == VllmConfig(port=8123, colocate=True, timeout=100.0, replicas=2)
     assert serve.parse(["--model", "m", "--vllm.port", "0"]).vllm == VllmConfig()
     assert serve.parse(["--config", str(file), "--model", "x", "--lora.r", "0"]).model == "x"
@@ -956,6 +957,7 @@ def test_serve_prints_the_trainer_command_and_free_gpus(monkeypatch):
         (colocate, ["0"], "0", "ready on GPU 0, shared with", f"{line} --vllm.colocate True"),
         (colocate, ["3"], "0123", "ready on GPU 3, sh", f"CUDA_VISIBLE_DEVICES=3 {line} --vllm.colocate True"),
         (public, ["0"], "01", f"{ready} (on this machine, with CUDA_VISIBLE_DEVICES=1):", line),
+        (("--revision", "v1", "--tokenizer", "t"), [[]], "", "ready;", f"{line} --revision v1 --tokenizer t"),
     ):
         cfg = serve.parse(["--model", "m", *flags])
         servers = [SimpleNamespace(url=f"http://127.0.0.1:{8000 + i}", gpus=list(g)) for i, g in enumerate(gpus)]

@@ -36,7 +36,8 @@ def test_only_matching_parameters_change_and_have_optimizer_state(optim, capfd):
     assert {name for name, p in policy.model.named_parameters() if p.grad is None} == {
         name for name in before if not name.startswith(("model.layers.1.self_attn", "model.norm"))
     }
-    launch_step(policy.model, optimizer, schedule, 1.0, "step 1").wait()
+    with torch.compiler.set_stance("force_eager"):  # compiling torchao's code takes a minute on a CPU
+        launch_step(policy.model, optimizer, schedule, 1.0, "step 1").wait()
     changed = {name for name, p in policy.model.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {f"model.layers.1.self_attn.{x}_proj.weight" for x in "qkvo"} | {"model.norm.weight"}
     assert len(optimizer.state) == len(changed)

@@ -14,6 +14,9 @@ from typing import Any
 KEYS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("base_model", "model_name", "model_name_or_path", "model_id", "model_path",
                      "pretrained_model_name_or_path"), ("model",)),
+    **dict.fromkeys(("revision_of_model", "model_revision"), ("revision",)),
+    **dict.fromkeys(("tokenizer_config", "tokenizer_name", "tokenizer_name_or_path", "tokenizer_path"), ("tokenizer",)),
+    **dict.fromkeys(("unfrozen_parameters", "trainable_parameters"), ("trained_parameters",)),
     **dict.fromkeys(("train_data", "dataset", "datasets", "dataset_name", "dataset_path", "train_dataset", "train_file",
                      "train_files", "data_path", "data_files"), ("data",)),
     **dict.fromkeys(("eval_dataset", "eval_datasets", "test_data", "test_dataset", "test_datasets", "val_data",

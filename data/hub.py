@@ -14,6 +14,7 @@ from data.errors import UserError
 WAIT_S = 5.0  # timeout for the hub's first answer
 KINDS = {  # setting -> (kind of repository, local equivalent, advice)
     "model": ("model", "folder", "pass a hub id, a model folder or a finished run folder"),
+    "tokenizer": ("model", "folder", "pass a hub id or a folder with a tokenizer"),
     "data": ("dataset", "local file", "check the path"),
 }
 

@@ -74,6 +74,10 @@ class ShowConfig:
     """Kind of rows. auto: inferred from the format and the columns."""
     model: str = "builtin:tiny"
     """Model whose tokenizer is used: hub id, local folder, run folder, or builtin:tiny."""
+    revision: str | None = None
+    """Branch, tag or commit of --model on the hub. None: its main branch."""
+    tokenizer: str | None = None
+    """Tokenizer to use instead of the model's: a folder or a hub id."""
     rows: int = 3
     """Number of rows to print. The quantiles cover all rows."""
     chat_template: str = "tokenizer_default"
@@ -126,7 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(cfg: ShowConfig) -> None:
     cfg, training = with_training(cfg)
-    tokenizer = load_tokenizer(cfg.model, trust_remote_code=cfg.trust_remote_code)
+    source = ("model", cfg.model, cfg.revision) if cfg.tokenizer is None else ("tokenizer", cfg.tokenizer, None)
+    tokenizer = load_tokenizer(*source, trust_remote_code=cfg.trust_remote_code)
     set_special_tokens(tokenizer, cfg.special_tokens, cfg.eot_tokens, allow_in_text=cfg.allow_special_tokens)
     set_chat_template(tokenizer, cfg.chat_template)
     check_kwargs(tokenizer, cfg.chat_template_kwargs)
@@ -137,8 +142,8 @@ def with_training(cfg: ShowConfig) -> tuple[ShowConfig, Any]:
     """Return the settings of --config, overridden by flags, and the config to pass to a transform."""
     default = ShowConfig()
     flags = {f.name: getattr(cfg, f.name) for f in fields(cfg) if getattr(cfg, f.name) != getattr(default, f.name)}
-    names = ("data", "data_format", "model", "chat_template", "system_prompt", "chat_template_kwargs", "special_tokens",
-             "eot_tokens", "allow_special_tokens")  # fmt: skip
+    names = ("data", "data_format", "model", "revision", "tokenizer", "chat_template", "system_prompt",
+             "chat_template_kwargs", "special_tokens", "eot_tokens", "allow_special_tokens")  # fmt: skip
     passed = {name: flags[name] for name in names if name in flags}
     if cfg.config is None:
         if not cfg.data:
@@ -161,23 +166,25 @@ def with_training(cfg: ShowConfig) -> tuple[ShowConfig, Any]:
     return replace(cfg, **unused), training
 
 
-def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
-    """Load a tokenizer from a hub id, a folder, or a finished run (its final/)."""
+def load_tokenizer(setting: str, name: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Any:
+    """Load the tokenizer of --model or --tokenizer: from a hub id, a folder, or a finished run (its final/)."""
     from transformers import AutoTokenizer
 
     folder = TINY_MODEL if name == "builtin:tiny" else Path(name).expanduser()
     folder = folder / "final" if (folder / "final").is_dir() else folder
     if not folder.is_dir():
-        check_hub("model", name)
+        check_hub(setting, name)
+    elif revision is not None:
+        raise UserError(f"revision={revision}: has no effect on a local folder ({setting}={name}); remove --revision")
     try:
         return AutoTokenizer.from_pretrained(
-            str(folder) if folder.is_dir() else name, trust_remote_code=trust_remote_code
+            str(folder) if folder.is_dir() else name, revision=revision, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # transformers raises arbitrary errors for damaged files
         reason = str(error).strip().split("\n")[0]
         needs_code = "trust_remote_code" in str(error)
         remedy = "if you trust its code, pass --trust-remote-code" if needs_code else "check the path or hub id"
-        raise UserError(f"model={name}: its tokenizer cannot be loaded ({reason}); {remedy}") from None
+        raise UserError(f"{setting}={name}: its tokenizer cannot be loaded ({reason}); {remedy}") from None
 
 
 def read(cfg: ShowConfig, tokenizer: Any, training: Any = None) -> list[ShownRow]:

@@ -46,6 +46,26 @@ def resolve_model(name: str) -> str:
     raise UserError(f"model={name}: contains neither config.json nor adapter_config.json nor a finished run")
 
 
+def find_base(path: str, revision: str | None = None) -> tuple[str, str | None]:
+    """Return the folder or hub id of a resolved model's base weights, and their revision; an adapter names both."""
+    if revision is not None and Path(path).is_dir():
+        raise UserError(f"revision={revision}: has no effect on a local folder (model={path}); remove --revision")
+    if not (Path(path) / "adapter_config.json").exists():
+        return path, revision
+    settings = read_adapter(path)
+    return resolve_model(settings["base_model_name_or_path"]), settings.get("revision")
+
+
+def find_tokenizer(name: str) -> str:
+    """Return the hub id or the absolute folder of a --tokenizer value; of a finished run, its final/."""
+    folder = Path(BUILTIN.get(name, name)).expanduser()
+    folder = folder / "final" if (folder / "final").is_dir() else folder
+    if folder.is_dir():
+        return str(folder.resolve())
+    check_hub("tokenizer", name)
+    return name
+
+
 def read_adapter(folder: str) -> dict[str, Any]:
     """Return the settings of a saved LoRA adapter."""
     settings = _read_json(folder, Path(folder) / "adapter_config.json")
@@ -143,7 +163,7 @@ def load_failure(label: str, error: Exception) -> UserError:
     return UserError(f"{label} cannot be loaded ({type(error).__name__}: {reason}){trust_hint(error)}")
 
 
-def check_base(path: str) -> None:
+def check_base(path: str, revision: str | None = None) -> None:
     """Raise if a model folder or hub id is an adapter, names .bin files as weights, or has damaged files.
 
     transformers would apply an adapter silently, and would unpickle a .bin file that an index names.
@@ -157,7 +177,7 @@ def check_base(path: str) -> None:
     contents: dict[str, dict[str, Any]] = {}
     for name in JSON_FILES if is_folder else JSON_FILES[:3]:
         try:
-            file = cached_file(path, name)
+            file = cached_file(path, name, revision=revision)
         except OSError:  # missing, or the hub is unreachable, which loading the model reports
             file = None
         contents[name] = _read_json(path, Path(file)) if file else {}
@@ -186,12 +206,12 @@ def check_base(path: str) -> None:
                 raise UserError(f"model={path}: {file.name} cannot be read ({error}); download it again") from None
 
 
-def read_settings(path: str) -> dict[str, Any]:
+def read_settings(path: str, revision: str | None = None) -> dict[str, Any]:
     """Return config.json of a model folder or hub id; {} if it is missing or broken, which loading reports better."""
     from transformers import PretrainedConfig
 
     try:
-        return PretrainedConfig.get_config_dict(path)[0]
+        return PretrainedConfig.get_config_dict(path, revision=revision)[0]
     except (OSError, ValueError):
         return {}
 
@@ -213,10 +233,9 @@ def trust_hint(error: Exception) -> str:
     return "; if you trust its code, pass --trust-remote-code" if "trust_remote_code" in str(error) else ""
 
 
-def served_model(name: str) -> str:
-    """Return the model that a server loads for a --model value: an adapter's base, since the adapter is sent later."""
-    model = resolve_model(name)
-    if (Path(model) / "adapter_config.json").exists():
-        model = resolve_model(str(read_adapter(model)["base_model_name_or_path"]))
+def served_model(name: str, revision: str | None = None) -> tuple[str, str | None]:
+    """Return the model that a server loads for a --model value, and its revision: an adapter's base, since the adapter
+    is sent later."""
+    model, revision = find_base(resolve_model(name), revision)
     folder = Path(model).expanduser()
-    return str(folder.resolve()) if folder.is_dir() else model
+    return str(folder.resolve()) if folder.is_dir() else model, revision

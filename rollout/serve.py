@@ -3,8 +3,8 @@
     python -m rollout.serve --config run.yaml
     python -m rollout.serve --model Qwen/Qwen2.5-0.5B-Instruct --vllm.tensor-parallel-size 2
 
-FILE is the trainer's config: the server reads model, lora.r, sync.backend, dtype, trust_remote_code and vllm.* from it.
-An axolotl config is translated, as by the trainer.
+FILE is the trainer's config: the server reads model, revision, tokenizer, dtype, trust_remote_code, lora.r,
+sync.backend and vllm.* from it. An axolotl config is translated, as by the trainer.
 Every request needs a token: STROP_VLLM_TOKEN, or a random token, which a trainer of the same user on this machine finds
 automatically (servers/token.py). Ctrl-C stops the servers.
 """
@@ -38,12 +38,13 @@ from data.command.flags import (
 )
 from data.errors import UserError
 from data.hub import check_hub
-from rollout.model_folder import served_model
+from rollout.model_folder import find_tokenizer, served_model
 from rollout.servers.command import TOKEN, device_of, find_python
 from rollout.servers.launch import Launched, launch, stop_all, wait_ready
 from rollout.servers.options import LOOPBACK, Backend, VllmConfig
 
 PORT = 8000
+TOP = ("model", "revision", "tokenizer", "dtype", "trust_remote_code", "lora.r", "sync.backend")  # of a trainer's file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,13 +67,18 @@ class SyncBackend:
 class ServeConfig:
     """Start vLLM servers for a trainer in another terminal or on another machine, until Ctrl-C.
 
-    --config FILE.yaml reads model, lora.r, sync.backend, dtype, trust_remote_code and vllm.* from a trainer's config.
+    --config FILE.yaml reads model, revision, tokenizer, dtype, trust_remote_code, lora.r, sync.backend and vllm.* from
+    a trainer's config.
     """
 
     config: str | None = None
     """The trainer's config, or an axolotl config."""
     model: str
     """Model to serve: hub id, model folder, finished run, adapter folder (serves its base), or builtin:tiny."""
+    revision: str | None = None
+    """Branch, tag or commit of --model on the hub. None: its main branch."""
+    tokenizer: str | None = None
+    """Tokenizer to use instead of the model's: a folder or a hub id."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The trainer's --dtype; --vllm.dtype overrides it."""
     trust_remote_code: bool = False
@@ -95,9 +101,10 @@ def main(argv: Sequence[str] | None = None, log: Callable[[str], None] | None = 
 def serve(cfg: ServeConfig, log: Callable[[str], None]) -> NoReturn:
     """Start the servers and watch them until an exception, then stop all of them."""
     device = device_of(find_python(cfg.vllm))
-    model = served_model(cfg.model)
+    model, revision = served_model(cfg.model, cfg.revision)
     if not Path(model).is_dir():
         check_hub("model", model)
+    tokenizer = None if cfg.tokenizer is None else find_tokenizer(cfg.tokenizer)
     rank = cfg.lora.r if cfg.sync.backend in ("auto", "lora") else 0
     with contextlib.ExitStack() as stack:
         servers: list[Launched] = []
@@ -106,6 +113,8 @@ def serve(cfg: ServeConfig, log: Callable[[str], None]) -> NoReturn:
             server = launch(
                 cfg.vllm,
                 model=model,
+                revision=revision,
+                tokenizer=tokenizer,
                 lora_rank=rank,
                 replica=replica,
                 device=device,
@@ -135,6 +144,8 @@ def next_step(cfg: ServeConfig, servers: Sequence[Launched], visible: Sequence[s
         urls = [f"http://{socket.gethostname()}:{urlsplit(url).port}" for url in urls]
     run = f"--config {cfg.config}" if cfg.config else f"--method grpo --model {cfg.model} --rollout.engine vllm"
     line = f"python -m trainer {run} --vllm.url {' '.join(urls)}"
+    for name in () if cfg.config else ("revision", "tokenizer"):
+        line += f" --{name} {value}" if (value := getattr(cfg, name)) else ""
     if cfg.vllm.colocate:
         line += " --vllm.colocate True"
     notes = f" (on another machine, set the same {TOKEN})" if os.environ.get(TOKEN) else ""
@@ -201,7 +212,7 @@ def _from_file(path: Path, table: dict[str, Flag]) -> Values:
         block = str(name).partition(".")[0]
         if name == "vllm" and value is None:  # an empty block
             continue
-        if block == "vllm" or name in ("model", "dtype", "trust_remote_code", "lora.r", "sync.backend"):
+        if block == "vllm" or name in TOP:
             settings[name] = value
         elif name in ("lora", "sync") and isinstance(value, dict):
             settings[name] = {key: inner for key, inner in value.items() if f"{name}.{key}" in table}

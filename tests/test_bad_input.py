@@ -27,7 +27,7 @@ from trainer.generate import main as generate
 from trainer.policy.load import BUILTIN
 
 TINY = BUILTIN["builtin:tiny"]
-TOKENIZER = load_tokenizer("builtin:tiny")
+TOKENIZER = load_tokenizer("model", "builtin:tiny")
 SMALL = ["--max-steps", 1, "--per-device-train-batch-size", 8]
 GRPO = ["--method", "grpo", *SMALL, "--num-generations", 4, "--max-completion-length", 4]
 SFT = ["--method", "sft", *SMALL]
@@ -579,7 +579,7 @@ def test_generate_names_the_broken_file(here, capsys):
 
 
 def test_pickles_and_adapters_on_the_hub(tmp_path, monkeypatch):
-    def cached_file(_: str, name: str) -> str:
+    def cached_file(_: str, name: str, revision: None) -> str:
         if not (tmp_path / name).exists():
             raise OSError(f"no {name}")
         return str(tmp_path / name)

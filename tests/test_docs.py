@@ -280,7 +280,7 @@ def test_the_slurm_job_is_bash_with_flags_that_exist():
 
 @pytest.fixture(scope="module")
 def tokenizers():
-    return {"llama3": make_tokenizer("llama3"), "builtin:tiny": load_tokenizer("builtin:tiny")}
+    return {"llama3": make_tokenizer("llama3"), "builtin:tiny": load_tokenizer("model", "builtin:tiny")}
 
 
 def load(target: str, file: Path, tokenizers) -> int:

@@ -86,10 +86,11 @@ def alike(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], limit: float
 ALL = (*worker.CASES, *sampled.CASES)
 # A sharded pass costs ten times a replicated pass: one case of each kind is sharded, the others are replicated.
 SHARDED = (
-    "sft-untied", "sft-lora", "sft-one-row", "dpo-wpo-ld-rpo", "dpo-lora", "kto", "rm", "prm", "grpo", "ppo",
-    "online_dpo", "ebft-structured-lora", "ebft-strided",
+    "sft-untied", "sft-lora", "sft-head", "sft-part", "sft-one-row", "dpo-wpo-ld-rpo", "dpo-lora", "kto", "rm", "prm",
+    "grpo", "ppo", "online_dpo", "ebft-structured-lora", "ebft-strided",
 )  # fmt: skip
-SHARED = ("sft", "dpo", "kto", "orpo", "rm", "sft-short", "sft-tiny", "sft-windows", "grpo-shared", "grpo-lora")
+SHARED = ("sft", "sft-part", "dpo", "kto", "orpo", "rm", "sft-short", "sft-tiny", "sft-windows", "grpo-shared",
+          "grpo-lora")  # fmt: skip
 WORDS = (
     *(f"fsdp:{name}" for name in SHARDED),
     "fsdp:grpo-skips",  # ranks of a sharded model run the same passes, even if one of them has no signal

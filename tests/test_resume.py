@@ -151,8 +151,9 @@ FLAGS = {
     "moving reference": [
         "--beta", 0.1, "--sync-ref-model", "--ref-model-sync-steps", 3, "--minibatches-per-rollout", 2,
     ],
-    "moving reference, kl in reward": [
+    "moving reference, kl in reward, a part": [
         "--method", "rloo", "--sync-ref-model", "--ref-model-sync-steps", 3, "--ref-model-mixup-alpha", 0.5,
+        "--trained-parameters", "model.layers.[12]", "model.norm",
     ],
     "entropy target": ["--entropy-target", 0.4, "--entropy-coef-step", 0.05, "--minibatches-per-rollout", 2],
     "mini-batches": ["--minibatches-per-rollout", 2, "--num-iterations", 2, "--scale-rewards", "batch"],

@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from data.command.flags import parse_command, run_command
 from data.errors import UserError
 from data.hub import check_hub
-from rollout.model_folder import read_adapter, resolve_model
+from rollout.model_folder import find_base, resolve_model
 from trainer.cli import load_method, method_names
 from trainer.config.checks import check_numbers
 from trainer.config.errors import load_error
@@ -83,6 +83,7 @@ class Sizes:
     tied: bool
     qk_norm: bool
     tensors: tuple[int, ...]  # parameters per tensor; a tied tensor counts once
+    trained: tuple[int, ...]  # the same for tensors that are trained without LoRA
     matrices: int  # parameters in the linear layers of the blocks
     ends: tuple[int, ...]  # input and output width of each of these layers
 
@@ -176,20 +177,22 @@ class StepPoint(NamedTuple):
         return self.activations + self.buffers + self.gradients
 
 
-def sizes_of(model: Any) -> Sizes:
+def sizes_of(model: Any, trained_parameters: Sequence[str] = ()) -> Sizes:
     """Return the sizes of a transformers causal LM, which may be on the meta device."""
     from torch import nn
 
     config, head = model.config, model.get_output_embeddings()
     linears = [x for x in model.modules() if isinstance(x, nn.Linear) and x is not head]
-    heads = config.num_attention_heads
+    heads, patterns = config.num_attention_heads, trained_parameters or ("",)
+    trained = (x for name, x in model.named_parameters() if any(re.match(pattern, name) for pattern in patterns))
     return Sizes(
         layers=config.num_hidden_layers, width=config.hidden_size, heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         inner=config.intermediate_size, vocab=head.weight.shape[0], tied=bool(config.tie_word_embeddings),
         qk_norm=any(name.endswith("q_norm") for name, _ in model.named_modules()),
-        tensors=tuple(x.numel() for x in model.parameters()), matrices=sum(x.weight.numel() for x in linears),
+        tensors=tuple(x.numel() for x in model.parameters()),
+        trained=tuple(x.numel() for x in trained), matrices=sum(x.weight.numel() for x in linears),
         ends=tuple(end for x in linears for end in (x.in_features, x.out_features)),
     )  # fmt: skip
 
@@ -204,7 +207,7 @@ def persistent_bytes(s: Sizes, work: Work) -> dict[str, float]:
     the reference.
     """
     trained_bytes = work.weight_bytes if work.full else 4
-    tensors = s.tensors if work.full else tuple(work.lora_r * end for end in s.ends)
+    tensors = s.trained if work.full else tuple(work.lora_r * end for end in s.ends)
     trained = sum(tensors)
     in_8bit = 0
     if work.optim == "adamw_8bit":  # a byte per number, a float32 scale per 256; other sizes are not quantised
@@ -355,11 +358,11 @@ def step_points(s: Sizes, work: Work) -> list[StepPoint]:
     points.append(StepPoint("backward of a block", saved + block * work.checkpointing, worst + waiting, new))
     if is_first:  # all later blocks have gradients; the first block has only its last matrix's gradient
         last = block + n * (w * d + 2 * w * s.head_dim + 8)
-        later = grad * (s.params - s.matrices / s.layers + d * s.inner)
+        later = grad * min(sum(s.trained), s.params - s.matrices / s.layers + d * s.inner)
         points.append(StepPoint("backward of the first block", last, worst, later))
     # An embedding's gradient is dense and is added to an existing gradient.
     summand = w * s.embedding * work.full if work.accumulates or is_tied else 0
-    every = grad * s.params if is_first else 0
+    every = grad * sum(s.trained) if is_first else 0
     points.append(StepPoint("embedding's gradient", n * w * d, waiting + summand + gathered, every))
     return points
 
@@ -462,17 +465,16 @@ def flops_per_token(s: Sizes, work: Work) -> int:
 # a run, from its Config ------------------------------------------------------------------------------------------
 
 
-def meta_model(model: str, *, trust_remote_code: bool = False) -> Any:
+def meta_model(model: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Any:
     """Build the model on the meta device."""
     from transformers import AutoConfig
 
-    path = resolve_model(model)
-    if (Path(path) / "adapter_config.json").exists():
-        path = resolve_model(read_adapter(path)["base_model_name_or_path"])
+    path, revision = find_base(resolve_model(model), revision)
     if not Path(path).is_dir():
         check_hub("model", path)
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        config = config.get_text_config()
     except Exception as error:  # damaged files make transformers raise anything
         raise UserError(f"model={model}: cannot read its config.json: {load_error(error, path)}") from None
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
@@ -493,7 +495,9 @@ def build(config: Any, *, trust_remote_code: bool = False) -> Any:
 
 def sizes_for(cfg: MethodConfig, model: str | None = None) -> Sizes:
     """Return the sizes of the trained model, or of another model that the run loads."""
-    return sizes_of(meta_model(model or cfg.model.model, trust_remote_code=cfg.model.trust_remote_code))
+    settings = cfg.model if model is None else cfg.model.for_model(model)
+    lm = meta_model(settings.model, settings.revision, trust_remote_code=settings.trust_remote_code)
+    return sizes_of(lm, settings.trained_parameters)
 
 
 def planned_peak(cfg: MethodConfig, tokens: int, *, trained_tokens: int | None = None) -> float:
@@ -820,6 +824,10 @@ class PlanConfig:
 
     model: str | None = None
     """Model to plan for: hub id, folder with a config.json, LoRA adapter, finished run, or builtin:tiny."""
+    revision: str | None = None
+    """Branch, tag or commit of --model on the hub. None: its main branch."""
+    trained_parameters: tuple[str, ...] = ()
+    """Regular expressions for the names of the trained parameters, as for the trainer. Empty: all weights."""
     trust_remote_code: bool = False
     """Allow running the Python code that comes with the model."""
     shape: str | None = None
@@ -886,6 +894,8 @@ class PlanConfig:
                 f"trained_dtype=bfloat16: has no effect on adapters (lora.r={self.lora.r}) and is narrower than "
                 f"dtype=float32 (dtype={self.dtype}); remove --trained-dtype"
             )
+        if self.trained_parameters and self.lora.r:
+            raise UserError(f"trained_parameters: not supported with LoRA (lora.r={self.lora.r}); use --lora.r 0")
         if self.activation_offloading and not self.gradient_checkpointing:
             raise UserError(
                 "activation_offloading=True: only applies to checkpointed blocks; add --gradient-checkpointing"
@@ -950,9 +960,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plan(cfg: PlanConfig) -> None:
-    is_trusted = cfg.trust_remote_code
-    model = build(known_config(cfg.shape)) if cfg.shape else meta_model(cfg.model, trust_remote_code=is_trusted)
-    print("\n".join(report(cfg, sizes_of(model), *pick_card(cfg))))
+    if cfg.shape:
+        model = build(known_config(cfg.shape))
+    else:
+        model = meta_model(cfg.model, cfg.revision, trust_remote_code=cfg.trust_remote_code)
+    print("\n".join(report(cfg, sizes_of(model, cfg.trained_parameters), *pick_card(cfg))))
     names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     if not {"gate_proj", "up_proj", "down_proj", "q_proj", "o_proj"} <= names:
         print(f"{type(model).__name__} is not built like a Llama; its activations are estimated as if it were.")
@@ -1040,6 +1052,7 @@ def report(cfg: PlanConfig, s: Sizes, card_name: str, card: Card) -> list[str]:
     samplers = [sampler_of(cfg, s, work, card) for work in works.values()]
     rooms = " or ".join(sorted({f"{sampler.room:.1f}" for sampler in samplers}))
     num_adapter = f", {s.adapter(cfg.lora.r):,} in adapters" if cfg.lora.r else ""
+    num_adapter = f", {sum(s.trained):,} trained" if cfg.trained_parameters else num_adapter
     sharing = f" split over {cfg.parallel.context} GPUs" if cfg.parallel.context > 1 else ""
     stored = f", weights in {cfg.trained_dtype}" if cfg.trained_dtype != "float32" else ""
     stored = ", base in 4 bits" if cfg.load_in_4bit else stored

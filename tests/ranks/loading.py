@@ -71,12 +71,12 @@ def untied_model(folder: Path) -> str:
 
 
 def load(
-    model: str, lora: LoraConfig, parallel: dict[str, Any], allocations: Allocations, *, with_reference: bool
+    model: ModelConfig, lora: LoraConfig, parallel: dict[str, Any], allocations: Allocations, *, with_reference: bool
 ) -> Policy:
     """Load a policy and count the allocations of loading, without the passes that check the model."""
     torch.manual_seed(5)
     with allocations:
-        policy = load_policy(ModelConfig(model=model), lora, CPU, with_reference=with_reference)
+        policy = load_policy(model, lora, CPU, with_reference=with_reference)
     return parallelize(ParallelConfig(**parallel), policy)
 
 
@@ -89,13 +89,15 @@ def counted_fill(allocations: Allocations) -> Any:
 
 
 def compare(
-    name: str, lora: LoraConfig, parallel: dict[str, Any], *, model: str = "builtin:tiny", with_reference: bool = False
-) -> None:
+    name: str, lora: LoraConfig, parallel: dict[str, Any], *, model: str = "builtin:tiny", with_reference: bool = False,
+    **settings: Any,
+) -> None:  # fmt: skip
+    cfg = ModelConfig(model=model, **settings)
     with one_process():
-        alone = load(model, lora, {}, Allocations(), with_reference=with_reference)
+        alone = load(cfg, lora, {}, Allocations(), with_reference=with_reference)
     allocations = Allocations()
     parallel_module.fill = counted_fill(allocations)
-    policy = load(model, lora, parallel, allocations, with_reference=with_reference)
+    policy = load(cfg, lora, parallel, allocations, with_reference=with_reference)
     total = 0
     for loaded, full in ((policy.model, alone.model), (policy.reference, alone.reference)):
         if full is None:
@@ -126,5 +128,8 @@ def check_loading(folder: Path) -> None:
     """Check all weights with and without reference, LoRA and FSDP; a sharded rank never allocates a full model."""
     compare("fsdp with reference", LoraConfig(), {"mode": "fsdp"}, with_reference=True)
     compare("fsdp lora", LoraConfig(r=4), {"mode": "fsdp"})
-    compare("fsdp untied", LoraConfig(), {"mode": "fsdp"}, model=untied_model(folder / "untied"))
+    part = ("model.layers.1", "lm_head")
+    compare(
+        "fsdp untied", LoraConfig(), {"mode": "fsdp"}, model=untied_model(folder / "untied"), trained_parameters=part
+    )
     compare("replicate", LoraConfig(), {"mode": "replicate"})

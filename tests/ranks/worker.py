@@ -22,6 +22,7 @@ from trainer.offline.rows import rows_of_this_rank
 from trainer.parallel import comm, overlap
 from trainer.parallel.comm import context_size
 from trainer.parallel.dtensor import gather
+from trainer.policy.adapters import freeze_except
 from trainer.policy.attention import use_sliced_attention
 from trainer.policy.logps import Policy, causal_lm
 from trainer.policy.reference import Reference
@@ -29,6 +30,7 @@ from trainer.policy.sharding import OVERLAPS, parallelize, sum_gradients
 
 VOCAB = 29
 DATA = ("rows",)
+PART = ("model.layers.1.", "model.layers.2.*norm", "model.norm")  # --trained-parameters
 
 
 def all_of_them(rows: list[Any]) -> list[Any]:
@@ -78,9 +80,11 @@ def make_model(kind: str, seed: int, *, tied: bool = True) -> Any:
 
 
 def make_policy(
-    kind: str = "causal", *, tied: bool = True, lora: bool = False, reference: bool = False, seed: int = 0
-) -> Policy:
+    kind: str = "causal", *, tied: bool = True, lora: bool = False, reference: bool = False, seed: int = 0,
+    part: tuple[str, ...] = (),
+) -> Policy:  # fmt: skip
     model = make_model(kind, seed, tied=tied)
+    freeze_except(model, part)
     if lora:
         from peft import LoraConfig, get_peft_model
 
@@ -136,7 +140,7 @@ def make_pairs() -> list[Pair]:
     ]  # fmt: skip
 
 
-def dpo_case(method: str = "dpo", *, lora: bool = False, tied: bool = True, **options: Any) -> Case:
+def dpo_case(method: str = "dpo", *, policy: dict[str, Any] | None = None, **options: Any) -> Case:
     _, cfg = config(method, **options)
 
     def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
@@ -146,7 +150,7 @@ def dpo_case(method: str = "dpo", *, lora: bool = False, tied: bool = True, **op
         micro_batches = pack_pairs(cfg.run, policy, rows, accumulation=2)
         return dpo.run_pairs(cfg, policy, reference, pair_items(rows), micro_batches, train=True).means()
 
-    return Case(make_pairs(), lambda: make_policy(reference=True, lora=lora, tied=tied), step)
+    return Case(make_pairs(), lambda: make_policy(reference=True, **(policy or {})), step)
 
 
 def pair_case(method: str, **options: Any) -> Case:
@@ -211,10 +215,13 @@ CASES: dict[str, Callable[[], Case]] = {
     "sft": sft_case,
     "sft-untied": lambda: sft_case(tied=False),
     "sft-lora": lambda: sft_case(lora=True),
+    "sft-head": lambda: sft_case(tied=False, part=("lm_head",)),  # no backward pass through the blocks
+    "sft-part": lambda: sft_case(tied=False, part=PART),
     "sft-one-row": few_rows_case,
     "dpo": dpo_case,
-    "dpo-lora": lambda: dpo_case(lora=True),
-    "dpo-untied": lambda: dpo_case(tied=False),
+    "dpo-lora": lambda: dpo_case(policy={"lora": True}),
+    "dpo-untied": lambda: dpo_case(policy={"tied": False}),
+    "dpo-part": lambda: dpo_case(policy={"part": PART}),  # a tied, frozen head
     "dpo-aot": lambda: dpo_case(loss_type=("aot",)),
     "dpo-wpo-ld-rpo": lambda: dpo_case(use_weighting=True, ld_alpha=0.5, rpo_alpha=0.3),
     "orpo": lambda: pair_case("orpo"),
@@ -231,6 +238,7 @@ MODES = {
     "fsdp": {"mode": "fsdp"},
     "copies": {"mode": "fsdp", "shard": 1},  # sharded over one rank: the mesh of several machines
     "once": {"mode": "fsdp", "reduce_once": True},
+    "part": {"mode": "fsdp"},  # of a model of which PART is trained
 }
 
 

@@ -201,6 +201,19 @@ def test_persistent_bytes_by_hand(sizes):
     assert persistent_bytes(s, Work(tokens=1, other_bytes=8.0, shards=8))["reference"] == 1.0
 
 
+def test_only_trained_parameters_have_gradients_and_moments(capsys):
+    part, trained = ("model.layers.0.mlp", "model.norm"), 3 * 128 * 352 + 128
+    s = plan.sizes_for(sft.Config(model=ModelConfig(model="builtin:tiny", trained_parameters=part), data=DATA))
+    work = Work(tokens=1, weight_bytes=2)
+    assert list(persistent_bytes(s, work).values()) == [2 * s.params, 0, 2 * trained, 4 * trained, 0]
+    single = plan.peak_parts(s, replace(work, accumulates=False))  # a step that starts without gradients
+    assert 0 < single["gradients"] <= 2 * trained
+    assert main(["--model", "builtin:tiny", "--trained-parameters", *part]) == 0
+    assert f"parameters, {trained:,} trained; sft" in capsys.readouterr().out
+    assert main(["--model", "builtin:tiny", "--trained-parameters", *part, "--lora.r", "4"]) == 2
+    assert "trained_parameters" in capsys.readouterr().err
+
+
 def test_a_critic_is_not_sharded(sizes):
     s, small = sizes["llama-3.1-8b"], sizes["qwen3-0.6b"]
     work = Work(tokens=1, shards=8)

@@ -13,7 +13,7 @@ import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import tyro
 
@@ -115,10 +115,14 @@ class LoraConfig:
                 f"lora.target_modules={' '.join(self.target_modules)}: {self.pattern} is a regular expression and "
                 "must be the only entry; join all names with |"
             )
-        try:
-            re.compile(str(self.pattern))
-        except re.error as error:
-            raise UserError(f"lora.target_modules={self.pattern}: not a regular expression ({error})") from None
+        check_regex("lora.target_modules", str(self.pattern))
+
+
+def check_regex(name: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"{name}={pattern}: not a regular expression ({error})") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +134,15 @@ class ModelConfig:
         "Model to train: a hub id, a model folder, a finished run, a LoRA adapter folder, or builtin:tiny, which can "
         "learn arithmetic but no words. Without it, unset flags come from the tiny recipe "
         "(trainer/recipes/METHOD_tiny.yaml)."
+    )
+    revision: str | None = None
+    """Branch, tag or commit of --model on the hub. None: its main branch."""
+    tokenizer: str | None = None
+    """Tokenizer to use instead of the model's: a folder or a hub id. Its ids must fit the model's embeddings."""
+    trained_parameters: tuple[str, ...] = ()
+    (
+        "Train only these parameters and freeze all others: regular expressions that must match a name from its start, "
+        "such as 'model.layers.2[0-9]' lm_head. Not with LoRA. Empty: train all weights."
     )
     dtype: Common[Literal["auto", "float32", "bfloat16"]] = "auto"
     """Compute dtype (matmuls). auto: bfloat16 on GPU, float32 on CPU."""
@@ -204,6 +217,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self, {"above 0 and finite": "neftune_noise_alpha router_aux_loss_coef"})
+        for pattern in self.trained_parameters:
+            check_regex("trained_parameters", pattern)
         if self.trained_dtype == "bfloat16" and self.dtype == "float32":
             raise UserError("trained_dtype=bfloat16 is narrower than dtype=float32; remove one of the two flags")
         if self.activation_offloading and not self.gradient_checkpointing:
@@ -215,6 +230,11 @@ class ModelConfig:
                 "load_in_4bit=True: merge_lora would export a rounded base; remove --merge-lora, and merge into the "
                 "full base later with python -m trainer.export RUN OUT --merge-lora"
             )
+
+    def for_model(self, name: str, **changes: Any) -> ModelConfig:
+        """Return the settings for another model of the run; revision and tokenizer apply only to this one."""
+        own = {} if name == self.model else {"revision": None, "tokenizer": None}
+        return dataclasses.replace(self, model=name, trained_parameters=(), **own, **changes)
 
 
 def reject_offline_only(model: ModelConfig) -> None:

@@ -87,7 +87,9 @@ def summary(run: RunData, run_dir: Path, method: str, base: str, is_lora: bool) 
     wall = run.values("time/wall_s")
     elapsed = duration(wall[-1] if wall else sum(run.values("time/step_s")))
     data = ", ".join(map(code, data_of(run.config, run_dir))) or "rows of an environment"
+    revision = str(run.config.get("revision") or "")
     link = f"[{plain(base)}](https://huggingface.co/{base})" if HUB_ID.fullmatch(base) else plain(base)
+    link += f" (revision {code(revision)})" if revision else ""
     origin = f"A LoRA adapter for {link}, trained" if is_lora else f"Fine-tuned from {link}"
     return f"{origin} with strop's {code(method)} on {data}: {run.last_step} steps in {elapsed}."
 

@@ -1,7 +1,14 @@
-"""LoRA adapters through peft: add a new adapter, or load a saved adapter to merge it or to continue training."""
+"""Choose what is trained: LoRA adapters through peft, new or saved, or a part of the weights.
+
+Parameters that --trained-parameters does not match have no gradient and no optimizer state. They keep the dtype of the
+trained parameters, and checkpoints contain them, so that a checkpoint is still a complete model.
+"""
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -10,6 +17,8 @@ from data.errors import UserError
 from rollout.model_folder import attach_adapter, read_adapter
 from trainer.config.blocks import LoraConfig
 from trainer.config.errors import first_line
+from trainer.parallel.comm import is_main
+from trainer.parallel.watch import log
 
 ADAPTER = "default"  # peft's name for the adapter under training
 
@@ -20,9 +29,9 @@ def adapter_name(name: str) -> str:
     return name.replace(magnitude, ".lora_magnitude_vector").replace(f".{ADAPTER}.", ".")
 
 
-def add_adapter(model: nn.Module, lora: LoraConfig) -> Any:
-    """Wrap the model with a new adapter."""
-    wrapped = wrap(model, lora, "CAUSAL_LM")
+def add_adapter(model: nn.Module, lora: LoraConfig, revision: str | None = None) -> Any:
+    """Wrap the model, of this revision on the hub, with a new adapter."""
+    wrapped = wrap(model, lora, "CAUSAL_LM", revision=revision)
     lm = wrapped.get_base_model()
     head = lm.get_output_embeddings()
     if not is_saved(head) and (not isinstance(head, nn.Linear) or hasattr(head, "lora_A")):
@@ -94,3 +103,31 @@ def continue_adapter(model: nn.Module, adapter: str, lora: LoraConfig) -> Any:
             f"{' '.join(sorted(adapted))}; remove --lora.target-modules"
         )
     return attach_adapter(model, adapter, is_trainable=True)
+
+
+def freeze_except(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze the parameters whose names match no pattern from their start; without patterns, change nothing."""
+    if not patterns:
+        return
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not any(re.match(pattern, name) for name in names):
+            hint = _advice(model, pattern)
+            raise UserError(f"trained_parameters={pattern}: no parameter has a name that starts like this; {hint}")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(re.match(pattern, name) for pattern in patterns))
+    if is_main():
+        sizes = [p.numel() for p in model.parameters() if p.requires_grad]
+        total = sum(p.numel() for p in model.parameters())
+        log(f"trained_parameters: {sum(sizes):,} of {total:,} weights in {len(sizes)} tensors are trained")
+
+
+def _advice(model: nn.Module, pattern: str) -> str:
+    """Return the name that a tied parameter has, or similar names."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if re.match(pattern, name):
+            return f"{name} is tied to {first[id(parameter)]}, which must be named instead"
+    names = list(first.values())
+    near = [name for name in names if re.search(pattern, name)] or difflib.get_close_matches(pattern, names, 3, 0.0)
+    return f"did you mean {' or '.join(near[:3])}?"

@@ -23,11 +23,12 @@ from data.chat import stop_ids
 from data.errors import UserError
 from data.packing import Batch, Item, make_batches
 from trainer.config.blocks import LoraConfig, ModelConfig
-from trainer.policy.adapters import attach_adapter, wrap
+from trainer.policy.adapters import attach_adapter, freeze_except, wrap
 from trainer.policy.attention import rank_slice
 from trainer.policy.load import (
     check_adapters,
     check_offloading,
+    check_tokenizer,
     checkpoint_blocks,
     find_model,
     load_causal_lm,
@@ -71,15 +72,26 @@ def load_scorer(
             "load_in_4bit=True: a reward model is exported merged, which needs the full base; remove --load-in-4bit"
         )
     compute_dtype = pick_dtype(cfg.dtype, device)
-    path, base, adapter = find_model(cfg.model)
+    path, base, adapter, revision = find_model(cfg.model, cfg.revision)
+    cfg = replace(cfg, revision=revision)
     dtype = trained_dtype(cfg, compute_dtype) if lora.r == 0 else compute_dtype
     tokenizer = load_tokenizer(path, cfg)
     model, is_new = load_classifier(base, cfg, dtype, KINDS[kind], device)
     if adapter:  # a language model's adapter: merge it into the trunk
         merged = attach_adapter(load_causal_lm(base, cfg, dtype, device), adapter).merge_and_unload()
         model.base_model.load_state_dict(merged.base_model.state_dict())
+    check_tokenizer(cfg, tokenizer, model)
     set_padding(model, tokenizer)
-    scorer = Policy(model=model, tokenizer=tokenizer, source=base, device=device, compute_dtype=compute_dtype)
+    scorer = Policy(
+        model=model, tokenizer=tokenizer, source=base, revision=revision, device=device, compute_dtype=compute_dtype
+    )
+    freeze_except(model, cfg.trained_parameters)
+    if is_new and not all(p.requires_grad for p in head_of(model).parameters()):
+        name = head_name(model, cfg.model)
+        raise UserError(
+            f"trained_parameters={' '.join(cfg.trained_parameters)}: the head {name} is new and must be trained; add "
+            f"{name}"
+        )
     if lora.r:
         adapt_trunk(scorer, lora, KINDS[kind])
     head_of(scorer.model).float()
@@ -179,7 +191,9 @@ def adapt_trunk(scorer: Policy, lora: LoraConfig, kind: Kind) -> None:
     name = head_name(scorer.model, scorer.source)
     if name in lora.target_modules:
         raise UserError(f"lora.target_modules={name}: the head is trained in full, not adapted; remove {name}")
-    scorer.model = wrap(scorer.model, lora, kind.task, exclude_modules=[name], modules_to_save=[name])
+    scorer.model = wrap(
+        scorer.model, lora, kind.task, exclude_modules=[name], modules_to_save=[name], revision=scorer.revision
+    )
 
 
 def scores_at(scorer: Policy, batch: Batch) -> Tensor:  # (N, labels) float32

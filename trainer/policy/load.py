@@ -22,6 +22,7 @@ adapters to it, initialised from the same random numbers as for a loaded paramet
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -45,7 +46,8 @@ from rollout.model_folder import (
     INDEX,
     ONE_FILE,
     check_base,
-    read_adapter,
+    find_base,
+    find_tokenizer,
     read_settings,
     reject_reward_model,
     resolve_model,
@@ -56,7 +58,7 @@ from trainer.files.tensor_files import Record, TensorFiles, records_of_file
 from trainer.parallel.comm import is_main, world_size
 from trainer.parallel.dtensor import local, local_slices
 from trainer.parallel.watch import log
-from trainer.policy.adapters import add_adapter, attach_adapter, continue_adapter
+from trainer.policy.adapters import add_adapter, attach_adapter, continue_adapter, freeze_except
 from trainer.policy.attention import choose_attention, load_name
 from trainer.policy.fuse import fuse, unfuse
 from trainer.policy.logps import Policy, causal_lm, check_logps
@@ -82,7 +84,8 @@ def load_policy(
     check_adapters(cfg, lora)
     check_offloading(cfg, device)
     compute_dtype = pick_dtype(cfg.dtype, device)
-    path, base, adapter = find_model(cfg.model)
+    path, base, adapter, revision = find_model(cfg.model, cfg.revision)
+    cfg = dataclasses.replace(cfg, revision=revision)
     trains_base = lora.r == 0
     base_dtype = trained_dtype(cfg, compute_dtype) if trains_base else compute_dtype
     tokenizer = load_tokenizer(path, cfg)
@@ -92,11 +95,13 @@ def load_policy(
     model, files = load_hollow(base, cfg, base_dtype, device) if later else (None, None)
     if files is None:
         model = load_causal_lm(base, cfg, base_dtype, device)
+    check_tokenizer(cfg, tokenizer, model)
     if cfg.load_in_4bit:
         quantize_layers(model, device)
     policy = Policy(
-        model=model, tokenizer=tokenizer, source=base, device=device, compute_dtype=compute_dtype, files=files
-    )
+        model=model, tokenizer=tokenizer, source=base, revision=revision, device=device, compute_dtype=compute_dtype,
+        files=files,
+    )  # fmt: skip
     if adapter and trains_base:
         # peft freezes the base when it attaches the adapter, and leaves it frozen.
         policy.model = attach_adapter(model, adapter).merge_and_unload().requires_grad_(True)
@@ -106,7 +111,8 @@ def load_policy(
             policy.model.load_adapter(adapter, "reference", is_trainable=False)
             policy.reference_adapter = "reference"
     elif not trains_base:
-        policy.model = add_adapter(model, lora)
+        policy.model = add_adapter(model, lora, revision)
+    freeze_except(policy.model, cfg.trained_parameters)
     if with_reference and trains_base:
         if files is None:
             policy.reference = load_causal_lm(base, cfg, compute_dtype, device)
@@ -131,18 +137,21 @@ def load_policy(
     return policy
 
 
-def find_model(name: str) -> tuple[str, str, str | None]:
-    """Return the model's folder or hub id, the folder or hub id of its base weights, and its adapter folder or None."""
+def find_model(name: str, revision: str | None = None) -> tuple[str, str, str | None, str | None]:
+    """Return the model's folder or hub id, that of its base weights, its adapter folder, and the base's revision."""
     path = resolve_model(name)
-    if not (Path(path) / "adapter_config.json").exists():
-        return path, path, None
-    base = read_adapter(path)["base_model_name_or_path"]
-    return path, resolve_model(base) if base in BUILTIN else base, path
+    base, revision = find_base(path, revision)
+    return path, base, None if base == path else path, revision
 
 
 def check_adapters(cfg: ModelConfig, lora: LoraConfig) -> None:
     """Raise if a setting has no effect with, or without, adapters."""
     check_4bit(cfg, lora)
+    if cfg.trained_parameters and lora.r > 0:
+        raise UserError(
+            f"trained_parameters={' '.join(cfg.trained_parameters)}: not supported with LoRA (lora.r={lora.r}); use "
+            "--lora.r 0, or train modules in full alongside the adapters with --lora.modules-to-save"
+        )
     if cfg.merge_lora and lora.r == 0:
         raise UserError(
             "merge_lora=True has no effect with lora.r=0 (all weights); set --lora.r or remove --merge-lora"
@@ -186,16 +195,29 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 def load_tokenizer(path: str, cfg: ModelConfig) -> Any:
     from transformers import AutoTokenizer
 
-    if not Path(path).is_dir():
+    label, revision = f"model={cfg.model}", cfg.revision
+    if cfg.tokenizer is not None:
+        path, label, revision = find_tokenizer(cfg.tokenizer), f"tokenizer={cfg.tokenizer}", None
+    elif not Path(path).is_dir():
         check_hub("model", path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=cfg.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=cfg.trust_remote_code)
     except Exception as error:  # the tokenizers library raises a bare Exception for a damaged file
-        raise UserError(f"model={cfg.model}: the tokenizer could not be loaded: {load_error(error, path)}") from None
+        raise UserError(f"{label}: the tokenizer could not be loaded: {load_error(error, path)}") from None
     set_special_tokens(tokenizer, cfg.special_tokens, cfg.eot_tokens, allow_in_text=cfg.allow_special_tokens)
     set_chat_template(tokenizer, cfg.chat_template)
     check_kwargs(tokenizer, cfg.chat_template_kwargs)
     return tokenizer
+
+
+def check_tokenizer(cfg: ModelConfig, tokenizer: Any, lm: Any) -> None:
+    """Raise if the ids of another tokenizer do not fit the model."""
+    last, rows = max(tokenizer.get_vocab().values()), lm.get_input_embeddings().weight.shape[0]
+    if cfg.tokenizer is not None and last >= rows:
+        raise UserError(
+            f"tokenizer={cfg.tokenizer}: its largest id is {last}, and model={cfg.model} has {rows} embeddings (ids 0 "
+            f"to {rows - 1}); use a tokenizer that fits"
+        )
 
 
 def load_causal_lm(
@@ -214,8 +236,8 @@ def load_model(
     """Load a transformers model with dropout off; also return the names of missing or mismatched tensors."""
     import transformers
 
-    check_base(path)
-    settings = read_settings(path)
+    check_base(path, cfg.revision)
+    settings = read_settings(path, cfg.revision)
     reject_quantised(cfg.model, settings)
     if auto_class == "AutoModelForCausalLM":
         reject_reward_model(cfg.model, settings)
@@ -228,6 +250,7 @@ def load_model(
     try:
         model, info = getattr(transformers, auto_class).from_pretrained(
             path,
+            revision=cfg.revision,
             dtype=dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=cfg.trust_remote_code,
@@ -270,7 +293,7 @@ def class_of(auto: Any, path: str, cfg: ModelConfig) -> Any:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=cfg.trust_remote_code)
+        config = AutoConfig.from_pretrained(path, revision=cfg.revision, trust_remote_code=cfg.trust_remote_code)
     except Exception:  # loading the model gives a better error
         return None
     model_class = auto._model_mapping.get(type(config), None)
@@ -366,7 +389,7 @@ def load_hollow(
 ) -> tuple[Any, TensorFiles | None]:
     """Return the model without its weights and the files to read them from; (None, None) if it must load in full."""
     model = load_causal_lm(path, cfg, dtype, device, on_meta=True)
-    files = files_of(model, path)
+    files = files_of(model, path, cfg.revision)
     if files is None:
         if is_main():
             log(f"model={cfg.model}: file layout differs from memory; every rank loads the full checkpoint")
@@ -375,12 +398,12 @@ def load_hollow(
     return model, files
 
 
-def model_tensors(path: str) -> TensorFiles:
+def model_tensors(path: str, revision: str | None = None) -> TensorFiles:
     """Find the tensors of a model folder or hub id as transformers does, without reading them."""
     from transformers.utils import cached_file
 
     def find(name: str) -> Path | None:
-        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        file = cached_file(path, name, revision=revision, _raise_exceptions_for_missing_entries=False)
         return None if file is None else Path(file)
 
     index = None if find(ONE_FILE) else find(INDEX)
@@ -396,9 +419,9 @@ def model_tensors(path: str) -> TensorFiles:
     return TensorFiles(folder, records)
 
 
-def files_of(lm: Any, path: str) -> TensorFiles | None:
+def files_of(lm: Any, path: str, revision: str | None = None) -> TensorFiles | None:
     """Return the files that contain each tensor of `lm` (on the meta device) under the same name, or None."""
-    files = model_tensors(path)
+    files = model_tensors(path, revision)
     wanted: dict[int, tuple[str, Tensor]] = {}  # tied tensors once, under their first name
     for name, tensor in lm.state_dict(keep_vars=True).items():
         wanted.setdefault(id(tensor), (name, tensor))

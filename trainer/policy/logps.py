@@ -39,6 +39,7 @@ class Policy:
     source: str  # hub id or folder the base weights came from
     device: torch.device
     compute_dtype: torch.dtype
+    revision: str | None = None  # of the source, on the hub
     reference: nn.Module | None = None  # a frozen copy (full fine-tuning with a KL term)
     reference_adapter: str | None = None  # name of a frozen second adapter (continuing a LoRA run)
     is_compiled: bool = False  # the blocks of the model and the reference are compiled

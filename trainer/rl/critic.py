@@ -11,7 +11,6 @@ A new head returns 0. Checkpoints contain the critic (TrainedModule); exports do
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -79,8 +78,7 @@ def load_critic(value_model: str | None, model: ModelConfig, lora: LoraConfig, p
     if value_model is None:
         return ValueHead(policy)
     with named_as("value_model"):
-        settings = replace(model, model=value_model)
-        scorer = load_scorer(settings, lora, policy.device, kind="sequence", zero_head=True)
+        scorer = load_scorer(model.for_model(value_model), lora, policy.device, kind="sequence", zero_head=True)
     check_same_tokens(policy, scorer, f"value_model={value_model}", model.model)
     if policy.row_multiple % scorer.row_multiple:
         raise UserError(

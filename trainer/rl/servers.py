@@ -16,6 +16,7 @@ from data.errors import UserError
 from rollout.engine import Engine
 from rollout.engines.local import LocalEngine
 from rollout.engines.vllm import VllmEngine, check_start
+from rollout.model_folder import find_tokenizer
 from rollout.servers.command import shares_gpu
 from rollout.servers.lease import Owner
 from rollout.servers.options import VllmConfig
@@ -107,6 +108,8 @@ def start_servers(cfg: GroupConfig, policy: Policy, run: Run, local: LocalEngine
         servers_for(cfg),
         cfg.sync,
         model=policy.source,
+        revision=policy.revision,
+        tokenizer=None if cfg.model.tokenizer is None else find_tokenizer(cfg.model.tokenizer),
         source=(SharedWeights if policy.is_sharded else PolicyWeights)(policy, getattr(torch, dtype)),
         local=AllRanksLogps(policy, local) if policy.is_sharded else local,
         device=policy.device,

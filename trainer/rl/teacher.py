@@ -52,7 +52,7 @@ def check_vocabulary(cfg: OpdConfig, tokenizer: Any) -> None:
     """Raise unless student and teacher have the same ids for the same tokens; reads only the teacher's tokenizer."""
     name = cfg.distill.teacher
     assert name is not None
-    settings = dataclasses.replace(cfg.model, model=name, chat_template="tokenizer_default", chat_template_kwargs={})
+    settings = cfg.model.for_model(name, chat_template="tokenizer_default", chat_template_kwargs={})
     student, teacher = tokenizer.get_vocab(), load_tokenizer(resolve_model(name), settings).get_vocab()
     different = [token for token in {**student, **teacher} if student.get(token) != teacher.get(token)]
     if different:

@@ -1,7 +1,8 @@
 """Checkpoints: everything a run needs to resume with the same numbers, as safetensors and JSON.
 
     checkpoints/step-00000020/
-        model.safetensors       trained parameters by transformers' names; adapter_model.safetensors by peft's
+        model.safetensors       all parameters by transformers' names; adapter_model.safetensors: the trained ones by
+                                peft's
         config.json, ...        make the folder loadable by transformers or peft (written by trainer/run/export.py)
         optimizer.safetensors   per parameter: exp_avg, exp_avg_sq, step
         rng.safetensors         torch generators, CPU and CUDA
@@ -126,7 +127,7 @@ def save_checkpoint(
     record = {"step": step, "schedule": schedule_state, "rng": _python_rng(), "run": state, "processes": world_size()}
     groups = {
         "extra": {name: value.detach() for name, value in (tensors or {}).items()},
-        "weights": {_name_on_disk(model, name): p.detach() for name, p in _trained(model)},
+        "weights": {_name_on_disk(model, name): p.detach() for name, p in _saved(model)},
         "moments": {f"{name}.{key}": value for name, slots in _slots(model, optimizer) for key, value in slots.items()},
     }
     copies = None if saver is None else saver.copies()
@@ -306,17 +307,17 @@ def load_checkpoint(
     if problem:
         raise UserError(f"checkpoint={folder}: damaged, {problem}; resume from another checkpoint")
     reshard(model)
-    trained = dict(_trained(model))
+    saved, trained = dict(_saved(model)), dict(_trained(model))
     stored = stored_tensors(folder)
     weights, moments = stored.below("weights/"), stored.below("moments/")
-    names = {_name_on_disk(model, name): name for name in trained}
-    _check_fit(folder, trained, {names.get(name, name): record for name, record in weights.records.items()})
+    names = {_name_on_disk(model, name): name for name in saved}
+    _check_fit(folder, saved, {names.get(name, name): record for name, record in weights.records.items()})
     record = json.loads((folder / "state.json").read_text())
-    assert {name.rpartition(".")[0] for name in moments} <= trained.keys(), f"{folder}: moments of unknown parameters"
+    assert {name.rpartition(".")[0] for name in moments} <= saved.keys(), f"{folder}: moments of unknown parameters"
 
     with torch.no_grad():
         for name_on_disk, name in names.items():
-            local(trained[name]).copy_(weights.read(name_on_disk, local_slices(trained[name])))
+            local(saved[name]).copy_(weights.read(name_on_disk, local_slices(saved[name])))
     _restore_slots(optimizer, trained, moments)
     restore_schedule(schedule, **record["schedule"])
     restore_rng(folder)
@@ -336,11 +337,11 @@ def stored_tensors(folder: Path) -> TensorFiles:
     return TensorFiles(folder, records)
 
 
-def _check_fit(folder: Path, trained: dict[str, nn.Parameter], weights: dict[str, Record]) -> None:
-    differences = [f"{name} is missing" for name in trained.keys() - weights.keys()]
-    differences += [f"{name} is not trained here" for name in weights.keys() - trained.keys()]
-    for name in trained.keys() & weights.keys():
-        here, saved = _describe(trained[name]), _describe(weights[name])
+def _check_fit(folder: Path, parameters: dict[str, nn.Parameter], weights: dict[str, Record]) -> None:
+    differences = [f"{name} is missing" for name in parameters.keys() - weights.keys()]
+    differences += [f"{name} is not trained here" for name in weights.keys() - parameters.keys()]
+    for name in parameters.keys() & weights.keys():
+        here, saved = _describe(parameters[name]), _describe(weights[name])
         differences += [f"{name} is {saved} in the checkpoint and {here} here"] if here != saved else []
     if differences:
         raise UserError(
@@ -370,6 +371,11 @@ def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
+def _saved(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of a checkpoint: those of the adapter, or all, even if a part is frozen."""
+    return _trained(model) if hasattr(model, "peft_config") else list(model.named_parameters())
+
+
 def _slots(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, dict[str, Tensor]]]:
     """Return (parameter name, optimizer state) for parameters that have been updated."""
     names = {p: name for name, p in _trained(model)}
@@ -385,6 +391,8 @@ def _restore_slots(optimizer: Optimizer, trained: dict[str, nn.Parameter], momen
     optimizer.state.clear()
     for name, record in moments.records.items():
         owner, _, key = name.rpartition(".")
+        if owner not in trained:  # resumed with fewer --trained-parameters
+            continue
         parameter = trained[owner]
         if is_dtensor(parameter) and key != "step" and not key.endswith(SCALE):
             slot = torch.zeros_like(parameter, dtype=record.dtype, requires_grad=False)

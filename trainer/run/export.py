@@ -45,10 +45,12 @@ SCORER_TASKS = ("SEQ_CLS", "TOKEN_CLS")  # peft's names for the models of traine
 OF_TRAINING = ("state.json", INDEX, MANIFEST)  # checkpoint files that do not belong in a model folder
 
 
-def export_model(model: nn.Module, tokenizer: Any, folder: Path, *, merge_lora: bool, base: str) -> None:
+def export_model(
+    model: nn.Module, tokenizer: Any, folder: Path, *, merge_lora: bool, base: str, revision: str | None = None
+) -> None:
     """Write or replace `folder` from a live transformers or peft model, which is not changed.
 
-    `base` is the source of the weights: hub id, folder or builtin:NAME.
+    `base` is the source of the weights: hub id (of this revision), folder or builtin:NAME.
     """
     base = loadable_base(base)
     is_lora = hasattr(model, "peft_config")
@@ -56,7 +58,9 @@ def export_model(model: nn.Module, tokenizer: Any, folder: Path, *, merge_lora: 
     is_scorer = is_lora and model.peft_config[ADAPTER].task_type in SCORER_TASKS
     reshard(model)
     if any(is_dtensor(p) for p in model.parameters()):
-        export_shards(model, tokenizer, folder, as_adapter=is_lora and not merge_lora and not is_scorer, base=base)
+        dtype = dtype_on_disk(base, revision)
+        as_adapter = is_lora and not merge_lora and not is_scorer
+        export_shards(model, tokenizer, folder, as_adapter=as_adapter, base=base, dtype=dtype)
         return
     if not is_main():
         return
@@ -67,7 +71,7 @@ def export_model(model: nn.Module, tokenizer: Any, folder: Path, *, merge_lora: 
             generation.save_pretrained(tmp)
             tokenizer.save_pretrained(tmp)
         return
-    full = _full_model(model, dtype_on_disk(base))
+    full = _full_model(model, dtype_on_disk(base, revision))
     full.generation_config = generation
     full.config = copy.deepcopy(full.config)
     full.config.use_cache = True
@@ -76,7 +80,9 @@ def export_model(model: nn.Module, tokenizer: Any, folder: Path, *, merge_lora: 
         tokenizer.save_pretrained(tmp)
 
 
-def export_shards(model: Any, tokenizer: Any, folder: Path, *, as_adapter: bool, base: str) -> None:
+def export_shards(
+    model: Any, tokenizer: Any, folder: Path, *, as_adapter: bool, base: str, dtype: torch.dtype | None
+) -> None:
     """Export a sharded model: all ranks gather one tensor at a time, and rank 0 writes it."""
     lm = causal_lm(model)
     shards = (model if as_adapter else lm).state_dict(keep_vars=True)
@@ -89,7 +95,7 @@ def export_shards(model: Any, tokenizer: Any, folder: Path, *, as_adapter: bool,
         specs = specs_of({name: shards[names[name]] for name in names})
         tensors = (get(name) for name in names.values())
     else:
-        exported = ExportedModel(lm, dtype_on_disk(base) or lm.dtype, get)
+        exported = ExportedModel(lm, dtype or lm.dtype, get)
         tensors = exported.tensors()
     if not is_main():
         for _ in tensors:  # join every gather
@@ -155,12 +161,12 @@ def generation_config(model: nn.Module, tokenizer: Any) -> Any:
     return config
 
 
-def dtype_on_disk(base: str) -> torch.dtype | None:
+def dtype_on_disk(base: str, revision: str | None = None) -> torch.dtype | None:
     """Return the dtype in the base model's config.json; None if it is missing or cannot be read."""
     from transformers import PretrainedConfig
 
     try:
-        config, _ = PretrainedConfig.get_config_dict(base)
+        config, _ = PretrainedConfig.get_config_dict(base, revision=revision)
     except OSError:  # deleted from disk or hub: use the trained dtype, which is lossless
         return None
     name = config.get("dtype") or config.get("torch_dtype")
@@ -233,7 +239,7 @@ def export_checkpoint(cfg: ExportConfig) -> Path:
         raise UserError(f"out={cfg.out}: already exists; choose a new folder")
     run, checkpoint = find_checkpoint(cfg.source)
     settings = load_config(run / "config.yaml")
-    _, base, _ = find_model(str(settings["model"]))
+    _, base, _, revision = find_model(str(settings["model"]), settings.get("revision"))
     weights = stored_tensors(checkpoint).below("weights/")
     adapter = checkpoint / "adapter_config.json"
     merge = cfg.merge_lora or bool(settings.get("merge_lora"))
@@ -251,9 +257,9 @@ def export_checkpoint(cfg: ExportConfig) -> Path:
             change_json(tmp / "adapter_config.json", inference_mode=True)
             return checkpoint
         (tmp / "adapter_config.json").unlink(missing_ok=True)
-        lm = skeleton(checkpoint, base, trust_remote_code=cfg.trust_remote_code)
+        lm = skeleton(checkpoint, base, revision, trust_remote_code=cfg.trust_remote_code)
         trained_dtype = next(iter(weights.records.values())).dtype
-        exported = ExportedModel(lm, dtype_on_disk(base) or trained_dtype, getter(weights, base))
+        exported = ExportedModel(lm, dtype_on_disk(base, revision) or trained_dtype, getter(weights, base, revision))
         write_model(tmp, exported)
         _save_config(lm, tmp)
         finish_config(tmp, exported.dtype)
@@ -274,14 +280,14 @@ def find_checkpoint(source: str) -> tuple[Path, Path]:
     return run, checkpoint
 
 
-def skeleton(checkpoint: Path, base: str, *, trust_remote_code: bool) -> Any:
+def skeleton(checkpoint: Path, base: str, revision: str | None, *, trust_remote_code: bool) -> Any:
     """Build the model of a checkpoint on the meta device, adapters included."""
     import transformers
 
     adapter = checkpoint / "adapter_config.json"
     source = base if adapter.exists() else checkpoint
     try:
-        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        config = transformers.AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
         kind = getattr(transformers, (config.architectures or [""])[0], None)
         with torch.device("meta"):
             if kind is None:
@@ -299,7 +305,7 @@ def skeleton(checkpoint: Path, base: str, *, trust_remote_code: bool) -> Any:
     return lm
 
 
-def getter(weights: TensorFiles, base: str) -> Callable[[str], Tensor]:
+def getter(weights: TensorFiles, base: str, revision: str | None) -> Callable[[str], Tensor]:
     """Return a function that reads a skeleton's tensor from the checkpoint or, if untrained, the base model's files."""
     files: list[TensorFiles] = []
 
@@ -308,7 +314,7 @@ def getter(weights: TensorFiles, base: str) -> Callable[[str], Tensor]:
         for key in (name, saved, saved.replace(".modules_to_save.", ".")):
             if key in weights.records:
                 return weights.read(key)
-        files[:] = files or [model_tensors(base)]
+        files[:] = files or [model_tensors(base, revision)]
         plain = name.replace(".base_layer.", ".")
         if plain not in files[0].records:
             raise UserError(f"model={base}: its files have no {plain}; export the adapter and merge it with peft")

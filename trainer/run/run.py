@@ -397,7 +397,9 @@ class Run:
         self._console.stop()
         self._flush()
         final, merge_lora = self.dir / "final", self.cfg.model.merge_lora
-        export_model(policy.model, policy.tokenizer, final, merge_lora=merge_lora, base=policy.source)
+        export_model(
+            policy.model, policy.tokenizer, final, merge_lora=merge_lora, base=policy.source, revision=policy.revision
+        )
         tree = self._config_tree()
         report = write_report(self.dir, default_tree(type(self.cfg), tree))
         evaluation = evaluation_lines(read_jsonl(self.dir / "metrics.jsonl"), tree, earlier_settings(self.dir))
@@ -537,8 +539,9 @@ class OtherRank(Run):
     def finish(self, policy: Policy) -> None:
         self._saver.wait()
         export_model(
-            policy.model, policy.tokenizer, self.dir / "final", merge_lora=self.cfg.model.merge_lora, base=policy.source
-        )
+            policy.model, policy.tokenizer, self.dir / "final", merge_lora=self.cfg.model.merge_lora,
+            base=policy.source, revision=policy.revision,
+        )  # fmt: skip
         self.close()
 
     def _flush(self) -> None:

@@ -167,6 +167,8 @@ class _Axolotl:
             self.set("model", str(adapter))
             self.note(f"lora_model_dir: {adapter} is trained further, on the base that it names")
         self.copy("trust_remote_code", unless=False)
+        self._sources()
+        self._unfrozen()
         self._dtype()
         self._attention()
         if self.take("gradient_checkpointing"):
@@ -183,6 +185,47 @@ class _Axolotl:
         weight = number(self.take("model_config.router_aux_loss_coef"), "model_config.router_aux_loss_coef")
         if self.take("model_config.output_router_logits"):
             self.set("router_aux_loss_coef", 0.001 if weight is None else weight)
+
+    def _sources(self) -> None:
+        """Translate revision and tokenizer. axolotl reads both tokenizer and config of another base_model_config."""
+        base = self.take("base_model")
+        revision = self.take("revision_of_model") or self.take("model_revision")
+        if self.take("base_model_config") not in (None, base):
+            raise UserError(
+                f"base_model_config={self.take('base_model_config')}: is not base_model={base}, whose config is used; "
+                "remove it, and name another tokenizer in tokenizer_config"
+            )
+        tokenizer = self.take("tokenizer_config")
+        if tokenizer != base:
+            self.set("tokenizer", tokenizer)
+        if revision is None:
+            return
+        self.set("revision", str(revision))
+        if self.take("lora_model_dir"):
+            raise UserError(
+                f"revision_of_model={revision}: the adapter in lora_model_dir names the revision of its base; remove it"
+            )
+        if tokenizer not in (None, base) and not Path(str(tokenizer)).expanduser().is_dir():
+            raise UserError(
+                f"revision_of_model={revision}: axolotl reads tokenizer_config={tokenizer} at this revision, and here "
+                "it is only for the model; download the tokenizer and name its folder"
+            )
+
+    def _unfrozen(self) -> None:
+        """axolotl matches from the start of a name, and escapes every dot that no + follows."""
+        patterns, adapter = self.take("unfrozen_parameters"), self.take("adapter")
+        patterns = [patterns] if isinstance(patterns, str) else patterns or []
+        for pattern in patterns:
+            if re.fullmatch(r".+\[[0-9]*(:[0-9]*)?\]", pattern):
+                raise UserError(
+                    f"unfrozen_parameters={pattern}: training some rows of a parameter is not supported; name all of it"
+                )
+        if patterns and adapter:
+            raise UserError(
+                f"unfrozen_parameters={keys.shown(patterns)}: not supported with adapter={adapter}, whose weights "
+                "axolotl freezes then; remove one of the two"
+            )
+        self.set("trained_parameters", [re.sub(r"\.(?!\+)", r"\.", pattern) for pattern in patterns] or None)
 
     def _dtype(self) -> None:
         mixed, pure, full, torch_dtype = (self.take(key) for key in ("bf16", "bfloat16", "float32", "torch_dtype"))

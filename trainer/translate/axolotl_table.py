@@ -65,13 +65,13 @@ MODEL: dict[str, Key] = {
     "load_in_8bit": to(EIGHT_BITS),
     **_each("model_type type_of_model tokenizer_type processor_type cls_model_config tokenizer_use_fast "
             "tokenizer_legacy tokenizer_save_jinja_files is_falcon_derived_model is_llama_derived_model "
-            "is_mistral_derived_model is_qwen_derived_model num_labels base_model_config mean_resizing_embeddings "
+            "is_mistral_derived_model is_qwen_derived_model num_labels mean_resizing_embeddings "
             "low_cpu_mem_usage processor_kwargs", idle(LOADING)),
     **_each("embeddings_skip_upcast fp32_norms fp32_norm_classes", idle(FLOAT32)),
     "freeze_mm_modules": idle("text gives the other parts of a model no gradient"),
-    "tokenizer_config": rejected("the tokenizer of the model is used; remove it, or save model and tokenizer together"),
-    **_each("revision_of_model model_revision", rejected("the newest revision is loaded; download another one and "
-                                                         "name its folder in base_model")),
+    "tokenizer_config": to("tokenizer"),
+    "base_model_config": to("the config of base_model; another one is rejected"),
+    **_each("revision_of_model model_revision", to("revision")),
     **_each("tokens added_tokens_overrides.* resize_token_embeddings_to_32x shrink_embeddings fix_untrained_tokens",
             rejected("embeddings are never resized here; use tokens that the tokenizer has")),
     "tokenizer_use_mistral_common": rejected("only transformers' tokenizers are built in; remove it"),
@@ -87,7 +87,7 @@ MODEL: dict[str, Key] = {
     **_each("image_size image_resize_algorithm role_boundaries[].*", rejected("rows are text here; remove it")),
     **_each("rope_scaling use_pose pose_split_on_token_ids pose_max_context_len pose_num_chunks s2_attention",
             rejected("longer contexts by other positions are not supported; remove it")),
-    "unfrozen_parameters": rejected("training a part of the weights is not supported; use adapter: lora"),
+    "unfrozen_parameters": to("trained_parameters; ranges of rows and adapters are rejected"),
     **_each("experts_implementation use_kernels use_scattermoe use_sonicmoe llama4_linearized_experts "
             "gemma4_hybrid_attn_impl fused_attn_kernel flex_attn_compile_kwargs.* lora_mlp_kernel lora_qkv_kernel "
             "lora_o_kernel lora_embedding_kernel unsloth_cross_entropy_loss unsloth_lora_mlp unsloth_lora_qkv "

@@ -117,6 +117,7 @@ TABLE: dict[str, Key] = {
     "num_train_epochs": to("num_train_epochs"),
     "max_steps": to("max_steps"),
     "model_name_or_path": to("model"),
+    **_each("model_revision model_init_kwargs.revision", to("revision")),
     **_each("dtype torch_dtype", to("trained_dtype, dtype")),
     **_each("bf16", to("dtype")),
     "attn_implementation": to("attn_implementation: sdpa and eager; any other kernel: auto"),
@@ -207,7 +208,6 @@ TABLE: dict[str, Key] = {
     **_each("do_train do_eval do_predict save_only_model save_safetensors overwrite_output_dir disable_dropout "
             "lora_task_type enable_jit_checkpoint restore_callback_states_from_checkpoint model_init_kwargs.dtype "
             "model_init_kwargs.torch_dtype model_init_kwargs.attn_implementation", idle(INSIDE)),
-    "model_revision": idle("main is loaded"),
     # of older versions
     **_each("padding_value label_pad_token_id is_encoder_decoder dataset_batch_size num_of_sequences chars_per_token "
             "max_target_length dispatch_batches split_batches", idle(ROWS)),
@@ -315,6 +315,8 @@ class _Trl:
 
     def _model(self) -> None:
         self.set("model", self.take("model_name_or_path"))
+        revision = self.take("model_revision") or self.take("model_init_kwargs.revision")
+        self.set("revision", None if revision in (None, "main") else str(revision))
         eos, pad = self.take("eos_token"), self.take("pad_token")
         self.set("special_tokens", {k: v for k, v in (("eos_token", eos), ("pad_token", pad)) if v} or None)
         weights = self.take("dtype") or self.take("torch_dtype")

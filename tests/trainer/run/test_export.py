@@ -19,6 +19,7 @@ from transformers import (
     pipeline,
 )
 
+from trainer.policy.adapters import freeze_except
 from trainer.policy.model_files import ExportedModel, write_model
 from trainer.run import export
 from trainer.run.checkpoint import save_checkpoint
@@ -256,15 +257,17 @@ def checkpoint_of(run: Path, model: Any, base: str) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["full", "adapter", "merged"])
+@pytest.mark.parametrize("kind", ["full", "part", "adapter", "merged"])
 def test_checkpoint_export_equals_the_live_export(tmp_path, kind):
-    tiny_llama(tied=kind == "full").to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    is_full = kind in ("full", "part")
+    tiny_llama(tied=is_full).to(torch.bfloat16).save_pretrained(tmp_path / "base")
     byte_tokenizer().save_pretrained(tmp_path / "base")
     base = str(tmp_path / "base")
-    dtype = torch.float32 if kind == "full" else torch.bfloat16
+    dtype = torch.float32 if is_full else torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
-    if kind == "full":
+    if is_full:
         model.model.norm.weight.data.add_(1e-3)
+        freeze_except(model, ("model.norm",) if kind == "part" else ())
     else:
         model = with_lora(model)
     checkpoint_of(tmp_path / "run", model, base)

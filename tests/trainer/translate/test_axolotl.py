@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -144,6 +145,34 @@ def test_axolotls_defaults_are_set_where_ours_differ():
     assert sampled["rollout"] == {"engine": "local"} and "use_bias_correction_kl" not in sampled  # true, as in TRL
     sampled = translate({"base_model": "m", "rl": "grpo", "trl": {"beta": 0.1, "use_data_producer": True}}).tree
     assert sampled["use_bias_correction_kl"] is False  # of axolotl's asynchronous trainer
+
+
+def test_model_sources():
+    assert tree_of(revision_of_model="v1")["revision"] == tree_of(model_revision="v1")["revision"] == "v1"
+    assert tree_of(revision_of_model=6299)["revision"] == "6299"
+    assert tree_of(tokenizer_config="a/b", special_tokens={"pad_token": "x"})["tokenizer"] == "a/b"
+    same = tree_of(tokenizer_config="builtin:tiny", base_model_config="builtin:tiny", revision_of_model="v1")
+    assert "tokenizer" not in same
+    for settings in ({"base_model_config": "a/b"}, {"revision_of_model": "v1", "tokenizer_config": "a/b"},
+                     {"revision_of_model": "v1", "lora_model_dir": "a", "adapter": "lora"}):  # fmt: skip
+        name, value = next(iter(settings.items()))
+        with pytest.raises(ValueError, match=f"^{name}={value}: "):
+            tree_of(**settings)
+
+
+def test_unfrozen_parameters():
+    patterns = ["^model.embed_tokens.weight$", "model.layers.4[4-9]+.block_sparse_moe", "lm_head.*", "a.+b", "c.[0-7]."]
+    tree = tree_of(unfrozen_parameters=patterns)
+    assert tree["trained_parameters"] == [
+        r"^model\.embed_tokens\.weight$", r"model\.layers\.4[4-9]+\.block_sparse_moe", r"lm_head\.*", "a.+b",
+        r"c\.[0-7]\.",
+    ]  # fmt: skip
+    assert "trained_parameters" not in tree_of(unfrozen_parameters=[])
+    for pattern in ("model.embed_tokens.weight$[:32000]", "w[5:]", "w[2:7]", "model.layers.[12]"):
+        with pytest.raises(ValueError, match=f"^unfrozen_parameters={re.escape(pattern)}: .*rows"):
+            tree_of(unfrozen_parameters=["lm_head", pattern])
+    with pytest.raises(ValueError, match="^unfrozen_parameters=.*adapter=lora"):
+        tree_of(unfrozen_parameters=["lm_head"], adapter="lora")
 
 
 # rows

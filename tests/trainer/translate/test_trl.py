@@ -71,11 +71,12 @@ def test_grpo_fields():
          "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 8,
          "max_steps": 100, "lr_scheduler_type": "cosine", "warmup_steps": 0.1, "use_vllm": True,
          "reward_funcs": ["think_format_reward", "my.reward"], "top_p": 0.9, "report_to": "wandb", "bf16": True,
-         "optim": "adamw_8bit", "beta": 0.0, "use_bias_correction_kl": True, "log_completions": True},
+         "optim": "adamw_8bit", "beta": 0.0, "use_bias_correction_kl": True, "log_completions": True,
+         "model_revision": "v1"},
         "grpo",
     )  # fmt: skip
     tree = made.tree
-    assert (tree["model"], tree["data"]) == ("m", [{"path": "d", "name": "main"}])
+    assert (tree["model"], tree["revision"], tree["data"]) == ("m", "v1", [{"path": "d", "name": "main"}])
     assert (tree["learning_rate"], tree["max_steps"], tree["warmup_ratio"]) == (5e-6, 100, 0.1)
     assert (tree["minibatches_per_rollout"], tree["optim"], tree["report_to"]) == (4, "adamw_8bit", ["wandb"])
     assert tree["rollout"] == {"engine": "vllm"} and tree["vllm"] == {"colocate": True, "gpu_memory_utilization": 0.3}
@@ -92,6 +93,10 @@ def test_other_kinds():
     assert dpo.tree["loss_type"] == ["sigmoid", "sft"] and dpo.tree["ref"] == "precomputed"
     assert dpo.tree["lora"] == {"r": 16, "alpha": 32, "dropout": 0.05, "target_modules": ["q_proj", "v_proj"]}
     assert dpo.tree["max_length"] > 100_000
+    dpo, _ = translate({"model_revision": "main", "beta": 0.1}, "dpo")  # the default, which a folder has, too
+    assert "revision" not in dpo.tree
+    dpo, _ = translate({"model_init_kwargs": {"revision": "v1"}, "beta": 0.1}, "dpo")
+    assert dpo.tree["revision"] == "v1"
     sft, _ = translate({"packing": True, "dataset_name": "d", "dataset_text_field": "body", "eval_strategy": "epoch",
                         "completion_only_loss": False, "max_seq_length": 64, "eos_token": "<e>"}, "sft")  # fmt: skip
     assert sft.tree["data"] == [{"path": "d", "format": "completion", "field_text": "body"}]

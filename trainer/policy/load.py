@@ -195,7 +195,8 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 def load_tokenizer(path: str, cfg: ModelConfig) -> Any:
     from transformers import AutoTokenizer
 
-    label, revision = f"model={cfg.model}", cfg.revision
+    revision = cfg.revision
+    label = f"model={cfg.model}" if revision is None else f"model={cfg.model} (revision={revision})"
     if cfg.tokenizer is not None:
         path, label, revision = find_tokenizer(cfg.tokenizer), f"tokenizer={cfg.tokenizer}", None
     elif not Path(path).is_dir():

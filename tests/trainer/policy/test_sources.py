@@ -76,7 +76,7 @@ def test_revision_of_every_file(hub, tmp_path):
     assert torch.equal(other.model.model.norm.weight, hub["main"])
     with pytest.raises(ValueError, match="^revision=v1: .*tiny.*--revision"):
         load_policy(ModelConfig(model="builtin:tiny", revision="v1"), LoraConfig(), CPU, with_reference=False)
-    with pytest.raises(ValueError, match=f"model={NAME}: "):
+    with pytest.raises(ValueError, match=rf"^model={NAME} \(revision=v9\): "):
         load_policy(ModelConfig(model=NAME, revision="v9"), LoraConfig(), CPU, with_reference=False)
 
 

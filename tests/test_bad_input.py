@@ -268,8 +268,6 @@ EXAMPLES = {
     "completion not text": ({"prompt": [message("x")], "completion": 3}, "rows.jsonl:2: the completion is a int"),
     "text not text": ({"text": 3}, "rows.jsonl:2: the text is a int"),
     "instruction not text": ({"instruction": 3, "output": "3"}, "rows.jsonl:2: 'instruction' or 'input'"),
-    "role of another tool": ({"messages": [message("x", "human")]}, "rows.jsonl:2: messages[0]: role='human'"),
-    "opens with the answer": ({"messages": [message("x", "assistant")]}, "rows.jsonl:2: messages", "assistant turn"),
     "half a character": ({"prompt": "x", "completion": "\ud83d"}, "rows.jsonl:2: the text contains half a character"),
 }
 

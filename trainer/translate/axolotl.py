@@ -229,6 +229,8 @@ class _Axolotl:
 
     def _dtype(self) -> None:
         mixed, pure, full, torch_dtype = (self.take(key) for key in ("bf16", "bfloat16", "float32", "torch_dtype"))
+        if mixed is None and "bf16" in self.theirs.tree:
+            mixed = False  # `bf16:` without a value is float32 in axolotl, no bf16 at all is auto
         name = str(torch_dtype).removeprefix("torch.") if torch_dtype is not None else None
         if name not in (None, "auto", "bfloat16", "float32"):
             raise UserError(f"torch_dtype={torch_dtype}: is not supported; use bfloat16 or float32")

@@ -29,7 +29,7 @@ SFT_TYPES = {"alpaca": "alpaca", "chat_template": "chat_template", "completion":
 SHAREGPT = ("from", "value")
 ROLE_NAMES = {"gpt": "assistant", "human": "user"}
 # Formats for SFT that axolotl renders without a chat template: plain text, and instructions with fixed headings.
-PLAIN = ("completion", "user_defined")
+PLAIN = ("completion", "user_defined", "input_output")
 HEADINGS = ("alpaca", "question_answer")
 # Settings of a dataset that are flags of the run here, with axolotl's defaults; and those that it reads by type.
 SHARED: dict[str, dict[str, Any]] = {

@@ -63,10 +63,12 @@ MODEL: dict[str, Key] = {
     "overrides_of_model_kwargs.*": rejected("loading has no other arguments here; remove it"),
     "load_in_4bit": to("load_in_4bit"),
     "load_in_8bit": to(EIGHT_BITS),
-    **_each("model_type type_of_model tokenizer_type processor_type cls_model_config tokenizer_use_fast "
+    **_each("model_type type_of_model tokenizer_type cls_model_config tokenizer_use_fast "
             "tokenizer_legacy tokenizer_save_jinja_files is_falcon_derived_model is_llama_derived_model "
             "is_mistral_derived_model is_qwen_derived_model num_labels mean_resizing_embeddings "
-            "low_cpu_mem_usage processor_kwargs", idle(LOADING)),
+            "low_cpu_mem_usage", idle(LOADING)),
+    "processor_type": rejected("images and audio are not supported; remove it to train on text"),
+    "processor_kwargs": idle("part of processor_type"),
     **_each("embeddings_skip_upcast fp32_norms fp32_norm_classes", idle(FLOAT32)),
     "freeze_mm_modules": idle("text gives the other parts of a model no gradient"),
     "tokenizer_config": to("tokenizer"),
@@ -94,7 +96,7 @@ MODEL: dict[str, Key] = {
             "unsloth_lora_o unsloth_rms_norm unsloth_rope flash_attn_cross_entropy flash_attn_rms_norm "
             "flash_attn_fuse_qkv flash_attn_fuse_mlp flash_optimum liger_rms_norm liger_glu_activation "
             "liger_layer_norm liger_rope liger_rms_norm_gated liger_fused_linear_cross_entropy liger_cross_entropy "
-            "liger_use_token_scaling cut_cross_entropy torch_compile_backend torch_compile_mode tf32 "
+            "cut_cross_entropy torch_compile_backend torch_compile_mode tf32 "
             "gradient_checkpointing_kwargs.* activation_offloading layer_offloading gc_steps "
             "chunked_cross_entropy chunked_cross_entropy_num_chunks tiled_mlp tiled_mlp_num_shards "
             "tiled_mlp_use_original_mlp torch_compile_options torch_compile_regional torch_empty_cache_steps "
@@ -339,6 +341,7 @@ METHODS: dict[str, Key] = {
     "dpo_norm_loss": rejected("axolotl no longer reads it; write dpo_loss_type: [sigmoid_norm]"),
     **_each("dpo_use_liger_kernel dpo_use_logits_to_keep", idle(SPEED)),
     "dpo_generate_during_eval": idle(LOGS),
+    "liger_use_token_scaling": rejected("weights each token by its probability; write use_dft: true"),
     "use_dft": to("sft_loss: dft"),
 }  # fmt: skip
 
@@ -430,5 +433,5 @@ SECTIONS: dict[str, dict[str, Key]] = {
     "Other commands": COMMANDS,
 }  # fmt: skip
 # Plugins that change nothing in what is trained, by a part of their dotted name; any other is rejected.
-IDLE_PLUGINS = ("kernels", "liger", "cut_cross_entropy", "swanlab", "nemo_gym", "lm_eval", "densemixer", "wandb",
+IDLE_PLUGINS = ("kernels", "liger", "cut_cross_entropy", "swanlab", "nemo_gym", "lm_eval", "wandb",
                 "mlflow", "trackio", "context_parallel")  # fmt: skip

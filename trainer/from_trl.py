@@ -107,16 +107,24 @@ def _read_script(path: Path, notes: list[str]) -> dict[str, Any]:
     name, call = made[0]
     kind_of_class(name)  # raises for a class that strop does not have
     fields: dict[str, Any] = {"config_class": name}
-    for argument in call.keywords:
-        text = ast.unparse(argument.value)
-        try:
-            value = ast.literal_eval(repr(text[6:]) if text.startswith("torch.") else text)
-            assert value is not ...
-            fields[argument.arg or "**"] = value
-        except (AssertionError, ValueError):
-            notes.append(f"{argument.arg or '**'}={text}: is not a literal, and is skipped; set it by hand")
+    for argument in [*(ast.keyword(None, value) for value in call.args), *call.keywords]:
+        value = _literal(argument.value)
+        if argument.arg is not None and value is not ...:
+            fields[argument.arg] = value
+        elif ast.unparse(argument.value) != "...":
+            text = f"{argument.arg or ''}={ast.unparse(argument.value)}".lstrip("=")
+            notes.append(f"{text}: is not a literal with a name, and is skipped; set it by hand")
     notes.append(f"only the arguments of {name} are read; the script's model, data, rewards and peft_config are not")
     return fields
+
+
+def _literal(node: ast.expr) -> Any:
+    """Return the value of a literal, the name of a torch dtype, or ... for anything else."""
+    text = ast.unparse(node)
+    try:
+        return text.removeprefix("torch.") if text.startswith("torch.") else ast.literal_eval(node)
+    except ValueError:
+        return ...
 
 
 def _read_command(words: Sequence[str], kind: str, notes: list[str]) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Every config, command and snippet in a copy of TRL through trainer.from_trl: python -m tests.compat.trl FOLDER ...
 
-FOLDER is an unpacked source archive or a checkout. Read are YAML files and blocks, commands (`trl sft --...`,
-`accelerate launch ... grpo.py --...`) in documents and docstrings, and the XConfig(...) calls of scripts, documents and
-notebooks. Prints a table of outcomes, and with --all a line for each. The exit code is 1 if one raised something other
-than an error message, or if a field of an accepted one was neither translated to its value nor reported.
+FOLDER is a source archive (trl-1.16.0.tar.gz), the same unpacked, or a checkout. Read are YAML files and blocks,
+commands (`trl sft --...`, `accelerate launch ... grpo.py --...`) in documents and docstrings, and the XConfig(...)
+calls of scripts, documents and notebooks. Prints a table of outcomes, and with --all a line for each. The exit code is
+1 if one raised something other than an error message, or if a field of an accepted one was neither translated to its
+value nor reported.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import re
 import shlex
 import sys
+import tarfile
 import tempfile
 import traceback
 from collections import Counter
@@ -143,10 +145,20 @@ def flat(value: Any) -> list[Any]:
     return [value] if inner is None else [leaf for item in inner for leaf in flat(item)]
 
 
+def unpacked(path: Path) -> Path:
+    if path.is_dir():
+        return path
+    folder = Path(tempfile.mkdtemp())
+    with tarfile.open(path) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
 def main(argv: list[str]) -> int:
     counts: dict[str, Counter[str]] = {kind: Counter() for kind in ("yaml", "command", "snippet")}
     reasons: Counter[str] = Counter()
-    paths = [path.resolve() for folder in argv if folder != "--all" for path in sorted(Path(folder).rglob("*"))
+    folders = [unpacked(Path(name)) for name in argv if name != "--all"]
+    paths = [path.resolve() for folder in folders for path in sorted(folder.rglob("*"))
              if path.suffix in (".yaml", ".yml", ".md", ".py", ".ipynb") and path.is_file()]  # fmt: skip
     done: set[tuple[str, str]] = set()
     for path in paths:

@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from data.errors import UserError
 from data.sources import SUFFIXES
+from trainer.config.checks import check_number
 from trainer.config.old_flags import OLD_FLAGS
 from trainer.translate import keys
 from trainer.translate.keys import (
@@ -142,6 +144,8 @@ OPTIMIZERS = {**dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "
                               "adamw_8bit"), "muon": "muon"}  # fmt: skip
 REWARDS = {"accuracy_reward": "math_verify", "think_format_reward": "regex:^<think>(?!.*<think>).*?</think>.*$",
            "get_soft_overlong_punishment": "soft_overlong:1280,256"}  # fmt: skip
+COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
+LISTS = ("datasets", "loss_type", "reward_funcs", "report_to")  # or a single one
 PLACEHOLDERS = ("<EOS_TOKEN>", "<PAD_TOKEN>", "<HUB_TOKEN>")  # to_dict() writes them for unset tokens
 DTYPES = ("dtype", "torch_dtype", "model_init_kwargs.dtype", "model_init_kwargs.torch_dtype")
 LOCAL_HOSTS = ("0.0.0.0", "localhost", "127.0.0.1", "::1")
@@ -192,6 +196,7 @@ TABLE: dict[str, Key] = {
     **_each("eval_steps eval_strategy", to("eval_steps, evals_per_epoch")),
     "report_to": to("report_to"),
     "torch_compile": to("compile"),
+    "activation_offloading": to("activation_offloading, with gradient_checkpointing"),
     "resume_from_checkpoint": to("resume"),
     "full_determinism": to("deterministic"),
     # sampling
@@ -219,6 +224,7 @@ TABLE: dict[str, Key] = {
                                                        "equivalent")),
     # preferences, SFT
     "precompute_ref_log_probs": to("ref: precomputed"),
+    "packing_strategy": to("bfd: longer sequences are truncated; another has no equivalent"),
     "packing": to("packing (a batch counts sequences here, not packed rows)"),
     "dataset_text_field": to("data: format: completion, field_text"),
     "chat_template_path": to("chat_template"),
@@ -254,7 +260,7 @@ TABLE: dict[str, Key] = {
             "datasets[].columns", idle(ROWS)),
     **_each("per_device_eval_batch_size eval_accumulation_steps torch_compile_backend torch_compile_mode tf32 "
             "use_liger_kernel liger_kernel_config.* use_cache torch_empty_cache_steps gradient_checkpointing_kwargs.* "
-            "activation_offloading padding_free pad_to_multiple_of packing_strategy eval_packing "
+            "padding_free pad_to_multiple_of eval_packing "
             "precompute_ref_batch_size cast_lm_head_to_fp32 ds3_gather_for_generation cache_implementation "
             "use_transformers_paged use_transformers_continuous_batching transformers_continuous_batching_config.* "
             "vllm_enable_sleep_mode vllm_model_impl vllm_group_port auto_find_batch_size "
@@ -345,6 +351,10 @@ def _experts_loss(model: str | None) -> float | None:
         return None
 
 
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
 class _Trl:
     """One file; each method translates a section of it."""
 
@@ -353,6 +363,10 @@ class _Trl:
         self.set = self.made.set
         dropped = ("config_class", *(() if tree.get("use_adaptive_entropy") else (*ADAPTIVE, "entropy_coef_min")))
         tree = {name: None if value in PLACEHOLDERS else value for name, value in tree.items() if name not in dropped}
+        for name in LISTS:
+            item, what = (Mapping, "mappings") if name == "datasets" else (str, "names")
+            if not all(isinstance(one, item) for one in _listed(tree.get(name))):
+                raise UserError(f"{name}={shown(tree[name])}: expected a list of {what}")
         if tree.get("evaluation_strategy") is not None and tree.get("eval_strategy") is None:
             tree = {**tree, "eval_strategy": tree["evaluation_strategy"]}  # the name of before
         self.theirs = Theirs(tree, TABLE, "TRL", strict=False, unchanged=UNCHANGED)
@@ -365,6 +379,10 @@ class _Trl:
             self._same(name)
         for name, ours in RENAMED.get(kind, {}).items():
             self._same(name, ours)
+        for name in COUNTS:
+            if name in self.made.tree:
+                self.set(name, count := number(self.made.tree[name], name, int))
+                check_number(name, count, "1 or more")
         self._experts()
         self._lengths()
         self._run()
@@ -417,6 +435,8 @@ class _Trl:
         kernel = self.take("attn_implementation") or self.take("model_init_kwargs.attn_implementation")
         self.set("attn_implementation", kernel if kernel in ("sdpa", "eager") else None)
         self.set("compile", self.take("torch_compile") or None)
+        if self.take("activation_offloading") and self.take("gradient_checkpointing") is not False:
+            self.set("activation_offloading", True)
         if self.take("use_peft"):
             self._lora()
         self.set("load_in_4bit", self.take("load_in_4bit") or None)
@@ -438,7 +458,7 @@ class _Trl:
     def _rows(self) -> None:
         self.theirs.take_all("datasets")
         entries = []
-        name, mixture = self.take("dataset_name"), self.theirs.tree.get("datasets")
+        name, mixture = self.take("dataset_name"), _listed(self.theirs.tree.get("datasets"))
         if name is not None and mixture:
             self.made.notes.append(f"dataset_name={name}: datasets is read instead, as in TRL")
             name = None
@@ -446,9 +466,8 @@ class _Trl:
             entries.append(
                 {"path": name, "name": self.take("dataset_config"), "split": self.take("dataset_train_split")}
             )
-        for dataset in mixture or ():
-            files = dataset.get("data_files") or dataset.get("path")
-            for path in [files] if isinstance(files, str) else files:
+        for dataset in mixture:
+            for path in _listed(dataset.get("data_files") or dataset.get("path")):
                 entries.append({"path": path, "name": dataset.get("name"), "split": dataset.get("split")})
         if self.kind == "sft" and self.take("dataset_text_field") not in (None, "text"):
             for entry in entries:
@@ -537,8 +556,7 @@ class _Trl:
             self.made.notes.append(
                 f"eval_strategy={strategy}: {why}; add --eval-data FILE or --val-set-size 0.1, and {when}"
             )
-        services = self.take("report_to")
-        services = [services] if isinstance(services, str) else services or []
+        services = _listed(self.take("report_to"))
         known = [name for name in services if name in ("wandb", "tensorboard")]
         self.without += [f"report_to={name}: is not supported" for name in services
                          if name not in (*known, "none", "all")]  # fmt: skip
@@ -590,9 +608,8 @@ class _Trl:
         turns = number(self.take("max_tool_calling_iterations"), "max_tool_calling_iterations", int)
         if turns is not None:  # the answer comes after the last call
             self.made.notes.append(f"max_tool_calling_iterations={turns}: with --tools, add --max-turns {turns + 1}")
-        given = self.take("reward_funcs") or ()
         rewards = []
-        for name in [given] if isinstance(given, str) else given:
+        for name in _listed(self.take("reward_funcs")):
             if name == "reasoning_accuracy_reward":
                 self.without.append(f"reward_funcs={name}: is not supported; math_verify also reads the reasoning")
             else:
@@ -608,7 +625,7 @@ class _Trl:
     def _policy_gradient(self) -> None:
         tree = self.made.tree
         keys.set_cispo_cap(self.made)
-        if tree.get("epsilon", 0) > 1:  # no ratio is below 0
+        if (number(tree.get("epsilon"), "epsilon") or 0) > 1:  # no ratio is below 0
             tree.setdefault("epsilon_high", tree["epsilon"])
             self.set("epsilon", 1.0)
         for name in (*LOSS_KWARGS, "multi_objective_aggregation") if self.kind == "grpo" else ():
@@ -700,7 +717,9 @@ class _Trl:
         self.set("vllm.port", port if url is None else None)
 
     def _sft(self) -> None:
-        packing = self.take("packing")
+        packing, strategy = self.take("packing"), self.take("packing_strategy")
+        if packing and strategy not in (None, "bfd"):
+            self.without.append(f"packing_strategy={strategy}: a sequence longer than max_length is truncated")
         if packing:
             self.made.notes.append("packing: a batch has per_device_train_batch_size examples here, in TRL full rows")
         if self.theirs.tree.get("loss_type") == "dft":
@@ -728,7 +747,7 @@ class _Trl:
             self.set("ref", "copy")
         if tree.get("f_divergence_type") != "alpha_divergence":
             tree.pop("f_alpha_divergence_coef", None)
-        if "discopop" not in (tree.get("loss_type") or ()):
+        if "discopop" not in _listed(tree.get("loss_type")):
             tree.pop("discopop_tau", None)
 
     def _cpo(self) -> None:

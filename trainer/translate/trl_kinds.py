@@ -168,7 +168,7 @@ def find_kind(tree: Mapping[str, Any]) -> tuple[str, str | None]:
     if "mixture_coef" not in given and {"alpha", "reward_model_path"} <= given:
         return kind_of_class("XPOConfig"), None
     loss = tree.get("loss_type")
-    losses = set(loss if isinstance(loss, list) else [loss])
+    losses = {str(one) for one in (loss if isinstance(loss, list) else [loss])}
     fits = {kind: len(given & entry.fields) for kind, entry in KINDS.items()
             if loss is None or kind not in LOSSES or losses <= set(LOSSES[kind])}  # fmt: skip
     most = max(fits.values(), default=0)

@@ -202,6 +202,16 @@ def test_an_unknown_field_is_named():
         translate({"num_generation": 4}, "grpo")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("per_device_train_batch_size", "x"), ("num_generations", 0), ("loss_type", {}), ("datasets", "rows"),
+     ("reward_funcs", 1), ("epsilon", [1, 2])],
+)  # fmt: skip
+def test_a_value_of_the_wrong_type_is_named(name, value):
+    with pytest.raises(ValueError, match=f"{name}="):
+        translate({name: value}, "grpo")
+
+
 def test_the_command_and_the_file_are_the_same_config(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     fields = {"model_name_or_path": "builtin:tiny", "dataset_name": "task:addition", "num_generations": 4,
@@ -255,6 +265,7 @@ def test_the_command_and_the_file_are_the_same_config(tmp_path, monkeypatch, cap
          {"reward_funcs": ["math_verify"], "epsilon": 1.0, "epsilon_high": 10.0}),
         ("sft", {"model_init_kwargs": {"dtype": "bfloat16"}}, {"trained_dtype": "bfloat16", "dtype": "bfloat16"}),
         ("sft", {"router_aux_loss_coef": 0.01}, {"router_aux_loss_coef": 0.01}),
+        ("sft", {"activation_offloading": True}, {"activation_offloading": True}),
     ],
 )  # fmt: skip
 def test_kinds_that_rename_fields(kind, fields, ours):
@@ -273,6 +284,7 @@ def test_kinds_that_rename_fields(kind, fields, ours):
         ("grpo", {"reward_funcs": ["reasoning_accuracy_reward"]}, "reward_funcs=reasoning_accuracy_reward"),
         ("gkd", {"eval_strategy": "steps", "dataset_name": "d"}, "eval_strategy"),
         ("grpo", {"router_aux_loss_coef": 0.01}, "router_aux_loss_coef=0.01"),
+        ("sft", {"packing": True, "packing_strategy": "wrapped"}, "packing_strategy=wrapped"),
         ("sft", {"num_processes": 4, "accelerate_config": "zero2"}, "num_processes=4"),
     ],
 )  # fmt: skip

@@ -347,7 +347,7 @@ def _experts_loss(model: str | None) -> float | None:
             return None
     try:
         return json.loads(file.read_text(encoding="utf-8")).get("router_aux_loss_coef")
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):  # AttributeError: not a mapping
         return None
 
 
@@ -677,7 +677,7 @@ class _Trl:
             name = key.partition(".")[0]
             if name.startswith("vllm_") and not self.take("use_vllm"):
                 reason = "without use_vllm"
-            elif name.startswith(("lora_", "use_")) and not self.take("use_peft"):
+            elif name.startswith(("lora_", "use_rslora", "use_dora")) and not self.take("use_peft"):
                 reason = "without use_peft"
             elif name in kind.fields or not any(name in other.fields for other in KINDS.values()):
                 self.without.append(f"{key}={shown(values[key])}: has no equivalent in --method {kind.method}")
@@ -759,7 +759,7 @@ class _Trl:
 
     def _online_dpo(self) -> None:
         tree, beta = self.made.tree, self.take("beta")
-        if isinstance(beta, list):
+        if isinstance(beta, list) and beta:
             tree["beta"] = beta[0]
             if len(beta) > 1:
                 self.without.append(f"beta={beta}: one value for all epochs; {beta[0]} is used")
@@ -817,7 +817,6 @@ class _Trl:
             )
 
     def _gkd(self) -> None:
-        self.theirs.take_all("eos_token")
         temperature = number(self.take("temperature"), "temperature")
         temperature = 0.9 if temperature is None else temperature
         if temperature != 1:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from data.errors import UserError
@@ -75,8 +76,12 @@ def rejected(text: str) -> Key:
 class Theirs:
     """A config of another library. Unknown keys raise; rejected keys raise too, or are listed in `rejections`."""
 
-    def __init__(self, tree: Mapping[str, Any], table: Mapping[str, Key], library: str, *, strict: bool = True) -> None:
+    def __init__(
+        self, tree: Mapping[str, Any], table: Mapping[str, Key], library: str, *, strict: bool = True,
+        unchanged: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         self.tree, self.table = tree, table
+        self.unchanged = unchanged  # values that are not worth listing; other keys: EMPTY
         self.taken: set[str] = set()
         self.leaves = [(key, value) for key, value in leaves(tree, table) if value is not None]
         self.rejections = self._check(library)
@@ -116,7 +121,7 @@ class Theirs:
         for key, value in self.leaves:
             entry = find(key, self.table)
             assert entry is not None, key
-            if value in EMPTY or entry.outcome == "rejected":
+            if value in self.unchanged.get(key, EMPTY) or entry.outcome == "rejected":
                 continue
             if entry.outcome == "no effect":
                 reason = entry.text

@@ -1,6 +1,5 @@
-"""Fields of TRL's configs in our terms: GRPOConfig, RLOOConfig, DPOConfig, KTOConfig, SFTConfig and RewardConfig.
+"""Fields of TRL's configs in our terms: the classes in trl_kinds.KINDS.
 
-    kind = find_kind(tree)
     made, without = translate(tree, kind)        # `without`: fields that have no equivalent here, a sentence each
 
 The file may also contain fields of TRL's ModelConfig and ScriptArguments, like the YAML of TRL's commands. If a
@@ -9,12 +8,15 @@ missing field has a different default in TRL, TRL's default is set (DEFAULTS).
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
 from data.sources import SUFFIXES
+from trainer.config.checks import check_number
 from trainer.config.old_flags import OLD_FLAGS
 from trainer.translate import keys
 from trainer.translate.keys import (
@@ -27,8 +29,10 @@ from trainer.translate.keys import (
     idle,
     number,
     rejected,
+    shown,
     to,
 )
+from trainer.translate.trl_kinds import KINDS
 
 INSIDE = "always so here"
 SPEED = "speed or memory only, we choose"
@@ -36,24 +40,12 @@ LOGS = "logging that is not here"
 PROCESSES = "processes and devices, set by torchrun"
 ROWS = "preparation and caching of rows"
 HUB = "trainer.push uploads a run"
+LAUNCH = "start strop with torchrun; ZeRO and FSDP become --parallel.mode fsdp"
 FULL = "training samples from the full distribution, which the loss assumes"
 
-METHODS = {"grpo": "grpo", "rloo": "rloo", "dpo": "dpo", "kto": "kto", "sft": "sft", "reward": "rm"}  # kind -> method
-SAMPLING = ("grpo", "rloo")
-# Fields that only one kind has, the first kind of which one is in the file; `beta` alone is DPO's.
-TELLING: dict[str, tuple[str, ...]] = {
-    "rloo": ("normalize_advantages", "reward_clip_range"),
-    "grpo": ("num_generations", "reward_funcs", "reward_weights", "scale_rewards", "epsilon", "num_iterations",
-             "use_vllm", "max_completion_length", "temperature", "steps_per_generation", "generation_batch_size"),
-    "kto": ("desirable_weight", "undesirable_weight"),
-    "reward": ("center_rewards_coefficient",),
-    "dpo": ("beta", "f_divergence_type", "label_smoothing", "use_weighting", "ld_alpha", "discopop_tau", "rpo_alpha",
-            "loss_weights", "precompute_ref_log_probs", "sync_ref_model"),
-    "sft": ("packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field", "packing_strategy",
-            "eval_packing", "max_seq_length", "chat_template_path"),
-}  # fmt: skip
-LOSSES = {"kto": ("kto", "apo_zero_unpaired"), "sft": ("nll", "dft", "chunked_nll"),
-          "grpo": ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")}  # fmt: skip
+GROUPED = ("grpo", "rloo")
+DISTILLING = ("distillation", "gkd")
+SAMPLING = (*GROUPED, "online_dpo", "ppo", *DISTILLING)
 
 # Flags to set for missing fields, because TRL's default differs.
 EVERYWHERE: dict[str, Any] = {"num_train_epochs": 3.0, "lr_scheduler_type": "linear", "seed": 42, "logging_steps": 10,
@@ -65,7 +57,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "kto": {**EVERYWHERE, "learning_rate": 1e-6},
     "sft": {**EVERYWHERE, "learning_rate": 2e-5},
     "reward": {**EVERYWHERE, "learning_rate": 1e-4},
-}
+    "online_dpo": {**EVERYWHERE, "learning_rate": 5e-7, "num_generations": 2, "per_device_train_batch_size": 16,
+                   "max_completion_length": 64, "temperature": 0.9},
+    "ppo": {**EVERYWHERE, "learning_rate": 3e-6, "critic_learning_rate": 3e-6, "max_completion_length": 53,
+            "temperature": 0.7, "num_iterations": 4, "minibatches_per_rollout": 1, "beta": 0.05, "kl_in_reward": True},
+    "distillation": {**EVERYWHERE, "learning_rate": 1e-6, "max_completion_length": 512, "jsd_beta": 1.0},
+    "gkd": {**EVERYWHERE, "learning_rate": 2e-5, "max_completion_length": 128, "temperature": 0.9, "jsd_beta": 0.5,
+            "student_data_fraction": 0.5},
+    "orpo": {**EVERYWHERE, "learning_rate": 1e-6},
+    "cpo": {**EVERYWHERE, "learning_rate": 1e-6},
+    "prm": {**EVERYWHERE, "learning_rate": 1e-5},
+}  # fmt: skip
 LORA_DEFAULTS: dict[str, Any] = {"lora.r": 16, "lora.alpha": 32, "lora.dropout": 0.05,
                                  "lora.target_modules": ["q_proj", "v_proj"]}  # fmt: skip
 VLLM_DEFAULTS: dict[str, Any] = {"vllm_importance_sampling_mode": "sequence_mask", "vllm.colocate": True,
@@ -80,24 +82,58 @@ SAME = to("the flag of that name")
 SAME_EVERYWHERE = ("output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate",
                    "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "seed",
                    "trust_remote_code", "gradient_checkpointing", "save_total_limit", "neftune_noise_alpha",
-                   "router_aux_loss_coef", "warmup_ratio")  # fmt: skip
-SAME_SAMPLING = ("num_generations", "max_completion_length", "max_prompt_length", "temperature",
+                   "warmup_ratio")  # fmt: skip
+SAME_GROUPED = ("num_generations", "max_completion_length", "max_prompt_length", "temperature",
                  "beta", "num_iterations", "epsilon", "epsilon_high", "mask_truncated_completions", "reward_weights",
                  "chat_template_kwargs", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps")  # fmt: skip
 LOSS_KWARGS = ("sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
                "vespo_lambda_neg")  # fmt: skip
 SAME_GRPO = ("delta", "importance_sampling_level", "scale_rewards", "loss_type", "top_entropy_quantile", "entropy_coef",
              "off_policy_mask_threshold", "use_bias_correction_kl")  # fmt: skip
-OFFLINE_ONLY = ("neftune_noise_alpha", "router_aux_loss_coef")
 SAME_OF = {
-    "grpo": (*SAME_SAMPLING, *SAME_GRPO),
-    "rloo": SAME_SAMPLING,
+    "grpo": (*SAME_GROUPED, *SAME_GRPO),
+    "rloo": SAME_GROUPED,
     "dpo": ("max_length", "max_prompt_length", "loss_type", "loss_weights", "ld_alpha", "f_divergence_type",
             "f_alpha_divergence_coef", "label_smoothing", "beta", "use_weighting", "discopop_tau", "rpo_alpha",
             "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "reference_free"),
     "kto": ("max_length", "max_prompt_length", "loss_type", "beta", "desirable_weight", "undesirable_weight"),
     "sft": ("max_length",),
     "reward": ("max_length", "center_rewards_coefficient"),
+    "online_dpo": ("beta", "loss_type", "temperature", "reward_weights", "missing_eos_penalty"),
+    "ppo": ("temperature", "gamma", "cliprange_value"),
+    "distillation": ("max_completion_length", "temperature", "chat_template_kwargs"),
+    "gkd": ("temperature",),
+    "orpo": ("max_length", "max_prompt_length"),
+    "cpo": ("max_length", "max_prompt_length", "beta", "label_smoothing", "loss_type", "cpo_alpha"),
+    "prm": ("max_length", "max_completion_length", "step_separator", "train_on_last_step_only"),
+}  # fmt: skip
+TEACHER = {"teacher_model_name_or_path": "teacher", "beta": "jsd_beta"}
+RENAMED = {
+    "online_dpo": {"max_new_tokens": "max_completion_length"},
+    "ppo": {"response_length": "max_completion_length", "num_ppo_epochs": "num_iterations", "lam": "gae_lambda",
+            "cliprange": "epsilon", "kl_coef": "beta"},
+    "distillation": TEACHER,
+    "gkd": {**TEACHER, "lmbda": "student_data_fraction", "max_new_tokens": "max_completion_length"},
+    "orpo": {"beta": "orpo_alpha"},
+}  # fmt: skip
+# Values that TRL's own defaults have, of fields without effect here; others of those fields are listed.
+UNCHANGED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("remove_unused_columns", "disable_dropout", "dataloader_pin_memory"), (True, False)),
+    **dict.fromkeys(("average_tokens_across_devices", "accelerator_config.even_batches", "log_on_each_node",
+                     "accelerator_config.use_seedable_sampler", "logging_nan_inf_filter", "skip_memory_metrics",
+                     "eval_do_concat_batches", "dataloader_in_order", "ds3_gather_for_generation", "log_multimodal",
+                     "vllm_importance_sampling_correction", "save_safetensors"), (True,)),
+    "ddp_timeout": (1800,), "local_rank": (-1, 0), "logging_strategy": ("steps",), "log_level": ("passive",),
+    "include_num_input_tokens_seen": ("no", False), "log_level_replica": ("warning",), "project": ("huggingface",),
+    "per_device_eval_batch_size": (8,), "hub_strategy": ("every_save",),
+    "eval_delay": (0,), "length_column_name": ("length",), "packing_strategy": ("bfd",), "vllm_model_impl": ("vllm",),
+    "vllm_group_port": (51216,), "vllm_mode": ("colocate",), "vllm_server_host": ("0.0.0.0",),
+    "vllm_server_port": (8000,), "vllm_server_timeout": (240,), "vllm_gpu_memory_utilization": (0.3, 0.55),
+    "vllm_tensor_parallel_size": (1,), "vllm_importance_sampling_mode": ("sequence_mask",),
+    "vllm_importance_sampling_clip_max": (3,), "lora_r": (16,), "lora_alpha": (32,), "lora_dropout": (0.05,),
+    "lora_task_type": ("CAUSAL_LM",), "bnb_4bit_quant_type": ("nf4",), "num_sample_generations": (10,),
+    "local_rollout_forward_batch_size": (64,), "vf_coef": (0.1,), "max_length": (1024, 512), "loss_type": ("nll",),
+    "dataset_text_field": ("text",), "truncation_mode": ("keep_start",), "model_revision": ("main",),
 }  # fmt: skip
 OPTIMIZERS = {**dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused",
                                "paged_adamw_32bit"), "adamw"),
@@ -105,11 +141,21 @@ OPTIMIZERS = {**dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "
                               "adamw_8bit"), "muon": "muon"}  # fmt: skip
 REWARDS = {"accuracy_reward": "math_verify", "think_format_reward": "regex:^<think>(?!.*<think>).*?</think>.*$",
            "get_soft_overlong_punishment": "soft_overlong:1280,256"}  # fmt: skip
+COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
+LISTS = ("datasets", "loss_type", "reward_funcs", "report_to")  # or a single one
+PLACEHOLDERS = ("<EOS_TOKEN>", "<PAD_TOKEN>", "<HUB_TOKEN>")  # to_dict() writes them for unset tokens
+DTYPES = ("dtype", "torch_dtype", "model_init_kwargs.dtype", "model_init_kwargs.torch_dtype")
 LOCAL_HOSTS = ("0.0.0.0", "localhost", "127.0.0.1", "::1")
 UNLIMITED = 1 << 20  # tokens, for max_length: null; the model's context is the limit then
 
 TABLE: dict[str, Key] = {
-    **_each(" ".join({*SAME_EVERYWHERE, *(name for names in SAME_OF.values() for name in names)}), SAME),
+    **dict.fromkeys((*SAME_EVERYWHERE, *(name for names in SAME_OF.values() for name in names)), SAME),
+    "epsilon": to("epsilon; above 1: 1, and epsilon_high"),
+    "epsilon_high": to("epsilon_high; with loss_type cispo: loss_kwargs.cispo_cap"),
+    "loss_type": to("loss_type; SFT: sft_loss"),
+    "beta": to("beta; distillation and GKD: jsd_beta; ORPO: orpo_alpha"),
+    "router_aux_loss_coef": to("router_aux_loss_coef; 0.001, the default of TRL 1.10: only for a model that is "
+                               "known to have experts"),
     **_each(" ".join(LOSS_KWARGS), to("loss_kwargs")),
     "multi_objective_aggregation": to("advantage_estimator: normalize_then_sum"),
     "max_seq_length": to("max_length"),
@@ -118,9 +164,10 @@ TABLE: dict[str, Key] = {
     "max_steps": to("max_steps"),
     "model_name_or_path": to("model"),
     **_each("model_revision model_init_kwargs.revision", to("revision")),
-    **_each("dtype torch_dtype", to("trained_dtype, dtype")),
+    **_each("dtype torch_dtype model_init_kwargs.dtype model_init_kwargs.torch_dtype", to("trained_dtype, dtype")),
     **_each("bf16", to("dtype")),
-    "attn_implementation": to("attn_implementation: sdpa and eager; any other kernel: auto"),
+    **_each("attn_implementation model_init_kwargs.attn_implementation",
+            to("attn_implementation: sdpa and eager; any other kernel: auto")),
     "use_peft": to("lora.r"),
     "lora_r": to("lora.r"),
     "lora_alpha": to("lora.alpha"),
@@ -147,6 +194,7 @@ TABLE: dict[str, Key] = {
     **_each("eval_steps eval_strategy", to("eval_steps, evals_per_epoch")),
     "report_to": to("report_to"),
     "torch_compile": to("compile"),
+    "activation_offloading": to("activation_offloading, with gradient_checkpointing"),
     "resume_from_checkpoint": to("resume"),
     "full_determinism": to("deterministic"),
     # sampling
@@ -165,7 +213,7 @@ TABLE: dict[str, Key] = {
     "vllm_importance_sampling_clip_min": to("vllm_importance_sampling_min"),
     "reward_funcs": to("reward_funcs"),
     "reward_model_name_or_path": to("reward_funcs: model:NAME"),
-    "max_tool_calling_iterations": to("max_turns"),
+    "max_tool_calling_iterations": to("a note: max_turns, one more, together with tools"),
     **_each("use_adaptive_entropy entropy_target", to("entropy_target")),
     "entropy_coef_delta": to("entropy_coef_step, with use_adaptive_entropy"),
     "entropy_coef_max": to("entropy_coef_max, with use_adaptive_entropy"),
@@ -174,20 +222,43 @@ TABLE: dict[str, Key] = {
                                                        "equivalent")),
     # preferences, SFT
     "precompute_ref_log_probs": to("ref: precomputed"),
+    "packing_strategy": to("bfd: longer sequences are truncated; another has no equivalent"),
     "packing": to("packing (a batch counts sequences here, not packed rows)"),
     "dataset_text_field": to("data: format: completion, field_text"),
     "chat_template_path": to("chat_template"),
     **_each("eos_token pad_token", to("special_tokens")),
     **_each("completion_only_loss assistant_only_loss", to("train_on_inputs")),
+    # distillation, PPO, online DPO, CPO
+    "teacher_model_name_or_path": to("teacher"),
+    "lmbda": to("student_data_fraction"),
+    **_each("max_new_tokens response_length", to("max_completion_length")),
+    "sft_model_path": to("model"),
+    "reward_model_path": to("reward_funcs: model:NAME; PPO: also value_model"),
+    "num_ppo_epochs": to("num_iterations"),
+    "num_mini_batches": to("minibatches_per_rollout, beyond gradient_accumulation_steps"),
+    "total_episodes": to("max_steps"),
+    "lam": to("gae_lambda"),
+    "cliprange": to("epsilon"),
+    "kl_coef": to("beta, with kl_in_reward"),
+    **_each("simpo_gamma alpha", to("the flag of that name, with a loss_type that reads it")),
+    "kl_estimator": to("k1; k3 has no equivalent"),
+    "stop_token": to("the end token always ends a completion"),
+    "vf_coef": to("vf_coef, if there is no value_model"),
+    **_each("shuffle_dataset train_sampling_strategy", to("rows are drawn in random order; another order has no "
+                                                          "equivalent")),
     # no effect
+    **_each("num_sample_generations", idle("samples.jsonl and report.html contain them")),
+    **_each("local_rollout_forward_batch_size", idle(SPEED)),
+    **_each("world_size num_total_batches micro_batch_size local_batch_size batch_size local_mini_batch_size "
+            "mini_batch_size", idle("computed from the batch size")),
     **_each("remove_unused_columns dataset_num_proc dataset_kwargs.* dataset_streaming streaming ignore_bias_buffers "
             "dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
             "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order data_seed "
-            "ignore_data_skip shuffle_dataset train_sampling_strategy group_by_length length_column_name label_names "
+            "ignore_data_skip group_by_length length_column_name label_names "
             "datasets[].columns", idle(ROWS)),
     **_each("per_device_eval_batch_size eval_accumulation_steps torch_compile_backend torch_compile_mode tf32 "
             "use_liger_kernel liger_kernel_config.* use_cache torch_empty_cache_steps gradient_checkpointing_kwargs.* "
-            "activation_offloading padding_free pad_to_multiple_of packing_strategy eval_packing "
+            "padding_free pad_to_multiple_of eval_packing "
             "precompute_ref_batch_size cast_lm_head_to_fp32 ds3_gather_for_generation cache_implementation "
             "use_transformers_paged use_transformers_continuous_batching transformers_continuous_batching_config.* "
             "vllm_enable_sleep_mode vllm_model_impl vllm_group_port auto_find_batch_size "
@@ -206,8 +277,7 @@ TABLE: dict[str, Key] = {
             "ddp_backend ddp_timeout accelerator_config.* use_cpu save_on_each_node average_tokens_across_devices",
             idle(PROCESSES)),
     **_each("do_train do_eval do_predict save_only_model save_safetensors overwrite_output_dir disable_dropout "
-            "lora_task_type enable_jit_checkpoint restore_callback_states_from_checkpoint model_init_kwargs.dtype "
-            "model_init_kwargs.torch_dtype model_init_kwargs.attn_implementation", idle(INSIDE)),
+            "lora_task_type enable_jit_checkpoint restore_callback_states_from_checkpoint", idle(INSIDE)),
     # of older versions
     **_each("padding_value label_pad_token_id is_encoder_decoder dataset_batch_size num_of_sequences chars_per_token "
             "max_target_length dispatch_batches split_batches", idle(ROWS)),
@@ -229,7 +299,12 @@ TABLE: dict[str, Key] = {
     "fp16": rejected("float16 is not supported; bfloat16 is used on a GPU"),
     "label_smoothing_factor": rejected("smoothing of the cross-entropy is not supported"),
     **_each("optim_args optim_target_modules", rejected("this setting of an optimizer is not supported")),
-    "model_init_kwargs.*": rejected("the model is loaded with its own config"),
+    **_each("model_init_kwargs.* teacher_model_init_kwargs.*", rejected("the model is loaded with its own config")),
+    "teacher_model_revision": rejected("main is loaded"),
+    **_each("accelerate_config num_processes", rejected(LAUNCH)),
+    "seq_kd": rejected("completions of the teacher are not sampled; write them to the data"),
+    "whiten_rewards": rejected("rewards are not whitened, advantages are"),
+    "stop_token_id": rejected("name the text of the token with --stop"),
     **_each("lora_target_parameters", rejected("adapters are on whole linear layers")),
     **_each("load_best_model_at_end metric_for_best_model greater_is_better",
             rejected("the final model is the last one; choose a checkpoint by its evaluation")),
@@ -244,21 +319,37 @@ TABLE: dict[str, Key] = {
 }  # fmt: skip
 
 
-def find_kind(tree: Mapping[str, Any]) -> str:
-    loss = tree.get("loss_type")
-    for kind, names in LOSSES.items():
-        if isinstance(loss, str) and loss in names and not (kind == "grpo" and loss == "sft"):
-            return kind
-    for kind, names in TELLING.items():
-        if any(tree.get(name) is not None for name in names):
-            return kind
-    raise UserError("the fields do not say which trainer they are for; add --kind grpo, rloo, dpo, kto, sft or reward")
-
-
 def translate(tree: Mapping[str, Any], kind: str) -> tuple[Translation, list[str]]:
     """Return the translation, and a sentence for each field without an equivalent."""
     work = _Trl(tree, kind)
     return work.made, [*work.theirs.rejections, *work.without]
+
+
+def ranks_for_groups(tree: Mapping[str, Any]) -> int:
+    """Return the number of processes that a step of whole groups needs."""
+    step = tree.get("per_device_train_batch_size", 8) * tree.get("gradient_accumulation_steps", 1)
+    return math.lcm(step, tree.get("num_generations", 8 if tree["method"] == "grpo" else 1)) // step
+
+
+def _experts_loss(model: str | None) -> float | None:
+    """Return the weight of the load-balancing loss in the model's config.json; None if it has none or is not here."""
+    file = Path(str(model)) / "config.json"
+    if not file.is_file():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            file = Path(str(try_to_load_from_cache(str(model), "config.json")))
+        except HFValidationError:  # not a hub id
+            return None
+    try:
+        return json.loads(file.read_text(encoding="utf-8")).get("router_aux_loss_coef")
+    except (OSError, ValueError, AttributeError):  # AttributeError: not a mapping
+        return None
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 class _Trl:
@@ -267,51 +358,58 @@ class _Trl:
     def __init__(self, tree: Mapping[str, Any], kind: str) -> None:
         self.made, self.kind = Translation(), kind
         self.set = self.made.set
-        if not tree.get("use_adaptive_entropy"):
-            tree = {name: value for name, value in tree.items() if name not in (*keys.ADAPTIVE, "entropy_coef_min")}
+        dropped = ("config_class", *(() if tree.get("use_adaptive_entropy") else (*keys.ADAPTIVE, "entropy_coef_min")))
+        tree = {name: None if value in PLACEHOLDERS else value for name, value in tree.items() if name not in dropped}
+        for name in LISTS:
+            item, what = (Mapping, "mappings") if name == "datasets" else (str, "names")
+            if not all(isinstance(one, item) for one in _listed(tree.get(name))):
+                raise UserError(f"{name}={shown(tree[name])}: expected a list of {what}")
         if tree.get("evaluation_strategy") is not None and tree.get("eval_strategy") is None:
             tree = {**tree, "eval_strategy": tree["evaluation_strategy"]}  # the name of before
-        self.theirs = Theirs(tree, TABLE, "TRL", strict=False)
+        self.theirs = Theirs(tree, TABLE, "TRL", strict=False, unchanged=UNCHANGED)
         self.take = self.theirs.take
         self.without: list[str] = []
-        self.set("method", METHODS[kind])
+        self.set("method", KINDS[kind].method)
         self._model()
         self._rows()
         for name in (*SAME_EVERYWHERE, *SAME_OF[kind]):
-            if name in OFFLINE_ONLY and kind in SAMPLING:
-                if self.take(name):
-                    self.without.append(f"{name}={self.take(name)}: is for methods on fixed rows here")
-            else:
-                self._same(name)
+            self._same(name)
+        for name, ours in RENAMED.get(kind, {}).items():
+            self._same(name, ours)
+        for name in COUNTS:
+            if name in self.made.tree:
+                self.set(name, count := number(self.made.tree[name], name, int))
+                check_number(name, count, "1 or more")
+        self._experts()
         self._lengths()
         self._run()
         if kind in SAMPLING:
             self._sampling()
-        if kind in ("dpo", "kto") and self.take("precompute_ref_log_probs"):
-            self.set("ref", "precomputed")
-        elif kind in ("dpo", "kto") and self.take("force_use_ref_model"):
-            self.set("ref", "copy")
-        if kind == "sft":
-            self._sft()
+        if kind in GROUPED:
+            self._policy_gradient()
+        methods = {"sft": self._sft, "dpo": self._reference, "kto": self._reference, "online_dpo": self._online_dpo,
+                   "ppo": self._ppo, "gkd": self._gkd, "cpo": self._cpo}  # fmt: skip
+        methods.get(kind, lambda: None)()
         for name, value in DEFAULTS[kind].items():
             if not self._has(name):
                 self.set(name, value)
-        self.made.idle = self.theirs.idle(METHODS[kind])
+        self._groups()
+        self._unused()
 
     def _has(self, name: str) -> bool:
         stands_for = {"num_train_epochs": "max_steps", "save_steps": "saves_per_epoch"}
         return any(key in self.made.tree for key in (name, stands_for.get(name, name)))
 
-    def _same(self, name: str) -> None:
+    def _same(self, name: str, ours: str | None = None) -> None:
         value = self.take(name)
-        if isinstance(value, str):  # YAML reads 1e-6 as text
+        if isinstance(value, str) and name != "step_separator":  # YAML reads 1e-6 as text
             try:
                 value = float(value)
             except ValueError:
                 value = self.take(name)
         if value is False and name not in ("gradient_checkpointing", "use_bias_correction_kl", "scale_rewards"):
             return  # our default, too
-        self.set(name, value)
+        self.set(ours or name, value)
 
     def _model(self) -> None:
         self.set("model", self.take("model_name_or_path"))
@@ -319,17 +417,25 @@ class _Trl:
         self.set("revision", None if revision in (None, "main") else str(revision))
         eos, pad = self.take("eos_token"), self.take("pad_token")
         self.set("special_tokens", {k: v for k, v in (("eos_token", eos), ("pad_token", pad)) if v} or None)
-        weights = self.take("dtype") or self.take("torch_dtype")
-        if weights == "bfloat16" and not self.take("use_peft"):
-            self.set("trained_dtype", "bfloat16")
+        name = next((name for name in DTYPES if self.take(name) is not None), "dtype")
+        weights, trains_base = self.take(name), not self.take("use_peft")
+        if weights == "bfloat16":
+            self.set("trained_dtype", "bfloat16" if trains_base else None)
             self.set("dtype", "bfloat16")
-        elif weights not in (None, "auto", "float32", "bfloat16"):
-            self.without.append(f"dtype={weights}: is not supported; float32 weights are trained")
-        if self.take("bf16") is False and not self.theirs.tree.get("fp16") and "trained_dtype" not in self.made.tree:
+        elif weights == "auto" and trains_base:
+            self.made.notes.append(
+                f"{name}=auto: TRL trains weights in the checkpoint's dtype, here they are float32; for a bfloat16 "
+                "checkpoint add --trained-dtype bfloat16"
+            )
+        elif weights not in (None, "auto", "float32"):
+            self.without.append(f"{name}={weights}: is not supported; float32 weights are trained")
+        if self.take("bf16") is False and not self.theirs.tree.get("fp16") and "dtype" not in self.made.tree:
             self.set("dtype", "float32")
-        kernel = self.take("attn_implementation")
+        kernel = self.take("attn_implementation") or self.take("model_init_kwargs.attn_implementation")
         self.set("attn_implementation", kernel if kernel in ("sdpa", "eager") else None)
-        self.set("compile", self.take("torch_compile"))
+        self.set("compile", self.take("torch_compile") or None)
+        if self.take("activation_offloading") and self.take("gradient_checkpointing") is not False:
+            self.set("activation_offloading", True)
         if self.take("use_peft"):
             self._lora()
         self.set("load_in_4bit", self.take("load_in_4bit") or None)
@@ -351,14 +457,16 @@ class _Trl:
     def _rows(self) -> None:
         self.theirs.take_all("datasets")
         entries = []
-        name = self.take("dataset_name")
+        name, mixture = self.take("dataset_name"), _listed(self.theirs.tree.get("datasets"))
+        if name is not None and mixture:
+            self.made.notes.append(f"dataset_name={name}: datasets is read instead, as in TRL")
+            name = None
         if name is not None:
             entries.append(
                 {"path": name, "name": self.take("dataset_config"), "split": self.take("dataset_train_split")}
             )
-        for dataset in self.theirs.tree.get("datasets") or ():
-            files = dataset.get("data_files") or dataset.get("path")
-            for path in [files] if isinstance(files, str) else files:
+        for dataset in mixture:
+            for path in _listed(dataset.get("data_files") or dataset.get("path")):
                 entries.append({"path": path, "name": dataset.get("name"), "split": dataset.get("split")})
         if self.kind == "sft" and self.take("dataset_text_field") not in (None, "text"):
             for entry in entries:
@@ -366,6 +474,9 @@ class _Trl:
         entries = [{key: value for key, value in entry.items() if value is not None} for entry in entries]
         self.set("data", entries or None)
         self.held_out = False
+        if self.kind in DISTILLING and self._evaluates():
+            self.without.append("eval_strategy: evaluation measures rewards, which distillation has not")
+            return
         size, split = self.take("test_split_size"), str(self.take("dataset_test_split") or "test")
         is_file = str(name).lower().endswith(SUFFIXES)  # which has one split, train
         if size:
@@ -378,13 +489,40 @@ class _Trl:
     def _evaluates(self) -> bool:
         return str(self.take("eval_strategy") or "no") != "no"
 
+    def _experts(self) -> None:
+        """TRL's default is the weight in the model's config; in 1.10 it was 0.001, which dense models ignored."""
+        given = number(self.take("router_aux_loss_coef"), "router_aux_loss_coef")
+        own = _experts_loss(self.take("model_name_or_path"))
+        weight = own if given is None and "router_aux_loss_coef" in KINDS[self.kind].fields else given
+        if weight == 0.001 and own is None:
+            self.made.notes.append(
+                "router_aux_loss_coef=0.001: has an effect only on a model with experts; add --router-aux-loss-coef "
+                "0.001 if this is one"
+            )
+        elif weight and self.kind in SAMPLING:
+            self.without.append(f"router_aux_loss_coef={weight}: is for methods on fixed rows here")
+        elif weight:
+            self.set("router_aux_loss_coef", weight)
+        if self.kind in SAMPLING and self.made.tree.pop("neftune_noise_alpha", None):
+            self.without.append(
+                f"neftune_noise_alpha={self.take('neftune_noise_alpha')}: is for methods on fixed rows here"
+            )
+
     def _lengths(self) -> None:
-        if self.take("truncation_mode") == "keep_end":
+        if self.kind in ("sft", "dpo") and self.take("truncation_mode") == "keep_end":
             self.made.notes.append("truncation_mode=keep_end: a response beyond max_length loses its end here")
-        if self.take("max_seq_length") is not None and "max_length" not in self.made.tree:
+        if self.kind == "sft" and self.take("max_seq_length") is not None and "max_length" not in self.made.tree:
             self.set("max_length", self.take("max_seq_length"))
-        if "max_length" in self.theirs.tree and self.theirs.tree["max_length"] is None and self.kind not in SAMPLING:
+        if self.theirs.tree.get("max_length", 0) is None and "max_length" in SAME_OF[self.kind]:
             self.set("max_length", UNLIMITED)
+        if self.take("train_sampling_strategy") == "sequential" and self.kind != "kto":
+            self.without.append("train_sampling_strategy=sequential: rows are drawn in random order")
+        if self.take("shuffle_dataset") is False and self.kind in (*GROUPED, "distillation"):
+            self.without.append("shuffle_dataset=False: rows are drawn in random order")
+        if not self.made.tree.get("sync_ref_model"):
+            for name in ("ref_model_mixup_alpha", "ref_model_sync_steps"):
+                self.take(name)
+                self.made.tree.pop(name, None)
 
     def _run(self) -> None:
         steps = number(self.take("max_steps"), "max_steps", int)
@@ -417,8 +555,7 @@ class _Trl:
             self.made.notes.append(
                 f"eval_strategy={strategy}: {why}; add --eval-data FILE or --val-set-size 0.1, and {when}"
             )
-        services = self.take("report_to")
-        services = [services] if isinstance(services, str) else services or []
+        services = _listed(self.take("report_to"))
         known = [name for name in services if name in ("wandb", "tensorboard")]
         self.without += [f"report_to={name}: is not supported" for name in services
                          if name not in (*known, "none", "all")]  # fmt: skip
@@ -463,12 +600,33 @@ class _Trl:
     # methods
 
     def _sampling(self) -> None:
-        tree = self.made.tree
         for name, full in (("top_p", (1,)), ("top_k", (0, -1)), ("min_p", (0,)), ("repetition_penalty", (1,))):
             value = self.take(name)
             if value is not None and value not in full:
                 self.without.append(f"{name}={value}: {FULL}")
+        turns = number(self.take("max_tool_calling_iterations"), "max_tool_calling_iterations", int)
+        if turns is not None:  # the answer comes after the last call
+            self.made.notes.append(f"max_tool_calling_iterations={turns}: with --tools, add --max-turns {turns + 1}")
+        rewards = []
+        for name in _listed(self.take("reward_funcs")):
+            if name == "reasoning_accuracy_reward":
+                self.without.append(f"reward_funcs={name}: is not supported; math_verify also reads the reasoning")
+            else:
+                rewards.append(REWARDS.get(str(name), str(name)))
+        model = self.take("reward_model_name_or_path") or self.take("reward_model_path")
+        if model:
+            rewards.insert(0, f"model:{model}")
+        if "math_verify" in rewards:
+            self.made.notes.append("accuracy_reward: math_verify reads the column answer; TRL reads solution")
+        self.set("reward_funcs", rewards or None)
+        self._servers()
+
+    def _policy_gradient(self) -> None:
+        tree = self.made.tree
         keys.set_cispo_cap(self.made)
+        if (number(tree.get("epsilon"), "epsilon") or 0) > 1:  # no ratio is below 0
+            tree.setdefault("epsilon_high", tree["epsilon"])
+            self.set("epsilon", 1.0)
         for name in (*LOSS_KWARGS, "multi_objective_aggregation") if self.kind == "grpo" else ():
             if self.take(name) is not None:
                 for key, value in OLD_FLAGS[name].convert(str(self.take(name))).items():
@@ -478,9 +636,10 @@ class _Trl:
             self.without += [lowest] if lowest else []
         if not tree.get("beta", 0.05 if self.kind == "rloo" else 0):
             tree.pop("use_bias_correction_kl", None)
-        if not tree.get("sync_ref_model"):
-            for name in ("ref_model_mixup_alpha", "ref_model_sync_steps"):
-                tree.pop(name, None)
+        elif self.kind == "grpo" and "use_bias_correction_kl" not in tree:
+            self.made.notes.append(
+                "use_bias_correction_kl: is on, as in TRL 1.16; 1.10 had it off, which is --no-use-bias-correction-kl"
+            )
         micro = tree.get("per_device_train_batch_size", 8)
         accumulation = tree.get("gradient_accumulation_steps", 1)
         steps = number(self.take("steps_per_generation"), "steps_per_generation", int)
@@ -492,23 +651,45 @@ class _Trl:
             self.without.append(
                 f"steps_per_generation={rounds * accumulation:g}: a rollout has a whole number of steps"
             )
-        self.set("max_turns", self.take("max_tool_calling_iterations"))
-        rewards = [REWARDS.get(str(name), str(name)) for name in self.take("reward_funcs") or ()]
-        if self.take("reward_model_name_or_path"):
-            rewards.insert(0, f"model:{self.take('reward_model_name_or_path')}")
-        if "math_verify" in rewards:
-            self.made.notes.append("accuracy_reward: math_verify reads the column answer; TRL reads solution")
-        self.set("reward_funcs", rewards or None)
-        self._servers()
+
+    def _groups(self) -> None:
+        """Report steps of incomplete groups, which the trainer rejects."""
+        tree = self.made.tree
+        if self.kind in GROUPED and (ranks := ranks_for_groups(tree)) > 1:
+            micro, size = tree.get("per_device_train_batch_size", 8), tree.get("num_generations", 8)
+            step = micro * tree.get("gradient_accumulation_steps", 1)
+            self.made.notes.append(
+                f"num_generations={size}: {step} completions per step (per_device_train_batch_size x "
+                f"gradient_accumulation_steps) are not whole groups on one process; start a multiple of {ranks} "
+                f"processes with torchrun, or set --gradient-accumulation-steps {math.lcm(size, micro) // micro}"
+            )
+
+    def _unused(self) -> None:
+        """List fields that the class has in TRL and that nothing above read."""
+        kind = KINDS[self.kind]
+        self.made.idle = self.theirs.idle(kind.method)
+        values = dict(self.theirs.leaves)
+        for key in self.made.idle.pop(f"not used by {kind.method}", []):
+            name = key.partition(".")[0]
+            if name.startswith("vllm_") and not self.take("use_vllm"):
+                reason = "without use_vllm"
+            elif name.startswith(("lora_", "use_rslora", "use_dora")) and not self.take("use_peft"):
+                reason = "without use_peft"
+            elif name in kind.fields or not any(name in other.fields for other in KINDS.values()):
+                self.without.append(f"{key}={shown(values[key])}: has no equivalent in --method {kind.method}")
+                continue
+            else:
+                reason = f"not a field of {kind.config}"
+            self.made.idle.setdefault(reason, []).append(key)
 
     def _servers(self) -> None:
         if not self.take("use_vllm"):
             self.set("rollout.engine", "local")
             return
         self.set("rollout.engine", "vllm")
-        if self.take("vllm_importance_sampling_correction") is False:
-            self.set("vllm_importance_sampling_correction", False)
-        else:
+        if self.kind == "rloo" or self.kind == "grpo" and self.take("vllm_importance_sampling_correction") is False:
+            self.set("vllm_importance_sampling_correction", False)  # RLOOConfig has none
+        elif self.kind == "grpo":
             mode = self.take("vllm_importance_sampling_mode")
             self.set("vllm_importance_sampling_mode", mode or VLLM_DEFAULTS["vllm_importance_sampling_mode"])
             cap = self.take("vllm_importance_sampling_clip_max") or self.take("vllm_importance_sampling_cap")
@@ -518,7 +699,8 @@ class _Trl:
         if (self.take("vllm_mode") or "colocate") == "colocate":
             self.set("vllm.colocate", True)
             share = number(self.take("vllm_gpu_memory_utilization"), "vllm_gpu_memory_utilization")
-            self.set("vllm.gpu_memory_utilization", share or VLLM_DEFAULTS["vllm.gpu_memory_utilization"])
+            default = 0.55 if self.kind == "online_dpo" else VLLM_DEFAULTS["vllm.gpu_memory_utilization"]
+            self.set("vllm.gpu_memory_utilization", share or default)
             older = self.take("vllm_max_model_len")
             self.set("vllm.max_model_len", self.take("vllm_max_model_length") or older)
             self.set("vllm.tensor_parallel_size", self.take("vllm_tensor_parallel_size"))
@@ -531,7 +713,9 @@ class _Trl:
         self.set("vllm.port", port if url is None else None)
 
     def _sft(self) -> None:
-        packing = self.take("packing")
+        packing, strategy = self.take("packing"), self.take("packing_strategy")
+        if packing and strategy not in (None, "bfd"):
+            self.without.append(f"packing_strategy={strategy}: a sequence longer than max_length is truncated")
         if packing:
             self.made.notes.append("packing: a batch has per_device_train_batch_size examples here, in TRL full rows")
         if self.theirs.tree.get("loss_type") == "dft":
@@ -549,4 +733,89 @@ class _Trl:
             self.made.notes.append(
                 "assistant_only_loss: is off in TRL, which then trains every token of messages; here only the "
                 "assistant's are trained, unless --train-on-inputs"
+            )
+
+    def _reference(self) -> None:
+        tree = self.made.tree
+        if self.take("precompute_ref_log_probs"):
+            self.set("ref", "precomputed")
+        elif self.take("force_use_ref_model"):
+            self.set("ref", "copy")
+        if tree.get("f_divergence_type") != "alpha_divergence":
+            tree.pop("f_alpha_divergence_coef", None)
+        if "discopop" not in _listed(tree.get("loss_type")):
+            tree.pop("discopop_tau", None)
+
+    def _cpo(self) -> None:
+        loss = self.made.tree.get("loss_type")
+        for name, losses, default in (("simpo_gamma", ("simpo", "alphapo"), 0.5), ("alpha", ("alphapo",), 0.0)):
+            given = number(self.take(name), name)
+            if loss in losses:
+                self.set(name, default if given is None else given)
+
+    def _online_dpo(self) -> None:
+        tree, beta = self.made.tree, self.take("beta")
+        if isinstance(beta, list) and beta:
+            tree["beta"] = beta[0]
+            if len(beta) > 1:
+                self.without.append(f"beta={beta}: one value for all epochs; {beta[0]} is used")
+        if self.take("loss_type") == "ipo":
+            self.made.notes.append("loss_type=ipo: compares log-probs per token here, their sums in OnlineDPOTrainer")
+        self.set("num_generations", 2)
+        self.set("per_device_train_batch_size", 2 * tree.get("per_device_train_batch_size", 8))
+        self.made.notes.append(
+            "per_device_train_batch_size: counts prompts in OnlineDPOConfig, completions here, which are twice as many"
+        )
+
+    def _ppo(self) -> None:
+        tree = self.made.tree
+        if self.take("sft_model_path") and tree.get("model") not in (None, self.take("sft_model_path")):
+            self.made.notes.append(
+                f"model_name_or_path={tree['model']}: names the tokenizer in TRL's PPO script; "
+                "sft_model_path is trained"
+            )
+        self.set("model", self.take("sft_model_path"))
+        micro, accumulation = tree.get("per_device_train_batch_size", 8), tree.get("gradient_accumulation_steps", 1)
+        parts = number(self.take("num_mini_batches"), "num_mini_batches", int) or 1
+        parts = max(1, parts // accumulation)  # micro-batches up to gradient_accumulation_steps make one step
+        if micro % parts:
+            self.without.append(
+                f"num_mini_batches={self.take('num_mini_batches')}: does not divide "
+                f"per_device_train_batch_size={micro}; a rollout is one step"
+            )
+            parts = 1
+        self.set("minibatches_per_rollout", parts)
+        self.set("per_device_train_batch_size", micro // parts)
+        episodes = number(self.take("total_episodes"), "total_episodes", int)
+        if episodes is not None:
+            steps = math.ceil(episodes / (micro * accumulation)) * tree.get("num_iterations", 4) * parts
+            self.set("max_steps", steps)
+            self.made.notes.append(
+                f"total_episodes={episodes}: are {steps} optimizer steps on one process; divide "
+                "--max-steps by the number of processes"
+            )
+        if not tree.get("beta", 0.05):
+            self.set("kl_in_reward", False)
+        if self.take("kl_estimator") == "k3":
+            self.without.append("kl_estimator=k3: the KL in the reward is k1")
+        if self.take("stop_token") != "eos":
+            self.made.notes.append(
+                "stop_token: completions have response_length tokens in TRL, here they end at the end token"
+            )
+        rate = tree.get("learning_rate")
+        self.set("critic_learning_rate", rate)
+        if self.take("reward_model_path"):
+            self.set("value_model", self.take("reward_model_path"))
+        else:
+            self._same("vf_coef")
+            self.made.notes.append(
+                "value_model is an argument of PPOTrainer; without --value-model the critic is a head on the policy"
+            )
+
+    def _gkd(self) -> None:
+        temperature = number(self.take("temperature"), "temperature")
+        temperature = 0.9 if temperature is None else temperature
+        if temperature != 1:
+            self.made.notes.append(
+                f"temperature={temperature:g}: GKDTrainer samples at it and takes log-probs at 1; here both are at it"
             )

@@ -34,6 +34,7 @@ from tests.compat.axolotl_inputs import localised
 from tests.compat.axolotl_oracle import Oracle, PeerError
 from tests.entry import run
 
+DOCS = Path(__file__).parents[2] / "docs" / "from_axolotl.md"
 PROBES = Path(__file__).with_name("axolotl_probes.yaml")
 REWARDS = Path(__file__).parents[1] / "trainer" / "translate" / "examples" / "rwd.py"
 # What only a GPU machine has: the file's own value is translated and compared, and overridden to train here.
@@ -44,24 +45,24 @@ NO_EFFECT = set(
     """
     activation_offloading auto_find_batch_size autotune_cache_path autotune_neighborhood autotune_profiles
     batch_flattening cls_model_config cut_cross_entropy dataloader_num_workers dataset_num_proc dataset_prepared_path
-    dataset_processes ddp ddp_find_unused_parameters ddp_timeout debug device_map dp_replicate_size eval_batch_size
-    eval_max_new_tokens eval_on_start eval_sample_packing eval_table_size experimental_skip_move_to_device
-    experts_implementation flash_attn_cross_entropy flash_attn_fuse_mlp flash_attn_rms_norm flash_optimum fsdp_version
-    fused_attn_kernel gemma4_hybrid_attn_impl gpu_memory_limit group_by_length hf_use_auth_token hub_model_id
-    liger_fused_linear_cross_entropy liger_glu_activation liger_layer_norm liger_rms_norm liger_rms_norm_gated
-    liger_rope llama4_linearized_experts lora_fan_in_fan_out lora_mlp_kernel lora_o_kernel lora_qkv_kernel
-    low_cpu_mem_usage model_type num_labels otel_metrics_host otel_metrics_port pad_to_sequence_len plugins
-    pretrain_multipack_attn ray_num_workers remove_unused_columns sample_packing_sequentially save_only_model
-    save_safetensors streaming streaming_multipack_buffer_size strict tf32 tiled_mlp tokenizer_legacy tokenizer_type
-    tokenizer_use_fast torch_compile_mode trl.log_completions trl.num_completions_to_print trl.use_data_producer
-    fsdp use_kernels use_otel_metrics use_ray use_scattermoe use_sonicmoe use_swanlab wandb_name
-    trl.generation_kwargs.stop_token_ids""".split()
+    dataset_processes ddp ddp_find_unused_parameters ddp_timeout debug deepspeed default_system_message device_map
+    dp_replicate_size eval_batch_size eval_max_new_tokens eval_on_start eval_sample_packing eval_table_size
+    experimental_skip_move_to_device experts_implementation flash_attn_cross_entropy flash_attn_fuse_mlp
+    flash_attn_rms_norm flash_optimum fsdp fsdp_version fused_attn_kernel gemma4_hybrid_attn_impl gpu_memory_limit
+    group_by_length hf_use_auth_token hub_model_id liger_fused_linear_cross_entropy liger_glu_activation
+    liger_layer_norm liger_rms_norm liger_rms_norm_gated liger_rope llama4_linearized_experts lora_fan_in_fan_out
+    lora_mlp_kernel lora_o_kernel lora_qkv_kernel low_cpu_mem_usage max_prompt_len model_type num_labels
+    otel_metrics_host otel_metrics_port pad_to_sequence_len plugins pretrain_multipack_attn ray_num_workers
+    remove_unused_columns sample_packing_sequentially save_only_model save_safetensors streaming
+    streaming_multipack_buffer_size strict tf32 tiled_mlp tokenizer_legacy tokenizer_type tokenizer_use_fast
+    torch_compile_mode trl.generation_kwargs.stop_token_ids trl.log_completions trl.num_completions_to_print
+    trl.use_data_producer use_kernels use_otel_metrics use_ray use_scattermoe use_sonicmoe use_swanlab wandb_name
+""".split()
 )
 NO_EFFECT_BLOCKS = ("accelerator_config.", "autotune_profiles", "bnb_config_kwargs.", "device_map.", "fsdp_config.",
                     "flex_attn_compile_kwargs.", "gradient_checkpointing_kwargs.", "swanlab_", "vllm.")  # fmt: skip
-UNUSED = {
-    "sequence_len": ("ebft", "grpo", "gdpo")
-}  # key -> methods with which axolotl's trainer does not use it either
+# Keys that a method may not use: their effect there is compared.
+COMPARED = ("cosine_min_lr_ratio", "lora_dropout", "rl_beta", "orpo_alpha", "sequence_len", "trl.beta")
 
 
 @dataclass
@@ -72,7 +73,7 @@ class Result:
     peer: str = ""  # why axolotl itself does not take the file
     keys: dict[str, str] = field(default_factory=dict)  # key -> what happens to it here
     silent: list[str] = field(default_factory=list)
-    allowed: Counter[str] = field(default_factory=Counter)  # name of a documented difference -> times
+    documented: Counter[str] = field(default_factory=Counter)  # name of an intended difference -> times
 
 
 def main(argv: list[str]) -> int:
@@ -133,12 +134,13 @@ def check(name: str, tree: Any, folder: Path, oracle: Oracle) -> Result:
     try:
         with contextlib.redirect_stderr(console):
             _, cfg, method = parse(["--config", str(file)])
-        result.keys = keys_of(made, console.getvalue(), method, result, oracle)
+        result.keys = keys_of(made, console.getvalue(), result, oracle)
         theirs, args = oracle.settings(made)
         for key, (there, here) in compare.settings(theirs, args, config_to_tree(cfg), method).items():
-            note(result, compare.allowed_setting(key, there, here), f"{key}: there {there!r}, here {here!r}")
-        for why, difference in compare.rows(oracle, theirs, cfg, method, made):
-            note(result, why, difference)
+            kind = compare.setting_kind(key, there, here)
+            note(result, kind, f"{key}: there {there!r}, here {here!r}", console.getvalue())
+        for kind, difference in compare.rows(oracle, theirs, cfg, method, made):
+            note(result, kind, difference, console.getvalue())
     except UserError as error:
         result.outcome, result.reason = "rejected", str(error).removeprefix(f"{file}: ").replace(str(folder), "")
     except PeerError as error:
@@ -148,15 +150,17 @@ def check(name: str, tree: Any, folder: Path, oracle: Oracle) -> Result:
     return result
 
 
-def note(result: Result, why: str, difference: str) -> None:
-    """Count a documented difference by its name; `why` is empty for a silent one."""
-    if why:
-        result.allowed[why] += 1
+def note(result: Result, kind: str, difference: str, console: str) -> None:
+    """Count a difference that is documented, and on the console if it must be; any other is silent."""
+    paragraph, word = compare.DOCUMENTED.get(kind, ("", ""))
+    if paragraph and word in console and f"**{paragraph}" in DOCS.read_text():
+        result.documented[kind] += 1
     else:
-        result.silent.append(difference)
+        missing = f" ({kind}: not in {DOCS.name}, or {word} not on the console)" if kind else ""
+        result.silent.append(difference + missing)
 
 
-def keys_of(tree: Mapping[str, Any], console: str, method: str, result: Result, oracle: Oracle) -> dict[str, str]:
+def keys_of(tree: Mapping[str, Any], console: str, result: Result, oracle: Oracle) -> dict[str, str]:
     """What happens to each key of the file here; keys without effect must be on the console, and have none there."""
     from trainer.translate.axolotl import translate
     from trainer.translate.axolotl_table import TABLE
@@ -171,10 +175,10 @@ def keys_of(tree: Mapping[str, Any], console: str, method: str, result: Result, 
         found[key] = idle.get(key) or entry.outcome
         if key in idle and key not in console:
             result.silent.append(f"{key}={value}: has no effect here, and the console does not say so")
-        unused = idle.get(key, "").startswith("not used by") and method in UNUSED.get(key, ())
+        unused = idle.get(key, "").startswith("not used by") and key in COMPARED
         if unused or key in NO_EFFECT or key.startswith(NO_EFFECT_BLOCKS):
             continue
-        if key in idle:
+        if key in idle and oracle.knows(key):
             result.silent.append(f"{key}={value}: has no effect here ({idle[key]}), but has one there")
         elif entry.outcome != "translated" and value in EMPTY and oracle.default(key) not in (*EMPTY, value):
             result.silent.append(f"{key}={value}: is ignored here; axolotl's default is {oracle.default(key)}")
@@ -193,9 +197,8 @@ def train(folder: Path) -> tuple[str, str]:
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
     if done.returncode == 0:
         return "run", ""
-    return ("traceback" if "Traceback" in done.stderr else "rejected"), lines[
-        -1
-    ] if lines else f"exit {done.returncode}"
+    outcome = "traceback" if "Traceback" in done.stderr else "rejected"
+    return outcome, lines[-1] if lines else f"exit {done.returncode}"
 
 
 def report(results: list[Result], *, trained: bool) -> int:
@@ -208,13 +211,13 @@ def report(results: list[Result], *, trained: bool) -> int:
     for key, group in sorted(by_reason.items(), key=lambda item: -len(item[1])):
         print(f"rejected {len(group):3}: {key:36} {group[0].reason[:110]} ({group[0].name})")
     differences: dict[str, list[str]] = defaultdict(list)
+    probes = {result.name for result in results if result.name.startswith("probe")}
     for result in results:
         if result.outcome == "traceback":
             print(f"traceback: {result.name}\n{result.reason}")
         for difference in result.silent:
-            differences[re.split(r"[=:]", re.sub(r"\brow \d+", "row", difference))[0]].append(
-                f"{difference} ({result.name})"
-            )
+            kind = re.split(r"[=:]", re.sub(r"\brow \d+", "row", difference))[0]
+            differences[result.name if result.name in probes else kind].append(f"{difference} ({result.name})")
     for group in differences.values():
         print(f"silent {len(group):3}: {group[0]}")
     peers = Counter(result.peer for result in results if result.peer)
@@ -222,13 +225,13 @@ def report(results: list[Result], *, trained: bool) -> int:
         print(f"axolotl itself fails {count:3}: {reason[:150]}")
     keys = Counter(key for result in results for key in result.keys)
     outcomes = Counter(result.outcome for result in results)
-    allowed = Counter(name for result in results for name in result.allowed)
+    documented = Counter(kind for result in results for kind in result.documented)
     print(f"\nfiles {len(results)}: not training {outcomes['not training']}, "
           f"{'trained two steps' if trained else 'accepted'} {outcomes['run']}, rejected in one line "
           f"{outcomes['rejected']}, traceback {outcomes['traceback']}")  # fmt: skip
     print(f"files with a silent difference {len(silent)}; accepted here although axolotl fails {sum(peers.values())}")
     print(f"keys in the accepted files: {len(keys)}, each translated or on the console")
-    print("documented differences (files): " + ", ".join(f"{name} {count}" for name, count in allowed.most_common()))
+    print("documented differences (files): " + ", ".join(f"{name} {count}" for name, count in documented.most_common()))
     return int(bool(silent or outcomes["traceback"]))
 
 

@@ -30,10 +30,25 @@ NEUTRAL = """output_dir average_tokens_across_devices tf32 gradient_checkpointin
     per_device_eval_batch_size eval_on_start eval_accumulation_steps accelerator_config dataloader_num_workers
     dataloader_prefetch_factor debug do_eval model_type sample_packing_drop_attention_mask eval_sample_packing
     dataset_num_proc dion_rank_fraction dion_rank_multiple_of remove_unused_columns multipack_real_batches pretraining
-    logging_first_step pad_to_multiple_of chat_template fsdp fsdp_config generation_kwargs push_to_hub hub_private_repo hub_model_id
+    logging_first_step pad_to_multiple_of chat_template fsdp fsdp_config push_to_hub hub_private_repo hub_model_id
     hub_always_push torch_compile torch_compile_backend torch_compile_mode train_sampling_strategy run_name ddp_timeout
     activation_offloading layer_offloading include_tkps log_completions num_completions_to_print save_only_model
-    dataloader_drop_last batch_flattening ddp_find_unused_parameters bf16_full_eval""".split()
+    dataloader_drop_last batch_flattening ddp_find_unused_parameters bf16_full_eval generation_kwargs""".split()
+# Intended differences: the paragraph of docs/from_axolotl.md, and a word that the console must show ("" if none).
+DOCUMENTED = {
+    "alpaca headings": ("alpaca", "alpaca"),
+    "BOS of phi_3": ("Templates", "phi_3"),
+    "checkpoints with max_steps": ("Checkpoints", ""),
+    "empty thoughts": ("Empty thoughts", "think"),
+    "end of EBFT documents": ("EBFT rows", ""),
+    "end of responses": ("Preference rows", "end-of-turn"),
+    "end-of-turn tokens": ("End-of-turn tokens", "eot_tokens"),
+    "evaluation": ("Evaluation", ""),
+    "pretraining text": ("Plain text", "pretraining_dataset"),
+    "reward models": ("Reward models", "bradley_terry"),
+    "warm-up": ("Warm-up", ""),
+    "weight of a dataset": ("Settings of a dataset", ""),
+}
 ADAMW = ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit", "adamw_hf", "adamw_apex_fused", "optimi_adamw")
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SCHEDULES = {"constant_with_warmup": "constant"}
@@ -56,7 +71,9 @@ def _theirs(cfg: Any, args: Any, method: str) -> dict[str, Any]:
     made = {name: getattr(args, name) for name in SAME if getattr(args, name, None) is not None}
     made |= {name.removeprefix("ebft_"): value for name, value in vars(args).items() if name.startswith("ebft_")}
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
-    floor = getattr(args, "cosine_min_lr_ratio", None) or (args.lr_scheduler_kwargs or {}).get("min_lr_rate")
+    floor = (args.lr_scheduler_kwargs or {}).get("min_lr_rate")
+    if schedule == "cosine":
+        floor = getattr(args, "cosine_min_lr_ratio", None) or floor
     made["lr_scheduler_type"] = (
         "cosine_with_min_lr" if floor and schedule == "cosine" else SCHEDULES.get(schedule, schedule)
     )
@@ -91,16 +108,22 @@ def _theirs(cfg: Any, args: Any, method: str) -> dict[str, Any]:
         made["chat_template_kwargs"] = getattr(args, "chat_template_kwargs", None) or {}
         made["minibatches_per_rollout"] = max(1, args.steps_per_generation // args.gradient_accumulation_steps)
         made["rollout.engine"] = "vllm" if args.use_vllm else "local"
-    return made | (_lora(cfg) if cfg.adapter else {"lora.r": 0})
+        if args.use_vllm:
+            made["vllm_importance_sampling_mode"] = args.vllm_importance_sampling_mode
+            cap = getattr(args, "vllm_importance_sampling_cap", None) or args.vllm_importance_sampling_clip_max
+            made["vllm_importance_sampling_cap"] = cap
+    return made | (_lora(cfg, args) if cfg.adapter else {"lora.r": 0})
 
 
-def _lora(cfg: Any) -> dict[str, Any]:
+def _lora(cfg: Any, args: Any) -> dict[str, Any]:
     from axolotl.loaders.adapter import _build_lora_config_kwargs
 
     extra = _build_lora_config_kwargs(cfg)
     targets = cfg.lora_target_modules or []
     targets = {targets} if isinstance(targets, str) else set(targets)
     made = {"lora.r": cfg.lora_r, "lora.alpha": cfg.lora_alpha, "lora.dropout": cfg.lora_dropout or 0.0}
+    if getattr(args, "disable_dropout", False):  # by default so in TRL's preference and reward trainers
+        made["lora.dropout"] = 0.0
     made["lora.target_modules"] = _all_linear(targets, cfg.lora_target_linear)
     made["lora.modules_to_save"] = sorted(cfg.lora_modules_to_save or [])
     made["lora.rslora"], made["lora.dora"] = (bool(extra.pop(key, None)) for key in ("use_rslora", "use_dora"))
@@ -152,6 +175,8 @@ def _ours(tree: Mapping[str, Any], method: str) -> dict[str, Any]:
 def _same(theirs: Any, ours: Any) -> bool:
     if isinstance(theirs, float) and isinstance(ours, (int, float)):
         return abs(theirs - ours) <= 1e-9 * max(abs(theirs), abs(ours))
+    if isinstance(theirs, list) and theirs and isinstance(theirs[0], float):
+        return theirs == [float(value) for value in ours or ()]
     if isinstance(ours, list | tuple) and not isinstance(theirs, list | tuple):
         ours = ours[0] if len(ours) == 1 else ours
     if isinstance(theirs, list | tuple) and isinstance(ours, str):
@@ -159,15 +184,13 @@ def _same(theirs: Any, ours: Any) -> bool:
     return theirs == ours or (not theirs and not ours)
 
 
-# Settings that differ as docs/from_axolotl.md says: (name, theirs, ours) -> name of the difference.
-def allowed_setting(name: str, theirs: Any, ours: Any) -> str:
+def setting_kind(name: str, theirs: Any, ours: Any) -> str:
+    """Name in DOCUMENTED of a setting that differs, or an empty text."""
     if name == "evals" and theirs == 0:  # axolotl never evaluates if that is once per run
         return "evaluation"
     if name == "warmup" and abs(theirs - ours) <= 1:  # rounded here, truncated there, and two steps for one
         return "warm-up"
-    if name in ("saves", "evals") and isinstance(theirs, int) and "per epoch" in str(ours):
-        return "saves and evaluations per epoch with max_steps"
-    return ""
+    return "checkpoints with max_steps" if name in ("saves", "evals") and "per epoch" in str(ours) else ""
 
 
 # rows ------------------------------------------------------------------------------------------------------------
@@ -176,39 +199,48 @@ Tokens = tuple[list[int], list[bool]]  # ids, and which are trained
 
 
 def rows(oracle: Any, theirs: Any, cfg: Any, method: str, tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (name of a documented difference or "", the difference) for each row that differs."""
+    """Yield (name in DOCUMENTED or "", the difference) for each row that differs."""
     if method in ("grpo", "gdpo") or theirs.skip_prepare_dataset:
         return  # the user's transform makes the prompts; a processor makes the rows
     tokenizer, here = our_rows(cfg, method)
     there = their_rows(oracle, theirs, tokenizer, method)
-    kinds = {str(part.get("type")) for part in tree.get("datasets") or ()}
-    if len(there) != len(here):
-        yield "", f"rows: there {len(there)}, here {len(here)}"
+    kinds = {str(part.get("type")) for part in tree.get("datasets") or [{"type": "pretraining_dataset"}]}
+    if any(part.get("weight") for part in tree.get("datasets") or ()):
+        yield "weight of a dataset", "weight: a part of the rows there"
+    elif len(there) != len(here):
+        yield row_kind(([], []), ([], []), kinds, tokenizer, method), f"rows: there {len(there)}, here {len(here)}"
     for number, (their_row, our_row) in enumerate(zip(there, here, strict=False)):
-        for (ids, mask), (our_ids, our_mask) in zip(their_row, our_row, strict=True):
-            mask = [False, *mask[1:]]  # nothing predicts the first token
-            if (ids, mask) != (our_ids, our_mask):
-                why = _allowed_row(ids, mask, our_ids, our_mask, kinds, tokenizer, method)
-                shown = [_shown(tokenizer, *side) for side in ((ids, mask), (our_ids, our_mask))]
-                yield why, f"row {number} ({', '.join(sorted(kinds))}):\n    there {shown[0]}\n    here  {shown[1]}"
+        for (ids, mask), ours in zip(their_row, our_row, strict=True):
+            side = ids, [False, *mask[1:]]  # nothing predicts the first token
+            if side != ours:
+                shown = f"row {number} ({', '.join(sorted(kinds))}):\n    there {_shown(tokenizer, *side)}"
+                yield row_kind(side, ours, kinds, tokenizer, method), f"{shown}\n    here  {_shown(tokenizer, *ours)}"
 
 
-def _allowed_row(
-    ids: list[int], mask: list[bool], our_ids: list[int], our_mask: list[bool], kinds: set[str], tokenizer: Any,
-    method: str,
-) -> str:  # fmt: skip
-    """Name of a difference that docs/from_axolotl.md describes."""
+def row_kind(there: Tokens, here: Tokens, kinds: set[str], tokenizer: Any, method: str) -> str:
+    """Name in DOCUMENTED of a row that differs, or an empty text."""
+    (ids, mask), (our_ids, our_mask) = there, here
+    if kinds == {"pretraining_dataset"}:
+        return "pretraining text"
     if ids != our_ids:
+        text, ours = tokenizer.decode(ids), tokenizer.decode(our_ids)
         if all(kind.startswith("alpaca") for kind in kinds):
             return "alpaca headings"
-        added = tokenizer.decode(ids[len(our_ids) :]) if ids[: len(our_ids)] == our_ids else ""
-        if method == "orpo" and added == f"\n{tokenizer.eos_token}":
-            return "second end token of ORPO"
+        if text == f"{tokenizer.bos_token}{ours}" and ours.startswith(("<|user|>", "<|system|>")):
+            return "BOS of phi_3"
+        if method == "ebft" and our_ids == [*ids, tokenizer.eos_token_id]:
+            return "end of EBFT documents"
+        if method == "rm" and text.split("user\n")[1:] == (ours + "\n" * text.endswith("\n")).split("user\n")[1:]:
+            return "reward models"
+        is_pair = method in ("dpo", "ipo", "orpo", "simpo", "kto")
+        return "end of responses" if is_pair and text.rstrip() == f"{ours}\n{tokenizer.eos_token}" else ""
+    extra = tokenizer.decode([token for token, flag, ours in zip(ids, mask, our_mask, strict=True) if ours > flag])
+    if any(flag > ours for flag, ours in zip(mask, our_mask, strict=True)):  # trained there only
         return ""
-    extra = [i for i, (there, here) in enumerate(zip(mask, our_mask, strict=True)) if there != here]
-    text = tokenizer.decode([ids[i] for i in extra])
-    ends = "|".join(map(re.escape, tokenizer.all_special_tokens))
-    return "end-of-turn tokens" if re.fullmatch(rf"((<think>\n\n</think>\n\n)|{ends})+", text) else ""
+    if re.fullmatch(r"(<think>\n\n</think>\n\n)+", extra):
+        return "empty thoughts"
+    ends = "|".join(re.escape(token) for token in tokenizer.all_special_tokens if token != tokenizer.eos_token)
+    return "end-of-turn tokens" if re.fullmatch(f"({ends})+", extra) else ""
 
 
 def _shown(tokenizer: Any, ids: list[int], mask: list[bool]) -> str:
@@ -223,8 +255,12 @@ def _shown(tokenizer: Any, ids: list[int], mask: list[bool]) -> str:
 def their_rows(oracle: Any, cfg: Any, tokenizer: Any, method: str) -> list[list[Tokens]]:
     prepared = oracle.rows(cfg)
     if method in ("sft", "prm") or (method == "ebft" and "input_ids" in prepared[0]):
-        pairs = [(row["input_ids"], row.get("labels") or row["input_ids"]) for row in prepared]
-        return [[(ids, [label != -100 for label in labels])] for ids, labels in pairs]
+        made = []
+        for row in prepared:
+            length = sum(row.get("attention_mask") or [1] * len(row["input_ids"]))
+            labels = row.get("labels") or row["input_ids"]
+            made.append([(row["input_ids"][:length], [label != -100 for label in labels[:length]])])
+        return made
     if method == "rm":
         return [
             [(row[f"{side}_ids"], _last(row[f"{side}_ids"])) for side in ("chosen", "rejected")] for row in prepared
@@ -249,6 +285,7 @@ def _target(row: Mapping[str, Any], tokenizer: Any, settings: Mapping[str, Any])
     prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False, **settings)
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     target = tokenizer(row["ground_truth"], add_special_tokens=False)["input_ids"]
+    target.append(tokenizer.eos_token_id)  # which axolotl leaves out, see docs/ebft.md
     return ids + target, [False] * len(ids) + [True] * len(target)
 
 
@@ -282,8 +319,8 @@ def _tokens(row: Any, method: str) -> list[Tokens]:
     if hasattr(row, "labels"):
         return [(row.ids, [label != -100 for label in row.labels])]
     if hasattr(row, "ids"):
-        start = getattr(row, "prompt_length", 0)
-        return [(row.ids, getattr(row, "mask", [False] * start + [True] * (len(row.ids) - start)))]
+        start = max(1, getattr(row, "prompt_length", 0))
+        return [(row.ids, row.mask or [False] * start + [True] * (len(row.ids) - start))]
     answers = [row.completion_ids] if hasattr(row, "completion_ids") else [row.chosen_ids, row.rejected_ids]
     made = [(row.prompt_ids + ids, [False] * len(row.prompt_ids) + [True] * len(ids)) for ids in answers]
     return [(ids, _last(ids)) for ids, _ in made] if method == "rm" else made

@@ -115,7 +115,7 @@ def rows_for(dataset: Mapping[str, Any], tree: Mapping[str, Any]) -> list[dict[s
         column = dataset.get("field") or dataset.get("text_column") or "text"
         return [{column: f"{n} + 1 = {n + 1}. " * 20, "text": f"{n}" * 30} for n in range(8)]
     if kind.startswith("ebft") or "gsm8k" in kind:
-        return [{"input": f"{n} + 1", "output": f"{n + 1}. " * 20, "question": f"{n} + 1", "answer": f"#### {n + 1}"}
+        return [{"input": f"{n} + 1", "output": f"{n + 1}." * 20, "question": f"{n} + 1", "answer": f"#### {n + 1}"}
                 for n in range(8)]  # fmt: skip
     if kind == "stepwise_supervised":
         steps = [[f"{n} + 1 = {n + 1}", f"so {n + 2}"] for n in range(4)]

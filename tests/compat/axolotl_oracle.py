@@ -15,6 +15,7 @@ import importlib.abc
 import importlib.machinery
 import logging
 import os
+import re
 import sys
 import types
 import warnings
@@ -96,6 +97,12 @@ class Oracle:
 
         builders.HFCausalTrainerBuilder.hook_post_create_training_args = stop
         self.builders, self.config = builders, config
+        files = [*source.glob("axolotl/utils/schemas/*.py"), *source.glob("axolotl/integrations/*/args.py")]
+        self.schemas = "".join(file.read_text() for file in files)
+
+    def knows(self, key: str) -> bool:
+        """Whether the schema, or a plugin's, has the key or the block that contains it."""
+        return re.search(rf"^    {re.split(r'[.[]', key)[0]}: ", self.schemas, re.MULTILINE) is not None
 
     def default(self, key: str) -> Any:
         """The schema's default of a key at the top of a file."""
@@ -141,7 +148,7 @@ class Oracle:
         from axolotl.loaders import load_tokenizer
         from axolotl.utils.data import rl, sft
 
-        cfg.dataset_num_proc = None
+        cfg.dataset_num_proc, cfg.dataset_exact_deduplication = None, None  # one process, and before --dedup
         if cfg.rl:
             merge = mock.patch.object(rl, "merge_datasets", lambda parts, cfg: datasets.concatenate_datasets(parts))
             with merge, mock.patch.object(rl, "save_preprocessed_dataset"):

@@ -11,6 +11,7 @@ is set; docs/from_axolotl.md lists those keys.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -427,27 +428,42 @@ class _Axolotl:
         strategy = str(self.take("save_strategy") or "")
         if strategy == "best":
             raise UserError("save_strategy=best: checkpoints are saved by steps; use saves_per_epoch")
-        if steps:
-            self.set("save_steps", _whole(steps, "save_steps"))
-        elif per_epoch:
-            self.set("saves_per_epoch", number(per_epoch, "saves_per_epoch", int))
+        if steps or per_epoch:
+            self._every("save", steps, per_epoch)
         elif strategy in ("no", "steps"):
             self.set("save_steps", 0 if strategy == "no" else 500)
         else:
-            self.set("saves_per_epoch", 1)
+            self._every("save", None, 1)
         self.set("save_total_limit", number(self.take("save_total_limit"), "save_total_limit", int) or 4)
         steps, per_epoch = self.take("eval_steps"), self.take("evals_per_epoch")
         strategy = str(self.take("eval_strategy") or self.take("evaluation_strategy") or "")
-        if self.held_out and steps:
-            self.set("eval_steps", _whole(steps, "eval_steps"))
-        elif self.held_out and (per_epoch or strategy == "epoch"):
-            self.set("evals_per_epoch", number(per_epoch or 1, "evals_per_epoch", int))
+        if self.held_out and (steps or per_epoch or strategy == "epoch"):
+            self._every("eval", steps, per_epoch or 1)
         every = number(self.take("logging_steps"), "logging_steps", int)
         self.set("logging_steps", every if every and every > 1 else None)
         if self.held_out and strategy == "steps" and not (steps or per_epoch):
             if not every:
                 raise UserError("eval_strategy=steps: has no eval_steps; add eval_steps, or write evals_per_epoch")
             self.set("eval_steps", every)
+
+    def _every(self, what: str, steps: Any, per_epoch: Any) -> None:
+        """Set the steps between saves or evaluations. axolotl also takes a fraction of the run, as which it reads a
+        number per epoch: with max_steps that is a number of steps, whatever an epoch is.
+        """
+        every, total = number(steps, f"{what}_steps"), self.max_steps or self.made.tree.get("max_steps")
+        if every is None and total is None:
+            self.set(f"{what}s_per_epoch", number(per_epoch, f"{what}s_per_epoch", int))
+            return
+        if every is None:
+            epochs = number(self.take("num_epochs"), "num_epochs") or 1.0
+            every = min(1.0, 1.0 / (number(per_epoch, f"{what}s_per_epoch") * epochs))
+        if every < 1 or steps is None:
+            if total is None:
+                raise UserError(
+                    f"{what}_steps={steps}: a fraction of the run needs max_steps; use steps, or {what}s_per_epoch"
+                )
+            every = math.ceil(int(total) * every)
+        self.set(f"{what}_steps", int(every))
 
     def _services(self) -> None:
         services = []
@@ -834,11 +850,3 @@ class _Axolotl:
         self.set("nemo_gym.server_timeout", self.take("nemo_gym_server_timeout") or 360)
         for key in ("verify_timeout", "run_timeout", "model_name"):
             self.copy(f"nemo_gym_{key}", f"nemo_gym.{key}")
-
-
-def _whole(value: Any, key: str) -> int:
-    """Steps between saves or evaluations; axolotl also takes a fraction of the run."""
-    found = number(value, key)
-    if found < 1:
-        raise UserError(f"{key}={value}: a fraction of the run is not supported; use steps, or {key[:4]}s_per_epoch")
-    return int(found)

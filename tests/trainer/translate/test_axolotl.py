@@ -135,6 +135,12 @@ def test_axolotls_defaults_are_set_where_ours_differ():
     assert tree["per_device_train_batch_size"] == 1
     assert (tree["seed"], tree["max_length"], tree["warmup_ratio"]) == (42, 512, 0.03)
     assert (tree["saves_per_epoch"], tree["save_total_limit"]) == (1, 4)
+    for settings, expected in (
+        ({"saves_per_epoch": 4}, 25), ({"saves_per_epoch": 3, "num_epochs": 2}, 17), ({"save_steps": 0.1}, 10),
+        ({}, 100),
+    ):  # fmt: skip
+        tree = translate({"base_model": "m", "max_steps": 100, **settings}).tree  # fractions of the run
+        assert (tree["save_steps"], "saves_per_epoch" in tree) == (expected, False)
     assert translate({"base_model": "m", "adapter": "lora"}).tree["lora"] == {
         "r": 8, "alpha": 8, "target_modules": ["q_proj", "v_proj"],
     }  # fmt: skip
@@ -555,7 +561,7 @@ def test_deepspeed_runs_on_fsdp(deepspeed, parallel, tmp_path, monkeypatch):
          "datasets[0].train_on_eot=none: train_on_eos is turn"),
         ({"pretraining_dataset": [{"path": "a.jsonl"}], "datasets": [CHAT]}, "pretraining_dataset: axolotl reads only"),
         ({"shuffle_merged_datasets": False}, "rows are shuffled by seed here; remove it"),
-        ({"save_steps": 0.5}, "save_steps=0.5: a fraction of the run is not supported; use steps, or saves_per_epoch"),
+        ({"save_steps": 0.5}, "save_steps=0.5: a fraction of the run needs max_steps; use steps, or saves_per_epoch"),
         ({"chat_template": "alpaca"}, "chat_template=alpaca: is not built in"),
         ({"adapter": "llama-adapter"}, "adapter=llama-adapter: is not supported; use lora or qlora"),
         ({"datasets": "rows.jsonl"}, "datasets=rows.jsonl: is not a list; write - path: ..."),

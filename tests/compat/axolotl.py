@@ -36,6 +36,7 @@ from tests.entry import run
 
 DOCS = Path(__file__).parents[2] / "docs" / "from_axolotl.md"
 PROBES = Path(__file__).with_name("axolotl_probes.yaml")
+PROBE = "probe: "
 REWARDS = Path(__file__).parents[1] / "trainer" / "translate" / "examples" / "rwd.py"
 # What only a GPU machine has: the file's own value is translated and compared, and overridden to train here.
 HERE = {"report_to": ["none"], "optim": ["adamw"], "compile": ["False"], "dtype": ["float32"],
@@ -87,7 +88,7 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch):
         work = Path(scratch)
         folder = given.archive.absolute() if given.archive.is_dir() else unpack(given.archive, work)
-        configs = {f"probe: {name}": tree for name, tree in yaml.safe_load(PROBES.read_text())["probes"].items()}
+        configs = {PROBE + name: tree for name, tree in yaml.safe_load(PROBES.read_text())["probes"].items()}
         for file in sorted((folder / "examples").rglob("*.y*ml")):
             configs[str(file.relative_to(folder / "examples"))] = yaml.safe_load(file.read_text())
         configs = {name: tree for name, tree in configs.items() if fnmatch.fnmatch(name, f"*{given.only}*")}
@@ -139,10 +140,13 @@ def check(name: str, tree: Any, folder: Path, oracle: Oracle) -> Result:
         for key, (there, here) in compare.settings(theirs, args, config_to_tree(cfg), method).items():
             kind = compare.setting_kind(key, there, here)
             note(result, kind, f"{key}: there {there!r}, here {here!r}", console.getvalue())
+        for kind in compare.always(theirs):
+            note(result, kind, kind, console.getvalue())
         for kind, difference in compare.rows(oracle, theirs, cfg, method, made):
             note(result, kind, difference, console.getvalue())
     except UserError as error:
-        result.outcome, result.reason = "rejected", str(error).removeprefix(f"{file}: ").replace(str(folder), "")
+        result.outcome, result.reason = "rejected", str(error).removeprefix(f"{file}: ").replace(f"{folder}/", "")
+        result.silent = [] if "\n" not in result.reason else ["rejected in several lines"]
     except PeerError as error:
         result.peer = str(error)
     except Exception:
@@ -203,36 +207,39 @@ def train(folder: Path) -> tuple[str, str]:
 
 def report(results: list[Result], *, trained: bool) -> int:
     """Print what was found; the exit code is 1 after a traceback or a silent difference."""
-    silent = [result for result in results if result.silent]
-    by_reason: dict[str, list[Result]] = defaultdict(list)
+    rejected: dict[str, list[Result]] = defaultdict(list)
+    silent: dict[str, list[str]] = defaultdict(list)
     for result in results:
         if result.outcome == "rejected":
-            by_reason[re.sub(r"\[\d+\]", "[]", re.split(r"[=:]", result.reason)[0])].append(result)
-    for key, group in sorted(by_reason.items(), key=lambda item: -len(item[1])):
-        print(f"rejected {len(group):3}: {key:36} {group[0].reason[:110]} ({group[0].name})")
-    differences: dict[str, list[str]] = defaultdict(list)
-    probes = {result.name for result in results if result.name.startswith("probe")}
-    for result in results:
+            rejected[re.sub(r"\[\d+\]", "[]", re.split(r"[=:]", result.reason)[0])].append(result)
         if result.outcome == "traceback":
             print(f"traceback: {result.name}\n{result.reason}")
         for difference in result.silent:
             kind = re.split(r"[=:]", re.sub(r"\brow \d+", "row", difference))[0]
-            differences[result.name if result.name in probes else kind].append(f"{difference} ({result.name})")
-    for group in differences.values():
-        print(f"silent {len(group):3}: {group[0]}")
-    peers = Counter(result.peer for result in results if result.peer)
-    for reason, count in peers.most_common():
+            silent[result.name if result.name.startswith(PROBE) else kind].append(f"{difference} ({result.name})")
+    for key, group in sorted(rejected.items(), key=lambda item: -len(item[1])):
+        print(f"rejected {len(group):3}: {key:36} {group[0].reason[:110]} ({group[0].name})")
+    for reason, count in Counter(result.peer for result in results if result.peer).most_common():
         print(f"axolotl itself fails {count:3}: {reason[:150]}")
-    keys = Counter(key for result in results for key in result.keys)
-    outcomes = Counter(result.outcome for result in results)
-    documented = Counter(kind for result in results for kind in result.documented)
-    print(f"\nfiles {len(results)}: not training {outcomes['not training']}, "
-          f"{'trained two steps' if trained else 'accepted'} {outcomes['run']}, rejected in one line "
-          f"{outcomes['rejected']}, traceback {outcomes['traceback']}")  # fmt: skip
-    print(f"files with a silent difference {len(silent)}; accepted here although axolotl fails {sum(peers.values())}")
-    print(f"keys in the accepted files: {len(keys)}, each translated or on the console")
-    print("documented differences (files): " + ", ".join(f"{name} {count}" for name, count in documented.most_common()))
-    return int(bool(silent or outcomes["traceback"]))
+    for differences in silent.values():
+        print(f"silent {len(differences):3}: {differences[0]}")
+    probes = [result for result in results if result.name.startswith(PROBE)]
+    files = [result for result in results if result not in probes]
+    for title, part in filter(lambda item: item[1], (("files", files), ("probes", probes))):
+        outcomes = Counter(result.outcome for result in part)
+        lines = {
+            "not training (cloud services)": outcomes["not training"],
+            "trained two steps" if trained else "accepted": outcomes["run"],
+            "of these, axolotl itself fails": sum(bool(result.peer) for result in part),
+            "rejected in one line": outcomes["rejected"],
+            "traceback": outcomes["traceback"],
+            "silent difference": sum(bool(result.silent) for result in part),
+            "keys that the accepted ones set": len({key for result in part for key in result.keys}),
+        }
+        print(f"\n{title:40} {len(part):4}", *(f"  {name:38} {count:4}" for name, count in lines.items()), sep="\n")
+        for kind, count in Counter(kind for result in part for kind in result.documented).most_common():
+            print(f"  documented: {kind:26} {count:4}")
+    return int(any(result.silent or result.outcome == "traceback" for result in results))
 
 
 if __name__ == "__main__":

@@ -44,6 +44,9 @@ DOCUMENTED = {
     "end of responses": ("Preference rows", "end-of-turn"),
     "end-of-turn tokens": ("End-of-turn tokens", "eot_tokens"),
     "evaluation": ("Evaluation", ""),
+    "packing": ("Packing", "sample_packing"),
+    "precision": ("Precision", ""),
+    "8-bit base": ("Quantised bases", "load_in_8bit"),
     "pretraining text": ("Plain text", "pretraining_dataset"),
     "reward models": ("Reward models", "bradley_terry"),
     "warm-up": ("Warm-up", ""),
@@ -193,6 +196,16 @@ def setting_kind(name: str, theirs: Any, ours: Any) -> str:
     return "checkpoints with max_steps" if name in ("saves", "evals") and "per epoch" in str(ours) else ""
 
 
+def always(cfg: Any) -> Iterator[str]:
+    """Names in DOCUMENTED that follow from axolotl's settings alone."""
+    if cfg.sample_packing:
+        yield "packing"
+    if cfg.load_in_8bit and cfg.adapter:
+        yield "8-bit base"
+    if cfg.bf16 and not cfg.adapter:
+        yield "precision"
+
+
 # rows ------------------------------------------------------------------------------------------------------------
 
 Tokens = tuple[list[int], list[bool]]  # ids, and which are trained
@@ -207,7 +220,8 @@ def rows(oracle: Any, theirs: Any, cfg: Any, method: str, tree: Mapping[str, Any
     kinds = {str(part.get("type")) for part in tree.get("datasets") or [{"type": "pretraining_dataset"}]}
     if any(part.get("weight") for part in tree.get("datasets") or ()):
         yield "weight of a dataset", "weight: a part of the rows there"
-    elif len(there) != len(here):
+        return
+    if len(there) != len(here):
         yield row_kind(([], []), ([], []), kinds, tokenizer, method), f"rows: there {len(there)}, here {len(here)}"
     for number, (their_row, our_row) in enumerate(zip(there, here, strict=False)):
         for (ids, mask), ours in zip(their_row, our_row, strict=True):
@@ -237,7 +251,7 @@ def row_kind(there: Tokens, here: Tokens, kinds: set[str], tokenizer: Any, metho
     extra = tokenizer.decode([token for token, flag, ours in zip(ids, mask, our_mask, strict=True) if ours > flag])
     if any(flag > ours for flag, ours in zip(mask, our_mask, strict=True)):  # trained there only
         return ""
-    if re.fullmatch(r"(<think>\n\n</think>\n\n)+", extra):
+    if re.fullmatch(r"(<think>\n(\n</think>\n\n)?)+", extra):
         return "empty thoughts"
     ends = "|".join(re.escape(token) for token in tokenizer.all_special_tokens if token != tokenizer.eos_token)
     return "end-of-turn tokens" if re.fullmatch(f"({ends})+", extra) else ""

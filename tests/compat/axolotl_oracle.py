@@ -160,4 +160,6 @@ class Oracle:
             sft._load_and_process_single_dataset(dataset, cfg, tokenizer, split="train", seed=42)[0]
             for dataset in sft.datasets_with_name_generator(configs)
         ]
+        if "labels" in parts[0].column_names:
+            parts = [sft.handle_long_seq_in_dataset(part, cfg.sequence_len, cfg) for part in parts]
         return [row for part in parts for row in part]

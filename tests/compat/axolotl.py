@@ -53,9 +53,9 @@ NO_EFFECT = set(
     group_by_length hf_use_auth_token hub_model_id liger_fused_linear_cross_entropy liger_glu_activation
     liger_layer_norm liger_rms_norm liger_rms_norm_gated liger_rope llama4_linearized_experts lora_fan_in_fan_out
     lora_mlp_kernel lora_o_kernel lora_qkv_kernel low_cpu_mem_usage max_prompt_len model_type num_labels
-    otel_metrics_host otel_metrics_port pad_to_sequence_len plugins pretrain_multipack_attn ray_num_workers
+    otel_metrics_host otel_metrics_port pad_to_sequence_len plugins ray_num_workers
     remove_unused_columns sample_packing_sequentially save_only_model save_safetensors streaming
-    streaming_multipack_buffer_size strict tf32 tiled_mlp tokenizer_legacy tokenizer_type tokenizer_use_fast
+    streaming_multipack_buffer_size strict tf32 tiled_mlp tokenizer_type tokenizer_use_fast
     torch_compile_mode trl.generation_kwargs.stop_token_ids trl.log_completions trl.num_completions_to_print
     trl.use_data_producer use_kernels use_otel_metrics use_ray use_scattermoe use_sonicmoe use_swanlab wandb_name
 """.split()
@@ -85,16 +85,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--only", default="*", help="pattern of file names below examples/")
     parser.add_argument("--jobs", type=int, default=1, help="processes that train")
     given = parser.parse_args(argv)
+    archive, deps = given.archive.absolute(), given.deps and given.deps.absolute()
     with tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch):
         work = Path(scratch)
-        folder = given.archive.absolute() if given.archive.is_dir() else unpack(given.archive, work)
+        folder = archive if archive.is_dir() else unpack(archive, work)
         configs = {PROBE + name: tree for name, tree in yaml.safe_load(PROBES.read_text())["probes"].items()}
         for file in sorted((folder / "examples").rglob("*.y*ml")):
             configs[str(file.relative_to(folder / "examples"))] = yaml.safe_load(file.read_text())
         configs = {name: tree for name, tree in configs.items() if fnmatch.fnmatch(name, f"*{given.only}*")}
         (work / "deepspeed_configs").symlink_to(folder / "deepspeed_configs")
         (work / REWARDS.name).symlink_to(REWARDS)
-        oracle = Oracle(folder / "src", given.deps and given.deps.absolute())
+        oracle = Oracle(folder / "src", deps)
         results = []
         for number, (name, tree) in enumerate(configs.items()):
             (work / str(number)).mkdir()
@@ -180,11 +181,11 @@ def keys_of(tree: Mapping[str, Any], console: str, result: Result, oracle: Oracl
         if key in idle and key not in console:
             result.silent.append(f"{key}={value}: has no effect here, and the console does not say so")
         unused = idle.get(key, "").startswith("not used by") and key in COMPARED
-        if unused or key in NO_EFFECT or key.startswith(NO_EFFECT_BLOCKS):
+        if unused or key in NO_EFFECT or key.startswith(NO_EFFECT_BLOCKS) or value == oracle.default(key):
             continue
         if key in idle and oracle.knows(key):
             result.silent.append(f"{key}={value}: has no effect here ({idle[key]}), but has one there")
-        elif entry.outcome != "translated" and value in EMPTY and oracle.default(key) not in (*EMPTY, value):
+        elif entry.outcome != "translated" and value in EMPTY and oracle.default(key) not in EMPTY:
             result.silent.append(f"{key}={value}: is ignored here; axolotl's default is {oracle.default(key)}")
     return found
 

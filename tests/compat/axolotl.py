@@ -36,6 +36,7 @@ from tests.entry import run
 
 DOCS = Path(__file__).parents[2] / "docs" / "from_axolotl.md"
 PROBES = Path(__file__).with_name("axolotl_probes.yaml")
+PROBE = "probe: "
 REWARDS = Path(__file__).parents[1] / "trainer" / "translate" / "examples" / "rwd.py"
 # What only a GPU machine has: the file's own value is translated and compared, and overridden to train here.
 HERE = {"report_to": ["none"], "optim": ["adamw"], "compile": ["False"], "dtype": ["float32"],
@@ -52,9 +53,9 @@ NO_EFFECT = set(
     group_by_length hf_use_auth_token hub_model_id liger_fused_linear_cross_entropy liger_glu_activation
     liger_layer_norm liger_rms_norm liger_rms_norm_gated liger_rope llama4_linearized_experts lora_fan_in_fan_out
     lora_mlp_kernel lora_o_kernel lora_qkv_kernel low_cpu_mem_usage max_prompt_len model_type num_labels
-    otel_metrics_host otel_metrics_port pad_to_sequence_len plugins pretrain_multipack_attn ray_num_workers
+    otel_metrics_host otel_metrics_port pad_to_sequence_len plugins ray_num_workers
     remove_unused_columns sample_packing_sequentially save_only_model save_safetensors streaming
-    streaming_multipack_buffer_size strict tf32 tiled_mlp tokenizer_legacy tokenizer_type tokenizer_use_fast
+    streaming_multipack_buffer_size strict tf32 tiled_mlp tokenizer_type tokenizer_use_fast
     torch_compile_mode trl.generation_kwargs.stop_token_ids trl.log_completions trl.num_completions_to_print
     trl.use_data_producer use_kernels use_otel_metrics use_ray use_scattermoe use_sonicmoe use_swanlab wandb_name
 """.split()
@@ -84,16 +85,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--only", default="*", help="pattern of file names below examples/")
     parser.add_argument("--jobs", type=int, default=1, help="processes that train")
     given = parser.parse_args(argv)
+    archive, deps = given.archive.absolute(), given.deps and given.deps.absolute()
     with tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch):
         work = Path(scratch)
-        folder = given.archive.absolute() if given.archive.is_dir() else unpack(given.archive, work)
-        configs = {f"probe: {name}": tree for name, tree in yaml.safe_load(PROBES.read_text())["probes"].items()}
+        folder = archive if archive.is_dir() else unpack(archive, work)
+        configs = {PROBE + name: tree for name, tree in yaml.safe_load(PROBES.read_text())["probes"].items()}
         for file in sorted((folder / "examples").rglob("*.y*ml")):
             configs[str(file.relative_to(folder / "examples"))] = yaml.safe_load(file.read_text())
         configs = {name: tree for name, tree in configs.items() if fnmatch.fnmatch(name, f"*{given.only}*")}
         (work / "deepspeed_configs").symlink_to(folder / "deepspeed_configs")
         (work / REWARDS.name).symlink_to(REWARDS)
-        oracle = Oracle(folder / "src", given.deps and given.deps.absolute())
+        oracle = Oracle(folder / "src", deps)
         results = []
         for number, (name, tree) in enumerate(configs.items()):
             (work / str(number)).mkdir()
@@ -139,10 +141,13 @@ def check(name: str, tree: Any, folder: Path, oracle: Oracle) -> Result:
         for key, (there, here) in compare.settings(theirs, args, config_to_tree(cfg), method).items():
             kind = compare.setting_kind(key, there, here)
             note(result, kind, f"{key}: there {there!r}, here {here!r}", console.getvalue())
+        for kind in compare.always(theirs):
+            note(result, kind, kind, console.getvalue())
         for kind, difference in compare.rows(oracle, theirs, cfg, method, made):
             note(result, kind, difference, console.getvalue())
     except UserError as error:
-        result.outcome, result.reason = "rejected", str(error).removeprefix(f"{file}: ").replace(str(folder), "")
+        result.outcome, result.reason = "rejected", str(error).removeprefix(f"{file}: ").replace(f"{folder}/", "")
+        result.silent = [] if "\n" not in result.reason else ["rejected in several lines"]
     except PeerError as error:
         result.peer = str(error)
     except Exception:
@@ -176,11 +181,11 @@ def keys_of(tree: Mapping[str, Any], console: str, result: Result, oracle: Oracl
         if key in idle and key not in console:
             result.silent.append(f"{key}={value}: has no effect here, and the console does not say so")
         unused = idle.get(key, "").startswith("not used by") and key in COMPARED
-        if unused or key in NO_EFFECT or key.startswith(NO_EFFECT_BLOCKS):
+        if unused or key in NO_EFFECT or key.startswith(NO_EFFECT_BLOCKS) or value == oracle.default(key):
             continue
         if key in idle and oracle.knows(key):
             result.silent.append(f"{key}={value}: has no effect here ({idle[key]}), but has one there")
-        elif entry.outcome != "translated" and value in EMPTY and oracle.default(key) not in (*EMPTY, value):
+        elif entry.outcome != "translated" and value in EMPTY and oracle.default(key) not in EMPTY:
             result.silent.append(f"{key}={value}: is ignored here; axolotl's default is {oracle.default(key)}")
     return found
 
@@ -203,36 +208,39 @@ def train(folder: Path) -> tuple[str, str]:
 
 def report(results: list[Result], *, trained: bool) -> int:
     """Print what was found; the exit code is 1 after a traceback or a silent difference."""
-    silent = [result for result in results if result.silent]
-    by_reason: dict[str, list[Result]] = defaultdict(list)
+    rejected: dict[str, list[Result]] = defaultdict(list)
+    silent: dict[str, list[str]] = defaultdict(list)
     for result in results:
         if result.outcome == "rejected":
-            by_reason[re.sub(r"\[\d+\]", "[]", re.split(r"[=:]", result.reason)[0])].append(result)
-    for key, group in sorted(by_reason.items(), key=lambda item: -len(item[1])):
-        print(f"rejected {len(group):3}: {key:36} {group[0].reason[:110]} ({group[0].name})")
-    differences: dict[str, list[str]] = defaultdict(list)
-    probes = {result.name for result in results if result.name.startswith("probe")}
-    for result in results:
+            rejected[re.sub(r"\[\d+\]", "[]", re.split(r"[=:]", result.reason)[0])].append(result)
         if result.outcome == "traceback":
             print(f"traceback: {result.name}\n{result.reason}")
         for difference in result.silent:
             kind = re.split(r"[=:]", re.sub(r"\brow \d+", "row", difference))[0]
-            differences[result.name if result.name in probes else kind].append(f"{difference} ({result.name})")
-    for group in differences.values():
-        print(f"silent {len(group):3}: {group[0]}")
-    peers = Counter(result.peer for result in results if result.peer)
-    for reason, count in peers.most_common():
+            silent[result.name if result.name.startswith(PROBE) else kind].append(f"{difference} ({result.name})")
+    for key, group in sorted(rejected.items(), key=lambda item: -len(item[1])):
+        print(f"rejected {len(group):3}: {key:36} {group[0].reason[:110]} ({group[0].name})")
+    for reason, count in Counter(result.peer for result in results if result.peer).most_common():
         print(f"axolotl itself fails {count:3}: {reason[:150]}")
-    keys = Counter(key for result in results for key in result.keys)
-    outcomes = Counter(result.outcome for result in results)
-    documented = Counter(kind for result in results for kind in result.documented)
-    print(f"\nfiles {len(results)}: not training {outcomes['not training']}, "
-          f"{'trained two steps' if trained else 'accepted'} {outcomes['run']}, rejected in one line "
-          f"{outcomes['rejected']}, traceback {outcomes['traceback']}")  # fmt: skip
-    print(f"files with a silent difference {len(silent)}; accepted here although axolotl fails {sum(peers.values())}")
-    print(f"keys in the accepted files: {len(keys)}, each translated or on the console")
-    print("documented differences (files): " + ", ".join(f"{name} {count}" for name, count in documented.most_common()))
-    return int(bool(silent or outcomes["traceback"]))
+    for differences in silent.values():
+        print(f"silent {len(differences):3}: {differences[0]}")
+    probes = [result for result in results if result.name.startswith(PROBE)]
+    files = [result for result in results if result not in probes]
+    for title, part in filter(lambda item: item[1], (("files", files), ("probes", probes))):
+        outcomes = Counter(result.outcome for result in part)
+        lines = {
+            "not training (cloud services)": outcomes["not training"],
+            "trained two steps" if trained else "accepted": outcomes["run"],
+            "of these, axolotl itself fails": sum(bool(result.peer) for result in part),
+            "rejected in one line": outcomes["rejected"],
+            "traceback": outcomes["traceback"],
+            "silent difference": sum(bool(result.silent) for result in part),
+            "keys that the accepted ones set": len({key for result in part for key in result.keys}),
+        }
+        print(f"\n{title:40} {len(part):4}", *(f"  {name:38} {count:4}" for name, count in lines.items()), sep="\n")
+        for kind, count in Counter(kind for result in part for kind in result.documented).most_common():
+            print(f"  documented: {kind:26} {count:4}")
+    return int(any(result.silent or result.outcome == "traceback" for result in results))
 
 
 if __name__ == "__main__":

@@ -38,12 +38,14 @@ NEUTRAL = """output_dir average_tokens_across_devices tf32 gradient_checkpointin
 DOCUMENTED = {
     "alpaca headings": ("alpaca", "alpaca"),
     "BOS of phi_3": ("Templates", "phi_3"),
-    "checkpoints with max_steps": ("Checkpoints", ""),
     "empty thoughts": ("Empty thoughts", "think"),
     "end of EBFT documents": ("EBFT rows", ""),
     "end of responses": ("Preference rows", "end-of-turn"),
     "end-of-turn tokens": ("End-of-turn tokens", "eot_tokens"),
     "evaluation": ("Evaluation", ""),
+    "packing": ("Packing", "sample_packing"),
+    "precision": ("Precision", ""),
+    "8-bit base": ("Quantised bases", "load_in_8bit"),
     "pretraining text": ("Plain text", "pretraining_dataset"),
     "reward models": ("Reward models", "bradley_terry"),
     "warm-up": ("Warm-up", ""),
@@ -188,9 +190,18 @@ def setting_kind(name: str, theirs: Any, ours: Any) -> str:
     """Name in DOCUMENTED of a setting that differs, or an empty text."""
     if name == "evals" and theirs == 0:  # axolotl never evaluates if that is once per run
         return "evaluation"
-    if name == "warmup" and abs(theirs - ours) <= 1:  # rounded here, truncated there, and two steps for one
-        return "warm-up"
-    return "checkpoints with max_steps" if name in ("saves", "evals") and "per epoch" in str(ours) else ""
+    rounded = name == "warmup" and abs(theirs - ours) <= 1  # truncated there, and two steps for one
+    return "warm-up" if rounded else ""
+
+
+def always(cfg: Any) -> Iterator[str]:
+    """Names in DOCUMENTED that follow from axolotl's settings alone."""
+    if cfg.sample_packing:
+        yield "packing"
+    if cfg.load_in_8bit and cfg.adapter:
+        yield "8-bit base"
+    if cfg.bf16 and not cfg.adapter:
+        yield "precision"
 
 
 # rows ------------------------------------------------------------------------------------------------------------
@@ -207,7 +218,8 @@ def rows(oracle: Any, theirs: Any, cfg: Any, method: str, tree: Mapping[str, Any
     kinds = {str(part.get("type")) for part in tree.get("datasets") or [{"type": "pretraining_dataset"}]}
     if any(part.get("weight") for part in tree.get("datasets") or ()):
         yield "weight of a dataset", "weight: a part of the rows there"
-    elif len(there) != len(here):
+        return
+    if len(there) != len(here):
         yield row_kind(([], []), ([], []), kinds, tokenizer, method), f"rows: there {len(there)}, here {len(here)}"
     for number, (their_row, our_row) in enumerate(zip(there, here, strict=False)):
         for (ids, mask), ours in zip(their_row, our_row, strict=True):
@@ -237,7 +249,7 @@ def row_kind(there: Tokens, here: Tokens, kinds: set[str], tokenizer: Any, metho
     extra = tokenizer.decode([token for token, flag, ours in zip(ids, mask, our_mask, strict=True) if ours > flag])
     if any(flag > ours for flag, ours in zip(mask, our_mask, strict=True)):  # trained there only
         return ""
-    if re.fullmatch(r"(<think>\n\n</think>\n\n)+", extra):
+    if re.fullmatch(r"(<think>\n(\n</think>\n\n)?)+", extra):
         return "empty thoughts"
     ends = "|".join(re.escape(token) for token in tokenizer.all_special_tokens if token != tokenizer.eos_token)
     return "end-of-turn tokens" if re.fullmatch(f"({ends})+", extra) else ""

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
-STUBS = ("art", "bitsandbytes", "colorama", "evaluate", "fire", "llmcompressor", "numba", "posthog", "wandb")
+STUBS = ("art", "bitsandbytes", "colorama", "evaluate", "fire", "llmcompressor", "numba", "posthog", "requests",
+         "wandb")  # fmt: skip
 GPU = {"bf16": True, "fp8": True, "tf32": True, "n_gpu": 1, "compute_capability": "sm_90"}
 STEPS = 1000  # of the run: 3% of them are below axolotl's limit of 100 warm-up steps
 
@@ -160,4 +161,6 @@ class Oracle:
             sft._load_and_process_single_dataset(dataset, cfg, tokenizer, split="train", seed=42)[0]
             for dataset in sft.datasets_with_name_generator(configs)
         ]
+        if "labels" in parts[0].column_names:
+            parts = [sft.handle_long_seq_in_dataset(part, cfg.sequence_len, cfg) for part in parts]
         return [row for part in parts for row in part]

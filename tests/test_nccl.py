@@ -105,11 +105,11 @@ def alone(tmp_path_factory) -> Iterator[Any]:
     torch._dynamo.reset()
 
 
-def with_batch(words: tuple[str, ...], num_shards: int) -> list[str]:
+def with_batch(words: tuple[str, ...], num_ranks: int) -> list[str]:
     """The same step over several ranks: each has its part of the batch."""
     words = list(words)
     at = words.index("--per-device-train-batch-size") + 1
-    words[at] = str(int(words[at]) // num_shards)
+    words[at] = str(int(words[at]) // num_ranks)
     return words
 
 
@@ -128,10 +128,9 @@ def differences(found: list[dict[str, Any]], expected: list[dict[str, Any]], ski
 @pytest.mark.parametrize("name", RUNS)
 def test_runs_match_one_process(name, alone, tmp_path):
     num_ranks, method, flags, parallel = RUNS[name]
-    num_shards = num_ranks // (2 if "--parallel.context" in parallel else 1)
     expected = alone(method, flags)
     started = time.monotonic()
-    words = [*with_batch(METHODS[method], num_shards), *STEPS, *flags, *parallel, "--output-dir", "run"]
+    words = [*with_batch(METHODS[method], num_ranks), *STEPS, *flags, *parallel, "--output-dir", "run"]
     checked((name,), nodes("-m", "trainer", *words, cwd=tmp_path, num_ranks=num_ranks))
     skip = ("rollout/time", *(BY_ROUNDING if method in REFERENCED else ()))
     worst = differences(metrics(tmp_path / "run"), expected, skip)
@@ -164,18 +163,18 @@ import os, signal, sys, time
 from types import SimpleNamespace
 import torch
 from trainer.__main__ import train
-from trainer.parallel.comm import all_sum, process_group, rank
+from trainer.parallel.comm import all_sum, rank
 def fault(cfg):
-    with process_group(5.0):
-        x = torch.ones(1 << 20, device="cuda")
-        for n in range(3):
-            all_sum(x, "warm-up").sum().item()
-        if rank() == 1:
-            if sys.argv[1] == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(60)
-        float(all_sum(x, "count of tokens").sum())
-sys.exit(train(SimpleNamespace(train=fault), None, tell=lambda: True))
+    x = torch.ones(1 << 20, device="cuda")
+    for n in range(3):
+        all_sum(x, "warm-up").sum().item()
+    if rank() == 1:
+        if sys.argv[1] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    float(all_sum(x, "count of tokens").sum())
+limits = SimpleNamespace(parallel=SimpleNamespace(timeout_s=5.0, context=1))
+sys.exit(train(SimpleNamespace(train=fault), limits, tell=lambda: True))
 """
 
 

@@ -120,7 +120,7 @@ class LocalEngine:
             for i, (request, limit) in enumerate(zip(requests, limits, strict=True))
         ]
         stop = StopCheck(self.tokenizer, sampling)
-        self._choose_forward()
+        self.choose_forward()
         # Longest first, so shorter prompts fill the gaps. Equal prompts are adjacent and share a tile.
         jobs.sort(key=lambda job: (-len(job.prompt_ids), job.prompt_ids))
         sample = self._sample_growing if self._uses_growing_cache else self._sample_paged
@@ -248,9 +248,13 @@ class LocalEngine:
             return False
         return self._forward is None or self._loaded != self.version
 
+    @property
+    def is_chosen(self) -> bool:
+        """Whether the forward pass is chosen: choose_forward() compares its log-probs with the trainer's."""
+        return self._make_forward is not None or self._uses_growing_cache
+
     def fill_copy(self) -> None:
         """Copy the trainer's current weights. Sharded weights are gathered one at a time, so all ranks must call it."""
-        self._choose_forward()
         if self._make_forward is None:  # sampled by growing.py
             return
         self._forward = self._forward or self._make_forward()
@@ -261,7 +265,7 @@ class LocalEngine:
 
     def prepare(self, *, prompt_length: int, max_tokens: int, prompts: int, group: int) -> None:
         """Before training: choose the forward pass, check lengths and allocate the cache."""
-        self._choose_forward()
+        self.choose_forward()
         if not self._uses_growing_cache:
             longest = [[i] * prompt_length for i in range(prompts)]
             self._prepare_scheduler([Job(prompt, 0, max_tokens) for prompt in longest for _ in range(group)])
@@ -339,9 +343,9 @@ class LocalEngine:
     def dtype(self) -> torch.dtype:
         return self.autocast_dtype or next(self.model.parameters()).dtype
 
-    def _choose_forward(self) -> None:
+    def choose_forward(self) -> None:
         """On the first call, choose the first forward pass whose log-probs match the trainer's."""
-        if self._make_forward is not None or self._uses_growing_cache:
+        if self.is_chosen:
             return
         name, skipped = type(self.lm).__name__, paged_obstacle(self.lm, needs_kernels=self.kind == "cuda")
         ways: list[Callable[[], Forward] | None] = [] if skipped else [*self._ways()]
@@ -407,7 +411,7 @@ class LocalEngine:
 
     def _prepare_scheduler(self, jobs: Sequence[Job]) -> Scheduler:
         """Return a scheduler with the current weights and a cache large enough for these jobs."""
-        assert self._make_forward is not None, "_prepare_scheduler() called before _choose_forward()"
+        assert self._make_forward is not None, "_prepare_scheduler() called before choose_forward()"
         if self._forward is None:
             self._forward = self._make_forward()
             self._loaded = None

@@ -11,8 +11,6 @@ import json
 import sys
 from typing import Any
 
-import torch
-
 from rollout.engines.memory import highest_peak, restart_peak
 from trainer import plan
 from trainer.__main__ import train

@@ -251,7 +251,10 @@ def generate_share(
     world, rank = comm.world_size(), comm.rank()
     first, stop = (len(requests) * r // world for r in (rank, rank + 1))
     if policy.is_sharded and comm.any_rank(local.needs_copy()):
-        with comm.inside("weights for sampling"), gathered_head(policy):  # the engine first compares its log-probs
+        with comm.inside("weights for sampling"):
+            if not local.is_chosen:
+                with gathered_head(policy):
+                    local.choose_forward()
             local.fill_copy()
     with contextlib.nullcontext() if local.has_copy else gathered_weights(policy):
         completions = local.generate(requests[first:stop], sampling) if stop > first else []

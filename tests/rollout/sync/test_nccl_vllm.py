@@ -42,9 +42,9 @@ def server(tmp_path_factory) -> Iterator[Launched]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (TRAINER | {"NCCL_HOSTID": "server"}).items():
             patch.setenv(name, value)
-        cfg = VllmConfig(gpu_memory_utilization=0.1, enforce_eager=True)
+        cfg = VllmConfig(gpu_memory_utilization=0.1, enforce_eager=True, devices=(0,))
         log_dir = tmp_path_factory.mktemp("vllm")
-        found = launch(cfg, model=MODEL, device="cuda", gpus=["0"], lora_rank=0, log_dir=log_dir, max_model_len=256)
+        found = launch(cfg, model=MODEL, device="cuda", log_dir=log_dir, max_model_len=256)
     with found:
         wait_ready([found], timeout=300)
         yield found

@@ -48,15 +48,26 @@ def run_python(*words: str, cwd: Path, timeout: float = 300, **env: str) -> subp
     return _run_copies(words, [environment() | env], cwd, timeout)
 
 
-def run_ranks(*words: str, cwd: Path, num_ranks: int = 2, timeout: float = 300, **env: str) -> Any:
+def run_ranks(*words: str, cwd: Path, num_ranks: int = 2, nodes: bool = False, timeout: float = 300, **env: str) -> Any:
     """As run_python, with a copy for each rank of one run: what torchrun starts, without its own start."""
+    return _run_copies(words, [each | env for each in rank_environments(num_ranks, nodes=nodes)], cwd, timeout)
+
+
+def rank_environments(num_ranks: int, *, nodes: bool = False) -> list[dict[str, str]]:
+    """The environment of each rank.
+
+    nodes: each rank is a node with one GPU, and all of them share GPU 0. NCCL rejects two ranks on one GPU unless their
+    host ids differ; they communicate over sockets, as nodes without InfiniBand do.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [common | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(num_ranks)]
-    own = [{name: str(value) for name, value in settings.items()} for settings in ranks]
-    return _run_copies(words, [environment() | settings | env for settings in own], cwd, timeout)
+    ranks: list[dict[str, Any]] = [common | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(num_ranks)]
+    if nodes:
+        node = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": 1}
+        ranks = [settings | node | {"NCCL_HOSTID": f"node{settings['RANK']}"} for settings in ranks]
+    return [environment() | {name: str(value) for name, value in settings.items()} for settings in ranks]
 
 
 def _run_copies(

@@ -106,8 +106,24 @@ def shape_of(lm: Any, dtype: torch.dtype) -> Shape:
         getattr(config, "num_key_value_heads", None) or heads,
         getattr(config, "head_dim", None) or config.hidden_size // heads,
         dtype,
-        next(lm.parameters()).device,
+        device_of(lm),
     )
+
+
+def device_of(lm: nn.Module) -> torch.device:
+    """Return the device that computes: shards may be in main memory (--parallel.cpu-offload)."""
+    parameter = next(lm.parameters())
+    is_offloaded = is_sharded(lm) and parameter.device_mesh.device_type == "cuda"
+    return torch.device("cuda", torch.cuda.current_device()) if is_offloaded else parameter.device
+
+
+def is_sharded(lm: nn.Module) -> bool:
+    return hasattr(next(lm.parameters()), "full_tensor")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the full tensor; a collective of all ranks if it is sharded."""
+    return tensor.to(tensor.device_mesh.device_type).full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def windows_of(lm: Any) -> list[int | None]:
@@ -185,7 +201,8 @@ class TransformersForward:
         for name, parameter in self.lm.named_parameters():
             path, _, leaf = name.rpartition(".")
             module = self.source.get_submodule(path)
-            parameter.copy_(merged(module) if leaf == "weight" else getattr(base_of(module), leaf))
+            is_weight = leaf == "weight"
+            parameter.copy_(merged(module, parameter.dtype) if is_weight else whole(getattr(base_of(module), leaf)))
         return True
 
     def decode(
@@ -269,7 +286,7 @@ def empty_copy(lm: Any, dtype: torch.dtype) -> Any:
     """Return an uninitialized model of the same class, without adapters; refresh() fills it."""
     with torch.device("meta"):
         copy = type(lm)(lm.config).to(dtype)
-    copy.to_empty(device=next(lm.parameters()).device)
+    copy.to_empty(device=device_of(lm))
     for name, buffer in copy.named_buffers():
         source = lm.get_buffer(name)
         path, _, leaf = name.rpartition(".")
@@ -338,6 +355,7 @@ class BlockForward:
         base = lm.base_model
         self.embedding = self._allocate((base.embed_tokens, "weight"))
         tied = lm.get_output_embeddings().weight is base.embed_tokens.weight
+        tied |= is_sharded(lm) and config.tie_word_embeddings  # the caller may have gathered the head
         self.head = self.embedding if tied else self._allocate((lm.get_output_embeddings(), "weight"))
         self.norm = self._allocate((base.norm, "weight"), dtype=torch.float32)
         self.blocks = [self._block(layer) for layer in base.layers]
@@ -381,7 +399,7 @@ class BlockForward:
     @torch.no_grad()
     def refresh(self) -> bool:
         for target, module, name in self._copies:
-            target.copy_(merged(module) if name == "weight" else base_of(module).bias)
+            target.copy_(merged(module, target.dtype) if name == "weight" else whole(base_of(module).bias))
         return True
 
     def decode(
@@ -457,14 +475,18 @@ def base_of(module: nn.Module) -> Any:
     return getattr(module, "base_layer", module)
 
 
-def merged(module: nn.Module) -> Tensor:
-    """Return the weight plus its adapters unless disabled, summed in float32. A 4-bit weight is dequantised."""
+def merged(module: nn.Module, dtype: torch.dtype) -> Tensor:
+    """Return the weight plus its adapters unless disabled, summed in float32. A 4-bit weight is dequantised.
+
+    A sharded weight without adapters is gathered in `dtype`, which the caller rounds it to anyway.
+    """
     weight = base_of(module).weight.detach()
     if not hasattr(module, "base_layer") or module.disable_adapters:
-        return weight
+        return whole(weight.to(dtype)) if hasattr(weight, "full_tensor") else weight
+    weight = whole(weight)
     for name in module.active_adapters:
         if name in module.lora_A:
-            weight = weight.float() + module.get_delta_weight(name).detach().float()
+            weight = weight.float() + whole(module.get_delta_weight(name).detach()).float()
     return weight
 
 

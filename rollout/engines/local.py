@@ -37,6 +37,8 @@ from rollout.engines.forward import (
     TransformersForward,
     adapters_obstacle,
     block_obstacle,
+    device_of,
+    is_sharded,
     paged_obstacle,
     uncompiled,
 )
@@ -79,7 +81,7 @@ class LocalEngine:
         if max_batch_size is not None and max_batch_size < 1:
             raise UserError(f"max_batch_size={max_batch_size}: must be 1 or more")
         self.model, self.tokenizer, self.log = model, tokenizer, log
-        self.device = next(model.parameters()).device
+        self.device = device_of(model)
         self.kind = "cuda" if self.device.type == "cuda" else "cpu"
         self.max_batch_size = max_batch_size or ROWS[self.kind]
         self.autocast_dtype, self.cache_gib = autocast_dtype, cache_gib
@@ -118,7 +120,7 @@ class LocalEngine:
             for i, (request, limit) in enumerate(zip(requests, limits, strict=True))
         ]
         stop = StopCheck(self.tokenizer, sampling)
-        self._choose_forward()
+        self.choose_forward()
         # Longest first, so shorter prompts fill the gaps. Equal prompts are adjacent and share a tile.
         jobs.sort(key=lambda job: (-len(job.prompt_ids), job.prompt_ids))
         sample = self._sample_growing if self._uses_growing_cache else self._sample_paged
@@ -218,7 +220,7 @@ class LocalEngine:
             yield chunk
 
     def _chunk_logps(self, sequences: list[tuple[list[int], list[int]]], temperature: float) -> list[list[float]]:
-        device = next(self.model.parameters()).device
+        device = self.device
         joined = [prompt + completion for prompt, completion in sequences]
         width = max(len(ids) for ids in joined)
         input_ids = torch.tensor([ids + [PAD_ID] * (width - len(ids)) for ids in joined], device=device)
@@ -235,9 +237,35 @@ class LocalEngine:
 
     # Between sampling and training.
 
+    @property
+    def has_copy(self) -> bool:
+        """Whether the engine samples from a copy of the weights, so that the trainer's may be sharded meanwhile."""
+        return self._forward is not None and not self._forward.in_place
+
+    def needs_copy(self) -> bool:
+        """Return whether the engine can sample from a copy of the weights, which is missing or out of date."""
+        if self.kind == "cpu" or self._uses_growing_cache or adapters_obstacle(self.lm) is not None:
+            return False
+        return self._forward is None or self._loaded != self.version
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether the forward pass is chosen: choose_forward() compares its log-probs with the trainer's."""
+        return self._make_forward is not None or self._uses_growing_cache
+
+    def fill_copy(self) -> None:
+        """Copy the trainer's current weights. Sharded weights are gathered one at a time, so all ranks must call it."""
+        if self._make_forward is None:  # sampled by growing.py
+            return
+        self._forward = self._forward or self._make_forward()
+        if not self._forward.refresh() and self._scheduler is not None:
+            self._scheduler.decoder.graphs.clear()
+        self._loaded = self.version
+        self.forget()
+
     def prepare(self, *, prompt_length: int, max_tokens: int, prompts: int, group: int) -> None:
         """Before training: choose the forward pass, check lengths and allocate the cache."""
-        self._choose_forward()
+        self.choose_forward()
         if not self._uses_growing_cache:
             longest = [[i] * prompt_length for i in range(prompts)]
             self._prepare_scheduler([Job(prompt, 0, max_tokens) for prompt in longest for _ in range(group)])
@@ -245,6 +273,8 @@ class LocalEngine:
     def _measure_share(self, jobs: Sequence[Job]) -> None:
         """If due, measure how much of the adapter's effect the engine keeps: policy/adapter_retained_frac."""
         if not self._share_due or self._forward is None or self.dtype == torch.float32 or is_4bit(self.lm):
+            return
+        if is_sharded(self.lm):  # the other ranks would have to compute the exact log-probs too
             return
         self._share_due = False
         rows = list({tuple(job.prompt_ids): [*job.prompt_ids, *job.ids] for job in jobs}.values())[:SHARE_ROWS]
@@ -313,9 +343,9 @@ class LocalEngine:
     def dtype(self) -> torch.dtype:
         return self.autocast_dtype or next(self.model.parameters()).dtype
 
-    def _choose_forward(self) -> None:
+    def choose_forward(self) -> None:
         """On the first call, choose the first forward pass whose log-probs match the trainer's."""
-        if self._make_forward is not None or self._uses_growing_cache:
+        if self.is_chosen:
             return
         name, skipped = type(self.lm).__name__, paged_obstacle(self.lm, needs_kernels=self.kind == "cuda")
         ways: list[Callable[[], Forward] | None] = [] if skipped else [*self._ways()]
@@ -345,7 +375,7 @@ class LocalEngine:
         lm, dtype = self.lm, self.dtype
         if self.kind == "cpu":
             return [lambda: TransformersForward(lm, dtype, autocast_dtype=self.autocast_dtype)]
-        in_place = lm is self.model and all(p.dtype == dtype for p in lm.parameters())
+        in_place = lm is self.model and all(p.dtype == dtype for p in lm.parameters()) and not is_sharded(lm)
         copied = not in_place and adapters_obstacle(lm) is None
         options = {"autocast_dtype": self.autocast_dtype, "copied": copied}
         ways: list[Callable[[], Forward]] = [lambda: TransformersForward(lm, dtype, **options)]
@@ -381,7 +411,7 @@ class LocalEngine:
 
     def _prepare_scheduler(self, jobs: Sequence[Job]) -> Scheduler:
         """Return a scheduler with the current weights and a cache large enough for these jobs."""
-        assert self._make_forward is not None, "_prepare_scheduler() called before _choose_forward()"
+        assert self._make_forward is not None, "_prepare_scheduler() called before choose_forward()"
         if self._forward is None:
             self._forward = self._make_forward()
             self._loaded = None
@@ -479,7 +509,7 @@ def evaluating(model: torch.nn.Module, autocast_dtype: torch.dtype | None) -> It
     model creates on its first call must stay usable for training.
     """
     training = [module for module in model.modules() if module.training]
-    device = next(model.parameters()).device
+    device = device_of(model)
     model.eval()
     try:
         with (

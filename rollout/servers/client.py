@@ -87,6 +87,7 @@ class ServerInfo:
     instance: str  # changes when the server is restarted
     device_uuids: tuple[str, ...]  # the workers' GPUs, if the extension reports them
     model: str  # folder or hub id from its command line
+    host_id: str | None = None  # its NCCL_HOSTID
     sleep_mode: bool = False  # can release its memory to the trainer
     marks_tokens: bool = False  # as in 0.32: marks tokens with the weight version; metrics distinguish sleep from pause
 
@@ -162,6 +163,7 @@ class VllmServer:
             instance=str(config.get("instance_id")),
             device_uuids=tuple(str(worker["device_uuid"]) for worker in workers_info if worker.get("device_uuid")),
             model=str(model["model"]),
+            host_id=next((worker.get("host_id") for worker in workers_info), None),
             sleep_mode=model.get("enable_sleep_mode") is True,
             marks_tokens=VERSION_ROUTE in routes,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -62,9 +63,12 @@ def pick_backend(name: str, servers: Sequence[Any], *, is_lora: bool, device_uui
                 f"sync.backend={name}: {server.url} runs without strop's worker extension and cannot receive weights; "
                 "start it with python -m rollout.serve"
             )
-    if name == "process_group" and (any(shared) or mixed):
+    # NCCL rejects two processes on one GPU if it takes them for processes of one machine.
+    own_id = os.environ.get("NCCL_HOSTID")
+    rejected = any(on_same and server.info.host_id == own_id for on_same, server in zip(shared, servers, strict=True))
+    if name == "process_group" and (rejected or mixed):
         on_gpu = "shares the trainer's GPU, but nccl needs one GPU per process"
-        reason = on_gpu if any(shared) else "runs on a different device type"
+        reason = on_gpu if rejected else "runs on a different device type"
         other = _full_backend(shared, mixed)
         raise UserError(f"sync.backend=process_group: a server {reason}; use --sync.backend {other}")
     return name

@@ -173,7 +173,7 @@ def ppo_case(*, lora: bool = False, own_model: bool = False) -> Case:
         critic = ValueModel(make_policy("sequence", lora=lora)) if own_model else ValueHead(policy)
         for parameter in critic.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
-        policy.model.add_module("critic", critic)
+        policy.model.add_module("critic", critic.to(policy.device))
         return policy
 
     def step(policy: Policy, rows: list[Any]) -> dict[str, float]:

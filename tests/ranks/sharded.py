@@ -39,7 +39,7 @@ def optimizer_of(policy: Policy) -> tuple[AdamW, LambdaLR]:
 
 def take_step(policy: Policy, optimizer: AdamW, seed: int) -> float:
     """Step on the same rows on every rank, with the loss divided by the world size, because gradients are summed."""
-    ids = torch.randint(0, VOCAB, (2, 8), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(0, VOCAB, (2, 8), generator=torch.Generator().manual_seed(seed)).to(policy.device)
     hidden = policy.model.model(input_ids=ids).last_hidden_state
     logits = hidden @ Gatherer()(policy.model.lm_head.weight).T
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) / world_size()

@@ -55,8 +55,7 @@ def windows() -> Policy:
             setattr(module, child, torch.nn.RMSNorm(8, eps=1e-6))
     if context_size() > 1:
         use_sliced_attention(model)
-    return Policy(model=model.double().train(), tokenizer=None, source="test", device=torch.device("cpu"),
-                  compute_dtype=torch.float64)  # fmt: skip
+    return worker.to_policy(model.double())
 
 
 def recomputed(policy: Policy) -> Policy:

@@ -95,9 +95,14 @@ def make_policy(
         adapter = LoraConfig(r=2, lora_alpha=2, target_modules="all-linear", init_lora_weights=False, **options)
         model = get_peft_model(model, adapter).double()
     frozen = make_model(kind, 1 - seed, tied=tied).eval().requires_grad_(False) if reference and not lora else None
+    return to_policy(model, frozen)
+
+
+def to_policy(model: Any, reference: Any = None) -> Policy:
+    device = comm.pick_device()
     return Policy(
-        model=model.train(), tokenizer=None, source="test", device=torch.device("cpu"), compute_dtype=torch.float64,
-        reference=frozen,
+        model=model.to(device).train(), tokenizer=None, source="test", device=device, compute_dtype=torch.float64,
+        reference=None if reference is None else reference.to(device),
     )  # fmt: skip
 
 
@@ -239,6 +244,8 @@ MODES = {
     "copies": {"mode": "fsdp", "shard": 1},  # sharded over one rank: the mesh of several machines
     "once": {"mode": "fsdp", "reduce_once": True},
     "part": {"mode": "fsdp"},  # of a model of which PART is trained
+    "pairs": {"mode": "fsdp", "shard": 2},  # on four ranks: two copies, each sharded over two ranks
+    "offload": {"mode": "fsdp", "cpu_offload": True},
 }
 
 

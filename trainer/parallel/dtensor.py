@@ -35,7 +35,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, gatherer: Gatherer) -> Tensor:
         ctx.weight, ctx.gatherer = weight.detach(), gatherer
-        return weight.detach().to(gatherer.dtype or weight.dtype).full_tensor()
+        return gather(weight.detach().to(gatherer.dtype or weight.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
@@ -52,7 +52,7 @@ def scatter_sum(full: Tensor, like: Any) -> Tensor:
     from torch.distributed.tensor import DTensor, Partial
 
     summands = DTensor.from_local(full, like.device_mesh, [Partial()] * like.device_mesh.ndim, run_check=False)
-    return summands.redistribute(placements=like.placements).to(like.dtype)
+    return summands.redistribute(placements=like.placements).to(like.device, like.dtype)
 
 
 def is_dtensor(x: Any) -> bool:
@@ -67,8 +67,10 @@ def reshard(model: Any) -> None:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """Return the full tensor, without gradient; a collective if it is sharded."""
-    return tensor.full_tensor() if is_dtensor(tensor) else tensor
+    """Return the full tensor, without gradient; a collective if it is sharded, on the device even if offloaded."""
+    if not is_dtensor(tensor):
+        return tensor
+    return tensor.to(tensor.device_mesh.device_type).full_tensor()  # NCCL cannot send from main memory
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -46,11 +46,15 @@ NO_WARMUP = 10_000  # steps until inverse_sqrt falls to sqrt(1/2) without a warm
 
 def build_optimizer(model: nn.Module, cfg: OptimConfig, total_steps: int) -> tuple[Optimizer, LambdaLR]:
     trained = [p for p in model.parameters() if p.requires_grad]
+    # A scorer's head is not sharded, and torch's fused step takes either sharded or plain tensors.
+    kinds = dict.fromkeys((p.ndim >= 2, is_dtensor(p)) for p in sorted(trained, key=lambda p: p.ndim < 2))
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": cfg.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {
+            "params": [p for p in trained if (p.ndim >= 2, is_dtensor(p)) == kind],
+            "weight_decay": cfg.weight_decay if kind[0] else 0.0,
+        }
+        for kind in kinds
     ]
-    groups = [g for g in groups if g["params"]]
     if cfg.optim == "muon":
         optimizer = muon_and_adamw(model, groups, cfg)
     elif cfg.optim == "adamw_8bit" or any(p.dtype == torch.bfloat16 for p in trained):

@@ -193,6 +193,7 @@ def shard_model(lm: Any, mesh: Any, cfg: ParallelConfig, policy: Policy) -> None
     elif head is not None:
         placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
         sharded = distribute_tensor(head.weight.detach(), mesh, placements)
+        sharded = sharded.cpu() if cfg.cpu_offload else sharded
         head.weight = nn.Parameter(sharded, requires_grad=head.weight.requires_grad)
     if head is not None:
         head.gather = Gatherer(policy.autocast_dtype, reduce_once=cfg.reduce_once)

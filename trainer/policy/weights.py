@@ -110,4 +110,4 @@ def gather_on_device(tensor: Tensor, policy: Policy, name: str) -> Tensor:
     if not is_dtensor(tensor):
         return tensor
     with inside(f"weights for servers: {name}"):
-        return gather(tensor.to(policy.device))  # NCCL cannot send from main memory
+        return gather(tensor)

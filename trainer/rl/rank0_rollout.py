@@ -14,6 +14,7 @@ Token ids, log-probs and masks travel as tensors, the rest of a completion as JS
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
@@ -249,7 +250,13 @@ def generate_share(
     """Sample this rank's share of the requests; rank 0 returns all completions."""
     world, rank = comm.world_size(), comm.rank()
     first, stop = (len(requests) * r // world for r in (rank, rank + 1))
-    with gathered_weights(policy):
+    if policy.is_sharded and comm.any_rank(local.needs_copy()):
+        with comm.inside("weights for sampling"):
+            if not local.is_chosen:
+                with gathered_head(policy):
+                    local.choose_forward()
+            local.fill_copy()
+    with contextlib.nullcontext() if local.has_copy else gathered_weights(policy):
         completions = local.generate(requests[first:stop], sampling) if stop > first else []
     rest, tensors = to_tensors(completions)
     all_rest = comm.of_all(rest, "completions")

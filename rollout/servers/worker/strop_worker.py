@@ -54,6 +54,7 @@ class Worker:
             "rank": self.rank,
             "device": self.device.type,
             "device_uuid": device_uuid(self.device),
+            "host_id": os.environ.get("NCCL_HOSTID"),
             "dtype": str(config.dtype).removeprefix("torch."),
             "lora": self.vllm_config.lora_config is not None,
             "link": state.link.prefix if state.link is not None else None,

@@ -350,9 +350,10 @@ def test_a_folder_that_cannot_be_created_is_reported(tmp_path):
 
 
 def server_on(
-    *uuids: str, lora: bool = False, extension: bool = True, url: str = "http://127.0.0.1:1"
+    *uuids: str, lora: bool = False, extension: bool = True, url: str = "http://127.0.0.1:1", host_id: str | None = None
 ) -> SimpleNamespace:
-    return SimpleNamespace(url=url, info=SimpleNamespace(device_uuids=uuids, lora=lora, extension=extension))
+    info = SimpleNamespace(device_uuids=uuids, lora=lora, extension=extension, host_id=host_id)
+    return SimpleNamespace(url=url, info=info)
 
 
 def test_auto_selects_the_fastest_backend_that_works():
@@ -400,6 +401,8 @@ def test_backends_that_cannot_work_are_rejected(loop):
     ):
         with pytest.raises(ValueError, match=message):
             pick_backend(name, servers, is_lora=is_lora, device_uuid=device_uuid)
+    other_host = [server_on("G0", host_id="server")]
+    assert pick_backend("process_group", other_host, is_lora=False, device_uuid="G0") == "process_group"
     remote, other_device = Receiver(url="http://10.0.0.2:8000"), Receiver()
     other_device.info.device_uuids = ("GPU-1",)
     ipc, files = IpcSync(random_source(), loop, device=CPU), FilesystemSync(random_source(), loop)

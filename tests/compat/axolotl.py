@@ -94,7 +94,6 @@ def main(argv: list[str]) -> int:
             configs[str(file.relative_to(folder / "examples"))] = yaml.safe_load(file.read_text())
         configs = {name: tree for name, tree in configs.items() if fnmatch.fnmatch(name, f"*{given.only}*")}
         (work / "deepspeed_configs").symlink_to(folder / "deepspeed_configs")
-        (work / REWARDS.name).symlink_to(REWARDS)
         oracle = Oracle(folder / "src", deps)
         results = []
         for number, (name, tree) in enumerate(configs.items()):
@@ -193,6 +192,7 @@ def keys_of(tree: Mapping[str, Any], console: str, result: Result, oracle: Oracl
 def train(folder: Path) -> tuple[str, str]:
     """Train a config for two steps: run, rejected or traceback, and its last line."""
     tree = yaml.safe_load((folder / "config.yml").read_text())
+    (folder / REWARDS.name).symlink_to(REWARDS)
     words = []
     for key, values in HERE.items():
         words += [f"--{key.replace('_', '-')}", *values] if key != "lora.modules_to_save" or tree.get("adapter") else []
@@ -203,7 +203,7 @@ def train(folder: Path) -> tuple[str, str]:
     if done.returncode == 0:
         return "run", ""
     outcome = "traceback" if "Traceback" in done.stderr else "rejected"
-    return outcome, lines[-1] if lines else f"exit {done.returncode}"
+    return outcome, lines[-1].removeprefix("error: ") if lines else f"exit {done.returncode}"
 
 
 def report(results: list[Result], *, trained: bool) -> int:

@@ -447,23 +447,24 @@ class _Axolotl:
             self.set("eval_steps", every)
 
     def _every(self, what: str, steps: Any, per_epoch: Any) -> None:
-        """Set the steps between saves or evaluations. axolotl also takes a fraction of the run, as which it reads a
-        number per epoch: with max_steps that is a number of steps, whatever an epoch is.
+        """Set the steps between saves or evaluations. axolotl also takes a fraction of the run, and reads a number per
+        epoch as one if the run has several: with max_steps that is a number of steps, whatever an epoch is.
         """
         every, total = number(steps, f"{what}_steps"), self.max_steps or self.made.tree.get("max_steps")
-        if every is None and total is None:
-            self.set(f"{what}s_per_epoch", number(per_epoch, f"{what}s_per_epoch", int))
-            return
         if every is None:
-            epochs = number(self.take("num_epochs"), "num_epochs") or 1.0
-            every = min(1.0, 1.0 / (number(per_epoch, f"{what}s_per_epoch") * epochs))
-        if every < 1 or steps is None:
-            if total is None:
-                raise UserError(
-                    f"{what}_steps={steps}: a fraction of the run needs max_steps; use steps, or {what}s_per_epoch"
-                )
-            every = math.ceil(int(total) * every)
-        self.set(f"{what}_steps", int(every))
+            count, epochs = (
+                number(per_epoch, f"{what}s_per_epoch"),
+                number(self.take("num_epochs"), "num_epochs") or 1.0,
+            )
+            if total is None or count * epochs <= 1:
+                self.set(f"{what}s_per_epoch", int(count))
+                return
+            every = 1.0 / (count * epochs)
+        if every < 1 and total is None:
+            raise UserError(
+                f"{what}_steps={steps}: a fraction of the run needs max_steps; use steps, or {what}s_per_epoch"
+            )
+        self.set(f"{what}_steps", math.ceil(int(total) * every) if every < 1 else int(every))
 
     def _services(self) -> None:
         services = []

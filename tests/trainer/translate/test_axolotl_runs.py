@@ -107,7 +107,7 @@ def test_a_file_and_the_same_settings_as_flags_give_the_same_metrics(folder):
         "--data", "rows/labelled.jsonl:format=chatml.ultra,split=train", "--max-length", 256, "--long-rows", "drop",
         "--lora.r", 8, "--lora.alpha", 16, "--load-in-4bit", "--gradient-checkpointing",
         "--per-device-train-batch-size", 2, "--gradient-accumulation-steps", 1, "--learning-rate", 2e-4,
-        "--warmup-steps", 4, "--weight-decay", 0.0, "--seed", 42, "--save-steps", 2, "--save-total-limit", 4,
+        "--warmup-steps", 4, "--weight-decay", 0.0, "--seed", 42, "--saves-per-epoch", 1, "--save-total-limit", 4,
         "--special-tokens", '{"pad_token": "<|endoftext|>"}', "--max-steps", 2, "--output-dir", "b", cwd=folder,
     )  # fmt: skip
     assert repeatable(metrics(folder / "a")) == repeatable(metrics(folder / "b"))

@@ -418,15 +418,15 @@ class _Axolotl:
         else:
             self.set("saves_per_epoch", 1)
         self.set("save_total_limit", self.number("save_total_limit", int) or 4)
+        every = self.number("logging_steps", int)
+        self.set("logging_steps", every if every and every > 1 else None)
         steps, per_epoch = self.take("eval_steps"), self.take("evals_per_epoch")
         strategy = str(self.take("eval_strategy") or self.take("evaluation_strategy") or "")
         if self.held_out and (steps or per_epoch):
             self._every("eval", steps, per_epoch)
         elif self.held_out and strategy == "epoch":
             self.set("evals_per_epoch", 1)
-        every = self.number("logging_steps", int)
-        self.set("logging_steps", every if every and every > 1 else None)
-        if self.held_out and strategy == "steps" and not (steps or per_epoch):
+        elif self.held_out and strategy == "steps":
             if not every:
                 raise UserError("eval_strategy=steps: has no eval_steps; add eval_steps, or write evals_per_epoch")
             self.set("eval_steps", every)
@@ -680,12 +680,10 @@ class _Axolotl:
         self.copy("trl.scale_rewards", unless=True)
         if self.method == "gdpo" and self.take("trl.multi_objective_aggregation") == "sum_then_normalize":
             raise UserError("trl.multi_objective_aggregation=sum_then_normalize: is grpo; write rl: grpo")
-        if self.method == "grpo":
-            if self.take("trl.multi_objective_aggregation") == "normalize_then_sum":
-                self.set("advantage_estimator", "normalize_then_sum")
-                self.made.tree.pop("scale_rewards", None)  # has no effect there
-        else:
-            self.made.tree.pop("scale_rewards", None)
+        if self.method == "grpo" and self.take("trl.multi_objective_aggregation") == "normalize_then_sum":
+            self.set("advantage_estimator", "normalize_then_sum")
+        if self.method != "grpo" or "advantage_estimator" in self.made.tree:
+            self.made.tree.pop("scale_rewards", None)  # has no effect there
         start = self.number("trl.reroll_start_fraction")
         if start is not None and start < 1:
             self.set("reroll_start_fraction", start)
@@ -701,8 +699,8 @@ class _Axolotl:
             self.set("use_bias_correction_kl", False)
         if self.take("trl.sync_ref_model"):
             self.set("sync_ref_model", True)
-            self.set("ref_model_mixup_alpha", number(self.take("trl.ref_model_mixup_alpha"), "trl.ref_...") or 0.9)
-            self.set("ref_model_sync_steps", number(self.take("trl.ref_model_sync_steps"), "trl.ref_...", int) or 64)
+            self.set("ref_model_mixup_alpha", self.number("trl.ref_model_mixup_alpha") or 0.9)
+            self.set("ref_model_sync_steps", self.number("trl.ref_model_sync_steps", int) or 64)
 
     def _is_async(self) -> bool:
         """Whether axolotl would use its asynchronous trainer, which has other defaults and more settings."""

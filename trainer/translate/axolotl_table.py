@@ -44,10 +44,9 @@ MODEL: dict[str, Key] = {
     **each("model_config.* overrides_of_model_config.*", rejected("the model's own config is used; remove it")),
     **each("model_kwargs.* overrides_of_model_kwargs.*", rejected("loading has no other arguments here; remove it")),
     "load_in_8bit": to(EIGHT_BITS),
-    **each("model_type type_of_model tokenizer_type cls_model_config tokenizer_use_fast "
-           "tokenizer_legacy tokenizer_save_jinja_files is_falcon_derived_model is_llama_derived_model "
-           "is_mistral_derived_model is_qwen_derived_model num_labels mean_resizing_embeddings "
-           "low_cpu_mem_usage", idle(LOADING)),
+    **each("model_type type_of_model tokenizer_type cls_model_config tokenizer_use_fast tokenizer_legacy "
+           "tokenizer_save_jinja_files is_falcon_derived_model is_llama_derived_model is_mistral_derived_model "
+           "is_qwen_derived_model num_labels mean_resizing_embeddings low_cpu_mem_usage", idle(LOADING)),
     "processor_type": rejected("images and audio are not supported; remove it to train on text"),
     "processor_kwargs": idle("part of processor_type"),
     **each("embeddings_skip_upcast fp32_norms fp32_norm_classes", idle(FLOAT32)),
@@ -136,16 +135,14 @@ ROW_KEYS: dict[str, Key] = {
     "sample_packing": to("packing (a batch counts sequences here, not packed rows)"),
     "excess_length_strategy": to("long_rows: drop (axolotl's default) or truncate; raise: rejected"),
     "shuffle_merged_datasets": to("rows are always shuffled, by seed; false is rejected"),
-    **each("dataset_prepared_path dataset_processes dataset_num_proc dataset_keep_in_memory "
-           "skip_prepare_dataset push_dataset_to_hub hf_use_auth_token dataloader_pin_memory "
-           "dataloader_num_workers dataloader_prefetch_factor remove_unused_columns "
-           "shuffle_before_merging_datasets num_dataset_shards_to_save streaming streaming_multipack_buffer_size "
-           "total_num_tokens total_supervised_tokens is_preprocess preprocess_iterable axolotl_config_path "
-           "pretrain_multipack_buffer_size pretrain_multipack_attn pretraining_sample_concatenation",
-           idle(Why.ROWS)),
-    **each("eval_sample_packing pad_to_sequence_len group_by_length sample_packing_group_size "
-           "sample_packing_bin_size sample_packing_sequentially sample_packing_eff_est "
-           "sample_packing_mp_start_method multipack_real_batches "
+    **each("dataset_prepared_path dataset_processes dataset_num_proc dataset_keep_in_memory skip_prepare_dataset "
+           "push_dataset_to_hub hf_use_auth_token dataloader_pin_memory dataloader_num_workers "
+           "dataloader_prefetch_factor remove_unused_columns shuffle_before_merging_datasets "
+           "num_dataset_shards_to_save streaming streaming_multipack_buffer_size total_num_tokens "
+           "total_supervised_tokens is_preprocess preprocess_iterable axolotl_config_path "
+           "pretrain_multipack_buffer_size pretrain_multipack_attn pretraining_sample_concatenation", idle(Why.ROWS)),
+    **each("eval_sample_packing pad_to_sequence_len group_by_length sample_packing_group_size sample_packing_bin_size "
+           "sample_packing_sequentially sample_packing_eff_est sample_packing_mp_start_method multipack_real_batches "
            "batch_flattening dpo_padding_free", idle(Why.SPEED)),
     "label_balance_window_optim_steps": idle("part of balance_labels"),
     **each("curriculum_sampling min_sample_len balance_labels",
@@ -210,10 +207,9 @@ RUN: dict[str, Key] = {
     **each("do_bench_eval bench_dataset bench_split do_causal_lm_eval eval_causal_lm_metrics",
            rejected("trainer.evaluate looks at a finished run; remove it")),
     **each("optim_args optim_target_modules lr_groups lr_groups[].* embedding_lr embedding_lr_scale loraplus_lr_ratio "
-           "lr_quadratic_warmup cosine_constant_lr_ratio lr_div_factor adam_beta3 adam_epsilon2 "
-           "jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps dion_lr dion_momentum "
-           "dion_rank_fraction dion_rank_multiple_of",
-           rejected("this setting of an optimizer or schedule is not supported; remove it")),
+           "lr_quadratic_warmup cosine_constant_lr_ratio lr_div_factor adam_beta3 adam_epsilon2 jagged_restart_steps "
+           "jagged_restart_warmup_steps jagged_restart_anneal_steps dion_lr dion_momentum dion_rank_fraction "
+           "dion_rank_multiple_of", rejected("this setting of an optimizer or schedule is not supported; remove it")),
     **each("relora relora_prune_ratio relora_cpu_offload relora_steps relora_warmup_steps lisa_n_layers "
            "lisa_step_interval lisa_layers_attribute", rejected(_TRAINS_OTHERWISE)),
     "relora_prune_method": idle("part of relora"),
@@ -301,13 +297,12 @@ METHODS: dict[str, Key] = {
 TRL: dict[str, Key] = {
     "trl.beta": to("beta, instead of rl_beta; orpo: orpo_alpha"),
     **each("max_completion_length num_generations num_iterations temperature epsilon epsilon_high loss_type "
-           "importance_sampling_level scale_rewards mask_truncated_completions "
-           "reward_weights reward_funcs rollout_func sync_ref_model ref_model_mixup_alpha ref_model_sync_steps "
-           "async_prefetch prefetch_depth vllm_sync_interval streaming_partial_batch "
-           "streaming_min_groups vllm_importance_sampling_correction vllm_importance_sampling_mode "
-           "vllm_importance_sampling_cap off_policy_mask_threshold use_bias_correction_kl replay_buffer_size "
-           "replay_recompute_logps reroll_start_fraction reroll_max_groups skip_zero_advantage_batches entropy_coef",
-            SAME, "trl."),
+           "importance_sampling_level scale_rewards mask_truncated_completions reward_weights reward_funcs "
+           "rollout_func sync_ref_model ref_model_mixup_alpha ref_model_sync_steps async_prefetch prefetch_depth "
+           "vllm_sync_interval streaming_partial_batch streaming_min_groups vllm_importance_sampling_correction "
+           "vllm_importance_sampling_mode vllm_importance_sampling_cap off_policy_mask_threshold "
+           "use_bias_correction_kl replay_buffer_size replay_recompute_logps reroll_start_fraction reroll_max_groups "
+           "skip_zero_advantage_batches entropy_coef", SAME, "trl."),
     "trl.multi_objective_aggregation": to("advantage_estimator: normalize_then_sum"),
     "trl.vllm_importance_sampling_clip_max": to("vllm_importance_sampling_cap"),
     "trl.vllm_importance_sampling_clip_min": to("vllm_importance_sampling_min"),
@@ -326,8 +321,7 @@ TRL: dict[str, Key] = {
     "trl.vllm_server_timeout": to("vllm.timeout"),
     **each("use_data_producer vllm_enable_sleep_mode", idle(Why.INSIDE), "trl."),
     "trl.use_liger_loss": idle(Why.SPEED),
-    **each("log_completions num_completions_to_print log_multimodal",
-           idle(Why.SAMPLES), "trl."),
+    **each("log_completions num_completions_to_print log_multimodal", idle(Why.SAMPLES), "trl."),
     "trl.generation_kwargs.stop_token_ids": idle("the model's own end tokens, and eot_tokens, end a completion"),
     "trl.generation_kwargs.*": rejected(_SAMPLING),
     **each("top_p top_k min_p repetition_penalty", to("the full distribution; a value that limits it is rejected"),

@@ -230,16 +230,14 @@ TABLE: dict[str, Key] = {
     **each("remove_unused_columns dataset_num_proc dataset_kwargs.* dataset_streaming streaming ignore_bias_buffers "
            "dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
            "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order data_seed "
-           "ignore_data_skip group_by_length length_column_name label_names "
-           "datasets[].columns", idle(Why.ROWS)),
+           "ignore_data_skip group_by_length length_column_name label_names datasets[].columns", idle(Why.ROWS)),
     **each("per_device_eval_batch_size eval_accumulation_steps torch_compile_backend torch_compile_mode tf32 "
            "use_liger_kernel liger_kernel_config.* use_cache torch_empty_cache_steps gradient_checkpointing_kwargs.* "
-           "padding_free pad_to_multiple_of eval_packing "
-           "precompute_ref_batch_size cast_lm_head_to_fp32 ds3_gather_for_generation cache_implementation "
-           "use_transformers_paged use_transformers_continuous_batching transformers_continuous_batching_config.* "
-           "vllm_enable_sleep_mode vllm_model_impl vllm_group_port auto_find_batch_size "
-           "eval_do_concat_batches eval_use_gather_object batch_eval_metrics bf16_full_eval fp16_full_eval "
-           "local_rollout_forward_batch_size", idle(Why.SPEED)),
+           "padding_free pad_to_multiple_of eval_packing precompute_ref_batch_size cast_lm_head_to_fp32 "
+           "ds3_gather_for_generation cache_implementation use_transformers_paged use_transformers_continuous_batching "
+           "transformers_continuous_batching_config.* vllm_enable_sleep_mode vllm_model_impl vllm_group_port "
+           "auto_find_batch_size eval_do_concat_batches eval_use_gather_object batch_eval_metrics bf16_full_eval "
+           "fp16_full_eval local_rollout_forward_batch_size", idle(Why.SPEED)),
     **each("bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage", idle(Why.QUANTISED)),
     **each("log_completions num_completions_to_print log_unique_prompts log_multimodal wandb_log_unique_prompts "
            "log_completions_hub_repo num_sample_generations", idle(Why.SAMPLES)),
@@ -287,8 +285,7 @@ TABLE: dict[str, Key] = {
     **each("generation_kwargs.* vllm_structured_outputs_regex vllm_guided_decoding_regex", rejected(FULL)),
     "num_generations_eval": rejected("evaluation is greedy; --num-generations-eval needs --rollout.eval-temperature"),
     **each("normalize_advantages reward_clip_range", rejected("rewards are not clipped or scaled in RLOO here")),
-    **each("datasets[].data_dir datasets[].fraction",
-           rejected("name a file, or a part by split=train[:10%]")),
+    **each("datasets[].data_dir datasets[].fraction", rejected("name a file, or a part by split=train[:10%]")),
     "max_grad_value": rejected("gradients are clipped by their norm here"),
 }  # fmt: skip
 

@@ -228,6 +228,18 @@ def reject_reward_model(name: str, settings: Mapping[str, Any]) -> None:
         )
 
 
+def read_local(model: str, name: str, revision: str | None = None) -> str | None:
+    """Return the text of a file in a model folder or the hub's cache; None if it is not on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = Path(BUILTIN.get(model, model)).expanduser()
+    try:
+        file = folder / name if folder.is_dir() else try_to_load_from_cache(model, name, revision=revision)
+        return Path(file).read_text(encoding="utf-8") if isinstance(file, str | Path) else None
+    except (OSError, ValueError):  # no such file, or not a hub id
+        return None
+
+
 def trust_hint(error: Exception) -> str:
     """Return the hint to append if a model failed to load because it needs custom code; otherwise an empty string."""
     return "; if you trust its code, pass --trust-remote-code" if "trust_remote_code" in str(error) else ""

@@ -74,10 +74,7 @@ def _convert(cfg: FromTrlConfig, command: Sequence[str]) -> None:
     for line in [*notes, *made.remarks(), *(f"no equivalent: {line}" for line in without)]:
         print(f"{cfg.file}: {line}", file=sys.stderr)
     words = _words(made.tree, cfg.file)
-    print(
-        to_yaml(made.tree) if cfg.yaml else " \\\n    ".join(["python -m trainer", *words]),
-        end="" if cfg.yaml else "\n",
-    )
+    print(to_yaml(made.tree).rstrip() if cfg.yaml else " \\\n    ".join(["python -m trainer", *words]))
 
 
 def _read_file(path: Path, notes: list[str]) -> dict[str, Any]:

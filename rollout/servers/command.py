@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from data.errors import UserError
+from rollout.model_folder import read_local
 from rollout.servers.options import VllmConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -186,19 +187,11 @@ def served_rank(rank: int) -> int:
 
 def architecture(model: str, revision: str | None = None) -> str | None:
     """Return the model class named in config.json; None if there is no local file, or it names none."""
-    path = Path(model) / "config.json"
-    if not path.is_file():
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            path = Path(str(try_to_load_from_cache(model, "config.json", revision=revision)))
-        except HFValidationError:  # neither a folder nor a hub id
-            return None
     try:
-        return next(iter(json.loads(path.read_text(encoding="utf-8")).get("architectures") or ()), None)
-    except (OSError, ValueError):
+        settings = json.loads(read_local(model, "config.json", revision) or "{}")
+    except ValueError:
         return None
+    return next(iter(settings.get("architectures") or ()), None)
 
 
 def _memory_share(cfg: VllmConfig, device: str, colocate: bool) -> float:

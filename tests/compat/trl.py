@@ -27,8 +27,8 @@ from typing import Any
 from unittest import mock
 
 from trainer import from_trl
-from trainer.translate.keys import EMPTY, find, leaves
-from trainer.translate.trl import OPTIMIZERS, REWARDS, TABLE, UNCHANGED
+from trainer.translate.keys import EMPTY, OPTIMIZERS, find, leaves
+from trainer.translate.trl import REWARDS, TABLE, UNCHANGED
 from trainer.translate.trl_kinds import KINDS, UNSUPPORTED
 
 CONFIGS = {entry.config for entry in KINDS.values()} | set(UNSUPPORTED)

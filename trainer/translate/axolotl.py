@@ -36,7 +36,7 @@ from trainer.translate.axolotl_rows import (
     template_of,
 )
 from trainer.translate.axolotl_table import IDLE_PLUGINS, TABLE
-from trainer.translate.keys import EIGHT_BITS_NOTE, SCHEDULES, Theirs, Translation, number
+from trainer.translate.keys import FULL, Theirs, Translation, listed, number
 
 # A file with one of these and none of OURS is axolotl's.
 THEIRS = ("base_model", "rl", "datasets", "reward_model", "process_reward_model", "micro_batch_size", "sequence_len")
@@ -49,18 +49,10 @@ NO_DROPOUT = (*PAIRS, "simpo", "kto", "orpo", "rm", "prm")  # their trainers set
 ONLY_ASYNC = (  # keys of trl that axolotl reads only with async_prefetch or use_data_producer
     "streaming_partial_batch", "replay_buffer_size", "reroll_start_fraction", "vllm_sync_interval",
 )  # fmt: skip
+BETAS = ("trl.beta", "rl_beta", "dpo_beta", "orpo_alpha")  # the first that is set is read
 WARMUP = 0.03  # fraction of the steps, at most MAX_WARMUP steps, if the file has no warm-up
 MAX_WARMUP = 100
 
-OPTIMIZERS = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla",
-                     "paged_adamw_32bit", "optimi_adamw", "adamw_anyprecision"), "adamw"),
-    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "ao_adamw_8bit", "adamw_torch_8bit"),
-                    "adamw_8bit"),
-    "muon": "muon",
-}  # fmt: skip
-ATTENTION = {"sdpa": "sdpa", "eager": "eager"}  # any other kernel: auto
-LOCAL_HOSTS = ("0.0.0.0", "localhost", "127.0.0.1", "::1", "::")
 REWARDS = {
     "axolotl.integrations.nemo_gym.rewards.reward_nemo_gym_verify": VERIFY,
     "axolotl.integrations.nemo_gym.rewards.reward_env": ENV,
@@ -72,7 +64,6 @@ SAME_TRL = (
     "replay_buffer_size",
 )  # fmt: skip
 SAME_VLLM = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager", "dtype")
-FULL_DISTRIBUTION = {"top_p": (1, 1.0), "top_k": (0, -1), "min_p": (0, 0.0), "repetition_penalty": (1, 1.0)}
 SAME_EBFT = (
     "mode", "feature_layers", "embed_method", "use_whitening", "alignment_coef", "diversity_coef", "ce_coef",
 )  # fmt: skip
@@ -104,9 +95,9 @@ class _Axolotl:
 
     def __init__(self, tree: Mapping[str, Any], method: str | None, engine: str | None, max_steps: str | None) -> None:
         self.made, self.max_steps = Translation(), max_steps
-        self.set = self.made.set
+        self.set, self.note = self.made.set, self.made.note
         self.theirs = Theirs(tree, TABLE, "axolotl")
-        self.take = self.theirs.take
+        self.take, self.number = self.theirs.take, self.theirs.number
         named = self._method()
         self.method = method or named
         self.set("method", self.method)
@@ -133,11 +124,7 @@ class _Axolotl:
         found = [f"trl.{key}" for key in ONLY_ASYNC if self.made.tree.get(key)]
         if found and not self._is_async():
             self.note(f"{', '.join(found)}: axolotl reads this only with trl.use_data_producer or trl.async_prefetch")
-        self.made.idle = self.theirs.idle(self.method)
-        if self.samples:
-            self._regroup(("vllm.", "trl.vllm_", "trl.async_prefetch", "trl.prefetch_depth"), "no server is used")
-        if world_size() == 1:
-            self._regroup(("fsdp", "dp_shard_size", "deepspeed"), "there is one process; torchrun starts several")
+        self._unused()
 
     def copy(self, key: str, name: str | None = None, *, unless: Any = None) -> None:
         """Set the flag to the value of the key, if the file has it and it is not the default."""
@@ -145,11 +132,8 @@ class _Axolotl:
         if value is not None and value != unless:
             self.set(name or key.rpartition(".")[2], value)
 
-    def numbers(self, key: str, name: str | None = None, kind: type = float) -> None:
-        self.set(name or key.rpartition(".")[2], number(self.take(key), key, kind))
-
-    def note(self, text: str) -> None:
-        self.made.notes.append(text)
+    def copy_number(self, key: str, name: str | None = None, kind: type = float) -> None:
+        self.set(name or key.rpartition(".")[2], self.number(key, kind))
 
     # method and model
 
@@ -183,7 +167,7 @@ class _Axolotl:
         if self.method in ("sft", "rm", "prm"):  # the others ignore it
             noise = self.take("neftune_noise_alpha"), self.take("noisy_embedding_alpha")
             self.set("neftune_noise_alpha", number(noise[0] or noise[1], "neftune_noise_alpha"))
-        weight = number(self.take("model_config.router_aux_loss_coef"), "model_config.router_aux_loss_coef")
+        weight = self.number("model_config.router_aux_loss_coef")
         if self.take("model_config.output_router_logits"):
             self.set("router_aux_loss_coef", 0.001 if weight is None else weight)
 
@@ -214,8 +198,7 @@ class _Axolotl:
 
     def _unfrozen(self) -> None:
         """axolotl matches from the start of a name, and escapes every dot that no + follows."""
-        patterns, adapter = self.take("unfrozen_parameters"), self.take("adapter")
-        patterns = [patterns] if isinstance(patterns, str) else patterns or []
+        patterns, adapter = list(map(str, listed(self.take("unfrozen_parameters")))), self.take("adapter")
         for pattern in patterns:
             if re.fullmatch(r".+\[[0-9]*(:[0-9]*)?\]", pattern):
                 raise UserError(
@@ -249,7 +232,7 @@ class _Axolotl:
                           ("sage_attention", "sage")):  # fmt: skip
             if self.take(key) and given is None:
                 given = name
-        self.set("attn_implementation", ATTENTION.get(str(given)))
+        self.set("attn_implementation", given if given in keys.KERNELS else None)
 
     # rows
 
@@ -279,9 +262,9 @@ class _Axolotl:
         self._one_split(eval_entries, {entry["path"] for entry in entries})
         self.set("eval_data", eval_entries or None)
         shared, notes = shared_of(tree, {**trained, **held_out}, self.method)
-        self.made.notes += notes
         self._shared(shared)
-        self.made.notes += differences(self.made.tree)
+        for note in (*notes, *differences(self.made.tree)):
+            self.note(note)
         shards = self.take("dataset_shard_num") if self.method in ("sft", "rm", "prm") else None
         if shards and self.take("dataset_shard_idx") is not None:  # axolotl's rl does not read them
             raise UserError(
@@ -292,7 +275,7 @@ class _Axolotl:
             raise UserError("shuffle_merged_datasets=False: rows are shuffled by seed here; remove it")
         if self.take("dataset_exact_deduplication"):
             self.set("dedup", True)
-        size = number(self.take("val_set_size"), "val_set_size")
+        size = self.number("val_set_size")
         self.held_out = bool(held_out)
         if size and held_out:
             raise UserError(f"val_set_size={size:g}: there are test_datasets, too; keep one of them")
@@ -335,7 +318,7 @@ class _Axolotl:
         if policy == "raise":
             raise UserError("excess_length_strategy=raise: long rows are truncated or skipped, and counted; remove it")
         if not self.samples:
-            self.set("max_length", number(self.take("sequence_len"), "sequence_len", int) or 512)
+            self.set("max_length", self.number("sequence_len", int) or 512)
         has_limit = self.method in ("sft", *PAIRS, "simpo", "orpo", "kto")
         if has_limit and policy != "truncate" and self._formats() != {"completion"}:
             self.set("long_rows", "drop")
@@ -348,9 +331,9 @@ class _Axolotl:
     # run
 
     def _batches(self) -> None:
-        micro = number(self.take("micro_batch_size"), "micro_batch_size", int)
-        steps = number(self.take("gradient_accumulation_steps"), "gradient_accumulation_steps", int)
-        total = number(self.take("batch_size"), "batch_size", int)
+        micro = self.number("micro_batch_size", int)
+        steps = self.number("gradient_accumulation_steps", int)
+        total = self.number("batch_size", int)
         if total is not None and steps is None and "gradient_accumulation_steps" in self.theirs.tree:
             steps = max(1, total // (micro or 1))
         elif total not in (None, (micro or 1) * (steps or 1)):
@@ -360,18 +343,18 @@ class _Axolotl:
             )
         self.set("per_device_train_batch_size", micro or (1 if steps else self._smallest_batch()))
         self.set("gradient_accumulation_steps", steps)
-        epochs = number(self.take("num_epochs"), "num_epochs")
-        limit = number(self.take("max_steps"), "max_steps", int)
+        epochs = self.number("num_epochs")
+        limit = self.number("max_steps", int)
         if limit is not None and limit > 0:
             self.set("max_steps", limit)
         else:
             self.set("num_train_epochs", epochs)
-        self.set("seed", 42 if self.take("seed") is None else number(self.take("seed"), "seed", int))
+        self.set("seed", 42 if self.take("seed") is None else self.number("seed", int))
         self.copy("full_determinism", "deterministic", unless=False)
         self.copy("output_dir")
         self._resume()
-        self.numbers("loss_watchdog_threshold")
-        self.numbers("loss_watchdog_patience", kind=int)
+        self.copy_number("loss_watchdog_threshold")
+        self.copy_number("loss_watchdog_patience", kind=int)
 
     def _smallest_batch(self) -> int:
         """Rows per process if the file has no batch size; axolotl's default of 1 is an error for groups and KTO."""
@@ -382,7 +365,7 @@ class _Axolotl:
         return rows
 
     def _group_size(self) -> int:
-        return number(self.take("trl.num_generations"), "trl.num_generations", int) or 8
+        return self.number("trl.num_generations", int) or 8
 
     def _resume(self) -> None:
         checkpoint, output_dir = self.take("resume_from_checkpoint"), self.take("output_dir")
@@ -393,19 +376,19 @@ class _Axolotl:
             self.set("resume", str(checkpoint))
 
     def _schedule(self) -> None:
-        self.numbers("learning_rate")
+        self.copy_number("learning_rate")
         name = self.take("lr_scheduler") or "cosine"
-        floor = number(self.take("lr_scheduler_kwargs.min_lr_rate"), "lr_scheduler_kwargs.min_lr_rate")
+        floor = self.number("lr_scheduler_kwargs.min_lr_rate")
         if name == "cosine" and self.take("cosine_min_lr_ratio") is not None:  # other schedules ignore it
-            floor = number(self.take("cosine_min_lr_ratio"), "cosine_min_lr_ratio")
-        if name not in SCHEDULES:
-            raise UserError(f"lr_scheduler={name}: is not supported; {suggest(str(name), SCHEDULES)}")
+            floor = self.number("cosine_min_lr_ratio")
+        if name not in keys.SCHEDULES:
+            raise UserError(f"lr_scheduler={name}: is not supported; {suggest(str(name), keys.SCHEDULES)}")
         has_warmup = name != "constant"  # which has none in transformers; constant_with_warmup has
-        name = "cosine_with_min_lr" if floor and name == "cosine" else SCHEDULES[name]
+        name = "cosine_with_min_lr" if floor and name == "cosine" else keys.SCHEDULES[name]
         self.set("lr_scheduler_type", None if name == "cosine" else name)
         self.set("min_lr_ratio", floor or None)
-        steps = number(self.take("warmup_steps"), "warmup_steps", int)
-        ratio = number(self.take("warmup_ratio"), "warmup_ratio")
+        steps = self.number("warmup_steps", int)
+        ratio = self.number("warmup_ratio")
         if not has_warmup and (steps or ratio):
             self.note("lr_scheduler=constant: has no warm-up in axolotl, so there is none; write constant_with_warmup")
         elif steps:
@@ -417,11 +400,11 @@ class _Axolotl:
         elif has_warmup and steps is None:
             self.set("warmup_ratio", ratio or None)
         optimizer = self.take("optimizer") or "adamw_torch_fused"
-        if optimizer not in OPTIMIZERS:
-            raise UserError(f"optimizer={optimizer}: is not supported; {suggest(str(optimizer), OPTIMIZERS)}")
-        self.set("optim", None if OPTIMIZERS[optimizer] == "adamw" else OPTIMIZERS[optimizer])
+        if optimizer not in keys.OPTIMIZERS:
+            raise UserError(f"optimizer={optimizer}: is not supported; {suggest(str(optimizer), keys.OPTIMIZERS)}")
+        self.set("optim", None if keys.OPTIMIZERS[optimizer] == "adamw" else keys.OPTIMIZERS[optimizer])
         for key in ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"):
-            self.numbers(key)
+            self.copy_number(key)
 
     def _saves_and_evals(self) -> None:
         steps, per_epoch = self.take("save_steps"), self.take("saves_per_epoch")
@@ -433,33 +416,35 @@ class _Axolotl:
         elif strategy in ("no", "steps"):
             self.set("save_steps", 0 if strategy == "no" else 500)
         else:
-            self._every("save", None, 1)
-        self.set("save_total_limit", number(self.take("save_total_limit"), "save_total_limit", int) or 4)
+            self.set("saves_per_epoch", 1)
+        self.set("save_total_limit", self.number("save_total_limit", int) or 4)
+        every = self.number("logging_steps", int)
+        self.set("logging_steps", every if every and every > 1 else None)
         steps, per_epoch = self.take("eval_steps"), self.take("evals_per_epoch")
         strategy = str(self.take("eval_strategy") or self.take("evaluation_strategy") or "")
-        if self.held_out and (steps or per_epoch or strategy == "epoch"):
-            self._every("eval", steps, per_epoch or 1)
-        every = number(self.take("logging_steps"), "logging_steps", int)
-        self.set("logging_steps", every if every and every > 1 else None)
-        if self.held_out and strategy == "steps" and not (steps or per_epoch):
+        if self.held_out and (steps or per_epoch):
+            self._every("eval", steps, per_epoch)
+        elif self.held_out and strategy == "epoch":
+            self.set("evals_per_epoch", 1)
+        elif self.held_out and strategy == "steps":
             if not every:
                 raise UserError("eval_strategy=steps: has no eval_steps; add eval_steps, or write evals_per_epoch")
             self.set("eval_steps", every)
 
     def _every(self, what: str, steps: Any, per_epoch: Any) -> None:
-        """Set the steps between saves or evaluations. axolotl also takes a fraction of the run, and reads a number per
-        epoch as one if the run has several: with max_steps that is a number of steps, whatever an epoch is.
+        """Set the steps between saves or evaluations.
+
+        A fraction is a part of the run in axolotl, and it converts a number per epoch to one if the run has several:
+        with max_steps that is a number of steps, whatever an epoch is.
         """
         every, total = number(steps, f"{what}_steps"), self.max_steps or self.made.tree.get("max_steps")
         if every is None:
-            count, epochs = (
-                number(per_epoch, f"{what}s_per_epoch"),
-                number(self.take("num_epochs"), "num_epochs") or 1.0,
-            )
-            if total is None or count * epochs <= 1:
-                self.set(f"{what}s_per_epoch", int(count))
+            count = number(per_epoch, f"{what}s_per_epoch", int)
+            times = count * (self.number("num_epochs") or 1.0)
+            if total is None or times <= 1:
+                self.set(f"{what}s_per_epoch", count)
                 return
-            every = 1.0 / (count * epochs)
+            every = 1.0 / times
         if every < 1 and total is None:
             raise UserError(
                 f"{what}_steps={steps}: a fraction of the run needs max_steps; use steps, or {what}s_per_epoch"
@@ -478,7 +463,7 @@ class _Axolotl:
         if self.take("use_tensorboard"):
             services.append("tensorboard")
         self.set("report_to", services or None)
-        for name in self.theirs.tree.get("plugins") or ():
+        for name in listed(self.theirs.tree.get("plugins")):
             if not any(known in str(name) for known in IDLE_PLUGINS):
                 raise UserError(f"plugins={name}: may change what is trained, and is not supported; remove it")
 
@@ -489,8 +474,10 @@ class _Axolotl:
         four, eight = self.take("load_in_4bit"), self.take("load_in_8bit")
         if adapter not in (None, "lora", "qlora"):
             raise UserError(f"adapter={adapter}: is not supported; use lora or qlora")
-        if adapter == "qlora" or four or eight:
-            self._quantised(bool(adapter == "qlora" or four))
+        if adapter == "qlora" or four:
+            self.set("load_in_4bit", True)
+        elif eight:
+            self.note(keys.EIGHT_BITS_NOTE)
         saved = self.take("lora_model_dir")
         if adapter is None and saved:
             raise UserError(f"lora_model_dir={saved}: has no effect without an adapter; add adapter: lora")
@@ -500,12 +487,11 @@ class _Axolotl:
         if saved and (Path(str(saved)) / "adapter_config.json").is_file():
             self._saved_adapter(str(saved))
             return
-        self.set("lora.r", number(self.take("lora_r"), "lora_r", int) or 8)
-        self.set("lora.alpha", number(self.take("lora_alpha"), "lora_alpha", int) or 8)
+        self.set("lora.r", self.number("lora_r", int) or 8)
+        self.set("lora.alpha", self.number("lora_alpha", int) or 8)
         if self.method not in NO_DROPOUT:
-            self.set("lora.dropout", number(self.take("lora_dropout"), "lora_dropout") or None)
-        linear, names = self.take("lora_target_linear"), self.take("lora_target_modules")
-        names = [names] if isinstance(names, str) else names or []
+            self.set("lora.dropout", self.number("lora_dropout") or None)
+        linear, names = self.take("lora_target_linear"), listed(self.take("lora_target_modules"))
         more = [str(name) for name in names if linear and not str(name).endswith("_proj")]
         if more:
             raise UserError(
@@ -535,12 +521,6 @@ class _Axolotl:
         for key in ("lora_alpha", "lora_dropout", "lora_target_linear", "lora_target_modules", "lora_modules_to_save",
                     "peft_use_dora", "peft_use_rslora"):  # fmt: skip
             self.take(key)
-
-    def _quantised(self, four_bits: bool) -> None:
-        if four_bits:
-            self.set("load_in_4bit", True)
-        else:
-            self.note(EIGHT_BITS_NOTE)
 
     def _parallel(self) -> None:
         """With one process there is nothing to share: the settings have no effect then."""
@@ -620,29 +600,29 @@ class _Axolotl:
             loss = self.take("dpo_loss_type")
             self.set("loss_type", [loss] if isinstance(loss, str) else loss or None)
             self.set("loss_weights", self.take("dpo_loss_weights") or None)
-            self.set("label_smoothing", number(self.take("dpo_label_smoothing"), "dpo_label_smoothing") or None)
+            self.set("label_smoothing", self.number("dpo_label_smoothing") or None)
         elif self.method == "ipo" and self.theirs.tree.get("dpo_loss_type"):
             loss = keys.shown(self.theirs.tree["dpo_loss_type"])
             raise UserError(f"dpo_loss_type={loss}: rl: ipo is a loss of its own; remove one of them, or write rl: dpo")
         if self.method in PAIRS:
             self.copy("dpo_use_weighting", "use_weighting", unless=False)
-            self.numbers("dpo_ld_alpha", "ld_alpha")
-            self.numbers("rpo_alpha")
+            self.copy_number("dpo_ld_alpha", "ld_alpha")
+            self.copy_number("rpo_alpha")
         elif self.method == "kto":
             for side in ("desirable_weight", "undesirable_weight"):
-                self.set(side, number(self.take(f"kto_{side}"), f"kto_{side}") or None)  # 0 is 1 there, too
+                self.set(side, self.number(f"kto_{side}") or None)  # 0 is 1 there, too
         elif self.method == "orpo":
             self.set("orpo_alpha", beta)
         elif self.method == "simpo":  # axolotl trains CPO's SimPO: its defaults are not those of the paper
             self.set("beta", 0.1 if beta is None else beta)
             for key, default in (("cpo_alpha", 1.0), ("simpo_gamma", 0.5)):
-                given = number(self.take(key), key)
+                given = self.number(key)
                 self.set(key, default if given is None else given)
         elif self.method == "rm":
-            self.numbers("center_rewards_coefficient")
+            self.copy_number("center_rewards_coefficient")
 
     def _beta(self) -> float | None:
-        given = (number(self.take(key), key) for key in ("trl.beta", "rl_beta", "dpo_beta", "orpo_alpha"))
+        given = (self.number(key) for key in BETAS)
         return next((beta for beta in given if beta is not None), None)
 
     def _ebft(self) -> None:
@@ -654,9 +634,9 @@ class _Axolotl:
             self.set("feature_norm", "layer")
             for key in STRIDED:
                 self.copy(f"ebft.{key}")
-            temperature = number(self.take("ebft.temperature"), "ebft.temperature")
+            temperature = self.number("ebft.temperature")
             self.set("temperature", 0.6 if temperature is None else temperature)
-            self._check_full("ebft.top_p", (1, 1.0))
+            self._check_full("ebft.top_p", (1,))
         else:  # advantages are GRPO's
             scaled = self.take("trl.scale_rewards")
             if scaled == "batch":
@@ -670,10 +650,10 @@ class _Axolotl:
         for key in SAME_TRL:
             self.copy(f"trl.{key}")
         keys.set_cispo_cap(self.made)
-        for key, full in FULL_DISTRIBUTION.items():
+        for key, full in keys.UNRESTRICTED.items():
             self._check_full(f"trl.{key}", full)
         self.set("num_generations", self._group_size())
-        length = number(self.take("trl.max_completion_length"), "trl.max_completion_length", int)
+        length = self.number("trl.max_completion_length", int)
         self.set("max_completion_length", length or 512)
         if not length and self.method != "ebft":
             self.note("trl.max_completion_length is not set: 512 tokens are the limit; axolotl sets none then")
@@ -699,13 +679,11 @@ class _Axolotl:
         self.copy("trl.scale_rewards", unless=True)
         if self.method == "gdpo" and self.take("trl.multi_objective_aggregation") == "sum_then_normalize":
             raise UserError("trl.multi_objective_aggregation=sum_then_normalize: is grpo; write rl: grpo")
-        if self.method == "grpo":
-            if self.take("trl.multi_objective_aggregation") == "normalize_then_sum":
-                self.set("advantage_estimator", "normalize_then_sum")
-                self.made.tree.pop("scale_rewards", None)  # has no effect there
-        else:
-            self.made.tree.pop("scale_rewards", None)
-        start = number(self.take("trl.reroll_start_fraction"), "trl.reroll_start_fraction")
+        if self.method == "grpo" and self.take("trl.multi_objective_aggregation") == "normalize_then_sum":
+            self.set("advantage_estimator", "normalize_then_sum")
+        if self.method != "grpo" or "advantage_estimator" in self.made.tree:
+            self.made.tree.pop("scale_rewards", None)  # has no effect there
+        start = self.number("trl.reroll_start_fraction")
         if start is not None and start < 1:
             self.set("reroll_start_fraction", start)
             self.copy("trl.reroll_max_groups")
@@ -720,8 +698,8 @@ class _Axolotl:
             self.set("use_bias_correction_kl", False)
         if self.take("trl.sync_ref_model"):
             self.set("sync_ref_model", True)
-            self.set("ref_model_mixup_alpha", number(self.take("trl.ref_model_mixup_alpha"), "trl.ref_...") or 0.9)
-            self.set("ref_model_sync_steps", number(self.take("trl.ref_model_sync_steps"), "trl.ref_...", int) or 64)
+            self.set("ref_model_mixup_alpha", self.number("trl.ref_model_mixup_alpha") or 0.9)
+            self.set("ref_model_sync_steps", self.number("trl.ref_model_sync_steps", int) or 64)
 
     def _is_async(self) -> bool:
         """Whether axolotl would use its asynchronous trainer, which has other defaults and more settings."""
@@ -730,7 +708,7 @@ class _Axolotl:
 
     def _rollouts(self) -> None:
         """Set the number of mini-batches if a rollout has more completions than an optimizer step."""
-        size = number(self.take("trl.generation_batch_size"), "trl.generation_batch_size", int)
+        size = self.number("trl.generation_batch_size", int)
         if size is None:
             return
         tree = self.made.tree
@@ -743,7 +721,7 @@ class _Axolotl:
         self.set("minibatches_per_rollout", size // step if size > step else None)
 
     def _rewards(self) -> None:
-        named = [REWARDS.get(str(name), str(name)) for name in self.take("trl.reward_funcs") or ()]
+        named = [REWARDS.get(str(name), str(name)) for name in listed(self.take("trl.reward_funcs"))]
         named = [f"model:{name}" if "/" in name and ":" not in name else name for name in named]
         if self.gym:  # the plugin adds its reward by itself
             own = ENV if self.take("nemo_gym_multi_turn") else VERIFY
@@ -751,16 +729,14 @@ class _Axolotl:
         self.set("reward_funcs", named or None)
         weights = self.take("trl.reward_weights")
         self.set("reward_weights", weights or None)
-        workers = number(self.take("trl.reward_num_workers"), "trl.reward_num_workers", int)
+        workers = self.number("trl.reward_num_workers", int)
         self.set("reward_num_workers", workers if workers and workers > 1 else None)
         self.copy("trl.rollout_func")
 
     def _check_full(self, key: str, allowed: tuple[Any, ...]) -> None:
         value = self.take(key)
         if value is not None and value not in allowed:
-            raise UserError(
-                f"{key}={value}: training samples from the full distribution, which the loss assumes; remove it"
-            )
+            raise UserError(f"{key}={value}: {FULL}; remove it")
 
     # servers
 
@@ -776,7 +752,7 @@ class _Axolotl:
         server = {name: self.take(f"vllm.{name}") for name in ("host", "port")}
         host = client["host"] or server["host"] or "0.0.0.0"
         port = number(client["port"] or server["port"], "trl.vllm_server_port", int)
-        if str(host) in LOCAL_HOSTS:
+        if str(host) in keys.LOCAL_HOSTS:
             self.set("vllm.port", port)
             for key in SAME_VLLM:
                 self.copy(f"vllm.{key}", f"vllm.{key}", unless="auto" if key == "dtype" else None)
@@ -787,7 +763,7 @@ class _Axolotl:
                 self.set("vllm.extra_args", "--enable-auto-tool-choice --tool-call-parser hermes")
         else:
             self.set("vllm.url", [f"http://{host}:{port or 8000}"])
-        self.numbers("trl.vllm_server_timeout", "vllm.timeout")
+        self.copy_number("trl.vllm_server_timeout", "vllm.timeout")
         self.copy("trl.vllm_sync_interval", unless=1)
         for key, name, value in (
             ("async_prefetch", "async_prefetch", True),
@@ -803,14 +779,19 @@ class _Axolotl:
             self.copy("trl.prefetch_depth", unless=1)
         self._correction()
 
-    def _regroup(self, prefixes: tuple[str, ...], reason: str) -> None:
-        """List unused keys with these prefixes under another reason."""
-        unused = f"not used by {self.method}"
-        found = [key for key in self.made.idle.get(unused, ()) if key.startswith(prefixes)]
-        if found:
-            rest = [key for key in self.made.idle.pop(unused) if key not in found]
-            self.made.idle |= {unused: rest} if rest else {}
-            self.made.idle[reason] = found
+    def _unused(self) -> None:
+        """List keys without effect; those that another setting makes unused have that as their reason."""
+        self.made.idle = self.theirs.idle(self.method)
+        reasons = {"there is one process; torchrun starts several":
+                   ("fsdp", "dp_shard_size", "deepspeed") if world_size() == 1 else ()}  # fmt: skip
+        if self.samples:
+            reasons |= {"no server is used": ("vllm.", "trl.vllm_", "trl.async_prefetch", "trl.prefetch_depth"),
+                        "without trl.use_adaptive_entropy": ("trl.entropy_",)}  # fmt: skip
+        if {"beta", "orpo_alpha"} & self.made.tree.keys():
+            reasons["another key sets beta"] = BETAS
+        for key in self.made.idle.pop(f"not used by {self.method}", []):
+            reason = next((reason for reason, prefixes in reasons.items() if key.startswith(prefixes)), None)
+            self.made.idle.setdefault(reason or f"not used by {self.method}", []).append(key)
 
     def _correction(self) -> None:
         if self.take("trl.vllm_importance_sampling_correction") is False:
@@ -819,9 +800,9 @@ class _Axolotl:
         mode = self.take("trl.vllm_importance_sampling_mode")
         mode = mode or ("token_truncate" if self._is_async() else "sequence_mask")
         self.set("vllm_importance_sampling_mode", mode)
-        self.numbers("trl.vllm_importance_sampling_cap")
-        self.numbers("trl.vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap")
-        self.numbers("trl.vllm_importance_sampling_clip_min", "vllm_importance_sampling_min")
+        self.copy_number("trl.vllm_importance_sampling_cap")
+        self.copy_number("trl.vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap")
+        self.copy_number("trl.vllm_importance_sampling_clip_min", "vllm_importance_sampling_min")
 
     def _uses_gym(self) -> bool:
         plugged = any("nemo_gym" in str(name) for name in self.theirs.tree.get("plugins") or ())

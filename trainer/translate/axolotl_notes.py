@@ -15,7 +15,7 @@ from typing import Any
 
 from data.chat import DELIMITERS, TEMPLATES
 from data.formats.pairs import FAMILIES
-from rollout.model_folder import BUILTIN
+from rollout.model_folder import read_local
 from trainer.translate.axolotl_rows import HEADINGS, PLAIN
 
 # axolotl's templates of these names differ, SFT with qwen3 excepted.
@@ -29,7 +29,7 @@ THEIR_TEMPLATES = {
 def differences(tree: Mapping[str, Any]) -> Iterator[str]:
     method, name = tree["method"], tree.get("chat_template")
     formats = {entry.get("format", "auto") for entry in tree.get("data", ())}
-    tokenizer = json.loads(_read(tree.get("model", ""), "tokenizer_config.json") or "{}")
+    tokenizer = json.loads(read_local(tree.get("model", ""), "tokenizer_config.json") or "{}")
     eos, bos = (_token(tree.get("special_tokens", {}), tokenizer, key) for key in ("eos_token", "bos_token"))
     template = _template(tree.get("model", ""), name, tokenizer)
     if name in THEIR_TEMPLATES and formats.difference(PLAIN) and (method, name) != ("sft", "qwen3"):
@@ -85,17 +85,5 @@ def _template(model: str, name: str | None, tokenizer: Mapping[str, Any]) -> str
         return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
     if name is not None:
         return name if "{" in name else Path(name).expanduser().read_text(encoding="utf-8")
-    text = _read(model, "chat_template.jinja") or tokenizer.get("chat_template")
+    text = read_local(model, "chat_template.jinja") or tokenizer.get("chat_template")
     return text if isinstance(text, str) else None  # a list: several named templates
-
-
-def _read(model: str, name: str) -> str | None:
-    """Return a file of a model folder or of the hub's cache; None if it is not there."""
-    from huggingface_hub import try_to_load_from_cache
-
-    folder = BUILTIN.get(model, Path(model).expanduser())
-    try:
-        file = folder / name if folder.is_dir() else try_to_load_from_cache(model, name)
-        return Path(file).read_text(encoding="utf-8") if isinstance(file, (str, Path)) else None
-    except (OSError, ValueError):  # no such file, or no hub id
-        return None

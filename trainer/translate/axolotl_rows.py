@@ -19,6 +19,7 @@ from data.formats.pairs import PAIR_FORMATS
 from data.formats.registry import PROMPT_FORMATS, SFT_FORMATS
 from data.formats.unpaired import UNPAIRED_FORMATS
 from data.hints import suggest
+from trainer.translate.keys import listed
 
 PACKAGE = "axolotl.prompt_strategies."
 FOLDERS = ("dpo", "kto", "orpo", "ebft")  # of that package; a type may begin with one
@@ -162,8 +163,7 @@ def _entries(dataset: Mapping[str, Any], label: str, method: str) -> list[dict[s
 
 
 def _paths(dataset: Mapping[str, Any], label: str) -> list[str]:
-    path, files = dataset.get("path"), dataset.get("data_files")
-    files = [files] if isinstance(files, str) else files or []
+    path, files = dataset.get("path"), listed(dataset.get("data_files"))
     if str(path).startswith(("s3://", "gs://", "gcs://", "az://", "abfs://", "oci://")):
         raise UserError(f"{label}.path={path}: is in a remote store; download it, and name the file")
     if not files:
@@ -315,7 +315,7 @@ def _roles(given: Mapping[str, Any] | None) -> dict[str, list[str]] | None:
     """Without names that stay as they are; None if there is no mapping."""
     if not given:
         return None
-    named = {role: [names] if isinstance(names, str) else list(names or ()) for role, names in given.items()}
+    named = {role: listed(names) for role, names in given.items()}
     return {role: names for role, names in named.items() if names not in ([], [role])}
 
 

@@ -23,14 +23,37 @@ from data.hints import KEYS, nearest
 Outcome = Literal["translated", "no effect", "rejected"]
 EIGHT_BITS = "a bfloat16 base, with a note"
 EIGHT_BITS_NOTE = "load_in_8bit: the base stays in bfloat16, which takes twice the memory and is more precise"
-QUANTISED = "settings of a 4-bit base are fixed"
+FULL = "training samples from the full distribution, which the loss assumes"
 SCHEDULES = {"constant_with_warmup": "constant", "cosine_warmup_with_min_lr": "cosine_with_min_lr",
              **{name: name for name in ("constant", "linear", "cosine", "cosine_with_min_lr", "warmup_stable_decay",
                                         "inverse_sqrt")}}  # fmt: skip
+OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla",
+                     "paged_adamw_32bit", "optimi_adamw", "adamw_anyprecision"), "adamw"),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "ao_adamw_8bit", "adamw_torch_8bit"),
+                    "adamw_8bit"),
+    "muon": "muon",
+}  # fmt: skip
+KERNELS = ("sdpa", "eager")  # of attn_implementation; any other: auto
+LOCAL_HOSTS = ("0.0.0.0", "localhost", "127.0.0.1", "::1", "::")
+UNRESTRICTED = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}  # the full distribution
 # Fields of TRL's use_adaptive_entropy: our flag, and TRL's default.
 ADAPTIVE = {"entropy_target": ("entropy_target", 0.2), "entropy_coef_delta": ("entropy_coef_step", 0.005),
             "entropy_coef_max": ("entropy_coef_max", 1.0)}  # fmt: skip
 EMPTY = (None, False, "", [], {})  # values for which a rejected or idle key has no effect
+
+
+class Why:
+    """Reasons why a key has no effect; the console lists keys by them."""
+
+    QUANTISED = "settings of a 4-bit base are fixed"
+    SPEED = "speed or memory only, we choose"
+    ROWS = "preparation and caching of rows"
+    LOGS = "logging that is not here"
+    PROCESSES = "processes and devices, set by torchrun"
+    INSIDE = "always so here"
+    HUB = "trainer.push uploads a run"
+    SAMPLES = "samples.jsonl and report.html contain them"
 
 
 class Key(NamedTuple):
@@ -55,6 +78,10 @@ class Translation:
         target = self.tree.setdefault(block, {}) if dot else self.tree
         target[last] = value
 
+    def note(self, text: str) -> None:
+        if text not in self.notes:  # two datasets may have the same note
+            self.notes.append(text)
+
     def remarks(self) -> list[str]:
         """Return lines for the console: the notes, and one line of keys without effect."""
         listed = [f"{', '.join(keys)} ({reason})" for reason, keys in self.idle.items()]
@@ -71,6 +98,13 @@ def idle(reason: str) -> Key:
 
 def rejected(text: str) -> Key:
     return Key("rejected", text)
+
+
+def each(keys: str, entry: Key, prefix: str = "") -> dict[str, Key]:
+    return {prefix + key: entry for key in keys.split()}
+
+
+SAME = to("the flag of that name")
 
 
 class Theirs:
@@ -110,6 +144,10 @@ class Theirs:
         for name in key.split("."):
             value = value.get(name) if isinstance(value, Mapping) else None
         return value
+
+    def number(self, key: str, kind: type[int] | type[float] = float) -> Any:
+        """Take a number, which YAML may have read as text (1e-6)."""
+        return number(self.take(key), key, kind)
 
     def take_all(self, prefix: str) -> None:
         """Count everything below as translated."""
@@ -166,7 +204,7 @@ def find(key: str, table: Mapping[str, Key]) -> Key | None:
 def nearest_key(word: str, table: Mapping[str, Key]) -> str | None:
     """Return the key that an unknown key most likely meant; a key of a third library is found by its meaning here."""
     ours = KEYS.get(word.replace("-", "_").lower(), ())
-    same = [key for key, entry in table.items() if entry in [to(name) for name in ours]]
+    same = [key for key, entry in table.items() if key in ours or entry in [to(name) for name in ours]]
     if same:
         return max(same, key=lambda key: difflib.SequenceMatcher(None, word, key).ratio())
     return nearest(word, [name for name in table if not name.endswith(".*")])
@@ -196,13 +234,17 @@ def set_cispo_cap(made: Translation) -> None:
         )
 
 
+def listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
 def shown(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def number(value: Any, key: str, kind: type[int] | type[float] = float) -> Any:
-    """YAML reads 1e-6 as text; None stays None."""
+    """Convert a value; None stays None."""
     if value is None:
         return None
     try:

@@ -16,17 +16,20 @@ from typing import Any
 
 from data.errors import UserError
 from data.sources import SUFFIXES
+from rollout.model_folder import read_local
 from trainer.config.checks import check_number
 from trainer.config.old_flags import OLD_FLAGS
 from trainer.translate import keys
 from trainer.translate.keys import (
-    EIGHT_BITS,
-    QUANTISED,
-    SCHEDULES,
+    FULL,
+    SAME,
     Key,
     Theirs,
     Translation,
+    Why,
+    each,
     idle,
+    listed,
     number,
     rejected,
     shown,
@@ -34,14 +37,7 @@ from trainer.translate.keys import (
 )
 from trainer.translate.trl_kinds import KINDS
 
-INSIDE = "always so here"
-SPEED = "speed or memory only, we choose"
-LOGS = "logging that is not here"
-PROCESSES = "processes and devices, set by torchrun"
-ROWS = "preparation and caching of rows"
-HUB = "trainer.push uploads a run"
 LAUNCH = "start strop with torchrun; ZeRO and FSDP become --parallel.mode fsdp"
-FULL = "training samples from the full distribution, which the loss assumes"
 
 GROUPED = ("grpo", "rloo")
 DISTILLING = ("distillation", "gkd")
@@ -74,11 +70,6 @@ VLLM_DEFAULTS: dict[str, Any] = {"vllm_importance_sampling_mode": "sequence_mask
                                  "vllm.gpu_memory_utilization": 0.3}  # fmt: skip
 
 
-def _each(keys: str, entry: Key) -> dict[str, Key]:
-    return {key: entry for key in keys.split()}
-
-
-SAME = to("the flag of that name")
 SAME_EVERYWHERE = ("output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate",
                    "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "seed",
                    "trust_remote_code", "gradient_checkpointing", "save_total_limit", "neftune_noise_alpha",
@@ -135,17 +126,12 @@ UNCHANGED: dict[str, tuple[Any, ...]] = {
     "local_rollout_forward_batch_size": (64,), "vf_coef": (0.1,), "max_length": (1024, 512), "loss_type": ("nll",),
     "dataset_text_field": ("text",), "truncation_mode": ("keep_start",), "model_revision": ("main",),
 }  # fmt: skip
-OPTIMIZERS = {**dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused",
-                               "paged_adamw_32bit"), "adamw"),
-              **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"),
-                              "adamw_8bit"), "muon": "muon"}  # fmt: skip
 REWARDS = {"accuracy_reward": "math_verify", "think_format_reward": "regex:^<think>(?!.*<think>).*?</think>.*$",
            "get_soft_overlong_punishment": "soft_overlong:1280,256"}  # fmt: skip
 COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
 LISTS = ("datasets", "loss_type", "reward_funcs", "report_to")  # or a single one
 PLACEHOLDERS = ("<EOS_TOKEN>", "<PAD_TOKEN>", "<HUB_TOKEN>")  # to_dict() writes them for unset tokens
 DTYPES = ("dtype", "torch_dtype", "model_init_kwargs.dtype", "model_init_kwargs.torch_dtype")
-LOCAL_HOSTS = ("0.0.0.0", "localhost", "127.0.0.1", "::1")
 UNLIMITED = 1 << 20  # tokens, for max_length: null; the model's context is the limit then
 
 TABLE: dict[str, Key] = {
@@ -156,69 +142,61 @@ TABLE: dict[str, Key] = {
     "beta": to("beta; distillation and GKD: jsd_beta; ORPO: orpo_alpha"),
     "router_aux_loss_coef": to("router_aux_loss_coef; 0.001, the default of TRL 1.10: only for a model that is "
                                "known to have experts"),
-    **_each(" ".join(LOSS_KWARGS), to("loss_kwargs")),
+    **each(" ".join(LOSS_KWARGS), to("loss_kwargs")),
     "multi_objective_aggregation": to("advantage_estimator: normalize_then_sum"),
     "max_seq_length": to("max_length"),
     "truncation_mode": to("keep_start: what happens here; keep_end: the same, with a note"),
-    "num_train_epochs": to("num_train_epochs"),
-    "max_steps": to("max_steps"),
+    **each("num_train_epochs max_steps load_in_4bit lr_scheduler_type logging_steps report_to reward_funcs "
+           "vllm_importance_sampling_correction vllm_importance_sampling_mode", SAME),
     "model_name_or_path": to("model"),
-    **_each("model_revision model_init_kwargs.revision", to("revision")),
-    **_each("dtype torch_dtype model_init_kwargs.dtype model_init_kwargs.torch_dtype", to("trained_dtype, dtype")),
-    **_each("bf16", to("dtype")),
-    **_each("attn_implementation model_init_kwargs.attn_implementation",
-            to("attn_implementation: sdpa and eager; any other kernel: auto")),
-    "use_peft": to("lora.r"),
-    "lora_r": to("lora.r"),
+    **each("model_revision model_init_kwargs.revision", to("revision")),
+    **each(" ".join(DTYPES), to("trained_dtype, dtype")),
+    "bf16": to("dtype"),
+    **each("attn_implementation model_init_kwargs.attn_implementation",
+           to("attn_implementation: sdpa and eager; any other kernel: auto")),
+    **each("use_peft lora_r", to("lora.r")),
     "lora_alpha": to("lora.alpha"),
     "lora_dropout": to("lora.dropout"),
     "lora_target_modules": to("lora.target_modules"),
     "lora_modules_to_save": to("lora.modules_to_save"),
     "use_rslora": to("lora.rslora"),
     "use_dora": to("lora.dora"),
-    "load_in_4bit": to("load_in_4bit"),
-    "load_in_8bit": to(EIGHT_BITS),
-    **_each("dataset_name datasets[].path", to("data: path")),
-    **_each("dataset_config datasets[].name", to("data: name")),
-    **_each("dataset_train_split datasets[].split", to("data: split")),
+    "load_in_8bit": to(keys.EIGHT_BITS),
+    **each("dataset_name datasets[].path", to("data: path")),
+    **each("dataset_config datasets[].name", to("data: name")),
+    **each("dataset_train_split datasets[].split", to("data: split")),
     "datasets[].data_files": to("data: an entry for each file"),
     "dataset_test_split": to("eval_data: split"),
     "test_split_size": to("val_set_size"),
-    "lr_scheduler_type": to("lr_scheduler_type"),
     "lr_scheduler_kwargs.min_lr_rate": to("min_lr_ratio"),
     "lr_scheduler_kwargs.*": rejected("this setting of a schedule is not supported"),
     "warmup_steps": to("warmup_steps; below 1: warmup_ratio"),
     "optim": to("optim: adamw, adamw_8bit or muon"),
-    "logging_steps": to("logging_steps"),
-    **_each("save_steps save_strategy", to("save_steps, saves_per_epoch")),
-    **_each("eval_steps eval_strategy", to("eval_steps, evals_per_epoch")),
-    "report_to": to("report_to"),
+    **each("save_steps save_strategy", to("save_steps, saves_per_epoch")),
+    **each("eval_steps eval_strategy evaluation_strategy", to("eval_steps, evals_per_epoch")),
     "torch_compile": to("compile"),
     "activation_offloading": to("activation_offloading, with gradient_checkpointing"),
     "resume_from_checkpoint": to("resume"),
     "full_determinism": to("deterministic"),
     # sampling
-    **_each("generation_batch_size steps_per_generation", to("minibatches_per_rollout")),
+    **each("generation_batch_size steps_per_generation", to("minibatches_per_rollout")),
     "use_vllm": to("rollout.engine: vllm or local"),
     "vllm_mode": to("vllm.colocate"),
     "vllm_server_base_url": to("vllm.url"),
-    **_each("vllm_server_host vllm_server_port", to("vllm.url for another machine; here vllm.port")),
+    **each("vllm_server_host vllm_server_port", to("vllm.url for another machine; here vllm.port")),
     "vllm_server_timeout": to("vllm.timeout"),
     "vllm_gpu_memory_utilization": to("vllm.gpu_memory_utilization"),
-    "vllm_max_model_length": to("vllm.max_model_len"),
+    **each("vllm_max_model_length vllm_max_model_len", to("vllm.max_model_len")),
     "vllm_tensor_parallel_size": to("vllm.tensor_parallel_size"),
-    "vllm_importance_sampling_correction": SAME,
-    "vllm_importance_sampling_mode": SAME,
-    **_each("vllm_importance_sampling_clip_max vllm_importance_sampling_cap", to("vllm_importance_sampling_cap")),
+    **each("vllm_importance_sampling_clip_max vllm_importance_sampling_cap", to("vllm_importance_sampling_cap")),
     "vllm_importance_sampling_clip_min": to("vllm_importance_sampling_min"),
-    "reward_funcs": to("reward_funcs"),
     "reward_model_name_or_path": to("reward_funcs: model:NAME"),
     "max_tool_calling_iterations": to("a note: max_turns, one more, together with tools"),
-    **_each("use_adaptive_entropy entropy_target", to("entropy_target")),
+    **each("use_adaptive_entropy entropy_target", to("entropy_target")),
     "entropy_coef_delta": to("entropy_coef_step, with use_adaptive_entropy"),
     "entropy_coef_max": to("entropy_coef_max, with use_adaptive_entropy"),
     "entropy_coef_min": to("0; more has no equivalent"),
-    **_each("top_p top_k min_p repetition_penalty", to("the full distribution; a value that limits it has no "
+    **each("top_p top_k min_p repetition_penalty", to("the full distribution; a value that limits it has no "
                                                        "equivalent")),
     # preferences, SFT
     "precompute_ref_log_probs": to("ref: precomputed"),
@@ -226,12 +204,12 @@ TABLE: dict[str, Key] = {
     "packing": to("packing (a batch counts sequences here, not packed rows)"),
     "dataset_text_field": to("data: format: completion, field_text"),
     "chat_template_path": to("chat_template"),
-    **_each("eos_token pad_token", to("special_tokens")),
-    **_each("completion_only_loss assistant_only_loss", to("train_on_inputs")),
+    **each("eos_token pad_token", to("special_tokens")),
+    **each("completion_only_loss assistant_only_loss", to("train_on_inputs")),
     # distillation, PPO, online DPO, CPO
     "teacher_model_name_or_path": to("teacher"),
     "lmbda": to("student_data_fraction"),
-    **_each("max_new_tokens response_length", to("max_completion_length")),
+    **each("max_new_tokens response_length", to("max_completion_length")),
     "sft_model_path": to("model"),
     "reward_model_path": to("reward_funcs: model:NAME; PPO: also value_model"),
     "num_ppo_epochs": to("num_iterations"),
@@ -240,81 +218,74 @@ TABLE: dict[str, Key] = {
     "lam": to("gae_lambda"),
     "cliprange": to("epsilon"),
     "kl_coef": to("beta, with kl_in_reward"),
-    **_each("simpo_gamma alpha", to("the flag of that name, with a loss_type that reads it")),
+    **each("simpo_gamma alpha", to("the flag of that name, with a loss_type that reads it")),
     "kl_estimator": to("k1; k3 has no equivalent"),
     "stop_token": to("the end token always ends a completion"),
     "vf_coef": to("vf_coef, if there is no value_model"),
-    **_each("shuffle_dataset train_sampling_strategy", to("rows are drawn in random order; another order has no "
+    **each("shuffle_dataset train_sampling_strategy", to("rows are drawn in random order; another order has no "
                                                           "equivalent")),
     # no effect
-    **_each("num_sample_generations", idle("samples.jsonl and report.html contain them")),
-    **_each("local_rollout_forward_batch_size", idle(SPEED)),
-    **_each("world_size num_total_batches micro_batch_size local_batch_size batch_size local_mini_batch_size "
-            "mini_batch_size", idle("computed from the batch size")),
-    **_each("remove_unused_columns dataset_num_proc dataset_kwargs.* dataset_streaming streaming ignore_bias_buffers "
-            "dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
-            "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order data_seed "
-            "ignore_data_skip group_by_length length_column_name label_names "
-            "datasets[].columns", idle(ROWS)),
-    **_each("per_device_eval_batch_size eval_accumulation_steps torch_compile_backend torch_compile_mode tf32 "
-            "use_liger_kernel liger_kernel_config.* use_cache torch_empty_cache_steps gradient_checkpointing_kwargs.* "
-            "padding_free pad_to_multiple_of eval_packing "
-            "precompute_ref_batch_size cast_lm_head_to_fp32 ds3_gather_for_generation cache_implementation "
-            "use_transformers_paged use_transformers_continuous_batching transformers_continuous_batching_config.* "
-            "vllm_enable_sleep_mode vllm_model_impl vllm_group_port auto_find_batch_size "
-            "eval_do_concat_batches eval_use_gather_object batch_eval_metrics bf16_full_eval fp16_full_eval",
-            idle(SPEED)),
-    **_each("bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage", idle(QUANTISED)),
-    **_each("log_completions num_completions_to_print log_unique_prompts log_multimodal wandb_log_unique_prompts "
-            "log_completions_hub_repo", idle("samples.jsonl and report.html contain them")),
-    **_each("run_name project trackio_space_id trackio_bucket_id trackio_static_space_id logging_dir "
-            "logging_strategy logging_first_step log_on_each_node logging_nan_inf_filter log_level log_level_replica "
-            "disable_tqdm include_num_input_tokens_seen include_tokens_per_second skip_memory_metrics debug "
-            "prediction_loss_only include_for_metrics eval_on_start eval_delay env.*", idle(LOGS)),
-    **_each("push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision",
-            idle(HUB)),
-    **_each("local_rank ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
-            "ddp_backend ddp_timeout accelerator_config.* use_cpu save_on_each_node average_tokens_across_devices",
-            idle(PROCESSES)),
-    **_each("do_train do_eval do_predict save_only_model save_safetensors overwrite_output_dir disable_dropout "
-            "lora_task_type enable_jit_checkpoint restore_callback_states_from_checkpoint", idle(INSIDE)),
+    **each("world_size num_total_batches micro_batch_size local_batch_size batch_size local_mini_batch_size "
+           "mini_batch_size", idle("computed from the batch size")),
+    **each("remove_unused_columns dataset_num_proc dataset_kwargs.* dataset_streaming streaming ignore_bias_buffers "
+           "dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
+           "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order data_seed "
+           "ignore_data_skip group_by_length length_column_name label_names datasets[].columns", idle(Why.ROWS)),
+    **each("per_device_eval_batch_size eval_accumulation_steps torch_compile_backend torch_compile_mode tf32 "
+           "use_liger_kernel liger_kernel_config.* use_cache torch_empty_cache_steps gradient_checkpointing_kwargs.* "
+           "padding_free pad_to_multiple_of eval_packing precompute_ref_batch_size cast_lm_head_to_fp32 "
+           "ds3_gather_for_generation cache_implementation use_transformers_paged use_transformers_continuous_batching "
+           "transformers_continuous_batching_config.* vllm_enable_sleep_mode vllm_model_impl vllm_group_port "
+           "auto_find_batch_size eval_do_concat_batches eval_use_gather_object batch_eval_metrics bf16_full_eval "
+           "fp16_full_eval local_rollout_forward_batch_size", idle(Why.SPEED)),
+    **each("bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage", idle(Why.QUANTISED)),
+    **each("log_completions num_completions_to_print log_unique_prompts log_multimodal wandb_log_unique_prompts "
+           "log_completions_hub_repo num_sample_generations", idle(Why.SAMPLES)),
+    **each("run_name project trackio_space_id trackio_bucket_id trackio_static_space_id logging_dir "
+           "logging_strategy logging_first_step log_on_each_node logging_nan_inf_filter log_level log_level_replica "
+           "disable_tqdm include_num_input_tokens_seen include_tokens_per_second skip_memory_metrics debug "
+           "prediction_loss_only include_for_metrics eval_on_start eval_delay env.*", idle(Why.LOGS)),
+    **each("push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision",
+           idle(Why.HUB)),
+    **each("local_rank ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
+           "ddp_backend ddp_timeout accelerator_config.* use_cpu save_on_each_node average_tokens_across_devices",
+           idle(Why.PROCESSES)),
+    **each("do_train do_eval do_predict save_only_model save_safetensors overwrite_output_dir disable_dropout "
+           "lora_task_type enable_jit_checkpoint restore_callback_states_from_checkpoint", idle(Why.INSIDE)),
     # of older versions
-    **_each("padding_value label_pad_token_id is_encoder_decoder dataset_batch_size num_of_sequences chars_per_token "
-            "max_target_length dispatch_batches split_batches", idle(ROWS)),
-    **_each("use_logits_to_keep use_liger_loss vllm_enable_prefix_caching vllm_dtype half_precision_backend "
-            "fp16_backend fp16_opt_level torchdynamo jit_mode_eval use_ipex past_index", idle(SPEED)),
-    **_each("generate_during_eval include_inputs_for_metrics tpu_metrics_debug", idle(LOGS)),
-    **_each("vllm_device no_cuda use_mps_device tpu_num_cores tp_size mp_parameters ray_scope sharded_ddp "
-            "fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap", idle(PROCESSES)),
-    **_each("push_to_hub_model_id push_to_hub_organization push_to_hub_token", idle(HUB)),
-    "use_legacy_prediction_loop": idle(INSIDE),
-    "evaluation_strategy": to("eval_steps, evals_per_epoch"),
-    "vllm_max_model_len": to("vllm.max_model_len"),
+    **each("padding_value label_pad_token_id is_encoder_decoder dataset_batch_size num_of_sequences chars_per_token "
+           "max_target_length dispatch_batches split_batches", idle(Why.ROWS)),
+    **each("use_logits_to_keep use_liger_loss vllm_enable_prefix_caching vllm_dtype half_precision_backend "
+           "fp16_backend fp16_opt_level torchdynamo jit_mode_eval use_ipex past_index", idle(Why.SPEED)),
+    **each("generate_during_eval include_inputs_for_metrics tpu_metrics_debug", idle(Why.LOGS)),
+    **each("vllm_device no_cuda use_mps_device tpu_num_cores tp_size mp_parameters ray_scope sharded_ddp "
+           "fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap", idle(Why.PROCESSES)),
+    **each("push_to_hub_model_id push_to_hub_organization push_to_hub_token", idle(Why.HUB)),
+    "use_legacy_prediction_loop": idle(Why.INSIDE),
     "force_use_ref_model": to("ref: copy"),
-    **_each("model_adapter_name ref_adapter_name", rejected("adapters have no names here; the reference is the base or "
+    **each("model_adapter_name ref_adapter_name", rejected("adapters have no names here; the reference is the base or "
                                                             "--ref-model")),
     "ref_model_init_kwargs.*": rejected("the model is loaded with its own config"),
     "adafactor": rejected("this optimizer is not supported; AdamW is used"),
     # no equivalent
     "fp16": rejected("float16 is not supported; bfloat16 is used on a GPU"),
     "label_smoothing_factor": rejected("smoothing of the cross-entropy is not supported"),
-    **_each("optim_args optim_target_modules", rejected("this setting of an optimizer is not supported")),
-    **_each("model_init_kwargs.* teacher_model_init_kwargs.*", rejected("the model is loaded with its own config")),
+    **each("optim_args optim_target_modules", rejected("this setting of an optimizer is not supported")),
+    **each("model_init_kwargs.* teacher_model_init_kwargs.*", rejected("the model is loaded with its own config")),
     "teacher_model_revision": rejected("main is loaded"),
-    **_each("accelerate_config num_processes", rejected(LAUNCH)),
+    **each("accelerate_config num_processes", rejected(LAUNCH)),
     "seq_kd": rejected("completions of the teacher are not sampled; write them to the data"),
     "whiten_rewards": rejected("rewards are not whitened, advantages are"),
     "stop_token_id": rejected("name the text of the token with --stop"),
-    **_each("lora_target_parameters", rejected("adapters are on whole linear layers")),
-    **_each("load_best_model_at_end metric_for_best_model greater_is_better",
-            rejected("the final model is the last one; choose a checkpoint by its evaluation")),
-    **_each("fsdp fsdp_config.* parallelism_config.*", rejected("start with torchrun, and add --parallel.mode fsdp")),
-    "deepspeed": rejected("start with torchrun, and add --parallel.mode fsdp"),
-    **_each("generation_kwargs.* vllm_structured_outputs_regex vllm_guided_decoding_regex", rejected(FULL)),
+    "lora_target_parameters": rejected("adapters are on whole linear layers"),
+    **each("load_best_model_at_end metric_for_best_model greater_is_better",
+           rejected("the final model is the last one; choose a checkpoint by its evaluation")),
+    **each("fsdp fsdp_config.* parallelism_config.* deepspeed",
+           rejected("start with torchrun, and add --parallel.mode fsdp")),
+    **each("generation_kwargs.* vllm_structured_outputs_regex vllm_guided_decoding_regex", rejected(FULL)),
     "num_generations_eval": rejected("evaluation is greedy; --num-generations-eval needs --rollout.eval-temperature"),
-    **_each("normalize_advantages reward_clip_range", rejected("rewards are not clipped or scaled in RLOO here")),
-    **_each("datasets[].data_dir datasets[].fraction",
-            rejected("name a file, or a part by split=train[:10%]")),
+    **each("normalize_advantages reward_clip_range", rejected("rewards are not clipped or scaled in RLOO here")),
+    **each("datasets[].data_dir datasets[].fraction", rejected("name a file, or a part by split=train[:10%]")),
     "max_grad_value": rejected("gradients are clipped by their norm here"),
 }  # fmt: skip
 
@@ -333,23 +304,10 @@ def ranks_for_groups(tree: Mapping[str, Any]) -> int:
 
 def _experts_loss(model: str | None) -> float | None:
     """Return the weight of the load-balancing loss in the model's config.json; None if it has none or is not here."""
-    file = Path(str(model)) / "config.json"
-    if not file.is_file():
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            file = Path(str(try_to_load_from_cache(str(model), "config.json")))
-        except HFValidationError:  # not a hub id
-            return None
     try:
-        return json.loads(file.read_text(encoding="utf-8")).get("router_aux_loss_coef")
-    except (OSError, ValueError, AttributeError):  # AttributeError: not a mapping
+        return json.loads(read_local(str(model), "config.json") or "{}").get("router_aux_loss_coef")
+    except (ValueError, AttributeError):  # AttributeError: not a mapping
         return None
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 class _Trl:
@@ -357,17 +315,17 @@ class _Trl:
 
     def __init__(self, tree: Mapping[str, Any], kind: str) -> None:
         self.made, self.kind = Translation(), kind
-        self.set = self.made.set
+        self.set, self.note = self.made.set, self.made.note
         dropped = ("config_class", *(() if tree.get("use_adaptive_entropy") else (*keys.ADAPTIVE, "entropy_coef_min")))
         tree = {name: None if value in PLACEHOLDERS else value for name, value in tree.items() if name not in dropped}
         for name in LISTS:
             item, what = (Mapping, "mappings") if name == "datasets" else (str, "names")
-            if not all(isinstance(one, item) for one in _listed(tree.get(name))):
+            if not all(isinstance(one, item) for one in listed(tree.get(name))):
                 raise UserError(f"{name}={shown(tree[name])}: expected a list of {what}")
         if tree.get("evaluation_strategy") is not None and tree.get("eval_strategy") is None:
             tree = {**tree, "eval_strategy": tree["evaluation_strategy"]}  # the name of before
         self.theirs = Theirs(tree, TABLE, "TRL", strict=False, unchanged=UNCHANGED)
-        self.take = self.theirs.take
+        self.take, self.number = self.theirs.take, self.theirs.number
         self.without: list[str] = []
         self.set("method", KINDS[kind].method)
         self._model()
@@ -423,7 +381,7 @@ class _Trl:
             self.set("trained_dtype", "bfloat16" if trains_base else None)
             self.set("dtype", "bfloat16")
         elif weights == "auto" and trains_base:
-            self.made.notes.append(
+            self.note(
                 f"{name}=auto: TRL trains weights in the checkpoint's dtype, here they are float32; for a bfloat16 "
                 "checkpoint add --trained-dtype bfloat16"
             )
@@ -432,7 +390,7 @@ class _Trl:
         if self.take("bf16") is False and not self.theirs.tree.get("fp16") and "dtype" not in self.made.tree:
             self.set("dtype", "float32")
         kernel = self.take("attn_implementation") or self.take("model_init_kwargs.attn_implementation")
-        self.set("attn_implementation", kernel if kernel in ("sdpa", "eager") else None)
+        self.set("attn_implementation", kernel if kernel in keys.KERNELS else None)
         self.set("compile", self.take("torch_compile") or None)
         if self.take("activation_offloading") and self.take("gradient_checkpointing") is not False:
             self.set("activation_offloading", True)
@@ -440,7 +398,7 @@ class _Trl:
             self._lora()
         self.set("load_in_4bit", self.take("load_in_4bit") or None)
         if self.take("load_in_8bit"):
-            self.made.notes.append(keys.EIGHT_BITS_NOTE)
+            self.note(keys.EIGHT_BITS_NOTE)
 
     def _lora(self) -> None:
         for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"):
@@ -457,16 +415,16 @@ class _Trl:
     def _rows(self) -> None:
         self.theirs.take_all("datasets")
         entries = []
-        name, mixture = self.take("dataset_name"), _listed(self.theirs.tree.get("datasets"))
+        name, mixture = self.take("dataset_name"), listed(self.theirs.tree.get("datasets"))
         if name is not None and mixture:
-            self.made.notes.append(f"dataset_name={name}: datasets is read instead, as in TRL")
+            self.note(f"dataset_name={name}: datasets is read instead, as in TRL")
             name = None
         if name is not None:
             entries.append(
                 {"path": name, "name": self.take("dataset_config"), "split": self.take("dataset_train_split")}
             )
         for dataset in mixture:
-            for path in _listed(dataset.get("data_files") or dataset.get("path")):
+            for path in listed(dataset.get("data_files") or dataset.get("path")):
                 entries.append({"path": path, "name": dataset.get("name"), "split": dataset.get("split")})
         if self.kind == "sft" and self.take("dataset_text_field") not in (None, "text"):
             for entry in entries:
@@ -491,14 +449,12 @@ class _Trl:
 
     def _experts(self) -> None:
         """TRL's default is the weight in the model's config; in 1.10 it was 0.001, which dense models ignored."""
-        given = number(self.take("router_aux_loss_coef"), "router_aux_loss_coef")
+        given = self.number("router_aux_loss_coef")
         own = _experts_loss(self.take("model_name_or_path"))
         weight = own if given is None and "router_aux_loss_coef" in KINDS[self.kind].fields else given
         if weight == 0.001 and own is None:
-            self.made.notes.append(
-                "router_aux_loss_coef=0.001: has an effect only on a model with experts; add --router-aux-loss-coef "
-                "0.001 if this is one"
-            )
+            advice = "it is not supported" if self.kind in SAMPLING else "add --router-aux-loss-coef 0.001"
+            self.note(f"router_aux_loss_coef=0.001: only for a model with experts; if this is one, {advice}")
         elif weight and self.kind in SAMPLING:
             self.without.append(f"router_aux_loss_coef={weight}: is for methods on fixed rows here")
         elif weight:
@@ -510,7 +466,7 @@ class _Trl:
 
     def _lengths(self) -> None:
         if self.kind in ("sft", "dpo") and self.take("truncation_mode") == "keep_end":
-            self.made.notes.append("truncation_mode=keep_end: a response beyond max_length loses its end here")
+            self.note("truncation_mode=keep_end: a response beyond max_length loses its end here")
         if self.kind == "sft" and self.take("max_seq_length") is not None and "max_length" not in self.made.tree:
             self.set("max_length", self.take("max_seq_length"))
         if self.theirs.tree.get("max_length", 0) is None and "max_length" in SAME_OF[self.kind]:
@@ -525,14 +481,14 @@ class _Trl:
                 self.made.tree.pop(name, None)
 
     def _run(self) -> None:
-        steps = number(self.take("max_steps"), "max_steps", int)
+        steps = self.number("max_steps", int)
         if steps is not None and steps > 0:
             self.set("max_steps", steps)
             self.take("num_train_epochs")
         else:
-            self.set("num_train_epochs", number(self.take("num_train_epochs"), "num_train_epochs"))
+            self.set("num_train_epochs", self.number("num_train_epochs"))
         self._schedule()
-        strategy, every = str(self.take("save_strategy") or "steps"), number(self.take("save_steps"), "save_steps")
+        strategy, every = str(self.take("save_strategy") or "steps"), self.number("save_steps")
         if strategy == "no":
             self.set("save_steps", 0)
         elif strategy == "epoch":
@@ -540,8 +496,8 @@ class _Trl:
         elif every is not None:
             self._steps("save_steps", every)
         self.take("evaluation_strategy")
-        strategy, every = str(self.take("eval_strategy") or "no"), number(self.take("eval_steps"), "eval_steps")
-        logged = number(self.take("logging_steps"), "logging_steps")
+        strategy, every = str(self.take("eval_strategy") or "no"), self.number("eval_steps")
+        logged = self.number("logging_steps")
         if logged is not None:
             self._steps("logging_steps", logged)
         if strategy == "steps" and self.held_out:
@@ -552,10 +508,8 @@ class _Trl:
             when = "--evals-per-epoch 1" if strategy == "epoch" else f"--eval-steps {every or logged or 10:g}"
             rows, split = self.take("dataset_name"), self.take("dataset_test_split") or "test"
             why = f"{rows} is one file, without a split {split}" if rows else "the config names no held-out rows"
-            self.made.notes.append(
-                f"eval_strategy={strategy}: {why}; add --eval-data FILE or --val-set-size 0.1, and {when}"
-            )
-        services = _listed(self.take("report_to"))
+            self.note(f"eval_strategy={strategy}: {why}; add --eval-data FILE or --val-set-size 0.1, and {when}")
+        services = listed(self.take("report_to"))
         known = [name for name in services if name in ("wandb", "tensorboard")]
         self.without += [f"report_to={name}: is not supported" for name in services
                          if name not in (*known, "none", "all")]  # fmt: skip
@@ -573,14 +527,12 @@ class _Trl:
 
     def _schedule(self) -> None:
         name = self.take("lr_scheduler_type")
-        if name is not None and str(name) not in SCHEDULES:
+        if name is not None and str(name) not in keys.SCHEDULES:
             self.without.append(f"lr_scheduler_type={name}: is not supported; linear is used")
         elif name is not None:
-            self.set("lr_scheduler_type", SCHEDULES[str(name)])
-        self.set(
-            "min_lr_ratio", number(self.take("lr_scheduler_kwargs.min_lr_rate"), "lr_scheduler_kwargs.min_lr_rate")
-        )
-        warmup = number(self.take("warmup_steps"), "warmup_steps")
+            self.set("lr_scheduler_type", keys.SCHEDULES[str(name)])
+        self.set("min_lr_ratio", self.number("lr_scheduler_kwargs.min_lr_rate"))
+        warmup = self.number("warmup_steps")
         if warmup is not None and 0 < warmup < 1:
             self.set("warmup_ratio", warmup)
         elif warmup:
@@ -589,26 +541,24 @@ class _Trl:
         if str(name) == "constant" and (warmup or self.made.tree.get("warmup_ratio")):
             for key in ("warmup_ratio", "warmup_steps"):
                 self.made.tree.pop(key, None)
-            self.made.notes.append(
-                "lr_scheduler_type=constant: has no warm-up in TRL, so there is none; constant_with_warmup has"
-            )
+            self.note("lr_scheduler_type=constant: has no warm-up in TRL, so there is none; constant_with_warmup has")
         optimizer = str(self.take("optim") or "adamw_torch_fused")
-        if optimizer not in OPTIMIZERS:
+        if optimizer not in keys.OPTIMIZERS:
             self.without.append(f"optim={optimizer}: is not supported; AdamW is used")
-        self.set("optim", {"adamw": None}.get(kept := OPTIMIZERS.get(optimizer, "adamw"), kept))
+        self.set("optim", {"adamw": None}.get(kept := keys.OPTIMIZERS.get(optimizer, "adamw"), kept))
 
     # methods
 
     def _sampling(self) -> None:
-        for name, full in (("top_p", (1,)), ("top_k", (0, -1)), ("min_p", (0,)), ("repetition_penalty", (1,))):
+        for name, full in keys.UNRESTRICTED.items():
             value = self.take(name)
             if value is not None and value not in full:
                 self.without.append(f"{name}={value}: {FULL}")
-        turns = number(self.take("max_tool_calling_iterations"), "max_tool_calling_iterations", int)
+        turns = self.number("max_tool_calling_iterations", int)
         if turns is not None:  # the answer comes after the last call
-            self.made.notes.append(f"max_tool_calling_iterations={turns}: with --tools, add --max-turns {turns + 1}")
+            self.note(f"max_tool_calling_iterations={turns}: with --tools, add --max-turns {turns + 1}")
         rewards = []
-        for name in _listed(self.take("reward_funcs")):
+        for name in listed(self.take("reward_funcs")):
             if name == "reasoning_accuracy_reward":
                 self.without.append(f"reward_funcs={name}: is not supported; math_verify also reads the reasoning")
             else:
@@ -617,7 +567,7 @@ class _Trl:
         if model:
             rewards.insert(0, f"model:{model}")
         if "math_verify" in rewards:
-            self.made.notes.append("accuracy_reward: math_verify reads the column answer; TRL reads solution")
+            self.note("accuracy_reward: math_verify reads the column answer; TRL reads solution")
         self.set("reward_funcs", rewards or None)
         self._servers()
 
@@ -637,13 +587,13 @@ class _Trl:
         if not tree.get("beta", 0.05 if self.kind == "rloo" else 0):
             tree.pop("use_bias_correction_kl", None)
         elif self.kind == "grpo" and "use_bias_correction_kl" not in tree:
-            self.made.notes.append(
+            self.note(
                 "use_bias_correction_kl: is on, as in TRL 1.16; 1.10 had it off, which is --no-use-bias-correction-kl"
             )
         micro = tree.get("per_device_train_batch_size", 8)
         accumulation = tree.get("gradient_accumulation_steps", 1)
-        steps = number(self.take("steps_per_generation"), "steps_per_generation", int)
-        size = number(self.take("generation_batch_size"), "generation_batch_size", int)
+        steps = self.number("steps_per_generation", int)
+        size = self.number("generation_batch_size", int)
         rounds = steps / accumulation if steps else size / (micro * accumulation) if size else 1
         if rounds > 1 and rounds == int(rounds):
             self.set("minibatches_per_rollout", int(rounds))
@@ -658,7 +608,7 @@ class _Trl:
         if self.kind in GROUPED and (ranks := ranks_for_groups(tree)) > 1:
             micro, size = tree.get("per_device_train_batch_size", 8), tree.get("num_generations", 8)
             step = micro * tree.get("gradient_accumulation_steps", 1)
-            self.made.notes.append(
+            self.note(
                 f"num_generations={size}: {step} completions per step (per_device_train_batch_size x "
                 f"gradient_accumulation_steps) are not whole groups on one process; start a multiple of {ranks} "
                 f"processes with torchrun, or set --gradient-accumulation-steps {math.lcm(size, micro) // micro}"
@@ -695,10 +645,10 @@ class _Trl:
             cap = self.take("vllm_importance_sampling_clip_max") or self.take("vllm_importance_sampling_cap")
             self.set("vllm_importance_sampling_cap", cap)
             self.set("vllm_importance_sampling_min", self.take("vllm_importance_sampling_clip_min"))
-        self.set("vllm.timeout", number(self.take("vllm_server_timeout"), "vllm_server_timeout"))
+        self.set("vllm.timeout", self.number("vllm_server_timeout"))
         if (self.take("vllm_mode") or "colocate") == "colocate":
             self.set("vllm.colocate", True)
-            share = number(self.take("vllm_gpu_memory_utilization"), "vllm_gpu_memory_utilization")
+            share = self.number("vllm_gpu_memory_utilization")
             default = 0.55 if self.kind == "online_dpo" else VLLM_DEFAULTS["vllm.gpu_memory_utilization"]
             self.set("vllm.gpu_memory_utilization", share or default)
             older = self.take("vllm_max_model_len")
@@ -707,7 +657,7 @@ class _Trl:
             return
         url, host = self.take("vllm_server_base_url"), self.take("vllm_server_host")
         port = self.take("vllm_server_port")
-        if url is None and host not in (None, *LOCAL_HOSTS):
+        if url is None and host not in (None, *keys.LOCAL_HOSTS):
             url = f"http://{host}:{port or 8000}"
         self.set("vllm.url", [url] if url else None)
         self.set("vllm.port", port if url is None else None)
@@ -717,7 +667,7 @@ class _Trl:
         if packing and strategy not in (None, "bfd"):
             self.without.append(f"packing_strategy={strategy}: a sequence longer than max_length is truncated")
         if packing:
-            self.made.notes.append("packing: a batch has per_device_train_batch_size examples here, in TRL full rows")
+            self.note("packing: a batch has per_device_train_batch_size examples here, in TRL full rows")
         if self.theirs.tree.get("loss_type") == "dft":
             self.set("sft_loss", "dft")
         self.theirs.take_all("loss_type")
@@ -730,7 +680,7 @@ class _Trl:
         if whole is False:
             self.set("train_on_inputs", True)
         elif not assistant:
-            self.made.notes.append(
+            self.note(
                 "assistant_only_loss: is off in TRL, which then trains every token of messages; here only the "
                 "assistant's are trained, unless --train-on-inputs"
             )
@@ -743,13 +693,13 @@ class _Trl:
             self.set("ref", "copy")
         if tree.get("f_divergence_type") != "alpha_divergence":
             tree.pop("f_alpha_divergence_coef", None)
-        if "discopop" not in _listed(tree.get("loss_type")):
+        if "discopop" not in listed(tree.get("loss_type")):
             tree.pop("discopop_tau", None)
 
     def _cpo(self) -> None:
         loss = self.made.tree.get("loss_type")
         for name, losses, default in (("simpo_gamma", ("simpo", "alphapo"), 0.5), ("alpha", ("alphapo",), 0.0)):
-            given = number(self.take(name), name)
+            given = self.number(name)
             if loss in losses:
                 self.set(name, default if given is None else given)
 
@@ -760,23 +710,23 @@ class _Trl:
             if len(beta) > 1:
                 self.without.append(f"beta={beta}: one value for all epochs; {beta[0]} is used")
         if self.take("loss_type") == "ipo":
-            self.made.notes.append("loss_type=ipo: compares log-probs per token here, their sums in OnlineDPOTrainer")
+            self.note("loss_type=ipo: compares log-probs per token here, their sums in OnlineDPOTrainer")
         self.set("num_generations", 2)
         self.set("per_device_train_batch_size", 2 * tree.get("per_device_train_batch_size", 8))
-        self.made.notes.append(
+        self.note(
             "per_device_train_batch_size: counts prompts in OnlineDPOConfig, completions here, which are twice as many"
         )
 
     def _ppo(self) -> None:
         tree = self.made.tree
         if self.take("sft_model_path") and tree.get("model") not in (None, self.take("sft_model_path")):
-            self.made.notes.append(
+            self.note(
                 f"model_name_or_path={tree['model']}: names the tokenizer in TRL's PPO script; "
                 "sft_model_path is trained"
             )
         self.set("model", self.take("sft_model_path"))
         micro, accumulation = tree.get("per_device_train_batch_size", 8), tree.get("gradient_accumulation_steps", 1)
-        parts = number(self.take("num_mini_batches"), "num_mini_batches", int) or 1
+        parts = self.number("num_mini_batches", int) or 1
         parts = max(1, parts // accumulation)  # micro-batches up to gradient_accumulation_steps make one step
         if micro % parts:
             self.without.append(
@@ -786,11 +736,11 @@ class _Trl:
             parts = 1
         self.set("minibatches_per_rollout", parts)
         self.set("per_device_train_batch_size", micro // parts)
-        episodes = number(self.take("total_episodes"), "total_episodes", int)
+        episodes = self.number("total_episodes", int)
         if episodes is not None:
             steps = math.ceil(episodes / (micro * accumulation)) * tree.get("num_iterations", 4) * parts
             self.set("max_steps", steps)
-            self.made.notes.append(
+            self.note(
                 f"total_episodes={episodes}: are {steps} optimizer steps on one process; divide "
                 "--max-steps by the number of processes"
             )
@@ -799,23 +749,21 @@ class _Trl:
         if self.take("kl_estimator") == "k3":
             self.without.append("kl_estimator=k3: the KL in the reward is k1")
         if self.take("stop_token") != "eos":
-            self.made.notes.append(
-                "stop_token: completions have response_length tokens in TRL, here they end at the end token"
-            )
+            self.note("stop_token: completions have response_length tokens in TRL, here they end at the end token")
         rate = tree.get("learning_rate")
         self.set("critic_learning_rate", rate)
         if self.take("reward_model_path"):
             self.set("value_model", self.take("reward_model_path"))
         else:
             self._same("vf_coef")
-            self.made.notes.append(
+            self.note(
                 "value_model is an argument of PPOTrainer; without --value-model the critic is a head on the policy"
             )
 
     def _gkd(self) -> None:
-        temperature = number(self.take("temperature"), "temperature")
+        temperature = self.number("temperature")
         temperature = 0.9 if temperature is None else temperature
         if temperature != 1:
-            self.made.notes.append(
+            self.note(
                 f"temperature={temperature:g}: GKDTrainer samples at it and takes log-probs at 1; here both are at it"
             )

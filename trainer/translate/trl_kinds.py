@@ -179,4 +179,4 @@ def find_kind(tree: Mapping[str, Any]) -> tuple[str, str | None]:
         names = ", ".join(KINDS[kind].config for kind in best)
         raise UserError(f"the fields fit {names}; say which with --kind, for example --kind {best[0]}")
     others = f", which has the same fields as {KINDS[best[1]].config}" if len(best) == 2 else ""
-    return best[0], f"read as a {KINDS[best[0]].config}{others}; another one: --kind NAME"
+    return best[0], f"read as {KINDS[best[0]].config}{others}; if it is another, add --kind NAME"

@@ -137,7 +137,7 @@ def test_axolotls_defaults_are_set_where_ours_differ():
     assert (tree["saves_per_epoch"], tree["save_total_limit"]) == (1, 4)
     for settings, expected in (
         ({"saves_per_epoch": 4}, 25), ({"saves_per_epoch": 3, "num_epochs": 2}, 17), ({"save_steps": 0.1}, 10),
-        ({}, None),
+        ({}, None), ({"save_strategy": "epoch"}, None),
     ):  # fmt: skip
         tree = translate({"base_model": "m", "max_steps": 100, **settings}).tree  # fractions of the run
         assert (tree.get("save_steps"), tree.get("saves_per_epoch")) == (expected, None if expected else 1)
@@ -714,3 +714,18 @@ def test_nemo_gym():
     assert "head_port" not in started.tree["nemo_gym"] and "need no head server" in started.notes[0]
     assert translate({**BASE, "rl": "grpo", **gym, "nemo_gym_head_port": 12000}).tree["nemo_gym"]["head_port"] == 12000
     assert "nemo_gym" not in translate({**BASE, "rl": "grpo", **gym, "nemo_gym_enabled": False}).tree
+
+
+def test_keys_that_another_setting_makes_unused_name_it():
+    made = translate({"base_model": "m", "rl": "dpo", "trl": {"beta": 0.3}, "rl_beta": 0.1})
+    assert made.tree["beta"] == 0.3 and made.idle == {"another key sets beta": ["rl_beta"]}
+    made = translate({"base_model": "m", "rl": "grpo", "trl": {"entropy_target": 0.1, "vllm_mode": "server"}})
+    assert made.idle["without trl.use_adaptive_entropy"] == ["trl.entropy_target"]
+    assert made.idle["no server is used"] == ["trl.vllm_mode"]
+
+
+def test_a_note_is_logged_once():
+    fallback = {"chat_template": "tokenizer_default_fallback_chatml"}
+    rows = {"path": "a.jsonl", "type": "chat_template", **fallback}
+    made = translate({"base_model": "m", "datasets": [rows, {**rows, "path": "b.jsonl"}], **fallback})
+    assert sum("tokenizer_default_fallback_chatml" in line for line in made.remarks()) == 1

@@ -306,6 +306,8 @@ def _file_tree(argv: Sequence[str], *, log: bool = False) -> dict[str, Any]:
         raise UserError(f"{config_file}: {error}") from None
     for variable, value in translation.environment.items():
         os.environ.setdefault(variable, value)
+    if "model" not in translation.tree and _peek(argv, "model") is None and _peek(argv, "resume") is None:
+        raise UserError(f"{config_file}: has no base_model; add it, or pass --model")
     if log:
         _log(f"{config_file}: an axolotl config, translated; --dry-run prints the result")
         _log(*(f"{config_file}: {line}" for line in translation.remarks()))

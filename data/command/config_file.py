@@ -47,9 +47,10 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
+        twice = next((i for i, key in enumerate(keys) if key in keys[:i]), None)
         if twice is not None:
-            raise yaml.MarkedYAMLError(problem=f"key {twice} is given twice", problem_mark=node.start_mark)
+            mark = node.value[twice][0].start_mark
+            raise yaml.MarkedYAMLError(problem=f"key {keys[twice]} is given twice", problem_mark=mark)
         return super().construct_mapping(node, deep)
 
 

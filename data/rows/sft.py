@@ -78,7 +78,8 @@ def load_examples(
         roles = "an assistant turn" if trained.roles == ASSISTANT.roles else f"a turn of {', '.join(trained.roles)}"
         raise UserError(f"data: none of the {num_rows} rows has {roles} to train; check the roles")
     if not examples:
-        raise UserError(f"max_length={limit}: none of the {num_rows} rows has a trained token within it; raise it")
+        why = f"{num_long} are longer" if num_long else "none has a trained token within it"
+        raise UserError(f"max_length={limit}: none of the {num_rows} rows is left ({why}); raise it")
     if num_truncated:
         print(f"data: truncated {num_truncated} of {num_rows} rows to {limit} tokens", file=sys.stderr)
     if num_skipped:

@@ -310,7 +310,7 @@ def test_bad_yaml_names_file_and_key(fork):
         ("eval_data:", "eval_data: has no value"),
         ("eval_data: [{split: x}]", "eval_data={'split': 'x'}: a data entry needs a path"),
         ("data: [{path: x, type: y}]", "data={'path': 'x', 'type': 'y'}: write format: y"),
-        ("seed: 1\nseed: 2", "not valid YAML in line 1: key seed is given twice"),
+        ("seed: 1\nseed: 2", "not valid YAML in line 2: key seed is given twice"),
         ("seed: [1", "not valid YAML in line 2: "),
         ("- 1", "not a mapping of settings"),
         ("base_model: x\ndata: y", "base_model: unknown key; did you mean model?"),

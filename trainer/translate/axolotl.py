@@ -70,6 +70,14 @@ SAME_EBFT = (
 STRIDED = ("stride", "context_length", "generate_max_len", "n_samples_per_prompt", "min_completion_prefix", "rl_coef")
 
 
+TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("base_model", "tokenizer_config", "datasets[].path"), (str,)),
+    **dict.fromkeys(("plugins", "eot_tokens", "pretraining_dataset", "datasets[].roles_to_train", "trl.reward_funcs",
+                     "trl.reward_weights"), (list,)),
+    "lora_target_modules": (list, str),
+}  # fmt: skip
+
+
 def is_axolotl(tree: Mapping[str, Any]) -> bool:
     return any(key in tree for key in THEIRS) and not any(key in tree for key in OURS)
 
@@ -83,6 +91,7 @@ def translate(
 
 def translate_server(tree: Mapping[str, Any]) -> Translation:
     """Translate a file for python -m rollout.serve: the vllm block is the server's, for any trainer."""
+    Theirs(tree, TABLE, "axolotl")  # raises if a block is not a block
     vllm, trl = tree.get("vllm") or {}, tree.get("trl") or {}
     trl = {**trl, "use_vllm": True, "vllm_server_host": None, "vllm_server_port": None}
     made = translate({**tree, "trl": trl, "vllm": {**vllm, "host": None}})
@@ -97,6 +106,11 @@ class _Axolotl:
         self.made, self.max_steps = Translation(), max_steps
         self.set, self.note = self.made.set, self.made.note
         self.theirs = Theirs(tree, TABLE, "axolotl")
+        for key, value in self.theirs.leaves:
+            kinds = TYPES.get(key.removeprefix("test_"), (object,))
+            if not isinstance(value, kinds):
+                what = " or ".join({list: "a list", str: "text"}[kind] for kind in kinds)
+                raise UserError(f"{key}={keys.shown(value)}: must be {what}")
         self.take, self.number = self.theirs.take, self.theirs.number
         named = self._method()
         self.method = method or named
@@ -408,7 +422,8 @@ class _Axolotl:
 
     def _saves_and_evals(self) -> None:
         steps, per_epoch = self.take("save_steps"), self.take("saves_per_epoch")
-        strategy = str(self.take("save_strategy") or "")
+        strategy = self.take("save_strategy")
+        strategy = "no" if strategy is False else str(strategy or "")  # YAML reads no as false
         if strategy == "best":
             raise UserError("save_strategy=best: checkpoints are saved by steps; use saves_per_epoch")
         if steps or per_epoch:

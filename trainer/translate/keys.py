@@ -105,6 +105,7 @@ def each(keys: str, entry: Key, prefix: str = "") -> dict[str, Key]:
 
 
 SAME = to("the flag of that name")
+BLOCK = to("its keys")
 
 
 class Theirs:
@@ -130,6 +131,8 @@ class Theirs:
             if entry is None:
                 found = nearest_key(key, self.table)
                 unknown.append(f"{key}: not a key of {library}" + (f", did you mean {found}?" if found else ""))
+            elif entry is BLOCK and value not in EMPTY:
+                unknown.append(f"{key}={shown(value)}: must be a block of keys")
             elif entry.outcome == "rejected" and value not in EMPTY:
                 wrong[f"{key}={shown(value)}: {entry.text}"] = None
         if unknown:
@@ -191,8 +194,8 @@ def leaves(tree: Mapping[str, Any], table: Mapping[str, Key], prefix: str = "") 
 def find(key: str, table: Mapping[str, Key]) -> Key | None:
     if key in table:
         return table[key]
-    if any(name.startswith((f"{key}.", f"{key}[].")) for name in table):  # a block that is empty
-        return to("its keys")
+    if any(name.startswith((f"{key}.", f"{key}[].")) for name in table):  # a block that is empty, or a wrong value
+        return BLOCK
     parts = key.split(".")
     for length in range(len(parts) - 1, 0, -1):
         block = ".".join(parts[:length])
@@ -248,7 +251,9 @@ def number(value: Any, key: str, kind: type[int] | type[float] = float) -> Any:
     if value is None:
         return None
     try:
-        return kind(value)
-    except (TypeError, ValueError):
+        if kind is int and float(value) != int(float(value)):
+            raise ValueError
+        return kind(float(value)) if kind is int else kind(value)
+    except (TypeError, ValueError, OverflowError):
         what = "a whole number" if kind is int else "a number"
         raise UserError(f"{key}={shown(value)}: is not {what}") from None

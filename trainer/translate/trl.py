@@ -129,6 +129,7 @@ UNCHANGED: dict[str, tuple[Any, ...]] = {
 REWARDS = {"accuracy_reward": "math_verify", "think_format_reward": "regex:^<think>(?!.*<think>).*?</think>.*$",
            "get_soft_overlong_punishment": "soft_overlong:1280,256"}  # fmt: skip
 COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
+BOOLS = {**dict.fromkeys(("yes", "y", "true", "t"), True), **dict.fromkeys(("no", "n", "false", "f"), False)}
 LISTS = ("datasets", "loss_type", "reward_funcs", "report_to")  # or a single one
 PLACEHOLDERS = ("<EOS_TOKEN>", "<PAD_TOKEN>", "<HUB_TOKEN>")  # to_dict() writes them for unset tokens
 DTYPES = ("dtype", "torch_dtype", "model_init_kwargs.dtype", "model_init_kwargs.torch_dtype")
@@ -318,6 +319,11 @@ class _Trl:
         self.set, self.note = self.made.set, self.made.note
         dropped = ("config_class", *(() if tree.get("use_adaptive_entropy") else (*keys.ADAPTIVE, "entropy_coef_min")))
         tree = {name: None if value in PLACEHOLDERS else value for name, value in tree.items() if name not in dropped}
+        for name, value in tree.items():
+            if isinstance(value, str) and value.lower() in BOOLS and not name.endswith("_strategy"):
+                tree[name] = BOOLS[value.lower()]
+            elif value is False and name.endswith("_strategy"):
+                tree[name] = "no"  # which YAML reads as false
         for name in LISTS:
             item, what = (Mapping, "mappings") if name == "datasets" else (str, "names")
             if not all(isinstance(one, item) for one in listed(tree.get(name))):

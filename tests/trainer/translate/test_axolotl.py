@@ -137,10 +137,10 @@ def test_axolotls_defaults_are_set_where_ours_differ():
     assert (tree["saves_per_epoch"], tree["save_total_limit"]) == (1, 4)
     for settings, expected in (
         ({"saves_per_epoch": 4}, 25), ({"saves_per_epoch": 3, "num_epochs": 2}, 17), ({"save_steps": 0.1}, 10),
-        ({}, None), ({"save_strategy": "epoch"}, None),
+        ({}, None), ({"save_strategy": "epoch"}, None), ({"save_strategy": False}, 0),
     ):  # fmt: skip
         tree = translate({"base_model": "m", "max_steps": 100, **settings}).tree  # fractions of the run
-        assert (tree.get("save_steps"), tree.get("saves_per_epoch")) == (expected, None if expected else 1)
+        assert (tree.get("save_steps"), tree.get("saves_per_epoch")) == (expected, 1 if expected is None else None)
     assert translate({"base_model": "m", "adapter": "lora"}).tree["lora"] == {
         "r": 8, "alpha": 8, "target_modules": ["q_proj", "v_proj"],
     }  # fmt: skip
@@ -538,6 +538,13 @@ def test_deepspeed_runs_on_fsdp(deepspeed, parallel, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"special_tokens": "<pad>"}, "special_tokens=<pad>: must be a block of keys"),
+        ({"rl": "grpo", "trl": True}, "trl=True: must be a block of keys"),
+        ({"rl": "grpo", "trl": {"reward_funcs": "rwd.f"}}, "trl.reward_funcs=rwd.f: must be a list"),
+        ({"datasets": [{**CHAT, "roles": ["user"]}]}, "datasets[].roles=['user']: must be a block of keys"),
+        ({"datasets": [{**CHAT, "path": ["a.jsonl"]}]}, "datasets[].path=['a.jsonl']: must be text"),
+        ({"adapter": "lora", "lora_target_modules": 3}, "lora_target_modules=3: must be a list or text"),
+        ({"micro_batch_size": 2.5}, "micro_batch_size=2.5: is not a whole number"),
         ({"deepspeed": "auto.json"}, "deepspeed=auto.json: is neither a file here nor named after a ZeRO stage"),
         ({"batch_size": 16}, "batch_size=16: has no effect in axolotl"),
         ({"rl": "ipo", "dpo_loss_type": ["sigmoid"]}, "dpo_loss_type=['sigmoid']: rl: ipo is a loss of its own"),

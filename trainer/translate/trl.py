@@ -726,18 +726,15 @@ class _Trl:
     def _ppo(self) -> None:
         tree = self.made.tree
         if self.take("sft_model_path") and tree.get("model") not in (None, self.take("sft_model_path")):
-            self.note(
-                f"model_name_or_path={tree['model']}: names the tokenizer in TRL's PPO script; "
-                "sft_model_path is trained"
-            )
+            self.note(f"model_name_or_path={tree['model']}: is TRL's tokenizer for PPO; sft_model_path is trained")
         self.set("model", self.take("sft_model_path"))
         micro, accumulation = tree.get("per_device_train_batch_size", 8), tree.get("gradient_accumulation_steps", 1)
         parts = self.number("num_mini_batches", int) or 1
         parts = max(1, parts // accumulation)  # micro-batches up to gradient_accumulation_steps make one step
         if micro % parts:
+            given = self.take("num_mini_batches")
             self.without.append(
-                f"num_mini_batches={self.take('num_mini_batches')}: does not divide "
-                f"per_device_train_batch_size={micro}; a rollout is one step"
+                f"num_mini_batches={given}: does not divide per_device_train_batch_size={micro}; 1 is used"
             )
             parts = 1
         self.set("minibatches_per_rollout", parts)
@@ -746,25 +743,19 @@ class _Trl:
         if episodes is not None:
             steps = math.ceil(episodes / (micro * accumulation)) * tree.get("num_iterations", 4) * parts
             self.set("max_steps", steps)
-            self.note(
-                f"total_episodes={episodes}: are {steps} optimizer steps on one process; divide "
-                "--max-steps by the number of processes"
-            )
+            self.note(f"total_episodes={episodes}: {steps} steps on one process; on N, divide --max-steps by N")
         if not tree.get("beta", 0.05):
             self.set("kl_in_reward", False)
         if self.take("kl_estimator") == "k3":
             self.without.append("kl_estimator=k3: the KL in the reward is k1")
         if self.take("stop_token") != "eos":
             self.note("stop_token: completions have response_length tokens in TRL, here they end at the end token")
-        rate = tree.get("learning_rate")
-        self.set("critic_learning_rate", rate)
+        self.set("critic_learning_rate", tree.get("learning_rate"))
         if self.take("reward_model_path"):
             self.set("value_model", self.take("reward_model_path"))
         else:
             self._same("vf_coef")
-            self.note(
-                "value_model is an argument of PPOTrainer; without --value-model the critic is a head on the policy"
-            )
+            self.note("value_model: is an argument of PPOTrainer; add --value-model, or the critic is a head here")
 
     def _gkd(self) -> None:
         temperature = self.number("temperature")

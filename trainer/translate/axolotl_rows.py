@@ -52,14 +52,7 @@ USER_DEFINED_SFT = {"field_instruction": "instruction", "field_input": "input", 
 
 def datasets_of(config: Mapping[str, Any], key: str) -> dict[str, Mapping[str, Any]]:
     """Return the datasets of a list in the file, by label."""
-    datasets = config.get(key) or []
-    if not isinstance(datasets, list):
-        raise UserError(f"{key}={datasets}: is not a list; write - path: ...")
-    labelled = {f"{key}[{number}]": dataset for number, dataset in enumerate(datasets)}
-    for label, dataset in labelled.items():
-        if not isinstance(dataset, Mapping):
-            raise UserError(f"{label}={dataset}: is not a mapping; write - path: ...")
-    return labelled
+    return {f"{key}[{number}]": dataset for number, dataset in enumerate(config.get(key) or [])}
 
 
 def rows_of(datasets: Mapping[str, Mapping[str, Any]], method: str) -> list[dict[str, Any]]:

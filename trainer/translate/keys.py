@@ -132,7 +132,9 @@ class Theirs:
                 found = nearest_key(key, self.table)
                 unknown.append(f"{key}: not a key of {library}" + (f", did you mean {found}?" if found else ""))
             elif entry is BLOCK and value not in EMPTY:
-                unknown.append(f"{key}={shown(value)}: must be a block of keys")
+                is_list = any(name.startswith(f"{key}[].") for name in self.table)
+                what = "a list of blocks; write - path: ..." if is_list else "a block of keys"
+                unknown.append(f"{key}={shown(value)}: must be {what}")
             elif entry.outcome == "rejected" and value not in EMPTY:
                 wrong[f"{key}={shown(value)}: {entry.text}"] = None
         if unknown:

@@ -129,7 +129,7 @@ UNCHANGED: dict[str, tuple[Any, ...]] = {
 REWARDS = {"accuracy_reward": "math_verify", "think_format_reward": "regex:^<think>(?!.*<think>).*?</think>.*$",
            "get_soft_overlong_punishment": "soft_overlong:1280,256"}  # fmt: skip
 COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
-BOOLS = {**dict.fromkeys(("yes", "y", "true", "t"), True), **dict.fromkeys(("no", "n", "false", "f"), False)}
+BOOLS = {"yes": True, "true": True, "no": False, "false": False}
 LISTS = ("datasets", "loss_type", "reward_funcs", "report_to")  # or a single one
 PLACEHOLDERS = ("<EOS_TOKEN>", "<PAD_TOKEN>", "<HUB_TOKEN>")  # to_dict() writes them for unset tokens
 DTYPES = ("dtype", "torch_dtype", "model_init_kwargs.dtype", "model_init_kwargs.torch_dtype")

@@ -571,7 +571,7 @@ def test_deepspeed_runs_on_fsdp(deepspeed, parallel, tmp_path, monkeypatch):
         ({"save_steps": 0.5}, "save_steps=0.5: a fraction of the run needs max_steps; use steps, or saves_per_epoch"),
         ({"chat_template": "alpaca"}, "chat_template=alpaca: is not built in"),
         ({"adapter": "llama-adapter"}, "adapter=llama-adapter: is not supported; use lora or qlora"),
-        ({"datasets": "rows.jsonl"}, "datasets=rows.jsonl: is not a list; write - path: ..."),
+        ({"datasets": "rows.jsonl"}, "datasets=rows.jsonl: must be a list of blocks; write - path: ..."),
         ({"sequence_length": 4}, "sequence_length: not a key of axolotl, did you mean sequence_len?"),
         ({"rl": "grpo", "trl": {"num_generation": 4}}, "trl.num_generation: not a key of axolotl, did you mean "
                                                        "trl.num_generations?"),

@@ -346,8 +346,8 @@ def test_command_lines(tmp_path, monkeypatch, capsys):
     made, said = run("python examples/scripts/reward_modeling.py --max_length 8")
     assert made["method"] == "rm" and "reward_modeling.py" in said
     assert run("--kind kto python train.py --beta 0.2")[0]["method"] == "kto"
-    made, _ = run("trl sft --use_peft no --packing yes --save_strategy no")
-    assert "lora" not in made and made["packing"] is True and made["save_steps"] == 0
+    made, _ = run("trl sft --use_peft no --save_strategy no")
+    assert "lora" not in made and made["save_steps"] == 0
 
 
 @pytest.mark.parametrize(

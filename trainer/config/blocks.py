@@ -233,7 +233,7 @@ class ModelConfig:
 
     def for_model(self, name: str, **changes: Any) -> ModelConfig:
         """Return the settings for another model of the run; revision and tokenizer apply only to this one."""
-        own = {} if name == self.model else {"revision": None, "tokenizer": None}
+        own: dict[str, Any] = {} if name == self.model else {"revision": None, "tokenizer": None}
         return dataclasses.replace(self, model=name, trained_parameters=(), **own, **changes)
 
 

@@ -276,6 +276,7 @@ def test_rollout_rejects_invalid_arguments():
         rollout.main(engine="local", shape="gpt9")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the benchmark itself is the test")
 def test_vs_trl_measures_every_offline_method(tmp_path, monkeypatch):
     def in_this_process(side, jobs):

@@ -439,6 +439,7 @@ def with_critic(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_critic_trains_and_resumes(with_critic, tmp_path):
     whole = critic_of(with_critic)
     assert whole["trained.critic/num_seen"] == 64 and whole["trained.critic/linear.weight/step"] == 4

@@ -51,6 +51,7 @@ def write_script(folder: Path) -> None:
     (folder / "script.py").write_text(SCRIPT)
 
 
+@pytest.mark.slow
 def test_a_run_from_python_is_resumed_there_and_by_the_command(tmp_path):
     write_script(tmp_path)
     # a real process with a minimal environment

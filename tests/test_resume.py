@@ -170,6 +170,7 @@ def test_flags_of_sampling_go_on_from_a_checkpoint_as_if_unbroken(name, tmp_path
     check_equal(broken, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", EBFT)
 def test_ebft_goes_on_from_a_checkpoint_as_if_unbroken(mode, tmp_path):
     """In this process: the run as it was when it had written five steps, and a checkpoint of the fourth alone."""

@@ -89,6 +89,7 @@ def steps_saved(folder: Path) -> list[int]:
     return [step for step, _ in checkpoints]
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_resumed_run_equals_an_unbroken_one(tmp_path):
     marker = f"STROP_TEST_RUN={tmp_path}"
     run_here(*GRPO, "--output-dir", tmp_path / "whole")
@@ -108,6 +109,7 @@ def test_sigterm_saves_and_the_resumed_run_equals_an_unbroken_one(tmp_path):
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_sigterm_while_loading_ends_immediately_and_leaves_no_folder(tmp_path):
     process = start([*SFT, "--output-dir", tmp_path / "run"], tmp_path, PATCHES["loading"])
     wait_for_line(process, "here")
@@ -123,6 +125,7 @@ def test_sigterm_while_creating_the_folder_leaves_a_resumable_folder(tmp_path):
     assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "config.yaml", "run_id"}
 
 
+@pytest.mark.slow
 def test_sigterm_during_a_save_lets_it_finish(tmp_path):
     process = start([*SFT, "--output-dir", tmp_path / "run"], tmp_path, PATCHES["save"])
     assert "after step 2, saved" in last_line(process)

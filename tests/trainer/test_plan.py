@@ -707,6 +707,7 @@ def test_advice_names_offloading_on_a_gpu(monkeypatch):
     assert f" {work.local_tokens * 4 * s.width * (s.layers - 1) / GIB:.3g} GiB" in advice.remark
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_one_message_and_the_run_can_be_resumed(tmp_path, monkeypatch, capfd):
     argv = ["--method", "grpo", "--max-steps", "2", "--save-steps", "1", "--per-device-train-batch-size", "16",
             "--max-eval-rows", "1", "--output-dir", str(tmp_path / "run")]  # fmt: skip

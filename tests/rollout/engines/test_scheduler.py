@@ -135,6 +135,7 @@ def test_the_next_turn_reuses_the_cached_conversation(make_model, tokenizer, mon
     assert len(engine._scheduler.free) == engine._scheduler.decoder.cache.num_pages - 1
 
 
+@pytest.mark.slow
 def test_idle_conversations_are_evicted_if_pages_run_out(make_model, tokenizer, monkeypatch):
     model, sampling = make_model(), Sampling(max_tokens=20)
     engine = LocalEngine(model, tokenizer)

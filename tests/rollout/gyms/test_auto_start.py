@@ -242,6 +242,7 @@ def test_completions_are_verified_and_a_dead_server_is_reported(gym, tmp_path):
         client.close()
 
 
+@pytest.mark.slow
 def test_a_run_starts_its_gym_trains_and_leaves_no_process(gym, tmp_path):
     (gym / "data.jsonl").write_text("".join(ROWS))
     run_ok(

@@ -53,7 +53,7 @@ def test_random_token_of_serve_is_in_a_private_file(tied_server, serve_env, monk
     path = runtime / "strop" / url.removeprefix("http://")
     log = tied_server.log_path.read_text()
     assert f"token in {path};" in log and path.stat().st_mode & 0o777 == 0o600
-    assert f"--rollout.engine vllm --vllm.url {url}" in log
+    assert f" --vllm.url {url}" in log and "python -m trainer --config " in log
     page = {"Origin": "https://evil.example", "Content-Type": "text/plain"}
     for route in ("/pause", "/collective_rpc", "/sleep", "/resume", "/strop/lease"):
         assert httpx.post(url + route, content=b"{}", headers=page, timeout=30).status_code == 401

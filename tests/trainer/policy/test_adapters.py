@@ -185,6 +185,7 @@ ARGV = ["--method", "grpo", "--lora.r", "4", "--lora.dora", "--lora.modules-to-s
         "--beta", "0.1", "--lr-scheduler-type", "constant"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_run_samples_from_trained_weights_and_resumes(folder, tmp_path, capfd):
     argv = [*ARGV, "--model", str(folder)]
     assert main([*argv, "--max-steps", "4", "--output-dir", str(tmp_path / "whole")]) == 0

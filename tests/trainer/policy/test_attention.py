@@ -177,6 +177,7 @@ def test_registered_flex_matches_dense_masks_in_every_layer(kind, layout, flex_c
         assert (gradient - want_grads[name]).norm() <= 1e-4 * want_grads[name].norm(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "most"), [("qwen3", 1), ("gemma3", 2)])  # gemma3: two layer types
 def test_compiled_block_with_attention_is_one_graph_for_all_masks(kind, most):
     """Forward only: flex_attention has no backward on a CPU."""

@@ -162,6 +162,7 @@ def test_run_saves_the_choice_and_resume_keeps_it(method, tmp_path, monkeypatch,
         assert bool(compiled) == choice
 
 
+@pytest.mark.slow
 def test_recomputation_inside_the_graph_skips_the_last_matmul(monkeypatch):
     """The backward pass recomputes six of a block's seven matmuls; gradients match the uncompiled block's."""
     matmuls: list[int] = []
@@ -194,6 +195,7 @@ def test_recomputation_inside_the_graph_skips_the_last_matmul(monkeypatch):
         torch.testing.assert_close(got[name], gradient, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_all_graphs_have_the_same_compiler_options_and_serve_all_blocks(monkeypatch):
     """For the policy and the reference, and for the first and later lengths."""
     import torch._inductor.compile_fx as inductor

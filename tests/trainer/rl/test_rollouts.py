@@ -52,6 +52,7 @@ def run(folder: Path, *argv: Any) -> list[dict[str, Any]]:
     return metrics(folder)
 
 
+@pytest.mark.slow
 def test_a_moving_reference_with_alpha_1_equals_the_policy(tmp_path):
     """The KL is 0 at every step after a sync; without one it is above 0 from the second step on."""
     still = run(tmp_path / "still", "--beta", 0.1)

@@ -23,7 +23,7 @@ REFUSED = {
     "llama3-qlora-1b-gdpo": "trl.top_p=0.95",
 }
 SFT = ("sft-alpaca", "sft-chat-template", "sft-completion")
-FAST = ("qwen2-dpo", "ebft-llama-1b-strided", "sft-chat-template")
+FAST = ("ebft-llama-1b-strided", "sft-chat-template")
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yml"))
 
 

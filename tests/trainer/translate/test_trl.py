@@ -403,6 +403,7 @@ def test_configs_of_the_documents(asset, tmp_path, monkeypatch, capsys):
         parse([*words, *needed, "--gradient-accumulation-steps", str(fitting)])
 
 
+@pytest.mark.slow
 def test_a_converted_file_trains(tmp_path):
     (tmp_path / "sft.yaml").write_text(
         "model_name_or_path: builtin:tiny\ndataset_name: rows.jsonl\npacking: false\nmax_steps: 2\n"

@@ -86,7 +86,7 @@ def alike(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], limit: float
 ALL = (*worker.CASES, *sampled.CASES)
 # A sharded pass costs ten times a replicated pass: one case of each kind is sharded, the others are replicated.
 SHARDED = (
-    "sft-untied", "sft-lora", "sft-part", "sft-one-row", "dpo-wpo-ld-rpo", "dpo-lora", "kto", "rm", "prm",
+    "sft-untied", "sft-lora", "sft-head", "sft-part", "sft-one-row", "dpo-wpo-ld-rpo", "dpo-lora", "kto", "rm", "prm",
     "grpo", "ppo", "online_dpo", "ebft-structured-lora", "ebft-strided",
 )  # fmt: skip
 SHARED = ("sft", "sft-part", "dpo", "kto", "orpo", "rm", "sft-short", "sft-tiny", "sft-windows", "grpo-shared",

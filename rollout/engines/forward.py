@@ -113,17 +113,17 @@ def shape_of(lm: Any, dtype: torch.dtype) -> Shape:
 def device_of(lm: nn.Module) -> torch.device:
     """Return the device that computes: shards may be in main memory (--parallel.cpu-offload)."""
     parameter = next(lm.parameters())
-    is_offloaded = is_sharded(lm) and parameter.device_mesh.device_type == "cuda"
-    return torch.device("cuda", torch.cuda.current_device()) if is_offloaded else parameter.device
+    if is_sharded(parameter) and parameter.device_mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return parameter.device
 
 
-def is_sharded(lm: nn.Module) -> bool:
-    return hasattr(next(lm.parameters()), "full_tensor")
+def is_sharded(tensor: Tensor) -> bool:
+    return hasattr(tensor, "full_tensor")
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return the full tensor; a collective of all ranks if it is sharded."""
-    return tensor.to(tensor.device_mesh.device_type).full_tensor() if hasattr(tensor, "full_tensor") else tensor
+def unchanged(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def windows_of(lm: Any) -> list[int | None]:
@@ -181,8 +181,10 @@ class TransformersForward:
     """
 
     def __init__(
-        self, lm: Any, dtype: torch.dtype, *, autocast_dtype: torch.dtype | None = None, copied: bool = False
-    ) -> None:
+        self, lm: Any, dtype: torch.dtype, *, autocast_dtype: torch.dtype | None = None, copied: bool = False,
+        gather: Callable[[Tensor], Tensor] = unchanged,  # returns the full tensor of a shard, on all ranks
+    ) -> None:  # fmt: skip
+        self.gather = gather
         self.source, self.shape, self.windows = lm, shape_of(lm, dtype), windows_of(lm)
         self.lm, self.in_place = empty_copy(lm, dtype) if copied else lm, not copied
         self.scale, self.softcap = logit_options(lm.config.get_text_config())
@@ -201,8 +203,10 @@ class TransformersForward:
         for name, parameter in self.lm.named_parameters():
             path, _, leaf = name.rpartition(".")
             module = self.source.get_submodule(path)
-            is_weight = leaf == "weight"
-            parameter.copy_(merged(module, parameter.dtype) if is_weight else whole(getattr(base_of(module), leaf)))
+            if leaf == "weight":
+                parameter.copy_(merged(module, parameter.dtype, self.gather))
+            else:
+                parameter.copy_(self.gather(getattr(base_of(module), leaf)))
         return True
 
     def decode(
@@ -343,8 +347,9 @@ class BlockForward:
 
     in_place = False
 
-    def __init__(self, lm: Any, dtype: torch.dtype) -> None:
+    def __init__(self, lm: Any, dtype: torch.dtype, *, gather: Callable[[Tensor], Tensor] = unchanged) -> None:
         assert block_obstacle(lm) is None, block_obstacle(lm)
+        self.gather = gather
         self.lm, self.shape, self.windows = lm, shape_of(lm, dtype), windows_of(lm)
         config = lm.config.get_text_config()
         self.scale, self.softcap = logit_options(config)
@@ -355,7 +360,8 @@ class BlockForward:
         base = lm.base_model
         self.embedding = self._allocate((base.embed_tokens, "weight"))
         tied = lm.get_output_embeddings().weight is base.embed_tokens.weight
-        tied |= is_sharded(lm) and config.tie_word_embeddings  # the caller may have gathered the head
+        # The caller may have gathered the head of a sharded model.
+        tied |= is_sharded(base.embed_tokens.weight) and config.tie_word_embeddings
         self.head = self.embedding if tied else self._allocate((lm.get_output_embeddings(), "weight"))
         self.norm = self._allocate((base.norm, "weight"), dtype=torch.float32)
         self.blocks = [self._block(layer) for layer in base.layers]
@@ -399,7 +405,8 @@ class BlockForward:
     @torch.no_grad()
     def refresh(self) -> bool:
         for target, module, name in self._copies:
-            target.copy_(merged(module, target.dtype) if name == "weight" else whole(base_of(module).bias))
+            is_weight = name == "weight"
+            target.copy_(merged(module, target.dtype, self.gather) if is_weight else self.gather(base_of(module).bias))
         return True
 
     def decode(
@@ -475,18 +482,18 @@ def base_of(module: nn.Module) -> Any:
     return getattr(module, "base_layer", module)
 
 
-def merged(module: nn.Module, dtype: torch.dtype) -> Tensor:
+def merged(module: nn.Module, dtype: torch.dtype, gather: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the weight plus its adapters unless disabled, summed in float32. A 4-bit weight is dequantised.
 
     A sharded weight without adapters is gathered in `dtype`, which the caller rounds it to anyway.
     """
     weight = base_of(module).weight.detach()
     if not hasattr(module, "base_layer") or module.disable_adapters:
-        return whole(weight.to(dtype)) if hasattr(weight, "full_tensor") else weight
-    weight = whole(weight)
+        return gather(weight.to(dtype) if is_sharded(weight) else weight)
+    weight = gather(weight)
     for name in module.active_adapters:
         if name in module.lora_A:
-            weight = weight.float() + whole(module.get_delta_weight(name).detach()).float()
+            weight = weight.float() + gather(module.get_delta_weight(name).detach()).float()
     return weight
 
 

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from data.errors import UserError
 from data.user_code import describe_error
@@ -40,6 +41,7 @@ from rollout.engines.forward import (
     device_of,
     is_sharded,
     paged_obstacle,
+    unchanged,
     uncompiled,
 )
 from rollout.engines.growing import PAD_ID, sample_growing
@@ -76,6 +78,7 @@ class LocalEngine:
         max_batch_size: int | None = None,  # concurrent completions; others wait. None: 512 on a GPU, 256 on a CPU
         autocast_dtype: torch.dtype | None = None,
         cache_gib: float | None = None,  # maximum cache size on a GPU; None: free memory
+        gather: Callable[[Tensor], Tensor] = unchanged,  # returns the full tensor of a shard, on all ranks
         log: Callable[[str], None] = log_line,
     ) -> None:
         if max_batch_size is not None and max_batch_size < 1:
@@ -84,7 +87,7 @@ class LocalEngine:
         self.device = device_of(model)
         self.kind = "cuda" if self.device.type == "cuda" else "cpu"
         self.max_batch_size = max_batch_size or ROWS[self.kind]
-        self.autocast_dtype, self.cache_gib = autocast_dtype, cache_gib
+        self.autocast_dtype, self.cache_gib, self.gather = autocast_dtype, cache_gib, gather
         self.version = 0
         self.memory_policy = MemoryPolicy(self.device, log) if self.kind == "cuda" else None
         self._make_forward: Callable[[], Forward] | None = None  # None: not chosen yet, or sampled by growing.py
@@ -253,15 +256,26 @@ class LocalEngine:
         """Whether the forward pass is chosen: choose_forward() compares its log-probs with the trainer's."""
         return self._make_forward is not None or self._uses_growing_cache
 
-    def fill_copy(self) -> None:
-        """Copy the trainer's current weights. Sharded weights are gathered one at a time, so all ranks must call it."""
-        if self._make_forward is None:  # sampled by growing.py
+    def refresh(self, *, always: bool = False) -> None:
+        """Use the trainer's current weights: fill the copy if it is out of date, or always.
+
+        Sharded weights are gathered one at a time, so all ranks must do the same.
+        """
+        if self._make_forward is None:  # sampled by growing.py, without a copy
             return
-        self._forward = self._forward or self._make_forward()
-        if not self._forward.refresh() and self._scheduler is not None:
+        if self._forward is None:
+            self._forward, self._loaded = self._make_forward(), None
+        is_stale = self._loaded != self.version
+        if (is_stale or always or self._forward.in_place) and not self._forward.refresh():
+            self._clear_graphs()
+        if is_stale:
+            self._loaded = self.version
+            self.forget()
+
+    def _clear_graphs(self) -> None:
+        """Drop CUDA graphs, after an address that they captured has changed."""
+        if self._scheduler is not None:
             self._scheduler.decoder.graphs.clear()
-        self._loaded = self.version
-        self.forget()
 
     def prepare(self, *, prompt_length: int, max_tokens: int, prompts: int, group: int) -> None:
         """Before training: choose the forward pass, check lengths and allocate the cache."""
@@ -274,7 +288,7 @@ class LocalEngine:
         """If due, measure how much of the adapter's effect the engine keeps: policy/adapter_retained_frac."""
         if not self._share_due or self._forward is None or self.dtype == torch.float32 or is_4bit(self.lm):
             return
-        if is_sharded(self.lm):  # the other ranks would have to compute the exact log-probs too
+        if self._is_sharded:  # the other ranks would have to compute the exact log-probs too
             return
         self._share_due = False
         rows = list({tuple(job.prompt_ids): [*job.prompt_ids, *job.ids] for job in jobs}.values())[:SHARE_ROWS]
@@ -340,6 +354,10 @@ class LocalEngine:
         return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
 
     @property
+    def _is_sharded(self) -> bool:
+        return is_sharded(next(self.model.parameters()))
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.autocast_dtype or next(self.model.parameters()).dtype
 
@@ -375,14 +393,14 @@ class LocalEngine:
         lm, dtype = self.lm, self.dtype
         if self.kind == "cpu":
             return [lambda: TransformersForward(lm, dtype, autocast_dtype=self.autocast_dtype)]
-        in_place = lm is self.model and all(p.dtype == dtype for p in lm.parameters()) and not is_sharded(lm)
+        in_place = lm is self.model and all(p.dtype == dtype for p in lm.parameters()) and not self._is_sharded
         copied = not in_place and adapters_obstacle(lm) is None
-        options = {"autocast_dtype": self.autocast_dtype, "copied": copied}
+        options = {"autocast_dtype": self.autocast_dtype, "copied": copied, "gather": self.gather}
         ways: list[Callable[[], Forward]] = [lambda: TransformersForward(lm, dtype, **options)]
         copy_bytes = num_weights(lm) * dtype.itemsize
         is_tight = available(self.device) - torch.cuda.memory_allocated(self.device) < 2 * copy_bytes
         if block_obstacle(lm) is None and not (in_place and is_tight):
-            ways.insert(0, lambda: BlockForward(lm, dtype))
+            ways.insert(0, lambda: BlockForward(lm, dtype, gather=self.gather))
         return ways
 
     def _check_parity(self, *, paged: bool) -> str | None:
@@ -412,18 +430,10 @@ class LocalEngine:
     def _prepare_scheduler(self, jobs: Sequence[Job]) -> Scheduler:
         """Return a scheduler with the current weights and a cache large enough for these jobs."""
         assert self._make_forward is not None, "_prepare_scheduler() called before choose_forward()"
-        if self._forward is None:
-            self._forward = self._make_forward()
-            self._loaded = None
-        # Both must run, and either may invalidate addresses captured in CUDA graphs.
-        graphs_valid = self._forward.cover(max(len(job.prompt_ids) + job.limit for job in jobs))
-        if self._loaded != self.version or self._forward.in_place:
-            graphs_valid &= self._forward.refresh()
-        if not graphs_valid and self._scheduler is not None:
-            self._scheduler.decoder.graphs.clear()
-        if self._loaded != self.version:
-            self._loaded = self.version
-            self.forget()
+        self.refresh()
+        assert self._forward is not None
+        if not self._forward.cover(max(len(job.prompt_ids) + job.limit for job in jobs)):
+            self._clear_graphs()
         least, most = cache_pages(jobs, page=PAGE[self.kind], rows=self.max_batch_size)
         have = 0 if self._scheduler is None else self._scheduler.decoder.cache.num_pages
         if have < least or (have < most and not self._is_full):

@@ -255,7 +255,7 @@ def generate_share(
             if not local.is_chosen:
                 with gathered_head(policy):
                     local.choose_forward()
-            local.fill_copy()
+            local.refresh(always=True)
     with contextlib.nullcontext() if local.has_copy else gathered_weights(policy):
         completions = local.generate(requests[first:stop], sampling) if stop > first else []
     rest, tensors = to_tensors(completions)

@@ -29,6 +29,7 @@ from trainer.config.checks import reject_unused
 from trainer.config.groups import GroupConfig
 from trainer.config.sampling import RewardedConfig
 from trainer.parallel.comm import context_size, data_size
+from trainer.parallel.dtensor import gather
 from trainer.policy.logps import Policy, causal_lm
 from trainer.run.run import Run
 
@@ -216,6 +217,7 @@ def start_engine(
         max_batch_size=cfg.rollout.max_batch_size,
         autocast_dtype=policy.autocast_dtype,
         cache_gib=cfg.rollout.cache_gib,
+        gather=gather,
         log=run.note,
     )
     longest_prompt = max(len(prompt.ids) for prompt in prompts)

@@ -229,6 +229,17 @@ def test_block_forward_merges_adapters_and_new_weights(make_model, tokenizer, mo
     assert type(merged._forward) is BlockForward
 
 
+def test_a_copy_is_filled_from_the_full_tensor_of_every_shard(make_model):
+    """Each weight once: all ranks of a sharded model gather them in the same order."""
+    model = make_model("qwen3")
+    for make in (BlockForward, lambda *args, **options: TransformersForward(*args, copied=True, **options)):
+        gathered: list[int] = []
+        forward = make(model, torch.float32, gather=lambda x, seen=gathered: seen.append(x.data_ptr()) or x + 1)
+        forward.refresh()
+        assert sorted(gathered) == sorted(p.data_ptr() for p in model.parameters())
+    assert torch.equal(forward.lm.model.norm.weight, model.model.norm.weight + 1)
+
+
 def test_if_the_first_forward_fails_the_second_gets_current_weights(make_model, tokenizer, monkeypatch):
     model, sampling, requests = make_model("qwen3"), Sampling(max_tokens=8), requests_for(2)
     expected = LocalEngine(model, tokenizer).generate(requests, sampling)

@@ -6,7 +6,6 @@ pytest -m gpu tests/rollout/sync/test_nccl_vllm.py      # needs vLLM in this int
 from __future__ import annotations
 
 import copy
-import json
 import os
 import signal
 import subprocess
@@ -27,6 +26,7 @@ from rollout.sync.base import SyncError
 from rollout.sync.choose import pick_backend
 from rollout.sync.process_group import ProcessGroupSync
 from tests.entry import ROOT, environment, metrics
+from tests.test_nccl import record
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.policy.load import load_policy
 from trainer.policy.weights import PolicyWeights
@@ -91,12 +91,6 @@ def push(sync: Any, client: VllmServer, loop: Loop, version: int) -> Any:
     return report
 
 
-def record(**values: Any) -> None:
-    if table := os.environ.get("STROP_NCCL_TABLE"):
-        with open(table, "a") as file:
-            print(json.dumps(values), file=file)
-
-
 @pytest.mark.parametrize("rank", [0, 8], ids=["full", "merged adapter"])
 def test_200_syncs_are_served_exactly(server, rank):
     loop, device = Loop(), torch.device("cuda")
@@ -122,7 +116,7 @@ def test_200_syncs_are_served_exactly(server, rank):
         loop.run(client.close())
         loop.close()
     seconds.sort()
-    record(kind="sync", name="merged adapter" if rank else "full", syncs=NUM_SYNCS, median_s=seconds[100],
+    record("sync", "merged adapter" if rank else "full", syncs=NUM_SYNCS, median_s=seconds[100],
            slowest_s=seconds[-1], mib=report.num_bytes / 2**20, gap=max(gaps))  # fmt: skip
     assert max(gaps) < 0.1, gaps
 
@@ -157,7 +151,7 @@ def test_trainer_that_was_killed_is_resumed(server, tmp_path):
     rows = [row for row in metrics(out) if "loss/total" in row]
     assert [row["step"] for row in rows] == list(range(1, 7))
     assert all(row["policy/behaviour_gap"] < 0.1 for row in rows), rows
-    record(kind="sync", name="killed trainer", seconds=time.monotonic() - started,
+    record("sync", "killed trainer", seconds=time.monotonic() - started,
            gap=max(row["policy/behaviour_gap"] for row in rows))  # fmt: skip
 
 
@@ -173,7 +167,7 @@ def test_server_that_was_killed_is_reported(server):
         started = time.monotonic()
         with pytest.raises((SyncError, ValueError, OSError)) as caught:
             sync.push([client], 2)
-        record(kind="sync", name="killed server", seconds=time.monotonic() - started, said=str(caught.value)[:300])
+        record("sync", "killed server", seconds=time.monotonic() - started, said=str(caught.value)[:300])
         assert time.monotonic() - started < 60
     finally:
         sync.close()

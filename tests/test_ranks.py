@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterable
@@ -466,6 +468,27 @@ def test_long_pass_is_not_a_hang_unless_a_rank_has_not_started_it(monkeypatch):
             pass
         assert watch.activity.since is not None and watch.activity.is_pass and watch.activity.name == "micro-batch 2"
     assert watch.activity.since is None
+
+
+def test_store_that_never_answers_does_not_stop_the_clock(monkeypatch, capfd):
+    """The host of the store disappeared. This rank waits for rank 0 (no collective, no time limit), or in a pass."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    monkeypatch.setattr("trainer.parallel.watch.BEAT_S", 0.01)
+    monkeypatch.setattr("trainer.parallel.watch.dump_flight", lambda: None)
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), watch._stopped.set()))
+    blocked = threading.Event()
+    store = SimpleNamespace(set=lambda *_: None, check=lambda _: blocked.wait(60))
+    for in_pass in (False, True):
+        watch = Watch(0.2, store, on_cuda=False)
+        with watch.passing("micro-batch 1") if in_pass else contextlib.nullcontext():
+            watch.start()
+            assert watch._stopped.wait(30)
+        line = capfd.readouterr().err
+        assert "MASTER_ADDR=node0" in line and "--resume" in line, line
+    blocked.set()
+    assert codes == [HUNG, HUNG]
 
 
 def test_collectives_on_the_device_are_timed_by_events(monkeypatch):

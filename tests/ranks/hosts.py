@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.entry import environment
 
 LINK = "link0"  # name of the network interface in each host
@@ -37,9 +35,6 @@ def problem() -> str | None:
     if done.returncode == 0:
         _ip("netns", "delete", name)
     return done.stderr.strip() or None
-
-
-needs_hosts = pytest.mark.skipif("__import__('tests.ranks.hosts').ranks.hosts.problem() is not None")
 
 
 def _ip(*words: str) -> str:
@@ -79,6 +74,10 @@ class Host:
         _ip("-n", self.namespace, "link", "set", LINK, "down")
         self.kill()
 
+    def connect(self) -> None:
+        for link in (LINK, "lo"):
+            _ip("-n", self.namespace, "link", "set", link, "up")
+
 
 @contextlib.contextmanager
 def hosts(count: int) -> Iterator[list[Host]]:
@@ -99,8 +98,7 @@ def hosts(count: int) -> Iterator[list[Host]]:
             _ip("-n", host.namespace, "link", "add", LINK, "type", "veth", "peer", "name", host.name, "netns", switch)
             _ip("-n", switch, "link", "set", host.name, "master", "bridge0", "up")
             _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", LINK)
-            for link in (LINK, "lo"):
-                _ip("-n", host.namespace, "link", "set", link, "up")
+            host.connect()
         yield made
     finally:
         existing = {line.split()[0] for line in _ip("netns", "list").splitlines()}

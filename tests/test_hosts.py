@@ -1,0 +1,129 @@
+"""Runs on several hosts: a host that disappears and returns, fewer hosts, vLLM servers on a third host."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.servers.command import TOKEN, find_python
+from rollout.servers.options import VllmConfig
+from tests.entry import metrics, run_ok
+from tests.ranks.hosts import Host, hosts, problem
+from tests.test_ranks import SFT, alike
+from tests.test_slurm import wait_for
+from trainer.parallel.watch import HUNG
+
+STEPS, TIMEOUT_S = 30, 20
+ROWS = (*SFT, "--data", "task:addition:split=sft,size=96", "--eval-data", "task:addition:split=eval,size=4",
+        "--max-steps", STEPS)  # fmt: skip
+HSDP = ("--parallel.mode", "fsdp", "--parallel.shard", 2, "--parallel.timeout-s", TIMEOUT_S)
+
+
+@pytest.fixture
+def three() -> Any:
+    if reason := problem():
+        pytest.skip(reason)
+    with hosts(3) as made:
+        yield made
+
+
+def torchrun(
+    host: Host, log: Path, *argv: Any, first: Host, nodes: int = 2, restarts: int = 3, **env: str
+) -> subprocess.Popen[bytes]:
+    launcher = ("--nnodes", nodes, "--nproc-per-node", 2, "--rdzv-id", 1, "--rdzv-backend", "c10d",
+                "--rdzv-endpoint", f"{first.name}:29500", "--max-restarts", restarts)  # fmt: skip
+    return host.start(sys.executable, "-m", "torch.distributed.run", *launcher, "-m", "trainer", *argv, log=log, **env)
+
+
+def steps(run: Path) -> list[int]:
+    return [row["step"] for row in metrics(run)] if (run / "metrics.jsonl").exists() else []
+
+
+def seconds_until(words: str, log: Path, limit: float) -> float:
+    begin = time.monotonic()
+    wait_for(lambda: words in log.read_text(), limit, log.read_text)
+    print(*(line for line in log.read_text().splitlines() if words in line), sep="\n")
+    return time.monotonic() - begin
+
+
+@pytest.mark.slow
+def test_run_survives_a_host_that_disappears_and_resumes_on_fewer_hosts(three, tmp_path):
+    """Two hosts of two ranks: each host has a copy of the model, sharded over its ranks."""
+    a, b, _ = three
+    logs, run = [tmp_path / "a.log", tmp_path / "b.log"], tmp_path / "run"
+    argv = (*ROWS, *HSDP, "--per-device-train-batch-size", 4, "--output-dir", run)
+    started = [torchrun(host, log, *argv, first=a) for host, log in zip((a, b), logs, strict=True)]
+    wait_for(lambda: len(steps(run)) > 3, 400, logs[0].read_text)
+    b.disappear()
+    assert seconds_until("has waited", logs[0], 3 * TIMEOUT_S) < 2 * TIMEOUT_S
+    assert "rank 2 has not reported" in logs[0].read_text() and "rank 3 has not reported" in logs[0].read_text()
+    seconds_until(f"exitcode: {HUNG}", logs[0], 60)
+    fewer = shutil.copytree(run, tmp_path / "fewer")
+    assert started[0].poll() is None, "torchrun waits for the second host"
+
+    b.connect()
+    again = torchrun(b, logs[1], *argv, first=a)
+    assert started[0].wait(400) == 0, logs[0].read_text()[-4000:]
+    assert again.wait(60) == 0, logs[1].read_text()[-4000:]
+    assert "resuming after step" in logs[0].read_text()
+    log = tmp_path / "fewer.log"
+    resumed = torchrun(a, log, "--resume", fewer, "--gradient-accumulation-steps", 2, first=a, nodes=1)
+    assert resumed.wait(400) == 0 and "resuming after step" in log.read_text(), log.read_text()[-4000:]
+
+    run_ok(*ROWS, "--per-device-train-batch-size", 16, "--output-dir", tmp_path / "one", cwd=tmp_path)
+    for folder in (run, fewer):
+        alike(metrics(folder), metrics(tmp_path / "one"), limit=1e-3)
+
+
+@pytest.mark.slow
+def test_ranks_end_if_the_host_of_rank_0_disappears(three, tmp_path):
+    """Its store no longer answers, and its connections stay open."""
+    a, b, _ = three
+    logs, run = [tmp_path / "a.log", tmp_path / "b.log"], tmp_path / "run"
+    argv = (*ROWS, *HSDP, "--per-device-train-batch-size", 4, "--output-dir", run)
+    for host, log in zip((a, b), logs, strict=True):
+        launcher = torchrun(host, log, *argv, first=a)
+    subprocess.run(b.command("sysctl", "-qw", "net.ipv4.tcp_retries2=5"), check=True)
+    wait_for(lambda: len(steps(run)) > 3, 400, logs[0].read_text)
+    a.disappear()
+    assert seconds_until(f"MASTER_ADDR={a.name} has not answered", logs[1], 3 * TIMEOUT_S) < 2 * TIMEOUT_S
+    assert "Traceback" not in logs[1].read_text()
+    begin = time.monotonic()
+    code = launcher.wait(300)
+    print(f"torchrun ended {time.monotonic() - begin:.0f} s later with {code}", logs[1].read_text()[-3000:])
+    assert code != 0
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("backend", ["process_group", "filesystem"])
+def test_servers_on_a_third_host_sync_and_sample(backend, three, tmp_path):
+    try:
+        find_python(VllmConfig())
+    except ValueError as error:
+        pytest.skip(str(error))
+    a, b, servers = three
+    log, url = tmp_path / "serve.log", f"http://{servers.name}:8000"
+    env = {TOKEN: "a-token-of-this-test", "XDG_RUNTIME_DIR": str(tmp_path)}
+    serve = ("--model", "builtin:tiny", "--vllm.host", servers.name, "--vllm.port", 8000, "--vllm.max-model-len", 256)
+    served = servers.start(sys.executable, "-m", "rollout.serve", *serve, "--dtype", "float32", log=log, **env)
+    wait_for(lambda: "now start the trainer" in log.read_text() or served.poll() is not None, 400, log.read_text)
+    grpo = ("--method", "grpo", "--max-steps", 3, "--max-eval-rows", 20, "--eval-steps", 0, "--sync.probe-every", 1)
+    grpo = (*grpo, "--rollout.engine", "vllm", "--vllm.url", url, "--sync.backend", backend, *HSDP[:4])
+    argv = (*grpo, "--per-device-train-batch-size", 8, "--output-dir", tmp_path / "run")
+    wrong = torchrun(a, tmp_path / "wrong.log", *argv, first=a, nodes=1, restarts=0, **env | {TOKEN: "wrong"})
+    assert wrong.wait(200) != 0 and TOKEN in (tmp_path / "wrong.log").read_text(), (tmp_path / "wrong.log").read_text()
+    logs = [tmp_path / "a.log", tmp_path / "b.log"]
+    for launcher in [torchrun(host, log, *argv, first=a, **env) for host, log in zip((a, b), logs, strict=True)]:
+        assert launcher.wait(400) == 0, logs[0].read_text()[-4000:] + log.read_text()[-2000:]
+    rows = metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    print(*(line for line in logs[0].read_text().splitlines() if "server" in line or "sync" in line), sep="\n")
+    print([row["policy/sync_gap"] for row in rows[1:]])
+    assert all(row["policy/sync_gap"] < 1e-3 and row["rollout/server_out"] == 0 for row in rows[1:])

@@ -39,7 +39,8 @@ T = TypeVar("T")
 MAX_POLL_S = 0.02  # maximum interval between polls for a command
 SPARE_S = 30.0  # torch's timeout comes later than timeout_s, whose message is more detailed
 PEER_LOST = re.compile(  # gloo, torch's store, NCCL
-    r"Connection (?:reset|closed) by peer|Broken pipe|Connection was likely closed|remote process exited"
+    r"Connection (?:reset|closed) by peer|Broken pipe|Connection was likely closed|remote process exited|"
+    r"Connection timed out|No route to host"  # its host disappeared
 )
 
 
@@ -97,7 +98,7 @@ def name_lost_rank(error: Exception) -> Exception:
         return error
     return UserError(
         f"lost another rank in {_watch.activity.name!r} ({reason[0]}): its process crashed or was killed, for example "
-        "because memory ran out; restart all ranks with --resume"
+        "because memory ran out, or its host is unreachable; restart all ranks with --resume"
     )
 
 

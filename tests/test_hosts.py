@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -19,9 +21,10 @@ from tests.test_ranks import SFT, alike
 from tests.test_slurm import wait_for
 from trainer.parallel.watch import HUNG
 
-STEPS, TIMEOUT_S = 30, 30
+STEPS, TIMEOUT_S = 16, 30
 ROWS = (*SFT, "--data", "task:addition:split=sft,size=96", "--eval-data", "task:addition:split=eval,size=4",
         "--max-steps", STEPS)  # fmt: skip
+REPLACE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # torchrun would not give a new torchrun rank 0's address again
 HSDP = ("--parallel.mode", "fsdp", "--parallel.shard", 2, "--parallel.timeout-s", TIMEOUT_S)
 
 
@@ -56,7 +59,7 @@ def test_run_survives_a_host_that_disappears_and_resumes_on_fewer_hosts(three, t
     a, b, _ = three
     logs, run = [tmp_path / "a.log", tmp_path / "b.log"], tmp_path / "run"
     argv = (*ROWS, *HSDP, "--per-device-train-batch-size", 4, "--output-dir", run)
-    started = [torchrun(host, log, *argv, first=a) for host, log in zip((a, b), logs, strict=True)]
+    started = [torchrun(host, log, *argv, first=a, **REPLACE) for host, log in zip((a, b), logs, strict=True)]
     wait_for(lambda: len(steps(run)) > 3, 400, logs[0].read_text)
     b.disappear()
     assert seconds_until("has waited", logs[0], 3 * TIMEOUT_S) < 2 * TIMEOUT_S
@@ -66,7 +69,7 @@ def test_run_survives_a_host_that_disappears_and_resumes_on_fewer_hosts(three, t
     assert started[0].poll() is None, "torchrun waits for the second host"
 
     b.connect()
-    again = torchrun(b, logs[1], *argv, first=a)
+    again = torchrun(b, logs[1], *argv, first=a, **REPLACE)
     assert started[0].wait(400) == 0, logs[0].read_text()[-4000:]
     assert again.wait(60) == 0, logs[1].read_text()[-4000:]
     assert "resuming after step" in logs[0].read_text()
@@ -77,6 +80,23 @@ def test_run_survives_a_host_that_disappears_and_resumes_on_fewer_hosts(three, t
     run_ok(*ROWS, "--per-device-train-batch-size", 16, "--output-dir", tmp_path / "one", cwd=tmp_path)
     for folder in (run, fewer):
         alike(metrics(folder), metrics(tmp_path / "one"), limit=1e-3)
+
+
+@pytest.mark.slow
+def test_hosts_that_count_restarts_differently_form_a_group(three, tmp_path):
+    """A rank of one host is killed, and the other host's ranks do not notice: its torchrun does not count a restart."""
+    a, b, _ = three
+    logs, run = [tmp_path / "a.log", tmp_path / "b.log"], tmp_path / "run"
+    argv = (*ROWS, *HSDP, "--per-device-train-batch-size", 4, "--output-dir", run)
+    started = [torchrun(host, log, *argv, first=a) for host, log in zip((a, b), logs, strict=True)]
+    wait_for(lambda: len(steps(run)) > 3, 400, logs[0].read_text)
+    for pid in a.ranks().values():
+        os.kill(pid, signal.SIGSTOP)
+    os.kill(b.ranks()[3], signal.SIGKILL)
+    seconds_until("resuming after step", logs[0], 200)
+    assert [launcher.wait(200) for launcher in started] == [0, 0], logs[0].read_text()[-4000:]
+    assert "RuntimeError" not in logs[0].read_text(), "the first restart succeeds"
+    assert steps(run) == list(range(STEPS + 1))
 
 
 @pytest.mark.slow

@@ -14,6 +14,8 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,13 +25,14 @@ import torch
 from safetensors.torch import load_file
 
 from data.command.config_file import load_config
+from data.errors import UserError
 from rollout.model_folder import resolve_model
 from tests.entry import ROOT, environment, metrics, repeatable, run_ok, run_ranks
 from tests.ranks import sampled, slices, worker
 from tests.ranks.sharded import everything, optimizer_of, same, take_step
 from trainer.__main__ import main
 from trainer.config.blocks import ParallelConfig
-from trainer.parallel.comm import balanced_shards
+from trainer.parallel.comm import agree_on_attempt, balanced_shards
 from trainer.parallel.watch import HUNG, Watch, record_flight
 from trainer.run.checkpoint import find_problem, list_checkpoints, load_checkpoint
 
@@ -489,6 +492,22 @@ def test_store_that_never_answers_does_not_stop_the_clock(monkeypatch, capfd):
         assert "MASTER_ADDR=node0" in line and "--resume" in line, line
     blocked.set()
     assert codes == [HUNG, HUNG]
+
+
+def test_ranks_agree_on_an_attempt_in_a_store_with_old_keys():
+    """torchrun's restart counts differ between hosts."""
+    store, limit = torch.distributed.HashStore(), timedelta(seconds=20)
+    old = [agree_on_attempt(store, 0, 1, limit)]
+    for rank in (1, 2):
+        store.set(f"joins/{rank}", "a process that died")
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(2):
+            ranks = [pool.submit(agree_on_attempt, store, rank, 3, limit) for rank in range(3)]
+            (name,) = {rank.result() for rank in ranks}
+            old.append(name)
+    assert len(set(old)) == 3
+    with pytest.raises(UserError, match=r"\[1\]"):
+        agree_on_attempt(store, 0, 2, timedelta(seconds=0.1))
 
 
 def test_collectives_on_the_device_are_timed_by_events(monkeypatch):

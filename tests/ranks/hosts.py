@@ -62,6 +62,15 @@ class Host:
                 stdout=file, stderr=file, stdin=subprocess.DEVNULL,
             )  # fmt: skip
 
+    def ranks(self) -> dict[int, int]:
+        """Return the process of each rank on this host."""
+        found = {}
+        for pid in map(int, _ip("netns", "pids", self.namespace).split()):
+            with contextlib.suppress(OSError):  # the process has ended
+                words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                found |= {int(word.removeprefix(b"RANK=")): pid for word in words if word.startswith(b"RANK=")}
+        return found
+
     def kill(self) -> None:
         """Kill every process of this host."""
         while pids := _ip("netns", "pids", self.namespace).split():

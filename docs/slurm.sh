@@ -3,8 +3,8 @@
 #
 #     sbatch docs/slurm.sh
 #
-# NEVER RUN: written from the flags and from what two processes on one machine do. The clone with its .venv, the run
-# folder and run.yaml (model, data, rewards) must be on a file system that both nodes share.
+# The clone with its .venv, the run folder and run.yaml (model, data, rewards) must be on a file system that both nodes
+# share. tests/test_slurm.py runs this file on two nodes without GPUs; it has never run on GPUs.
 #SBATCH --job-name=strop
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -12,8 +12,9 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
-#SBATCH --signal=TERM@180
+#SBATCH --signal=B:USR1@180
 #SBATCH --requeue
+#SBATCH --open-mode=append
 set -euo pipefail
 
 cd "$SLURM_SUBMIT_DIR"
@@ -47,4 +48,17 @@ srun --overlap --gpus-per-task=8 torchrun --shutdown-timeout 150 \
     --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "${nodes[0]}:29500" \
     -m trainer "${start[@]}" \
     --parallel.mode fsdp --parallel.shard 4 \
-    --rollout.engine vllm --vllm.url "${urls[@]}" --sync.backend process_group
+    --rollout.engine vllm --vllm.url "${urls[@]}" --sync.backend process_group &
+trainer=$!
+
+# 180 s before the time limit: end only the trainer, which finishes its step with the servers and saves a checkpoint.
+# SIGTERM for srun itself would kill its tasks.
+stop() { stopped=1; scancel --signal=TERM "$SLURM_JOB_ID.1"; } # step 0: servers, step 1: torchrun
+trap stop USR1
+code=0
+wait "$trainer" || code=$?
+if [ -n "${stopped-}" ]; then
+    wait "$trainer" && exit 0
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -9,9 +10,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,13 +25,14 @@ import torch
 from safetensors.torch import load_file
 
 from data.command.config_file import load_config
+from data.errors import UserError
 from rollout.model_folder import resolve_model
 from tests.entry import ROOT, environment, metrics, repeatable, run_ok, run_ranks
 from tests.ranks import sampled, slices, worker
 from tests.ranks.sharded import everything, optimizer_of, same, take_step
 from trainer.__main__ import main
 from trainer.config.blocks import ParallelConfig
-from trainer.parallel.comm import balanced_shards
+from trainer.parallel.comm import agree_on_attempt, balanced_shards
 from trainer.parallel.watch import HUNG, Watch, record_flight
 from trainer.run.checkpoint import find_problem, list_checkpoints, load_checkpoint
 
@@ -467,6 +472,43 @@ def test_long_pass_is_not_a_hang_unless_a_rank_has_not_started_it(monkeypatch):
             pass
         assert watch.activity.since is not None and watch.activity.is_pass and watch.activity.name == "micro-batch 2"
     assert watch.activity.since is None
+
+
+def test_store_that_never_answers_does_not_stop_the_clock(monkeypatch, capfd):
+    """The host of the store disappeared. This rank waits for rank 0 (no collective, no time limit), or in a pass."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    monkeypatch.setattr("trainer.parallel.watch.BEAT_S", 0.01)
+    monkeypatch.setattr("trainer.parallel.watch.dump_flight", lambda: None)
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), watch._stopped.set()))
+    blocked = threading.Event()
+    store = SimpleNamespace(set=lambda *_: None, check=lambda _: blocked.wait(60))
+    for in_pass in (False, True):
+        watch = Watch(0.2, store, on_cuda=False)
+        with watch.passing("micro-batch 1") if in_pass else contextlib.nullcontext():
+            watch.start()
+            assert watch._stopped.wait(30)
+        line = capfd.readouterr().err
+        assert "MASTER_ADDR=node0" in line and "--resume" in line, line
+    blocked.set()
+    assert codes == [HUNG, HUNG]
+
+
+def test_ranks_agree_on_an_attempt_in_a_store_with_old_keys():
+    """torchrun's restart counts differ between hosts."""
+    store, limit = torch.distributed.HashStore(), timedelta(seconds=20)
+    old = [agree_on_attempt(store, 0, 1, limit)]
+    for rank in (1, 2):
+        store.set(f"joins/{rank}", "a process that died")
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(2):
+            ranks = [pool.submit(agree_on_attempt, store, rank, 3, limit) for rank in range(3)]
+            (name,) = {rank.result() for rank in ranks}
+            old.append(name)
+    assert len(set(old)) == 3
+    with pytest.raises(UserError, match=r"\[1\]"):
+        agree_on_attempt(store, 0, 2, timedelta(seconds=0.1))
 
 
 def test_collectives_on_the_device_are_timed_by_events(monkeypatch):

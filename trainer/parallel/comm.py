@@ -24,6 +24,7 @@ import os
 import re
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -37,9 +38,11 @@ from trainer.parallel.watch import Watch, log, record_flight
 
 T = TypeVar("T")
 MAX_POLL_S = 0.02  # maximum interval between polls for a command
+JOIN_S = 0.05  # seconds between checks of rank 0 for ranks that start
 SPARE_S = 30.0  # torch's timeout comes later than timeout_s, whose message is more detailed
 PEER_LOST = re.compile(  # gloo, torch's store, NCCL
-    r"Connection (?:reset|closed) by peer|Broken pipe|Connection was likely closed|remote process exited"
+    r"Connection (?:reset|closed) by peer|Broken pipe|Connection was likely closed|remote process exited|"
+    r"Connection timed out|No route to host"  # its host disappeared
 )
 
 
@@ -70,9 +73,9 @@ def process_group(timeout_s: float, context: int = 1) -> Iterator[None]:
     device = pick_device()
     limit = timedelta(seconds=timeout_s + SPARE_S)
     options = {"device_id": device} if device.type == "cuda" else {}
-    base_store, this_rank, world = next(dist.rendezvous("env://", timeout=limit))
-    # A launcher keeps its store across restarts: the prefix hides addresses of processes that died.
-    store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", base_store)
+    store, this_rank, world = next(dist.rendezvous("env://", timeout=limit))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.PrefixStore(agree_on_attempt(store, this_rank, world, limit), store)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if backend == "nccl":
         record_flight()
@@ -90,6 +93,31 @@ def process_group(timeout_s: float, context: int = 1) -> Iterator[None]:
             dist.destroy_process_group()
 
 
+def agree_on_attempt(store: Any, this_rank: int, world: int, limit: timedelta) -> str:
+    """Return a name that the ranks of this attempt share, as a prefix of their keys.
+
+    torchrun keeps its store across restarts, with the addresses of processes that died. Its restart count is not a
+    prefix: it differs between hosts, because torchrun only counts restarts that began on its own host.
+    """
+    name = uuid.uuid4().hex
+    if this_rank > 0:
+        store.set(f"joins/{this_rank}", name)
+        store.wait([f"attempt/{name}"], limit)
+        attempt = store.get(f"attempt/{name}").decode()
+        store.set(f"{attempt}/{this_rank}", "")
+        return attempt
+    deadline = time.monotonic() + limit.total_seconds()
+    missing = list(range(1, world))
+    while missing := [other for other in missing if not store.check([f"{name}/{other}"])]:
+        for other in missing:
+            if store.check([f"joins/{other}"]):  # perhaps a process that died: only a live one confirms
+                store.set(f"attempt/{store.get(f'joins/{other}').decode()}", name)
+        if time.monotonic() > deadline:
+            raise UserError(f"ranks {missing} have not joined after {limit.total_seconds():g} s; see their logs")
+        time.sleep(JOIN_S)
+    return name
+
+
 def name_lost_rank(error: Exception) -> Exception:
     """Return a UserError if a collective failed because another rank has died, otherwise the error itself."""
     reason = PEER_LOST.search(str(error)) if isinstance(error, RuntimeError) and _watch is not None else None
@@ -97,7 +125,7 @@ def name_lost_rank(error: Exception) -> Exception:
         return error
     return UserError(
         f"lost another rank in {_watch.activity.name!r} ({reason[0]}): its process crashed or was killed, for example "
-        "because memory ran out; restart all ranks with --resume"
+        "because memory ran out, or its host is unreachable; restart all ranks with --resume"
     )
 
 

@@ -25,6 +25,7 @@ from trainer.parallel.ranks import rank, world_size
 
 HUNG = 75  # exit code of a rank that waited too long: a launcher may restart it
 BEAT_S = 1.0  # seconds between reports of a rank
+SILENT_BEATS = 5  # reports that may be late
 
 
 def record_flight() -> None:
@@ -82,6 +83,9 @@ class Seen(NamedTuple):
 class Watch:
     """Publishes this rank's activity from a thread, because the main thread blocks in the collective.
 
+    Another thread measures time. It never calls the store: if the host of the store disappears without closing its
+    connections, every call blocks, for about 15 minutes with Linux's defaults, and torch's timeouts do not end it.
+
     CUDA collectives return before they run: the thread times them with events, without a host sync. torch's watchdog
     would also end the process, 30 s later (comm.SPARE_S), but it does not name the missing rank and does not support
     gloo.
@@ -96,8 +100,11 @@ class Watch:
         self.activity = Activity("start")
         self.launched: deque[OnDevice] = deque()
         self.seen: dict[int, Seen] = {}  # last report of each other rank
+        self.now = self.activity  # result of current() at the last beat
+        self.unanswered = 0  # beats since the store last answered
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="dist-watch", daemon=True)
+        loops = {"dist-watch": self._run, "dist-reports": self._exchange}
+        self._threads = [threading.Thread(target=loop, name=name, daemon=True) for name, loop in loops.items()]
 
     @contextlib.contextmanager
     def inside(self, name: str, *, timed: bool = True) -> Iterator[None]:
@@ -124,11 +131,13 @@ class Watch:
             self.activity = Activity(name, self.number)
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         self._stopped.set()
-        self._thread.join(timeout=2 * BEAT_S)
+        for thread in self._threads:
+            thread.join(timeout=2 * BEAT_S)
 
     def current(self) -> Activity:
         """Return the oldest collective that the device has started but not finished, otherwise the host's activity."""
@@ -143,34 +152,40 @@ class Watch:
         return self.activity
 
     def _run(self) -> None:
-        for beat in itertools.count():
-            if self._stopped.wait(BEAT_S):
-                return
-            activity = self.current()
-            waited = None if activity.since is None else time.monotonic() - activity.since
-            status = {"number": self.number, "passes": self.passes, "beat": beat}
-            status |= {"name": activity.name, "collective": activity.number, "waited_s": waited}
-            with contextlib.suppress(Exception):  # the store ends with rank 0
-                self.store.set(str(rank()), json.dumps(status))
-            reachable = waited is None or waited <= self.timeout_s / 2 or self._observe()
-            late = waited is not None and waited > self.timeout_s
-            if late and (not activity.is_pass or not reachable or self._is_behind()):
+        while not self._stopped.wait(BEAT_S):
+            activity = self.now = self.current()
+            waited = 0.0 if activity.since is None else time.monotonic() - activity.since
+            late = waited > self.timeout_s and (not activity.is_pass or self._is_behind())
+            self.unanswered += 1
+            if late or self.unanswered > max(self.timeout_s / BEAT_S, SILENT_BEATS):
                 log(self.report(activity))
                 dump_flight()
                 os._exit(HUNG)
 
-    def _observe(self) -> bool:
-        """Read the reports of the other ranks; return False if the store has ended with rank 0."""
-        try:
-            for other in range(world_size()):
-                if other == rank() or not self.store.check([str(other)]):
-                    continue
-                report, seen = self.store.get(str(other)), self.seen.get(other)
-                if seen is None or seen.report != report:
-                    self.seen[other] = Seen(report, time.monotonic(), seen is not None)
-        except Exception:
-            return False
-        return True
+    def _exchange(self) -> None:
+        """Publish this rank's report and, if the rank waits, read the other ranks' reports."""
+        for beat in itertools.count():
+            if self._stopped.wait(BEAT_S):
+                return
+            name, number, since, _ = self.now
+            waited = None if since is None else time.monotonic() - since
+            status = {"number": self.number, "passes": self.passes, "beat": beat}
+            status |= {"name": name, "collective": number, "waited_s": waited}
+            with contextlib.suppress(Exception):  # the store ends with rank 0
+                self.store.set(str(rank()), json.dumps(status))
+                if self.store.check([str(rank())]):  # set() does not wait for an answer
+                    self.unanswered = 0
+                if waited is not None and waited > self.timeout_s / 2:
+                    self._observe()
+
+    def _observe(self) -> None:
+        """Read the reports of the other ranks."""
+        for other in range(world_size()):
+            if other == rank() or not self.store.check([str(other)]):
+                continue
+            report, seen = self.store.get(str(other)), self.seen.get(other)
+            if seen is None or seen.report != report:
+                self.seen[other] = Seen(report, time.monotonic(), seen is not None)
 
     def _is_behind(self) -> bool:
         """Return whether another rank has not started this rank's pass; a long computation alone is not a hang.
@@ -191,11 +206,14 @@ class Watch:
 
     def report(self, activity: Activity) -> str:
         """Describe the activity of all ranks, from their last reports."""
-        name, number = activity.name, activity.number
-        ranks = [f"rank {rank()}: has waited {self.timeout_s:g} s in {name!r} (collective {number})"]
-        for other in range(world_size()):
-            if other != rank():
-                ranks.append(f"rank {other} {self._last_report(other)}")
+        waits = "is busy, its last collective was" if activity.since is None else f"has waited {self.timeout_s:g} s in"
+        ranks = [f"rank {rank()}: {waits} {activity.name!r} (collective {activity.number})"]
+        if self.unanswered > SILENT_BEATS:
+            silent = f"MASTER_ADDR={os.environ['MASTER_ADDR']} has not answered for {self.unanswered * BEAT_S:.0f} s"
+            ranks.append(f"{silent}: rank 0's host is down or unreachable")
+        else:
+            others = (other for other in range(world_size()) if other != rank())
+            ranks += [f"rank {other} {self._last_report(other)}" for other in others]
         return "; ".join(ranks) + "; exiting; restart all ranks with --resume"
 
     def _last_report(self, other: int) -> str:
@@ -204,7 +222,7 @@ class Watch:
         seen = self.seen[other]
         status, age = json.loads(seen.report), time.monotonic() - seen.since
         collective = f"{status['name']!r} (collective {status['collective']})"
-        if age > 5 * BEAT_S + 1:
+        if age > SILENT_BEATS * BEAT_S + 1:
             return f"has not reported for {age:.0f} s, last in {collective}"
         if status["waited_s"] is None:
             return f"is busy elsewhere, its last collective was {collective}"

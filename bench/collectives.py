@@ -1,6 +1,8 @@
-"""Time of a collective: latency + bytes / bandwidth, for NVLink within nodes and 400 Gb/s between nodes.
+"""The collectives of an optimizer step, and the time of each: latency + bytes / bandwidth.
 
     python -m bench.collectives [--ranks 2]     # time collectives here, fit latency and bandwidth, and check the fit
+
+calls() lists the collectives of a step. tests/test_scaling.py counts them in real steps and asserts equality.
 
 Without a GPU the backend is gloo. With one, it is NCCL over loopback sockets: every rank is a node of its own that
 shares GPU 0 (tests/entry.py). For real GPUs, start `torchrun --nproc-per-node 8 -m bench.collectives`.
@@ -15,19 +17,30 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import tyro
 
 from trainer.parallel.comm import pick_device
+from trainer.parallel.overlap import buckets
 
 KIB, MIB = 1 << 10, 1 << 20
 NODE = 8  # GPUs per node
 FITTED = tuple(256 * KIB << i for i in range(0, 7, 2))  # bytes of the full tensor
 HELD_OUT = tuple(256 * KIB << i for i in range(1, 7, 2))
+DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+# Small collectives per step (counts, metrics), by the name that comm.py gives them; their time is latency.
+OFFLINE = ("number of micro-batches", "sum", "names of metrics: sizes", "names of metrics", "metrics")
+NOT_EMPTY = ("micro-batches that are not empty: sizes", "micro-batches that are not empty")
+BOOKKEEPING = {"sft": OFFLINE, "dpo": OFFLINE, "grpo": (*OFFLINE, "sum", "replayed log-probs", *NOT_EMPTY)}
+EVERYONE = ("number of micro-batches", "gradient norm")  # over all ranks; the other names over shards of the data
+
+
+# collectives of a step -------------------------------------------------------------------------------------------
 
 
 class Call(NamedTuple):
@@ -38,6 +51,128 @@ class Call(NamedTuple):
     ranks: int
     phase: str = "end"  # forward and backward overlap with compute; head, context and end do not
     stride: int = 1  # distance between neighbours: copies of a shard are `shards` ranks apart
+
+
+class Weight(NamedTuple):
+    shape: tuple[int, ...]
+    is_trained: bool
+
+    def padded(self, shards: int) -> int:
+        """Return the numbers after FSDP pads the first dimension to a multiple of the shards."""
+        return -(-self.shape[0] // shards) * shards * math.prod(self.shape[1:])
+
+
+@dataclass(frozen=True)
+class Model:
+    """Weights by FSDP group."""
+
+    root: tuple[Weight, ...]  # embedding, last norm
+    block: tuple[Weight, ...]
+    head: Weight  # gathered separately, also if tied
+    layers: int
+    tied: bool
+    kv_width: int  # of keys and values together
+
+    def in_order(self) -> Iterable[Weight]:
+        return [self.root[0], *self.block * self.layers, *self.root[1:], *([] if self.tied else [self.head])]
+
+
+class RowPass(NamedTuple):
+    """A forward pass of a micro-batch that several ranks share."""
+
+    keys: int  # positions of the row, with padding
+    values: int  # per-token numbers that are gathered: trained tokens x numbers per token
+    trains: bool
+
+
+@dataclass(frozen=True)
+class Layout:
+    ranks: int
+    shards: int = 1  # GPUs per copy; 1: replicate
+    reduce_once: bool = False
+    context: int = 1
+
+
+@dataclass(frozen=True)
+class Step:
+    micro_batches: int
+    frozen_passes: int = 0  # reference passes per micro-batch
+    compute: int = 2  # bytes per gathered number
+    trained: int = 2  # bytes per trained weight and its gradient
+    reduced: int = 4  # bytes per number that FSDP reduces
+    row_passes: tuple[RowPass, ...] = ()  # with context parallelism
+    checkpointing: bool = True
+
+
+@cache
+def calls(model: Model, layout: Layout, step: Step) -> Counter[Call]:
+    """Return the collectives of an optimizer step, without bookkeeping."""
+    found: Counter[Call] = Counter()
+    if layout.shards > 1:
+        found += group_calls("root", model.root, 1, layout, step)
+        found += group_calls("block", model.block, model.layers, layout, step)
+        found += group_calls("head", [model.head], 1, layout, step)
+    elif layout.ranks > 1:
+        dtype = DTYPES[step.trained]
+        trained = [torch.nn.Parameter(torch.empty(w.shape, device="meta", dtype=dtype))
+                   for w in model.in_order() if w.is_trained]  # fmt: skip
+        order, phase = (reversed(trained), "backward") if layout.context == 1 else (trained, "end")
+        for bucket in buckets(order):
+            found[Call("all_reduce", sum(p.nbytes for p in bucket), layout.ranks, phase)] += 1
+    for row in step.row_passes:  # keys and values are gathered again where a checkpointed block is recomputed
+        size = step.compute * row.keys * model.kv_width
+        passes = 2 if row.trains and step.checkpointing else 1
+        found[Call("all_gather", size, layout.context, "context")] += passes * model.layers
+        found[Call("all_reduce", step.compute * row.values, layout.context, "context")] += 1
+        found[Call("reduce_scatter", size, layout.context, "context")] += row.trains * model.layers
+    return +found
+
+
+def group_calls(name: str, weights: Sequence[Weight], count: int, layout: Layout, step: Step) -> Counter[Call]:
+    """Return the collectives of one FSDP group, which occurs `count` times in the model."""
+    shards, copies = layout.shards, layout.ranks // layout.shards
+    forward, backward = ("head", "head") if name == "head" else ("forward", "backward")
+    gather = step.compute * sum(w.padded(shards) for w in weights)
+    reduce = step.reduced * sum(w.padded(shards) for w in weights if w.is_trained)
+    passes = 1 if name == "root" else 1 + step.frozen_passes  # the root stays gathered until the backward pass
+    found = Counter({Call("all_gather", gather, shards, forward): count * step.micro_batches * passes})
+    if name == "block":
+        found[Call("all_gather", gather, shards, backward)] += count * step.micro_batches
+    if reduce:
+        times = count * (1 if layout.reduce_once else step.micro_batches)
+        found[Call("reduce_scatter", reduce, shards, backward)] += times
+        if copies > 1:
+            found[Call("all_reduce", reduce // shards, copies, backward, stride=shards)] += times
+    return found
+
+
+def sync_calls(model: Model, layout: Layout, compute: int = 2) -> Counter[Call]:
+    """Return the gathers of a weight sync, one per weight: for the in-process engine's copy or for servers."""
+    if layout.shards == 1:
+        return Counter()
+    return Counter(Call("all_gather", compute * w.padded(layout.shards), layout.shards) for w in model.in_order())
+
+
+def bookkeeping(method: str, layout: Layout) -> Counter[str]:
+    """Return the names of the small collectives of a step."""
+    names = [*BOOKKEEPING[method], *["gradient norm"] * (layout.shards > 1)]
+    data = layout.ranks // layout.context
+    return Counter(name for name in names if (layout.ranks if name in EVERYONE else data) > 1)
+
+
+def model_of(lm: Any, blocks: Sequence[torch.nn.Module]) -> Model:
+    """Return the FSDP groups of a causal LM whose blocks are alike."""
+    config, head = lm.config, lm.get_output_embeddings().weight
+    inside = {id(p) for block in blocks for p in block.parameters()}
+
+    def weight(p: torch.nn.Parameter) -> Weight:
+        return Weight(tuple(p.shape), p.requires_grad)
+
+    root = tuple(weight(p) for p in lm.base_model.parameters() if id(p) not in inside)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    tied = head is lm.get_input_embeddings().weight
+    width = 2 * config.num_key_value_heads * head_dim
+    return Model(root, tuple(map(weight, blocks[0].parameters())), weight(head), len(blocks), tied, width)
 
 
 # time of a collective --------------------------------------------------------------------------------------------

@@ -4,151 +4,48 @@
     python -m bench.scaling --write docs/scaling.md      # replace the text between the two markers; --check compares
     python -m bench.scaling --calibrate 2                # time collectives on 2 ranks, fit latency and bandwidth
 
-calls() lists every collective of an optimizer step; tests/test_scaling.py counts them in real steps on 1, 2 and 4 ranks
-and asserts equality. Network.seconds() gives the time of one call. Compute comes from bench/results/h200, memory from
-trainer/plan.py. docs/scaling.md lists the assumptions.
+Collectives and their times come from bench/collectives.py, compute from bench/results/h200, memory from
+trainer/plan.py. docs/scaling.md lists the formulas and assumptions.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 import tyro
 
 from bench import collectives
-from bench.collectives import NODE, Call, Network, least_squares
+from bench.collectives import (
+    NODE,
+    Call,
+    Layout,
+    Model,
+    Network,
+    Step,
+    bookkeeping,
+    calls,
+    least_squares,
+    model_of,
+    sync_calls,
+)
 from bench.common import GIB, ROOT, Row, read_rows
-from bench.table import latest
+from bench.table import between_markers, latest
 from trainer import plan
-from trainer.parallel.overlap import buckets
 
 BEGIN, END = "<!-- scaling -->", "<!-- /scaling -->"
 GPUS = (8, 64, 256, 1024)
 MODELS = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b", "qwen3-32b", "llama-3.1-70b")
-DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-# Small collectives per step (counts, metrics), by the name that comm.py gives them; their time is latency.
-OFFLINE = ("number of micro-batches", "sum", "names of metrics: sizes", "names of metrics", "metrics")
-NOT_EMPTY = ("micro-batches that are not empty: sizes", "micro-batches that are not empty")
-BOOKKEEPING = {"sft": OFFLINE, "dpo": OFFLINE, "grpo": (*OFFLINE, "sum", "replayed log-probs", *NOT_EMPTY)}
-EVERYONE = ("number of micro-batches", "gradient norm")  # over all ranks; the other names over shards of the data
-
-
-# collectives of a step -------------------------------------------------------------------------------------------
-
-
-class Weight(NamedTuple):
-    shape: tuple[int, ...]
-    is_trained: bool
-
-
-@dataclass(frozen=True)
-class Model:
-    """Weights by FSDP group."""
-
-    root: Sequence[Weight]  # embedding, last norm
-    block: Sequence[Weight]
-    head: Weight  # gathered separately, also if tied
-    layers: int
-    tied: bool
-    kv_width: int  # of keys and values together
-
-    def in_order(self) -> Iterable[Weight]:
-        return [self.root[0], *self.block * self.layers, *self.root[1:], *([] if self.tied else [self.head])]
-
-
-class RowPass(NamedTuple):
-    """A forward pass of a micro-batch that several ranks share."""
-
-    keys: int  # positions of the row, with padding
-    values: int  # per-token numbers that are gathered: trained tokens x numbers per token
-    trains: bool
-
-
-@dataclass(frozen=True)
-class Layout:
-    ranks: int
-    shards: int = 1  # GPUs per copy; 1: replicate
-    reduce_once: bool = False
-    context: int = 1
-
-
-@dataclass(frozen=True)
-class Step:
-    micro_batches: int
-    frozen_passes: int = 0  # reference passes per micro-batch
-    compute: int = 2  # bytes per gathered number
-    trained: int = 2  # bytes per trained weight and its gradient
-    reduced: int = 4  # bytes per number that FSDP reduces
-    row_passes: Sequence[RowPass] = ()  # with context parallelism
-    checkpointing: bool = True
-
-
-def calls(model: Model, layout: Layout, step: Step) -> Counter[Call]:
-    """Return the collectives of an optimizer step, without bookkeeping."""
-    sharded, found = layout.shards > 1, Counter()
-    if sharded:
-        for name, weights, count in (("root", model.root, 1), ("block", model.block, model.layers),
-                                     ("head", [model.head], 1)):  # fmt: skip
-            found += group_calls(name, weights, count, layout, step)
-    elif layout.ranks > 1:
-        dtype = DTYPES[step.trained]
-        trained = [torch.nn.Parameter(torch.empty(w.shape, device="meta", dtype=dtype))
-                   for w in model.in_order() if w.is_trained]  # fmt: skip
-        order, phase = (reversed(trained), "backward") if layout.context == 1 else (trained, "end")
-        for bucket in buckets(order):
-            found[Call("all_reduce", sum(p.nbytes for p in bucket), layout.ranks, phase)] += 1
-    for row in step.row_passes:  # keys and values are gathered again where a checkpointed block is recomputed
-        size = step.compute * row.keys * model.kv_width
-        passes = 2 if row.trains and step.checkpointing else 1
-        found[Call("all_gather", size, layout.context, "context")] += passes * model.layers
-        found[Call("all_reduce", step.compute * row.values, layout.context, "context")] += 1
-        found[Call("reduce_scatter", size, layout.context, "context")] += row.trains * model.layers
-    return +found
-
-
-def group_calls(name: str, weights: Sequence[Weight], count: int, layout: Layout, step: Step) -> Counter[Call]:
-    """Return the collectives of one FSDP group, which occurs `count` times in the model."""
-    shards, copies = layout.shards, layout.ranks // layout.shards
-    forward, backward = ("head", "head") if name == "head" else ("forward", "backward")
-
-    def padded(w: Weight) -> int:  # FSDP pads the first dimension to a multiple of the shards
-        return -(-w.shape[0] // shards) * shards * math.prod(w.shape[1:])
-
-    gather = step.compute * sum(map(padded, weights))
-    reduce = step.reduced * sum(padded(w) for w in weights if w.is_trained)
-    passes = 1 if name == "root" else 1 + step.frozen_passes  # the root stays gathered until the backward pass
-    found = Counter({Call("all_gather", gather, shards, forward): count * step.micro_batches * passes})
-    if name == "block":
-        found[Call("all_gather", gather, shards, backward)] += count * step.micro_batches
-    if reduce:
-        times = count * (1 if layout.reduce_once else step.micro_batches)
-        found[Call("reduce_scatter", reduce, shards, backward)] += times
-        if copies > 1:
-            found[Call("all_reduce", reduce // shards, copies, backward, stride=shards)] += times
-    return found
-
-
-def sync_calls(model: Model, layout: Layout, compute: int = 2) -> Counter[Call]:
-    """Return the gathers of a weight sync, one per weight: for the in-process engine's copy or for servers."""
-    if layout.shards == 1:
-        return Counter()
-    sizes = [-(-w.shape[0] // layout.shards) * layout.shards * math.prod(w.shape[1:]) for w in model.in_order()]
-    return Counter(Call("all_gather", compute * size, layout.shards) for size in sizes)
-
-
-def bookkeeping(method: str, layout: Layout) -> Counter[str]:
-    """Return the names of the small collectives of a step."""
-    names = [*BOOKKEEPING[method], *["gradient norm"] * (layout.shards > 1)]
-    data = layout.ranks // layout.context
-    return Counter(name for name in names if (layout.ranks if name in EVERYONE else data) > 1)
+NETWORKS = (Network(nics=1), Network(nics=8))  # 400 Gb/s per node, and per GPU
+TOKENS = 8192  # per micro-batch
+LENGTHS = ((256, 256), (512, 1024), (1024, 4096), (1024, 16384))  # prompt, completion
+ATTENTION = 242e12  # FLOP/s of flex attention, forward and backward, 8 x 2,048 after a shared prompt of 512, on an H200
+HAND_OVER = (0.5e-6, 0.34e-6)  # rank 0's CPU seconds per completion token and per prompt id, at 8127c7f
 
 
 # measured compute ------------------------------------------------------------------------------------------------
@@ -157,7 +54,7 @@ def bookkeeping(method: str, layout: Layout) -> Counter[str]:
 class Measured(NamedTuple):
     """Figures from bench/results/h200."""
 
-    flops: float  # per second, of a compiled and checkpointed training step, without the optimizer
+    flops: dict[str, float]  # per second, in compiled and checkpointed training, by method
     update: float  # seconds per weight, AdamW
     decode: dict[str, tuple[list[float], float]]  # engine -> coefficients and largest relative error of the fit
 
@@ -175,21 +72,6 @@ def shape_of(name: str) -> tuple[plan.Sizes, Model]:
     return sizes, replace(model, layers=layers)
 
 
-def model_of(lm: Any, blocks: Sequence[torch.nn.Module]) -> Model:
-    """Return the FSDP groups of a causal LM whose blocks are alike."""
-    config, head = lm.config, lm.get_output_embeddings().weight
-    inside = {id(p) for block in blocks for p in block.parameters()}
-
-    def weight(p: torch.nn.Parameter) -> Weight:
-        return Weight(tuple(p.shape), p.requires_grad)
-
-    root = [weight(p) for p in lm.base_model.parameters() if id(p) not in inside]
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    tied = head is lm.get_input_embeddings().weight
-    width = 2 * config.num_key_value_heads * head_dim
-    return Model(root, [weight(p) for p in blocks[0].parameters()], weight(head), len(blocks), tied, width)
-
-
 def decode_floor(s: plan.Sizes, rows: int, prompts: int, prompt: int, completion: int) -> float:
     """Return the least seconds of a decode step: 4.8 TB/s and 750 TFLOP/s, prompts read once per group."""
     weights = s.params - (0 if s.tied else s.embedding)
@@ -201,14 +83,27 @@ def decode_floor(s: plan.Sizes, rows: int, prompts: int, prompt: int, completion
 def measured() -> Measured:
     folder = ROOT / "bench" / "results" / "h200"
     rows = latest(read_rows([folder / "vs_trl.jsonl", folder / "rollout.jsonl"]))
+    work = plan.Work(tokens=0, checkpointing=True)
     (sft,) = [row for row in rows if row.bench == "vs_trl/sft" and row.provider == "ours, bf16, compile"]
-    sizes = shape_of("qwen3-1.7b")[0]
+    large = shape_of("qwen3-1.7b")[0]
     kernels = {name: ms / 1000 for name, ms in sft.extra.items() if name.endswith("_ms")}
-    flops = plan.flops_per_token(sizes, plan.Work(tokens=0, checkpointing=True)) * sft.extra["step_tokens"]
     update = kernels.pop("optimizer_ms")
+    (grpo,) = [row for row in rows if row.bench == "vs_trl/grpo" and row.provider == "ours, bf16, compile, local"
+               and row.shape["prompts"] == 64]  # fmt: skip
+    x, small = grpo.shape, shape_of("qwen3-0.6b")[0]
+    rates = {
+        "sft": plan.flops_per_token(large, work) * sft.extra["step_tokens"] / sum(kernels.values()),
+        "grpo": plan.flops_per_token(small, work) * trained_tokens(x["prompts"], x["G"], x["P"], x["R"])
+        / grpo.extra["train_s"],
+    }  # fmt: skip
     engines = {name: fit_decode([row for row in rows if row.bench == "rollout" and row.provider == name])
                for name in ("local", "vllm, seeded")}  # fmt: skip
-    return Measured(flops / sum(kernels.values()), update / sizes.params, engines)
+    return Measured(rates, update / large.params, engines)
+
+
+def trained_tokens(prompts: int, group: int, prompt: int, completion: int) -> int:
+    """Return the tokens of a training pass, which computes each prompt once."""
+    return prompts * (prompt + group * completion)
 
 
 def decode_terms(s: plan.Sizes, rows: int, prompts: int, prompt: int, completion: int) -> list[float]:
@@ -232,7 +127,7 @@ def fit_decode(rows: list[Row]) -> tuple[list[float], float]:
 
 class Prediction(NamedTuple):
     seconds: float
-    compute: float  # seconds without communication
+    compute: float  # seconds of the same work without communication
     gib: float
 
     @property
@@ -244,26 +139,144 @@ class Prediction(NamedTuple):
         return self.gib <= plan.CARDS["h200"].gib
 
 
-def train(name: str, layout: Layout, network: Network, *, tokens: int = 8192, micro_batches: int = 4,
-          method: str = "sft") -> Prediction:  # fmt: skip
-    """Predict an optimizer step of full fine-tuning in bfloat16, checkpointed, with `tokens` per micro-batch."""
+def train(name: str, layout: Layout, network: Network, *, micro_batches: int = 4, method: str = "sft") -> Prediction:
+    """Predict an optimizer step of full fine-tuning: bfloat16 weights, checkpointing, TOKENS per micro-batch."""
     sizes, model = shape_of(name)
-    frozen = int(method == "dpo")
-    work = plan.Work(tokens=tokens, weight_bytes=2, checkpointing=True, has_reference=bool(frozen), shards=layout.shards,
-                     accumulates=micro_batches > 1)  # fmt: skip
-    forward = tokens * plan.flops_per_token(sizes, replace(work, checkpointing=False)) / measured().flops
-    forward, whole = forward * (2 + 2 * frozen) / (6 + 2 * frozen), tokens * plan.flops_per_token(sizes, work) / measured().flops
-    found = calls(model, layout, Step(micro_batches, frozen))
-    overlapped = {phase: network.total(found, phase) for phase in ("forward", "backward")}
+    work = plan.Work(tokens=TOKENS, weight_bytes=2, checkpointing=True, shards=layout.shards, accumulates=True)
+    once = TOKENS * plan.flops_per_token(sizes, work) / measured().flops[method]
+    forward, backward = once / 4, once * 3 / 4  # 2 of 8 FLOPs per weight and token; the backward pass recomputes
+    found = calls(model, layout, Step(micro_batches))
+    traffic = {phase: network.total(found, phase) for phase in ("forward", "backward", "head", "end")}
     if layout.shards > 1:
-        times = micro_batches * whole
-        seconds = max(micro_batches * forward, overlapped["forward"])
-        seconds += max(micro_batches * (whole - forward), overlapped["backward"])
+        seconds = max(micro_batches * forward, traffic["forward"]) + max(micro_batches * backward, traffic["backward"])
     else:  # replicas sum gradients during the last backward pass
-        times = micro_batches * whole
-        seconds = times - (whole - forward) + max(whole - forward, overlapped["backward"])
+        seconds = micro_batches * once - backward + max(backward, traffic["backward"])
     update = measured().update * sizes.params / layout.shards
     small = sum(bookkeeping(method, layout).values()) * network.seconds(Call("all_reduce", 1024, layout.ranks))
-    exposed = network.total(found, "head") + network.total(found, "end") + small
-    gib = plan.peak(sizes, work) / GIB + plan.RESERVE
-    return Prediction(seconds + update + exposed, times + update, gib)
+    gradients = 4 * sizes.params * layout.reduce_once  # whole, in float32
+    gib = (plan.peak(sizes, work) + gradients) / GIB + plan.RESERVE
+    return Prediction(seconds + traffic["head"] + traffic["end"] + small + update, micro_batches * once + update, gib)
+
+
+def decode_seconds(s: plan.Sizes, engine: str, rows: int, group: int, prompt: int, completion: int) -> float:
+    """Return the seconds that an engine takes for a decode step of all rows."""
+    terms = decode_terms(s, rows, rows // group, prompt, completion)
+    return sum(x * y for x, y in zip(measured().decode[engine][0], terms, strict=True))
+
+
+class Rollout(NamedTuple):
+    """A GRPO step per GPU."""
+
+    prompts: int
+    group: int
+    prompt: int
+    completion: int
+
+
+ROLLOUTS = (("qwen3-0.6b", Rollout(64, 8, 256, 256)), ("qwen3-8b", Rollout(32, 8, 256, 1024)))
+
+
+def grpo(name: str, rollout: Rollout, layout: Layout, network: Network) -> dict[str, float]:
+    """Predict the parts of an on-policy step in seconds: every rank samples and trains its own groups."""
+    sizes, model = shape_of(name)
+    prompts, group, prompt, completion = rollout
+    rows = prompts * group
+    micro_batches = -(-trained_tokens(*rollout) // TOKENS)
+    trained = train(name, layout, network, micro_batches=micro_batches, method="grpo")
+    ids = layout.ranks * rows * (HAND_OVER[0] * completion + HAND_OVER[1] * prompt)
+    sampled = completion * decode_seconds(sizes, "local", rows, group, prompt, completion)
+    copied = network.total(sync_calls(model, layout), "end")
+    total = sampled + copied + ids + trained.seconds
+    return {"sampling": sampled, "weights": copied, "hand-over": ids, "training": trained.seconds, "step": total,
+            "efficiency": (sampled + trained.compute) / total,
+            "tokens": rows * (prompt + completion) / total}  # fmt: skip
+
+
+def servers_per_trainer(name: str, prompt: int, completion: int, group: int = 8) -> tuple[float, int]:
+    """Return server GPUs per training GPU for which neither waits (async), and the GPUs of one server."""
+    sizes, _ = shape_of(name)
+    room, weights = 0.9 * plan.CARDS["h200"].gib * GIB, 2 * sizes.params
+    gpus = next(n for n in (1, 2, 4, 8) if weights <= 0.6 * room * n)
+    cache = plan.cache_bytes(sizes, 2, completion + prompt // group)
+    rows = max(group, min(256, int((room * gpus - weights) // cache)) // group * group)
+    a, b, c = measured().decode["vllm, seeded"][0]
+    fixed, floor, by_rows = decode_terms(sizes, rows, rows // group, prompt, completion)
+    served = gpus * (a * fixed + b * floor / gpus + c * by_rows) / rows  # GPU seconds per completion token
+    trained = plan.flops_per_token(sizes, plan.Work(tokens=0, checkpointing=True)) / measured().flops["grpo"]
+    attended = prompt + completion / 2  # keys per completion token; 3.5 times the forward FLOPs with the backward pass
+    trained += 3.5 * 4 * attended * sizes.heads * sizes.head_dim * sizes.layers / ATTENTION
+    return served / trained * completion / (prompt / group + completion), gpus
+
+
+# tables ----------------------------------------------------------------------------------------------------------
+
+
+def render() -> str:
+    """Return the tables of docs/scaling.md."""
+    return "\n\n".join([train_table(), grpo_table(), server_table()]) + "\n"
+
+
+def cell(predictions: Sequence[Prediction]) -> str:
+    first = predictions[0]
+    shares = " / ".join(f"{x.efficiency:.0%}" for x in predictions)
+    return f"{shares}, {first.gib:.0f} GiB" if first.fits else f"({first.gib:.0f} GiB)"
+
+
+def train_table() -> str:
+    modes = ["replicate", "fsdp", "shard 8", "shard 8, reduce-once"]
+    lines = [f"| model | GPUs | {' | '.join(modes)} | best step, s |", "|---" * 7 + "|"]
+    for name in MODELS:
+        for gpus in GPUS:
+            layouts = [Layout(gpus), Layout(gpus, gpus), Layout(gpus, NODE), Layout(gpus, NODE, reduce_once=True)]
+            found = [[train(name, layout, network) for network in NETWORKS] for layout in layouts]
+            best = [min(x[i].seconds for x in found if x[i].fits) for i in range(len(NETWORKS))]
+            shown = " / ".join(f"{x:.2f}" for x in best)
+            lines.append(f"| {name} | {gpus:,} | {' | '.join(map(cell, found))} | {shown} |")
+    return "\n".join(lines)
+
+
+def grpo_table() -> str:
+    lines = ["| GRPO on policy, per GPU | GPUs | sampling | weights | hand-over | training | step, s | efficiency |"
+             " tokens/s per GPU |", "|---" * 9 + "|"]  # fmt: skip
+    for name, rollout in ROLLOUTS:
+        for gpus in GPUS:
+            layout = Layout(gpus) if train(name, Layout(gpus), NETWORKS[0]).gib < 60 else Layout(gpus, NODE)
+            x = grpo(name, rollout, layout, NETWORKS[-1])
+            parts = " | ".join(f"{x[key]:.2f}" for key in ("sampling", "weights", "hand-over", "training", "step"))
+            work = f"{name}, {rollout.prompts} x {rollout.group} x {rollout.prompt} + {rollout.completion}"
+            lines.append(f"| {work} | {gpus:,} | {parts} | {x['efficiency']:.0%} | {x['tokens']:,.0f} |")
+    return "\n".join(lines)
+
+
+def server_table() -> str:
+    names = " | ".join(f"{prompt:,} + {completion:,}" for prompt, completion in LENGTHS)
+    lines = [f"| server GPUs per training GPU | {names} |", "|---" * (len(LENGTHS) + 1) + "|"]
+    for name in MODELS:
+        found = [servers_per_trainer(name, *lengths) for lengths in LENGTHS]
+        label = name if found[0][1] == 1 else f"{name} ({found[0][1]} GPUs per server)"
+        lines.append(f"| {label} | {' | '.join(f'{ratio:.1f}' for ratio, _ in found)} |")
+    return "\n".join(lines)
+
+
+def main(write: Path | None = None, check: Path | None = None, calibrate: int = 0) -> None:
+    """Print the tables, or replace or check the tables of a page.
+
+    Args:
+        write: Page whose tables are replaced.
+        check: Page whose tables must match.
+        calibrate: Instead, time collectives on this many ranks of this machine (bench/collectives.py).
+    """
+    if calibrate:
+        collectives.main(calibrate)
+    elif write is not None:
+        before, _, after = between_markers(write.read_text(encoding="utf-8"), BEGIN, END)
+        write.write_text(before + render() + after, encoding="utf-8")
+    elif check is not None:
+        if between_markers(check.read_text(encoding="utf-8"), BEGIN, END)[1] != render():
+            sys.exit(f"check={check}: its tables do not match; update them with --write")
+    else:
+        print(render(), end="")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,6 +1,7 @@
-"""Count the collectives of an optimizer step vs. bench/scaling.py: tests/test_scaling.py runs it on 1, 2 and 4 ranks.
+"""Count the collectives of an optimizer step vs. bench/collectives.py. Run by tests/test_scaling.py.
 
     torchrun --nproc-per-node 2 -m tests.ranks.traffic fsdp:sft replicate/2:dpo      # MODE[/CONTEXT]:CASE
+    python -m tests.ranks.traffic 1024 eights:sft       # rank 0 of 1,024, with torch's fake group: no data moves
 
 Rank 0 prints one JSON line per case: counted and modelled calls, each as [kind, bytes, ranks, number].
 """
@@ -9,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -21,7 +24,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.scaling import Layout, RowPass, Step, bookkeeping, calls, model_of, sync_calls
+from bench.collectives import Layout, RowPass, Step, bookkeeping, calls, model_of, sync_calls
 from tests.ranks import slices, worker
 from tests.ranks.grid import in_float32
 from tests.ranks.sampled import group_case
@@ -29,6 +32,8 @@ from trainer.config.blocks import ParallelConfig
 from trainer.config.policy import PolicyLossConfig
 from trainer.parallel import comm
 from trainer.parallel.context import BatchSlice
+from trainer.parallel.watch import Watch
+from trainer.policy import sharding
 from trainer.policy.load import blocks_of
 from trainer.policy.logps import causal_lm
 from trainer.policy.optim import launch_step
@@ -43,6 +48,7 @@ KINDS = {
 SILENT = {"wait_tensor", "_wrap_tensor_autograd"}
 HAND_OVER = ("groups of the step", "tokens of the step")  # rank 0's completions, counted by bytes of JSON elsewhere
 KL = PolicyLossConfig(beta=0.1)
+MODES = worker.MODES | {"eights": {"mode": "fsdp", "shard": 8}}
 CASES = worker.CASES | slices.CASES | {
     "grpo": lambda: group_case("grpo", policy_loss=KL),
     "grpo-lora": lambda: group_case("grpo", policy_loss=KL, lora=True),
@@ -109,7 +115,7 @@ def count(name: str, mode: str, context: int) -> dict[str, Any]:
     with worker.sharing_rows(context), row_passes() as shared:
         policy = case.policy()
         model = model_of(causal_lm(policy.model), list(blocks_of(causal_lm(policy.model), "test")))
-        cfg = ParallelConfig(**worker.MODES[mode], context=context) if comm.world_size() > 1 else ParallelConfig()
+        cfg = ParallelConfig(**MODES[mode], context=context) if comm.world_size() > 1 else ParallelConfig()
         policy = parallelize(cfg, policy)
         embedding = causal_lm(policy.model).get_input_embeddings()
         embedding.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
@@ -135,7 +141,8 @@ def count(name: str, mode: str, context: int) -> dict[str, Any]:
         "counted": table(Counter(call[:3] for call, yes in zip(counted, is_small, strict=True) if not yes)),
         "modelled": table(calls(model, layout, step)),
         "small": dict(names), "modelled_small": dict(small), "largest_small": largest,
-        "sync": table(Counter(call[:3] for call in sync.calls)), "modelled_sync": table(sync_calls(model, layout, step.compute)),
+        "sync": table(Counter(call[:3] for call in sync.calls)),
+        "modelled_sync": table(sync_calls(model, layout, step.compute)),
     }  # fmt: skip
 
 
@@ -151,8 +158,28 @@ def table(found: Counter[Any]) -> list[list[Any]]:
     return sorted([*call, number] for call, number in merged.items() if number)
 
 
+@contextlib.contextmanager
+def fake_group(ranks: int) -> Iterator[None]:
+    """Context manager: this process is rank 0 of many. Collectives are recorded, but no data moves."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    os.environ |= {"WORLD_SIZE": str(ranks), "RANK": "0", "LOCAL_RANK": "0"}
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    comm._watch = Watch(60.0, dist.HashStore(), on_cuda=False)  # names the collectives
+    from_bytes = json.loads
+
+    def loads(text: bytes) -> Any:  # the other ranks send zeros
+        return from_bytes(text.strip(b"\0") or b"[]")
+
+    with mock.patch.object(sharding, "check_same_weights"), mock.patch.object(json, "loads", loads):
+        yield
+    dist.destroy_process_group()
+
+
 def main(words: list[str]) -> None:
-    with comm.process_group(60.0):
+    fake = int(words.pop(0)) if words[0].isdigit() else 0
+    with fake_group(fake) if fake else comm.process_group(60.0):
         for word in words:
             where, _, name = word.partition(":")
             mode, _, context = where.partition("/")

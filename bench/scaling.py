@@ -173,7 +173,11 @@ class Rollout(NamedTuple):
     completion: int
 
 
-ROLLOUTS = (("qwen3-0.6b", Rollout(64, 8, 256, 256)), ("qwen3-8b", Rollout(32, 8, 256, 1024)))
+ROLLOUTS = (
+    ("qwen3-0.6b", Rollout(64, 8, 256, 256), GPUS),
+    ("qwen3-8b", Rollout(32, 8, 256, 1024), GPUS),
+    ("llama-3.1-8b", Rollout(4, 32, 100, 960), (16,)),  # the size of NeMo RL's published run
+)
 
 
 def grpo(name: str, rollout: Rollout, layout: Layout, network: Network) -> dict[str, float]:
@@ -213,7 +217,17 @@ def servers_per_trainer(name: str, prompt: int, completion: int, group: int = 8)
 
 def render() -> str:
     """Return the tables of docs/scaling.md."""
-    return "\n\n".join([train_table(), grpo_table(), server_table()]) + "\n"
+    steps = (
+        "Optimizer step of full fine-tuning with 4 micro-batches of 8,192 tokens per GPU: efficiency with 400 Gb/s per "
+        "node / per GPU, and memory per GPU. In parentheses: does not fit."
+    )
+    rollouts = (
+        "GRPO on policy, prompts x completions x (prompt + completion tokens) per GPU, sampled in process; seconds per "
+        "step with 400 Gb/s per GPU. 0.6B is replicated, 8B has `--parallel.shard 8`."
+    )
+    servers = "vLLM server GPUs per training GPU (async, groups of 8) by prompt + completion tokens."
+    parts = (steps, train_table(), rollouts, grpo_table(), servers, server_table())
+    return "\n\n".join(parts) + "\n"
 
 
 def cell(predictions: Sequence[Prediction]) -> str:
@@ -236,21 +250,21 @@ def train_table() -> str:
 
 
 def grpo_table() -> str:
-    lines = ["| GRPO on policy, per GPU | GPUs | sampling | weights | hand-over | training | step, s | efficiency |"
-             " tokens/s per GPU |", "|---" * 9 + "|"]  # fmt: skip
-    for name, rollout in ROLLOUTS:
-        for gpus in GPUS:
+    lines = ["| per GPU | GPUs | sampling | weights | hand-over | training | step | efficiency | tokens/s per GPU |"]
+    lines.append("|---" * 9 + "|")
+    for name, rollout, counts in ROLLOUTS:
+        for gpus in counts:
             layout = Layout(gpus) if train(name, Layout(gpus), NETWORKS[0]).gib < 60 else Layout(gpus, NODE)
             x = grpo(name, rollout, layout, NETWORKS[-1])
             parts = " | ".join(f"{x[key]:.2f}" for key in ("sampling", "weights", "hand-over", "training", "step"))
-            work = f"{name}, {rollout.prompts} x {rollout.group} x {rollout.prompt} + {rollout.completion}"
+            work = f"{name}, {rollout.prompts} x {rollout.group} x ({rollout.prompt} + {rollout.completion})"
             lines.append(f"| {work} | {gpus:,} | {parts} | {x['efficiency']:.0%} | {x['tokens']:,.0f} |")
     return "\n".join(lines)
 
 
 def server_table() -> str:
     names = " | ".join(f"{prompt:,} + {completion:,}" for prompt, completion in LENGTHS)
-    lines = [f"| server GPUs per training GPU | {names} |", "|---" * (len(LENGTHS) + 1) + "|"]
+    lines = [f"| model | {names} |", "|---" * (len(LENGTHS) + 1) + "|"]
     for name in MODELS:
         found = [servers_per_trainer(name, *lengths) for lengths in LENGTHS]
         label = name if found[0][1] == 1 else f"{name} ({found[0][1]} GPUs per server)"

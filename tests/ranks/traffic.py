@@ -183,7 +183,8 @@ def main(words: list[str]) -> None:
         for word in words:
             where, _, name = word.partition(":")
             mode, _, context = where.partition("/")
-            result = count(name, mode, int(context or 1))
+            with worker.small_buckets():
+                result = count(name, mode, int(context or 1))
             if comm.is_main():
                 print(json.dumps({"case": word, **result}), flush=True)
 

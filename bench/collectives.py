@@ -305,7 +305,7 @@ def fits(measured: dict[str, dict[int, float]], ranks: int) -> list[str]:
     return lines
 
 
-def main(ranks: int = 2, rounds: int = 40) -> None:
+def main(ranks: int = 2, rounds: int = 200) -> None:
     """Time all collectives, fit latency and bandwidth, and print the error of the fit on held-out sizes.
 
     Args:

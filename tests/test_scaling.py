@@ -34,7 +34,7 @@ def check(words: tuple[str, ...], done: Any) -> None:
 
 def test_collectives_of_rank_0_of_64_equal_the_model(tmp_path):
     """Without data: torch's fake group. A head of several copies is reduced within a copy first."""
-    words = ("eights:sft-bf16", "replicate:dpo", "fsdp/2:sft-lora")
+    words = ("eights:sft-bf16", "replicate:dpo")
     done = run_python("-m", "tests.ranks.traffic", "64", *words, cwd=tmp_path)
     check(words, done)
     copies = [call for call in json.loads(done.stdout.splitlines()[0])["counted"] if call[0] == "all_reduce"]

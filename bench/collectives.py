@@ -5,7 +5,7 @@
 calls() lists the collectives of a step. tests/test_scaling.py counts them in real steps and asserts equality.
 
 Without a GPU the backend is gloo. With one, it is NCCL over loopback sockets: every rank is a node of its own that
-shares GPU 0 (tests/entry.py). For real GPUs, start `torchrun --nproc-per-node 8 -m bench.collectives`.
+shares GPU 0. For real GPUs, start `torchrun --nproc-per-node 8 -m bench.collectives`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -305,6 +306,17 @@ def fits(measured: dict[str, dict[int, float]], ranks: int) -> list[str]:
     return lines
 
 
+def environments(ranks: int) -> Iterator[dict[str, str]]:
+    """Yield the variables of each rank on this machine. NCCL lets ranks share GPU 0 only if their host ids differ."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for i in range(ranks):
+        yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "RANK": str(i),
+               "LOCAL_RANK": "0", "NCCL_HOSTID": f"node{i}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1",
+               "OMP_NUM_THREADS": "1"}  # fmt: skip
+
+
 def main(ranks: int = 2, rounds: int = 200) -> None:
     """Time all collectives, fit latency and bandwidth, and print the error of the fit on held-out sizes.
 
@@ -313,11 +325,8 @@ def main(ranks: int = 2, rounds: int = 200) -> None:
         rounds: Calls per collective and size; the fastest counts.
     """
     if "RANK" not in os.environ:
-        from tests.entry import rank_environments
-
         command = [sys.executable, "-m", "bench.collectives", "--rounds", str(rounds)]
-        environments = rank_environments(ranks, nodes=torch.cuda.is_available())
-        processes = [subprocess.Popen(command, env=env) for env in environments]
+        processes = [subprocess.Popen(command, env=os.environ | env) for env in environments(ranks)]
         sys.exit(max(process.wait() for process in processes))
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""bench/scaling.py: collectives counted in real steps vs. modelled, the fit of a collective's time, and the page."""
+"""bench/scaling: collectives counted in real steps vs. modelled, the fit of a collective's time, and the page."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bench.collectives import FITTED, HELD_OUT, Call, Layout, Network, fits, least_squares, wire_bytes
-from bench.scaling import BEGIN, END, ROLLOUTS, grpo, render, servers_per_trainer, train
+from bench.scaling.collectives import FITTED, HELD_OUT, Call, Layout, Network, fits, least_squares, wire_bytes
+from bench.scaling.predict import BEGIN, END, ROLLOUTS, grpo, render, servers_per_trainer, train
 from bench.table import between_markers
 from tests.entry import ROOT, run_python, run_ranks
 

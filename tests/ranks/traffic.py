@@ -1,4 +1,4 @@
-"""Count the collectives of an optimizer step vs. bench/collectives.py. Run by tests/test_scaling.py.
+"""Count the collectives of an optimizer step vs. bench/scaling/collectives.py. Run by tests/test_scaling.py.
 
     torchrun --nproc-per-node 2 -m tests.ranks.traffic fsdp:sft replicate/2:dpo      # MODE[/CONTEXT]:CASE
     python -m tests.ranks.traffic 1024 eights:sft       # rank 0 of 1,024, with torch's fake group: no data moves
@@ -24,7 +24,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.collectives import Layout, RowPass, Step, bookkeeping, calls, model_of, sync_calls
+from bench.scaling.collectives import Layout, RowPass, Step, bookkeeping, calls, model_of, sync_calls
 from tests.ranks import slices, worker
 from tests.ranks.grid import in_float32
 from tests.ranks.sampled import group_case

@@ -1,11 +1,11 @@
 """The collectives of an optimizer step, and the time of each: latency + bytes / bandwidth.
 
-    python -m bench.collectives [--ranks 2]     # time collectives here, fit latency and bandwidth, and check the fit
+    python -m bench.scaling.collectives [--ranks 2]   # time collectives here, fit latency and bandwidth, check the fit
 
 calls() lists the collectives of a step. tests/test_scaling.py counts them in real steps and asserts equality.
 
 Without a GPU the backend is gloo. With one, it is NCCL over loopback sockets: every rank is a node of its own that
-shares GPU 0. For real GPUs, start `torchrun --nproc-per-node 8 -m bench.collectives`.
+shares GPU 0. For real GPUs, start `torchrun --nproc-per-node 8 -m bench.scaling.collectives`.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ def main(ranks: int = 2, rounds: int = 200) -> None:
         rounds: Calls per collective and size; the fastest counts.
     """
     if "RANK" not in os.environ:
-        command = [sys.executable, "-m", "bench.collectives", "--rounds", str(rounds)]
+        command = [sys.executable, "-m", "bench.scaling.collectives", "--rounds", str(rounds)]
         processes = [subprocess.Popen(command, env=os.environ | env) for env in environments(ranks)]
         sys.exit(max(process.wait() for process in processes))
     import torch.distributed as dist

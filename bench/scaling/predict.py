@@ -4,7 +4,7 @@
     python -m bench.scaling --write docs/scaling.md      # replace the text between the two markers; --check compares
     python -m bench.scaling --calibrate 2                # time collectives on 2 ranks, fit latency and bandwidth
 
-Collectives and their times come from bench/collectives.py, compute from bench/results/h200, memory from
+Collectives and their times come from bench/scaling/collectives.py, compute from bench/results/h200, memory from
 trainer/plan.py. docs/scaling.md lists the formulas and assumptions.
 """
 
@@ -18,10 +18,9 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import tyro
-
-from bench import collectives
-from bench.collectives import (
+from bench.common import GIB, ROOT, Row, read_rows
+from bench.scaling import collectives
+from bench.scaling.collectives import (
     NODE,
     Call,
     Layout,
@@ -34,7 +33,6 @@ from bench.collectives import (
     model_of,
     sync_calls,
 )
-from bench.common import GIB, ROOT, Row, read_rows
 from bench.table import between_markers, latest
 from trainer import plan
 
@@ -278,7 +276,7 @@ def main(write: Path | None = None, check: Path | None = None, calibrate: int = 
     Args:
         write: Page whose tables are replaced.
         check: Page whose tables must match.
-        calibrate: Instead, time collectives on this many ranks of this machine (bench/collectives.py).
+        calibrate: Instead, time collectives on this many ranks of this machine (bench/scaling/collectives.py).
     """
     if calibrate:
         collectives.main(calibrate)
@@ -290,7 +288,3 @@ def main(write: Path | None = None, check: Path | None = None, calibrate: int = 
             sys.exit(f"check={check}: its tables do not match; update them with --write")
     else:
         print(render(), end="")
-
-
-if __name__ == "__main__":
-    tyro.cli(main)

@@ -137,12 +137,12 @@ def error(row: Row, quantity: str) -> str:
     return f"{row.errors[quantity]:.1e}" if quantity in row.errors else ""
 
 
-def between_markers(text: str) -> tuple[str, str, str]:
+def between_markers(text: str, first: str = BEGIN, last: str = END) -> tuple[str, str, str]:
     """Split a text into the parts before, between and after the markers."""
-    before, begin, rest = text.partition(BEGIN + "\n")
-    inside, end, after = rest.partition(END)
+    before, begin, rest = text.partition(first + "\n")
+    inside, end, after = rest.partition(last)
     if not begin or not end:
-        raise ValueError(f"markers {BEGIN} and {END}: not both in the file; add them around the tables")
+        raise ValueError(f"markers {first} and {last}: not both in the file; add them around the tables")
     return before + begin, inside, end + after
 
 

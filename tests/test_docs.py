@@ -54,7 +54,7 @@ TORCHRUN = {"--nproc-per-node", "--max-restarts", "--nnodes", "--shutdown-timeou
 }
 # Flags of other programs: vLLM (for --vllm.extra-args), tests.structure, tests.record, bench.table, pip, torchrun.
 OTHERS = {"--dry-run", "--kind", "--yaml", "--enable-auto-tool-choice", "--tool-call-parser", "--step", "--against",
-          "--write", "--check"} | TORCHRUN  # fmt: skip
+          "--write", "--check", "--calibrate"} | TORCHRUN  # fmt: skip
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ROWS = re.compile(r"^```json (.+)\n((?:.+\n)+?)```$", re.MULTILINE)
 

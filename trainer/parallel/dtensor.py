@@ -52,6 +52,8 @@ def scatter_sum(full: Tensor, like: Any) -> Tensor:
     from torch.distributed.tensor import DTensor, Partial
 
     summands = DTensor.from_local(full, like.device_mesh, [Partial()] * like.device_mesh.ndim, run_check=False)
+    # Within a copy first: torch would sum the full tensor over copies, between nodes, and then keep one shard of it.
+    summands = summands.redistribute(placements=[Partial()] * (like.device_mesh.ndim - 1) + [like.placements[-1]])
     return summands.redistribute(placements=like.placements).to(like.device, like.dtype)
 
 

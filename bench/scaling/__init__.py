@@ -1,0 +1,1 @@
+"""Predictions for many GPUs, and the collectives they are based on."""

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -38,7 +39,7 @@ from data.loader import Loader
 from data.packing import Batch
 from data.rows.held_out import train_and_held_out
 from data.types import Prompt
-from rollout.engine import Engine, Sampling
+from rollout.engine import Engine, EngineSource, Sampling
 from rollout.engine import Source as CompletionSource
 from rollout.rewards import table
 from rollout.rewards.calls import TrainerState
@@ -176,11 +177,10 @@ class Rollouts:
             self.rank0.handlers |= WeightCommands(self.policy).handlers
         for name, handler in getattr(self.rewards, "handlers", {}).items():
             self.rank0.handlers[name] = handler
-        open_source = self._open_source
-        self.held_out_source = run.keep(open_source(self.engine, setup.evaluation_sampling(self.sampling, cfg.rollout)))
+        self.held_out_source = run.keep(self._source(setup.evaluation_sampling(self.sampling, cfg.rollout)))
         self.producer = run.keep(
             Producer(
-                open_source(self.engine, self.sampling),
+                self._source(self.sampling),
                 self.planner,
                 depth=overlap.prefetch_depth if overlap.async_prefetch else 0,
                 max_staleness=overlap.max_staleness,
@@ -200,6 +200,14 @@ class Rollouts:
                 num_batches=math.ceil(total_steps / self.steps_per_batch),
             )
         self.groups = Groups(cfg, self.producer, self.rewards, self.replay, self._estimator, self.missing_rewards)
+
+    def _source(self, sampling: Sampling) -> CompletionSource:
+        source = self._open_source(self.engine, sampling)
+        # Episodes, replay, and an estimator called by dynamic sampling may read tokens on rank 0.
+        needs_tokens = self.overlap.replay_buffer_size or self.overlap.dynamic_sampling
+        if type(source) is EngineSource and not needs_tokens and not getattr(self.rewards, "reads_ids", True):
+            source.sampling = replace(sampling, tokens_stay=True)
+        return source
 
     # One rollout.
 

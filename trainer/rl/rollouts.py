@@ -50,9 +50,10 @@ from trainer.config.groups import GroupConfig, PolicyGradientConfig
 from trainer.config.policy import check_policy_options
 from trainer.config.sampling import RewardedConfig
 from trainer.metrics.metrics import MetricSums
-from trainer.parallel.comm import is_main, mean_over_ranks
+from trainer.parallel.comm import is_main, mean_over_ranks, world_size
 from trainer.policy.logps import Policy
 from trainer.rl import setup
+from trainer.rl.all_ranks_rewards import AllRanksRewards
 from trainer.rl.engine_choice import resolve_engine
 from trainer.rl.entropy_target import EntropyTarget
 from trainer.rl.evaluate import completion_metrics, evaluate_rewards, packing_metrics, reward_metrics
@@ -77,7 +78,8 @@ B = TypeVar("B", bound=AnyMiniBatch)
 
 def open_rewards(cfg: RewardedConfig, run: Run) -> table.Rewards:
     """Import the reward functions of --reward-funcs; their workers end with the run."""
-    return run.keep(table.open_rewards(cfg.reward, run.note, trust_remote_code=cfg.model.trust_remote_code))
+    rewards = table.open_rewards(cfg.reward, run.note, trust_remote_code=cfg.model.trust_remote_code)
+    return run.keep(AllRanksRewards(rewards) if cfg.reward.reward_on_all_ranks and world_size() > 1 else rewards)
 
 
 class Rollouts:

@@ -22,9 +22,8 @@ from data.types import Prompt
 from rollout.engine import Completion, Group, Request, Sampling
 from rollout.rewards.table import Rewards, load_rewards
 from trainer.parallel import comm
-from trainer.rl.all_ranks_rewards import AllRanksRewards
 from trainer.rl.groups import Rollout
-from trainer.rl.rank0_rollout import Rank0Rollout, TokensElsewhere
+from trainer.rl.rank0_rollout import AllRanksRewards, Rank0Rollout, TokensElsewhere
 
 GROUPS, SIZE, PROMPT = 6, 4, 500  # 24 requests for 4 ranks: groups are split between them
 PROMPTS = [

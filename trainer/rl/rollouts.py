@@ -53,13 +53,12 @@ from trainer.metrics.metrics import MetricSums
 from trainer.parallel.comm import is_main, mean_over_ranks, world_size
 from trainer.policy.logps import Policy
 from trainer.rl import setup
-from trainer.rl.all_ranks_rewards import AllRanksRewards
 from trainer.rl.engine_choice import resolve_engine
 from trainer.rl.entropy_target import EntropyTarget
 from trainer.rl.evaluate import completion_metrics, evaluate_rewards, packing_metrics, reward_metrics
 from trainer.rl.groups import Estimator, Groups, MissingRewards, Rollout, per_completion, sample_rows, sequence_kl
 from trainer.rl.minibatch import Advantages, MiniBatch, pack
-from trainer.rl.rank0_rollout import Rank0Rollout
+from trainer.rl.rank0_rollout import AllRanksRewards, Rank0Rollout
 from trainer.run.run import Run
 from trainer.run.training import Training
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from rollout.rewards.table import load_rewards
 from rollout.servers.options import SyncConfig, VllmConfig
 from tests.entry import run_ranks
 from tests.ranks import handover
@@ -19,6 +21,7 @@ from trainer.config.blocks import ParallelConfig
 from trainer.parallel import comm
 from trainer.policy import weights
 from trainer.rl import servers
+from trainer.rl.rank0_rollout import AllRanksRewards
 from trainer.rl.servers import SharedWeights, WeightCommands
 
 
@@ -111,6 +114,29 @@ def test_four_ranks_receive_only_their_own_groups_and_each_prompt_once(tmp_path)
     assert received("servers", "tokens of the step")[0] == received("to rank 0", "tokens of the step")[0] == 0
     assert checks["wait"]["calls"] == [[], *[["wait", "get"]] * 3]
     assert [early > 0.1 for each in checks["wait"]["early"] for early in each] == [True]
+
+
+def test_rewards_that_other_ranks_cannot_compute_are_rejected():
+    class Stateful:
+        __name__ = "stateful"
+
+        def __call__(self, completions: list[str]) -> list[float]:
+            return [1.0] * len(completions)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    for spec in (Stateful(), "nemo_gym:verify"):
+        with pytest.raises(ValueError, match="^reward_on_all_ranks=True: reward_funcs=.* state, "):
+            AllRanksRewards(load_rewards([spec]))
+    rewards = AllRanksRewards(load_rewards(["exact_match", "env"]))
+    cases = {"client": {"columns": {"turns": 1, "client": print}}, "messages": {"messages": [print]}}
+    for name, fields in cases.items():
+        completion = replace(handover.COMPLETIONS[0], **fields)
+        with pytest.raises(ValueError, match=f"^reward_on_all_ranks=True: '{name}' "):
+            rewards.submit(handover.PROMPTS[:1], [completion])
 
 
 def settings(*, vllm: VllmConfig, sync: SyncConfig | None = None, timeout_s: float = 600.0) -> Any:

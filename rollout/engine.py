@@ -39,6 +39,7 @@ class Sampling:
     top_p: float = 1.0  # evaluation only: training needs log-probs of the full distribution
     top_k: int = 0  # 0 = all; evaluation only
     for_training: bool = False  # completions are trained on: reject top_p and top_k
+    tokens_stay: bool = False  # several ranks that sample in process keep ids and log-probs; rank 0 gets their number
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -296,7 +296,7 @@ def test_sharded_scorer_is_exported(method, tmp_path):
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(("--parallel.mode", "replicate"), marks=pytest.mark.slow),
+        pytest.param(("--parallel.mode", "replicate", "--reward-on-all-ranks"), marks=pytest.mark.slow),
         pytest.param(("--parallel.mode", "fsdp", "--lora.r", "4", "--beta", "0.05"), marks=pytest.mark.slow),
     ],
 )

@@ -166,6 +166,11 @@ def required_columns(function: RewardFunction) -> list[str]:
     return [name for name in names if name not in TRAINER_ARGUMENTS] + [*getattr(function.call, "episode_columns", ())]
 
 
+def reads_ids(function: RewardFunction) -> bool:
+    """Return whether the function receives completion_ids."""
+    return any(p.name == "completion_ids" or p.kind is p.VAR_KEYWORD for p in parameters(function))
+
+
 def arguments(
     function: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[Completion], known: Sequence[str]
 ) -> dict[str, list[Any]]:
@@ -183,7 +188,8 @@ def arguments(
         **{name: [row.get(name) for row in rows] for name in columns},
     }
     if all(completion.ids or not completion.text for completion in completions):  # texts read from a file have no ids
-        offered["completion_ids"] = [list(completion.ids) for completion in completions]
+        listed = completions if reads_ids(function) else ()  # rank 0 may not have the ids if no function reads them
+        offered["completion_ids"] = [list(completion.ids) for completion in listed]
     accepted = named_parameters(parameters(function))
     required = (p.name for p in accepted if p.default is p.empty)
     missing = next((name for name in required if name not in (*offered, *TRAINER_ARGUMENTS)), None)

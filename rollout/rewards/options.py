@@ -34,6 +34,8 @@ class RewardConfig:
     """Worker address space limit in GiB (RLIMIT_AS), on top of what loading the functions took. None: no limit."""
     reward_on_error: OnError = "stop"
     """If a row raises, returns no number, hangs or kills its worker: stop the run, or give the row no reward (none)."""
+    reward_on_all_ranks: bool = False
+    """With several GPUs: call the functions on every rank, each on a share of the groups, not only on rank 0."""
     reward_none_limit: int = 10
     """Stop after this many consecutive batches, or evaluations, without any reward. 0: never stop."""
 

@@ -53,6 +53,7 @@ from rollout.rewards.calls import (
     check_scores,
     fault_of,
     log_to_stderr,
+    reads_ids,
     required_columns,
     score_rows,
 )
@@ -174,6 +175,11 @@ class Rewards:
     @property
     def names(self) -> list[str]:
         return [function.name for function in self.functions]
+
+    @property
+    def reads_ids(self) -> bool:
+        """Whether a function receives the ids of completions."""
+        return any(map(reads_ids, self.functions))
 
     @property
     def weights(self) -> list[float]:

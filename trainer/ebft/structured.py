@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,21 +68,20 @@ class FeatureRewards:
         if comm.world_size() == 1:
             return self.network.measure(self.network.of_items(groups, self.num_generations))
         comm.send_command(MEASURE)
-        return self._measure_share([[list(vars(item).values()) for item in group] for group in groups])
-
-    def follow(self) -> None:
-        """Execute rank 0's command on another rank."""
-        self._measure_share(None)
-
-    def _measure_share(self, sent: list[list[list[Any]]] | None) -> MeasuredFeatures:
-        """Measure this rank's share of rank 0's groups; return the features of all groups, in order."""
-        groups = [[Item(*item) for item in group] for group in comm.from_main(sent, "groups to measure")]
         dealt = comm.balanced_shards([sum(len(item.ids) for item in group) for group in groups], comm.world_size())
-        share = [groups[index] for index in dealt[comm.rank()]]
-        measured = of_all_ranks([self.network.measure(self.network.of_items(share, self.num_generations))])
+        measured = self._measure_share([[groups[index] for index in indices] for indices in dealt])
         order = torch.tensor([index for indices in dealt for index in indices]).argsort().to(measured.cfm.device)
         unbiased = None if measured.cfm_unbiased is None else measured.cfm_unbiased[order]
         return MeasuredFeatures(ebft.Reward(*(x[order] for x in measured.reward)), measured.cfm[order], unbiased)
+
+    def follow(self) -> None:
+        """Execute rank 0's command on another rank."""
+        self._measure_share([None] * comm.world_size())
+
+    def _measure_share(self, shares: Sequence[list[list[Item]] | None]) -> MeasuredFeatures:
+        """Measure this rank's share of rank 0's groups; return the features of all ranks."""
+        share = comm.exchange(shares, "groups to measure")[0]
+        return of_all_ranks([self.network.measure(self.network.of_items(share, self.num_generations))])
 
     def metrics(self) -> dict[str, float]:
         return {}

@@ -72,6 +72,7 @@ class Config(PairOptions, RewardedConfig):
         reject_unused(self.overlap, "with a pair loss, which has no ratio to clip", ("replay_recompute_logps",))
         if self.judge is not None:
             reject_unused(self, "with a judge, which ranks without rewards", ("missing_eos_penalty",))
+            reject_unused(self.reward, "with a judge, which runs on rank 0", ("reward_on_all_ranks",))
             why = "with a judge, whose best completion always has a reward"
             reject_unused(self.overlap, why, ("reroll_start_fraction",))
         if self.judge is not None and not self.reward.reward_funcs:

@@ -163,6 +163,7 @@ class NoRewards:
     """Stand-in for reward functions: distillation needs none."""
 
     names: list[str] = []
+    reads_ids = False
 
     def submit(self, prompts: Sequence[Prompt], completions: Sequence[Completion], *, step: int) -> Future[RewardTable]:
         future: Future[RewardTable] = Future()

@@ -21,14 +21,17 @@ import contextlib
 import hashlib
 import json
 import os
+import pickle
 import re
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,7 +40,7 @@ from trainer.parallel.ranks import is_main, rank, world_size
 from trainer.parallel.watch import Watch, log, record_flight
 
 T = TypeVar("T")
-MAX_POLL_S = 0.02  # maximum interval between polls for a command
+COMMAND_WAIT = timedelta(hours=1)  # then torch logs a timeout, and the wait continues
 JOIN_S = 0.05  # seconds between checks of rank 0 for ranks that start
 SPARE_S = 30.0  # torch's timeout comes later than timeout_s, whose message is more detailed
 PEER_LOST = re.compile(  # gloo, torch's store, NCCL
@@ -81,6 +84,7 @@ def process_group(timeout_s: float, context: int = 1) -> Iterator[None]:
         record_flight()
     dist.init_process_group(backend, store=store, rank=this_rank, world_size=world, timeout=limit, **options)
     watch = Watch(timeout_s, dist.PrefixStore("strop-watch", store), on_cuda=device.type == "cuda")
+    watch.command_store = watch.store.clone()
     watch.start()
     global _watch, _context
     _watch, _context = watch, _join_context(context, limit)
@@ -313,13 +317,41 @@ def of_all(value: Any, name: str) -> list[Any]:
     return [json.loads(each.numpy().tobytes()) for each in all_gather(data, name, everyone=True)]
 
 
+def exchange(parts: Sequence[Any], name: str) -> list[Any]:
+    """Send parts[r] to rank r, as a pickle; return what each rank sent to this rank. None sends no bytes."""
+    import torch.distributed as dist
+
+    here, device = rank(), pick_device()
+    pickles = [b"" if part is None or r == here else pickle.dumps(part, 5) for r, part in enumerate(parts)]
+    sizes = list(map(len, pickles))
+    arriving = torch.empty(len(parts), dtype=torch.int64, device=device)
+    with inside(f"{name}: sizes"):
+        dist.all_to_all_single(arriving, torch.tensor(sizes, device=device))
+    arriving_sizes = arriving.tolist()
+    sent = torch.from_numpy(np.frombuffer(bytearray().join(pickles), np.uint8)).to(device)
+    received = sent.new_empty(sum(arriving_sizes))
+    with inside(name):
+        dist.all_to_all_single(received, sent, arriving_sizes, sizes)
+    arrived = [pickle.loads(x.numpy()) if len(x) else None for x in received.cpu().split(arriving_sizes)]
+    arrived[here] = parts[here]
+    return arrived
+
+
 @contextlib.contextmanager
 def rank0_alone() -> Iterator[None]:
-    """Context manager: rank 0 works alone while the other ranks wait for its commands."""
+    """Context manager: rank 0 works alone while the other ranks wait for its commands, the last of them "done".
+
+    If it fails, the other ranks exit silently and rank 0 reports the error.
+    """
     assert _watch is not None and is_main(), "only rank 0 of several sends commands"
     _watch.rank0_alone = True
     try:
         yield
+        send_command("done")
+    except BaseException:
+        with contextlib.suppress(Exception):  # the store may be lost
+            send_command("failed")
+        raise
     finally:
         _watch.rank0_alone = False
 
@@ -335,37 +367,42 @@ def send_command(command: str) -> None:
 
 
 def next_command() -> str:
-    """Wait for rank 0's next command, without a timeout: the launcher ends this process if rank 0 exits."""
+    """Wait for rank 0's next command, without a timeout: the launcher ends this process if rank 0 exits.
+
+    A thread blocks in the store, on a connection that the watch does not use: signal handlers run in this thread.
+    """
     assert _watch is not None, "commands need several ranks"
     _watch.commands += 1
-    key = f"command/{_watch.commands}"
-    pause = 0.001
-    # store.wait would block signal handlers, and the connection that the watch needs.
-    while not _watch.store.check([key]):
-        time.sleep(pause)
-        pause = min(1.2 * pause, MAX_POLL_S)
-    return _watch.store.get(key).decode()
+    command: Future[str] = Future()
+    threading.Thread(target=_await_command, args=(_watch, command), name="next-command", daemon=True).start()
+    if command.result() == "failed":
+        raise SystemExit(2)
+    return command.result()
+
+
+def _await_command(watch: Watch, command: Future[str]) -> None:
+    import torch.distributed as dist
+
+    key = f"command/{watch.commands}"
+    while not command.done():
+        try:
+            watch.command_store.wait([key], COMMAND_WAIT)
+            command.set_result(watch.command_store.get(key).decode())
+        except dist.DistStoreError:  # timeout
+            continue
+        except Exception as error:  # raised by result()
+            command.set_exception(error)
 
 
 def on_main(work: Callable[[], T]) -> T | None:
-    """Run `work` on rank 0 while the other ranks wait without a timeout; return its result there, None elsewhere.
-
-    If it fails, the other ranks exit silently and rank 0 reports the error.
-    """
+    """Run `work` on rank 0 while the other ranks wait without a timeout; return its result there, None elsewhere."""
     if world_size() == 1:
         return work()
     if not is_main():
-        if next_command() == "failed":
-            raise SystemExit(2)
+        next_command()
         return None
     with rank0_alone():
-        try:
-            result = work()
-        except BaseException:
-            send_command("failed")
-            raise
-        send_command("done")
-    return result
+        return work()
 
 
 def context_gather(x: Tensor, name: str) -> Tensor:  # (ranks, *x.shape)

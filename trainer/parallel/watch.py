@@ -94,6 +94,7 @@ class Watch:
     def __init__(self, timeout_s: float, store: Any, *, on_cuda: bool) -> None:
         self.timeout_s, self.store, self.on_cuda = timeout_s, store, on_cuda
         self.commands = 0  # number of commands sent or received
+        self.command_store: Any = None  # separate connection to the store: a wait for a command blocks it
         self.rank0_alone = False  # the other ranks wait for commands
         self.number = 0  # collectives entered so far
         self.passes = 0  # passes started since the last collective

@@ -9,25 +9,30 @@ the requests. Only rank 0 talks to servers; sharded weights are gathered for the
 commands without a time limit, since a reward function or a server may be slow. `handlers` maps each command to a
 function; a method may add its own (EBFT measures features on all ranks).
 
-Token ids, log-probs and masks travel as tensors, the rest of a completion as JSON.
+Every rank receives only its own requests and groups, and every prompt once. With Sampling.tokens_stay, ids and
+log-probs stay on the rank that sampled them until `scatter` sends them to the rank that trains on them; on rank 0 they
+are TokensElsewhere, which have only a length.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
-from itertools import chain
-from typing import Any, TypeVar
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
-from torch import Tensor
 
+from data.errors import UserError
 from data.types import Prompt
 from losses.advantage import weighted_sum
 from rollout.engine import Completion, Engine, Group, Request, Sampling
 from rollout.engines.local import LocalEngine
+from rollout.rewards.table import Gap, Rewards, RewardTable
+from rollout.rewards.workers import shards
 from rollout.schedule.replay import is_json
 from trainer.parallel import comm
 from trainer.policy.logps import Policy
@@ -36,6 +41,8 @@ from trainer.rl.groups import Rollout
 
 T = TypeVar("T")
 Sequences = Sequence[tuple[list[int], list[int]]]
+Asked = tuple[list[int], int, int | None]  # prompt_ids, seed and max_tokens of a request
+NO_PROMPT = Prompt(source="", prompt="", ids=[])  # ranks other than 0 take the prompt from the data
 
 
 class Rank0Rollout:
@@ -44,6 +51,7 @@ class Rank0Rollout:
     def __init__(self, policy: Policy, engine: Engine, prompts: Sequence[Prompt]) -> None:
         self.policy, self.engine, self.prompts = policy, engine, prompts
         self.handlers: dict[str, Callable[..., Any]] = {}
+        self.sampled_here: list[Completion] = []  # since the last scatter, if their tokens stay
         if isinstance(engine, LocalEngine):  # with servers, rank 0 has a different engine and receives no commands
             self.local = engine
             self.handlers |= {"generate": self._generate_share, "logps": self._logps}
@@ -61,9 +69,7 @@ class Rank0Rollout:
             return work()
         if comm.is_main():
             with comm.rank0_alone():
-                result = work()
-                comm.send_command("done")
-            return result
+                return work()
         while (command := comm.next_command()) != "done":
             name, *words = command.split()
             self.handlers[name](*words)
@@ -71,48 +77,49 @@ class Rank0Rollout:
 
     def scatter(self, rollout: Rollout | None, num_minibatches: int = 1) -> Rollout:
         """Assign rank 0's groups to mini-batches and ranks; `rollout.sampled` stays complete on rank 0."""
-        dealt = None
+        dealt: list[list[list[int]]] = []
         if rollout is not None:
             sizes = [sum(len(c.prompt_ids) + len(c.ids) for c in group.completions) for group in rollout.groups]
             dealt = deal(sizes, num_minibatches, comm.data_size())
         if comm.world_size() == 1:
-            assert rollout is not None and dealt is not None
-            return with_groups(rollout, dealt[0])
-        header: dict[str, Any] = {}
-        tensors: list[Tensor] | None = None
+            assert rollout is not None
+            groups = [rollout.groups[index] for indices in dealt[0] for index in indices]
+            return with_groups(rollout, groups, tuple(map(len, dealt[0])))
+        shares = [None] * comm.world_size() if rollout is None else shares_of(rollout, dealt)
+        share: Share = comm.exchange(shares, "groups of the step")[0]
+        sent: list[list[Any] | None] = [None] * comm.world_size()
+        for receiver, where in share.to_send.items():
+            completions = [self.sampled_here[each] if isinstance(each, int) else each for each in where]
+            sent[receiver] = completions if receiver == comm.rank() else list(map(packed, completions))
+        self.sampled_here = []
+        received = [iter(each or ()) for each in comm.exchange(sent, "tokens of the step")]
+        groups = [self._group(assigned, received) for assigned in share.groups]
         if rollout is not None:
-            rest, tensors = to_tensors(rollout.completions)
-            header = {
-                "groups": [[g.number, g.row, g.kind, g.values, g.replayed, len(g.completions)] for g in rollout.groups],
-                "completions": rest,
-                "dealt": dealt,
-                "names": rollout.names,
-                "weights": rollout.weights.tolist(),
-            }
-        header = comm.from_main(header, "groups of the step")
-        tensors = comm.tensors_from_main(tensors, "tokens of the step")
-        indices = header["dealt"][comm.data_rank()]
-        if rollout is not None:
-            return with_groups(rollout, indices)
-        groups = self._groups(header, tensors, list(chain.from_iterable(indices)))
-        weights = torch.tensor(header["weights"])
-        return Rollout(groups, header["names"], weights, {}, minibatch_sizes=tuple(map(len, indices)))
+            return with_groups(rollout, groups, share.minibatch_sizes)
+        weights = torch.tensor(share.weights)
+        return Rollout(groups, share.names, weights, {}, minibatch_sizes=share.minibatch_sizes)
 
-    def _groups(self, header: dict[str, Any], tensors: list[Tensor], indices: Sequence[int]) -> list[Group]:
-        wanted = [index in indices for index, group in enumerate(header["groups"]) for _ in range(group[-1])]
-        completions = iter(from_tensors(header["completions"], tensors, wanted))
-        groups = {}
-        for index in sorted(indices):  # in the order they were sent
-            number, row, kind, values, replayed, count = header["groups"][index]
-            sampled = [next(completions) for _ in range(count)]
-            groups[index] = Group(number, self.prompts[row], row, kind, sampled, values, replayed)
-        return [groups[index] for index in indices]
+    def _group(self, assigned: AssignedGroup, received: Sequence[Iterator[Any]]) -> Group:
+        group, senders, prompts = assigned
+        prompt = group.prompt if comm.is_main() else self.prompts[group.row]
+        completions = []
+        for sender, prompt_ids in zip(senders, prompts or [prompt.ids] * len(senders), strict=True):
+            each = next(received[sender])
+            completions.append(each if isinstance(each, Completion) else unpacked(each, prompt_ids))
+        return replace(group, prompt=prompt, completions=completions)
 
     def _generate_share(self) -> None:
-        requests, sampling, version = comm.from_main(None, "requests")
-        self.local.version = version
-        requests = [Request(prompt_ids=ids, seed=seed, max_tokens=limit) for ids, seed, limit in requests]
-        generate_share(self.policy, self.local, requests, _sampling(sampling))
+        nothing = [None] * comm.world_size()
+        asked, sampling, self.local.version = comm.exchange(nothing, "requests")[0]
+        completions = generate_share(self.policy, self.local, asked, sampling)
+        reply = list(map(packed, completions))
+        if sampling.tokens_stay:
+            first = len(self.sampled_here)
+            self.sampled_here += completions
+            for index, completion in enumerate(completions):
+                tokens = TokensElsewhere(comm.rank(), first + index, len(completion.ids))
+                reply[index] = (tokens, tokens, *reply[index][2:])
+        comm.exchange([reply, *nothing[1:]], "completions")
 
 
 def deal(sizes: Sequence[int], num_minibatches: int, num_ranks: int) -> list[list[list[int]]]:
@@ -130,70 +137,94 @@ def deal(sizes: Sequence[int], num_minibatches: int, num_ranks: int) -> list[lis
     return dealt
 
 
-def with_groups(rollout: Rollout, indices: Sequence[Sequence[int]]) -> Rollout:
-    groups = [rollout.groups[index] for minibatch in indices for index in minibatch]
-    dealt = replace(rollout, groups=groups, minibatch_sizes=tuple(map(len, indices)))
+def with_groups(rollout: Rollout, groups: list[Group], minibatch_sizes: tuple[int, ...]) -> Rollout:
+    dealt = replace(rollout, groups=groups, minibatch_sizes=minibatch_sizes)
     dealt.reward = weighted_sum(dealt.rewards, dealt.weights)
     return dealt
 
 
-# Completions as tensors.
+# Completions on their way between ranks.
 
 
-def to_tensors(completions: Sequence[Completion]) -> tuple[list[dict[str, Any]], list[Tensor]]:
-    """Return (JSON for each completion, [ids, log-probs, masks] of all of them, concatenated).
+class TokensElsewhere(Sequence[Any]):
+    """Ids and log-probs of a completion on rank 0, if another rank sampled it and keeps them: only their number."""
 
-    Adjacent completions with the same prompt send it once. Columns and messages that are not JSON are dropped: rewards
-    have already been computed.
+    def __init__(self, rank: int, number: int, length: int) -> None:
+        self.rank, self.number, self.length = rank, number, length  # index into sampled_here of that rank
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: Any) -> Any:
+        raise RuntimeError(
+            f"tokens of a completion: rank {self.rank} sampled them, and rank 0 has only their number "
+            f"({self.length}); read them from the rollout that rollouts.next() returns, on the rank that trains on them"
+        )
+
+
+class AssignedGroup(NamedTuple):
+    """A group for one rank, without its completions."""
+
+    group: Group  # without a prompt on other ranks, which have the data
+    senders: list[int]  # for each completion, the rank that sends it
+    prompts: list[list[int]] | None  # for each completion, its prompt ids; None: the ids of the row
+
+
+class Share(NamedTuple):
+    """Everything that rank 0 sends to one rank for a step."""
+
+    groups: list[AssignedGroup]
+    minibatch_sizes: tuple[int, ...]
+    names: list[str]  # K reward names
+    weights: list[float]  # K reward weights
+    to_send: dict[int, list[Any]]  # receiver -> completions: on rank 0 themselves, elsewhere indices into sampled_here
+
+
+def shares_of(rollout: Rollout, dealt: Sequence[Sequence[Sequence[int]]]) -> list[Share]:
+    """Return the share of each rank."""
+    weights = rollout.weights.tolist()
+    to_send: list[dict[int, list[Any]]] = [{} for _ in range(comm.world_size())]
+    shares = []
+    for receiver in range(comm.world_size()):
+        minibatches = dealt[receiver // comm.context_size()]
+        groups = []
+        for group in [rollout.groups[index] for indices in minibatches for index in indices]:
+            senders = []
+            for c in group.completions:
+                sender, each = (c.ids.rank, c.ids.number) if isinstance(c.ids, TokensElsewhere) else (0, c)
+                senders.append(sender)
+                to_send[sender].setdefault(receiver, []).append(each)
+            sent = group if receiver == 0 else replace(group, prompt=NO_PROMPT, completions=[], extra=None)
+            groups.append(AssignedGroup(sent, senders, other_prompts(group)))
+        shares.append(Share(groups, tuple(map(len, minibatches)), rollout.names, weights, to_send[receiver]))
+    return shares
+
+
+def other_prompts(group: Group) -> list[list[int]] | None:
+    """Return the prompt ids of each completion, equal ids as one object; None if all are the ids of the row."""
+    known = [group.prompt.ids]
+    for c in group.completions:
+        if c.prompt_ids not in known:
+            known.append(c.prompt_ids)
+    return [known[known.index(c.prompt_ids)] for c in group.completions] if len(known) > 1 else None
+
+
+def packed(c: Completion) -> tuple[Any, ...]:
+    """Return the fields of a completion, except its prompt, as plain values.
+
+    Columns and messages that are not JSON are dropped: rewards have already been computed.
     """
-    rest, ids, masks = [], [], []
-    before: list[int] | None = None
-    for c in completions:
-        same = c.prompt_ids == before
-        ids += [c.ids] if same else [c.prompt_ids, c.ids]
-        masks += [] if c.mask is None else [c.mask]
-        before = c.prompt_ids
-        rest.append({
-            "prompt": -1 if same else len(c.prompt_ids), "ids": len(c.ids), "masked": c.mask is not None,
-            "finish_reason": c.finish_reason, "text": c.text, "versions": c.versions,
-            "messages": c.messages if is_json(c.messages) else None,
-            "columns": {name: value for name, value in c.columns.items() if is_json(value)},
-        })  # fmt: skip
-    logps = [c.logps for c in completions]
-    return rest, [_flat(ids, np.int32), _flat(logps, np.float64), _flat(masks, np.bool_)]
+    columns = {name: json.loads(json.dumps(value)) for name, value in c.columns.items() if is_json(value)}
+    messages = json.loads(json.dumps(c.messages)) if c.messages is not None and is_json(c.messages) else None
+    return c.ids, c.logps, c.finish_reason, c.text, c.versions, c.mask, messages, columns
 
 
-def _flat(lists: Sequence[Sequence[Any]], dtype: Any) -> Tensor:  # (N,)
-    count = sum(map(len, lists))
-    return torch.from_numpy(np.fromiter(chain.from_iterable(lists), dtype, count))
-
-
-def from_tensors(
-    rest: Sequence[dict[str, Any]],
-    tensors: Sequence[Tensor],
-    wanted: Sequence[bool] | None = None,  # completions to build; None: all
-) -> list[Completion]:
-    ids, logps, masks = tensors
-    at_id = at_logp = at_mask = 0
-    prompt = ids[:0]
-    completions = []
-    for saved, build in zip(rest, wanted or [True] * len(rest), strict=True):
-        if saved["prompt"] >= 0:
-            prompt = ids[at_id : at_id + saved["prompt"]]
-            at_id += saved["prompt"]
-        count, num_masked = saved["ids"], saved["ids"] if saved["masked"] else 0
-        if build:
-            mask = masks[at_mask : at_mask + count].tolist() if saved["masked"] else None
-            completions.append(
-                Completion(
-                    prompt_ids=prompt.tolist(), ids=ids[at_id : at_id + count].tolist(), mask=mask,
-                    logps=logps[at_logp : at_logp + count].tolist(), finish_reason=saved["finish_reason"],
-                    text=saved["text"], versions=[(version, count) for version, count in saved["versions"]],
-                    messages=saved["messages"], columns=saved["columns"],
-                )
-            )  # fmt: skip
-        at_id, at_logp, at_mask = at_id + count, at_logp + count, at_mask + num_masked
-    return completions
+def unpacked(fields: Sequence[Any], prompt_ids: list[int]) -> Completion:
+    ids, logps, finish_reason, text, versions, mask, messages, columns = fields
+    return Completion(
+        prompt_ids=prompt_ids, ids=ids, logps=logps, finish_reason=finish_reason, text=text, versions=versions,
+        mask=mask, messages=messages, columns=columns,
+    )  # fmt: skip
 
 
 # Engines and weights that need all ranks.
@@ -219,12 +250,18 @@ class AllRanksEngine(AllRanksLogps):
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         comm.send_command("generate")
-        # The next turn may go to another rank, so no conversation is cached.
-        requests = [replace(request, conversation=None) for request in requests]
-        asked = [[request.prompt_ids, request.seed, request.max_tokens] for request in requests]
-        comm.from_main([asked, asdict(sampling), self.version], "requests")
+        world = comm.world_size()
+        firsts = [len(requests) * r // world for r in range(world + 1)]
+        shares = [requests[first:stop] for first, stop in itertools.pairwise(firsts)]
+        # A pickle has each prompt once, because requests for the same prompt have the same list.
+        asked = [[(request.prompt_ids, request.seed, request.max_tokens) for request in share] for share in shares]
+        comm.exchange([(share, sampling, self.version) for share in asked], "requests")
         self.local.version = self.version
-        return generate_share(self.policy, self.local, requests, sampling)
+        completions = generate_share(self.policy, self.local, asked[0], sampling)
+        replies = comm.exchange([None] * world, "completions")
+        for share, reply in zip(shares[1:], replies[1:], strict=True):
+            completions += [unpacked(each, request.prompt_ids) for each, request in zip(reply, share, strict=True)]
+        return completions
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[tuple[int, Completion]]]:
         """Yield all completions together: ranks send their shares when all of them are done."""
@@ -244,12 +281,9 @@ class AllRanksEngine(AllRanksLogps):
         return self.local.metrics()
 
 
-def generate_share(
-    policy: Policy, local: LocalEngine, requests: Sequence[Request], sampling: Sampling
-) -> list[Completion]:
-    """Sample this rank's share of the requests; rank 0 returns all completions."""
-    world, rank = comm.world_size(), comm.rank()
-    first, stop = (len(requests) * r // world for r in (rank, rank + 1))
+def generate_share(policy: Policy, local: LocalEngine, asked: Sequence[Asked], sampling: Sampling) -> list[Completion]:
+    """Sample this rank's share. No conversation is cached: the next turn may go to another rank."""
+    requests = [Request(prompt_ids=ids, seed=seed, max_tokens=limit) for ids, seed, limit in asked]
     if policy.is_sharded and comm.any_rank(local.needs_copy()):
         with comm.inside("weights for sampling"):
             if not local.is_chosen:
@@ -257,14 +291,7 @@ def generate_share(
                     local.choose_forward()
             local.refresh(always=True)
     with contextlib.nullcontext() if local.has_copy else gathered_weights(policy):
-        completions = local.generate(requests[first:stop], sampling) if stop > first else []
-    rest, tensors = to_tensors(completions)
-    all_rest = comm.of_all(rest, "completions")
-    gathered = [comm.all_gather(x, "tokens of completions", everyone=True) for x in tensors]
-    if not comm.is_main():
-        return completions
-    by_rank = zip(all_rest, zip(*gathered, strict=True), strict=True)
-    return [completion for rest, arrays in by_rank for completion in from_tensors(rest, arrays)]
+        return local.generate(requests, sampling) if requests else []
 
 
 def logps_on_all_ranks(
@@ -275,6 +302,84 @@ def logps_on_all_ranks(
         return local.logps(sequences, temperature)
 
 
-def _sampling(saved: dict[str, Any]) -> Sampling:
-    options: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
-    return Sampling(**options)
+# Rewards.
+
+
+class AllRanksRewards(Rewards):
+    """--reward-on-all-ranks: every rank calls the reward functions on a share of the groups.
+
+    A function sees whole groups, but not the whole batch, as with --reward-num-workers. Prompts are sent as indices:
+    every rank has the data.
+    """
+
+    def __init__(self, rewards: Rewards) -> None:
+        vars(self).update(vars(rewards))
+        self.handlers = {"reward": self._score_share}
+        self._prompts: list[Prompt] = []
+        for function in self.functions:
+            if function.in_process and function.spec != "env":
+                raise UserError(
+                    f"reward_on_all_ranks=True: {function.setting}={function.spec} has state, a model or connections, "
+                    "so it runs only on rank 0; remove --reward-on-all-ranks"
+                )
+
+    def check_columns(self, prompts: Sequence[Prompt], what: str, added: Sequence[str] | None = ()) -> None:
+        super().check_columns(prompts, what, added)
+        self._prompts += prompts
+
+    def submit(self, prompts: Sequence[Prompt], completions: Sequence[Completion], *, step: int = 0) -> Any:
+        """Score the batch now, on all ranks; the future has its result."""
+        sent = list(map(packed, completions))
+        for completion, (*_, messages, columns) in zip(completions, sent, strict=True):
+            lost = [name for name in completion.columns if name not in columns]
+            if lost or (messages is None and completion.messages is not None):
+                raise UserError(
+                    f"reward_on_all_ranks=True: {lost[0] if lost else 'messages'!r} of a completion is not JSON, so "
+                    "other ranks cannot receive it; remove --reward-on-all-ranks"
+                )
+        comm.send_command("reward")
+        index = {id(prompt): i for i, prompt in enumerate(self._prompts)}
+        rows = [index[id(prompt)] for prompt in prompts]
+        spans = shards(prompts, comm.world_size())
+        spans += [(0, 0)] * (comm.world_size() - len(spans))
+        tables = self._score_share([(rows[low:high], sent[low:high], step) for low, high in spans])
+        errors = [table for table in tables if isinstance(table, str)]
+        if errors:
+            raise UserError(errors[0])
+        self._failed += sum(table.failed for table in tables[1:])
+        future: Future[RewardTable] = Future()
+        future.set_result(joined(tables))
+        return future
+
+    def _score_share(self, shares: Sequence[Any] | None = None) -> list[Any]:
+        """Return on rank 0 the table of each rank, or the message of its error."""
+        nothing: list[Any] = [None] * comm.world_size()
+        rows, sent, step = comm.exchange(shares or nothing, "completions to reward")[0]
+        prompts = [self._prompts[row] for row in rows]
+        completions = [unpacked(fields, prompt.ids) for fields, prompt in zip(sent, prompts, strict=True)]
+        if not comm.is_main():
+            self._log = comm.log_once  # the run's log of other ranks is not shown
+        try:
+            scored: RewardTable | str = super().submit(prompts, completions, step=step).result()
+        except UserError as error:  # rank 0 raises it
+            scored = str(error)
+        return comm.exchange([scored, *nothing[1:]], "rewards")
+
+
+def joined(tables: Sequence[RewardTable]) -> RewardTable:
+    """Join the tables of consecutive rows."""
+    logged: dict[str, list[float]] = {}
+    for table in tables:
+        for name, values in table.logged.items():
+            logged.setdefault(name, []).extend(values)
+    extra = [row for table in tables for row in table.extra or [{}] * len(table.values)]
+    gaps = [
+        Gap(sum(g.none for g in each), sum(g.failed for g in each), next((g.last for g in each[::-1] if g.last), None))
+        for each in zip(*(table.gaps for table in tables if table.gaps), strict=True)
+    ]
+    return RewardTable(
+        names=tables[0].names, weights=tables[0].weights, failed=sum(table.failed for table in tables), logged=logged,
+        values=list(itertools.chain.from_iterable(table.values for table in tables)),
+        totals=list(itertools.chain.from_iterable(table.totals for table in tables)),
+        extra=extra if any(extra) else None, gaps=gaps,
+    )  # fmt: skip

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -38,7 +39,7 @@ from data.loader import Loader
 from data.packing import Batch
 from data.rows.held_out import train_and_held_out
 from data.types import Prompt
-from rollout.engine import Engine, Sampling
+from rollout.engine import Engine, EngineSource, Sampling
 from rollout.engine import Source as CompletionSource
 from rollout.rewards import table
 from rollout.rewards.calls import TrainerState
@@ -49,7 +50,7 @@ from trainer.config.groups import GroupConfig, PolicyGradientConfig
 from trainer.config.policy import check_policy_options
 from trainer.config.sampling import RewardedConfig
 from trainer.metrics.metrics import MetricSums
-from trainer.parallel.comm import is_main, mean_over_ranks
+from trainer.parallel.comm import is_main, mean_over_ranks, world_size
 from trainer.policy.logps import Policy
 from trainer.rl import setup
 from trainer.rl.engine_choice import resolve_engine
@@ -57,7 +58,7 @@ from trainer.rl.entropy_target import EntropyTarget
 from trainer.rl.evaluate import completion_metrics, evaluate_rewards, packing_metrics, reward_metrics
 from trainer.rl.groups import Estimator, Groups, MissingRewards, Rollout, per_completion, sample_rows, sequence_kl
 from trainer.rl.minibatch import Advantages, MiniBatch, pack
-from trainer.rl.rank0_rollout import Rank0Rollout
+from trainer.rl.rank0_rollout import AllRanksRewards, Rank0Rollout
 from trainer.run.run import Run
 from trainer.run.training import Training
 
@@ -76,7 +77,8 @@ B = TypeVar("B", bound=AnyMiniBatch)
 
 def open_rewards(cfg: RewardedConfig, run: Run) -> table.Rewards:
     """Import the reward functions of --reward-funcs; their workers end with the run."""
-    return run.keep(table.open_rewards(cfg.reward, run.note, trust_remote_code=cfg.model.trust_remote_code))
+    rewards = table.open_rewards(cfg.reward, run.note, trust_remote_code=cfg.model.trust_remote_code)
+    return run.keep(AllRanksRewards(rewards) if cfg.reward.reward_on_all_ranks and world_size() > 1 else rewards)
 
 
 class Rollouts:
@@ -176,11 +178,10 @@ class Rollouts:
             self.rank0.handlers |= WeightCommands(self.policy).handlers
         for name, handler in getattr(self.rewards, "handlers", {}).items():
             self.rank0.handlers[name] = handler
-        open_source = self._open_source
-        self.held_out_source = run.keep(open_source(self.engine, setup.evaluation_sampling(self.sampling, cfg.rollout)))
+        self.held_out_source = run.keep(self._source(setup.evaluation_sampling(self.sampling, cfg.rollout)))
         self.producer = run.keep(
             Producer(
-                open_source(self.engine, self.sampling),
+                self._source(self.sampling),
                 self.planner,
                 depth=overlap.prefetch_depth if overlap.async_prefetch else 0,
                 max_staleness=overlap.max_staleness,
@@ -200,6 +201,14 @@ class Rollouts:
                 num_batches=math.ceil(total_steps / self.steps_per_batch),
             )
         self.groups = Groups(cfg, self.producer, self.rewards, self.replay, self._estimator, self.missing_rewards)
+
+    def _source(self, sampling: Sampling) -> CompletionSource:
+        source = self._open_source(self.engine, sampling)
+        # Episodes, replay, and an estimator called by dynamic sampling may read tokens on rank 0.
+        needs_tokens = self.overlap.replay_buffer_size or self.overlap.dynamic_sampling
+        if type(source) is EngineSource and not needs_tokens and not getattr(self.rewards, "reads_ids", True):
+            source.sampling = replace(sampling, tokens_stay=True)
+        return source
 
     # One rollout.
 

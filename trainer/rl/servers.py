@@ -22,7 +22,7 @@ from rollout.servers.lease import Owner
 from rollout.servers.options import VllmConfig
 from rollout.sync.base import time_limit
 from trainer.config.groups import GroupConfig
-from trainer.parallel.comm import is_main, next_command, rank0_alone, send_command, world_size
+from trainer.parallel.comm import is_main, on_main, send_command, world_size
 from trainer.parallel.ranks import local_world_size
 from trainer.policy.logps import Policy, causal_lm
 from trainer.policy.weights import PolicyWeights
@@ -100,9 +100,11 @@ def start_servers(cfg: GroupConfig, policy: Policy, run: Run, local: LocalEngine
 
     `longest`: tokens of the longest sequence.
     """
-    if not is_main():
-        next_command()  # servers take minutes to start, and the next collective has a time limit
-        return local
+    # Servers take minutes to start, and the next collective has a time limit.
+    return on_main(lambda: connected(cfg, policy, run, local, longest)) or local
+
+
+def connected(cfg: GroupConfig, policy: Policy, run: Run, local: LocalEngine, longest: int) -> VllmEngine:
     dtype = serving_dtype(cfg, policy)
     engine = VllmEngine(
         servers_for(cfg),
@@ -125,9 +127,6 @@ def start_servers(cfg: GroupConfig, policy: Policy, run: Run, local: LocalEngine
         log=run.note,
     )
     run.keep(engine)
-    if world_size() > 1:
-        with rank0_alone():
-            send_command("started")
     return engine
 
 

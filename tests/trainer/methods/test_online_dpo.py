@@ -295,6 +295,7 @@ REJECTED = {
     "aot": (("--loss-type", "aot", "--num-generations", "8"), "per_device_train_batch_size=8: loss_type=aot"),
     "penalty": (("--missing-eos-penalty", "-1"), "missing_eos_penalty=-1.0"),
     "judged penalty": (("--judge", "a.b", "--missing-eos-penalty", "1"), "missing_eos_penalty=1.0: .* judge"),
+    "judged ranks": (("--judge", "a.b", "--reward-on-all-ranks"), "reward_on_all_ranks=True: .* judge"),
     "rerolls": (("--judge", "a.b", "--reroll-start-fraction", "0.5"), "reroll_start_fraction=0.5: .* judge"),
     "evaluation": (("--judge", "a.b", "--eval-data", "e"), "eval_data=e: .*judge"),
     "rows held out": (("--judge", "a.b", "--val-set-size", "4"), "val_set_size=4: .*judge"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +12,16 @@ import pytest
 import torch
 from torch import nn
 
+from rollout.rewards.table import load_rewards
 from rollout.servers.options import SyncConfig, VllmConfig
+from tests.entry import run_ranks
+from tests.ranks import handover
 from tests.trainer.policy.test_weights import make_model, policy_of, with_lora
 from trainer.config.blocks import ParallelConfig
 from trainer.parallel import comm
 from trainer.policy import weights
 from trainer.rl import servers
+from trainer.rl.rank0_rollout import AllRanksRewards
 from trainer.rl.servers import SharedWeights, WeightCommands
 
 
@@ -62,7 +68,8 @@ def test_all_ranks_gather_an_adapter_only_if_it_can_be_served(read, tmp_path):
 
 
 def test_only_the_main_thread_sends_commands_and_only_while_other_ranks_wait(monkeypatch):
-    store = SimpleNamespace(set=lambda *_: None, delete_key=lambda *_: None)
+    sent: list[str] = []
+    store = SimpleNamespace(set=lambda _, command: sent.append(command), delete_key=lambda *_: None)
     monkeypatch.setattr(comm, "_watch", SimpleNamespace(commands=0, rank0_alone=False, store=store))
     with pytest.raises(AssertionError, match="weights: .*commands"):
         comm.send_command("weights")
@@ -79,7 +86,61 @@ def test_only_the_main_thread_sends_commands_and_only_while_other_ranks_wait(mon
         thread = threading.Thread(target=send)
         thread.start()
         thread.join()
-    assert len(errors) == 1 and "main thread" in errors[0] and comm._watch.commands == 1
+    assert len(errors) == 1 and "main thread" in errors[0] and sent == ["weights", "done"]
+    with pytest.raises(KeyError), comm.rank0_alone():
+        raise KeyError
+    assert sent[2:] == ["failed"], "the other ranks would wait until the launcher kills them"
+
+
+def test_four_ranks_receive_only_their_own_groups_and_each_prompt_once(tmp_path):
+    """tests/ranks/handover.py checks the contents; here are the bytes that each rank received."""
+    done = run_ranks("-m", "tests.ranks.handover", cwd=tmp_path, num_ranks=4)
+    assert done.returncode == 0, done.stderr[-4000:]
+    checks = {check["check"]: check for check in map(json.loads, done.stdout.splitlines())}
+    tokens = [len(c.ids) for c in handover.COMPLETIONS]
+    per_prompt, per_token = 3 * handover.PROMPT, 3 + 9  # pickles of small ints and floats
+    total = per_token * sum(tokens)
+
+    def received(check: str, name: str) -> list[int]:
+        return [each.get(name, 0) for each in checks[check]["received"]]
+
+    for check in ("stay", "to rank 0"):
+        asked = received(check, "requests")
+        assert asked[0] == 0  # six requests each, for two of the six prompts
+        assert all(2 * per_prompt < count < 2 * per_prompt + 1000 for count in asked[1:]), asked
+        assert max(received(check, "groups of the step")) < 1000  # no prompts: every rank has the data
+        assert received(check, "completions")[1:] == [0, 0, 0]
+    assert received("stay", "completions")[0] < 18 * 100 < per_token * sum(tokens[6:])
+    assert received("to rank 0", "completions")[0] > per_token * sum(tokens[6:])
+    for check in ("stay", "to rank 0", "servers"):
+        groups = received(check, "tokens of the step")
+        assert sum(groups) < 1.2 * total and max(groups) < 0.5 * total, (check, groups, total)
+    assert received("servers", "tokens of the step")[0] == received("to rank 0", "tokens of the step")[0] == 0
+    assert checks["wait"]["calls"] == [[], *[["wait", "get"]] * 3]
+    assert [early > 0.1 for each in checks["wait"]["early"] for early in each] == [True]
+
+
+def test_rewards_that_other_ranks_cannot_compute_are_rejected():
+    class Stateful:
+        __name__ = "stateful"
+
+        def __call__(self, completions: list[str]) -> list[float]:
+            return [1.0] * len(completions)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    for spec in (Stateful(), "nemo_gym:verify"):
+        with pytest.raises(ValueError, match="^reward_on_all_ranks=True: reward_funcs=.* state, "):
+            AllRanksRewards(load_rewards([spec]))
+    rewards = AllRanksRewards(load_rewards(["exact_match", "env"]))
+    cases = {"client": {"columns": {"turns": 1, "client": print}}, "messages": {"messages": [print]}}
+    for name, fields in cases.items():
+        completion = replace(handover.COMPLETIONS[0], **fields)
+        with pytest.raises(ValueError, match=f"^reward_on_all_ranks=True: '{name}' "):
+            rewards.submit(handover.PROMPTS[:1], [completion])
 
 
 def settings(*, vllm: VllmConfig, sync: SyncConfig | None = None, timeout_s: float = 600.0) -> Any:

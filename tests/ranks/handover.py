@@ -59,7 +59,7 @@ def count_bytes() -> None:
 
     def counted(received: Any, sent: Any, *sizes: Any, **options: Any) -> Any:
         name = comm._watch.activity.name
-        RECEIVED[name] = RECEIVED.get(name, 0) + received.numel()
+        RECEIVED[name] = RECEIVED.get(name, 0) + received.nbytes
         return exchange(received, sent, *sizes, **options)
 
     dist.all_to_all_single = counted

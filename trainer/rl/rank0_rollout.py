@@ -252,9 +252,7 @@ def generate_share(
     first, stop = (len(requests) * r // world for r in (rank, rank + 1))
     if policy.is_sharded and comm.any_rank(local.needs_copy()):
         with comm.inside("weights for sampling"):
-            if not local.is_chosen:
-                with gathered_head(policy):
-                    local.choose_forward()
+            local.choose_forward(lambda: gathered_head(policy))
             local.refresh(always=True)
     with contextlib.nullcontext() if local.has_copy else gathered_weights(policy):
         completions = local.generate(requests[first:stop], sampling) if stop > first else []

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.entry import metrics, rank_environments, run_ranks
+from tests.entry import environment, metrics, rank_environments, run_ranks
 from tests.ranks import slices
-from tests.test_gpu_runs import BY_ROUNDING, CLOCKS, EXACT, METHODS, REFERENCED
+from tests.test_gpu_runs import BY_ROUNDING, CLOCKS, EXACT, LOCAL, METHODS, REFERENCED
 from tests.test_ranks import ALL, FOUR, SHARDED, SHARED, checked
 from trainer.__main__ import main
 from trainer.parallel.watch import HUNG
@@ -156,6 +156,25 @@ def test_two_ranks_save_and_one_and_four_load(alone, tmp_path):
         worst = differences(metrics(out), metrics(tmp_path / "whole"), ())
         record("checkpoint", f"2 ranks to {num_ranks}", loss=worst["loss/total"], norm=worst["optim/grad_norm"])
         assert worst["loss/total"] < 1e-4 and worst["optim/grad_norm"] < 1e-3, worst
+
+
+ROLLOUT = (
+    "--method", "grpo", "--data", "task:addition:split=train,size=256", *LOCAL, "--parallel.mode", "fsdp",
+    "--per-device-train-batch-size", "32", "--max-prompt-length", "64", "--max-completion-length", "128",
+    "--max-steps", "2", "--save-steps", "0", "--gradient-checkpointing", "--output-dir", "run",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("flags", [(), ("--lora.r", "16")], ids=["full", "lora"])
+def test_sampling_from_shards_takes_the_planned_memory(flags, num_ranks, tmp_path):
+    """One rank of several (tests/ranks/fake.py), which has the command for one of eight of a 32B model."""
+    command = [sys.executable, "-m", "tests.ranks.fake", str(num_ranks), "--model", "qwen3-0.6b", *ROLLOUT, *flags]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    record("memory", " ".join(flags) or "full", ranks=num_ranks, **result)
+    assert result["planned_sampling"] == pytest.approx(result["sampling"], rel=0.05), result
 
 
 FAULTS = """

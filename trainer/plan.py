@@ -23,7 +23,8 @@ With --load-in-4bit the matrices of the base take PACKED bytes per weight, plus 
 
 tests/trainer/test_plan.py checks saved activations and the peak of a step on a CPU, the head's buffers and the peak of
 a checkpointed bfloat16 step against an H200, and AdamW's state. bench/vs_trl.py compares whole DPO steps on a GPU.
-FSDP's buffers, the in-process engine on a GPU, RESERVE and ASLEEP are unverified estimates.
+tests/test_nccl.py compares sampling from sharded weights with the peak of one rank, without the cuBLAS workspaces (0.07
+GB). FSDP's buffers in training, RESERVE and ASLEEP are unverified estimates.
 
 Not counted: activations that --compile saves, or kernels/block.py on a GPU without it (norms keep neither float32 nor
 normalised inputs, MLPs no silu(gate)); dense masks and scores of sdpa (packed rows use flex attention); reward models.
@@ -152,8 +153,10 @@ class RolloutSize(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens in the cache, in whole pages: each prompt once, plus the completion of each row."""
-        return self.prompts * whole_pages(self.prompt_length) + self.rows * whole_pages(self.completion_length + 1)
+        """Tokens in the cache, in whole pages: each prompt once, plus the completion and a spare page of each row, plus
+        a scratch page."""
+        row = whole_pages(self.completion_length + 1) + PAGE
+        return self.prompts * whole_pages(self.prompt_length) + self.rows * row + PAGE
 
 
 class EngineMemory(NamedTuple):
@@ -320,12 +323,13 @@ def gathered_bytes(s: Sizes, work: Work) -> tuple[float, float]:
     """Return FSDP's bytes in addition to its shards: in forward and head, and in the backward of a block.
 
     Blocks take 3 c per weight: the block in use, the prefetched block and its gather buffer. Embeddings and head stay
-    gathered (c). The backward adds the block's unsharded gradient (c) and its float32 copy for the reduction (4).
+    gathered (c), each of them even if tied. The backward adds the block's unsharded gradient (c) and its float32 copy
+    for the reduction (4).
     """
     if work.shards == 1:
         return 0.0, 0.0
     c, block = work.compute, s.matrices / s.layers
-    gathered = c * s.embedding * (1 if s.tied else 2) + 3 * c * block
+    gathered = 2 * c * s.embedding + 3 * c * block
     return gathered, gathered + (c + 4) * block * work.full
 
 
@@ -407,10 +411,23 @@ def engine_memory(s: Sizes, work: Work, rollout: RolloutSize, device: str, most:
     return EngineMemory(copy, min(most, cache_bytes(s, work.compute, rollout.tokens)), 4 * rollout.rows * s.vocab)
 
 
+def copied_bytes(s: Sizes, work: Work) -> float:
+    """Return the bytes to copy the largest sharded weight: a cast of the shard (c) and the full weight (c), or with an
+    adapter also both summands and the sum (4)."""
+    if work.shards == 1:
+        return 0.0
+    c, cast = work.compute, work.compute * (work.full and work.weight_bytes != work.compute)
+    merged = (c + 12) * s.width * s.inner if work.lora_r else 0
+    return max((c + cast / work.shards) * s.embedding, merged)
+
+
 def sampling_bytes(s: Sizes, work: Work, engine: EngineMemory) -> float:
-    """Return the bytes while this process samples: no gradients or activations, and no casts if there is a copy."""
-    buffers = gathered_bytes(s, work)[0] + (0 if engine.copy else cast_bytes(s, work))
-    return persistent_without_gradients(s, work) + sum(engine) + buffers
+    """Return the bytes while this process samples: no gradients or activations. With a copy of the weights, which is
+    filled before the cache is allocated, there are no casts; otherwise all shards are gathered."""
+    persistent = persistent_without_gradients(s, work)
+    if engine.copy:
+        return persistent + engine.copy + max(copied_bytes(s, work), engine.cache + engine.logits)
+    return persistent + sum(engine) + (cast_bytes(s, work) if work.shards == 1 else work.compute * s.params)
 
 
 def cache_bytes(s: Sizes, compute: int, num_tokens: int) -> int:
@@ -426,7 +443,7 @@ def whole_pages(num_tokens: int) -> int:
 def room_for_cache(s: Sizes, work: Work, rollout: RolloutSize, room: float) -> float:
     """Return the bytes of `room` that are left for the engine's cache on a GPU."""
     without_cache = engine_memory(s, work, rollout, "cuda", most=0)
-    return max(0.0, room - sampling_bytes(s, work, without_cache))
+    return max(0.0, room - persistent_without_gradients(s, work) - sum(without_cache))
 
 
 def rows_that_fit(s: Sizes, work: Work, rollout: RolloutSize, cache: float) -> int:

@@ -359,9 +359,9 @@ class BlockForward:
         self._copies: list[tuple[Tensor, nn.Module, str]] = []  # (target, module, tensor name)
         base = lm.base_model
         self.embedding = self._allocate((base.embed_tokens, "weight"))
-        tied = lm.get_output_embeddings().weight is base.embed_tokens.weight
-        # The caller may have gathered the head of a sharded model.
-        tied |= is_sharded(base.embed_tokens.weight) and config.tie_word_embeddings
+        head = lm.get_output_embeddings().weight
+        tied = head is base.embed_tokens.weight
+        tied |= is_sharded(head) and config.tie_word_embeddings  # FSDP may have gathered the embeddings
         self.head = self.embedding if tied else self._allocate((lm.get_output_embeddings(), "weight"))
         self.norm = self._allocate((base.norm, "weight"), dtype=torch.float32)
         self.blocks = [self._block(layer) for layer in base.layers]

@@ -19,7 +19,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -251,11 +251,6 @@ class LocalEngine:
             return False
         return self._forward is None or self._loaded != self.version
 
-    @property
-    def is_chosen(self) -> bool:
-        """Whether the forward pass is chosen: choose_forward() compares its log-probs with the trainer's."""
-        return self._make_forward is not None or self._uses_growing_cache
-
     def refresh(self, *, always: bool = False) -> None:
         """Use the trainer's current weights: fill the copy if it is out of date, or always.
 
@@ -361,16 +356,19 @@ class LocalEngine:
     def dtype(self) -> torch.dtype:
         return self.autocast_dtype or next(self.model.parameters()).dtype
 
-    def choose_forward(self) -> None:
-        """On the first call, choose the first forward pass whose log-probs match the trainer's."""
-        if self.is_chosen:
+    def choose_forward(self, gathered: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """On the first call, choose the first forward pass whose log-probs match the trainer's.
+
+        `gathered`: entered for passes of the trainer's model, whose head may be sharded.
+        """
+        if self._make_forward is not None or self._uses_growing_cache:
             return
         name, skipped = type(self.lm).__name__, paged_obstacle(self.lm, needs_kernels=self.kind == "cuda")
         ways: list[Callable[[], Forward] | None] = [] if skipped else [*self._ways()]
         for make in [*ways, None]:  # None: growing.py
             try:
                 self._make_forward, self._forward = make, None if make is None else make()
-                obstacle = self._check_parity(paged=make is not None)
+                obstacle = self._check_parity(gathered, paged=make is not None)
             except torch.OutOfMemoryError:
                 raise
             except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -403,7 +401,7 @@ class LocalEngine:
             ways.insert(0, lambda: BlockForward(lm, dtype, gather=self.gather))
         return ways
 
-    def _check_parity(self, *, paged: bool) -> str | None:
+    def _check_parity(self, gathered: Callable[[], AbstractContextManager[None]], *, paged: bool) -> str | None:
         """Compare a few sampled tokens with the trainer's log-probs; return the problem, or None."""
         vocab = self.lm.config.get_text_config().vocab_size
         longest = min(20, (getattr(self.lm.config.get_text_config(), "max_position_embeddings", None) or 26) - 6)
@@ -414,11 +412,14 @@ class LocalEngine:
         ]
         sampling = Sampling(max_tokens=6)
         sample = self._sample_paged if paged else self._sample_growing
-        with evaluating(self.model, None if paged else self.autocast_dtype):
+        with evaluating(self.model, None if paged else self.autocast_dtype), nullcontext() if paged else gathered():
             for _ in sample(jobs, sampling, StopCheck(self.tokenizer, sampling)):
                 pass
         sampled = torch.tensor([logp for job in jobs for logp in job.logps])
-        expected = torch.tensor(sum(self.logps([(job.prompt_ids, job.ids) for job in jobs], 1.0), []))
+        if self._is_sharded and self.has_copy:  # the trainer's pass gathers weights, and refresh() fills a new copy
+            self._release()
+        with gathered():
+            expected = torch.tensor(sum(self.logps([(job.prompt_ids, job.ids) for job in jobs], 1.0), []))
         gap = float((sampled - expected).abs().mean())
         in_bfloat16 = PARITY_BFLOAT16 if paged else PARITY_GROWING
         limit = PARITY_FLOAT32 if self.dtype == torch.float32 else in_bfloat16

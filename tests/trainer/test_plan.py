@@ -431,13 +431,13 @@ def test_command_prints_the_engine_that_auto_chooses_and_its_memory(capsys):
     rows, text = table_of("--shape", "qwen3-8b", "--gpus", "4", "--gpu", "a100")
     assert rows["engine"] == ["vllm", "vllm", "local", "local"] and rows["while sampling"]
     assert rows["fits"] == ["no", "no", "no", "yes"]
-    assert "Engine of fsdp: 44.80 GiB (copy of the weights 15.26, cache for 512 concurrent rows" in text
+    assert "Engine of fsdp: 49.31 GiB (copy of the weights 15.26, cache for 512 concurrent rows" in text
     assert "freed during training: fsdp, fsdp + gc." in text
     rows, text = table_of("--shape", "llama-3.1-8b", "--gpu", "h200")  # no room for a copy of the weights and a token
     assert rows["engine"] == ["vllm", "vllm"] and "Engine of" not in text
     bounded = ("--shape", "qwen3-0.6b", "--lora.r", "16", "--gpu", "4090", "--rollout.cache-gib", "4")
     rows, text = table_of(*bounded)
-    assert "cache for 88 concurrent rows 4.00" in text and rows["engine"] == ["local", "local"]
+    assert "cache for 77 concurrent rows 4.00" in text and rows["engine"] == ["local", "local"]
     rows, _ = table_of(*bounded[:-2], "--rollout.engine", "vllm")
     assert rows["engine"] == ["vllm", "vllm"]
     main(["--shape", "qwen3-0.6b", "--method", "sft"])
@@ -581,8 +581,8 @@ def test_planned_peak_splits_a_step_as_the_run_does():
     s = plan.sizes_for(cfg)
     work = plan.work_of(cfg, s)
     whole = replace(work, tokens=1500, trained_tokens=500, accumulates=False)
-    engine = plan.engine_memory_of(cfg, s, work)  # 64 completions of 257 tokens, five pages each
-    assert engine == (0, plan.cache_bytes(s, 4, 64 * 320), 4 * 64 * s.vocab)
+    engine = plan.engine_memory_of(cfg, s, work)  # 64 completions of 257 tokens, six pages each
+    assert engine == (0, plan.cache_bytes(s, 4, 64 * 384 + 64), 4 * 64 * s.vocab)
     sampling = plan.sampling_bytes(s, work, engine)
     assert plan.planned_peak(cfg, 1500, trained_tokens=500) == max(peak(s, whole), sampling)
     served = replace(cfg, rollout=replace(cfg.rollout, engine="vllm"))
@@ -597,13 +597,13 @@ def test_planned_peak_splits_a_step_as_the_run_does():
 def test_engine_memory_on_a_gpu_is_a_copy_pages_and_logits(sizes):
     s, work = sizes["qwen3-0.6b"], Work(tokens=8192)
     size = plan.RolloutSize(rows=512, prompts=64, prompt_length=255, completion_length=256)
-    assert size.tokens == 64 * 256 + 512 * 320
+    assert size.tokens == 64 * 256 + 512 * 384 + 64
     engine = plan.engine_memory(s, work, size, "cuda")
     assert engine == (2 * s.params, 2 * 28 * 8 * 128 * 2 * size.tokens, 512 * 151936 * 4)
     assert plan.engine_memory(s, work, size, "cpu") == engine._replace(copy=0)
     assert plan.engine_memory(s, work, size, "cuda", GIB).cache == GIB
-    # 1 GiB is 9362 tokens: 26 rows and four prompts take 9344
-    assert [plan.rows_that_fit(s, work, size, cache) for cache in (GIB, engine.cache, 0)] == [26, 512, 0]
+    # 1 GiB is 9362 tokens: 22 rows and three prompts take 9280
+    assert [plan.rows_that_fit(s, work, size, cache) for cache in (GIB, engine.cache, 0)] == [22, 512, 0]
 
     persistent = persistent_bytes(s, work)
     sampling = plan.sampling_bytes(s, work, engine)
@@ -618,6 +618,20 @@ def test_engine_memory_on_a_gpu_is_a_copy_pages_and_logits(sizes):
     assert plan.fits_in_process(s, work, group, needed) and not plan.fits_in_process(s, work, group, needed - 1)
 
 
+@pytest.mark.parametrize("shards", [2, 4])
+def test_sharded_weights_are_gathered_one_at_a_time_to_sample(sizes, shards):
+    s = sizes["qwen3-0.6b"]
+    full, lora = (Work(tokens=1, shards=shards, lora_r=r) for r in (0, 16))
+    engine, none = plan.EngineMemory(2 * s.params, 1e9, 1e8), plan.EngineMemory(1, 0, 0)
+    for work, gathered in ((full, (2 + 2 / shards) * s.embedding), (lora, 2 * s.embedding)):
+        persistent = plan.persistent_without_gradients(s, work)
+        assert plan.copied_bytes(s, work) == gathered
+        assert plan.sampling_bytes(s, work, none) == persistent + 1 + gathered
+        assert plan.sampling_bytes(s, work, engine) == persistent + sum(engine)  # the copy is filled before
+        assert plan.sampling_bytes(s, work, none._replace(copy=0)) == persistent + 2 * s.params  # gathered in full
+    assert plan.copied_bytes(replace(s, inner=1 << 20), lora) == 14 * (s.width << 20)  # merged with its adapter
+
+
 def test_engine_of_a_run_on_a_gpu(monkeypatch, tmp_path):
     run = RunConfig(per_device_train_batch_size=1024)
     model = ModelConfig(model=folder_of(tmp_path))
@@ -630,9 +644,9 @@ def test_engine_of_a_run_on_a_gpu(monkeypatch, tmp_path):
         monkeypatch.setattr(plan, "memory_here", lambda: gib * GIB)
         return plan.engine_memory_of(replace(cfg, rollout=replace(cfg.rollout, **rollout)), s, work, "cuda")
 
-    cache = plan.cache_bytes(s, 2, 128 * 128 + 512 * 320)
+    cache = plan.cache_bytes(s, 2, 128 * 128 + 512 * 384 + 64)
     assert memory() == memory(engine="local") == (2 * s.params, cache, 4 * 512 * 64)
-    assert memory(max_batch_size=64).cache == plan.cache_bytes(s, 2, 128 * 128 + 64 * 320)
+    assert memory(max_batch_size=64).cache == plan.cache_bytes(s, 2, 128 * 128 + 64 * 384 + 64)
     assert memory(cache_gib=0.01).cache == 0.01 * GIB and memory(engine="vllm") is None
     small = memory(gib=(plan.sampling_bytes(s, work, memory()) - 1e6) / GIB)
     assert cache - 1e6 == pytest.approx(small.cache, abs=1)

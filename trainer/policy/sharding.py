@@ -147,7 +147,8 @@ def gathered_head(policy: Policy) -> Iterator[None]:
     reshard(policy.model)
     head = causal_lm(policy.model).get_output_embeddings()
     shard = head.weight
-    head.weight = nn.Parameter(gather(shard.detach()), requires_grad=False)
+    rounded = shard.detach().to(policy.autocast_dtype or shard.dtype)  # as autocast would, after the gather
+    head.weight = nn.Parameter(gather(rounded), requires_grad=False)
     try:
         yield
     finally:

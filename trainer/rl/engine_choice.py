@@ -142,7 +142,9 @@ def engine_bytes(cfg: GroupConfig, policy: Policy, prompt_length: int) -> tuple[
         return copy, 0
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     width = head_dim * (getattr(text, "num_key_value_heads", None) or heads)
-    tokens = pages(prompt_length) + cfg.num_generations * pages(cfg.max_completion_length + 1)
+    # Each row has a spare page, and there is a scratch page.
+    tokens = pages(prompt_length) + cfg.num_generations * (pages(cfg.max_completion_length + 1) + PAGE["cuda"])
+    tokens += PAGE["cuda"]
     return copy, 2 * text.num_hidden_layers * width * size * tokens
 
 

@@ -286,9 +286,7 @@ def generate_share(policy: Policy, local: LocalEngine, asked: Sequence[Asked], s
     requests = [Request(prompt_ids=ids, seed=seed, max_tokens=limit) for ids, seed, limit in asked]
     if policy.is_sharded and comm.any_rank(local.needs_copy()):
         with comm.inside("weights for sampling"):
-            if not local.is_chosen:
-                with gathered_head(policy):
-                    local.choose_forward()
+            local.choose_forward(lambda: gathered_head(policy))
             local.refresh(always=True)
     with contextlib.nullcontext() if local.has_copy else gathered_weights(policy):
         return local.generate(requests, sampling) if requests else []

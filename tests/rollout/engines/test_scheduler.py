@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -238,6 +239,24 @@ def test_a_copy_is_filled_from_the_full_tensor_of_every_shard(make_model):
         forward.refresh()
         assert sorted(gathered) == sorted(p.data_ptr() for p in model.parameters())
     assert torch.equal(forward.lm.model.norm.weight, model.model.norm.weight + 1)
+
+
+def test_a_copy_is_freed_before_the_trainer_gathers_its_weights(make_model, tokenizer, monkeypatch):
+    model, sampling, requests = make_model("qwen3"), Sampling(max_tokens=8), requests_for(2)
+    expected = LocalEngine(model, tokenizer).generate(requests, sampling)
+    monkeypatch.setattr(LocalEngine, "_is_sharded", True)
+    engine, has_copy = LocalEngine(model, tokenizer), []
+    engine._ways = lambda: [lambda: BlockForward(model, torch.float32)]
+
+    @contextmanager
+    def gathered():
+        has_copy.append(engine.has_copy)
+        yield
+
+    engine.choose_forward(gathered)
+    assert has_copy == [False]
+    assert_same(engine.generate(requests, sampling), expected)
+    assert engine.has_copy
 
 
 def test_if_the_first_forward_fails_the_second_gets_current_weights(make_model, tokenizer, monkeypatch):

@@ -104,7 +104,8 @@ def test_bytes_of_training_and_engine():
     text = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, hidden_size=32, num_hidden_layers=3)
     layer.requires_grad_(True).config = SimpleNamespace(get_text_config=lambda: text)
     policy = SimpleNamespace(model=layer, compute_dtype=torch.bfloat16, is_lora=False)
-    tokens = 128 + 8 * 320  # 100 prompt tokens once, 256 + 1 tokens per completion, in pages of 64
+    # in pages of 64: 100 prompt tokens once, 256 + 1 tokens and a spare page per completion, a scratch page
+    tokens = 128 + 8 * 384 + 64
     assert engine_bytes(parse(), policy, 100) == (2 * 32, 2 * 3 * (2 * 8) * 2 * tokens)
     del text.num_attention_heads
     assert engine_bytes(parse(), policy, 100) == (2 * 32, 0)
@@ -117,7 +118,7 @@ def test_free_gpu_memory_decides(monkeypatch, capsys):
     device, dtype = torch.device("cuda", 0), torch.bfloat16
     policy = SimpleNamespace(model=model, compute_dtype=dtype, is_lora=False, is_sharded=False, device=device)
     allocated, needed = 5 << 20, (5 + 14 + 2) << 20  # gradients, moments, casts; a copy
-    cache = 2 * 3 * 16 * 2 * (64 + 8 * 320)
+    cache = 2 * 3 * 16 * 2 * (64 + 8 * 384 + 64)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * allocated)
     monkeypatch.setattr(engine_choice, "check_vllm", lambda vllm: None)

@@ -302,7 +302,7 @@ def fits(measured: dict[str, dict[int, float]], ranks: int) -> list[str]:
         (latency, inverse), error = least_squares([terms[x] for x in FITTED], [seconds[x] for x in FITTED])
         predicted = {x: latency * terms[x][0] + inverse * terms[x][1] for x in HELD_OUT}
         held_out = max(abs(predicted[x] / seconds[x] - 1) for x in HELD_OUT)
-        lines.append(f"| {kind} | {latency:.0f} | {1 / inverse:.2f} | {error:.1%} | {held_out:.1%} |")
+        lines.append(f"| {kind} | {latency:.0f} | {1 / (inverse or math.nan):.2f} | {error:.1%} | {held_out:.1%} |")
     return lines
 
 

@@ -157,10 +157,11 @@ def test_ranks_that_share_rows_compute_half_the_positions(two_ranks):
         (2, [f"{mode}:{name}" for mode in MODES for name in ALL]),
         (2, [f"{mode}:{name}" for mode in ("copies", "once") for name in ("sft-untied", "dpo-lora")]),
         (2, [f"{mode}/2:{name}" for mode in MODES for name in (*worker.CASES, *slices.CASES)]),
+        (4, [*(f"pairs:{name}" for name in SHARDED), "pairs-once:dpo"]),
         (4, [f"{mode}/2:{name}" for mode in MODES for name in FOUR]),  # one pair of ranks is idle
         (4, [f"{mode}/4:{name}" for mode in MODES for name in FOUR]),  # rows with fewer tokens than ranks
     ],
-    ids=["all", "copies and once", "shared by two", "four by twos", "shared by four"],
+    ids=["all", "copies and once", "shared by two", "pairs", "four by twos", "shared by four"],
 )
 def test_every_case_in_every_mode(processes, words, tmp_path):
     launcher = ("--nproc-per-node", str(processes))

@@ -19,7 +19,7 @@ TWO = (
     "replicate/2:sft", "replicate/2:dpo", "fsdp/2:dpo", "fsdp/2:sft-lora", "fsdp/2:sft-recomputed",
 )  # fmt: skip
 FOUR = ("replicate:dpo", "fsdp:sft-lora", "fsdp:grpo", "pairs:sft", "pairs:sft-untied", "pairs:dpo-lora", "pairs:grpo",
-        "fsdp/2:dpo", "replicate/4:sft")  # fmt: skip
+        "pairs-once:dpo", "fsdp/2:dpo", "replicate/4:sft")  # fmt: skip
 
 
 def check(words: tuple[str, ...], done: Any) -> None:
@@ -33,12 +33,17 @@ def check(words: tuple[str, ...], done: Any) -> None:
 
 
 def test_collectives_of_rank_0_of_64_equal_the_model(tmp_path):
-    """Without data: torch's fake group. A head of several copies is reduced within a copy first."""
-    words = ("eights:sft-bf16", "replicate:dpo")
+    """Without data: torch's fake group. A head of several copies is reduced within a copy first, and shards are summed
+    over copies only once, after all micro-batches.
+    """
+    words = ("eights:sft-bf16", "eights:sft-all", "replicate:dpo")
     done = run_python("-m", "tests.ranks.traffic", "64", *words, cwd=tmp_path)
     check(words, done)
-    copies = [call for call in json.loads(done.stdout.splitlines()[0])["counted"] if call[0] == "all_reduce"]
-    assert [call[2] for call in copies] == [8] * 3  # blocks, root, head: each one shard of 8
+    for line, passes in zip(done.stdout.splitlines(), (1, 3), strict=False):
+        counted = json.loads(line)["counted"]
+        copies, shards = ([x for x in counted if x[0] == kind] for kind in ("all_reduce", "reduce_scatter"))
+        assert [x[2] for x in copies] == [8] * 3  # blocks, root, head: each one shard of 8
+        assert sum(x[3] for x in copies) * passes == sum(x[3] for x in shards)
 
 
 @pytest.mark.slow
@@ -52,7 +57,8 @@ def test_collectives_of_real_ranks_equal_the_model(ranks, words, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [8, 1024])
 def test_collectives_of_many_ranks_equal_the_model(ranks, tmp_path):
-    words = ("fsdp:sft", "eights:sft-untied", "eights:dpo-lora", "replicate:dpo", "fsdp/2:dpo", "fsdp:grpo")
+    words = ("fsdp:sft", "eights:sft-untied", "eights:sft-all", "eights:dpo-lora", "replicate:dpo", "fsdp/2:dpo",
+             "fsdp:grpo")  # fmt: skip
     check(words, run_python("-m", "tests.ranks.traffic", str(ranks), *words, cwd=tmp_path))
 
 

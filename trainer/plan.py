@@ -118,6 +118,7 @@ class Work:
     critic: float = 0.0  # bytes of PPO's critic, which is not sharded
     optim: str = "adamw"
     shards: int = 1  # GPUs that FSDP shards over; 1: replicas
+    has_copies: bool = False  # several copies of the shards
     triton: bool = True
     trained_tokens: int | None = None  # None: all tokens
     accumulates: bool = True  # gradients of earlier micro-batches exist
@@ -136,6 +137,12 @@ class Work:
     @property
     def full(self) -> bool:
         return self.lora_r == 0
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes per gradient; before the last micro-batch, copies of the shards keep float32 sums."""
+        size = self.weight_bytes if self.full else 4
+        return max(size, 4) if self.has_copies and self.accumulates else size
 
     @property
     def stream(self) -> int:
@@ -220,7 +227,7 @@ def persistent_bytes(s: Sizes, work: Work) -> dict[str, float]:
     total = {
         "weights": work.weight_bytes * s.params if work.full else base,
         "adapters": 4 * s.adapter(work.lora_r),
-        "gradients": trained_bytes * trained,
+        "gradients": work.gradient_bytes * trained,
         "optimizer state": 2 * (1 + 4 / SCALED) * in_8bit + 2 * trained_bytes * (trained - in_8bit),
         "reference": work.compute * s.params * (work.has_reference and work.full) + work.other_bytes,
     }
@@ -344,7 +351,7 @@ def step_points(s: Sizes, work: Work) -> list[StepPoint]:
     is_first, is_tied = work.full and not work.accumulates, work.full and s.tied and has_head
     saved, (gathered, reduced) = activation_bytes(s, work), gathered_bytes(s, work)
     block = block_activation_bytes(s, work) + cast_bytes(s, work) / s.layers
-    grad = work.weight_bytes / work.shards  # bytes per stored gradient
+    grad = work.gradient_bytes / work.shards
     head_grad = grad * s.embedding * has_head  # a tied head's gradient is kept until the embedding's is computed
     waiting, new = (0, head_grad) if is_first else (head_grad * is_tied, 0)
     # In the MLP: gradients of product, silu and up in place of the product (an adapter casts its input to float32),
@@ -548,7 +555,8 @@ def work_of(cfg: MethodConfig, s: Sizes, device: str | None = None) -> Work:
     )  # fmt: skip
     if facts.critic:
         work = replace(work, critic=critic_bytes(s, work, cfg.value_model and sizes_for(cfg, cfg.value_model)))
-    return replace(work, shards=shards_of(cfg, s, work, device))
+    shards = shards_of(cfg, s, work, device)
+    return replace(work, shards=shards, has_copies=1 < shards < world_size() and not cfg.parallel.reduce_once)
 
 
 def shards_of(cfg: MethodConfig, s: Sizes, work: Work, device: str) -> int:
@@ -1023,7 +1031,8 @@ def columns(cfg: PlanConfig, card: Card) -> dict[str, Work]:
     if cfg.gpus == 1 or (parallel.mode != "fsdp" and parallel.shard is None):
         modes["replicate"] = base
     if cfg.gpus > 1 and parallel.mode != "replicate" and not cfg.load_in_4bit:
-        modes["fsdp"] = replace(base, shards=parallel.shard or cfg.gpus)
+        shards = parallel.shard or cfg.gpus
+        modes["fsdp"] = replace(base, shards=shards, has_copies=shards < cfg.gpus)
     return {
         name + suffix: replace(work, checkpointing=bool(suffix), offloading=bool(suffix) and cfg.activation_offloading)
         for name, work in modes.items()

@@ -35,7 +35,7 @@ FITTED = tuple(256 * KIB << i for i in range(0, 7, 2))  # bytes of the full tens
 HELD_OUT = tuple(256 * KIB << i for i in range(1, 7, 2))
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 # Small collectives per step (counts, metrics), by the name that comm.py gives them; their time is latency.
-OFFLINE = ("number of micro-batches", "sum", "names of metrics: sizes", "names of metrics", "metrics")
+OFFLINE = ("number of micro-batches", "sum", "names of metrics", "metrics")
 NOT_EMPTY = ("micro-batches that are not empty: sizes", "micro-batches that are not empty")
 BOOKKEEPING = {"sft": OFFLINE, "dpo": OFFLINE, "grpo": (*OFFLINE, "sum", "replayed log-probs", *NOT_EMPTY)}
 EVERYONE = ("number of micro-batches", "gradient norm")  # over all ranks; the other names over shards of the data
@@ -50,7 +50,7 @@ class Call(NamedTuple):
     kind: str  # all_gather, reduce_scatter, all_reduce, broadcast
     size: int  # bytes of the full tensor: the result of a gather, the input of a scatter
     ranks: int
-    phase: str = "end"  # forward and backward overlap with compute; head, context and end do not
+    phase: str = "end"  # forward, backward and last (backward pass) overlap with compute; head, context and end do not
     stride: int = 1  # distance between neighbours: copies of a shard are `shards` ranks apart
 
 
@@ -117,7 +117,7 @@ def calls(model: Model, layout: Layout, step: Step) -> Counter[Call]:
         dtype = DTYPES[step.trained]
         trained = [torch.nn.Parameter(torch.empty(w.shape, device="meta", dtype=dtype))
                    for w in model.in_order() if w.is_trained]  # fmt: skip
-        order, phase = (reversed(trained), "backward") if layout.context == 1 else (trained, "end")
+        order, phase = (reversed(trained), "last") if layout.context == 1 else (trained, "end")
         for bucket in buckets(order):
             found[Call("all_reduce", sum(p.nbytes for p in bucket), layout.ranks, phase)] += 1
     for row in step.row_passes:  # keys and values are gathered again where a checkpointed block is recomputed
@@ -132,7 +132,7 @@ def calls(model: Model, layout: Layout, step: Step) -> Counter[Call]:
 def group_calls(name: str, weights: Sequence[Weight], count: int, layout: Layout, step: Step) -> Counter[Call]:
     """Return the collectives of one FSDP group, which occurs `count` times in the model."""
     shards, copies = layout.shards, layout.ranks // layout.shards
-    forward, backward = ("head", "head") if name == "head" else ("forward", "backward")
+    forward, backward, last = ("head", "head", "head") if name == "head" else ("forward", "backward", "last")
     gather = step.compute * sum(w.padded(shards) for w in weights)
     reduce = step.reduced * sum(w.padded(shards) for w in weights if w.is_trained)
     passes = 1 if name == "root" else 1 + step.frozen_passes  # the root stays gathered until the backward pass
@@ -140,10 +140,10 @@ def group_calls(name: str, weights: Sequence[Weight], count: int, layout: Layout
     if name == "block":
         found[Call("all_gather", gather, shards, backward)] += count * step.micro_batches
     if reduce:
-        times = count * (1 if layout.reduce_once else step.micro_batches)
-        found[Call("reduce_scatter", reduce, shards, backward)] += times
+        times, phase = (1, last) if layout.reduce_once else (step.micro_batches, backward)
+        found[Call("reduce_scatter", reduce, shards, phase)] += count * times
         if copies > 1:
-            found[Call("all_reduce", reduce // shards, copies, backward, stride=shards)] += times
+            found[Call("all_reduce", reduce // shards, copies, last, stride=shards)] += count
     return found
 
 
@@ -210,14 +210,14 @@ class Network:
         share = 1.0 if call.kind == "broadcast" else (n - 1) / n
         return self.base + ring + share * size / bandwidth
 
-    def total(self, found: Counter[Call], phase: str) -> float:
-        """Return the seconds of a phase. NVLink and the network work concurrently, on separate streams."""
-        near, far = 0.0, 0.0
-        for call, count in found.items():
-            if call.phase == phase:
-                seconds = count * self.seconds(call)
-                near, far = (near, far + seconds) if self.is_far(call) else (near + seconds, far)
-        return max(near, far) if phase in ("forward", "backward") else near + far
+    def total(self, found: Counter[Call], *phases: str) -> float:
+        """Return the seconds of the calls of these phases, one after the other."""
+        return sum(count * self.seconds(call) for call, count in found.items() if call.phase in phases)
+
+    def overlapped(self, found: Counter[Call], *phases: str) -> float:
+        """Return the same while NVLink and the network work concurrently, on separate streams."""
+        far = Counter({call: count for call, count in found.items() if self.is_far(call)})
+        return max(self.total(found - far, *phases), self.total(far, *phases))
 
 
 def least_squares(terms: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[list[float], float]:
@@ -302,7 +302,7 @@ def fits(measured: dict[str, dict[int, float]], ranks: int) -> list[str]:
         (latency, inverse), error = least_squares([terms[x] for x in FITTED], [seconds[x] for x in FITTED])
         predicted = {x: latency * terms[x][0] + inverse * terms[x][1] for x in HELD_OUT}
         held_out = max(abs(predicted[x] / seconds[x] - 1) for x in HELD_OUT)
-        lines.append(f"| {kind} | {latency:.0f} | {1 / inverse:.2f} | {error:.1%} | {held_out:.1%} |")
+        lines.append(f"| {kind} | {latency:.0f} | {1 / (inverse or math.nan):.2f} | {error:.1%} | {held_out:.1%} |")
     return lines
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -43,7 +44,7 @@ NETWORKS = (Network(nics=1), Network(nics=8))  # 400 Gb/s per node, and per GPU
 TOKENS = 8192  # per micro-batch
 LENGTHS = ((256, 256), (512, 1024), (1024, 4096), (1024, 16384))  # prompt, completion
 ATTENTION = 242e12  # FLOP/s of flex attention, forward and backward, 8 x 2,048 after a shared prompt of 512, on an H200
-HAND_OVER = (0.5e-6, 0.34e-6)  # rank 0's CPU seconds per completion token and per prompt id, at 8127c7f
+HAND_OVER = (0.058e-6, 0.022e-6)  # rank 0's CPU seconds per completion token and prompt id, 8 ranks (bench.handover)
 
 
 # measured compute ------------------------------------------------------------------------------------------------
@@ -65,7 +66,8 @@ def shape_of(name: str) -> tuple[plan.Sizes, Model]:
     lm = plan.build(config)
     one, model = plan.sizes_of(lm), model_of(lm, list(lm.model.layers))
     block = tuple(math.prod(w.shape) for w in model.block)
-    sizes = replace(one, layers=layers, tensors=one.tensors + block * (layers - 1), matrices=one.matrices * layers,
+    tensors = one.tensors + block * (layers - 1)
+    sizes = replace(one, layers=layers, tensors=tensors, trained=tensors, matrices=one.matrices * layers,
                     ends=one.ends * layers)  # fmt: skip
     return sizes, replace(model, layers=layers)
 
@@ -140,20 +142,20 @@ class Prediction(NamedTuple):
 def train(name: str, layout: Layout, network: Network, *, micro_batches: int = 4, method: str = "sft") -> Prediction:
     """Predict an optimizer step of full fine-tuning: bfloat16 weights, checkpointing, TOKENS per micro-batch."""
     sizes, model = shape_of(name)
-    work = plan.Work(tokens=TOKENS, weight_bytes=2, checkpointing=True, shards=layout.shards, accumulates=True)
+    has_copies = 1 < layout.shards < layout.ranks and not layout.reduce_once
+    work = plan.Work(tokens=TOKENS, weight_bytes=2, checkpointing=True, shards=layout.shards, has_copies=has_copies)
     once = TOKENS * plan.flops_per_token(sizes, work) / measured().flops[method]
     forward, backward = once / 4, once * 3 / 4  # 2 of 8 FLOPs per weight and token; the backward pass recomputes
     found = calls(model, layout, Step(micro_batches))
-    traffic = {phase: network.total(found, phase) for phase in ("forward", "backward", "head", "end")}
-    if layout.shards > 1:
-        seconds = max(micro_batches * forward, traffic["forward"]) + max(micro_batches * backward, traffic["backward"])
-    else:  # replicas sum gradients during the last backward pass
-        seconds = micro_batches * once - backward + max(backward, traffic["backward"])
+    last = Counter({call: n // micro_batches if call.phase == "backward" else n for call, n in found.items()})
+    seconds = max(micro_batches * forward, network.overlapped(found, "forward"))
+    seconds += (micro_batches - 1) * max(backward, network.overlapped(last, "backward"))
+    seconds += max(backward, network.overlapped(last, "backward", "last")) + network.total(found, "head", "end")
     update = measured().update * sizes.params / layout.shards
     small = sum(bookkeeping(method, layout).values()) * network.seconds(Call("all_reduce", 1024, layout.ranks))
     gradients = 4 * sizes.params * layout.reduce_once  # whole, in float32
     gib = (plan.peak(sizes, work) + gradients) / GIB + plan.RESERVE
-    return Prediction(seconds + traffic["head"] + traffic["end"] + small + update, micro_batches * once + update, gib)
+    return Prediction(seconds + small + update, micro_batches * once + update, gib)
 
 
 def decode_seconds(s: plan.Sizes, engine: str, rows: int, group: int, prompt: int, completion: int) -> float:

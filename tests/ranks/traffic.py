@@ -44,9 +44,10 @@ KINDS = {
     "allreduce_": "all_reduce", "all_reduce": "all_reduce", "broadcast_": "broadcast", "allgather_": "all_gather",
     "_allgather_base_": "all_gather", "all_gather_into_tensor": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
 }  # fmt: skip
 SILENT = {"wait_tensor", "_wrap_tensor_autograd"}
-HAND_OVER = ("groups of the step", "tokens of the step")  # rank 0's completions, counted by bytes of JSON elsewhere
+HAND_OVER = ("groups of the step", "tokens of the step")  # tests/trainer/rl/test_rank0_rollout.py counts their bytes
 KL = PolicyLossConfig(beta=0.1)
 MODES = worker.MODES | {"eights": {"mode": "fsdp", "shard": 8}}
 CASES = worker.CASES | slices.CASES | {
@@ -54,6 +55,7 @@ CASES = worker.CASES | slices.CASES | {
     "grpo-lora": lambda: group_case("grpo", policy_loss=KL, lora=True),
     "sft-bf16": lambda: in_bfloat16(worker.sft_case(tied=False)),
     "dpo-bf16": lambda: in_bfloat16(worker.dpo_case()),
+    "sft-all": lambda: worker.sft_case(tied=False)._replace(deal=worker.all_of_them),  # all rows on every rank
 }  # fmt: skip
 
 
@@ -167,12 +169,20 @@ def fake_group(ranks: int) -> Iterator[None]:
     os.environ |= {"WORLD_SIZE": str(ranks), "RANK": "0", "LOCAL_RANK": "0"}
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     comm._watch = Watch(60.0, dist.HashStore(), on_cuda=False)  # names the collectives
+
     from_bytes = json.loads
 
-    def loads(text: bytes) -> Any:  # the other ranks send zeros
-        return from_bytes(text.strip(b"\0") or b"[]")
+    def loads(text: bytes | str) -> Any:  # the other ranks send zeros
+        return from_bytes(text.strip(b"\0") or b"[]" if isinstance(text, bytes) else text)
 
-    with mock.patch.object(sharding, "check_same_weights"), mock.patch.object(json, "loads", loads):
+    def exchange(parts: list[Any], name: str) -> list[Any]:
+        return [parts[0], *[None] * (ranks - 1)]
+
+    with (
+        mock.patch.object(sharding, "check_same_weights"),
+        mock.patch.object(json, "loads", loads),
+        mock.patch.object(comm, "exchange", exchange),
+    ):
         yield
     dist.destroy_process_group()
 

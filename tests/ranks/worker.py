@@ -245,6 +245,7 @@ MODES = {
     "once": {"mode": "fsdp", "reduce_once": True},
     "part": {"mode": "fsdp"},  # of a model of which PART is trained
     "pairs": {"mode": "fsdp", "shard": 2},  # on four ranks: two copies, each sharded over two ranks
+    "pairs-once": {"mode": "fsdp", "shard": 2, "reduce_once": True},
     "offload": {"mode": "fsdp", "cpu_offload": True},
 }
 

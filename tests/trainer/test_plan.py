@@ -199,6 +199,10 @@ def test_persistent_bytes_by_hand(sizes):
     assert list(lora.values()) == [2 * s.params, *(x * s.adapter(16) for x in (4, 4, 8)), 0]
     assert list(persistent_bytes(s, Work(tokens=1, weight_bytes=2)).values()) == [x * s.params for x in (2, 0, 2, 4, 0)]
     assert persistent_bytes(s, Work(tokens=1, other_bytes=8.0, shards=8))["reference"] == 1.0
+    copies = Work(tokens=1, weight_bytes=2, shards=8, has_copies=True)  # float32 until the last micro-batch
+    for accumulates, size in ((True, 4), (False, 2)):
+        work = replace(copies, accumulates=accumulates)
+        assert 8 * persistent_bytes(s, work)["gradients"] == size * s.params
 
 
 def test_only_trained_parameters_have_gradients_and_moments(capsys):
@@ -451,7 +455,7 @@ def test_columns_follow_the_parallel_flags():
 
     assert {name: work.shards for name, work in columns_of().items()} == {"replicate": 1, "fsdp": 8}
     assert {name: work.shards for name, work in columns_of(mode="replicate").items()} == {"replicate": 1}
-    assert {name: work.shards for name, work in columns_of(shard=4).items()} == {"fsdp": 4}
+    assert [(name, x.shards, x.has_copies) for name, x in columns_of(shard=4).items()] == [("fsdp", 4, True)]
     shared = columns_of(mode="fsdp", context=4)["fsdp"]
     assert (shared.shards, shared.local_tokens, shared.head) == (8, 8192 // 4, "any loss")
 
@@ -663,7 +667,8 @@ def test_shards_follow_the_number_of_ranks(monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "4")
     for mode, shard, expected in (("auto", None, 1), ("replicate", None, 1), ("fsdp", None, 4), ("fsdp", 2, 2)):
         parallel = ParallelConfig(mode=mode, shard=shard)
-        assert plan.work_of(replace(cfg, parallel=parallel), s, "cpu").shards == expected, (mode, shard)
+        work = plan.work_of(replace(cfg, parallel=parallel), s, "cpu")
+        assert (work.shards, work.has_copies) == (expected, expected == 2), (mode, shard)
     monkeypatch.setattr(sharding, "SMALL", 16 * s.params)  # room for the policy, but not for the reference
     assert plan.work_of(cfg, s, "cpu").shards == 4
 

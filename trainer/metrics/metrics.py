@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import math
@@ -22,7 +23,7 @@ from torch import Tensor
 from data.errors import UserError
 from data.packing import to_device
 from rollout.engines.memory import highest_peak
-from trainer.parallel.comm import all_gather, all_max, all_sum, pick_device, world_size
+from trainer.parallel.comm import all_gather, all_max, all_sum, data_size, pick_device
 
 # One line per name; `*` matches any text. Built-in methods log no other names (tests/test_smoke.py).
 GLOSSARY: dict[str, str] = {
@@ -205,11 +206,15 @@ class MetricSums:
         return means
 
     def _names(self) -> list[str]:
-        """Return the names of all ranks; some names may exist on one rank only."""
-        if world_size() == 1:
+        """Return the names of all ranks; some names may exist on one rank only, and only then they are gathered."""
+        if data_size() == 1:
             return sorted(self.pairs)
-        local = torch.tensor(list(json.dumps(sorted(self.pairs)).encode()), dtype=torch.uint8, device=pick_device())
-        gathered = all_gather(local, "names of metrics")
+        text = json.dumps(sorted(self.pairs)).encode()
+        digest = int.from_bytes(hashlib.sha256(text).digest()[:7])
+        highest, lowest = all_max(torch.tensor([digest, -digest]), "names of metrics").tolist()
+        if highest == -lowest:
+            return sorted(self.pairs)
+        gathered = all_gather(torch.tensor(list(text), dtype=torch.uint8), "different names of metrics")
         return sorted({name for names in gathered for name in json.loads(bytes(names.tolist()))})
 
 

@@ -7,17 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.parallel.comm import inside
+
 
 class Gatherer:
     """Gathers a sharded weight that is used outside of FSDP modules: the output head.
 
     Shards are cast to `dtype` before the gather; gradients are summed in float32 or wider, as FSDP does for the other
-    weights. `reduce_once`: each rank keeps the sum over micro-batches until end() sums it over ranks.
+    weights. Several copies of the weight: each rank keeps its shard of its copy's sum until end() sums it over copies.
+    `reduce_once`: each rank keeps the sum over its micro-batches until end() sums it over all ranks.
     """
 
     def __init__(self, dtype: torch.dtype | None = None, *, reduce_once: bool = False) -> None:
         self.dtype, self.reduce_once = dtype, reduce_once
-        self.local_grad: Tensor | None = None  # this rank's gradient, not reduced yet
+        self.partial: Tensor | None = None  # gradient of this step, not summed over all ranks yet
 
     def __call__(self, weight: Tensor) -> Tensor:
         """Return the full weight; the backward pass sums its gradient over ranks and scatters it."""
@@ -25,10 +28,11 @@ class Gatherer:
 
     def end(self, weight: nn.Parameter) -> None:
         """Reduce the gradient after the last micro-batch; a collective on all ranks or on none."""
-        if self.local_grad is not None:
-            total = scatter_sum(self.local_grad, weight)
+        if self.partial is not None:
+            with inside("gradient of the head"):
+                total = scatter_sum(self.partial, weight)
             weight.grad = total if weight.grad is None else weight.grad + total
-            self.local_grad = None
+            self.partial = None
 
 
 class _Gather(torch.autograd.Function):
@@ -39,22 +43,30 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        gatherer = ctx.gatherer
-        grad = grad.to(torch.promote_types(ctx.weight.dtype, torch.float32))
+        gatherer, weight = ctx.gatherer, ctx.weight
+        grad = grad.to(torch.promote_types(weight.dtype, torch.float32))
         if not gatherer.reduce_once:
-            return scatter_sum(grad, ctx.weight), None
-        gatherer.local_grad = grad if gatherer.local_grad is None else gatherer.local_grad.add_(grad)
+            grad = sum_within_copy(grad, weight)
+            if weight.device_mesh.ndim == 1:
+                return scatter_sum(grad, weight), None
+        gatherer.partial = grad if gatherer.partial is None else gatherer.partial.add_(grad)
         return None, None
 
 
-def scatter_sum(full: Tensor, like: Any) -> Tensor:
-    """Sum full tensors over ranks; return the sum sharded like `like`, in its dtype."""
+def scatter_sum(partial: Any, like: Any) -> Tensor:
+    """Sum full tensors, or results of sum_within_copy, over ranks; return the sum sharded like `like`, in its dtype."""
+    # Within a copy first: torch would sum the full tensor over copies, between nodes, and then keep one shard of it.
+    summands = partial if is_dtensor(partial) else sum_within_copy(partial, like)
+    return summands.redistribute(placements=like.placements).to(like.device, like.dtype)
+
+
+def sum_within_copy(full: Tensor, like: Any) -> Any:
+    """Sum full tensors over the ranks of a copy; return shards, whose sum over copies is pending."""
     from torch.distributed.tensor import DTensor, Partial
 
-    summands = DTensor.from_local(full, like.device_mesh, [Partial()] * like.device_mesh.ndim, run_check=False)
-    # Within a copy first: torch would sum the full tensor over copies, between nodes, and then keep one shard of it.
-    summands = summands.redistribute(placements=[Partial()] * (like.device_mesh.ndim - 1) + [like.placements[-1]])
-    return summands.redistribute(placements=like.placements).to(like.device, like.dtype)
+    copies = [Partial()] * (like.device_mesh.ndim - 1)
+    summands = DTensor.from_local(full, like.device_mesh, [*copies, Partial()], run_check=False)
+    return summands.redistribute(placements=[*copies, like.placements[-1]])
 
 
 def is_dtensor(x: Any) -> bool:

@@ -247,9 +247,10 @@ class Passes(list[T]):
 
     def __iter__(self) -> Iterator[T]:
         trunk = causal_lm(self.policy.model).base_model
+        # Reduce gradients, or only sum their shards over copies, once, in the last backward pass.
+        reduces = trunk.set_requires_gradient_sync if self.policy.reduce_once else trunk.set_requires_all_reduce
         for i, micro_batch in enumerate(super().__iter__(), start=1):
-            if self.policy.reduce_once:
-                trunk.set_requires_gradient_sync(i == len(self))
+            reduces(i == len(self))
             with passing(f"forward and backward of micro-batch {i} of {len(self)}"):
                 yield micro_batch
 

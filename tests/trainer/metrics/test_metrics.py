@@ -66,6 +66,18 @@ def test_means_reduce_once_in_sorted_order(monkeypatch):
     assert seen == [[[1.0, 2.0], [3.0, 1.0]]]
 
 
+def test_names_are_gathered_only_if_ranks_differ(monkeypatch):
+    other, sent = torch.tensor(list(b'["a/x", "b/y"]'), dtype=torch.uint8), []
+    monkeypatch.setattr(metrics, "data_size", lambda: 2)
+    monkeypatch.setattr(metrics, "all_sum", lambda x, name: x + 1)
+    monkeypatch.setattr(metrics, "all_gather", lambda x, name: sent.append(x) or [x, other])
+    sums = MetricSums()
+    sums.add({"b/x": (3.0, 1)})
+    for differs, names in ((0, {"b/x"}), (1, {"a/x", "b/x", "b/y"})):
+        monkeypatch.setattr(metrics, "all_max", lambda x, name, differs=differs: x + torch.tensor([differs, 0]))
+        assert sums.means().keys() == names and len(sent) == differs
+
+
 def test_means_may_be_read_later_than_they_are_summed():
     sums = MetricSums()
     sums.add({"loss/nll": (torch.tensor(6.0), 2)})

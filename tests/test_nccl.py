@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from tests.entry import environment, metrics, rank_environments, run_ranks
-from tests.ranks import slices
+from tests.ranks import compiled, slices
 from tests.test_gpu_runs import BY_ROUNDING, CLOCKS, EXACT, LOCAL, METHODS, REFERENCED
 from tests.test_ranks import ALL, FOUR, SHARDED, SHARED, checked
 from trainer.__main__ import main
@@ -36,6 +36,7 @@ GRADIENTS = {
     "copies, once, offload": (2, [f"{mode}:{name}" for mode in ("copies", "once", "offload") for name in ONCE_EACH]),
     "context": (2, [f"{mode}/2:{name}" for mode in ("replicate", "fsdp") for name in (*SHARED, *slices.CASES)]),
     "pairs of four": (4, [f"pairs:{name}" for name in SHARDED]),
+    "compiled": (2, [*(f"fsdp:{name}" for name in compiled.CASES), "copies:compiled-recomputed", "offload:compiled"]),
     "context of four": (4, [f"fsdp/2:{name}" for name in FOUR]),
 }
 
@@ -71,6 +72,7 @@ def test_gradients_match_one_process(kind, tmp_path):
 # Runs through the entry point, in float32.
 STEPS = ("--max-steps", "3", "--eval-steps", "3", "--save-steps", "0", *EXACT)
 LORA = ("--lora.r", "4")
+COMPILED, CHECKPOINTED = ("--parallel.mode", "fsdp", "--compile"), ("--gradient-checkpointing",)
 RUNS: dict[str, tuple[int, str, tuple[str, ...], tuple[str, ...]]] = {  # ranks, method, flags, flags of several ranks
     **{f"{method}, fsdp": (2, method, (), ("--parallel.mode", "fsdp")) for method in METHODS},
     **{f"{method}, replicate": (2, method, (), ("--parallel.mode", "replicate")) for method in ("dpo", "grpo", "ppo")},
@@ -86,6 +88,14 @@ RUNS: dict[str, tuple[int, str, tuple[str, ...], tuple[str, ...]]] = {  # ranks,
     "dpo, 4 bits": (2, "dpo", (*LORA, "--load-in-4bit"), ()),
     "grpo, 4 bits": (2, "grpo", (*LORA, "--load-in-4bit"), ()),
     "sft, compiled, replicate": (2, "sft", ("--compile",), ("--parallel.mode", "replicate")),
+    # Against one process without --compile and without checkpointing.
+    "sft, compiled, fsdp": (2, "sft", (), COMPILED),
+    "sft, compiled, checkpointed, fsdp": (2, "sft", (), (*COMPILED, *CHECKPOINTED)),
+    "sft, compiled, checkpointed, offload": (2, "sft", (), (*COMPILED, *CHECKPOINTED, "--parallel.cpu-offload")),
+    "sft, lora, compiled, fsdp": (2, "sft", LORA, COMPILED),
+    "dpo, lora, compiled, checkpointed, fsdp": (2, "dpo", LORA, (*COMPILED, *CHECKPOINTED)),
+    "grpo, compiled, checkpointed, fsdp": (2, "grpo", (), (*COMPILED, *CHECKPOINTED)),
+    "dpo, 4 bits, compiled, checkpointed": (2, "dpo", (*LORA, "--load-in-4bit"), ("--compile", *CHECKPOINTED)),
 }
 
 

@@ -28,7 +28,7 @@ from data.command.config_file import load_config
 from data.errors import UserError
 from rollout.model_folder import resolve_model
 from tests.entry import ROOT, environment, metrics, repeatable, run_ok, run_ranks
-from tests.ranks import sampled, slices, worker
+from tests.ranks import compiled, sampled, slices, worker
 from tests.ranks.sharded import everything, optimizer_of, same, take_step
 from trainer.__main__ import main
 from trainer.config.blocks import ParallelConfig
@@ -44,6 +44,11 @@ SFT = (
 MODES = ("replicate", "fsdp")
 FOUR = ("sft-one-row", "sft-tiny", "sft-padded", "sft-windows", "sft-recomputed", "dpo-aot", "kto", "prm",
         "grpo-shared", "grpo-lora")  # fmt: skip
+
+COMPILED = (
+    *(f"fsdp:{name}" for name in compiled.CASES), "copies:compiled", "once:compiled-lora",
+    "replicate:compiled-recomputed", "fsdp/2:compiled-recomputed",
+)  # fmt: skip
 
 
 def two(*argv: Any, cwd: Path, timeout: float = 240, launcher: tuple[str, ...] = (), **env: str) -> Any:
@@ -157,16 +162,17 @@ def test_ranks_that_share_rows_compute_half_the_positions(two_ranks):
         (2, [f"{mode}:{name}" for mode in MODES for name in ALL]),
         (2, [f"{mode}:{name}" for mode in ("copies", "once") for name in ("sft-untied", "dpo-lora")]),
         (2, [f"{mode}/2:{name}" for mode in MODES for name in (*worker.CASES, *slices.CASES)]),
+        (2, COMPILED),
         (4, [*(f"pairs:{name}" for name in SHARDED), "pairs-once:dpo"]),
         (4, [f"{mode}/2:{name}" for mode in MODES for name in FOUR]),  # one pair of ranks is idle
         (4, [f"{mode}/4:{name}" for mode in MODES for name in FOUR]),  # rows with fewer tokens than ranks
     ],
-    ids=["all", "copies and once", "shared by two", "pairs", "four by twos", "shared by four"],
+    ids=["all", "copies and once", "shared by two", "compiled", "pairs", "four by twos", "shared by four"],
 )
 def test_every_case_in_every_mode(processes, words, tmp_path):
     launcher = ("--nproc-per-node", str(processes))
     results = results_of("tests.ranks.main", *words, cwd=tmp_path, launcher=launcher, timeout=900)
-    assert [result["case"] for result in results] == words
+    assert [result["case"] for result in results] == list(words)
     exact(results)
 
 

@@ -111,7 +111,7 @@ class Work:
     compute: int = 2  # c
     checkpointing: bool = False
     offloading: bool = False  # checkpointed activations are offloaded
-    compiled: bool = False  # may be compiled: on one GPU, checkpointed blocks then keep the attention output
+    compiled: bool = False  # may be compiled: checkpointed blocks then keep the attention output
     head: str = "one pass"
     has_reference: bool = False
     other_bytes: float = 0.0  # other frozen models
@@ -550,7 +550,7 @@ def work_of(cfg: MethodConfig, s: Sizes, device: str | None = None) -> Work:
         head=facts.head_for(cfg.parallel.context), has_reference=has_reference(cfg),
         other_bytes=compute * sum(sizes_for(cfg, name).params for name in other_models(cfg)), optim=cfg.optim.optim,
         accumulates=is_part, context=cfg.parallel.context,
-        compiled=device == "cuda" and cfg.model.compile is not False and world_size() == 1,
+        compiled=device == "cuda" and cfg.model.compile is not False and cfg.parallel.context == 1,
         triton=device == "cuda" and (not has_gpu or torch.cuda.get_device_capability()[0] in TRITON_HEAD),
     )  # fmt: skip
     if facts.critic:
@@ -1025,7 +1025,7 @@ def columns(cfg: PlanConfig, card: Card) -> dict[str, Work]:
         tokens=cfg.max_tokens_per_micro_batch, lora_r=cfg.lora.r, in_4bit=cfg.load_in_4bit,
         weight_bytes=BYTES[cfg.trained_dtype], compute=BYTES[cfg.dtype], has_reference=cfg.has_reference,
         optim=cfg.optim, triton=card.triton_head, context=parallel.context, head=cfg.facts.head_for(parallel.context),
-        other_bytes=cfg.other_bytes, compiled=cfg.gpus == 1,
+        other_bytes=cfg.other_bytes, compiled=parallel.context == 1,
     )  # fmt: skip
     modes = {}
     if cfg.gpus == 1 or (parallel.mode != "fsdp" and parallel.shard is None):

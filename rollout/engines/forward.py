@@ -275,15 +275,13 @@ _attend: Callable[..., Tensor] | None = None  # set during a pass
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
     """Context manager: disable torch.compile. With a cache, each layer and each new shape would recompile."""
-    compiled = [module for module in model.modules() if getattr(module, "_compiled_call_impl", None) is not None]
-    calls = [module._compiled_call_impl for module in compiled]
-    for module in compiled:
-        module._compiled_call_impl = None
+    compiled = [m for m in model.modules() if hasattr(vars(m).get("forward"), "_torchdynamo_orig_callable")]
+    forwards = [vars(module).pop("forward") for module in compiled]
     try:
         yield
     finally:
-        for module, call in zip(compiled, calls, strict=True):
-            module._compiled_call_impl = call
+        for module, forward in zip(compiled, forwards, strict=True):
+            module.forward = forward
 
 
 def empty_copy(lm: Any, dtype: torch.dtype) -> Any:

@@ -13,11 +13,11 @@ import shutil
 import sys
 from pathlib import Path
 
-from tests.ranks import sampled, slices, worker
+from tests.ranks import compiled, sampled, slices, worker
 from tests.ranks.sharded import check_sharded, check_slow_disk
 from trainer.parallel.comm import is_main, of_all, process_group
 
-CASES = worker.CASES | sampled.CASES | slices.CASES
+CASES = worker.CASES | sampled.CASES | slices.CASES | compiled.CASES
 
 
 def main(words: list[str]) -> None:

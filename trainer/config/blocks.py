@@ -211,8 +211,7 @@ class ModelConfig:
     compile: Literal["auto"] | bool = "auto"
     (
         "Compile the model's blocks with torch.compile: 30 to 60 s at the start, then faster steps on a GPU. auto: on "
-        "a GPU, for runs of 200 steps or more, unless the model is sharded or has experts. --compile without a value "
-        "means true."
+        "a GPU, for runs of 200 steps or more, unless the model has experts. --compile without a value means true."
     )
 
     def __post_init__(self) -> None:

@@ -65,8 +65,6 @@ def obstacle(policy: Policy, name: str = "the model") -> str:
     One companion with an obstacle decides for all models: --resume compiles each of them as it is loaded.
     """
     lm = causal_lm(policy.model)
-    if policy.is_sharded:
-        return f"{name} is sharded"
     if getattr(lm.config.get_text_config(), "num_experts_per_tok", None):
         return f"{name} has experts, whose shapes change with every batch"
     try:

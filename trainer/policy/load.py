@@ -55,7 +55,7 @@ from rollout.model_folder import (
 from trainer.config.blocks import LoraConfig, ModelConfig, check_4bit
 from trainer.config.errors import load_error
 from trainer.files.tensor_files import Record, TensorFiles, records_of_file
-from trainer.parallel.comm import is_main, world_size
+from trainer.parallel.comm import context_size, is_main, world_size
 from trainer.parallel.dtensor import local, local_slices
 from trainer.parallel.watch import log
 from trainer.policy.adapters import add_adapter, attach_adapter, continue_adapter, freeze_except
@@ -342,16 +342,19 @@ def speed_up(lm: Any, cfg: ModelConfig, source: str, device: torch.device) -> No
 
 
 def compile_blocks(lm: Any, source: str) -> None:
-    """Compile in place, which keeps names and hooks. All blocks, lengths and masks share one graph with attention."""
+    """Compile the blocks in place, which keeps names. All blocks, lengths and masks share one graph with attention.
+
+    Only forward is compiled: hooks, such as those that gather sharded weights, run outside of the graph.
+    """
     share_graphs()
     if is_4bit(lm):
         make_known_to_inductor()
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(is_not_inplace_reminder)
     unfuse(lm)
     for block in blocks_of(lm, source):
-        if getattr(block, "gradient_checkpointing", False) and world_size() == 1 and not offloads(block):
+        if getattr(block, "gradient_checkpointing", False) and context_size() == 1 and not offloads(block):
             recompute_inside(block)
-        block.compile(dynamic=True, options=COMPILER_OPTIONS)
+        block.forward = torch.compile(block.forward, dynamic=True, options=COMPILER_OPTIONS)
 
 
 def recompute_inside(block: nn.Module) -> None:
@@ -359,7 +362,7 @@ def recompute_inside(block: nn.Module) -> None:
 
     The compiler then does not recompute what the backward pass does not need, such as the block's last matmul. Outputs
     of flex attention are saved: they are as large as the block's input and the slowest to recompute for their size.
-    Sharded blocks keep the outer checkpoint, which gathers their weights again, and so do blocks with offloaded inputs.
+    Blocks with offloaded inputs keep the outer checkpoint, and so do blocks with collectives (context parallelism).
     """
     forward, block.gradient_checkpointing = block.forward, False
     contexts = functools.partial(create_selective_checkpoint_contexts, save_attention)

@@ -182,6 +182,8 @@ def shard_model(lm: Any, mesh: Any, cfg: ParallelConfig, policy: Policy) -> None
     blocks = blocks_of(lm, policy.source)
     for block in blocks:
         fully_shard(block, reshard_after_forward=cfg.reshard_after_forward, **options)
+        for module in block.modules():
+            module._is_fsdp_managed_module = False  # torch.compile would treat its integers (head size) as unknown
     fully_shard(lm.base_model, **options)
     for module in lm.base_model.modules():
         if isinstance(module, FSDPModule):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -36,9 +37,9 @@ def policy():
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Replace Module.compile by a no-op; return the modules it was called on."""
+    """Replace torch.compile by a no-op; return the modules whose forward it was called with."""
     called: list[nn.Module] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: called.append(self))
+    monkeypatch.setattr(torch, "compile", lambda forward, **options: called.append(forward.__self__) or forward)
     return called
 
 
@@ -78,20 +79,19 @@ def test_number_of_steps_decides_on_a_gpu():
     off, on = choose("cuda", ENOUGH_STEPS - 1, ""), choose("cuda", ENOUGH_STEPS, "")
     assert not off.compile and "compile=auto: off, 199 steps" in off.line
     assert on.compile and "compile=auto: on, 200 steps" in on.line
-    sharded = choose("cuda", 10**6, "the model is sharded")
-    assert not sharded.compile and "compile=auto: off, the model is sharded; --compile" in sharded.line
+    experts = choose("cuda", 10**6, "the model has experts")
+    assert not experts.compile and "compile=auto: off, the model has experts; --compile" in experts.line
 
 
-def test_obstacles_are_sharding_experts_and_missing_blocks(policy):
-    assert obstacle(policy) == ""
+def test_obstacles_are_experts_and_missing_blocks_but_not_sharding(policy):
+    assert obstacle(policy) == obstacle(replace(policy, is_sharded=True)) == ""
 
-    def like(sharded: bool = False, **settings):
+    def like(**settings):
         text = SimpleNamespace(**{"num_hidden_layers": 2} | settings)
         model = nn.Module()
         model.config, model.base_model = SimpleNamespace(get_text_config=lambda: text), nn.Module()
-        return SimpleNamespace(model=model, source="m", is_sharded=sharded)
+        return SimpleNamespace(model=model, source="m")
 
-    assert "sharded" in obstacle(like(sharded=True))
     assert "experts" in obstacle(like(num_experts_per_tok=2))
     assert obstacle(like()) == "the blocks of the model were not found"
 
@@ -183,9 +183,9 @@ def test_recomputation_inside_the_graph_skips_the_last_matmul(monkeypatch):
         return {name: p.grad for name, p in loaded.model.named_parameters()}
 
     backend = aot_autograd(fw_compiler=counted, partition_fn=min_cut_rematerialization_partition)
-    plain = nn.Module.compile
+    plain = torch.compile
     compiler = {"backend": backend, "fullgraph": True}
-    monkeypatch.setattr(nn.Module, "compile", lambda self, options, **o: plain(self, **compiler, **o))
+    monkeypatch.setattr(torch, "compile", lambda forward, options, **o: plain(forward, **compiler, **o))
     want = gradients()
     torch._dynamo.reset()
     got = gradients(compile=True)
@@ -234,8 +234,8 @@ def test_on_a_gpu_attention_is_not_recomputed(monkeypatch):
         fw_compiler=recorder("forward"), bw_compiler=recorder("backward"),
         partition_fn=min_cut_rematerialization_partition,
     )  # fmt: skip
-    plain = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda self, options, **o: plain(self, backend=backend, **o))
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda forward, options, **o: plain(forward, backend=backend, **o))
     cfg = ModelConfig(model="builtin:tiny", gradient_checkpointing=True, compile=True)
     policy = load_policy(cfg, LoraConfig(), torch.device("cuda"), with_reference=False)
     item = Item(list(range(1, 40)), [False] + [True] * 38)

@@ -195,7 +195,7 @@ def test_bfloat16_weights_and_compiled_blocks_are_in_the_trunk_only(folder_of):
     scorer = load(folder_of("llama"), "sequence", dtype="bfloat16", trained_dtype="bfloat16", compile=True)
     assert {p.dtype for p in scorer.model.base_model.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in head_of(scorer.model).parameters()} == {torch.float32}
-    assert all(block._compiled_call_impl is not None for block in scorer.model.base_model.layers)
+    assert all(hasattr(block.forward, "_torchdynamo_orig_callable") for block in scorer.model.base_model.layers)
 
 
 def test_language_model_adapter_is_merged_into_the_trunk(folder_of, tmp_path):

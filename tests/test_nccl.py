@@ -198,6 +198,7 @@ def fault(cfg):
     for n in range(3):
         all_sum(x, "warm-up").sum().item()
     if rank() == 1:
+        time.sleep(1)  # until the other rank has received the last sum
         if sys.argv[1] == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)

@@ -58,9 +58,9 @@ def test_held_out_rows_are_those_of_two_files(method, tmp_path, capfd):
     whole = write(tmp_path / "whole.jsonl", rows)
     kept = write(tmp_path / "kept.jsonl", [row for n, row in enumerate(rows) if n not in chosen])
     held_out = write(tmp_path / "held_out.jsonl", [rows[n] for n in sorted(chosen)])
-    split = train(tmp_path / "split", method, "--data", whole, "--val-set-size", 0.25, "--seed", 7, *more)
+    split = train(tmp_path / "split", method, "--data", whole, "--val-set-size", 0.25, "--seed", 7, *more, steps=1)
     assert "data: held out 3 of 12 rows (val_set_size=0.25)" in capfd.readouterr().err
-    files = train(tmp_path / "files", method, "--data", kept, "--eval-data", held_out, "--seed", 7, *more)
+    files = train(tmp_path / "files", method, "--data", kept, "--eval-data", held_out, "--seed", 7, *more, steps=1)
     assert split == files
     assert split[0]["eval/rows"] == split[-1]["eval/rows"] == 3
 

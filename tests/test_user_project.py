@@ -166,8 +166,10 @@ def test_a_reward_file_is_found_with_its_packages_from_elsewhere(project, tmp_pa
 
 
 def test_training_in_the_project(project, tmp_path):
-    argv = ["--method", "grpo", "--max-steps", "1", "--max-eval-rows", "4", "--reward-funcs", "mine.score",
-            "--reward-num-workers", "1", "--output-dir", str(tmp_path / "run")]  # fmt: skip
+    argv = ["--method", "grpo", "--max-steps", "1", "--reward-funcs", "mine.score", "--reward-num-workers", "1",
+            "--model", "builtin:tiny", "--data", "rows.jsonl", "--per-device-train-batch-size", "4",
+            "--num-generations", "4", "--max-completion-length", "4"]  # fmt: skip
+    argv += ["--output-dir", str(tmp_path / "run")]
     done = python("-P", "-m", "trainer", *argv, cwd=project)
     assert done.returncode == 0, done.stderr
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])

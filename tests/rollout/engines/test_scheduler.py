@@ -42,33 +42,33 @@ def assert_same(completions, expected) -> None:
         assert one.logps == pytest.approx(other.logps, abs=3e-5)
 
 
-@pytest.mark.parametrize(("steps_per_sync", "page", "rows"), [(1, 16, 256), (5, 16, 3), (32, 32, 7)])
-def test_refilled_rows_sample_as_if_alone(make_model, tokenizer, monkeypatch, steps_per_sync, page, rows):
+def test_refilled_rows_sample_as_if_alone(make_model, tokenizer, monkeypatch):
     model, sampling = make_model("qwen3"), Sampling(max_tokens=40, stop_ids=tuple(range(0, 258, 29)))
     requests = requests_for(3)
     expected = alone(model, tokenizer, requests, sampling)
     assert {c.finish_reason for c in expected} == {"stop", "length"}
-    monkeypatch.setitem(local_engine.STEPS_PER_SYNC, "cpu", steps_per_sync)
-    monkeypatch.setitem(local_engine.PAGE, "cpu", page)
-    engine = LocalEngine(model, tokenizer, max_batch_size=rows)
-    assert_same(engine.generate(requests, sampling), expected)
-    scheduler = engine._scheduler
-    assert len(scheduler.free) == scheduler.decoder.cache.num_pages - 1, "all pages except scratch must be free"
-    assert not scheduler.prefixes and not scheduler.conversations
+    for steps_per_sync, page, rows in ((1, 16, 256), (5, 16, 3), (32, 32, 7)):
+        monkeypatch.setitem(local_engine.STEPS_PER_SYNC, "cpu", steps_per_sync)
+        monkeypatch.setitem(local_engine.PAGE, "cpu", page)
+        engine = LocalEngine(model, tokenizer, max_batch_size=rows)
+        assert_same(engine.generate(requests, sampling), expected)
+        scheduler = engine._scheduler
+        assert len(scheduler.free) == scheduler.decoder.cache.num_pages - 1, "all pages except scratch must be free"
+        assert not scheduler.prefixes and not scheduler.conversations
 
 
-@pytest.mark.parametrize("spare", [0, 3])
-def test_rows_without_free_pages_are_requeued(make_model, tokenizer, monkeypatch, spare):
+def test_rows_without_free_pages_are_requeued(make_model, tokenizer, monkeypatch):
     model, sampling = make_model(), Sampling(max_tokens=40)
     requests = requests_for(2, limits=False)
     expected = alone(model, tokenizer, requests, sampling)
     least, _ = cache_pages([Job(r.prompt_ids, 0, 40) for r in requests], page=16, rows=256)
     monkeypatch.setitem(local_engine.STEPS_PER_SYNC, "cpu", 8)
-    monkeypatch.setattr(LocalEngine, "_page_budget", lambda self: least + spare)
-    engine = LocalEngine(model, tokenizer)
-    assert_same(engine.generate(requests, sampling), expected)
-    assert engine._scheduler.num_evicted > 0, "the cache must be too small for all rows"
-    assert len(engine._scheduler.free) == least + spare - 1
+    for pages in (least, least + 3):
+        monkeypatch.setattr(LocalEngine, "_page_budget", lambda self, pages=pages: pages)
+        engine = LocalEngine(model, tokenizer)
+        assert_same(engine.generate(requests, sampling), expected)
+        assert engine._scheduler.num_evicted > 0, "the cache must be too small for all rows"
+        assert len(engine._scheduler.free) == pages - 1
 
 
 def test_a_request_larger_than_the_cache_is_rejected(make_model, tokenizer, monkeypatch):

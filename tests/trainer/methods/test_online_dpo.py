@@ -268,7 +268,10 @@ def test_a_run_with_only_ties_continues(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "argv",
     [
-        ("--sync-ref-model", "--ref-model-sync-steps", 2, "--num-iterations", 2, "--num-generations", 2),
+        pytest.param(
+            ("--sync-ref-model", "--ref-model-sync-steps", 2, "--num-iterations", 2, "--num-generations", 2),
+            marks=pytest.mark.slow,  # the next moves its reference too
+        ),
         ("--sync-ref-model", "--ref-model-sync-steps", 1, "--minibatches-per-rollout", 2),
         ("--lora.r", 4, "--lora.dropout", 0.1, "--replay-buffer-size", 8, "--dynamic-sampling", "--loss-type", "aot"),
     ],

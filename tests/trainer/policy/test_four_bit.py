@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._inductor.lowering import needs_realized_inputs
 
 from data.packing import Batch, Item, make_batches
 from kernels.nf4 import BYTES_PER_WEIGHT, Linear4bit, is_4bit, num_weights
@@ -148,6 +147,8 @@ def test_ref_model_is_not_quantised(policy):
 
 @pytest.mark.slow
 def test_compiled_blocks_match_eager_blocks(policy, monkeypatch):
+    from torch._inductor.lowering import needs_realized_inputs  # takes seconds
+
     plain = torch.compile
     monkeypatch.setattr(torch, "compile", lambda forward, options, **o: plain(forward, backend="aot_eager", **o))
     operators = {torch.ops.strop.nf4_linear.default, torch.ops.strop.nf4_linear_grad.default}

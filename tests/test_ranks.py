@@ -73,15 +73,15 @@ def shorten(stderr: str) -> str:
 
 
 def results_of(*argv: Any, cwd: Path, **options: Any) -> list[dict[str, Any]]:
-    """Return the JSON lines of a worker that writes no files.
+    """Return the JSON lines of ranks that write no files.
 
     One run lost a process to SIGABRT for an unknown reason (gloo, torch 2.13; not reproduced in about thirty runs).
     Only that signal is retried, with a warning.
     """
-    done = two(*argv, cwd=cwd, **options)
-    if done.returncode and "Signal 6 (SIGABRT)" in done.stderr:
+    done = run_ranks("-m", *map(str, argv), cwd=cwd, **options)
+    if done.returncode == -signal.SIGABRT:
         warnings.warn(f"{argv}: retried after\n{shorten(done.stderr)}", stacklevel=2)
-        done = two(*argv, cwd=cwd, **options)
+        done = run_ranks("-m", *map(str, argv), cwd=cwd, **options)
     return [json.loads(line) for line in checked(argv, done).stdout.splitlines() if line.startswith("{")]
 
 
@@ -170,8 +170,7 @@ def test_ranks_that_share_rows_compute_half_the_positions(two_ranks):
     ids=["all", "copies and once", "shared by two", "compiled", "pairs", "four by twos", "shared by four"],
 )
 def test_every_case_in_every_mode(processes, words, tmp_path):
-    launcher = ("--nproc-per-node", str(processes))
-    results = results_of("tests.ranks.main", *words, cwd=tmp_path, launcher=launcher, timeout=900)
+    results = results_of("tests.ranks.main", *words, cwd=tmp_path, num_ranks=processes, timeout=900)
     assert [result["case"] for result in results] == list(words)
     exact(results)
 

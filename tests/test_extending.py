@@ -52,6 +52,8 @@ from trainer.rl import rollouts
 
 EXAMPLES = ROOT / "docs" / "examples"
 SHORT = ("--max-steps", "2", "--max-eval-rows", "10", "--per-device-train-batch-size", "16", "--eval-steps", "0")
+ROWS = ("--data", "task:addition:split=train,size=256", "--eval-data", "task:addition:split=eval,size=10")
+RAFT = ("--data", "task:addition:split=train,size=512", *ROWS[2:])
 
 
 @pytest.fixture(autouse=True)
@@ -256,12 +258,12 @@ def test_the_second_minibatch_of_a_rollout_has_a_ratio():
 
 def test_estimators_and_losses_train(tmp_path):
     first = train(
-        tmp_path / "first", "--method", "grpo", *SHORT, "--num-iterations", 2, "--proximal-policy", "behaviour",
+        tmp_path / "first", "--method", "grpo", *SHORT, *ROWS, "--num-iterations", 2, "--proximal-policy", "behaviour",
         "--advantage-estimator", "my_advantage.batch_normalized", "--loss-type", "my_loss.topr",
     )  # fmt: skip
     assert first[1]["loss/policy"] != 0 and first[2]["policy/ratio"] != 1 and "policy/topr_cap_frac" in first[2]
     second = train(
-        tmp_path / "second", "--method", "grpo", *SHORT, "--advantage-estimator", "my_advantage.discounted",
+        tmp_path / "second", "--method", "grpo", *SHORT, *ROWS, "--advantage-estimator", "my_advantage.discounted",
         "--advantage-kwargs", '{"discount": 0.9}', "--loss-type", "my_loss.topr_by_completion",
         "--loss-kwargs", '{"topr_cap": 0.5}', "--reward-funcs", "my_reward.closeness", "my_reward.digits_only",
         "--reward-weights", "1.0", "0.2",
@@ -304,7 +306,7 @@ def test_functions_from_python(tmp_path):
     train_grpo(
         Config(
             model=ModelConfig(model="builtin:tiny"),
-            data=PromptConfig(data=("task:addition",)),
+            data=PromptConfig(data=("task:addition:size=64",)),
             run=settings,
             reward=RewardConfig(reward_funcs=(reward.closeness,)),
             policy_loss=PolicyLossConfig(loss_type=loss.topr),
@@ -362,7 +364,7 @@ def raft(tmp_path_factory) -> tuple[Path, list[list[Completion]]]:
             return pack(cfg, policy, completions, *rest, **more)
 
         monkeypatch.setattr(rollouts, "pack", spy)
-        train(folder, "--method", "raft", "--keep-best", 1, *SHORT)
+        train(folder, "--method", "raft", "--keep-best", 1, *SHORT, *RAFT)
     return folder, kept
 
 
@@ -380,7 +382,7 @@ def test_raft_divides_by_the_number_of_kept_completions(raft):
 
 def test_raft_on_two_ranks_equals_raft_on_one(raft, tmp_path):
     one = metrics(raft[0])
-    argv = [*SHORT, "--per-device-train-batch-size", "8", "--output-dir", tmp_path / "two"]
+    argv = [*SHORT, *RAFT, "--per-device-train-batch-size", "8", "--output-dir", tmp_path / "two"]
     two_ok("trainer", "--method", "raft", "--keep-best", "1", *argv, cwd=EXAMPLES)
     two = metrics(tmp_path / "two")
     alike(two[:2], one[:2], 1e-5)
@@ -423,7 +425,7 @@ def test_the_script_of_the_page_runs(tmp_path):
 # A module trained alongside the policy.
 
 CRITIC = (
-    "--method", "tests.critic", "--model", "builtin:tiny", "--data", "task:addition", "--max-completion-length", "8",
+    "--method", "tests.critic", "--model", "builtin:tiny", *ROWS[:2], "--max-completion-length", "8",
     "--learning-rate", "1e-4", "--save-steps", "2", "--max-steps", "4",
 )  # fmt: skip
 

@@ -58,7 +58,7 @@ from trainer.files.tensor_files import Record, TensorFiles, records_of_file
 from trainer.parallel.comm import is_main, world_size
 from trainer.parallel.dtensor import local, local_slices
 from trainer.parallel.watch import log
-from trainer.policy.adapters import add_adapter, attach_adapter, continue_adapter, freeze_except
+from trainer.policy.adapters import add_adapter, attach_adapter, continue_adapter, freeze_except, read_by_kernels
 from trainer.policy.attention import choose_attention, load_name
 from trainer.policy.fuse import fuse, unfuse
 from trainer.policy.logps import Policy, carried_state, causal_lm, check_logps, reject_context
@@ -172,10 +172,10 @@ def quantize_layers(lm: Any, device: torch.device) -> None:
 
     Layers are quantised one at a time from main memory, so the device never contains the full base.
     """
-    head = lm.get_output_embeddings()
+    kept = {lm.get_output_embeddings(), *(lm.get_submodule(name) for name in read_by_kernels(lm))}
     for module in list(lm.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and child is not head:
+            if type(child) is nn.Linear and child not in kept:
                 setattr(module, name, Linear4bit.of(child, device))
 
 

@@ -1,0 +1,99 @@
+"""Models whose layers carry state, in float64: rows, padding and sampling change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from data.packing import Batch, Item, make_batches
+from rollout.engine import Request, Sampling
+from rollout.engines.local import LocalEngine
+from tests.trainer.policy.test_architectures import RECURRENT, SAMPLED, make_model, policy_of
+from trainer.policy.logps import Policy, check_logps, token_logps
+from trainer.tiny.build import make_tokenizer
+
+ALWAYS = ("lfm2", "qwen3_5_text", "nemotron_h")
+
+
+def kinds(names: Sequence[str]) -> Any:
+    return pytest.mark.parametrize(
+        "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k not in ALWAYS)) for k in names]
+    )
+
+
+class InFloat64(TorchFunctionMode):
+    """Context manager: compute in float64 where a model asks for float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def wide(x: Any) -> Any:
+            return torch.float64 if x is torch.float32 else x
+
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*map(wide, args), **{name: wide(x) for name, x in (kwargs or {}).items()})
+
+
+def policy_in_float64(kind: str) -> Policy:
+    """A policy that has passed the probe."""
+    policy = policy_of(make_model(kind), "float32")
+    check_logps(policy)
+    policy.model.set_experts_implementation("eager")  # grouped matmuls do not run in float64
+    policy.model.double()
+    policy.compute_dtype = torch.float64
+    return policy
+
+
+def make_items() -> list[Item]:
+    return [
+        Item([(step * i + 1) % 275 for i in range(n)], [False] + [True] * (n - 1))
+        for step, n in ((7, 9), (5, 3), (11, 14), (13, 6))
+    ]
+
+
+def gradients(policy: Policy, items: Sequence[Item], batches: Sequence[Batch]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probs in item order, and the gradient of their sum with a different weight for each token."""
+    policy.model.zero_grad()
+    logps: dict[int, Tensor] = {}
+    for batch in batches:
+        own = token_logps(policy, batch).logp.split([sum(items[row].mask) for row in batch.rows])
+        logps |= zip(batch.rows, own, strict=True)
+    flat = torch.cat([logps[row] for row in range(len(items))])
+    (flat * torch.linspace(1, 2, len(flat))).sum().backward()
+    return flat.detach(), {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
+
+
+def assert_equal(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[str, Tensor]]) -> None:
+    assert got[0].dtype == torch.float64 and got[1].keys() == want[1].keys()
+    torch.testing.assert_close(got[0], want[0], rtol=1e-10, atol=1e-10)
+    scale = max(gradient.abs().max() for gradient in want[1].values())
+    for name, gradient in want[1].items():
+        assert (got[1][name] - gradient).abs().max() < 1e-10 * scale, name
+
+
+@kinds(RECURRENT)
+def test_one_sequence_per_row_equals_separate_rows(kind):
+    policy, items = policy_in_float64(kind), make_items()
+    options = policy.layout(packing=False) | {"max_padding": 1.0}
+    (padded,), alone = make_batches(items, max_tokens=64, **options), make_batches(items, max_tokens=1, **options)
+    assert padded.input_ids.shape == (4, 14) and len(alone) == 4
+    with InFloat64():
+        assert_equal(gradients(policy, items, [padded]), gradients(policy, items, alone))
+
+
+@kinds(SAMPLED)
+def test_sampled_log_probs_equal_trained_log_probs(kind):
+    policy = policy_in_float64(kind)
+    prompts = ([5, 6, 7, 8, 9], [5, 6, 7, 8, 9], [11, 12], list(range(20, 30)))
+    requests = [Request(prompt_ids=prompt, seed=i, max_tokens=3 + 2 * i) for i, prompt in enumerate(prompts)]
+    with InFloat64():
+        engine = LocalEngine(policy.model, make_tokenizer(), log=lambda line: None)
+        sampled = engine.generate(requests, Sampling())
+        items = [Item([*c.prompt_ids, *c.ids], [False] * len(c.prompt_ids) + [True] * len(c.ids)) for c in sampled]
+        batches = make_batches(items, max_tokens=256, **policy.layout())
+        trained, _ = gradients(policy, items, batches)
+    logps = torch.tensor([logp for c in sampled for logp in c.logps], dtype=torch.float64)
+    torch.testing.assert_close(logps, trained, rtol=0, atol=1e-10)

@@ -31,8 +31,8 @@ from trainer.parallel.ranks import is_main
 from trainer.parallel.watch import log
 from trainer.policy.adapters import ADAPTER
 from trainer.policy.attention import attention_masks, is_sliced, rank_slice, row_multiple, uses_flex
+from trainer.policy.state_layers import boundaries, carried_state, separate_convolutions
 
-STATEFUL = {"conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba"}  # layer_types of recurrent models
 MAX_PADDING = 0.1  # of the tokens of a micro-batch, if the model needs one sequence per row
 
 
@@ -83,9 +83,15 @@ class Policy:
             "packing": packing and self.packs,
             "share_prompt": share_prompt and self.can_share,
             "multiple": self.row_multiple,
-            "one_row": uses_flex(causal_lm(self.model).config),  # only flex attention skips masked tiles
+            # Only flex attention skips masked tiles; layers with state take the boundaries of one row.
+            "one_row": uses_flex(causal_lm(self.model).config) or self.carried_state is not None,
             "max_padding": 1.0 if self.packs else MAX_PADDING,
         }
+
+    @property
+    def carried_state(self) -> str | None:
+        lm = causal_lm(self.model)
+        return carried_state(lm.config, type(lm))
 
     @property
     def is_lora(self) -> bool:
@@ -241,10 +247,16 @@ def hidden_states(
 ) -> Tensor:  # (R * T, D)
     """Return the last hidden states at all positions, in row order. `num_keys`: keys of the whole row, for a slice."""
     policy.positions, options = batch.position_ids, {}
-    if policy.packs:
-        options = {"attention_mask": attention_masks(lm.config, batch, num_keys), "position_ids": batch.position_ids}
-    else:  # the model's own causal mask and positions: padding comes last, so no token depends on it
-        assert isinstance(batch, Batch) and len(batch.rows) <= len(batch.used), "more than one sequence per row"
+    one_per_row = isinstance(batch, Batch) and len(batch.rows) <= len(batch.used)
+    carries_state = carried_state(lm.config, type(lm)) is not None
+    if one_per_row and (carries_state or not policy.packs):
+        pass  # the model's own causal mask and positions: padding comes last, so no token depends on it
+    else:
+        assert policy.packs, "more than one sequence per row"
+        masks = attention_masks(lm.config, batch, num_keys)
+        options = {"attention_mask": masks, "position_ids": batch.position_ids}
+        if carries_state:
+            options = boundaries(batch, masks)
     with torch.autocast(policy.device.type, policy.compute_dtype, enabled=policy.autocast_dtype is not None):
         hidden = lm.base_model(input_ids=batch.input_ids, use_cache=False, **options).last_hidden_state  # (R, T, D)
     return hidden.flatten(0, 1)
@@ -265,15 +277,6 @@ def head_of(lm: Any) -> dict[str, Any]:
         "scale": getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0),
         "softcap": getattr(config, "final_logit_softcapping", None),
     }
-
-
-def carried_state(config: Any, model_class: Any) -> str | None:
-    """Return the kind of layers that carry state from one token to the next, or None."""
-    layer_types = getattr(config.get_text_config(), "layer_types", None)
-    kinds = sorted(STATEFUL.intersection(layer_types or ()))
-    if kinds or layer_types is not None:
-        return kinds[0] if kinds else None
-    return "recurrent" if getattr(model_class, "_is_stateful", False) else None
 
 
 def reject_context(name: str, reason: str) -> None:
@@ -304,10 +307,10 @@ def choose_layout(policy: Policy, check: Callable[[Policy], None]) -> None:
     `check` raises a UserError with the problem. The last layout is the model's own forward pass, which is correct for
     every causal model, including models whose layers carry state from one token to the next.
     """
-    lm = causal_lm(policy.model)
-    kind, problems = carried_state(lm.config, type(lm)), []
+    lm, kind, problems = causal_lm(policy.model), policy.carried_state, []
     if kind is not None:
         problems = [f"{kind} layers of model_type={lm.config.model_type} carry state from one token to the next"]
+        separate_convolutions(lm)
     layouts = [(True, True), (True, False), (False, False)]
     policy.model.eval()
     try:
@@ -325,7 +328,7 @@ def choose_layout(policy: Policy, check: Callable[[Policy], None]) -> None:
         policy.model.train()
     if problems and is_main():
         what = "prompts are not shared" if policy.packs else "one sequence per row, and prompts are not shared"
-        log(f"model={policy.source}: {what}: {problems[0]}")
+        log(f"model={policy.source}: {what}: {'; '.join(problems)}")
 
 
 def share_batches(policy: Policy, other: Policy) -> None:
@@ -390,7 +393,13 @@ def values_without_leak(
     it needs no tolerance, unlike log-probs, whose last bits depend on matmul sizes (experts). It is computed with the
     run's own kernels, weights and dtype; a float32 copy of the weights may not fit. bfloat16 hides no leak: it has the
     exponents of float32, and a leak is all there is in this gradient, so it cannot be rounded away.
+
+    Layers that carry state may use other kernels in training mode (mamba-ssm), so both modes are probed.
     """
+    if policy.model.training is False and policy.packs and policy.carried_state:
+        policy.model.train()
+        values_without_leak(policy, batch, sequences, function)
+        policy.model.eval()
     lm, embeddings = causal_lm(policy.model), []
 
     def record(module: nn.Module, args: Any, output: Tensor) -> Tensor:

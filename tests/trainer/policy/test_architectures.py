@@ -122,7 +122,7 @@ def test_attention_models_pass_the_probe_and_train(tmp_path, kind, dtype):
 
 
 @pytest.mark.parametrize("kind", RECURRENT)
-def test_recurrent_models_train_with_one_sequence_per_row(tmp_path, kind, dtype):
+def test_recurrent_models_train(tmp_path, kind, dtype):
     folder = save(make_model(kind), tmp_path)
     for method in ("sft", "grpo") if kind in SAMPLED else ("sft",):
         done = run_ok(*flags_of(method, folder, dtype), cwd=tmp_path)

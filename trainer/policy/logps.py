@@ -85,7 +85,7 @@ class Policy:
             "multiple": self.row_multiple,
             # Only flex attention skips masked tiles; layers with state take the boundaries of one row.
             "one_row": uses_flex(causal_lm(self.model).config) or self.carried_state is not None,
-            "max_padding": 1.0 if self.packs else MAX_PADDING,
+            "max_padding": 1.0 if self.packs and self.carried_state is None else MAX_PADDING,
         }
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +13,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from data.packing import Batch, Item, make_batches
+from kernels.nf4 import Linear4bit
 from rollout.engine import Request, Sampling
 from rollout.engines.local import LocalEngine
 from tests.trainer.policy.test_architectures import RECURRENT, SAMPLED, make_model, policy_of
-from trainer.policy.logps import Policy, check_logps, token_logps, values_without_leak
+from trainer.config.blocks import LoraConfig
+from trainer.policy.adapters import add_adapter
+from trainer.policy.load import quantize_layers
+from trainer.policy.logps import Policy, check_logps, share_batches, token_logps, values_without_leak
 from trainer.tiny.build import make_tokenizer
 
 ALWAYS = ("lfm2", "qwen3_5_text", "nemotron_h")
@@ -140,3 +145,32 @@ def test_sampled_log_probs_equal_trained_log_probs(kind):
         trained, _ = gradients(policy, items, batches)
     logps = torch.tensor([logp for c in sampled for logp in c.logps], dtype=torch.float64)
     torch.testing.assert_close(logps, trained, rtol=0, atol=1e-10)
+
+
+def test_adapters_and_4_bits_skip_weights_that_mamba_kernels_read():
+    lora = LoraConfig(r=2)
+    model = add_adapter(make_model("nemotron_h"), lora)
+    adapted = {name.split(".")[-2] for name, _ in model.named_modules() if name.endswith(".lora_A")}
+    assert "in_proj" in adapted and "out_proj" not in adapted
+    with pytest.raises(ValueError, match=r"^lora.target_modules=out_proj: .*Mamba"):
+        add_adapter(make_model("granitemoehybrid"), replace(lora, target_modules=("q_proj", "out_proj")))
+    model = make_model("nemotron_h")
+    quantize_layers(model, torch.device("cpu"))
+    mixer = model.base_model.layers[0].mixer
+    assert isinstance(mixer.in_proj, Linear4bit) and type(mixer.out_proj) is torch.nn.Linear
+    model = add_adapter(make_model("qwen3_5_text"), lora)  # gated delta nets call their layers
+    assert any(name.endswith("linear_attn.out_proj.lora_A") for name, _ in model.named_modules())
+
+
+def test_models_that_run_the_same_batches_share_a_layout(capsys):
+    policy, other = (policy_of(make_model(kind), "float32") for kind in ("llama", "qwen3_5_text"))
+    for each in (policy, other):
+        check_logps(each)
+    assert policy.packs and policy.can_share and not other.packs
+    assert "model_type=qwen3_5_text" in capsys.readouterr().err
+    share_batches(policy, other)
+    assert policy.layout(share_prompt=True) == other.layout(share_prompt=True) | {"one_row": False}
+    items = make_items()
+    batches = make_batches(items, max_tokens=64, **policy.layout())
+    assert all(len(batch.rows) == len(batch.input_ids) for batch in batches)
+    assert all(token_logps(each, batch).logp.isfinite().all() for each in (policy, other) for batch in batches)

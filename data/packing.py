@@ -114,6 +114,7 @@ def make_batches(
     share_prompt: bool = False,
     multiple: int = 1,
     one_row: bool = True,
+    max_padding: float = 1.0,
 ) -> list[Batch]:
     """Split items in order into `accumulation` chunks, and each chunk into micro-batches of at most max_tokens.
 
@@ -125,6 +126,9 @@ def make_batches(
     Packed sequences share one row, for attention kernels that skip masked blocks. With `one_row=False`, rows are only
     as long as the micro-batch's longest sequence (or prompt with all completions that share it), for attention with a
     dense mask, which is quadratic in row length.
+
+    Without packing each sequence has its own row. `max_padding` limits the padding of a micro-batch, as a fraction of
+    its tokens: rows that are too short for it go to the next micro-batch. Sequences of one run are not separated.
     """
     assert min(accumulation, max_tokens, together, multiple) >= 1, (accumulation, max_tokens, together, multiple)
     assert len(items) % together == 0, (len(items), together)
@@ -148,7 +152,7 @@ def make_batches(
         elif packing:
             rectangles = _first_fit_rows(units, max_tokens, multiple)
         else:
-            groups = _group_padded(units, max_tokens, multiple)
+            groups = _group_padded(units, max_tokens, multiple, max_padding)
             rectangles = [[[_unit(items, [row])] for unit in group for row in unit.rows] for group in groups]
         batches += [_build(items, rectangle, pad_id, multiple) for rectangle in rectangles]
     return batches
@@ -215,15 +219,19 @@ def _first_fit_rows(units: list[_Unit], max_tokens: int, multiple: int) -> list[
     return rectangles
 
 
-def _group_padded(units: list[_Unit], max_tokens: int, multiple: int) -> list[list[_Unit]]:
+def _group_padded(units: list[_Unit], max_tokens: int, multiple: int, max_padding: float) -> list[list[_Unit]]:
     """Group units, longest first: the first unit of a group sets its width and the others need little padding."""
     groups: list[list[_Unit]] = []
+    size = 0  # tokens of the last group without padding
     for unit in sorted(units, key=lambda unit: -unit.longest):  # stable
         width = _round_up(groups[-1][0].longest, multiple) if groups else 0
-        if groups and (len(groups[-1]) + 1) * len(unit.rows) * width <= max_tokens:
+        padded = (len(groups[-1]) + 1) * len(unit.rows) * width if groups else 0
+        size += unit.size
+        if groups and padded <= max_tokens and padded - size <= max_padding * padded:
             groups[-1].append(unit)
         else:
             groups.append([unit])
+            size = unit.size
     return groups
 
 

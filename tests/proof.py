@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests import proof_async, proof_distill, proof_ebft, proof_ranks
+from tests import proof_async, proof_distill, proof_ebft, proof_hybrid, proof_ranks
 from tests.entry import ROOT, metrics, processes_with, repeatable, run_ok
 from tests.test_resume import GRPO, STEPS, start_and_kill
 
@@ -330,6 +330,13 @@ PROOFS: dict[str, tuple[str, Callable[[Path], Outcome]]] = {
         "`python -m trainer --method grpo`, then `--method opd --teacher RUN` without rewards: 500 held-out sums",
         lambda path: Outcome(*proof_distill.tiny(path)),
     ),
+    **{
+        f"hybrid-{kind}": (
+            f"random {kind} weights: SFT on the built-in sums, then GRPO; both killed and resumed",
+            lambda path, kind=kind: Outcome(*proof_hybrid.learns(path, kind)),
+        )
+        for kind in proof_hybrid.KINDS
+    },
     "prm": ("`python -m trainer --method prm`, built-in steps", process_reward),
     "rm-grpo": ("`--method rm`, then `--method grpo --reward-funcs model:RUN`", reward_model_in_grpo),
     "kills": ("`kill -9` at five random steps, `--resume` after each", kills),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -201,6 +204,24 @@ def test_rows_are_as_long_as_the_longest_sequence_for_dense_masks():
     group = [Item([7, 7, n], [False, False, True], 2) for n in (1, 2, 3)]
     (batch,) = make_batches([*group, items[3]], max_tokens=99, share_prompt=True, one_row=False, multiple=4)
     assert batch.input_ids.tolist() == [[7, 7, 1, 2, 3, 3, 3, 3]], "both fit into the padded length"
+
+
+def test_rows_of_similar_length_limit_the_padding():
+    """The lengths of bench/vs_trl.py."""
+    rng = random.Random(0)
+    items = [Item([0] * (256 + min(767, max(8, round(rng.lognormvariate(5.3, 0.6))))), [False]) for _ in range(64)]
+    items = [replace(item, mask=[False] * len(item.ids)) for item in items]
+
+    def padding(max_padding):
+        batches = make_batches(items, max_tokens=8192, accumulation=4, packing=False, max_padding=max_padding)
+        assert sorted(row for batch in batches for row in batch.rows) == list(range(64))
+        parts = [1 - batch.num_tokens / batch.input_ids.numel() for batch in batches]
+        total = 1 - sum(batch.num_tokens for batch in batches) / sum(batch.input_ids.numel() for batch in batches)
+        return len(batches), max(parts), total
+
+    num_batches, most, total = padding(0.1)
+    assert most <= 0.1 and total < 0.1 and num_batches <= 15
+    assert padding(1.0)[1] > 0.25
 
 
 def test_first_token_cannot_be_trained():

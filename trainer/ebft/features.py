@@ -150,9 +150,8 @@ class FeatureNetwork:
 
     def _of_items(self, items: Sequence[Item]) -> Tensor:  # (B, D)
         batches = make_batches(
-            items, max_tokens=self.run.max_tokens_per_micro_batch, share_prompt=True,
-            multiple=self.policy.row_multiple, one_row=self.policy.packs_one_row,
-        )  # fmt: skip
+            items, max_tokens=self.run.max_tokens_per_micro_batch, **self.policy.layout(share_prompt=True)
+        )
         parts: dict[int, Tensor] = {}
         last = (self.policy.context_length or sys.maxsize) - 1
         for batch in to_device_and_pad(self.policy, batches):

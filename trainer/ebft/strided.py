@@ -248,10 +248,7 @@ def evaluate(
         )  # fmt: skip
         measured += add_rewards(network, step).measured
     items = [Item(document.ids, trained_mask(document)) for document in rows_of_this_rank(documents)]
-    batches = make_batches(
-        items, max_tokens=cfg.run.max_tokens_per_micro_batch, multiple=policy.row_multiple,
-        one_row=policy.packs_one_row,
-    )  # fmt: skip
+    batches = make_batches(items, max_tokens=cfg.run.max_tokens_per_micro_batch, **policy.layout())
     for batch in to_device_and_pad(policy, batches):
         logp = token_logps(policy, batch).logp
         sums.add({"eval/nll": (-logp.sum(), torch.tensor(float(len(logp)), device=policy.device))})

@@ -105,6 +105,12 @@ def train_strided(cfg: Config) -> None:
     with open_run(cfg, cfg.run.method) as run:
         policy = open_policy(cfg, with_reference=cfg.has_reference)
         network = feature_network(cfg, policy)
+        for each in (policy, network.policy):
+            if not each.can_share:
+                raise UserError(
+                    f"mode=strided: model={each.source} cannot continue one copy of a document from several places; "
+                    "use --mode structured"
+                )
         read = partial(documents_of, cfg, policy, network)
         documents, held_out = train_and_held_out(
             cfg.data, cfg.run.seed, read, partial(read, limit=cfg.data.max_eval_rows)

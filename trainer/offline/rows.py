@@ -148,9 +148,6 @@ def make_host_batches(
         items,
         accumulation=accumulation,
         max_tokens=run.max_tokens_per_micro_batch,
-        packing=run.packing,
         together=together,
-        share_prompt=share_prompt,
-        multiple=policy.row_multiple,
-        one_row=policy.packs_one_row,
+        **policy.layout(packing=run.packing, share_prompt=share_prompt),
     )

@@ -59,6 +59,12 @@ def wrap(model: nn.Module, lora: LoraConfig, task: str, **options: Any) -> Any:
         if not any(f".{known}".endswith(f".{name}") for known in names):
             raise UserError(f"lora.modules_to_save={name}: no such module; name a module, e.g. embed_tokens")
     pattern = lora.pattern or ("all-linear" if lora.target_modules == ("all-linear",) else None)
+    if fused := read_by_kernels(model):
+        if named := [name for name in lora.target_modules if any(f".{x}".endswith(f".{name}") for x in fused)]:
+            raise UserError(
+                f"lora.target_modules={named[0]}: Mamba kernels read this weight without its adapter; remove {named[0]}"
+            )
+        options["exclude_modules"] = [*options.get("exclude_modules", ()), *fused]
     config = {
         "r": lora.r, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora, "use_dora": lora.dora,
@@ -74,6 +80,17 @@ def wrap(model: nn.Module, lora: LoraConfig, task: str, **options: Any) -> Any:
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
     return wrapped
+
+
+def read_by_kernels(model: nn.Module) -> list[str]:
+    """Return the names of linear layers whose weights a fused Mamba kernel reads without calling the layer."""
+    mixers = [(name, module) for name, module in model.named_modules() if hasattr(module, "A_log")]
+    return [
+        f"{name}.{child}"
+        for name, mixer in mixers
+        for child, layer in mixer.named_children()
+        if hasattr(mixer, "D") and isinstance(layer, nn.Linear) and child != "in_proj"
+    ]
 
 
 def continue_adapter(model: nn.Module, adapter: str, lora: LoraConfig) -> Any:

@@ -17,6 +17,7 @@ from trainer.parallel.comm import is_main
 from trainer.parallel.watch import log
 from trainer.policy.load import blocks_of, compile_blocks
 from trainer.policy.logps import Policy, causal_lm
+from trainer.policy.state_layers import carried_state
 
 Config = TypeVar("Config", bound=MethodConfig)
 # Compiling takes 30 to 60 s and makes a step 1.4 to 1.7 times as fast (one H200): 1 s steps recover that time within 70
@@ -67,6 +68,8 @@ def obstacle(policy: Policy, name: str = "the model") -> str:
     lm = causal_lm(policy.model)
     if getattr(lm.config.get_text_config(), "num_experts_per_tok", None):
         return f"{name} has experts, whose shapes change with every batch"
+    if kind := carried_state(lm.config, type(lm)):
+        return f"{name} has {kind} layers, whose kernels loop over chunks of the row"
     try:
         blocks_of(lm, policy.source)
     except ValueError:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from data.chat import stop_ids
 from data.errors import UserError
-from data.packing import Batch, Item, make_batches
+from data.packing import Batch, Item
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.policy.adapters import attach_adapter, freeze_except, wrap
 from trainer.policy.attention import rank_slice
@@ -39,7 +39,16 @@ from trainer.policy.load import (
     speed_up,
     trained_dtype,
 )
-from trainer.policy.logps import Policy, causal_lm, hidden_states, unsupported, values_without_leak
+from trainer.policy.logps import (
+    Policy,
+    causal_lm,
+    choose_layout,
+    hidden_states,
+    probe_batch,
+    reject_gap,
+    reject_if_failing,
+    values_without_leak,
+)
 
 
 class Kind(NamedTuple):
@@ -214,34 +223,33 @@ def marked_last(ids: list[int]) -> Item:
     return Item(ids=ids, mask=[False] * (len(ids) - 1) + [True])
 
 
-@torch.no_grad()
 def check_scores(scorer: Policy) -> None:
-    """Raise if two packed sequences leak into each other, or their scores differ from transformers' forward.
+    """Choose the layout of rows; raise if scores differ from transformers' forward in every layout.
 
-    This rejects heads that are more than one matmul, models that attend ahead (encoders) and recurrent models.
+    This rejects heads that are more than one matmul and models that attend ahead (encoders).
     """
+    choose_layout(scorer, _check_scores)
+
+
+@torch.no_grad()
+def _check_scores(scorer: Policy) -> None:
     model = causal_lm(scorer.model)
     vocab = model.get_input_embeddings().weight.shape[0]
     spare = (model.config.pad_token_id + 1) % vocab
     sequences = [[(step * i + 1) % vocab for i in range(length)] for step, length in ((7, 5), (5, 7))]
     sequences = [[spare if token == model.config.pad_token_id else token for token in ids] for ids in sequences]
-    scorer.model.eval()
     alone = []  # (labels,) each, or (T, labels)
-    with torch.autocast(scorer.device.type, scorer.compute_dtype, enabled=scorer.autocast_dtype is not None):
+    with (
+        reject_if_failing(),
+        torch.autocast(scorer.device.type, scorer.compute_dtype, enabled=scorer.autocast_dtype is not None),
+    ):
         for ids in sequences:
             alone.append(scorer.model(input_ids=torch.tensor([ids], device=scorer.device)).logits[0].float())
     per_token = alone[0].ndim == 2
     items = [
         Item(ids=ids, mask=[False] + [True] * (len(ids) - 1)) if per_token else marked_last(ids) for ids in sequences
     ]
-    (batch,) = make_batches(items, max_tokens=64, multiple=scorer.row_multiple)
-    packed = values_without_leak(scorer, batch.to(scorer.device), batch.rows[-1:], scores_at)
-    scorer.model.train()
+    batch = probe_batch(scorer, items)
+    packed = values_without_leak(scorer, batch, batch.rows[-1:], scores_at)
     want = torch.cat([alone[i][1:] if per_token else alone[i].unsqueeze(0) for i in batch.rows])
-    gap = (packed - want).abs().max().item()
-    limit = 1e-3 if scorer.compute_dtype == torch.float32 else 0.25
-    if not gap < limit:
-        raise UserError(
-            f"model={scorer.source}: packed scores differ from transformers' forward by {gap:.3g} (limit {limit}); "
-            f"{unsupported(scorer)}"
-        )
+    reject_gap(scorer, (packed - want).abs().max().item(), "packed scores" if scorer.packs else "scores")

@@ -58,13 +58,13 @@ from trainer.files.tensor_files import Record, TensorFiles, records_of_file
 from trainer.parallel.comm import context_size, is_main, world_size
 from trainer.parallel.dtensor import local, local_slices
 from trainer.parallel.watch import log
-from trainer.policy.adapters import add_adapter, attach_adapter, continue_adapter, freeze_except
+from trainer.policy.adapters import add_adapter, attach_adapter, continue_adapter, freeze_except, read_by_kernels
 from trainer.policy.attention import choose_attention, load_name
 from trainer.policy.fuse import fuse, unfuse
-from trainer.policy.logps import Policy, causal_lm, check_logps
+from trainer.policy.logps import Policy, causal_lm, check_logps, reject_context
 from trainer.policy.offload import offload_inputs, offloads
+from trainer.policy.state_layers import carried_state
 
-STATEFUL = {"conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba"}  # layer_types of recurrent models
 # The policy and the reference are different graphs, and must match bit for bit as long as their weights are equal.
 COMPILER_OPTIONS = {
     "emulate_precision_casts": True,  # round between fused operations as separate kernels would
@@ -173,10 +173,10 @@ def quantize_layers(lm: Any, device: torch.device) -> None:
 
     Layers are quantised one at a time from main memory, so the device never contains the full base.
     """
-    head = lm.get_output_embeddings()
+    kept = {lm.get_output_embeddings(), *(lm.get_submodule(name) for name in read_by_kernels(lm))}
     for module in list(lm.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and child is not head:
+            if type(child) is nn.Linear and child not in kept:
                 setattr(module, name, Linear4bit.of(child, device))
 
 
@@ -298,19 +298,9 @@ def class_of(auto: Any, path: str, cfg: ModelConfig) -> Any:
     except Exception:  # loading the model gives a better error
         return None
     model_class = auto._model_mapping.get(type(config), None)
-    reject_recurrent(config, model_class, cfg)
+    if kind := carried_state(config, model_class):
+        reject_context(cfg.model, f"{kind} layers of model_type={config.model_type} carry state between tokens")
     return model_class
-
-
-def reject_recurrent(config: Any, model_class: Any, cfg: ModelConfig) -> None:
-    """Raise if layers carry state between positions. check_logps finds unknown ones after the weights are loaded."""
-    layer_types = getattr(config.get_text_config(), "layer_types", None)
-    kinds = sorted(STATEFUL.intersection(layer_types or ()))
-    if kinds or (layer_types is None and getattr(model_class, "_is_stateful", False)):
-        raise UserError(
-            f"model={cfg.model}: layers of model_type={config.model_type} carry state from one packed sequence into "
-            f"the next ({kinds[0] if kinds else 'recurrent'}); this architecture is not supported"
-        )
 
 
 def blocks_of(lm: Any, source: str) -> nn.ModuleList:

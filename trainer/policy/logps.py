@@ -25,9 +25,15 @@ from data.user_code import name_of
 from kernels.linear_logprob import LossFn, TokenLogps, linear_log_collision, linear_logprob, linear_logprob_loss
 from trainer.config.errors import first_line
 from trainer.files.tensor_files import TensorFiles
+from trainer.parallel.comm import context_size
 from trainer.parallel.dtensor import Gatherer
+from trainer.parallel.ranks import is_main
+from trainer.parallel.watch import log
 from trainer.policy.adapters import ADAPTER
 from trainer.policy.attention import attention_masks, is_sliced, rank_slice, row_multiple, uses_flex
+from trainer.policy.state_layers import boundaries, carried_state, separate_convolutions
+
+MAX_PADDING = 0.1  # of the tokens of a micro-batch, if the model needs one sequence per row
 
 
 @dataclass
@@ -47,6 +53,9 @@ class Policy:
     reshard_after_forward: bool = True  # for sharded blocks
     reduce_once: bool = False  # reduce gradients of sharded weights only after the last micro-batch
     shares_prompts: bool = True  # compute the prompt of a pair once; False if each copy counts
+    packs: bool = True  # several sequences per row; check_logps() clears it if they would leak into each other
+    can_share: bool = True  # completions may follow one copy of their prompt; cleared likewise
+    positions: Tensor | None = None  # (R, T) position_ids of the last batch, for the noise of --neftune-noise-alpha
     router: Any = None  # RouterLoss (trainer/policy/router.py), if expert load is balanced
     companions: list[Policy] = field(default_factory=list)  # other models run every step; compiled with the policy
     files: TensorFiles | None = None  # weights not loaded yet: parallelize() reads each rank's shards
@@ -66,12 +75,23 @@ class Policy:
     @property
     def row_multiple(self) -> int:
         """Multiple that make_batches must pad rows to."""
-        return row_multiple(causal_lm(self.model).config)
+        return row_multiple(causal_lm(self.model).config) if self.packs else 1
+
+    def layout(self, *, packing: bool = True, share_prompt: bool = False) -> dict[str, Any]:
+        """Return the options of make_batches for this model."""
+        return {
+            "packing": packing and self.packs,
+            "share_prompt": share_prompt and self.can_share,
+            "multiple": self.row_multiple,
+            # Only flex attention skips masked tiles; layers with state take the boundaries of one row.
+            "one_row": uses_flex(causal_lm(self.model).config) or self.carried_state is not None,
+            "max_padding": 1.0 if self.packs and self.carried_state is None else MAX_PADDING,
+        }
 
     @property
-    def packs_one_row(self) -> bool:
-        """Whether packed sequences share one row: only flex attention skips masked tiles."""
-        return uses_flex(causal_lm(self.model).config)
+    def carried_state(self) -> str | None:
+        lm = causal_lm(self.model)
+        return carried_state(lm.config, type(lm))
 
     @property
     def is_lora(self) -> bool:
@@ -226,13 +246,19 @@ def hidden_states(
     policy: Policy, lm: Any, batch: Batch | StridedBatch, num_keys: int | None = None
 ) -> Tensor:  # (R * T, D)
     """Return the last hidden states at all positions, in row order. `num_keys`: keys of the whole row, for a slice."""
+    policy.positions, options = batch.position_ids, {}
+    one_per_row = isinstance(batch, Batch) and len(batch.rows) <= len(batch.used)
+    carries_state = carried_state(lm.config, type(lm)) is not None
+    if one_per_row and (carries_state or not policy.packs):
+        pass  # the model's own causal mask and positions: padding comes last, so no token depends on it
+    else:
+        assert policy.packs, "more than one sequence per row"
+        masks = attention_masks(lm.config, batch, num_keys)
+        options = {"attention_mask": masks, "position_ids": batch.position_ids}
+        if carries_state:
+            options = boundaries(batch, masks)
     with torch.autocast(policy.device.type, policy.compute_dtype, enabled=policy.autocast_dtype is not None):
-        hidden = lm.base_model(
-            input_ids=batch.input_ids,
-            attention_mask=attention_masks(lm.config, batch, num_keys),
-            position_ids=batch.position_ids,
-            use_cache=False,
-        ).last_hidden_state  # (R, T, D)
+        hidden = lm.base_model(input_ids=batch.input_ids, use_cache=False, **options).last_hidden_state  # (R, T, D)
     return hidden.flatten(0, 1)
 
 
@@ -253,32 +279,76 @@ def head_of(lm: Any) -> dict[str, Any]:
     }
 
 
-def unsupported(policy: Policy) -> str:
-    """Return the last clause of an error about an unsupported model."""
-    flex = uses_flex(causal_lm(policy.model).config)
-    return "this architecture is not supported" + (" with flex; try --attn-implementation sdpa" if flex else "")
+def reject_context(name: str, reason: str) -> None:
+    """Raise if ranks share rows, for a model that needs whole rows."""
+    if context_size() > 1:
+        raise UserError(
+            f"parallel.context={context_size()}: model={name} must compute whole rows ({reason}); remove "
+            "--parallel.context"
+        )
 
 
 @contextlib.contextmanager
-def reject_if_failing(policy: Policy) -> Iterator[None]:
+def reject_if_failing() -> Iterator[None]:
     """Context manager: turn an error in the model's code into a UserError."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise  # not the model's fault
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(
-            f"model={policy.source}: the model's code fails on packed sequences ({type(error).__name__}: "
-            f"{first_line(error)}); {unsupported(policy)}"
-        ) from None
+    except UserError:
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f"the model's code fails ({type(error).__name__}: {first_line(error)})") from None
+
+
+def choose_layout(policy: Policy, check: Callable[[Policy], None]) -> None:
+    """Choose the first layout that passes `check`: packed with a shared prompt, packed, or one sequence per row.
+
+    `check` raises a UserError with the problem. The last layout is the model's own forward pass, which is correct for
+    every causal model, including models whose layers carry state from one token to the next.
+    """
+    lm, kind, problems = causal_lm(policy.model), policy.carried_state, []
+    if kind is not None:
+        problems = [f"{kind} layers of model_type={lm.config.model_type} carry state from one token to the next"]
+        separate_convolutions(lm)
+    layouts = [(True, True), (True, False), (False, False)]
+    policy.model.eval()
+    try:
+        for policy.packs, policy.can_share in layouts[1:] if kind else layouts:
+            try:
+                check(policy)
+            except UserError as error:
+                problems.append(str(error))
+                reject_context(policy.source, str(error))
+            else:
+                break
+        else:
+            raise UserError(f"model={policy.source}: {problems[-1]}; this architecture is not supported")
+    finally:
+        policy.model.train()
+    if problems and is_main():
+        what = "prompts are not shared" if policy.packs else "one sequence per row, and prompts are not shared"
+        log(f"model={policy.source}: {what}: {'; '.join(problems)}")
+
+
+def share_batches(policy: Policy, other: Policy) -> None:
+    """Give both models the layout that both support: `other` runs the policy's batches."""
+    policy.packs = other.packs = policy.packs and other.packs
+    policy.can_share = other.can_share = policy.can_share and other.can_share
 
 
 def check_logps(policy: Policy) -> None:
-    """Raise if packed sequences leak into each other, or their log-probs differ from transformers' forward.
+    """Choose the layout of rows; raise if log-probs differ from transformers' forward in every layout.
 
-    Three sequences have their own prompt and three share one. This rejects architectures that scale logits in another
-    way, let packed sequences attend to each other, or depend on the adjacent position (recurrent layers).
+    Packed sequences must not leak into each other. This rejects packing for architectures that let packed sequences
+    attend to each other or depend on the adjacent position (recurrent layers), and architectures that scale logits in
+    another way.
     """
+    choose_layout(policy, _check_logps)
+
+
+def _check_logps(policy: Policy) -> None:
+    """Raise if the current layout does not work. Three sequences have their own prompt and three share one."""
     vocab = causal_lm(policy.model).get_output_embeddings().weight.shape[0]
     prompt, *rest = (
         [(step * i + 1) % vocab for i in range(n)]
@@ -286,28 +356,32 @@ def check_logps(policy: Policy) -> None:
     )
     items = [Item(ids, [False] + [True] * 6) for ids in rest[:3]]
     items += [Item(prompt + ids, [False] * 4 + [True] * 3, 4) for ids in rest[3:]]
-    (batch,) = make_batches(items, max_tokens=64, share_prompt=True, multiple=policy.row_multiple)
-    batch = batch.to(policy.device)
-    policy.model.eval()
+    batch = probe_batch(policy, items)
     # The middle ones have neighbours on both sides.
     packed = values_without_leak(policy, batch, (1, 4), lambda policy, batch: token_logps(policy, batch).logp)
     ids = torch.tensor([items[i].ids for i in batch.rows], device=policy.device)
     trained = torch.tensor([items[i].mask[1:] for i in batch.rows], device=policy.device)
     with (
+        reject_if_failing(),
         torch.no_grad(),
         torch.autocast(policy.device.type, policy.compute_dtype, enabled=policy.autocast_dtype is not None),
     ):
         logp = policy.model(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(dim=-1)
-    policy.model.train()
     gap = (packed - logp.gather(2, ids[:, 1:, None]).squeeze(2)[trained]).abs()  # (N,)
+    reject_gap(policy, gap.max().item(), "packed log-probs" if policy.packs else "log-probs")
+
+
+def probe_batch(policy: Policy, items: Sequence[Item]) -> Batch:
+    """Lay out all items in one batch, with padding after each if they have separate rows."""
+    options = policy.layout(share_prompt=True) | {"one_row": True, "max_padding": 1.0}
+    (batch,) = make_batches(items, max_tokens=64, **options | ({} if policy.packs else {"multiple": 8}))
+    return batch.to(policy.device)
+
+
+def reject_gap(policy: Policy, gap: float, what: str) -> None:
     limit = 1e-3 if policy.compute_dtype == torch.float32 else 0.25  # bfloat16 rounds log-probs of size 10 by 0.03
-    if not gap.max() < limit:
-        only_shared = gap[batch.sequence < 3].max() < limit
-        what = "log-probs of completions with a shared prompt" if only_shared else "packed log-probs"
-        raise UserError(
-            f"model={policy.source}: {what} differ from transformers' forward by {gap.max():.3g} (limit {limit}); "
-            f"{unsupported(policy)}"
-        )
+    if not gap < limit:
+        raise UserError(f"{what} differ from transformers' forward by {gap:.3g} (limit {limit})")
 
 
 def values_without_leak(
@@ -319,7 +393,13 @@ def values_without_leak(
     it needs no tolerance, unlike log-probs, whose last bits depend on matmul sizes (experts). It is computed with the
     run's own kernels, weights and dtype; a float32 copy of the weights may not fit. bfloat16 hides no leak: it has the
     exponents of float32, and a leak is all there is in this gradient, so it cannot be rounded away.
+
+    Layers that carry state may use other kernels in training mode (mamba-ssm), so both modes are probed.
     """
+    if policy.model.training is False and policy.packs and policy.carried_state:
+        policy.model.train()
+        values_without_leak(policy, batch, sequences, function)
+        policy.model.eval()
     lm, embeddings = causal_lm(policy.model), []
 
     def record(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -327,7 +407,7 @@ def values_without_leak(
         return embeddings[-1]
 
     with (
-        reject_if_failing(policy),
+        reject_if_failing(),
         torch.enable_grad(),
         lm.get_input_embeddings().register_forward_hook(record),
     ):
@@ -335,12 +415,14 @@ def values_without_leak(
         chosen = torch.isin(batch.sequence, torch.tensor(sequences, device=policy.device))  # (N,)
         (gradient,) = torch.autograd.grad(values[chosen].sum(), embeddings)  # (R, T, D)
     # With context parallelism the embeddings are a slice of each row, and own_start is still a position in the row.
-    starts = rank_slice(lm.config, batch).batch.own_start  # (R, T)
-    own = torch.isin(starts, batch.own_start.flatten()[batch.index[chosen]])
+    starts, length = rank_slice(lm.config, batch).batch.own_start, batch.own_start.shape[1]  # (R, T)
+    starts = starts + length * torch.arange(len(starts), device=policy.device).unsqueeze(1)
+    index = batch.index[chosen]
+    own = torch.isin(starts, batch.own_start.flatten()[index] + index // length * length)
     leak = gradient.abs().amax(dim=-1).masked_fill(own, 0.0).amax()
-    if leak > 0:
+    if not leak == 0:
         raise UserError(
-            f"model={policy.source}: packed sequences leak into each other (gradient {leak:.3g} with respect to the "
-            f"embeddings of another sequence, must be 0); {unsupported(policy)}"
+            f"packed sequences leak into each other (gradient {leak:.3g} with respect to the embeddings of another "
+            "sequence, must be 0)"
         )
     return values.detach()

@@ -1,6 +1,6 @@
 """NEFTune: uniform noise on the input embeddings, in training only.
 
-    add_noise(causal_lm(policy.model), alpha=5.0)
+    add_noise(policy, alpha=5.0)
 
 Jain et al. 2023 (arXiv:2310.05914): a sequence of L tokens of width D gets noise of +-alpha / sqrt(L D), where L counts
 each packed sequence separately. No-grad passes (reference, evaluation) get no noise. Noise is drawn from torch's global
@@ -16,31 +16,27 @@ from torch import Tensor, nn
 
 from data.errors import UserError
 from trainer.parallel.comm import context_size
+from trainer.policy.logps import Policy, causal_lm
 
 
-def add_noise(lm: Any, alpha: float) -> None:
-    """Add hooks to the model's body, which receives the positions, and to its embedding."""
+def add_noise(policy: Policy, alpha: float) -> None:
+    """Add a hook to the model's embedding."""
     if context_size() > 1:
         raise UserError(
             f"neftune_noise_alpha={alpha:g} is not supported with parallel.context={context_size()}; remove one of the "
             "two"
         )
-    positions: Tensor | None = None
-
-    def store_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        nonlocal positions
-        positions = kwargs.get("position_ids")
 
     def with_noise(module: nn.Module, args: Any, embedded: Tensor) -> Tensor:
-        if not (module.training and torch.is_grad_enabled() and positions is not None):
+        if not (module.training and torch.is_grad_enabled()):
             return embedded
-        lengths = sequence_lengths(positions)  # (R, T)
+        assert policy.positions is not None, "only hidden_states() runs the model with gradients"
+        lengths = sequence_lengths(policy.positions)  # (R, T)
         scale = alpha / (lengths * embedded.shape[-1]).sqrt()
         noise = torch.rand(embedded.shape, device=embedded.device) * 2 - 1  # (R, T, D)
         return embedded + (noise * scale.unsqueeze(-1)).to(embedded.dtype)
 
-    lm.base_model.register_forward_pre_hook(store_positions, with_kwargs=True)
-    lm.get_input_embeddings().register_forward_hook(with_noise)
+    causal_lm(policy.model).get_input_embeddings().register_forward_hook(with_noise)
 
 
 def sequence_lengths(positions: Tensor) -> Tensor:  # (R, T) -> (R, T) float32

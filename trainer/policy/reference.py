@@ -22,7 +22,7 @@ from trainer.files.atomic_folder import sync
 from trainer.parallel.comm import all_count, all_gather, balanced_shards, data_rank, data_size, is_main, world_size
 from trainer.parallel.dtensor import copy_into_shard, gather, reshard
 from trainer.policy.load import load_policy
-from trainer.policy.logps import Policy, causal_lm, reference_logps, token_logps
+from trainer.policy.logps import Policy, causal_lm, reference_logps, share_batches, token_logps
 from trainer.policy.sharding import parallelize, to_device_and_pad
 
 
@@ -109,6 +109,7 @@ def build_reference(
     if cfg.ref_model:
         source = load_frozen("ref_model", cfg.ref_model, model, policy, parallel)
         if cfg.ref != "precomputed":
+            share_batches(policy, source)
             policy.companions.append(source)
             return Reference(dataclasses.replace(source, reference=source.model))
     if cfg.ref == "precomputed":
@@ -186,9 +187,8 @@ def item_logps(run: RunConfig, source: Policy, items: Sequence[Item]) -> Tensor:
     source.model.eval()
     logps: dict[int, Tensor] = {}
     batches = make_batches(
-        items, max_tokens=run.max_tokens_per_micro_batch, packing=run.packing, share_prompt=True,
-        multiple=source.row_multiple, one_row=source.packs_one_row,
-    )  # fmt: skip
+        items, max_tokens=run.max_tokens_per_micro_batch, **source.layout(packing=run.packing, share_prompt=True)
+    )
     for batch in to_device_and_pad(source, batches):
         logp = token_logps(source, batch).logp.cpu()  # in the order of batch.rows
         logps |= zip(batch.rows, logp.split([sum(items[i].mask) for i in batch.rows]), strict=True)

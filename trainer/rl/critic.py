@@ -21,7 +21,7 @@ from data.packing import Batch
 from rollout.engine import Completion
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.policy.heads import head_of, load_scorer
-from trainer.policy.logps import Policy, causal_lm, hidden_states, predictor_states
+from trainer.policy.logps import Policy, causal_lm, hidden_states, predictor_states, share_batches
 from trainer.policy.reference import check_same_tokens, named_as
 
 
@@ -80,6 +80,7 @@ def load_critic(value_model: str | None, model: ModelConfig, lora: LoraConfig, p
     with named_as("value_model"):
         scorer = load_scorer(model.for_model(value_model), lora, policy.device, kind="sequence", zero_head=True)
     check_same_tokens(policy, scorer, f"value_model={value_model}", model.model)
+    share_batches(policy, scorer)
     if policy.row_multiple % scorer.row_multiple:
         raise UserError(
             f"value_model={value_model}: uses flex attention, which model={model.model} does not support; set "

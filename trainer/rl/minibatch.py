@@ -190,10 +190,7 @@ def pack_completions(
         [completion_item(c) for c in completions],
         accumulation=run.gradient_accumulation_steps,
         max_tokens=run.max_tokens_per_micro_batch,
-        packing=run.packing,
-        share_prompt=share_prompt,
-        multiple=policy.row_multiple,
-        one_row=policy.packs_one_row,
+        **policy.layout(packing=run.packing, share_prompt=share_prompt),
     )
     return to_device_and_pad(policy, batches)
 

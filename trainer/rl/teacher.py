@@ -180,8 +180,8 @@ class Teacher(TeacherPrompts):
         """of_batch of the trained tokens of each item. All ranks call this together."""
         run = self.cfg.run
         batches = make_batches(
-            items, max_tokens=run.max_tokens_per_micro_batch, packing=run.packing,
-            share_prompt=self.cfg.share_prompt, multiple=self.policy.row_multiple, one_row=self.policy.packs_one_row,
+            items, max_tokens=run.max_tokens_per_micro_batch,
+            **self.policy.layout(packing=run.packing, share_prompt=self.cfg.share_prompt),
         )  # fmt: skip
         by_item: dict[int, Tensor] = {}
         for batch in to_device_and_pad(self.policy, batches):

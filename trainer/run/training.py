@@ -27,7 +27,7 @@ from trainer.metrics.metrics import Counters, MetricSums, Timer
 from trainer.parallel.comm import all_count, pick_device, rank, world_size
 from trainer.policy.compile_choice import resolve_compile
 from trainer.policy.load import load_policy
-from trainer.policy.logps import Policy, causal_lm
+from trainer.policy.logps import Policy
 from trainer.policy.noise import add_noise
 from trainer.policy.optim import BadSteps, PendingStep, TrainedModule, build_optimizer, launch_step
 from trainer.policy.reference import MovingReference
@@ -109,7 +109,7 @@ class Training:
         pairs = {name: x if isinstance(x, tuple) else (x, cfg.optim) for name, x in (modules or {}).items()}
         cfg = source.resolve([module.to(policy.device) for module, _ in pairs.values()])
         if cfg.model.neftune_noise_alpha is not None:
-            add_noise(causal_lm(policy.model), cfg.model.neftune_noise_alpha)
+            add_noise(policy, cfg.model.neftune_noise_alpha)
         if cfg.model.router_aux_loss_coef is not None:
             policy.router = RouterLoss(policy, cfg.model.router_aux_loss_coef)
         # The noise scale depends on the length of each sequence, and the router's loss is a mean over all tokens.

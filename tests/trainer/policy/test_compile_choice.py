@@ -93,6 +93,7 @@ def test_obstacles_are_experts_and_missing_blocks_but_not_sharding(policy):
         return SimpleNamespace(model=model, source="m")
 
     assert "experts" in obstacle(like(num_experts_per_tok=2))
+    assert "linear_attention" in obstacle(like(layer_types=["linear_attention", "full_attention"]))
     assert obstacle(like()) == "the blocks of the model were not found"
 
 

@@ -252,7 +252,7 @@ def test_models_that_attend_ahead_are_rejected(tmp_path):
         load(tmp_path, "token")
 
 
-def test_small_leak_into_the_next_sequence_is_found(folder_of):
+def test_small_leak_into_the_next_sequence_is_found(folder_of, capsys):
     scorer = load(folder_of("llama"), "sequence")
     check_scores(scorer)
 
@@ -260,8 +260,11 @@ def test_small_leak_into_the_next_sequence_is_found(folder_of):
         return output + 1e-6 * torch.nn.functional.pad(output, (0, 0, 1, 0))[:, :-1]  # from the position before
 
     scorer.model.base_model.layers[0].mlp.register_forward_hook(leak)
-    with pytest.raises(ValueError, match=f"^model={scorer.source}: packed sequences leak .*gradient"):
-        check_scores(scorer)
+    check_scores(scorer)
+    assert not scorer.packs
+    assert f"model={scorer.source}: one sequence per row, and prompts are not shared: packed sequences leak" in (
+        capsys.readouterr().err
+    )
 
 
 def test_new_head_has_the_same_weights_in_any_dtype():

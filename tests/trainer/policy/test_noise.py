@@ -31,7 +31,7 @@ def test_noise_is_uniform_within_alpha_over_sqrt_length(packing):
     seen = {}
     embedding = lm.get_input_embeddings()
     embedding.register_forward_hook(lambda module, args, out: seen.update(plain=out.detach()))
-    add_noise(lm, alpha)
+    add_noise(policy, alpha)
     embedding.register_forward_hook(lambda module, args, out: seen.update(noisy=out.detach()))
     items = [Item(ids=list(range(3, 3 + n)), mask=[False] + [True] * (n - 1)) for n in lengths]
     for batch in make_batches(items, max_tokens=1024, packing=packing):

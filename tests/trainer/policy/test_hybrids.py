@@ -1,0 +1,176 @@
+"""Models whose layers carry state, in float64: rows, packing, padding and sampling do not change log-probs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from data.packing import Batch, Item, make_batches
+from kernels.nf4 import Linear4bit
+from rollout.engine import Request, Sampling
+from rollout.engines.local import LocalEngine
+from tests.trainer.policy.test_architectures import RECURRENT, SAMPLED, make_model, policy_of
+from trainer.config.blocks import LoraConfig
+from trainer.policy.adapters import add_adapter
+from trainer.policy.load import quantize_layers
+from trainer.policy.logps import Policy, check_logps, share_batches, token_logps, values_without_leak
+from trainer.tiny.build import make_tokenizer
+
+ALWAYS = ("lfm2", "qwen3_5_text", "nemotron_h")
+# transformers gives these layers no boundaries: kimi_linear's and jamba's
+PACKED = [kind for kind in SAMPLED if kind not in ("kimi_linear", "jamba")]
+KERNELS = {"torch_chunk_gated_delta_rule", "mamba2_chunk_scan"}
+FUSED = "mamba2_split_conv1d_scan_combined"
+
+
+def kinds(names: Sequence[str]) -> Any:
+    return pytest.mark.parametrize(
+        "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k not in ALWAYS)) for k in names]
+    )
+
+
+class InFloat64(TorchFunctionMode):
+    """Context manager: compute in float64 where a model asks for float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def wide(x: Any) -> Any:
+            return torch.float64 if x is torch.float32 else x
+
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*map(wide, args), **{name: wide(x) for name, x in (kwargs or {}).items()})
+
+
+def policy_in_float64(model: Any) -> Policy:
+    """A policy that has passed the probe."""
+    policy = policy_of(model, "float32")
+    check_logps(policy)
+    policy.model.set_experts_implementation("eager")  # grouped matmuls do not run in float64
+    policy.model.double()
+    policy.compute_dtype = torch.float64
+    return policy
+
+
+def make_items() -> list[Item]:
+    return [
+        Item([(step * i + 1) % 275 for i in range(n)], [False] + [True] * (n - 1))
+        for step, n in ((7, 9), (5, 3), (11, 14), (13, 6))
+    ]
+
+
+def gradients(policy: Policy, items: Sequence[Item], batches: Sequence[Batch]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probs in item order, and the gradient of their sum with a different weight for each token."""
+    policy.model.zero_grad()
+    logps: dict[int, Tensor] = {}
+    for batch in batches:
+        own = token_logps(policy, batch).logp.split([sum(items[row].mask) for row in batch.rows])
+        logps |= zip(batch.rows, own, strict=True)
+    flat = torch.cat([logps[row] for row in range(len(items))])
+    (flat * torch.linspace(1, 2, len(flat))).sum().backward()
+    return flat.detach(), {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
+
+
+def assert_equal(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[str, Tensor]]) -> None:
+    assert got[0].dtype == torch.float64 and got[1].keys() == want[1].keys()
+    torch.testing.assert_close(got[0], want[0], rtol=1e-10, atol=1e-10)
+    scale = max(gradient.abs().max() for gradient in want[1].values())
+    for name, gradient in want[1].items():
+        assert (got[1][name] - gradient).abs().max() < 1e-10 * scale, name
+
+
+@kinds(RECURRENT)
+def test_one_sequence_per_row_equals_separate_rows(kind):
+    policy, items = policy_in_float64(make_model(kind)), make_items()
+    options = policy.layout(packing=False) | {"max_padding": 1.0}
+    (padded,), alone = make_batches(items, max_tokens=64, **options), make_batches(items, max_tokens=1, **options)
+    assert padded.input_ids.shape == (4, 14) and len(alone) == 4
+    with InFloat64():
+        assert_equal(gradients(policy, items, [padded]), gradients(policy, items, alone))
+
+
+@kinds(PACKED)
+def test_packed_rows_equal_separate_rows(kind, monkeypatch):
+    """With a reference that runs each segment alone instead of the kernels of a GPU."""
+    model = make_model(kind)
+    code = sys.modules[type(model).__module__]
+    for name in KERNELS.intersection(vars(code)):
+        monkeypatch.setattr(code, name, each_segment(getattr(code, name)))
+    if hasattr(code, FUSED):
+        monkeypatch.setattr(code, FUSED, lambda *args, **kwargs: None)
+    policy, items = policy_in_float64(model), make_items()
+    assert policy.packs and not policy.can_share
+    (packed,) = make_batches(items, max_tokens=64, **policy.layout(share_prompt=True) | {"multiple": 5})
+    assert packed.input_ids.shape == (1, 35) and packed.used == [32]
+    alone = make_batches(items, max_tokens=1, **policy.layout(packing=False))
+    with InFloat64():
+        assert_equal(gradients(policy, items, [packed]), gradients(policy, items, alone))
+        values_without_leak(policy, packed, (0, 3), lambda policy, batch: token_logps(policy, batch).logp)
+
+
+def each_segment(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, cu_seqlens: Tensor | None = None, seq_idx: Tensor | None = None, **kwargs: Any) -> Any:
+        assert cu_seqlens is None or seq_idx is None or len(cu_seqlens) == seq_idx[0, -1] + 2
+        if seq_idx is None:
+            return kernel(*args, **kwargs)
+        num_tokens, outputs = seq_idx.shape[1], []
+        for own in (seq_idx[0] == segment for segment in range(int(seq_idx[0, -1]) + 1)):
+
+            def cut(x: Any, own: Tensor = own) -> Any:
+                return x[:, own] if isinstance(x, Tensor) and x.shape[:2] == (1, num_tokens) else x
+
+            outputs.append(kernel(*map(cut, args), **{name: cut(x) for name, x in kwargs.items()}))
+        if isinstance(outputs[0], tuple):
+            return torch.cat([output for output, _ in outputs], dim=1), None
+        return torch.cat(outputs, dim=1)
+
+    return call
+
+
+@kinds(SAMPLED)
+def test_sampled_log_probs_equal_trained_log_probs(kind):
+    policy = policy_in_float64(make_model(kind))
+    prompts = ([5, 6, 7, 8, 9], [5, 6, 7, 8, 9], [11, 12], list(range(20, 30)))
+    requests = [Request(prompt_ids=prompt, seed=i, max_tokens=3 + 2 * i) for i, prompt in enumerate(prompts)]
+    with InFloat64():
+        engine = LocalEngine(policy.model, make_tokenizer(), log=lambda line: None)
+        sampled = engine.generate(requests, Sampling())
+        items = [Item([*c.prompt_ids, *c.ids], [False] * len(c.prompt_ids) + [True] * len(c.ids)) for c in sampled]
+        batches = make_batches(items, max_tokens=256, **policy.layout())
+        trained, _ = gradients(policy, items, batches)
+    logps = torch.tensor([logp for c in sampled for logp in c.logps], dtype=torch.float64)
+    torch.testing.assert_close(logps, trained, rtol=0, atol=1e-10)
+
+
+def test_adapters_and_4_bits_skip_weights_that_mamba_kernels_read():
+    lora = LoraConfig(r=2)
+    model = add_adapter(make_model("nemotron_h"), lora)
+    adapted = {name.split(".")[-2] for name, _ in model.named_modules() if name.endswith(".lora_A")}
+    assert "in_proj" in adapted and "out_proj" not in adapted
+    with pytest.raises(ValueError, match=r"^lora.target_modules=out_proj: .*Mamba"):
+        add_adapter(make_model("granitemoehybrid"), replace(lora, target_modules=("q_proj", "out_proj")))
+    model = make_model("nemotron_h")
+    quantize_layers(model, torch.device("cpu"))
+    mixer = model.base_model.layers[0].mixer
+    assert isinstance(mixer.in_proj, Linear4bit) and type(mixer.out_proj) is torch.nn.Linear
+    model = add_adapter(make_model("qwen3_5_text"), lora)  # gated delta nets call their layers
+    assert any(name.endswith("linear_attn.out_proj.lora_A") for name, _ in model.named_modules())
+
+
+def test_models_that_run_the_same_batches_share_a_layout(capsys):
+    policy, other = (policy_of(make_model(kind), "float32") for kind in ("llama", "qwen3_5_text"))
+    for each in (policy, other):
+        check_logps(each)
+    assert policy.packs and policy.can_share and not other.packs
+    assert "model_type=qwen3_5_text" in capsys.readouterr().err
+    share_batches(policy, other)
+    assert policy.layout(share_prompt=True) == other.layout(share_prompt=True) | {"one_row": False}
+    items = make_items()
+    batches = make_batches(items, max_tokens=64, **policy.layout())
+    assert all(len(batch.rows) == len(batch.input_ids) for batch in batches)
+    assert all(token_logps(each, batch).logp.isfinite().all() for each in (policy, other) for batch in batches)

@@ -247,6 +247,7 @@ def test_dense_attend_is_exact(options):
     torch.testing.assert_close(narrow.double(), reference.attention(*inputs, spans, **options), rtol=0, atol=0.03)
 
 
+@pytest.mark.slow
 def test_flex_attend_has_gradients_of_sinks_and_capped_scores(monkeypatch):
     """Traced, with the dense backward that torch rejects on a CPU; its log-sum-exp is float32."""
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)

@@ -447,7 +447,10 @@ class _Conversation:
 
     def start_of_next(self, index: int) -> int:
         """Return an upper bound of the next message's start: ids before it do not change with later texts."""
-        later = [{**message, "content": _PROBE + message["content"]} for message in self.messages[index + 1 :]]
+        later = [
+            {**message, "content": _PROBE + message["content"]} if message["content"] else message  # "": a call
+            for message in self.messages[index + 1 :]
+        ]
         return common_prefix(_ids_of(self.tokenizer, self.render(self.messages[: index + 1] + later)), self.ids)
 
 

@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from data.errors import UserError
-from data.harmony import is_harmony
 from data.limits import thread_clock
 from data.types import Messages
 
@@ -184,6 +183,12 @@ def _template_end_ids(tokenizer: Any, template: str, num_tokens: int) -> tuple[i
     last = encode(tokenizer, after_call)[-1] if after_call else None
     token = tokenizer.added_tokens_decoder.get(last)
     return ids[0], last if token is not None and token.special else None
+
+
+def is_harmony(tokenizer: Any) -> bool:
+    """Return whether the tokenizer's chat template writes the channels of harmony, gpt-oss's format."""
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    return "<|channel|>" in template and "<|call|>" in template
 
 
 # Rendering: prompts, completions, conversations, responses.

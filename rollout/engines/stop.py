@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from data.harmony import is_harmony, split_messages
+from data.chat import is_harmony
 from rollout.engine import Sampling
+from rollout.harmony import split_messages
 
 
 class StopCheck:

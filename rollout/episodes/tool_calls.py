@@ -20,8 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from data.chat import is_harmony
 from data.errors import UserError
-from data.harmony import Message, is_harmony, split_messages
+from rollout.harmony import Message, split_messages
 
 CONSTANTS = {"true": True, "false": False, "null": None}  # JSON names that models also write in Python calls
 

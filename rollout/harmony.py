@@ -10,19 +10,13 @@ The recipient of a call may also precede its channel, as chat templates write it
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Message(NamedTuple):
     channel: str
     recipient: str | None
     text: str
-
-
-def is_harmony(tokenizer: Any) -> bool:
-    """Return whether the tokenizer's chat template writes channels."""
-    template = str(getattr(tokenizer, "chat_template", None) or "")
-    return "<|channel|>" in template and "<|call|>" in template
 
 
 def split_messages(text: str) -> list[Message]:

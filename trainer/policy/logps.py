@@ -255,8 +255,10 @@ def head_of(lm: Any) -> dict[str, Any]:
 
 def unsupported(policy: Policy) -> str:
     """Return the last clause of an error about an unsupported model."""
-    flex = uses_flex(causal_lm(policy.model).config)
-    return "this architecture is not supported" + (" with flex; try --attn-implementation sdpa" if flex else "")
+    lm = causal_lm(policy.model)
+    other = "sdpa" if getattr(lm, "_supports_sdpa", True) else "eager"
+    flex = f" with flex; try --attn-implementation {other}" if uses_flex(lm.config) else ""
+    return f"this architecture is not supported{flex}"
 
 
 @contextlib.contextmanager

@@ -142,8 +142,10 @@ def _check_known(vocabulary: Mapping[str, int], token: Any, what: str) -> None:
 
 
 def end_ids(tokenizer: Any) -> tuple[int, ...]:
-    """Return the ids that may close an assistant turn: the template's end-of-turn token and --eot-tokens."""
-    ids = (end_of_turn_id(tokenizer), *getattr(tokenizer, "strop_eot_ids", ()))
+    """Return the ids that may close an assistant turn: the template's, also after a tool call, and --eot-tokens."""
+    ids = [*getattr(tokenizer, "strop_eot_ids", ())]
+    if tokenizer.chat_template:
+        ids = [*_template_end_ids(tokenizer, str(tokenizer.chat_template), len(tokenizer)), *ids]
     return tuple(dict.fromkeys(token for token in ids if token is not None))
 
 
@@ -160,16 +162,33 @@ def end_of_turn_id(tokenizer: Any) -> int | None:
     """Return the special token that closes an assistant turn in the current template, or None."""
     if not tokenizer.chat_template:
         return None
-    return _end_of_turn_id(tokenizer, str(tokenizer.chat_template), len(tokenizer))
+    return _template_end_ids(tokenizer, str(tokenizer.chat_template), len(tokenizer))[0]
 
 
 @lru_cache(maxsize=8)
-def _end_of_turn_id(tokenizer: Any, template: str, num_tokens: int) -> int | None:
+def _template_end_ids(tokenizer: Any, template: str, num_tokens: int) -> tuple[int | None, int | None]:
+    """Return the special tokens that close an answer and a turn with a tool call; None if there is no such token."""
     # template and num_tokens are cache keys: both can change on the same tokenizer.
     turns = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
     after_answer = _render_text(tokenizer, turns, generation_prompt=False).rpartition(_PROBE)[2]
     ids = encode(tokenizer, after_answer.lstrip()) if after_answer.strip() else []
-    return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
+    if not ids or ids[0] not in tokenizer.added_tokens_decoder:
+        return None, None
+    call = {"type": "function", "function": {"name": _PROBE, "arguments": {_PROBE: _PROBE}}}
+    turns[1] = {"role": "assistant", "content": "", "tool_calls": [call]}
+    try:
+        after_call = _render_text(tokenizer, turns, generation_prompt=False).rpartition(_PROBE)[2].rstrip()
+    except UserError:  # the template has no tool calls
+        return ids[0], None
+    last = encode(tokenizer, after_call)[-1] if after_call else None
+    token = tokenizer.added_tokens_decoder.get(last)
+    return ids[0], last if token is not None and token.special else None
+
+
+def is_harmony(tokenizer: Any) -> bool:
+    """Return whether the tokenizer's chat template writes the channels of harmony, gpt-oss's format."""
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    return "<|channel|>" in template and "<|call|>" in template
 
 
 # Rendering: prompts, completions, conversations, responses.
@@ -276,6 +295,13 @@ class _Conversation:
         self.tokenizer, self.messages, self.settings = tokenizer, messages, settings
         self.notes: list[str] = []
         self.text = self.render(messages)
+        # gpt-oss's template drops the thoughts before tool calls once an answer follows, but the model saw them when it
+        # wrote that answer: append the answer to what it saw.
+        before = messages[:-1]
+        if messages[-1]["role"] == "assistant" and any("tool_calls" in message for message in before):
+            seen, dropped = self.render(before), self.render(_without_thoughts(before))
+            if not self.text.startswith(seen) and self.text.startswith(dropped):
+                self.text = seen + self.text[len(dropped) :]
         self.ids = _ids_of(tokenizer, self.text)
 
     def render(self, messages: Messages, *, generation_prompt: bool = False) -> str:
@@ -373,9 +399,13 @@ class _Conversation:
                 )
             return len(prefix)
         if not self.text.startswith(self.render(before)):
-            raise UserError(_rewritten(index))
+            opening = self.render(_without_thoughts(before), generation_prompt=True)
+            if not self.text.startswith(opening):
+                raise UserError(_rewritten(index))
+            self.opened = len(opening)
+            return common_prefix(_ids_of(self.tokenizer, opening), self.ids)
         # Compare with a probe answer: the real answer may start with a character of the opened text, such as "<".
-        answer = {key: value for key, value in self.messages[index].items() if key not in THOUGHT_KEYS}
+        (answer,) = _without_thoughts(self.messages[index : index + 1])
         probe = self.render([*before, {**answer, "content": _PROBE}, *self.messages[index + 1 :]])
         head = commonprefix([opening, probe, self.text])
         self.opened = len(head)
@@ -402,6 +432,9 @@ class _Conversation:
         if not set(stops).isdisjoint(self.ids[start:limit]):
             return _first_of(stops, self.ids, start) + 1
         end = common_prefix(alone, self.ids)
+        if not is_last and not is_prefix:  # the template may have dropped the thoughts of this turn
+            alone = _ids_of(self.tokenizer, self.render(_without_thoughts(self.messages[: index + 1])))
+            end = max(end, common_prefix(alone, self.ids))
         if is_last or end <= start:
             raise UserError(
                 f"messages[{index}]: the chat template does not close this assistant turn; use another --chat-template"
@@ -419,8 +452,17 @@ class _Conversation:
 
     def start_of_next(self, index: int) -> int:
         """Return an upper bound of the next message's start: ids before it do not change with later texts."""
-        later = [{**message, "content": _PROBE + message["content"]} for message in self.messages[index + 1 :]]
+        later = [
+            {**message, "content": _PROBE + message["content"]} if message["content"] else message  # "": a call
+            for message in self.messages[index + 1 :]
+        ]
         return common_prefix(_ids_of(self.tokenizer, self.render(self.messages[: index + 1] + later)), self.ids)
+
+
+def _without_thoughts(messages: Messages) -> Messages:
+    """Remove thoughts, and the text of turns with tool calls, which gpt-oss's template writes as a thought."""
+    bare = [{key: value for key, value in message.items() if key not in THOUGHT_KEYS} for message in messages]
+    return [{**message, "content": ""} if "tool_calls" in message else message for message in bare]
 
 
 def _first_of(stops: Sequence[int], ids: Sequence[int], start: int = 0) -> int:
@@ -589,6 +631,19 @@ def _function(call: Any) -> dict[str, Any]:
     return inner if isinstance(inner, dict) else {}
 
 
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """Parse the arguments of calls that are JSON text."""
+
+    def parsed(call: dict[str, Any]) -> dict[str, Any]:
+        try:
+            function = {**_function(call), "arguments": json.loads(_function(call)["arguments"])}
+        except (KeyError, TypeError, ValueError):
+            return call
+        return {**call, "function": function} if "function" in call else function
+
+    return {**message, "tool_calls": [parsed(call) for call in message["tool_calls"]]}
+
+
 def _check_calls(tokenizer: Any, messages: Messages, settings: Mapping[str, Any] | None) -> None:
     """Raise if the template does not write a tool call: the model would see, or learn, an empty turn."""
     marks: dict[str, int] = {}  # probe name of a call -> index of its message
@@ -648,7 +703,7 @@ def list_unwritten(
             marks[mark] = "with thoughts before </think> that the chat template removes from a trained turn"
             content = message["content"].replace("</think>", f"{mark}</think>", 1)
             changed[index] = {**changed[index], "content": content}
-    text = _render_text(tokenizer, changed, generation_prompt=False, settings=settings) if marks else ""
+    text = _Conversation(tokenizer, changed, settings).text if marks else ""
     return list(dict.fromkeys([*notes, *(note for mark, note in marks.items() if mark not in text)]))
 
 
@@ -692,6 +747,9 @@ def _render_text(
             "chat_template=tokenizer_default: the rows are conversations but this tokenizer has no chat template; "
             f"pass --chat-template with one of {', '.join(DELIMITERS)}, or a FILE.jinja"
         )
+
+    if is_harmony(tokenizer):  # its template writes arguments with tojson, which would quote JSON text once more
+        messages = [_with_objects(message) if "tool_calls" in message else message for message in messages]
 
     def render(messages: Messages) -> str:
         try:
@@ -777,7 +835,7 @@ def unmark(text: str) -> str:
 
 @lru_cache(maxsize=8)
 def _special_tokens(tokenizer: Any, num_tokens: int) -> re.Pattern[str]:
-    # num_tokens is a cache key, as in _end_of_turn_id
+    # num_tokens is a cache key, as in _template_end_ids
     delimiters = {token for family in DELIMITERS.values() for token in family}  # some models add them as normal tokens
     tokens = [str(token) for token in tokenizer.added_tokens_decoder.values()
               if token.special or str(token) in delimiters]  # fmt: skip

@@ -7,12 +7,16 @@ form. A query sees a run of keys before its own sequence (the shared prompt; may
 
 A mask is therefore four integers per query, one kernel serves all layouts, and a sliding window keeps the form. There
 are two implementations:
-- `dense_mask`: (R, 1, Q, K) booleans for scaled_dot_product_attention. Works on every device, with a backward; O(Q K)
-  memory.
+- `dense_mask`: (R, 1, Q, K) booleans for scaled_dot_product_attention, or for `dense_attend`, which also has capped
+  scores and sinks. Works on every device, with a backward; O(Q K) memory.
 - `block_mask` and `flex_attend`: flex_attention, CUDA only. Difference arrays turn the runs into tile lists in
   O(R (Q + Q K / 128^2)) time; memory stays O(Q). One compiled graph serves every length and every mask.
 
-Shapes: R = packed rows, Q = queries, K = keys; in `flex_attend` H = heads and K = head size, as everywhere else.
+Both cap scores (softcap * tanh(score / softcap), as Gemma 2 does) and have sinks: a learned logit per head that joins
+the softmax as one more key with a value of 0 (gpt-oss).
+
+Shapes: R = packed rows, Q = queries, K = keys; in `flex_attend` and `dense_attend` H = heads and K = head size, as
+everywhere else.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 TILE = 128  # flex_attention's default sparse block size, which its kernels are tuned for
 MAX_GRAPHS = 64  # Dynamo graphs per function
@@ -62,6 +66,46 @@ def dense_mask(spans: Spans, num_keys: int) -> Tensor:  # (R, 1, Q, K) bool, Tru
     prefix = (start <= key) & (key < stop)  # (R, Q, K)
     own = (spans.own_start.unsqueeze(-1) <= key) & (key < spans.own_stop.unsqueeze(-1))
     return (prefix | own).unsqueeze(1)
+
+
+def dense_attend(
+    query: Tensor,  # (R, H, Q, K)
+    key: Tensor,  # (R, H_kv, keys, K); H a multiple of H_kv
+    value: Tensor,  # (R, H_kv, keys, K)
+    mask: Tensor | None,  # (R, 1, Q, keys) bool, True = visible; None: causal, the last query sees all keys
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # (H,)
+) -> Tensor:  # (R, H, Q, K)
+    """Attend with capped scores and sinks, in float32 or wider, on any device; stores the (Q, keys) scores."""
+    wide, groups = torch.promote_types(query.dtype, torch.float32), query.shape[1] // key.shape[1]
+    if mask is None:
+        size = (query.shape[2], key.shape[2])
+        mask = torch.ones(size, dtype=torch.bool, device=query.device).tril(size[1] - size[0])
+    with torch.autocast(query.device.type, enabled=False):
+        wide_query, *pair = (x.to(wide) for x in (query, key, value))
+        wide_key, wide_value = (x.repeat_interleave(groups, dim=1) for x in pair)
+        scores = scale * (wide_query @ wide_key.transpose(2, 3))  # (R, H, Q, keys)
+        scores = _capped(scores, softcap)
+        # Finite, because a padding query may see no keys.
+        scores = scores.masked_fill(~mask, torch.finfo(wide).min)
+        out = scores.softmax(dim=-1) @ wide_value
+        out = out if sinks is None else _with_sinks(out, scores.logsumexp(dim=-1), sinks)
+    return out.to(value.dtype)
+
+
+def _capped(score: Tensor, softcap: float | None) -> Tensor:
+    return score if softcap is None else softcap * torch.tanh(score / softcap)
+
+
+def _with_sinks(
+    out: Tensor,  # (R, H, Q, K) attention without sinks
+    lse: Tensor,  # (R, H, Q) log-sum-exp of its scores
+    sinks: Tensor,  # (H,)
+) -> Tensor:  # (R, H, Q, K)
+    """Return the attention with sinks: exp(lse) / (exp(lse) + exp(sink)) of the weight stays on the keys."""
+    return (out * torch.sigmoid(lse - sinks.to(lse.dtype)[:, None]).unsqueeze(-1)).to(out.dtype)
 
 
 class SpanMask:
@@ -158,14 +202,17 @@ def flex_attend(
     block_mask: BlockMask,  # shape (R, 1, Q, keys), from `block_mask`
     *,
     scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # (H,)
 ) -> Tensor:  # (R, H, Q, K)
     """softmax(scale * query @ key.T where visible) @ value, forward and backward, without the (Q, keys) scores.
 
     Compiled at the first call. New head sizes, dtypes and grad modes recompile; new lengths and masks do not. Raises if
     compilation is off or fails, because uncompiled flex_attention silently runs dense.
     """
+    options = (block_mask.mask_mod.spans, [getattr(block_mask, name) for name in _LISTS], scale, softcap)
     if torch.compiler.is_compiling():  # inside the graph of a block, which must not read the mask's lengths
-        return _attend(query, key, value, block_mask.mask_mod.spans, [getattr(block_mask, n) for n in _LISTS], scale)
+        return _attend(query, key, value, *options, sinks)
     if query.device.type != "cuda":
         raise ValueError(f"query.device={query.device}: flex_attend needs CUDA; use dense_mask with sdpa")
     rows, _, num_queries, _ = query.shape
@@ -175,14 +222,14 @@ def flex_attend(
     if tuple(block_mask.shape) != (rows, 1, num_queries, num_keys):
         shape = tuple(block_mask.shape)
         raise ValueError(f"block_mask.shape={shape}: expected {(rows, 1, num_queries, num_keys)}")
-    lists = [getattr(block_mask, name) for name in _LISTS]
     # The compiled kernel depends on which inputs require gradients, and its rounding changes. All inputs require one
     # here, so a no-grad pass gives the same bits as a training pass with the same weights.
-    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    inputs = (x if x.requires_grad else x.detach().requires_grad_() for x in (query, key, value))
+    inputs = [query, key, value] if sinks is None else [query, key, value, sinks]
+    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    inputs = [x if x.requires_grad else x.detach().requires_grad_() for x in inputs]
     share_graphs()
     with torch.enable_grad():
-        out = _compiled()(*inputs, block_mask.mask_mod.spans, lists, scale)
+        out = _compiled()(*inputs[:3], *options, *inputs[3:])
     return out if differentiable else out.detach()
 
 
@@ -213,7 +260,10 @@ def share_graphs() -> None:
     _settings.is_set = True
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, lists: list[Tensor], scale: float) -> Tensor:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, spans: Spans, lists: list[Tensor], scale: float,
+    softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Run flex_attention. The mask is plain tensors, because Dynamo would recompile for every BlockMask."""
     if not torch.compiler.is_dynamo_compiling():
         raise RuntimeError("flex_attend: torch.compile is off or failed; enable it, or use dense_mask with sdpa")
@@ -231,4 +281,12 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, lists: list
         BLOCK_SIZE=(TILE, TILE),
         mask_mod=mask_mod,
     )
-    return flex_attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return _capped(score, softcap)
+
+    out = flex_attention(
+        query, key, value, None if softcap is None else score_mod, mask, scale, query.shape[1] != key.shape[1],
+        return_aux=None if sinks is None else AuxRequest(lse=True),
+    )  # fmt: skip
+    return out if sinks is None else _with_sinks(out[0], out[1].lse, sinks)

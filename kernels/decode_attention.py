@@ -4,8 +4,11 @@ The rows of a group share their prompt. The cache contains it once, and it is re
 in groups of 8, reading it for each row would be most of the memory traffic. There are two kernels:
 - `_prefix`, one program per tile of rows and key head: attends over the prefix for all rows of the tile together, and
   writes maximum, sum and accumulator of the softmax for each row. With few rows the prefix is split over programs.
-- `_own`, one program per row and key head: attends over the row's own tokens, merges the results of `_prefix` and
-  writes the output.
+- `_own`, one program per row and key head: attends over the row's own tokens, merges the results of `_prefix` and the
+  sinks, and writes the output.
+
+Any head size up to 256 works: the kernels pad it to a power of two in registers. Capped scores and sinks are as in
+kernels/attention.py.
 
 Grids depend only on shapes and lengths are read on the device, so a step can be captured in a CUDA graph.
 `decode_attention` runs the kernels on CUDA and `decode_attention_reference` elsewhere.
@@ -45,7 +48,7 @@ class Rows(NamedTuple):
 
 def supports(head_dim: int) -> bool:
     """Return whether the kernels support this head size."""
-    return 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
+    return head_dim <= 256
 
 
 def decode_attention(
@@ -57,6 +60,8 @@ def decode_attention(
     page: int,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # (H,)
     seen: Visible | None = None,  # from `visible_tokens`, to share it between layers; used by the reference only
 ) -> Tensor:  # (B, H, K)
     """softmax(scale * query @ keys.T) @ values over the tokens visible to each row.
@@ -66,9 +71,10 @@ def decode_attention(
     keys less than `window` positions back, including itself.
     """
     fits = query.is_cuda and keys.dtype in (torch.bfloat16, torch.float16, torch.float32) and supports(query.shape[2])
+    options = {"page": page, "scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
     if fits and triton is not None:
-        return decode_attention_kernel(query, keys, values, rows, page=page, scale=scale, window=window)
-    return decode_attention_reference(query, keys, values, rows, page=page, scale=scale, window=window, seen=seen)
+        return decode_attention_kernel(query, keys, values, rows, **options)
+    return decode_attention_reference(query, keys, values, rows, **options, seen=seen)
 
 
 class Visible(NamedTuple):
@@ -106,6 +112,8 @@ def decode_attention_reference(
     page: int,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # (H,)
     seen: Visible | None = None,
 ) -> Tensor:  # (B, H, K)
     """Plain torch version in float32 or wider; gathers the keys and values of every row."""
@@ -117,8 +125,14 @@ def decode_attention_reference(
     key, value = (x.index_select(1, slot.flatten()).to(wide) for x in (keys, values))
     shape = (keys.shape[0], num_rows, slot.shape[1], head_dim)
     grouped = query.to(wide).reshape(num_rows, keys.shape[0], -1, head_dim).transpose(0, 1)  # (H_kv, B, H / H_kv, K)
-    scores = (grouped @ key.view(shape).transpose(2, 3) * scale).masked_fill(~visible.unsqueeze(1), -torch.inf)
-    out = (scores.softmax(dim=-1) @ value.view(shape)).transpose(0, 1).reshape(num_rows, num_heads, head_dim)
+    scores = grouped @ key.view(shape).transpose(2, 3) * scale  # (H_kv, B, H / H_kv, T)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible.unsqueeze(1), -torch.inf)
+    if sinks is not None:  # one more column, without a value
+        column = sinks.to(wide).view(keys.shape[0], 1, -1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : slot.shape[1]]
+    out = (weights @ value.view(shape)).transpose(0, 1).reshape(num_rows, num_heads, head_dim)
     return out.masked_fill(~visible.any(dim=1)[:, None, None], 0.0).to(query.dtype)
 
 
@@ -131,6 +145,8 @@ def decode_attention_kernel(
     page: int,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # (H,)
 ) -> Tensor:  # (B, H, K)
     """The Triton kernels, on CUDA or under TRITON_INTERPRET=1."""
     (num_rows, num_heads, head_dim), key_heads = query.shape, keys.shape[0]
@@ -146,23 +162,30 @@ def decode_attention_kernel(
     heads = min(group, MAX_HEADS)
     programs = key_heads * -(-group // heads)
     splits = _splits(-(-num_rows // TILE_ROWS) * programs, pages)
-    block = min(64, page & -page, max(16, BLOCK_BYTES // (head_dim * keys.element_size())))
+    width = max(16, triton.next_power_of_2(head_dim))
+    block = min(64, page & -page, max(16, BLOCK_BYTES // (width * keys.element_size())))
     top, total = torch.empty(2, splits, num_rows, num_heads, dtype=torch.float32, device=query.device)
     acc = torch.empty(splits, num_rows, num_heads, head_dim, dtype=torch.float32, device=query.device)
     inputs = (query, keys, values, rows.table, rows.prefix_len, rows.own_len, top, total, acc)
     sizes = (num_rows, pages, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1))
-    numbers = (scale / math.log(2.0), 1 << 30 if window is None else window)
+    # Scores are softcap2 * tanh(scale2 * query @ keys), or without a cap scale2 * query @ keys, in units of log2.
+    scale2, softcap2 = (scale / math.log(2.0), 1.0) if softcap is None else (scale / softcap, softcap / math.log(2.0))
+    numbers = (scale2, softcap2, 1 << 30 if window is None else window)
     shape = {
-        "GROUP": group, "SPLITS": splits, "K": head_dim, "PAGE": page, "BLOCK": block, "num_stages": 3,
+        "GROUP": group, "SPLITS": splits, "K": head_dim, "WIDTH": width, "PAGE": page, "BLOCK": block,
+        "SOFTCAP": softcap is not None, "num_stages": 3,
         "UPCAST": not query.is_cuda,  # Triton's interpreter would multiply bfloat16 bit patterns as integers
     }  # fmt: skip
     lines = max(16, triton.next_power_of_2(TILE_ROWS * heads))
     _prefix[num_rows, programs, splits](
         *inputs, rows.tiles, *sizes, *numbers, **shape, HEADS=heads, TILE=TILE_ROWS, LINES=lines,
-        num_warps=4 if lines * head_dim <= 4096 else 8,
+        num_warps=4 if lines * width <= 4096 else 8,
     )  # fmt: skip
     lines = max(16, triton.next_power_of_2(group))
-    _own[num_rows, key_heads](*inputs, out, *sizes, *numbers, **shape, LINES=lines, num_warps=4)
+    _own[num_rows, key_heads](
+        *inputs, query if sinks is None else sinks, out, *sizes, *numbers, **shape, SINKS=sinks is not None,
+        LINES=lines, num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -177,11 +200,13 @@ def _splits(programs: int, pages: int) -> int:
 
 if triton is not None:
     NOTHING = tl.constexpr(-1e30)  # the maximum over no keys: finite, so that the difference of two is 0
+    LN2 = tl.constexpr(math.log(2.0))
 
     @triton.jit
     def _attend(
         query, keys, values, page, start, first, low, length, top, total, acc, key_place, value_place, scale2,
-        K: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,
+        softcap2, K: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr,
+        UPCAST: tl.constexpr,
     ):  # fmt: skip
         """Attend to one block of keys within one page; exponents are in units of log2.
 
@@ -190,14 +215,21 @@ if triton is not None:
         """
         token = start + tl.arange(0, BLOCK)
         place = page.to(tl.int64) * PAGE + start % PAGE + tl.arange(0, BLOCK)
-        column = tl.arange(0, K)[None, :]
+        column = tl.arange(0, WIDTH)[None, :]
         seen = ((token >= low) & (token < length))[:, None]  # other slots may contain NaN
+        if K < WIDTH:
+            seen = seen & (column < K)
         visible = (token[None, :] >= first[:, None]) & (token < length)[None, :]
         key = tl.load(keys + place[:, None] * key_place + column, mask=seen, other=0.0)
         value = tl.load(values + place[:, None] * value_place + column, mask=seen, other=0.0)
         if UPCAST:
             query, key, value = query.to(tl.float32), key.to(tl.float32), value.to(tl.float32)
-        scores = tl.where(visible, tl.dot(query, key.T, input_precision="ieee") * scale2, NOTHING)
+        scores = tl.dot(query, key.T, input_precision="ieee") * scale2
+        if SOFTCAP:
+            shrunk = tl.exp2(tl.abs(scores) * (-2.0 / LN2))
+            bound = (1.0 - shrunk) / (1.0 + shrunk) * softcap2
+            scores = tl.where(scores < 0, -bound, bound)
+        scores = tl.where(visible, scores, NOTHING)
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.where(visible, tl.exp2(scores - new_top[:, None]), 0.0)
         shrink = tl.exp2(top - new_top)
@@ -216,9 +248,10 @@ if triton is not None:
     @triton.jit(do_not_specialize=["num_rows", "pages", "window"])
     def _prefix(
         query, keys, values, table, prefix_len, own_len, top_out, total_out, acc_out, tiles,
-        num_rows, pages, key_head, key_place, value_head, value_place, scale2, window,
-        GROUP: tl.constexpr, SPLITS: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-        UPCAST: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, LINES: tl.constexpr,
+        num_rows, pages, key_head, key_place, value_head, value_place, scale2, softcap2, window,
+        GROUP: tl.constexpr, SPLITS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+        BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
+        LINES: tl.constexpr,
     ):  # fmt: skip
         """A program's lines are (row of the tile, query head), with HEADS of the GROUP heads that share a key head."""
         tile = tl.program_id(0) * TILE
@@ -237,8 +270,11 @@ if triton is not None:
         used = (row >= 0) & (head < GROUP)
         row = tl.where(used, row, leader)
         at = row.to(tl.int64) * (tl.num_programs(1) // PARTS * GROUP) + kv_head * GROUP + head  # index into (B, H)
-        column = tl.arange(0, K)[None, :]
-        queries = tl.load(query + at[:, None] * K + column, mask=used[:, None], other=0.0).to(keys.dtype.element_ty)
+        column = tl.arange(0, WIDTH)[None, :]
+        written = used[:, None]
+        if K < WIDTH:
+            written = written & (column < K)
+        queries = tl.load(query + at[:, None] * K + column, mask=written, other=0.0).to(keys.dtype.element_ty)
         first = tl.maximum(length + tl.load(own_len + row) - window, 0)  # (LINES,) first visible token
         blocks = tl.cdiv(length, BLOCK)
         low = tl.min(first, 0)
@@ -247,7 +283,7 @@ if triton is not None:
         begin = skipped + split * each
         top = tl.full((LINES,), NOTHING, tl.float32)
         total = tl.zeros((LINES,), tl.float32)
-        acc = tl.zeros((LINES, K), tl.float32)
+        acc = tl.zeros((LINES, WIDTH), tl.float32)
         pages_of_row = table + leader.to(tl.int64) * pages
         keys += kv_head.to(tl.int64) * key_head
         values += kv_head.to(tl.int64) * value_head
@@ -258,20 +294,20 @@ if triton is not None:
             next_page = tl.load(pages_of_row + (start + BLOCK) // PAGE, mask=block + 1 < end, other=0)
             top, total, acc = _attend(
                 queries, keys, values, page, start, first, low, length, top, total, acc, key_place,
-                value_place, scale2, K, PAGE, BLOCK, UPCAST,
+                value_place, scale2, softcap2, K, WIDTH, PAGE, BLOCK, SOFTCAP, UPCAST,
             )  # fmt: skip
             page = next_page
         at += split.to(tl.int64) * num_rows * (tl.num_programs(1) // PARTS * GROUP)
         tl.store(top_out + at, top, mask=used)
         tl.store(total_out + at, total, mask=used)
-        tl.store(acc_out + at[:, None] * K + column, acc, mask=used[:, None])
+        tl.store(acc_out + at[:, None] * K + column, acc, mask=written)
 
     @triton.jit(do_not_specialize=["num_rows", "pages", "window"])
     def _own(
-        query, keys, values, table, prefix_len, own_len, top_in, total_in, acc_in, out,
-        num_rows, pages, key_head, key_place, value_head, value_place, scale2, window,
-        GROUP: tl.constexpr, SPLITS: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-        UPCAST: tl.constexpr, LINES: tl.constexpr,
+        query, keys, values, table, prefix_len, own_len, top_in, total_in, acc_in, sinks, out,
+        num_rows, pages, key_head, key_place, value_head, value_place, scale2, softcap2, window,
+        GROUP: tl.constexpr, SPLITS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+        BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, SINKS: tl.constexpr, LINES: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0)
         kv_head = tl.program_id(1)
@@ -281,21 +317,24 @@ if triton is not None:
         used = line < GROUP
         num_heads = tl.num_programs(1) * GROUP
         at = row.to(tl.int64) * num_heads + kv_head * GROUP + line  # index into (B, H)
-        column = tl.arange(0, K)[None, :]
-        queries = tl.load(query + at[:, None] * K + column, mask=used[:, None], other=0.0).to(keys.dtype.element_ty)
+        column = tl.arange(0, WIDTH)[None, :]
+        written = used[:, None]
+        if K < WIDTH:
+            written = written & (column < K)
+        queries = tl.load(query + at[:, None] * K + column, mask=written, other=0.0).to(keys.dtype.element_ty)
         top = tl.full((LINES,), NOTHING, tl.float32)
         total = tl.zeros((LINES,), tl.float32)
-        acc = tl.zeros((LINES, K), tl.float32)
+        acc = tl.zeros((LINES, WIDTH), tl.float32)
         has_prefix = line < tl.where(before > 0, GROUP, 0)  # otherwise _prefix wrote nothing
         prefix_top = tl.load(top_in + at, mask=has_prefix, other=NOTHING)
         prefix_total = tl.load(total_in + at, mask=has_prefix, other=0.0)
-        prefix_acc = tl.load(acc_in + at[:, None] * K + column, mask=has_prefix[:, None], other=0.0)
+        prefix_acc = tl.load(acc_in + at[:, None] * K + column, mask=written & has_prefix[:, None], other=0.0)
         for split in tl.static_range(1, SPLITS):
             part = at + tl.full((), split, tl.int64) * num_rows * num_heads
             prefix_top, prefix_total, prefix_acc = _merged(
                 prefix_top, prefix_total, prefix_acc, tl.load(top_in + part, mask=has_prefix, other=NOTHING),
                 tl.load(total_in + part, mask=has_prefix, other=0.0),
-                tl.load(acc_in + part[:, None] * K + column, mask=has_prefix[:, None], other=0.0),
+                tl.load(acc_in + part[:, None] * K + column, mask=written & has_prefix[:, None], other=0.0),
             )  # fmt: skip
         low = tl.maximum(length - window, 0)
         first = low + 0 * line
@@ -309,9 +348,13 @@ if triton is not None:
             next_page = tl.load(pages_of_row + (start + BLOCK) // PAGE, mask=block + 1 < end, other=0)
             top, total, acc = _attend(
                 queries, keys, values, page, start, first, low, length, top, total, acc, key_place,
-                value_place, scale2, K, PAGE, BLOCK, UPCAST,
+                value_place, scale2, softcap2, K, WIDTH, PAGE, BLOCK, SOFTCAP, UPCAST,
             )  # fmt: skip
             page = next_page
         top, total, acc = _merged(top, total, acc, prefix_top, prefix_total, prefix_acc)
+        if SINKS:  # one more key, without a value
+            sink = tl.load(sinks + kv_head * GROUP + line, mask=used, other=0.0).to(tl.float32) / LN2
+            one, zeros = tl.full((LINES,), 1.0, tl.float32), tl.zeros((LINES, WIDTH), tl.float32)
+            top, total, acc = _merged(top, total, acc, sink, one, zeros)
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # padding has no tokens
-        tl.store(out + at[:, None] * K + column, acc.to(out.dtype.element_ty), mask=used[:, None])
+        tl.store(out + at[:, None] * K + column, acc.to(out.dtype.element_ty), mask=written)

@@ -100,9 +100,19 @@ def attention(
     mask: Tensor,  # (R, 1, Q, keys) bool, True = visible
     *,
     scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # (H,)
 ) -> Tensor:  # (R, H, Q, K)
-    """softmax(scale * query @ key.T where the mask is True) @ value; each key head serves H / H_kv query heads."""
+    """softmax(scale * query @ key.T where the mask is True) @ value; each key head serves H / H_kv query heads.
+
+    With sinks the softmax has one more column, the head's sink, which has no value.
+    """
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    scores = (scale * query @ key.transpose(2, 3)).masked_fill(~mask, -torch.inf)  # (R, H, Q, keys)
-    return scores.softmax(dim=-1) @ value
+    scores = scale * query @ key.transpose(2, 3)  # (R, H, Q, keys)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is None:
+        return scores.softmax(dim=-1) @ value
+    column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat([scores, column], dim=-1).softmax(dim=-1)[..., :-1] @ value

@@ -216,6 +216,22 @@ def read_settings(path: str, revision: str | None = None) -> dict[str, Any]:
         return {}
 
 
+def loading_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return from_pretrained's options for the released files of gpt-oss, whose experts are in MXFP4."""
+    quantised = settings.get("quantization_config")
+    if not isinstance(quantised, dict) or quantised.get("quant_method") != "mxfp4":
+        return {}
+    from transformers import Mxfp4Config
+
+    return {"quantization_config": Mxfp4Config(dequantize=True)}
+
+
+def finish_dequantised(model: Any, dtype: Any) -> None:
+    """Remove the traces of MXFP4: transformers leaves the experts in bfloat16, and would save them as blocks."""
+    model.to(dtype)
+    model._weight_conversions = None
+
+
 def reject_reward_model(name: str, settings: Mapping[str, Any]) -> None:
     """Raise for a reward model: with tied embeddings transformers would load it as a language model without a word."""
     kinds = settings.get("architectures")

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.attention import TILE, Spans, block_mask, dense_attend, flex_attend
 from kernels.decode_attention import Rows, decode_attention, supports, visible_tokens
 from kernels.decode_block import add_rms_norm, rotate_append, silu_mul
 from kernels.nf4 import Linear4bit
@@ -150,11 +151,17 @@ def attend_prefill(
     *,
     scale: float,
     window: int | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # (H,)
 ) -> Tensor:  # (R, T, H, K)
     """Attend from new tokens to all earlier tokens, gathered from the cache."""
     rows, length = batch.index.shape
     flat = batch.index.flatten()
     key, value = (x.index_select(1, flat).unflatten(1, (rows, length)).transpose(0, 1) for x in (keys, values))
+    query = query.to(key.dtype)
+    special = softcap is not None or sinks is not None  # scaled_dot_product_attention has neither
+    if special and query.is_cuda:
+        return _flex_prefill(query, key, value, batch.position, window, scale=scale, softcap=softcap, sinks=sinks)
     causal, mask = batch.fresh and (window is None or window >= length), None
     if not causal:
         key_position = torch.arange(length, device=query.device)
@@ -162,13 +169,28 @@ def attend_prefill(
         if window is not None:
             mask = mask & (key_position > batch.position[:, :, None] - window)
         mask = mask.unsqueeze(1)
+    if special:
+        return dense_attend(query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks).transpose(1, 2)
     if mask is not None and query.is_cuda:
         # With a mask and fewer key heads torch would materialize all scores in float32.
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     out = F.scaled_dot_product_attention(
-        query.to(key.dtype), key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
     )
     return out.transpose(1, 2)
+
+
+def _flex_prefill(
+    query: Tensor, key: Tensor, value: Tensor, position: Tensor, window: int | None, **options: Any
+) -> Tensor:  # (R, T, H, K)
+    """Run flex attention over whole tiles: a padding query sees the first key, and no query sees a padding key."""
+    num_queries = query.shape[2]
+    query, key, value = (F.pad(x, (0, 0, 0, -x.shape[2] % TILE)) for x in (query, key, value))
+    stop = F.pad(position.long(), (0, -num_queries % TILE)) + 1  # (R, queries)
+    zero = torch.zeros_like(stop)
+    start = zero if window is None else (stop - window).clamp(min=0)
+    mask = block_mask(Spans(zero, zero, start, stop), key.shape[2])
+    return flex_attend(query, key, value, mask, **options)[:, :, :num_queries].transpose(1, 2)
 
 
 # Models that support transformers' AttentionInterface.
@@ -221,11 +243,11 @@ class TransformersForward:
         if not token.is_cuda:
             visible = {window: visible_tokens(rows, page=cache.page, window=window) for window in set(self.windows)}
 
-        def attend(layer: int, query: Tensor, scale: float) -> Tensor:  # (B, 1, H, K)
+        def attend(layer: int, query: Tensor, **options: Any) -> Tensor:  # (B, 1, H, K)
             window = self.windows[layer]
             out = decode_attention(
                 query[:, :, 0], cache.keys[layer], cache.values[layer], rows,
-                page=cache.page, scale=scale, window=window, seen=visible.get(window),
+                page=cache.page, window=window, seen=visible.get(window), **options,
             )  # fmt: skip
             return out.unsqueeze(1)
 
@@ -236,19 +258,19 @@ class TransformersForward:
             return self.lm.get_output_embeddings()(hidden)
 
     def prefill(self, batch: PrefillBatch, cache: Cache) -> Tensor:
-        def attend(layer: int, query: Tensor, scale: float) -> Tensor:  # (R, T, H, K)
+        def attend(layer: int, query: Tensor, **options: Any) -> Tensor:  # (R, T, H, K)
             keys, values, window = cache.keys[layer], cache.values[layer], self.windows[layer]
-            return attend_prefill(query, keys, values, batch, scale=scale, window=window)
+            return attend_prefill(query, keys, values, batch, window=window, **options)
 
         return self._run(batch.ids, batch.position, batch.slot.flatten(), cache, attend)
 
     def _run(
-        self, ids: Tensor, position: Tensor, slot: Tensor, cache: Cache, attend: Callable[[int, Tensor, float], Tensor]
+        self, ids: Tensor, position: Tensor, slot: Tensor, cache: Cache, attend: Callable[..., Tensor]
     ) -> Tensor:  # (R, T, D)
-        def append_and_attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        def append_and_attend(layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
             for cached, new in ((cache.keys[layer], key), (cache.values[layer], value)):  # new: (R, H_kv, T, K)
                 cached.index_copy_(1, slot, new.transpose(0, 1).flatten(1, 2).to(cached.dtype))
-            return attend(layer, query.to(cache.keys[layer].dtype), scale)
+            return attend(layer, query.to(cache.keys[layer].dtype), **options)
 
         with (
             self._paged_attention(append_and_attend),
@@ -300,12 +322,12 @@ def empty_copy(lm: Any, dtype: torch.dtype) -> Any:
 
 def _attend_module(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None,
-    **kwargs: Any,
+    softcap: float | None = None, s_aux: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attention function in the form that transformers registers."""
     assert _attend is not None, f"{NAME} attention called outside the in-process engine"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return _attend(module.layer_idx, query, key, value, scale), None
+    return _attend(module.layer_idx, query, key, value, scale=scale, softcap=softcap, sinks=s_aux), None
 
 
 @functools.cache
@@ -465,10 +487,6 @@ def paged_obstacle(lm: Any, *, needs_kernels: bool) -> str | None:
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         return f"it has layers of type {sorted(kinds)[0]}"
-    if getattr(config, "attn_logit_softcapping", None):
-        return "it caps its attention scores"
-    if any(hasattr(module, "sinks") for module in lm.modules()):
-        return "it has attention sinks"
     head_dim = shape_of(lm, torch.float32).head_dim
     if needs_kernels and not supports(head_dim):
         return f"the kernel does not support heads of size {head_dim}"

@@ -13,7 +13,9 @@ from rollout.model_folder import (
     attach_adapter,
     check_base,
     find_base,
+    finish_dequantised,
     load_failure,
+    loading_options,
     read_settings,
     reject_reward_model,
     resolve_model,
@@ -31,7 +33,9 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> tuple[Any, Any]
     source = resolve_model(name)
     base, revision = find_base(source)
     check_base(base, revision)
-    reject_reward_model(name, read_settings(base, revision))
+    settings = read_settings(base, revision)
+    reject_reward_model(name, settings)
+    options = loading_options(settings)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     what = "config.json"
@@ -47,7 +51,10 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> tuple[Any, Any]
             trust_remote_code=trust_remote_code,
             use_safetensors=True,  # never load pickled .bin files
             output_loading_info=True,
+            **options,
         )
+        if options:
+            finish_dequantised(model, dtype)
     except Exception as error:  # libraries raise arbitrary errors for damaged files and remote code
         raise load_failure(f"model={name}: {what}", error) from None
     if info["missing_keys"]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from data.chat import is_harmony
 from rollout.engine import Sampling
+from rollout.harmony import split_messages
 
 
 class StopCheck:
@@ -32,9 +34,19 @@ class StopCheck:
         return len(ids) if len(ids) > before and ids[-1] in self.stop_ids else None
 
     def texts(self, id_rows: Sequence[list[int]], stopped: Sequence[bool]) -> list[str]:
-        """Decode completions, without the stop token or stop string that ended them."""
+        """Decode completions, without the stop token or stop string that ended them.
+
+        The text of a turn in harmony format is its answer (the final channel), without thoughts and calls.
+        """
         by_id = [stop and row[-1] in self.stop_ids for row, stop in zip(id_rows, stopped, strict=True)]
-        texts = self._decode([row[:-1] if cut else row for row, cut in zip(id_rows, by_id, strict=True)])
+        rows = [row[:-1] if cut else row for row, cut in zip(id_rows, by_id, strict=True)]
+        texts = self._decode(rows)
+        if is_harmony(self.tokenizer):  # without its special tokens, a text would not show where the answer begins
+            turns = map(split_messages, self._decode(rows, special=True))
+            texts = [
+                "".join(message.text for message in turn if message.channel == "final") if turn else text
+                for turn, text in zip(turns, texts, strict=True)
+            ]
         if not self.strings:
             return texts
         by_text = [stop and not cut for stop, cut in zip(stopped, by_id, strict=True)]
@@ -43,5 +55,6 @@ class StopCheck:
     def _find(self, text: str) -> int | None:
         return min((at for at in (text.find(string) for string in self.strings) if at >= 0), default=None)
 
-    def _decode(self, id_rows: Sequence[Sequence[int]]) -> list[str]:
-        return self.tokenizer.batch_decode(id_rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def _decode(self, id_rows: Sequence[Sequence[int]], *, special: bool = False) -> list[str]:
+        options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
+        return self.tokenizer.batch_decode(id_rows, **options)

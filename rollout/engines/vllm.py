@@ -40,7 +40,7 @@ from rollout.servers.options import SyncConfig, VllmConfig
 from rollout.servers.pool import Member, Pool
 from rollout.servers.token import find_token
 from rollout.sync.base import WeightSource
-from rollout.sync.choose import make_sync, pick_backend, wants_adapters
+from rollout.sync.choose import check_served, make_sync, pick_backend, wants_adapters
 from rollout.sync.lora import LoraSync
 
 CLOSE_S = 30.0
@@ -91,6 +91,7 @@ class VllmEngine:
         is_quantised = is_4bit(local.model)
         is_lora = source.is_lora and not (is_quantised and sync.backend == "auto")
         lora_rank = lora_rank if is_lora and wants_adapters(sync.backend, self.colocate) else 0
+        check_served(model, revision, lora_rank=lora_rank)
         try:
             for replica in range(0 if cfg.url else cfg.replicas):
                 self.launched.append(launch(

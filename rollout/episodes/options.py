@@ -9,7 +9,7 @@ from typing import Literal
 from data.command.flags import Common
 from data.errors import UserError
 
-ToolFormat = Literal["auto", "hermes", "llama3_json", "pythonic"]
+ToolFormat = Literal["auto", "hermes", "llama3_json", "pythonic", "harmony"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class ToolConfig:
     tools: Common[tuple[str, ...]] = ()
     """Tools the model may call: calculator, lookup, my_module.fn, FILE.py:fn, or a class (one object per episode)."""
     tool_format: ToolFormat = "auto"
-    """Format of a tool call: hermes (also Qwen), llama3_json or pythonic. auto: detect it from the chat template."""
+    """Format of a call: hermes (Qwen), llama3_json, pythonic or harmony (gpt-oss). auto: as in the chat template."""
     max_turns: int = 8
     """Maximum model turns per episode. A call in the last turn is not answered."""
     max_tool_tokens: int | None = None

@@ -3,6 +3,7 @@
     hermes        <tool_call>{"name": "lookup", "arguments": {"key": "ab"}}</tool_call>     Hermes, Qwen
     llama3_json   {"name": "lookup", "parameters": {"key": "ab"}}                           Llama 3.1 and later
     pythonic      [lookup(key="ab")]                                                        Llama 3.2, Llama 4
+    harmony       <|channel|>commentary to=functions.lookup <|constrain|>json<|message|>{"key": "ab"}       gpt-oss
 
     parse = find_format("auto", tokenizer)
     parse('[lookup(key="ab")]') -> Parsed(content="", calls=[Call(name="lookup", arguments={"key": "ab"})])
@@ -19,7 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from data.chat import is_harmony
 from data.errors import UserError
+from rollout.harmony import Message, split_messages
 
 CONSTANTS = {"true": True, "false": False, "null": None}  # JSON names that models also write in Python calls
 
@@ -88,7 +91,19 @@ def pythonic(text: str) -> Parsed:
     return Parsed("", [_python_call(node) for node in tree.elts])
 
 
-FORMATS: dict[str, Parse] = {"hermes": hermes, "llama3_json": llama3_json, "pythonic": pythonic}
+def harmony(text: str) -> Parsed:
+    """Parse messages to tools; ignore thoughts (the analysis channel) and calls inside them."""
+    messages = split_messages(text)
+    calls = [_function_call(message) for message in messages if message.recipient]
+    if not messages:
+        return Parsed(text.strip(), [])
+    shown = [message.text for message in messages if not message.recipient and message.channel != "analysis"]
+    return Parsed("".join(shown).strip(), calls)
+
+
+FORMATS: dict[str, Parse] = {
+    "hermes": hermes, "llama3_json": llama3_json, "pythonic": pythonic, "harmony": harmony,
+}  # fmt: skip
 
 
 def find_format(name: str, tokenizer: Any) -> Parse:
@@ -96,6 +111,8 @@ def find_format(name: str, tokenizer: Any) -> Parse:
     if name != "auto":
         return FORMATS[name]
     template = str(tokenizer.chat_template or "")
+    if is_harmony(tokenizer):
+        return harmony
     if "<tool_call>" in template:
         return hermes
     if '"parameters"' in template and ("ipython" in template or "python_tag" in template):
@@ -127,6 +144,10 @@ def _object_call(value: Any) -> Call:
     if not isinstance(arguments, dict):
         return Call(name=value["name"], error="its arguments are not an object")
     return Call(name=value["name"], arguments=arguments)
+
+
+def _function_call(message: Message) -> Call:
+    return _object_call({"name": str(message.recipient).removeprefix("functions."), "arguments": message.text})
 
 
 def _python_call(node: ast.expr) -> Call:

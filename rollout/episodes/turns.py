@@ -110,7 +110,6 @@ class Continuation:
                 "chat_template: assistant turns do not end with a special token, so a next turn cannot be appended "
                 "exactly; use a template where they do (chatml, llama3, gemma)"
             )
-        self.end_text = tokenizer.convert_ids_to_tokens(self.end_id)
         self.opening = self._check()
 
     def ids(self, messages: Messages, last_id: int, settings: Mapping[str, Any] | None = None) -> list[int]:
@@ -119,12 +118,20 @@ class Continuation:
         settings: Prompt.settings; its tools are ignored because the prompt already contains them.
         """
         settings = {name: value for name, value in (settings or {}).items() if name != "tools"}
-        text = self._after(self.opening, clean_messages(messages), settings)
-        ids = encode(self.tokenizer, self.end_text + text)
-        assert ids[0] == self.end_id, f"{self.end_text!r} begins with id {ids[0]}, not {self.end_id}"
+        ids = encode(self.tokenizer, self._after(self.opening_for(messages), clean_messages(messages), settings))
+        assert ids[0] in end_ids(self.tokenizer), f"{ids[0]} does not end a turn"
         # A turn may also end with a stop string, or with another end token, which is kept.
         ended = last_id in (*end_ids(self.tokenizer), *self.tokenizer.all_special_ids)
         return ids[1:] if ended else ids
+
+    def opening_for(self, messages: Messages) -> Messages:
+        """Return the placeholder turn with the tool's name: some templates write it with the result."""
+        user, turn = self.opening
+        name = messages[0].get("name")
+        if "tool_calls" not in turn or not name:
+            return self.opening
+        (call,) = turn["tool_calls"]
+        return [user, {**turn, "tool_calls": [{**call, "function": {**call["function"], "name": name}}]}]
 
     def _check(self) -> Messages:
         """Return the placeholder turn: with a tool call if the template supports calls, otherwise plain text."""
@@ -157,12 +164,14 @@ class Continuation:
         self._after(opening, results[:1])
 
     def _after(self, opening: Messages, messages: Messages, settings: Mapping[str, Any] | None = None) -> str:
-        """Return the text after the end-of-turn token of the placeholder turn."""
+        """Return the end-of-turn token of the placeholder turn and the text after it."""
         text = self._render([*opening, *messages], generation_prompt=True, settings=settings)
-        end = text.find(self.end_text, text.find(MARK))
-        if MARK not in text or end < 0:
+        _, shown, text = text.partition(MARK)
+        tokens = self.tokenizer.convert_ids_to_tokens(end_ids(self.tokenizer))
+        starts = [text.find(token) for token in tokens if token in text]
+        if not shown or not starts:
             raise UserError("does not show, or does not close, the assistant turn before these messages")
-        return text[end + len(self.end_text) :]
+        return text[min(starts) :]
 
     def _message(self, content: str) -> dict[str, Any]:
         if self.role == "tool":

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from data.errors import UserError
+from rollout.model_folder import loading_options, read_settings
 from rollout.servers.options import SyncConfig
 from rollout.sync.base import MIB, WeightSource, WeightSync
 
@@ -32,6 +33,15 @@ MERGE_ON_SHARED_GPU = False
 def wants_adapters(name: str, is_shared: bool) -> bool:
     """Return whether servers should be started with LoRA. `is_shared`: the servers use the trainer's GPU."""
     return name == "lora" or (name == "auto" and not (MERGE_ON_SHARED_GPU and is_shared))
+
+
+def check_served(model: str, revision: str | None, *, lora_rank: int) -> None:
+    """Raise for full weights in MXFP4: vLLM stores them as in the files and cannot replace them by trained weights."""
+    if lora_rank == 0 and loading_options(read_settings(model, revision)):
+        raise UserError(
+            f"model={model}: vLLM cannot load trained weights into a model in MXFP4; pass a copy of the model in "
+            "bfloat16, set --lora.r, or use --rollout.engine local"
+        )
 
 
 def pick_backend(name: str, servers: Sequence[Any], *, is_lora: bool, device_uuid: str | None) -> str:

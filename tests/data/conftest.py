@@ -17,7 +17,9 @@ SPECIALS = {
     "qwen3": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "phi_3": ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"],
     "phi_4": ["<|endoftext|>", "<|im_start|>", "<|im_sep|>", "<|im_end|>"],
-}
+    "harmony": ["<|endoftext|>", "<|return|>", "<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>",
+                "<|call|>"],
+}  # fmt: skip
 
 
 def make_tokenizer(kind: str = "chatml", *, bos: str | None = None, merges: tuple[tuple[str, str], ...] = ()):

@@ -17,14 +17,17 @@ class Problem(NamedTuple):
     values: Tensor  # (H_kv, S, K)
     rows: Rows
     page: int
+    softcap: float | None = None
+    sinks: Tensor | None = None  # (H,)
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"page": self.page, "scale": self.query.shape[2] ** -0.5}
+        return {"page": self.page, "scale": self.query.shape[2] ** -0.5, "softcap": self.softcap, "sinks": self.sinks}
 
     def to(self, device: str) -> Problem:
         tensors = (x.to(device) for x in self[:3])
-        return Problem(*tensors, Rows(*(x.to(device) for x in self.rows)), self.page)
+        sinks = None if self.sinks is None else self.sinks.to(device)
+        return Problem(*tensors, Rows(*(x.to(device) for x in self.rows)), self.page, self.softcap, sinks)
 
 
 def make_problem(
@@ -35,6 +38,8 @@ def make_problem(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     holes: bool = False,  # -1 between the rows of a tile
+    softcap: float | None = None,
+    sinks: bool = False,
 ) -> Problem:
     """Build a problem with pages and rows in random order. Slots that no row sees contain NaN."""
     draw = torch.Generator().manual_seed(seed)
@@ -72,12 +77,15 @@ def make_problem(
     query = torch.randn(num_rows, num_heads, head_dim, generator=draw).to(dtype)
     keys, values = (torch.randn(key_heads, total * page, head_dim, generator=draw).to(dtype) for _ in range(2))
     keys[:, ~written], values[:, ~written] = math.nan, math.nan
-    return Problem(query, keys, values, Rows(table, prefix_len, own_len, torch.tensor(tiles, dtype=torch.int32)), page)
+    rows = Rows(table, prefix_len, own_len, torch.tensor(tiles, dtype=torch.int32))
+    # One sink above all scores, one far below.
+    logits = torch.linspace(-20.0, 6.0, num_heads).to(dtype) if sinks else None
+    return Problem(query, keys, values, rows, page, softcap, logits)
 
 
 def naive(problem: Problem, window: int | None = None) -> Tensor:  # (B, H, K) float64
     """Attend row by row and head by head, in float64."""
-    query, keys, values, rows, page = problem
+    query, keys, values, rows, page = problem[:5]
     num_heads, key_heads = query.shape[1], keys.shape[0]
     out = torch.zeros(query.shape, dtype=torch.float64)
     for b in range(query.shape[0]):
@@ -89,7 +97,11 @@ def naive(problem: Problem, window: int | None = None) -> Tensor:  # (B, H, K) f
         for head in range(num_heads):
             key_head = head // (num_heads // key_heads)
             score = keys[key_head, slots].double() @ query[b, head].double() * problem.options["scale"]
-            out[b, head] = torch.softmax(score, dim=0) @ values[key_head, slots].double()
+            if problem.softcap is not None:
+                score = problem.softcap * torch.tanh(score / problem.softcap)
+            weight = score.exp()
+            total = weight.sum() + (0 if problem.sinks is None else problem.sinks[head].double().exp())
+            out[b, head] = weight @ values[key_head, slots].double() / total
     return out
 
 

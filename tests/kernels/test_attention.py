@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import attention, reference
-from kernels.attention import TILE, Spans, block_mask, dense_mask, flex_attend, with_window
+from kernels.attention import TILE, Spans, block_mask, dense_attend, dense_mask, flex_attend, with_window
 from tests.kernels.layouts import Layout, flex_settings, lay_out, spans_of, stack, strided, strided_batch
 
 STRIDED = [  # prompt, stride, context, generated, samples: even, ragged end, overlapping anchors, one anchor, one token
@@ -224,6 +224,50 @@ def test_one_graph_serves_every_length_and_mask():
         want = reference.attention(query, key, value, dense_mask(layout.spans, length), scale=0.25)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("options", [{"softcap": 2.0}, {"sinks": True}, {"softcap": 2.0, "sinks": True}], ids=str)
+def test_dense_attend_is_exact(options):
+    """Values and gradients in float64, including those of the sinks; a mask of None is causal."""
+    layout = lay_out([[(10, [5, 3]), (4, [])]])
+    inputs = [x.double().requires_grad_() for x in tensors_of(layout, 0)]
+    sinks = torch.linspace(-3, 4, 4, dtype=torch.float64).requires_grad_() if "sinks" in options else None
+    leaves, options = [*inputs, *([] if sinks is None else [sinks])], {"scale": 0.3, **options, "sinks": sinks}
+    causal = torch.ones(22, 22, dtype=torch.bool).tril()
+    spans = dense_mask(with_window(layout.spans, 6), 22)
+    for mask, passed in ((spans, spans), (causal, None)):
+        got = dense_attend(*inputs, passed, **options)
+        want = reference.attention(*inputs, mask, **options)
+        weight = torch.linspace(-1, 1, got.numel(), dtype=torch.float64).view(got.shape)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-14)
+        for one, other in zip(*(torch.autograd.grad(x, leaves, weight) for x in (got, want)), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
+    narrow = dense_attend(*(x.detach().bfloat16() for x in inputs), spans, **options)
+    assert narrow.dtype == torch.bfloat16
+    torch.testing.assert_close(narrow.double(), reference.attention(*inputs, spans, **options), rtol=0, atol=0.03)
+
+
+@pytest.mark.slow
+def test_flex_attend_has_gradients_of_sinks_and_capped_scores(monkeypatch):
+    """Traced, with the dense backward that torch rejects on a CPU; its log-sum-exp is float32."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    layout = lay_out([[(100, [57, 30]), (40, [])]], multiple=256)
+    spans = with_window(layout.spans, 50)
+    mask = block_mask(spans, 256)
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, 256, 24) for heads in (4, 2, 2)] + [(4,)]
+    leaves = [torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_() for shape in shapes]
+    torch._dynamo.reset()
+    run = torch.compile(attention._attend, backend="aot_eager", dynamic=True, fullgraph=True)
+    lists = [getattr(mask, name) for name in attention._LISTS]
+    with flex_settings():
+        got = run(*leaves[:3], mask.mask_mod.spans, lists, 0.3, 2.0, leaves[3])
+        weight = torch.linspace(-1, 1, got.numel(), dtype=torch.float64).view(got.shape)
+        gradients = torch.autograd.grad(got, leaves, weight)
+    want = reference.attention(*leaves[:3], dense_mask(spans, 256), scale=0.3, softcap=2.0, sinks=leaves[3])
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+    for one, other in zip(gradients, torch.autograd.grad(want, leaves, weight), strict=True):
+        assert (one - other).norm() < 1e-6 * other.norm()
 
 
 def test_every_thread_has_the_settings():

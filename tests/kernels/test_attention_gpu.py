@@ -87,6 +87,35 @@ def test_flex_attend_is_as_exact_as_dense_sdpa(name, heads):
         assert ours <= 1.5 * theirs, (quantity, ours, theirs)
 
 
+@pytest.mark.parametrize(
+    ("heads", "softcap", "sinks", "dtype"),
+    [
+        ((16, 2, 64), None, True, torch.bfloat16),  # gpt-oss
+        ((8, 4, 256), 50.0, False, torch.bfloat16),  # Gemma 2
+        ((8, 8, 96), None, False, torch.bfloat16),
+        ((8, 2, 80), 5.0, True, torch.float32),
+    ],
+)
+def test_flex_attend_with_capped_scores_sinks_and_odd_heads(heads, softcap, sinks, dtype):
+    for name in ("shared", "shared, window"):
+        spans = spans_of(name)
+        rows, length = spans.own_start.shape
+        *inputs, weight = draw_inputs(rows, length, heads, dtype)
+        logits = torch.linspace(-4, 4, heads[0], device=DEVICE).requires_grad_() if sinks else None
+        scale, leaves = heads[2] ** -0.5, [*inputs, logits] if sinks else inputs
+        exact = [x.detach().double().requires_grad_() for x in leaves]
+        options = {"scale": scale, "softcap": softcap}
+        truth = reference.attention(*exact[:3], dense_mask(spans, length), **options, sinks=exact[3] if sinks else None)
+        got = flex_attend(*inputs, block_mask(spans, length), **options, sinks=logits)
+        with torch.no_grad():
+            assert torch.equal(flex_attend(*inputs, block_mask(spans, length), **options, sinks=logits), got)
+        pairs = [(got, truth), *zip(torch.autograd.grad(got, leaves, weight),
+                                    torch.autograd.grad(truth, exact, weight.double()), strict=True)]  # fmt: skip
+        off = [error(one.detach(), other.detach()) for one, other in pairs]
+        print(f"{heads} {softcap} {name} {dtype}: {' '.join(f'{x:.1e}' for x in off)}")
+        assert max(off) < (1e-2 if dtype == torch.bfloat16 else 1e-4), off
+
+
 def random_spans(length: int, seed: int) -> Spans:
     """Fill a row of whole tiles with documents with shared prompts of random lengths."""
     draw = torch.Generator().manual_seed(seed)

@@ -18,10 +18,15 @@ def compare(run, problem: Problem, limit: float, window: int | None = None) -> N
     assert error(got, naive(problem, window)) < limit
 
 
+OPTIONS = [{"softcap": 1.5}, {"sinks": True}, {"softcap": 1.5, "sinks": True}]
+
+
 @pytest.mark.parametrize("window", [None, 1, 7, 30, 1000])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
 def test_reference_attends_to_prefix_and_own_tokens(dtype, limit, window):
-    compare(decode_attention_reference, make_problem(GROUPS, dtype=dtype, heads=(6, 2, 10)), limit, window)
+    for options in ({}, *OPTIONS) if window in (None, 7) else ({},):
+        problem = make_problem(GROUPS, dtype=dtype, heads=(6, 2, 10), **options)
+        compare(decode_attention_reference, problem, limit, window)
 
 
 def test_reference_accepts_any_memory_layout():
@@ -41,8 +46,8 @@ def padded(problem: Problem) -> Problem:
     return problem._replace(query=query, rows=rows)
 
 
-def check_padding(run) -> None:
-    problem = make_problem(GROUPS[:2])
+def check_padding(run, **options) -> None:
+    problem = make_problem(GROUPS[:2], **options)
     want = run(*problem[:4], **problem.options)
     more = padded(problem)
     got = run(*more[:4], **more.options)
@@ -51,13 +56,14 @@ def check_padding(run) -> None:
 
 def test_reference_gives_zeros_for_padding():
     check_padding(decode_attention_reference)
+    check_padding(decode_attention_reference, sinks=True)
     problem = padded(make_problem(GROUPS[:2]))
     rows = module.Rows(*(x[-2:] for x in problem.rows))
     assert (decode_attention_reference(problem.query[-2:], *problem[1:3], rows, **problem.options) == 0).all()
 
 
 def test_head_sizes_of_the_kernels():
-    assert [size for size in range(300) if supports(size)] == [16, 32, 64, 128, 256]
+    assert [size for size in (8, 80, 96, 128, 256, 257, 512) if supports(size)] == [8, 80, 96, 128, 256]
 
 
 def test_few_rows_split_the_prefix_and_many_do_not():

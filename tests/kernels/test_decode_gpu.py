@@ -54,7 +54,28 @@ SHAPES = {
     "12 query heads": (grouped(3, 17, 300, 100), (12, 1, 128)),
     "large heads": (grouped(5, 8, 300, 100), (8, 1, 256)),
     "small heads": (grouped(5, 8, 300, 100), (4, 4, 16)),
+    "heads of 80": (grouped(5, 8, 300, 100), (8, 2, 80)),
+    "heads of 96": (grouped(5, 8, 300, 100), (32, 32, 96)),
+    "heads of 10": (grouped(3, 8, 300, 100), (4, 2, 10)),
 }
+OPTIONS = {  # heads, softcap, sinks
+    "gpt-oss": ((64, 8, 64), None, True),
+    "gemma2": ((8, 4, 256), 50.0, False),
+    "both": ((8, 2, 96), 5.0, True),
+}
+
+
+@pytest.mark.parametrize("dtype", ATTENTION_LIMITS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_attention_with_capped_scores_and_sinks_is_exact(name, dtype):
+    heads, softcap, sinks = OPTIONS[name]
+    made = make_problem(grouped(9, 8, 300, 200), heads=heads, page=64, dtype=dtype, softcap=softcap, sinks=sinks)
+    problem = made.to("cuda")
+    for window in (None, 128):
+        got = decode_attention(*problem[:4], **problem.options, window=window)
+        off = error(got, exact_attention(problem, window))
+        print(f"{name} {dtype} window {window}: {off:.1e}")
+        assert off < ATTENTION_LIMITS[dtype]
 
 
 @pytest.mark.parametrize("dtype", ATTENTION_LIMITS)

@@ -17,7 +17,7 @@ from kernels.decode_state import advance_kernel, locate_kernel
 from kernels.draw import draw_kernel, uniform
 from tests.kernels.decode_problems import error, make_problem
 from tests.kernels.interpreter import interpreted
-from tests.kernels.test_decode_attention import GROUPS, check_padding, compare
+from tests.kernels.test_decode_attention import GROUPS, OPTIONS, check_padding, compare
 from tests.kernels.test_decode_block import LIMITS, check_heads, check_norm, check_silu, make_heads
 from tests.kernels.test_decode_block import draw as numbers
 from tests.kernels.test_decode_state import CASES as STATE_CASES
@@ -78,7 +78,28 @@ def test_attention_with_the_prefix_split_over_programs(splits, monkeypatch):
 
 @interpreted
 def test_attention_gives_zeros_for_padding():
-    check_padding(decode_attention_kernel)
+    for sinks in (False, True):
+        check_padding(decode_attention_kernel, sinks=sinks)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("size", "dtype", "limit"), [(9, torch.float32, 1e-6), (80, torch.bfloat16, 5e-3), (96, torch.float32, 1e-6)]
+)
+def test_attention_with_head_sizes_that_are_not_powers_of_two(size, dtype, limit):
+    problem = make_problem([(20, [1, 17]), (0, [3])], heads=(4, 2, size), dtype=dtype)
+    compare(decode_attention_kernel, problem, limit, 10)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("options", "dtype", "limit", "window"),
+    [*((options, torch.float32, 1e-6, None) for options in OPTIONS), (OPTIONS[-1], torch.bfloat16, 5e-3, 7)],
+    ids=str,
+)
+def test_attention_with_capped_scores_and_sinks(options, dtype, limit, window):
+    problem = make_problem([(20, [1, 17]), (0, [3])], heads=(6, 2, 20), dtype=dtype, **options)
+    compare(decode_attention_kernel, problem, limit, window)
 
 
 # The operations of a block

@@ -4,8 +4,9 @@
     model(attention_mask=attention_masks(model.config, batch), ...)
 
 Flex attention is registered with transformers under a separate name, so models stay unpatched. For any mask other than
-a block mask that name runs transformers' sdpa, so the same model object can still generate with its cache. If flex
-attention cannot run a model, `flex` is an error and `auto` falls back to sdpa with a log line.
+a block mask that name runs transformers' sdpa, or `dense_attend` for capped scores and sinks, so the same model object
+can still generate with its cache. If flex attention cannot run a model, `flex` is an error and `auto` falls back to
+sdpa (or eager, if the model has no sdpa) with a log line.
 
 With context parallelism (trainer/parallel/context.py) flex and sdpa have separate names, under which a layer first
 gathers the keys and values of the whole row. Calls with a mask from transformers still compute whole rows.
@@ -23,13 +24,12 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from data.errors import UserError
 from data.packing import Batch
-from kernels.attention import TILE, Spans, block_mask, dense_mask, flex_attend, with_window
+from kernels.attention import TILE, Spans, block_mask, dense_attend, dense_mask, flex_attend, with_window
 from trainer.parallel.comm import context_size
 from trainer.parallel.context import BatchSlice, gather_row, slice_batch
 
 NAME = "strop"  # flex attention's name among transformers' attention implementations
 SLICED = {"sdpa": "strop_sliced_sdpa", NAME: "strop_sliced_flex"}  # names with context parallelism
-UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # arguments that some architectures pass to attention
 
 
 def load_name(choice: str, device: torch.device, *, has_sdpa: bool = True) -> str:
@@ -86,18 +86,17 @@ def _choose_kernel(model: Any, choice: str, device: torch.device) -> None:
     if model.config._attn_implementation == "sdpa" and caps_scores(model):  # older transformers do not raise
         name = type(model).__name__
         raise UserError(f"attn_implementation={choice}: {name} caps attention scores, which sdpa ignores; use eager")
-    if choice == "auto" and model.config._attn_implementation == "eager":
+    dense = model.config._attn_implementation
+    if choice in ("auto", "flex") and device.type == "cuda":
+        obstacle = flex_obstacle(model)
+        if obstacle and choice == "flex":
+            raise UserError(f"attn_implementation=flex: {obstacle}; use auto or eager")
+        if obstacle:
+            _log_once(f"attention: using {dense} with dense masks instead of flex: {obstacle}")
+        else:
+            use_flex(model)
+    elif choice == "auto" and dense == "eager":
         _log_once(f"attention: using eager: {type(model).__name__} does not support sdpa")
-        return
-    if choice not in ("auto", "flex") or device.type != "cuda":
-        return
-    obstacle = flex_obstacle(model)
-    if obstacle and choice == "flex":
-        raise UserError(f"attn_implementation=flex: {obstacle}; use auto or eager")
-    if obstacle:
-        _log_once(f"attention: using sdpa with dense masks instead of flex: {obstacle}")
-    else:
-        use_flex(model)
 
 
 def flex_obstacle(model: Any) -> str | None:
@@ -105,15 +104,11 @@ def flex_obstacle(model: Any) -> str | None:
     config, name = model.config.get_text_config(), type(model).__name__
     if not (model._supports_attention_backend and model._supports_flex_attn):
         return f"{name} does not support flex attention through transformers' interface"
-    if caps_scores(model):
-        return f"{name} caps attention scores"
-    if any(hasattr(module, "sinks") for module in model.modules()):
-        return f"{name} has attention sinks"
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     # The last two are for latent attention, whose queries and keys are wider than head_dim.
     sizes = (head_dim, getattr(config, "qk_head_dim", None), getattr(config, "v_head_dim", None))
-    wrong = [size for size in sizes if size and (size < 16 or size & (size - 1))]
-    return f"head size {wrong[0]} is not a power of two of at least 16" if wrong else None
+    small = [size for size in sizes if size and size < 16]
+    return f"head size {small[0]} is less than 16" if small else None
 
 
 def caps_scores(model: Any) -> bool:
@@ -172,17 +167,22 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # (R, Q, H, K)
-    """Compute attention for transformers: flex for block masks, transformers' sdpa for other masks."""
-    if not isinstance(attention_mask, BlockMask):
+    """Compute attention for transformers: flex for block masks, transformers' sdpa or dense_attend for other masks."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options = {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
+    if isinstance(attention_mask, BlockMask):
+        unsupported = ["dropout"] * (dropout > 0) + ["position_bias"] * (kwargs.get("position_bias") is not None)
+        if unsupported:
+            raise UserError(f"{type(module).__name__}: flex attention does not support {unsupported[0]}")
+        # Under autocast, norms and rotations may leave query and key in float32; sdpa would round them the same way.
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        out = flex_attend(query, key, value, attention_mask, scale=scale, **options)
+    elif options == {"softcap": None, "sinks": None}:
         sdpa = _transformers_sdpa()
         return sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-    unsupported = [name for name in UNSUPPORTED if kwargs.get(name) is not None] + ["dropout"] * (dropout > 0)
-    if unsupported:
-        raise UserError(f"{type(module).__name__}: flex attention does not support {unsupported[0]}")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    # Under autocast, norms and rotations may leave query and key in float32; sdpa would round them the same way.
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    return flex_attend(query, key, value, attention_mask, scale=scale).transpose(1, 2).contiguous(), None
+    else:
+        out = dense_attend(query, key, value, attention_mask, scale=scale, **options)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def attend_slice(

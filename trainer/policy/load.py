@@ -48,6 +48,8 @@ from rollout.model_folder import (
     check_base,
     find_base,
     find_tokenizer,
+    finish_dequantised,
+    loading_options,
     read_settings,
     reject_reward_model,
     resolve_model,
@@ -239,7 +241,9 @@ def load_model(
 
     check_base(path, cfg.revision)
     settings = read_settings(path, cfg.revision)
-    reject_quantised(cfg.model, settings)
+    dequantised = loading_options(settings)
+    if not dequantised:
+        reject_quantised(cfg.model, settings)
     if auto_class == "AutoModelForCausalLM":
         reject_reward_model(cfg.model, settings)
     model_class = class_of(getattr(transformers, auto_class), path, cfg)
@@ -259,9 +263,12 @@ def load_model(
             ignore_mismatched_sizes=True,  # the caller reports the tensor's name
             output_loading_info=True,
             **options,
+            **dequantised,
         )
     except Exception as error:  # transformers raises arbitrary errors for damaged files and remote code
         raise UserError(f"model={cfg.model}: could not be loaded: {load_error(error, path)}") from None
+    if dequantised:
+        finish_dequantised(model, dtype)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

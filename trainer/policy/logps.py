@@ -288,6 +288,14 @@ def reject_context(name: str, reason: str) -> None:
         )
 
 
+def unsupported(policy: Policy) -> str:
+    """Return the last clause of an error about an unsupported model."""
+    lm = causal_lm(policy.model)
+    other = "sdpa" if getattr(lm, "_supports_sdpa", True) else "eager"
+    flex = f" with flex; try --attn-implementation {other}" if uses_flex(lm.config) else ""
+    return f"this architecture is not supported{flex}"
+
+
 @contextlib.contextmanager
 def reject_if_failing() -> Iterator[None]:
     """Context manager: turn an error in the model's code into a UserError."""
@@ -323,7 +331,7 @@ def choose_layout(policy: Policy, check: Callable[[Policy], None]) -> None:
             else:
                 break
         else:
-            raise UserError(f"model={policy.source}: {problems[-1]}; this architecture is not supported")
+            raise UserError(f"model={policy.source}: {problems[-1]}; {unsupported(policy)}")
     finally:
         policy.model.train()
     if problems and is_main():

@@ -46,20 +46,22 @@ def exact_products() -> Iterator[None]:
 def build(
     kind: str, device: str, *, vocab_size: int = 258, dtype: torch.dtype = torch.float32, seed: int = 0,
     scale: float = 1.7,  # roughly the standard deviation of the logits
+    attn_implementation: str = "sdpa", **changes: Any,
 ) -> Any:  # fmt: skip
-    """Build a random model; on a GPU with a head size that the kernels support."""
+    """Build a random model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     width, head = (32, 8) if device == "cpu" else (256, 64)
     window = {"sliding_window": WINDOW} if kind == "mistral" else {}
-    config = AutoConfig.for_model(
-        kind, vocab_size=vocab_size, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=3,
+    settings = dict(
+        vocab_size=vocab_size, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, head_dim=head, max_position_embeddings=CONTEXT,
         initializer_range=scale / width**0.5, tie_word_embeddings=False, pad_token_id=None, bos_token_id=None,
-        eos_token_id=None, **window,
+        eos_token_id=None,
     )  # fmt: skip
+    config = AutoConfig.for_model(kind, **{**settings, **window, **changes})
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(device, dtype)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation).to(device, dtype)
 
 
 def prompts_of(count: int, longest: int, *, vocab_size: int = 258, seed: int = 0) -> list[list[int]]:
@@ -117,6 +119,35 @@ def test_bfloat16_log_probs_approximate_a_forward_pass(tokenizer, kind, weights)
     engine.load(0)
     completions = engine.generate(requests_of(prompts_of(16, 60), copies=4), Sampling(max_tokens=64))
     assert mean_gap(engine, completions) < LIMITS["bfloat16"]
+
+
+EAGER = {"attn_implementation": "eager", "sliding_window": WINDOW}
+SPECIAL = {
+    "gemma2": ("gemma2", EAGER | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 64}),
+    "gpt_oss": ("gpt_oss", EAGER | {"num_local_experts": 4, "num_experts_per_tok": 4}),  # all: routes cannot flip
+    "llama, heads of 80": ("llama", {"head_dim": 80}),  # BlockForward
+    "gemma, heads of 96": ("gemma", {"head_dim": 96}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("name", SPECIAL)
+def test_capped_scores_sinks_and_odd_heads_use_the_paged_cache(tokenizer, name, dtype):
+    """Prompts are longer than a tile of flex attention and than the window."""
+    kind, settings = SPECIAL[name]
+    model = build(kind, "cuda", scale=1.7 if dtype == "float32" else 1.0, **settings)
+    model.set_experts_implementation("batched_mm")  # a loop over experts cannot be captured
+    lines: list[str] = []
+    engine = LocalEngine(
+        model, tokenizer, log=lines.append, autocast_dtype=torch.bfloat16 if dtype == "bfloat16" else None
+    )
+    engine.load(0)
+    completions = engine.generate(requests_of(prompts_of(12, 200), copies=4), Sampling(max_tokens=40))
+    assert not engine._uses_growing_cache and lines == []
+    gap = mean_gap(engine, completions)
+    print(f"{name} {dtype}: mean gap {gap:.1e}")
+    assert gap < LIMITS[dtype]
 
 
 @pytest.mark.parametrize(("kind", "device"), KIND_AND_DEVICE)

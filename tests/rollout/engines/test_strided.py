@@ -254,7 +254,7 @@ def test_padding_to_full_tiles_changes_nothing(kind, monkeypatch):
     """As on CUDA, with a dense version of flex_attend: no query attends to the padding queries."""
     shapes = []
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, *, scale: float) -> Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, *, scale: float, **_: Any) -> Tensor:
         shapes.append((query.shape[2], key.shape[2]))
         assert tuple(mask.shape) == (1, 1, *shapes[-1])
         key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))

@@ -13,10 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from data.errors import UserError
 from data.packing import Batch, Item, make_batches
+from rollout.engines.load import load_model
+from rollout.sync.choose import check_served
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.policy import attention, logps
-from trainer.policy.load import BUILTIN, load_policy, resolve_model
+from trainer.policy.load import BUILTIN, load_hollow, load_policy, resolve_model
 from trainer.policy.logps import Policy, causal_lm, check_logps, reference_logps, token_logps
 from trainer.tiny.build import make_tokenizer
 
@@ -58,7 +61,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_oss": (  # attention sinks
         "gpt_oss",
-        {**COMMON, "head_dim": 8, "sliding_window": WINDOW, "num_local_experts": 2, "num_experts_per_tok": 1},
+        {**COMMON, "intermediate_size": 64, "head_dim": 8, "sliding_window": WINDOW, "num_local_experts": 2,
+         "num_experts_per_tok": 1},
     ),
     "cohere": ("cohere", {**COMMON, "logit_scale": 0.3}),
     "granite": ("granite", {**COMMON, "logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}),
@@ -415,6 +419,51 @@ def test_auto_uses_eager_attention_for_models_without_sdpa_and_logs_it(folder_of
                 policy = load_policy(cfg, OFF, CPU, with_reference=False)
                 assert policy.model.config._attn_implementation == "eager"
                 assert f"using eager: {type(policy.model).__name__}" in capsys.readouterr().err
+
+
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+
+
+def to_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return blocks (E, out, in / 32, 16), scales (E, out, in / 32) and the rounded weight (E, in, out)."""
+    groups = weight.transpose(1, 2).unflatten(2, (-1, 32))
+    exponent = groups.abs().amax(dim=3).log2().floor() - 2
+    code = (groups / exponent.exp2().unsqueeze(3)).unsqueeze(4).sub(FP4).abs().argmin(dim=4)
+    blocks = (code[..., ::2] | code[..., 1::2] << 4).to(torch.uint8)
+    rounded = (FP4[code] * exponent.exp2().unsqueeze(3)).flatten(2).transpose(1, 2)
+    return blocks, (exponent + 127).to(torch.uint8), rounded
+
+
+def test_released_mxfp4_files_are_dequantised(folder_of, tmp_path):
+    """gpt-oss as released: experts in blocks and scales. Exports are ordinary models."""
+    from safetensors.torch import load_file, save_file
+
+    source = folder_of("gpt_oss")
+    files, want = {}, {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if name.endswith("_proj") and ".experts." in name:
+            files[f"{name}_blocks"], files[f"{name}_scales"], want[name] = to_mxfp4(tensor)
+        else:
+            files[name] = want[name] = tensor
+    save_file(files, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    make_tokenizer().save_pretrained(tmp_path)
+    settings = json.loads((source / "config.json").read_text())
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    settings["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    lm = load(tmp_path).model
+    assert load_hollow(str(tmp_path), ModelConfig(model=str(tmp_path)), torch.float32, CPU) == (None, None)
+    sampled, _ = load_model(str(tmp_path))
+    lm.save_pretrained(tmp_path / "export")
+    assert "quantization_config" not in json.loads((tmp_path / "export" / "config.json").read_text())
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    for tensors in (lm.state_dict(), sampled.state_dict(), exported):
+        assert tensors.keys() == want.keys()
+        assert all(torch.equal(tensors[name], want[name]) and tensors[name].dtype == torch.float32 for name in want)
+    with pytest.raises(UserError, match="^model=.*MXFP4"):
+        check_served(str(tmp_path), None, lora_rank=0)
+    check_served(str(tmp_path), None, lora_rank=8)  # only the adapter is sent
+    check_served(str(source), None, lora_rank=0)
 
 
 class ChangedLogits(nn.Module):

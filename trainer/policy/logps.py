@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -47,6 +47,7 @@ class Policy:
     reshard_after_forward: bool = True  # for sharded blocks
     reduce_once: bool = False  # reduce gradients of sharded weights only after the last micro-batch
     shares_prompts: bool = True  # compute the prompt of a pair once; False if each copy counts
+    replays_routes: bool = False  # the model takes the experts that the sampler recorded (rollout/routes.py)
     router: Any = None  # RouterLoss (trainer/policy/router.py), if expert load is balanced
     companions: list[Policy] = field(default_factory=list)  # other models run every step; compiled with the policy
     files: TensorFiles | None = None  # weights not loaded yet: parallelize() reads each rank's shards
@@ -146,6 +147,7 @@ def skips(policy: Policy) -> bool:
 
 @torch.no_grad()
 def reference_logps(policy: Policy, batch: Batch, *, temperature: float = 1.0) -> Tensor:  # (N,)
+    batch = replace(batch, routes=None)  # another model, with its own choice of experts
     with as_reference(policy) as model:
         return _token_logps(policy, model, batch, temperature).logp
 
@@ -226,12 +228,15 @@ def hidden_states(
     policy: Policy, lm: Any, batch: Batch | StridedBatch, num_keys: int | None = None
 ) -> Tensor:  # (R * T, D)
     """Return the last hidden states at all positions, in row order. `num_keys`: keys of the whole row, for a slice."""
+    forced = getattr(batch, "routes", None) if policy.replays_routes else None
+    routes = {} if forced is None else {"routes": forced.flatten(0, 1)}
     with torch.autocast(policy.device.type, policy.compute_dtype, enabled=policy.autocast_dtype is not None):
         hidden = lm.base_model(
             input_ids=batch.input_ids,
             attention_mask=attention_masks(lm.config, batch, num_keys),
             position_ids=batch.position_ids,
             use_cache=False,
+            **routes,
         ).last_hidden_state  # (R, T, D)
     return hidden.flatten(0, 1)
 

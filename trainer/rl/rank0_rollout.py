@@ -9,12 +9,13 @@ the requests. Only rank 0 talks to servers; sharded weights are gathered for the
 commands without a time limit, since a reward function or a server may be slow. `handlers` maps each command to a
 function; a method may add its own (EBFT measures features on all ranks).
 
-Token ids, log-probs and masks travel as tensors, the rest of a completion as JSON.
+Token ids, log-probs, masks and routes travel as tensors, the rest of a completion as JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
@@ -141,7 +142,7 @@ def with_groups(rollout: Rollout, indices: Sequence[Sequence[int]]) -> Rollout:
 
 
 def to_tensors(completions: Sequence[Completion]) -> tuple[list[dict[str, Any]], list[Tensor]]:
-    """Return (JSON for each completion, [ids, log-probs, masks] of all of them, concatenated).
+    """Return (JSON for each completion, [ids, log-probs, masks, bytes of routes] of all of them, concatenated).
 
     Adjacent completions with the same prompt send it once. Columns and messages that are not JSON are dropped: rewards
     have already been computed.
@@ -158,9 +159,12 @@ def to_tensors(completions: Sequence[Completion]) -> tuple[list[dict[str, Any]],
             "finish_reason": c.finish_reason, "text": c.text, "versions": c.versions,
             "messages": c.messages if is_json(c.messages) else None,
             "columns": {name: value for name, value in c.columns.items() if is_json(value)},
+            "routes": None if c.routes is None else [c.routes.dtype.name, *c.routes.shape],
         })  # fmt: skip
     logps = [c.logps for c in completions]
-    return rest, [_flat(ids, np.int32), _flat(logps, np.float64), _flat(masks, np.bool_)]
+    routes = [c.routes.reshape(-1).view(np.uint8) for c in completions if c.routes is not None]
+    flat = torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *routes]))
+    return rest, [_flat(ids, np.int32), _flat(logps, np.float64), _flat(masks, np.bool_), flat]
 
 
 def _flat(lists: Sequence[Sequence[Any]], dtype: Any) -> Tensor:  # (N,)
@@ -173,8 +177,8 @@ def from_tensors(
     tensors: Sequence[Tensor],
     wanted: Sequence[bool] | None = None,  # completions to build; None: all
 ) -> list[Completion]:
-    ids, logps, masks = tensors
-    at_id = at_logp = at_mask = 0
+    ids, logps, masks, routes = tensors
+    at_id = at_logp = at_mask = at_route = 0
     prompt = ids[:0]
     completions = []
     for saved, build in zip(rest, wanted or [True] * len(rest), strict=True):
@@ -182,17 +186,22 @@ def from_tensors(
             prompt = ids[at_id : at_id + saved["prompt"]]
             at_id += saved["prompt"]
         count, num_masked = saved["ids"], saved["ids"] if saved["masked"] else 0
+        dtype, *shape = saved["routes"] or ("uint8", 0)
+        num_routes = math.prod(shape) * np.dtype(dtype).itemsize
         if build:
             mask = masks[at_mask : at_mask + count].tolist() if saved["masked"] else None
+            array = routes[at_route : at_route + num_routes].numpy()
             completions.append(
                 Completion(
                     prompt_ids=prompt.tolist(), ids=ids[at_id : at_id + count].tolist(), mask=mask,
                     logps=logps[at_logp : at_logp + count].tolist(), finish_reason=saved["finish_reason"],
                     text=saved["text"], versions=[(version, count) for version, count in saved["versions"]],
                     messages=saved["messages"], columns=saved["columns"],
+                    routes=saved["routes"] and array.view(dtype).reshape(shape),
                 )
             )  # fmt: skip
         at_id, at_logp, at_mask = at_id + count, at_logp + count, at_mask + num_masked
+        at_route += num_routes
     return completions
 
 

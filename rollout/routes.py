@@ -89,6 +89,14 @@ def join(parts: Sequence[tuple[int, np.ndarray]], length: int) -> np.ndarray | N
     return routes
 
 
+def from_server(routes: np.ndarray, lm: Any) -> np.ndarray:  # (N, layers, k) -> (N, L, k)
+    """Convert vLLM's routes, which have zeros for layers without experts."""
+    layers = [i for i, layer in enumerate(lm.base_model.layers) if expert_blocks(layer)]
+    if routes.shape[1] != len(layers):
+        routes = routes[:, layers]
+    return routes.astype(np.uint8 if RouteShape(lm).dtype == torch.uint8 else np.int16)
+
+
 # The trainer's side.
 
 
@@ -103,6 +111,8 @@ def accept_routes(lm: Any, layers: Sequence[nn.Module], device: torch.device) ->
         block = next((module for module in layer.modules() if module in blocks), None)
         if block is None:
             layer.register_forward_pre_hook(_drop, with_kwargs=True)
+            continue
+        if hasattr(block, "route_index"):  # called before
             continue
         layer.expert_block = (block,)  # a tuple: not a child module
         # A tensor, because compiled layers share one graph, which would be specialised for an int.

@@ -13,7 +13,7 @@ from kernels.experts import use_grouped_matmuls
 from rollout.engine import Completion, Request, Sampling
 from rollout.engines.local import LocalEngine
 from rollout.episodes.turns import Transcript
-from rollout.routes import expert_blocks, join, recording, stack
+from rollout.routes import expert_blocks, from_server, join, recording, stack
 from rollout.schedule.replay import as_json, completion_of
 from trainer.policy.experts import prepare_replay
 from trainer.policy.load import BUILTIN
@@ -219,6 +219,10 @@ def test_routes_travel_with_completions():
     assert np.array_equal(got[:4], routes[:4]) and np.array_equal(got[4:7], routes[4:7] + 50)
     assert len(got) == 8 and (got[7] == np.iinfo(np.int16).max).all()
     assert join([], 3) is None
+    # vLLM reports all layers, and glm4_moe's first layer has no experts.
+    reported = np.arange(5 * 2 * 2, dtype=np.uint16).reshape(5, 2, 2)
+    got = from_server(reported, make("glm4_moe").model)
+    assert got.dtype == np.uint8 and np.array_equal(got, reported[:, 1:])
 
 
 def test_experts_compute_in_the_dtype_of_autocast():

@@ -23,7 +23,8 @@ With --load-in-4bit the matrices of the base take PACKED bytes per weight, plus 
 
 tests/trainer/test_plan.py checks saved activations and the peak of a step on a CPU, the head's buffers and the peak of
 a checkpointed bfloat16 step against an H200, a step with experts on any GPU, and AdamW's state. bench/vs_trl.py
-compares whole DPO steps on a GPU. FSDP's buffers, the in-process engine on a GPU, RESERVE and ASLEEP are unverified estimates.
+compares whole DPO steps on a GPU. FSDP's buffers, the in-process engine on a GPU, RESERVE and ASLEEP are unverified
+estimates.
 
 Not counted: activations that --compile saves, or kernels/block.py on a GPU without it (norms keep neither float32 nor
 normalised inputs, MLPs no silu(gate)); dense masks and scores of sdpa (packed rows use flex attention); reward models.

@@ -211,7 +211,7 @@ class TransformersForward:
             if leaf == "weight":
                 parameter.copy_(merged(module, parameter.dtype, self.gather))
             else:
-                parameter.copy_(self.gather(getattr(base_of(module), leaf)))
+                parameter.copy_(merged_parameter(module, leaf, self.gather))
         return True
 
     def decode(
@@ -506,6 +506,19 @@ def merged(module: nn.Module, dtype: torch.dtype, gather: Callable[[Tensor], Ten
         if name in module.lora_A:
             weight = weight.float() + gather(module.get_delta_weight(name).detach()).float()
     return weight
+
+
+def merged_parameter(module: Any, name: str, gather: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a parameter plus its adapters unless disabled. peft wraps experts once per adapted parameter."""
+    changes = []
+    while hasattr(module, "base_layer"):
+        if getattr(module, "parameter_name", None) == name and not module.disable_adapters:
+            changes += [module.get_delta_weight(x).detach() for x in module.active_adapters if x in module.lora_A]
+        module = module.base_layer
+    parameter = gather(getattr(module, name).detach())
+    for change in changes:
+        parameter = parameter.float() + gather(change).float()
+    return parameter
 
 
 def block_obstacle(lm: Any) -> str | None:

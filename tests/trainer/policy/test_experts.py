@@ -9,14 +9,18 @@ import pytest
 import torch
 
 from data.packing import Batch, Item, make_batches
+from kernels.attention import share_graphs
 from kernels.experts import use_grouped_matmuls
 from rollout.engine import Completion, Request, Sampling
+from rollout.engines.forward import TransformersForward
 from rollout.engines.local import LocalEngine
 from rollout.episodes.turns import Transcript
 from rollout.routes import expert_blocks, from_server, join, recording, stack
 from rollout.schedule.replay import as_json, completion_of
+from trainer.config.blocks import LoraConfig
+from trainer.policy.adapters import add_adapter
 from trainer.policy.experts import prepare_replay
-from trainer.policy.load import BUILTIN
+from trainer.policy.load import BUILTIN, recompute_inside
 from trainer.policy.logps import Policy, reference_logps, token_logps
 from trainer.rl.minibatch import completion_item
 from trainer.rl.rank0_rollout import from_tensors, to_tensors
@@ -240,3 +244,53 @@ def test_experts_compute_in_the_dtype_of_autocast():
     exact = experts(hidden, index, weights)
     torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
     assert (got - exact).abs().max() > 1e-4  # it did round
+
+
+def test_the_engines_copy_has_the_adapters_of_experts_and_routers():
+    policy = make(dtype=torch.float32)
+    model = add_adapter(policy.model, LoraConfig(r=4))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    assert any(".experts." in name for name, x in model.named_parameters() if x.requires_grad)
+    forward = TransformersForward(model.get_base_model(), torch.float32, copied=True)
+    forward.refresh()
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        want = model(input_ids=ids).logits
+        torch.testing.assert_close(forward.lm(input_ids=ids).logits, want, rtol=1e-4, atol=1e-4)
+    # Such a model takes routes as well.
+    policy.model = model
+    batch = batch_of(sequences())
+    other = Batch(**vars(batch) | {"routes": (run_recorded(policy, batch).unflatten(0, batch.input_ids.shape) + 3) % 8})
+    assert torch.equal(run_recorded(policy, other), other.routes.flatten(0, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_blocks_share_graphs_and_replay_routes(checkpointing):
+    """aot_eager: the graphs of inductor, without its code generation."""
+    from torch._dynamo.utils import counters
+
+    results = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        policy = make(dtype=torch.bfloat16, num_hidden_layers=12)
+        for layer in policy.model.model.layers if compiled else ():
+            if checkpointing:
+                recompute_inside(layer)
+            layer.compile(dynamic=True, backend="aot_eager")
+        share_graphs()
+        found = []
+        for items in (sequences(), sequences()[:3]):
+            batch = batch_of(items)
+            num = batch.input_ids.numel()
+            torch.manual_seed(num)
+            routes = torch.rand(num, 12, EXPERTS).topk(2).indices.to(torch.uint8).unflatten(0, batch.input_ids.shape)
+            found += [gradients(policy, [Batch(**vars(batch) | {"routes": routes})]), gradients(policy, [batch])]
+        results.append(found)
+    assert counters["stats"]["unique_graphs"] <= 4 and not counters["graph_break"]
+    for (want, want_gradients), (got, got_gradients) in zip(*results, strict=True):
+        assert torch.equal(got, want)
+        assert all(torch.equal(got_gradients[name], gradient) for name, gradient in want_gradients.items())

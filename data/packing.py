@@ -44,6 +44,7 @@ class Item:
     ids: list[int]
     mask: list[bool]  # True = trained token; False for the first token
     prompt_length: int = 0  # number of leading ids that may be shared with other items
+    routes: np.ndarray | None = None  # (len(ids), L, k) experts to use (rollout/routes.py); None: the model chooses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,7 @@ class Batch:
     rows: list[int]  # indices of this batch's items in make_batches' items, in order
     lengths: list[int]  # lengths of these items
     used: list[int]  # number of tokens in each row; padding follows
+    routes: torch.Tensor | None = None  # (R, T, L, k) experts to use; the dtype's maximum: the model chooses
 
     @property
     def num_tokens(self) -> int:
@@ -245,6 +247,8 @@ def _build(items: Sequence[Item], rectangle: list[list[_Unit]], pad_id: int, mul
     # NumPy is several times faster than torch for lists and small slices.
     input_ids = np.full(shape, pad_id, dtype=np.int64)
     position_ids, prefix_start, prefix_stop, own_start = (np.zeros(shape, dtype=np.int64) for _ in range(4))
+    known = next((item.routes for item in items if item.routes is not None), None)
+    routes = None if known is None else np.full((*shape, *known.shape[1:]), np.iinfo(known.dtype).max, known.dtype)
     members, index, target, sequence, slot = [], [], [], [], []
     for row, units in enumerate(rectangle):
         own_start[row, used[row] :] = used[row]
@@ -255,6 +259,9 @@ def _build(items: Sequence[Item], rectangle: list[list[_Unit]], pad_id: int, mul
             input_ids[row, prompt] = items[unit.rows[0]].ids[: unit.prompt]
             position_ids[row, prompt] = np.arange(unit.prompt)
             own_start[row, prompt] = prompt.start
+            first = items[unit.rows[0]].routes
+            if routes is not None and first is not None:
+                routes[row, prompt] = first[: unit.prompt]
             for member in unit.rows:
                 ids = np.array(items[member].ids, dtype=np.int64)
                 completion = slice(stop, stop + len(ids) - unit.prompt)
@@ -262,6 +269,8 @@ def _build(items: Sequence[Item], rectangle: list[list[_Unit]], pad_id: int, mul
                 input_ids[row, completion] = ids[unit.prompt :]
                 position_ids[row, completion] = np.arange(unit.prompt, len(ids))
                 own_start[row, completion] = completion.start
+                if routes is not None and items[member].routes is not None:
+                    routes[row, completion] = items[member].routes[unit.prompt :]
                 if unit.prompt:
                     prefix_start[row, completion], prefix_stop[row, completion] = prompt.start, prompt.stop
                 trained = np.flatnonzero(items[member].mask)
@@ -281,4 +290,5 @@ def _build(items: Sequence[Item], rectangle: list[list[_Unit]], pad_id: int, mul
     return Batch(
         **{name: torch.from_numpy(x) for name, x in tensors.items()},
         rows=members, lengths=[len(items[member].ids) for member in members], used=used,
+        routes=None if routes is None else torch.from_numpy(routes),
     )  # fmt: skip

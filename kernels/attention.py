@@ -248,7 +248,8 @@ def share_graphs() -> None:
 
     Without duck shapes, sizes that are equal by chance (8 heads, 8 tiles) are not tied together, so a new length needs
     no new graph. The scale is a constant. The remaining variants (head size, dtype, grad mode, one row or several,
-    which inputs require gradients) may exceed Dynamo's default limit of 8 graphs.
+    which inputs require gradients) may exceed Dynamo's default limit of 8 graphs. Checkpointed blocks may enter a
+    function mode and leave it again (rollout/routes.py), which their recomputation need not repeat.
     """
     if getattr(_settings, "is_set", False):
         return
@@ -256,6 +257,8 @@ def share_graphs() -> None:
     import torch.fx.experimental._config as symbolic_shapes
 
     dynamo.config.recompile_limit, dynamo.config.specialize_float = MAX_GRAPHS, True
+    if hasattr(dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
+        dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     symbolic_shapes.use_duck_shape = False
     _settings.is_set = True
 

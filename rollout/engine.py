@@ -1,4 +1,4 @@
-"""The Engine protocol and the types that cross it: plain Python lists, no tensors.
+"""The Engine protocol and the types that cross it: plain Python lists, no tensors (routes are a NumPy array).
 
     sampling = Sampling(temperature=1.0, max_tokens=8, stop_ids=(2,))
     request  = Request(prompt_ids=[5, 6, 7], seed=11)
@@ -21,6 +21,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
+
+import numpy as np
 
 from data.errors import UserError
 from data.types import Prompt
@@ -68,6 +70,7 @@ class Completion:
     mask: list[bool] | None = None  # True = sampled by the model; environment tokens are False, with logp 0
     messages: list[dict[str, Any]] | None = None  # multi-turn only: all messages after the prompt
     columns: dict[str, Any] = field(default_factory=dict)  # episode columns for rewards: env_reward, num_turns, ...
+    routes: np.ndarray | None = field(default=None, compare=False)  # (prompt and ids, L, k) experts: rollout/routes.py
 
     @property
     def trained(self) -> int:

@@ -22,9 +22,9 @@ the residual stream, c in a matrix product.
 With --load-in-4bit the matrices of the base take PACKED bytes per weight, plus c per weight of the matrix in use.
 
 tests/trainer/test_plan.py checks saved activations and the peak of a step on a CPU, the head's buffers and the peak of
-a checkpointed bfloat16 step against an H200, and AdamW's state. bench/vs_trl.py compares whole DPO steps on a GPU.
-tests/test_nccl.py compares sampling from sharded weights with the peak of one rank, without the cuBLAS workspaces (0.07
-GB). FSDP's buffers in training, RESERVE and ASLEEP are unverified estimates.
+a checkpointed bfloat16 step against an H200, a step with experts on any GPU, and AdamW's state. bench/vs_trl.py
+compares whole DPO steps on a GPU. tests/test_nccl.py compares sampling from sharded weights with the peak of one rank,
+without the cuBLAS workspaces (0.1 GB). FSDP's buffers in training, RESERVE and ASLEEP are unverified estimates.
 
 Not counted: activations that --compile saves, or kernels/block.py on a GPU without it (norms keep neither float32 nor
 normalised inputs, MLPs no silu(gate)); dense masks and scores of sdpa (packed rows use flex attention); reward models.
@@ -44,6 +44,7 @@ from data.command.flags import parse_command, run_command
 from data.errors import UserError
 from data.hub import check_hub
 from rollout.model_folder import find_base, resolve_model
+from rollout.routes import expert_blocks
 from trainer.cli import load_method, method_names
 from trainer.config.checks import check_numbers
 from trainer.config.errors import load_error
@@ -70,9 +71,21 @@ RANK = 16  # --lora.r suggested to a run that trains all weights
 # what is counted -------------------------------------------------------------------------------------------------
 
 
+class Experts(NamedTuple):
+    """Sizes of the layers that route each token to some of their experts."""
+
+    layers: int
+    num: int  # experts per layer
+    top_k: int  # experts per token
+    inner: int  # width inside one expert
+    shared: int  # width inside the experts that all tokens use
+    params: int  # parameters of all routed experts
+    adapted: bool  # LoRA on all linear layers adapts the experts
+
+
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a decoder with RMS norms, grouped-query attention and a gated MLP."""
+    """Sizes of a decoder with RMS norms, grouped-query attention and a gated MLP or experts."""
 
     layers: int
     width: int
@@ -86,11 +99,22 @@ class Sizes:
     tensors: tuple[int, ...]  # parameters per tensor; a tied tensor counts once
     trained: tuple[int, ...]  # the same for tensors that are trained without LoRA
     matrices: int  # parameters in the linear layers of the blocks
-    ends: tuple[int, ...]  # input and output width of each of these layers
+    ends: tuple[int, ...]  # input and output width of each of these layers: adapter sizes of rank 1
+    experts: Experts | None = None
 
     @property
     def params(self) -> int:
         return sum(self.tensors)
+
+    @property
+    def expert_params(self) -> int:
+        return self.experts.params if self.experts else 0
+
+    @property
+    def block_params(self) -> float:
+        """Parameters in the matrices of the largest block."""
+        num_routed = self.experts.layers if self.experts else 1
+        return self.matrices / self.layers + self.expert_params / num_routed
 
     @property
     def embedding(self) -> int:
@@ -195,6 +219,11 @@ def sizes_of(model: Any, trained_parameters: Sequence[str] = ()) -> Sizes:
     linears = [x for x in model.modules() if isinstance(x, nn.Linear) and x is not head]
     heads, patterns = config.num_attention_heads, trained_parameters or ("",)
     trained = (x for name, x in model.named_parameters() if any(re.match(pattern, name) for pattern in patterns))
+    experts = experts_of(model)
+    ends = tuple(end for x in linears for end in (x.in_features, x.out_features))
+    if experts is not None:
+        adapters = adapters_of(model)
+        ends, experts = tuple(adapters.values()), experts._replace(adapted=any(".experts." in x for x in adapters))
     return Sizes(
         layers=config.num_hidden_layers, width=config.hidden_size, heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
@@ -203,8 +232,34 @@ def sizes_of(model: Any, trained_parameters: Sequence[str] = ()) -> Sizes:
         qk_norm=any(name.endswith("q_norm") for name, _ in model.named_modules()),
         tensors=tuple(x.numel() for x in model.parameters()),
         trained=tuple(x.numel() for x in trained), matrices=sum(x.weight.numel() for x in linears),
-        ends=tuple(end for x in linears for end in (x.in_features, x.out_features)),
+        ends=ends, experts=experts,
     )  # fmt: skip
+
+
+def experts_of(model: Any) -> Experts | None:
+    blocks = expert_blocks(model)
+    if not blocks:
+        return None
+    config, first = model.config, blocks[0].experts
+    shared = (x.out_features for name, x in blocks[0].named_modules() if name.endswith("gate_proj"))
+    return Experts(
+        layers=len(blocks), num=first.num_experts, top_k=config.num_experts_per_tok,
+        inner=first.down_proj.numel() // (first.num_experts * config.hidden_size), shared=sum(shared),
+        params=sum(x.numel() for block in blocks for x in block.experts.parameters()), adapted=False,
+    )  # fmt: skip
+
+
+def adapters_of(model: Any) -> dict[str, int]:
+    """Return the size of each adapter tensor of rank 1: whether experts have adapters depends on the model and peft."""
+    from peft import LoraConfig, get_peft_model
+
+    settings = [(x, x.requires_grad) for x in model.parameters()]
+    wrapped = get_peft_model(model, LoraConfig(r=1, target_modules="all-linear", task_type="CAUSAL_LM"))
+    sizes = {name: x.numel() for name, x in wrapped.named_parameters() if "lora_" in name}
+    wrapped.unload()
+    for parameter, requires_grad in settings:
+        parameter.requires_grad_(requires_grad)
+    return sizes
 
 
 # bytes -----------------------------------------------------------------------------------------------------------
@@ -242,14 +297,22 @@ def critic_bytes(s: Sizes, work: Work, model: Sizes | None) -> float:
     return sum(persistent_bytes(model, alone).values())
 
 
-def block_activation_bytes(s: Sizes, work: Work) -> int:
-    """Return the bytes that autograd saves per block: the terms below per local token, plus remote keys and values."""
-    w, c, d, inner = work.stream, work.compute, s.width, s.inner
+def block_activation_bytes(s: Sizes, work: Work, *, routed: bool | None = None) -> int:
+    """Return the bytes that autograd saves per block: the terms below per local token, plus remote keys and values.
+
+    `routed`: whether the block has experts. None: the block that saves the most.
+    """
+    if routed is None:
+        kinds = {s.experts is not None, s.experts is not None and s.experts.layers == s.layers}
+        return max(block_activation_bytes(s, work, routed=kind) for kind in kinds)
+    w, c, d, inner = work.stream, work.compute, s.width, s.experts.shared if routed else s.inner
+    experts = expert_activation_bytes(s, work) if routed else 0
+    num_inputs = 5 if inner else 3  # q, k, v, gate, up
     heads, keys = s.heads + s.kv_heads, (s.heads + s.kv_heads) * s.head_dim
     if work.full:
         terms = {
             "two norms": 2 * ((4 + w) * d + 4),  # float32 input, normalised input, one root
-            "norm outputs": (5 if w != c else 2) * c * d,  # autocast casts once for each of q, k, v, gate, up
+            "norm outputs": (num_inputs if w != c else 2) * c * d,  # autocast casts once for each matrix
             "q, k norms": ((4 + c) * keys + 4 * heads) * s.qk_norm,
             "MLP": 4 * c * inner,  # gate, silu(gate), up, their product
         }
@@ -257,20 +320,38 @@ def block_activation_bytes(s: Sizes, work: Work) -> int:
         terms = {
             "two norms": 2 * (4 * d + 4),
             # each matrix keeps a cast of its input; in float32, matrices with the same input share it
-            "inputs of matrices": c * (2 * d + inner if c == 4 else 5 * d + s.heads * s.head_dim + inner),
-            "inside the adapters": c * 7 * work.lora_r,
+            "inputs of matrices": c * (2 * d + inner if c == 4 else num_inputs * d + s.heads * s.head_dim + inner),
+            "inside the adapters": c * (7 if inner else 4) * work.lora_r,
             "q, k norms": (4 * keys + 4 * heads) * s.qk_norm,
             "MLP": 3 * c * inner,
         }
     terms["attention"] = 2 * c * keys + 4 * s.heads  # q, k, v, output, log-sum-exp; no T x T scores
+    terms["experts"] = experts
     return work.local_tokens * sum(terms.values()) + 2 * c * s.kv_heads * s.head_dim * (work.tokens - work.local_tokens)
 
 
-def cast_bytes(s: Sizes, work: Work) -> int:
-    """Return the bytes of autocast's bfloat16 copies of the trained float32 matrices, over all blocks."""
+def expert_activation_bytes(s: Sizes, work: Work) -> int:
+    """Return the bytes per token that autograd saves in the router and the routed experts of a block."""
+    w, c, d, e = work.stream, work.compute, s.width, s.experts
+    router = 2 * 4 * e.num + c * d * (work.full and w != c)  # logits and probabilities; its cast input
+    indices = 4 * 8 + 2 * 4  # int64 of sorting and gathering, float32 gate weights
+    # input, gate, up, silu(gate), their product, output; frozen experts keep neither input nor product
+    states = c * (2 * d + 4 * e.inner if work.full or e.adapted else d + 3 * e.inner)
+    return router + e.top_k * (indices + states)
+
+
+def cast_bytes(s: Sizes, work: Work, *, cached: bool = False) -> int:
+    """Return the bytes of bfloat16 copies of the trained float32 matrices, over all blocks.
+
+    `cached`: only the copies that autocast keeps until the forward ends. Experts are copied for the backward, by a cast
+    or by adding their adapters.
+    """
+    if not cached and not work.full and s.experts is not None and s.experts.adapted:
+        return cast_bytes(s, work, cached=True) + work.compute * s.expert_params
     if work.compute == 4:
         return 0
-    return work.compute * (s.matrices * (work.stream != work.compute) if work.full else s.adapter(work.lora_r))
+    matrices = s.matrices + s.expert_params * (not cached)
+    return work.compute * (matrices * (work.stream != work.compute) if work.full else s.adapter(work.lora_r))
 
 
 def activation_bytes(s: Sizes, work: Work) -> int:
@@ -285,7 +366,10 @@ def activation_bytes(s: Sizes, work: Work) -> int:
         attention = s.heads * (work.compute * s.head_dim + 4) * work.compiled  # output and log-sum-exp
         return outside + n * (w * d + attention) * s.layers
     first = 0 if work.full else n * norm  # embeddings are frozen, so the first norm saves nothing
-    return outside - first + s.layers * block_activation_bytes(s, work) + cast_bytes(s, work)
+    routed = s.experts.layers if s.experts else 0
+    blocks = {kind: num for kind, num in ((False, s.layers - routed), (True, routed)) if num}
+    saved = sum(num * block_activation_bytes(s, work, routed=kind) for kind, num in blocks.items())
+    return outside - first + saved + cast_bytes(s, work)
 
 
 def offloaded_bytes(s: Sizes, work: Work) -> int:
@@ -335,7 +419,7 @@ def gathered_bytes(s: Sizes, work: Work) -> tuple[float, float]:
     """
     if work.shards == 1:
         return 0.0, 0.0
-    c, block = work.compute, s.matrices / s.layers
+    c, block = work.compute, s.block_params
     gathered = 2 * c * s.embedding + 3 * c * block
     return gathered, gathered + (c + 4) * block * work.full
 
@@ -350,26 +434,34 @@ def step_points(s: Sizes, work: Work) -> list[StepPoint]:
     has_head = work.head != "none"
     is_first, is_tied = work.full and not work.accumulates, work.full and s.tied and has_head
     saved, (gathered, reduced) = activation_bytes(s, work), gathered_bytes(s, work)
-    block = block_activation_bytes(s, work) + cast_bytes(s, work) / s.layers
+    casts = cast_bytes(s, work, cached=True)
+    expert_casts = (cast_bytes(s, work) - casts) / (s.experts.layers if s.experts else 1)  # of one block
+    block = block_activation_bytes(s, work) + casts / s.layers + expert_casts
     grad = work.gradient_bytes / work.shards
     head_grad = grad * s.embedding * has_head  # a tied head's gradient is kept until the embedding's is computed
     waiting, new = (0, head_grad) if is_first else (head_grad * is_tied, 0)
     # In the MLP: gradients of product, silu and up in place of the product (an adapter casts its input to float32),
     # the gradient of the residual stream, and one matrix's new gradient before it is accumulated.
     wide = 2 * c + (4 if work.lora_r and c == 2 else 0)
-    matrix = d * s.inner * (w + c * (w != c)) if work.full and work.accumulates else 0
+    inner, largest = s.inner, d * s.inner  # of a token, and in one weight
+    if e := s.experts:
+        inner, largest = e.top_k * e.inner + e.shared, 2 * d * e.inner * e.num
+    matrix = largest * (w + c * (w != c)) if work.full and work.accumulates else 0
     unpacked = c * d * s.inner * work.in_4bit  # dequantised matrix in use
-    worst = n * (wide * s.inner + w * d) + matrix + unpacked + reduced
+    inside = n * wide * inner + matrix
+    if e:  # gradients of the experts' outputs, sorted and not; later one weight's, when the outputs are freed
+        inside = max(2 * n * e.top_k * d * max(c, w), matrix - n * c * e.top_k * d)
+    worst = inside + n * w * d + unpacked + reduced
     offloaded = n * w * d * (work.offloading and s.layers > 1)  # one of two inputs is offloaded before the head
     head = c * work.local_trained_tokens * d + head_bytes(s, work) + gathered
     points = [StepPoint("log-prob head", saved - offloaded, head)]
     if work.checkpointing:  # autocast caches the casts of all blocks until the forward ends
-        forward = n * (4 * c * s.inner + w * d) + unpacked + gathered
-        points.append(StepPoint("forward, casts of all weights", saved, forward + cast_bytes(s, work)))
+        forward = n * (4 * c * inner + w * d) + unpacked + gathered + expert_casts
+        points.append(StepPoint("forward, casts of all weights", saved, forward + casts))
     points.append(StepPoint("backward of a block", saved + block * work.checkpointing, worst + waiting, new))
     if is_first:  # all later blocks have gradients; the first block has only its last matrix's gradient
         last = block + n * (w * d + 2 * w * s.head_dim + 8)
-        later = grad * min(sum(s.trained), s.params - s.matrices / s.layers + d * s.inner)
+        later = grad * min(sum(s.trained), s.params - s.block_params + largest)
         points.append(StepPoint("backward of the first block", last, worst, later))
     # An embedding's gradient is dense and is added to an existing gradient.
     summand = w * s.embedding * work.full if work.accumulates or is_tied else 0
@@ -480,9 +572,12 @@ def peak_with_engine(s: Sizes, work: Work, engine: EngineMemory | None, room: fl
 def flops_per_token(s: Sizes, work: Work) -> int:
     """Return 2 N for forward, 4 N for backward (2 N if weights are frozen), 2 N to recompute, 2 N for a reference.
 
-    N excludes an untied embedding. Attention scores are not counted: they are small for short sequences.
+    N excludes an untied embedding and the experts that a token does not use. Attention scores are not
+    counted: they are small for short sequences.
     """
     num = s.params - (0 if s.tied else s.embedding)
+    if s.experts:  # a token runs top_k of the experts
+        num -= round(s.expert_params * (1 - s.experts.top_k / s.experts.num))
     return num * (2 + (4 if work.full else 2) + 2 * work.checkpointing + 2 * work.has_reference)
 
 
@@ -501,8 +596,6 @@ def meta_model(model: str, revision: str | None = None, *, trust_remote_code: bo
         config = config.get_text_config()
     except Exception as error:  # damaged files make transformers raise anything
         raise UserError(f"model={model}: cannot read its config.json: {load_error(error, path)}") from None
-    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-        raise UserError(f"model={model}: the planner does not support mixtures of experts")
     for name in ("num_attention_heads", "intermediate_size", "num_hidden_layers"):
         if not hasattr(config, name):
             raise UserError(f"model={model}: config.json has no {name}; the planner supports only decoder models")

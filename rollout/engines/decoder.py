@@ -47,6 +47,7 @@ class PrefillJob(NamedTuple):
     ids: list[int]
     start: int  # position of ids[0]; earlier tokens are in the cache
     slots: np.ndarray  # (start + len(ids),) int64 slots of all tokens of the row so far
+    routes: list[tuple[int, np.ndarray]]  # the pass appends (start, (len(ids), L, k) experts), if they are recorded
 
 
 class TopFilter(NamedTuple):
@@ -94,6 +95,9 @@ class Decoder:
         self.ids = torch.zeros(steps, rows, dtype=torch.int64, device=device)
         self.logps = torch.zeros(steps, rows, dtype=torch.float32, device=device)
         self.tick = torch.zeros(1, dtype=torch.int64, device=device)
+        self.routes, shape = None, self.forward.route_shape
+        if shape is not None:
+            self.routes = torch.zeros(steps, rows, shape.num_layers, shape.top_k, dtype=shape.dtype, device=device)
 
     # Prompts.
 
@@ -126,14 +130,18 @@ class Decoder:
             index[row, : len(fill.slots)] = fill.slots
         tensors = [torch.from_numpy(x).to(self.device) for x in (ids, position.astype(np.int32), slot, index)]
         self.forward.prefill(PrefillBatch(*tensors, fresh=fresh), self.cache)
+        if self.forward.routes is not None:
+            routes = self.forward.routes.unflatten(0, ids.shape).cpu().numpy()
+            for fill, row in zip(fills, routes, strict=True):
+                fill.routes.append((fill.start, row[: len(fill.ids)].copy()))
 
     # Decode steps.
 
     @torch.no_grad()
     def run(
         self, rows: RowState, stop_ids: Sequence[int], top: TopFilter, steps: int
-    ) -> tuple[np.ndarray, np.ndarray]:  # (steps, B) int64 ids, -1 after a row's end; (steps, B) float32 log-probs
-        """Sample up to `steps` tokens per row."""
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:  # (steps, B) int64, float32; (steps, B, L, k)
+        """Sample up to `steps` tokens per row: ids (-1 after a row's end), log-probs, and experts of the tokens run."""
         num_rows = len(rows.token)
         count = min(bucket_of(num_rows), self.max_rows) if self.captures else num_rows
         self._grow_state(rows.table.shape[1], len(stop_ids), steps)
@@ -144,7 +152,10 @@ class Decoder:
                 graph.replay()
             else:
                 self._step(count, top)
-        return self.ids[:steps, :num_rows].cpu().numpy(), self.logps[:steps, :num_rows].cpu().numpy()
+        ids, logps, routes = (
+            None if x is None else x[:steps, :num_rows].cpu().numpy() for x in (self.ids, self.logps, self.routes)
+        )
+        return ids, logps, routes
 
     def _grow_state(self, max_pages: int, num_stop: int, steps: int) -> None:
         """Enlarge the state if needed. Sizes double, because every change recaptures the graphs."""
@@ -192,6 +203,8 @@ class Decoder:
         position, slot = locate(state.table, state.prefix_len, state.own_len, page=self.page)
         rows = Rows(state.table, state.prefix_len, state.own_len, state.tiles)
         logits = self.forward.decode(state.token, position, slot, rows, self.cache)
+        if self.routes is not None:
+            self.routes[:, :count].index_copy_(0, self.tick, self.forward.routes[None])
         options = {"scale": self.forward.scale, "softcap": self.forward.softcap, **top._asdict()}
         ids, logps = draw(logits, state.seed, state.drawn, state.temperature, **options)
         changed = {"token": state.token, "own_len": state.own_len, "drawn": state.drawn, "left": state.left}

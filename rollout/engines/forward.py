@@ -27,6 +27,7 @@ from kernels.attention import TILE, Spans, block_mask, dense_attend, flex_attend
 from kernels.decode_attention import Rows, decode_attention, supports, visible_tokens
 from kernels.decode_block import add_rms_norm, rotate_append, silu_mul
 from kernels.nf4 import Linear4bit
+from rollout.routes import RouteShape, recording, stack
 
 NAME = "strop_paged"  # key in transformers' attention registry
 
@@ -72,6 +73,8 @@ class Forward(Protocol):
     in_place: bool  # uses the trainer's weights directly
     scale: float  # logit scale, applied before softcap
     softcap: float | None
+    route_shape: RouteShape | None  # None: routes are not recorded
+    routes: Tensor | None  # (N, L, k) experts chosen in the last pass
 
     def cover(self, length: int) -> bool:
         """Prepare for sequences of this length; return False if any tensor was reallocated."""
@@ -205,8 +208,10 @@ class TransformersForward:
     def __init__(
         self, lm: Any, dtype: torch.dtype, *, autocast_dtype: torch.dtype | None = None, copied: bool = False,
         gather: Callable[[Tensor], Tensor] = unchanged,  # returns the full tensor of a shard, on all ranks
+        records_routes: bool = False,
     ) -> None:  # fmt: skip
         self.gather = gather
+        self.route_shape, self.routes = RouteShape(lm) if records_routes else None, None
         self.source, self.shape, self.windows = lm, shape_of(lm, dtype), windows_of(lm)
         self.lm, self.in_place = empty_copy(lm, dtype) if copied else lm, not copied
         self.scale, self.softcap = logit_options(lm.config.get_text_config())
@@ -228,7 +233,7 @@ class TransformersForward:
             if leaf == "weight":
                 parameter.copy_(merged(module, parameter.dtype, self.gather))
             else:
-                parameter.copy_(self.gather(getattr(base_of(module), leaf)))
+                parameter.copy_(merged_parameter(module, leaf, self.gather))
         return True
 
     def decode(
@@ -277,7 +282,12 @@ class TransformersForward:
             torch.autocast(ids.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None),
         ):
             model = self.lm.base_model
-            return model(input_ids=ids, position_ids=position.long(), use_cache=False).last_hidden_state
+            if self.route_shape is None:
+                return model(input_ids=ids, position_ids=position.long(), use_cache=False).last_hidden_state
+            with recording(self.lm) as chosen:
+                hidden = model(input_ids=ids, position_ids=position.long(), use_cache=False).last_hidden_state
+            self.routes = stack(chosen, self.route_shape.num_experts)
+            return hidden
 
     @contextmanager
     def _paged_attention(self, attend: Callable[..., Tensor]) -> Iterator[None]:
@@ -366,6 +376,7 @@ class BlockForward:
     """
 
     in_place = False
+    route_shape = routes = None  # no experts
 
     def __init__(self, lm: Any, dtype: torch.dtype, *, gather: Callable[[Tensor], Tensor] = unchanged) -> None:
         assert block_obstacle(lm) is None, block_obstacle(lm)
@@ -511,6 +522,19 @@ def merged(module: nn.Module, dtype: torch.dtype, gather: Callable[[Tensor], Ten
         if name in module.lora_A:
             weight = weight.float() + gather(module.get_delta_weight(name).detach()).float()
     return weight
+
+
+def merged_parameter(module: Any, name: str, gather: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a parameter plus its adapters unless disabled. peft wraps experts once per adapted parameter."""
+    changes = []
+    while hasattr(module, "base_layer"):
+        if getattr(module, "parameter_name", None) == name and not module.disable_adapters:
+            changes += [module.get_delta_weight(x).detach() for x in module.active_adapters if x in module.lora_A]
+        module = module.base_layer
+    parameter = gather(getattr(module, name).detach())
+    for change in changes:
+        parameter = parameter.float() + gather(change).float()
+    return parameter
 
 
 def block_obstacle(lm: Any) -> str | None:

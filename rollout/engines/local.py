@@ -48,6 +48,7 @@ from rollout.engines.growing import PAD_ID, sample_growing
 from rollout.engines.memory import FULL, GIB, MemoryPolicy, available
 from rollout.engines.scheduler import Job, Scheduler
 from rollout.engines.stop import StopCheck
+from rollout.routes import expert_blocks
 
 LOGITS_PER_PASS = 2**26  # in logps(): 256 MB in fp32
 ROWS = {"cuda": 512, "cpu": 256}  # default max_batch_size
@@ -79,6 +80,7 @@ class LocalEngine:
         autocast_dtype: torch.dtype | None = None,
         cache_gib: float | None = None,  # maximum cache size on a GPU; None: free memory
         gather: Callable[[Tensor], Tensor] = unchanged,  # returns the full tensor of a shard, on all ranks
+        records_routes: bool = False,  # completions for training have routes, if the model has experts
         log: Callable[[str], None] = log_line,
     ) -> None:
         if max_batch_size is not None and max_batch_size < 1:
@@ -88,6 +90,7 @@ class LocalEngine:
         self.kind = "cuda" if self.device.type == "cuda" else "cpu"
         self.max_batch_size = max_batch_size or ROWS[self.kind]
         self.autocast_dtype, self.cache_gib, self.gather = autocast_dtype, cache_gib, gather
+        self.records_routes = records_routes and bool(expert_blocks(self.lm))
         self.version = 0
         self.memory_policy = MemoryPolicy(self.device, log) if self.kind == "cuda" else None
         self._make_forward: Callable[[], Forward] | None = None  # None: not chosen yet, or sampled by growing.py
@@ -137,7 +140,7 @@ class LocalEngine:
                         self._measure_share(jobs)
                 if ended is None:
                     return
-                yield self._completions(ended, stop)
+                yield self._completions(ended, stop, with_routes=sampling.for_training)
         finally:
             run.close()
 
@@ -151,7 +154,7 @@ class LocalEngine:
             sample_growing(self.model, chunk, sampling, stop)
             yield chunk
 
-    def _completions(self, jobs: Sequence[Job], stop: StopCheck) -> list[tuple[int, Completion]]:
+    def _completions(self, jobs: Sequence[Job], stop: StopCheck, *, with_routes: bool) -> list[tuple[int, Completion]]:
         if not all(math.isfinite(logp) for job in jobs for logp in job.logps):
             raise UserError(
                 f"version={self.version}: the logits are not finite because the weights have diverged; lower "
@@ -162,6 +165,7 @@ class LocalEngine:
             (job.index, Completion(
                 prompt_ids=list(job.prompt_ids), ids=job.ids, logps=job.logps, text=text,
                 finish_reason="stop" if job.stopped else "length", versions=[(self.version, len(job.ids))],
+                routes=job.routes if with_routes else None,
             ))
             for job, text in zip(jobs, texts, strict=True)
         ]  # fmt: skip
@@ -390,10 +394,12 @@ class LocalEngine:
         """Constructors of the possible forward passes, fastest first."""
         lm, dtype = self.lm, self.dtype
         if self.kind == "cpu":
-            return [lambda: TransformersForward(lm, dtype, autocast_dtype=self.autocast_dtype)]
+            records = self.records_routes
+            return [lambda: TransformersForward(lm, dtype, autocast_dtype=self.autocast_dtype, records_routes=records)]
         in_place = lm is self.model and all(p.dtype == dtype for p in lm.parameters()) and not self._is_sharded
         copied = not in_place and adapters_obstacle(lm) is None
         options = {"autocast_dtype": self.autocast_dtype, "copied": copied, "gather": self.gather}
+        options["records_routes"] = self.records_routes
         ways: list[Callable[[], Forward]] = [lambda: TransformersForward(lm, dtype, **options)]
         copy_bytes = num_weights(lm) * dtype.itemsize
         is_tight = available(self.device) - torch.cuda.memory_allocated(self.device) < 2 * copy_bytes

@@ -25,6 +25,7 @@ from kernels.decode_attention import TILE_ROWS
 from rollout.engine import Sampling
 from rollout.engines.decoder import PREFILL_TOKENS, Decoder, PrefillJob, RowState, TopFilter
 from rollout.engines.stop import StopCheck
+from rollout.routes import join
 
 
 @dataclass(eq=False)
@@ -34,6 +35,7 @@ class Prefix:
     ids: tuple[int, ...]
     pages: list[int]
     num_users: int = 0  # rows and cached conversations
+    routes: list[tuple[int, np.ndarray]] = field(default_factory=list)  # (start, experts), if recorded
 
 
 @dataclass(eq=False)
@@ -52,6 +54,8 @@ class Job:
     own_first: list[int] = field(default_factory=list)  # prompt tokens after the prefix
     pages: list[int] = field(default_factory=list)  # pages of the row's own tokens
     num_cached: int = 0  # own tokens in the cache
+    prefix_routes: list[tuple[int, np.ndarray]] = field(default_factory=list)  # (start, experts), if recorded
+    own_routes: list[tuple[int, np.ndarray]] = field(default_factory=list)
 
     @property
     def own(self) -> list[int]:
@@ -60,6 +64,10 @@ class Job:
     @property
     def num_own(self) -> int:
         return len(self.own_first) + len(self.ids)
+
+    @property
+    def routes(self) -> np.ndarray | None:  # (prompt and sampled tokens, L, k)
+        return join([*self.own_routes, *self.prefix_routes], len(self.prompt_ids) + len(self.ids))
 
     @property
     def left(self) -> int:
@@ -99,8 +107,8 @@ class Scheduler:
                 self._admit(waiting, active)
                 steps = min(self.steps_per_sync, max(job.left for job in active))
                 self._grow_rows(waiting, active, steps)
-                ids, logps = self.decoder.run(self._row_state(active, sampling.temperature), stop_ids, top, steps)
-                ended = self._collect(active, ids, logps, stop)
+                sampled = self.decoder.run(self._row_state(active, sampling.temperature), stop_ids, top, steps)
+                ended = self._collect(active, *sampled, stop)
                 if ended:
                     active = [job for job in active if job not in ended]
                     for job in ended:
@@ -187,7 +195,8 @@ class Scheduler:
             job.pages += self._take_pages(self.pages_for(job.num_own) - len(job.pages))
             uncached = job.own[job.num_cached : -1]  # the first decode step runs the last token
             if uncached:
-                fills.append(PrefillJob(uncached, len(prefix.ids) + job.num_cached, self._slots(job)[:-1]))
+                start = len(prefix.ids) + job.num_cached
+                fills.append(PrefillJob(uncached, start, self._slots(job)[:-1], job.own_routes))
                 job.num_cached += len(uncached)
             active.append(job)
         if fills:
@@ -196,12 +205,13 @@ class Scheduler:
 
     def _attach(self, job: Job, prefix: Prefix) -> None:
         job.prefix, job.own_first = prefix, job.prompt_ids[len(prefix.ids) :]
+        job.prefix_routes = prefix.routes
         prefix.num_users += 1
 
     def _new_prefix(self, ids: Sequence[int], fills: list[PrefillJob]) -> Prefix:
         prefix = Prefix(tuple(ids), self._take_pages(self.pages_for(len(ids))))
         self.prefixes[prefix.ids] = prefix
-        fills.append(PrefillJob(list(ids), 0, self._page_slots(prefix.pages, len(ids))))
+        fills.append(PrefillJob(list(ids), 0, self._page_slots(prefix.pages, len(ids)), prefix.routes))
         return prefix
 
     def _prefill_ahead(self, waiting: deque[Job], fills: list[PrefillJob]) -> None:
@@ -278,12 +288,17 @@ class Scheduler:
             tiles=tiles_of([job.prefix for job in active]),
         )
 
-    def _collect(self, active: Sequence[Job], ids: np.ndarray, logps: np.ndarray, stop: StopCheck) -> dict[Job, None]:
+    def _collect(
+        self, active: Sequence[Job], ids: np.ndarray, logps: np.ndarray, routes: np.ndarray | None, stop: StopCheck
+    ) -> dict[Job, None]:
         """Append sampled tokens to the jobs; return the jobs that have ended."""
         counts = (ids >= 0).sum(axis=0).tolist()
         ended: dict[Job, None] = {}  # in row order
-        for job, count, new_ids, new_logps in zip(active, counts, ids.T.tolist(), logps.T.tolist(), strict=True):
+        sampled = zip(active, counts, ids.T.tolist(), logps.T.tolist(), strict=True)
+        for row, (job, count, new_ids, new_logps) in enumerate(sampled):
             before = len(job.ids)
+            if routes is not None:  # the first step ran the token before the first sampled token
+                job.own_routes.append((len(job.prompt_ids) + before - 1, routes[:count, row].copy()))
             job.ids += new_ids[:count]
             job.logps += new_logps[:count]
             length = stop.end(job.ids, before)

@@ -22,6 +22,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from data.errors import UserError
@@ -31,13 +32,14 @@ from rollout.engines.local import LocalEngine
 from rollout.engines.probe import Probe, server_logps
 from rollout.engines.stop import StopCheck
 from rollout.engines.weights import ColocatedMemory, Weights
+from rollout.routes import from_server, join
 from rollout.servers.client import RefusedError, ServerError, VllmServer
 from rollout.servers.command import check_build, find_python, shares_gpu, uuid_of
 from rollout.servers.launch import Launched, launch, stop_all, wait_ready
 from rollout.servers.lease import Owner
 from rollout.servers.loop import Loop
 from rollout.servers.options import SyncConfig, VllmConfig
-from rollout.servers.pool import Member, Pool
+from rollout.servers.pool import Member, Pool, Sampled
 from rollout.servers.token import find_token
 from rollout.sync.base import WeightSource
 from rollout.sync.choose import check_served, make_sync, pick_backend, wants_adapters
@@ -177,9 +179,17 @@ class VllmEngine:
             Completion(
                 prompt_ids=list(request.prompt_ids), ids=s.ids, logps=s.logps, finish_reason=s.finish_reason, text=text,
                 versions=s.versions,
+                routes=self._routes(s, len(request.prompt_ids)) if sampling.for_training else None,
             )
             for request, s, text in zip(requests, sampled, texts, strict=True)
         ]  # fmt: skip
+
+    def _routes(self, sampled: Sampled, prompt_length: int) -> np.ndarray | None:
+        """Return the experts of prompt and completion as the in-process engine records them."""
+        if not (sampled.routes and self.local.records_routes):
+            return None
+        parts = [(0, from_server(routes, self.local.lm)) for routes in sampled.routes]
+        return join(parts, prompt_length + len(sampled.ids))
 
     def in_use(self) -> range:
         """Versions that requests in flight may name."""

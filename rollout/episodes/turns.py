@@ -16,10 +16,13 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from data.chat import TemplateTimeout, apply_template, clean_messages, encode, end_ids, end_of_turn_id
 from data.errors import UserError
 from data.types import Messages
 from rollout.engine import Completion
+from rollout.routes import join
 
 MARK = "strop"  # text of a placeholder turn, and a tool name, that no template rewrites
 CALL_ID = "strop0000"  # nine characters, which some templates require
@@ -41,6 +44,7 @@ class Transcript:
         self.logps: list[float] = []
         self.mask: list[bool] = []
         self.versions: list[tuple[int, int]] = []
+        self.routes: list[tuple[int, np.ndarray]] = []  # of each turn, from the start of the prompt
 
     def __len__(self) -> int:
         """Return the number of tokens after the prompt, trained or not."""
@@ -60,6 +64,7 @@ class Transcript:
         assert turn.prompt_ids == self.ids, f"the turn was sampled after {turn.prompt_ids}, not {self.ids}"
         self.completion_ids += turn.ids
         self.logps += turn.logps
+        self.routes += [] if turn.routes is None else [(0, turn.routes)]
         self.mask += turn.mask if turn.mask is not None else [True] * len(turn.ids)
         for version, count in turn.versions:
             if self.versions and self.versions[-1][0] == version:
@@ -91,6 +96,7 @@ class Transcript:
             mask=None if all(self.mask) else list(self.mask),
             messages=messages,
             columns=columns or {},
+            routes=join(self.routes, len(self.ids)),
         )
 
 

@@ -10,12 +10,16 @@ depends on the current weights: log-probs, importance weights, advantages.
 
 from __future__ import annotations
 
+import base64
 import heapq
 import json
 import random
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
+
+import numpy as np
 
 from data.types import Prompt
 from rollout.engine import Completion, Group
@@ -86,6 +90,7 @@ def as_json(completion: Completion) -> dict[str, Any]:
     """Convert a completion to JSON. Columns and messages that JSON cannot represent are dropped."""
     saved = asdict(completion)
     saved["versions"] = [list(span) for span in completion.versions]
+    saved["routes"] = encode(completion.routes)
     saved["columns"] = {name: value for name, value in completion.columns.items() if is_json(value)}
     return saved | ({} if is_json(completion.messages) else {"messages": None})
 
@@ -99,5 +104,21 @@ def is_json(value: Any) -> bool:
 
 def completion_of(saved: dict[str, Any]) -> Completion:
     """Convert JSON back to a completion; version spans become tuples again."""
+    saved = {"routes": None, **saved}  # older checkpoints have none
     assert saved.keys() == {field.name for field in fields(Completion)}, sorted(saved)
-    return Completion(**(saved | {"versions": [(version, count) for version, count in saved["versions"]]}))
+    versions = [(version, count) for version, count in saved["versions"]]
+    return Completion(**(saved | {"versions": versions, "routes": decode(saved["routes"])}))
+
+
+def encode(routes: np.ndarray | None) -> list[Any] | None:
+    """Return [dtype, shape, compressed data as text]."""
+    if routes is None:
+        return None
+    return [routes.dtype.name, list(routes.shape), base64.b64encode(zlib.compress(routes.tobytes(), 1)).decode()]
+
+
+def decode(saved: list[Any] | None) -> np.ndarray | None:
+    if saved is None:
+        return None
+    dtype, shape, text = saved
+    return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).reshape(shape).copy()

@@ -17,7 +17,9 @@ parsing the JSON takes 0.4 s either way.
 from __future__ import annotations
 
 import asyncio
+import base64
 import errno
+import io
 import json
 import math
 import resource
@@ -28,6 +30,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 from urllib.parse import quote, urlencode, urlsplit
+
+import numpy as np
 
 from data.errors import UserError
 from rollout import engine
@@ -455,6 +459,7 @@ class Segment:
     ids: list[int]
     logps: list[float]
     finish: Literal["stop", "length", "abort"]
+    routes: np.ndarray | None = None  # (tokens run, layers, k) experts, from a server that returns them
 
 
 def check_sampling(sampling: Sampling, *, training: bool) -> None:
@@ -498,6 +503,7 @@ def read_segment(
         logps = list(choice["logps"]) if "logps" in choice else _logps_of(choice["logprobs"])
         spans = choice.get("weight_versions") or []
         versions = {span["version"] for span in spans}
+        routes = choice.get("routed_experts") and np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"malformed reply ({type(error).__name__}: {error})") from error
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
@@ -513,7 +519,9 @@ def read_segment(
     _check_logps(logps, len(ids))
     if tag is not None and versions - {tag}:
         raise UserError(f"tokens are from weight version {', '.join(sorted(map(str, versions)))}, expected {tag}")
-    return Segment(ids, logps, finish)
+    if routes is not None and (routes.ndim != 3 or routes.dtype.kind not in "iu"):
+        raise UserError(f"routed_experts have shape {routes.shape} and dtype {routes.dtype}")
+    return Segment(ids, logps, finish, routes)
 
 
 def _logps_of(logprobs: dict[str, Any] | None) -> list[float]:

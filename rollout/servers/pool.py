@@ -28,6 +28,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from rollout.engine import Request, Sampling
 from rollout.servers.client import (
     RefusedError,
@@ -87,6 +89,7 @@ class Sampled:
     finish_reason: Literal["stop", "length"]
     versions: list[tuple[int, int]]  # (weight version, number of tokens it sampled), in order
     resumes: int  # number of interruptions by a weight update
+    routes: list[np.ndarray] = field(default_factory=list)  # experts that each server reported, from the prompt on
 
 
 @dataclass(slots=True)
@@ -98,10 +101,12 @@ class Progress:
     versions: list[tuple[int, int]] = field(default_factory=list)
     resumes: int = 0
     failures: int = 0
+    routes: list[np.ndarray] = field(default_factory=list)
 
     def add(self, segment: Segment, version: int) -> None:
         if not segment.ids:
             return
+        self.routes += [] if segment.routes is None else [segment.routes]
         self.ids += segment.ids
         self.logps += segment.logps
         if self.versions and self.versions[-1][0] == version:
@@ -113,13 +118,13 @@ class Progress:
 def finish(done: Progress, reason: Literal["stop", "length"], length: int | None = None) -> Sampled:
     """Return the result, truncated to `length` tokens if joining the segments completed a stop string."""
     if length is None:
-        return Sampled(done.ids, done.logps, reason, done.versions, done.resumes)
+        return Sampled(done.ids, done.logps, reason, done.versions, done.resumes, done.routes)
     versions, left = [], length
     for version, count in done.versions:
         if left > 0:
             versions.append((version, min(count, left)))
         left -= count
-    return Sampled(done.ids[:length], done.logps[:length], reason, versions, done.resumes)
+    return Sampled(done.ids[:length], done.logps[:length], reason, versions, done.resumes, done.routes)
 
 
 def stop_end(ids: list[int], sampling: Sampling, decode: Callable[[list[int]], str] | None) -> int | None:

@@ -13,6 +13,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from data.strided import Document
@@ -20,7 +21,7 @@ from data.types import Prompt, TargetPrompt
 from losses.policy import POLICY_LOSSES
 from rollout.engine import Completion, Group
 from rollout.rewards.options import RewardConfig
-from tests.ranks.worker import VOCAB, Case, all_of_them, ids, make_policy
+from tests.ranks.worker import VOCAB, Case, all_of_them, ids, make_experts, make_policy, to_policy
 from tests.trainer.rl.group_cases import prepare
 from trainer.config.blocks import DataConfig, ModelConfig, PromptConfig, RunConfig
 from trainer.config.distill import DistillConfig
@@ -32,6 +33,7 @@ from trainer.ebft.features import FeatureNetwork
 from trainer.methods.grpo import backward, logps_at_start
 from trainer.offline.rows import indices_of_this_rank
 from trainer.parallel.comm import of_all, rank
+from trainer.policy.experts import prepare_replay
 from trainer.policy.logps import Policy
 from trainer.policy.reference import Reference
 from trainer.rl.critic import ValueHead, ValueModel
@@ -106,6 +108,32 @@ def group_case(method: str, *, lora: bool = False, uneven: bool = False, **optio
         return numbered([backward(cfg, policy, b, is_last=b is batches[-1]).means() for b in batches])
 
     return Case(groups, lambda: make_policy(reference=True, lora=lora), step, all_of_them, 2)
+
+
+def experts_case() -> Case:
+    """Completions with recorded experts, which differ from the experts that the model would choose."""
+    case = group_case("grpo", policy_loss=PolicyLossConfig(beta=0.1))
+
+    def routed(group: Group) -> Group:
+        rng = np.random.default_rng(group.number)
+        prompt = rng.permuted(np.tile(np.arange(6, dtype=np.uint8), (len(group.prompt.ids), 2, 1)), axis=2)[:, :, :2]
+        rest = [
+            rng.permuted(np.tile(np.arange(6, dtype=np.uint8), (len(c.ids), 2, 1)), axis=2) for c in group.completions
+        ]
+        routes = [np.concatenate([prompt, x[:, :, :2]]) for x in rest]
+        return replace(
+            group, completions=[replace(c, routes=x) for c, x in zip(group.completions, routes, strict=True)]
+        )
+
+    def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
+        policy.replays_routes = prepare_replay(policy, print)
+        assert policy.replays_routes
+        return case.step(policy, rows)
+
+    def make() -> Policy:
+        return to_policy(make_experts(0), make_experts(1).eval().requires_grad_(False))
+
+    return Case([routed(group) for group in case.rows], make, step, all_of_them, 2)
 
 
 def distill_case(jsd_beta: float | None = None, *, lora: bool = False, uneven: bool = False) -> Case:
@@ -282,6 +310,7 @@ def strided_case(*, lora: bool = False) -> Case:
 CASES = {
     "grpo": lambda: group_case("grpo", policy_loss=PolicyLossConfig(beta=0.1)),
     "grpo-skips": lambda: group_case("grpo"),
+    "grpo-experts": experts_case,
     "gdpo-parts": lambda: group_case("gdpo", minibatches_per_rollout=2, policy_loss=PolicyLossConfig(beta=0.1)),
     # Not bnpo: it averages over micro-batches, which differ between one rank and two.
     **{f"grpo-{kind}": partial(loss_case, kind) for kind in POLICY_LOSSES if kind != "bnpo"},

@@ -79,6 +79,25 @@ def make_model(kind: str, seed: int, *, tied: bool = True) -> Any:
     return model.double()
 
 
+def make_experts(seed: int) -> Any:
+    """A model with experts, whose router and attention never round to float32."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(seed)
+    config = GptOssConfig(
+        vocab_size=VOCAB, hidden_size=8, intermediate_size=6, num_hidden_layers=2, num_attention_heads=2, head_dim=4,
+        num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.4, num_local_experts=6,
+        num_experts_per_tok=2, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )  # fmt: skip
+    options = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = GptOssForCausalLM._from_config(config, **options)
+    for module in (model.model, *model.model.layers):
+        for child in [child for child, _ in module.named_children() if "norm" in child]:
+            setattr(module, child, torch.nn.RMSNorm(config.hidden_size, eps=1e-6))
+    return model.double()
+
+
 def make_policy(
     kind: str = "causal", *, tied: bool = True, lora: bool = False, reference: bool = False, seed: int = 0,
     part: tuple[str, ...] = (),

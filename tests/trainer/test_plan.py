@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from kernels.experts import use_grouped_matmuls
 from kernels.linear_logprob import BLOCK_ELEMENTS, linear_logprob_loss
 from kernels.nf4 import BYTES_PER_WEIGHT
 from rollout.engines import local
@@ -62,6 +63,7 @@ PUBLISHED = {
 }  # fmt: skip
 SMALL = {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 8, "num_key_value_heads": 4}
 WIDE = {"hidden_size": 192, "intermediate_size": 448, "num_attention_heads": 6, "num_key_value_heads": 2}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96}
 
 
 def tiny(kind: str, numbers: dict[str, int], dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -116,18 +118,22 @@ SAVED = [
     ("llama", SMALL, {"lora_r": 8}), ("qwen3", WIDE, {"lora_r": 8}), ("llama", WIDE, {"lora_r": 8, "compute": 4}),
     ("qwen3", SMALL, {"lora_r": 8, "compute": 4}), ("qwen3", WIDE, {"lora_r": 8, "in_4bit": True}),
     ("llama", SMALL, {"lora_r": 8, "compute": 4, "in_4bit": True}),
+    ("qwen3_moe", SMALL | EXPERTS, {}), ("qwen3_moe", WIDE | EXPERTS, {"compute": 4}),
+    ("qwen3_moe", SMALL | EXPERTS, {"weight_bytes": 2}), ("qwen3_moe", SMALL | EXPERTS, {"lora_r": 8}),
+    ("qwen3_moe", WIDE | EXPERTS, {"lora_r": 8, "compute": 4}), ("qwen3_moe", SMALL | EXPERTS, {"checkpointing": True}),
 ]  # fmt: skip
 
 
 def test_activations_match_autograd():
     from peft import LoraConfig, get_peft_model
 
+    use_grouped_matmuls()
     for kind, numbers, options in SAVED:
         work = Work(tokens=64, **options)
         is_low = work.weight_bytes == 2 or (work.lora_r and work.compute == 2)
         model = tiny(kind, numbers, torch.bfloat16 if is_low else torch.float32)
         s = sizes_of(model)
-        assert (s.qk_norm, s.params) == (kind == "qwen3", sum(x.numel() for x in model.parameters()))
+        assert (s.qk_norm, s.params) == (kind != "llama", sum(x.numel() for x in model.parameters()))
         if work.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if work.in_4bit:
@@ -272,18 +278,21 @@ def peak_bytes(step) -> int:
     return most
 
 
-# vocabulary, checkpointing, accumulates, point of the peak
-STEPS = [(300, False, True, "log-prob head"), (40, False, False, "backward of a block"),
-         (40, True, True, "backward of a block"), (40, True, False, "backward of the first block"),
-         (3000, True, False, "log-prob head")]  # fmt: skip
+# model, vocabulary, checkpointing, accumulates, point of the peak
+STEPS = [("llama", 300, False, True, "log-prob head"), ("llama", 40, False, False, "backward of a block"),
+         ("llama", 40, True, True, "backward of a block"), ("llama", 40, True, False, "backward of the first block"),
+         ("llama", 3000, True, False, "log-prob head"), ("qwen3_moe", 40, False, True, "backward of a block"),
+         ("qwen3_moe", 40, True, True, "backward of a block"),
+         ("qwen3_moe", 40, True, False, "backward of the first block")]  # fmt: skip
 
 
-@pytest.mark.parametrize("vocab, checkpointing, accumulates, fullest", STEPS)
-def test_peak_of_a_step_on_a_cpu_matches_the_profiler(vocab, checkpointing, accumulates, fullest):
+@pytest.mark.parametrize("kind, vocab, checkpointing, accumulates, fullest", STEPS)
+def test_peak_of_a_step_on_a_cpu_matches_the_profiler(kind, vocab, checkpointing, accumulates, fullest):
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    numbers = SMALL | (EXPERTS if kind == "qwen3_moe" else {})
     config = AutoConfig.for_model(
-        "llama", **SMALL, num_hidden_layers=3, head_dim=32, vocab_size=vocab, tie_word_embeddings=True
+        kind, **numbers, num_hidden_layers=3, head_dim=32, vocab_size=vocab, tie_word_embeddings=True
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
     if checkpointing:
@@ -305,6 +314,45 @@ def test_peak_of_a_step_on_a_cpu_matches_the_profiler(vocab, checkpointing, accu
     weights = sum(x.nbytes for x in model.parameters())
     total = weights * (3 + accumulates) + plan.fullest_point(s, work).total  # with two moments
     assert peak(s, work) == pytest.approx(total)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_peak_of_a_step_with_experts_on_a_gpu(checkpointing):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    use_grouped_matmuls()
+    config = AutoConfig.for_model(
+        "qwen3_moe", hidden_size=1024, intermediate_size=3072, num_hidden_layers=8, num_attention_heads=16, head_dim=64,
+        num_key_value_heads=8, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=512, vocab_size=32768,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to("cuda").train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    num = 8192
+    ids = torch.arange(num, device="cuda") % 32768
+    for _ in range(2):  # the second step has gradients of the first
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", torch.bfloat16):
+            states = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0].bfloat16()
+        head = model.get_output_embeddings().weight
+        linear_logprob_loss(states, head, ids, lambda tokens, rows: (-tokens.logp.sum(), None))[0].backward()
+    work = Work(tokens=num, checkpointing=checkpointing, optim="adamw")
+    s = sizes_of(model)
+    planned = peak(s, work) - persistent_bytes(s, work)["optimizer state"]
+    assert planned == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.15)
+
+
+def test_experts_count_once_for_memory_and_by_use_for_speed():
+    s = sizes_of(tiny("qwen3_moe", SMALL | EXPERTS))
+    assert s.experts[:5] == (2, 8, 3, 96, 0) and s.expert_params == 2 * 8 * 3 * 96 * 128
+    assert persistent_bytes(s, Work(tokens=1))["weights"] == 4 * s.params
+    used = s.params - s.expert_params * 5 // 8
+    assert plan.flops_per_token(s, Work(tokens=1)) == 6 * used
+    assert plan.gathered_bytes(s, Work(tokens=1, shards=2))[0] > 3 * 2 * s.expert_params / 2
 
 
 def test_a_checkpointed_forward_keeps_the_casts_of_all_weights(sizes):

@@ -211,7 +211,8 @@ class ModelConfig:
     compile: Literal["auto"] | bool = "auto"
     (
         "Compile the model's blocks with torch.compile: 30 to 60 s at the start, then faster steps on a GPU. auto: on "
-        "a GPU, for runs of 200 steps or more, unless the model has experts. --compile without a value means true."
+        "a GPU, for runs of 200 steps or more, unless the model has recurrent layers, or experts in float32. --compile "
+        "without a value means true."
     )
 
     def __post_init__(self) -> None:
@@ -535,6 +536,11 @@ class RolloutConfig:
     )
     cache_gib: float | None = None
     """local, on a GPU: maximum size of the KV cache. None: the free memory, at most what the largest batch needs."""
+    replay_routes: bool = True
+    (
+        "Models with experts: train each token with the experts that the sampler used for it, if it recorded them. The "
+        "router is still trained."
+    )
     eval_temperature: float = 0.0
     """Temperature for evaluation. 0: greedy. Training always samples from the full distribution."""
     eval_top_p: float = 1.0

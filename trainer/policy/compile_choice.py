@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
+import torch
+
 from trainer.config.blocks import MethodConfig
 from trainer.parallel.comm import is_main
 from trainer.parallel.watch import log
@@ -67,7 +69,11 @@ def obstacle(policy: Policy, name: str = "the model") -> str:
     """
     lm = causal_lm(policy.model)
     if getattr(lm.config.get_text_config(), "num_experts_per_tok", None):
-        return f"{name} has experts, whose shapes change with every batch"
+        # A loop over experts breaks the graph, and in float32 there is no grouped matmul (kernels/experts.py).
+        if lm.config.get_text_config()._experts_implementation != "grouped_mm":
+            return f"{name} loops over its experts"
+        if policy.compute_dtype != torch.bfloat16:
+            return f"{name} has experts, which compile only with --dtype bfloat16"
     if kind := carried_state(lm.config, type(lm)):
         return f"{name} has {kind} layers, whose kernels loop over chunks of the row"
     try:

@@ -40,6 +40,7 @@ from data.errors import UserError
 from data.formats.template_settings import check_kwargs
 from data.hub import check_hub
 from kernels.attention import share_graphs
+from kernels.experts import use_grouped_matmuls
 from kernels.nf4 import Linear4bit, is_4bit, make_known_to_inductor
 from rollout.model_folder import (
     BUILTIN,
@@ -54,6 +55,7 @@ from rollout.model_folder import (
     reject_reward_model,
     resolve_model,
 )
+from rollout.routes import expert_blocks
 from trainer.config.blocks import LoraConfig, ModelConfig, check_4bit
 from trainer.config.errors import load_error
 from trainer.files.tensor_files import Record, TensorFiles, records_of_file
@@ -275,6 +277,8 @@ def load_model(
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
     choose_attention(model, cfg.attn_implementation, device)
+    if expert_blocks(model):
+        use_grouped_matmuls()
     return model, sorted(info["missing_keys"]) + sorted(name for name, *_ in info["mismatched_keys"])
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -56,6 +56,7 @@ class Policy:
     packs: bool = True  # several sequences per row; check_logps() clears it if they would leak into each other
     can_share: bool = True  # completions may follow one copy of their prompt; cleared likewise
     positions: Tensor | None = None  # (R, T) position_ids of the last batch, for the noise of --neftune-noise-alpha
+    replays_routes: bool = False  # the model takes the experts that the sampler recorded (rollout/routes.py)
     router: Any = None  # RouterLoss (trainer/policy/router.py), if expert load is balanced
     companions: list[Policy] = field(default_factory=list)  # other models run every step; compiled with the policy
     files: TensorFiles | None = None  # weights not loaded yet: parallelize() reads each rank's shards
@@ -166,6 +167,7 @@ def skips(policy: Policy) -> bool:
 
 @torch.no_grad()
 def reference_logps(policy: Policy, batch: Batch, *, temperature: float = 1.0) -> Tensor:  # (N,)
+    batch = replace(batch, routes=None)  # another model, with its own choice of experts
     with as_reference(policy) as model:
         return _token_logps(policy, model, batch, temperature).logp
 
@@ -247,6 +249,8 @@ def hidden_states(
 ) -> Tensor:  # (R * T, D)
     """Return the last hidden states at all positions, in row order. `num_keys`: keys of the whole row, for a slice."""
     policy.positions, options = batch.position_ids, {}
+    forced = getattr(batch, "routes", None) if policy.replays_routes else None
+    routes = {} if forced is None else {"routes": forced.flatten(0, 1)}
     one_per_row = isinstance(batch, Batch) and len(batch.rows) <= len(batch.used)
     carries_state = carried_state(lm.config, type(lm)) is not None
     if one_per_row and (carries_state or not policy.packs):
@@ -258,8 +262,8 @@ def hidden_states(
         if carries_state:
             options = boundaries(batch, masks)
     with torch.autocast(policy.device.type, policy.compute_dtype, enabled=policy.autocast_dtype is not None):
-        hidden = lm.base_model(input_ids=batch.input_ids, use_cache=False, **options).last_hidden_state  # (R, T, D)
-    return hidden.flatten(0, 1)
+        output = lm.base_model(input_ids=batch.input_ids, use_cache=False, **options, **routes)
+    return output.last_hidden_state.flatten(0, 1)  # of (R, T, D)
 
 
 def as_head_takes(policy: Policy, hidden: Tensor) -> Tensor:

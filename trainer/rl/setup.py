@@ -30,6 +30,7 @@ from trainer.config.groups import GroupConfig
 from trainer.config.sampling import RewardedConfig
 from trainer.parallel.comm import context_size, data_size
 from trainer.parallel.dtensor import gather
+from trainer.policy.experts import prepare_replay
 from trainer.policy.logps import Policy, causal_lm
 from trainer.run.run import Run
 
@@ -211,6 +212,7 @@ def start_engine(
     extra_tokens: int = 0,  # per sequence, in addition to prompt and completion
 ) -> Engine:
     """Start the engine; it is closed with the run."""
+    policy.replays_routes = cfg.rollout.replay_routes and prepare_replay(policy, run.note)
     local = LocalEngine(
         policy.model,
         policy.tokenizer,
@@ -218,6 +220,7 @@ def start_engine(
         autocast_dtype=policy.autocast_dtype,
         cache_gib=cfg.rollout.cache_gib,
         gather=gather,
+        records_routes=policy.replays_routes,
         log=run.note,
     )
     longest_prompt = max(len(prompt.ids) for prompt in prompts)

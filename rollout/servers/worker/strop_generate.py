@@ -15,7 +15,9 @@ flat list of the engine's client. Uses only functions that vLLM 0.24 and 0.32 bo
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import io
 import itertools
 import json
 import os
@@ -98,6 +100,7 @@ class Generate:
             "logps": logps_of(output),
             "finish_reason": output.finish_reason,
             "weight_versions": [{"version": span.version} for span in spans] if spans else None,
+            "routed_experts": encoded(getattr(output, "routed_experts", None)),
         }
         return {"choices": [choice]}
 
@@ -108,6 +111,17 @@ def logps_of(output: Any) -> list[float]:
     if flat is None or not len(flat):
         return []
     return [max(flat.logprobs[first], -9999.0) for first in flat.start_indices]  # JSON has no infinity
+
+
+def encoded(routes: Any) -> str | None:
+    """Return an array as text, like vLLM's own route; None without --enable-return-routed-experts."""
+    if routes is None:
+        return None
+    import numpy as np
+
+    buffer = io.BytesIO()
+    np.save(buffer, routes, allow_pickle=False)
+    return base64.b64encode(buffer.getbuffer()).decode()
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import re
 import socket
@@ -10,6 +12,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from rollout.engine import Request, Sampling
@@ -75,6 +78,11 @@ def test_read_segment():
     assert read(reply_32((), (), "abort")) == Segment([], [], "abort")
     assert read(reply_32((9,), (-0.1,), "abort", logprobs={"content": [{"logprob": -0.1}]})).ids == [9]
     assert read(reply_32((9, 8), (-0.1, -0.2)), Sampling(stop=("x",))).ids == [9, 8]  # a stop string ends anywhere
+    experts = np.arange(5 * 2 * 3, dtype=np.uint8).reshape(5, 2, 3)  # of --enable-return-routed-experts
+    reply = reply_24()
+    np.save(text := io.BytesIO(), experts)
+    reply["choices"][0]["routed_experts"] = base64.b64encode(text.getvalue()).decode()
+    assert np.array_equal(read(reply).routes, experts)
 
 
 def test_invalid_replies_are_rejected():

@@ -86,13 +86,16 @@ def test_number_of_steps_decides_on_a_gpu():
 def test_obstacles_are_experts_and_missing_blocks_but_not_sharding(policy):
     assert obstacle(policy) == obstacle(replace(policy, is_sharded=True)) == ""
 
-    def like(**settings):
+    def like(dtype: torch.dtype = torch.bfloat16, **settings):
         text = SimpleNamespace(**{"num_hidden_layers": 2} | settings)
         model = nn.Module()
         model.config, model.base_model = SimpleNamespace(get_text_config=lambda: text), nn.Module()
-        return SimpleNamespace(model=model, source="m")
+        return SimpleNamespace(model=model, source="m", compute_dtype=dtype)
 
-    assert "experts" in obstacle(like(num_experts_per_tok=2))
+    experts = {"num_experts_per_tok": 2, "_experts_implementation": "grouped_mm"}
+    assert "loops over its experts" in obstacle(like(**experts | {"_experts_implementation": "eager"}))
+    assert "--dtype bfloat16" in obstacle(like(dtype=torch.float32, **experts))
+    assert "blocks" in obstacle(like(**experts))
     assert "linear_attention" in obstacle(like(layer_types=["linear_attention", "full_attention"]))
     assert obstacle(like()) == "the blocks of the model were not found"
 
@@ -103,7 +106,7 @@ def test_companion_with_an_obstacle_decides_for_all_models(policy, compiled, mon
     monkeypatch.setattr(policy, "companions", [companion])
     monkeypatch.setattr(policy, "device", torch.device("cuda", 0))
     text = companion.model.config.get_text_config()
-    for name, value in (("num_experts_per_tok", 2), ("num_hidden_layers", 1000)):
+    for name, value in (("num_experts_per_tok", 2), ("num_hidden_layers", 1000)):  # on a CPU, in float32
         with monkeypatch.context() as patch:
             patch.setattr(text, name, value, raising=False)
             assert resolve_compile(parse(), policy, 1000).model.compile is False and compiled == []

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -226,6 +227,7 @@ class TransformersForward:
         self.scale, self.softcap = logit_options(lm.config.get_text_config())
         self.autocast_dtype = None if copied else autocast_dtype
         self._addresses: list[int] = []
+        self._mixers = [module for module in self.lm.modules() if has_time_step_limit(module)]
         self._past: Any = None  # transformers cache that passes the states to the model; None: no states
         self._states: list[tuple[dict[int, Tensor], int]] = []  # entries of _past to replace by a pass's states
         _register()
@@ -312,6 +314,7 @@ class TransformersForward:
         options = {"use_cache": False} if self._past is None else {"use_cache": True, "past_key_values": self._past}
         with (
             self._paged_attention(attend),
+            limited_time_steps(self._mixers),
             torch.autocast(ids.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None),
         ):
             return self.lm.base_model(input_ids=ids, position_ids=position.long(), **options).last_hidden_state
@@ -325,7 +328,9 @@ class TransformersForward:
         self._past.update = lambda key, value, *_, **__: (key, value)  # attention appends to the paged cache itself
         one = torch.zeros(1, 1, dtype=torch.int64, device=self.shape.device)
         self._call(one, one, lambda layer, query, key, value, scale: torch.zeros_like(query.transpose(1, 2)))
-        groups = [getattr(layer, name, {}) for layer in self._past.layers for name in ("conv_states", "recurrent_states")]
+        groups = [
+            getattr(layer, name, {}) for layer in self._past.layers for name in ("conv_states", "recurrent_states")
+        ]
         self._states = [(group, index) for group in groups for index, state in group.items() if state is not None]
         return [StateShape(tuple(group[index].shape[1:]), group[index].dtype) for group, index in self._states]
 
@@ -356,6 +361,33 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
     finally:
         for module, call in zip(compiled, calls, strict=True):
             module._compiled_call_impl = call
+
+
+def has_time_step_limit(module: nn.Module) -> bool:
+    return tuple(getattr(module, "time_step_limit", None) or (0.0, math.inf)) != (0.0, math.inf)
+
+
+@contextmanager
+def limited_time_steps(mixers: Sequence[nn.Module]) -> Iterator[None]:
+    """Context manager: apply the limit of Mamba-2's time step in decode steps too.
+
+    transformers (5.17 to 5.22) applies it to many tokens, as in training, but not to a single token with a state.
+    """
+    if not mixers:
+        yield
+        return
+    module, (low, high) = sys.modules[type(mixers[0]).__module__], mixers[0].time_step_limit
+    update = module.mamba2_selective_state_update
+
+    def limited(state: Tensor, x: Tensor, dt: Tensor, *args: Any, dt_bias: Tensor, **options: Any) -> Tensor:
+        dt = F.softplus(dt + dt_bias.to(dt.dtype)).clamp(low, high)
+        return update(state, x, dt, *args, **options | {"dt_softplus": False})
+
+    module.mamba2_selective_state_update = limited
+    try:
+        yield
+    finally:
+        module.mamba2_selective_state_update = update
 
 
 def empty_copy(lm: Any, dtype: torch.dtype) -> Any:

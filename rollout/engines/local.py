@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -435,14 +435,15 @@ class LocalEngine:
         if not self._forward.cover(max(len(job.prompt_ids) + job.limit for job in jobs)):
             self._clear_graphs()
         least, most = cache_pages(jobs, page=PAGE[self.kind], rows=self.max_batch_size)
+        have = have_rows = have_prefixes = 0
+        cached: Collection[Hashable] = ()  # conversations, which have a prefix already
+        if self._scheduler is not None:
+            decoder, cached = self._scheduler.decoder, self._scheduler.conversations
+            have, have_rows, have_prefixes = decoder.cache.num_pages, decoder.max_rows, decoder.num_prefixes
         rows, prefixes = self.max_batch_size, 0
         if self._forward.states:
             rows = min(rows, len(jobs))
-            prefixes = min(rows, len({tuple(job.prompt_ids) for job in jobs}))
-        have = have_rows = have_prefixes = 0
-        if self._scheduler is not None:
-            decoder = self._scheduler.decoder
-            have, have_rows, have_prefixes = decoder.cache.num_pages, decoder.max_rows, decoder.num_prefixes
+            prefixes = min(rows, len({tuple(job.prompt_ids) for job in jobs if job.conversation not in cached}))
         lacks = have < most or have_rows < rows or have_prefixes < prefixes
         if have < least or (lacks and not self._is_full):
             self._scheduler = None  # free the old cache first: both may not fit

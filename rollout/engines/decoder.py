@@ -1,7 +1,7 @@
 """Run decode steps over fixed tensors: one CUDA graph per batch size on a GPU, a plain call on a CPU.
 
     decoder = Decoder(forward, num_pages=4096, page=64, max_rows=512, max_pages=16, captures=True)
-    decoder.prefill([PrefillJob(ids, start=0, slots=slots)])               # keys and values of prompts
+    decoder.prefill([PrefillJob(ids, start=0, slots=slots, routes=[])])    # keys and values of prompts
     ids, logps = decoder.run(rows, stop_ids, TopFilter(), steps=32)        # (32, B) each; id -1 after a row's end
 
 A step reads and writes only tensors with fixed addresses, so a graph is captured once and replayed with new values. The
@@ -25,6 +25,7 @@ from rollout.engines.forward import Cache, Forward, PrefillBatch
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 STOP_IDS = 16  # capacity for stop ids in a captured step; grows on demand
 PREFILL_TOKENS = 2**15  # maximum tokens per prefill pass, including padding
+PREFILL_STATES = 64  # maximum rows per prefill pass of a model with states, which are copied for the pass
 
 
 class RowState(NamedTuple):
@@ -48,6 +49,16 @@ class PrefillJob(NamedTuple):
     start: int  # position of ids[0]; earlier tokens are in the cache
     slots: np.ndarray  # (start + len(ids),) int64 slots of all tokens of the row so far
     routes: list[tuple[int, np.ndarray]]  # the pass appends (start, (len(ids), L, k) experts), if they are recorded
+    source: int = 0  # state to start from
+    target: int = 0  # state to write
+
+    def part(self, first: int, stop: int) -> PrefillJob:
+        """Return tokens first to stop. All parts of a row must run in order."""
+        start = self.start + first
+        source = self.target if first else self.source
+        return PrefillJob(
+            self.ids[first:stop], start, self.slots[: start + stop - first], self.routes, source, self.target
+        )
 
 
 class TopFilter(NamedTuple):
@@ -74,10 +85,14 @@ class Decoder:
         max_rows: int,
         max_pages: int,  # per row; if a row needs more, graphs are recaptured
         captures: bool,
+        num_prefixes: int = 0,  # number of prompts whose states are kept, if the model has states
     ) -> None:
         self.forward, self.page, self.max_rows, self.captures = forward, page, max_rows, captures
         self.device = forward.shape.device
-        self.cache = Cache(forward.shape, num_pages, page)
+        self.has_states, self.num_prefixes = bool(forward.states), num_prefixes
+        self.cache = Cache(
+            forward.shape, num_pages, page, states=forward.states, rows=max_rows, num_prefixes=num_prefixes
+        )
         self.graphs: dict[tuple[int, TopFilter], torch.cuda.CUDAGraph] = {}
         self._allocate_state(max_pages=max_pages, num_stop=STOP_IDS, steps=32)
 
@@ -106,16 +121,17 @@ class Decoder:
         """Write keys and values, batching rows of similar length."""
         fresh = [fill for fill in fills if fill.start == 0 and fill.ids]
         later = [fill for fill in fills if fill.start > 0 and fill.ids]
-        for kind in (fresh, later):
-            ordered = sorted(kind, key=lambda fill: len(fill.slots))
+        groups = [*by_length(fresh), *by_length(later)] if self.has_states else [fresh, later]
+        for group in groups:
+            ordered = sorted(group, key=lambda fill: len(fill.slots))
             while ordered:
                 count, longest = 0, 0
                 while count < len(ordered):
                     longest = max(longest, len(ordered[count].slots))
-                    if count and (count + 1) * longest > PREFILL_TOKENS:
+                    if count and (count + 1) * longest > PREFILL_TOKENS or self.has_states and count == PREFILL_STATES:
                         break
                     count += 1
-                self._prefill(ordered[:count], fresh=kind is fresh)
+                self._prefill(ordered[:count], fresh=ordered[0].start == 0)
                 ordered = ordered[count:]
 
     def _prefill(self, fills: Sequence[PrefillJob], *, fresh: bool) -> None:
@@ -129,11 +145,22 @@ class Decoder:
             position[row] = np.minimum(fill.start + np.arange(width), fill.start + count - 1)
             index[row, : len(fill.slots)] = fill.slots
         tensors = [torch.from_numpy(x).to(self.device) for x in (ids, position.astype(np.int32), slot, index)]
-        self.forward.prefill(PrefillBatch(*tensors, fresh=fresh), self.cache)
+        ends = [(fill.source, fill.target) for fill in fills]
+        states = torch.tensor(ends, device=self.device).unbind(1) if self.has_states else ()
+        self.forward.prefill(PrefillBatch(*tensors, fresh, *states), self.cache)
         if self.forward.routes is not None:
             routes = self.forward.routes.unflatten(0, ids.shape).cpu().numpy()
             for fill, row in zip(fills, routes, strict=True):
                 fill.routes.append((fill.start, row[: len(fill.ids)].copy()))
+
+    @torch.no_grad()
+    def copy_states(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy states, one layer at a time, as if all were read before the first is written."""
+        pairs = [(a, b) for a, b in zip(source, target, strict=True) if a != b]
+        if self.has_states and pairs:
+            read, write = torch.tensor(pairs, device=self.device).unbind(1)
+            for state in self.cache.states:
+                state.index_copy_(0, write, state.index_select(0, read))
 
     # Decode steps.
 
@@ -189,7 +216,12 @@ class Decoder:
         if (count, top) not in self.graphs:
             self._clear_rows(0, count)
             self.tick.zero_()
+            states = self.cache.states
+            # The rows' states must not change, and the layers can share scratch memory.
+            scratch = {(x.shape, x.dtype): torch.zeros_like(x[:count]) for x in states}
+            self.cache.states = [scratch[x.shape, x.dtype] for x in states]
             self._step(count, top)  # compile kernels and load libraries before the capture
+            self.cache.states = states
             graph = torch.cuda.CUDAGraph()
             # thread_local: another thread may be copying a checkpoint off the device.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -209,3 +241,20 @@ class Decoder:
         ids, logps = draw(logits, state.seed, state.drawn, state.temperature, **options)
         changed = {"token": state.token, "own_len": state.own_len, "drawn": state.drawn, "left": state.left}
         advance(ids, logps, self.stop_ids, self.tick, self.ids, self.logps, **changed)
+
+
+def by_length(fills: Sequence[PrefillJob]) -> list[list[PrefillJob]]:
+    """Split into groups of jobs with equally many tokens, in fewer passes than one per length if there are many.
+
+    A job of 13 tokens is then run as parts of 8, 4 and 1 tokens, so at most one pass per power of two.
+    """
+    lengths = {len(fill.ids) for fill in fills}
+    powers = [1 << bit for bit in reversed(range(max(lengths, default=0).bit_length()))]
+    if len(lengths) <= len([power for power in powers if any(length & power for length in lengths)]):
+        return [[fill for fill in fills if len(fill.ids) == length] for length in lengths]
+    groups = []
+    for power in powers:
+        firsts = [len(fill.ids) & -(2 * power) for fill in fills]  # tokens in earlier parts
+        parts = [fill.part(a, a + power) for fill, a in zip(fills, firsts, strict=True) if len(fill.ids) & power]
+        groups += [[x for x in parts if x.start == 0], [x for x in parts if x.start > 0]]
+    return [group for group in groups if group]

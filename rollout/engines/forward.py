@@ -9,13 +9,20 @@
 Each layer caches keys and values (H_kv, S, K). A slot is an index into S. Page 0 is scratch: padding writes to it. Both
 implementations first write the new keys and values into their slots and then attend through the cache.
 
+Layers with a state (linear attention, Mamba, short convolutions) keep one of a fixed size per sequence. Entry r of the
+state tensors belongs to decode row r, which updates it in place; entry `rows` stays zero, the state before any token;
+later entries are states after prompts, which the scheduler copies to the rows that share a prompt. Padding would change
+a state, so all rows of a prefill have the same number of tokens.
+
 Shapes: B = decode rows, T = tokens per row, N = tokens per pass, H = heads, K = head size, S = cache slots.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -32,10 +39,14 @@ from rollout.routes import RouteShape, recording, stack
 NAME = "strop_paged"  # key in transformers' attention registry
 
 
+STATEFUL = {"linear_attention", "conv", "hybrid"}  # kinds of layers with a state; hybrid: and attention
+ATTENTION = {"full_attention", "sliding_attention", "hybrid"}
+
+
 class Shape(NamedTuple):
     """Dimensions of a model's KV cache."""
 
-    num_layers: int
+    layers: tuple[int, ...]  # indices of the layers with attention
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
@@ -43,19 +54,36 @@ class Shape(NamedTuple):
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * len(self.layers) * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class StateShape(NamedTuple):
+    """One state of one layer, for one sequence."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.size) * self.dtype.itemsize
 
 
 class Cache:
-    """Keys and values of all layers; page 0 is scratch."""
+    """Keys and values of all attention layers, where page 0 is scratch; and states of all sequences."""
 
-    def __init__(self, shape: Shape, num_pages: int, page: int) -> None:
+    def __init__(
+        self, shape: Shape, num_pages: int, page: int, *, states: Sequence[StateShape] = (), rows: int = 0,
+        num_prefixes: int = 0,
+    ) -> None:  # fmt: skip
         self.shape, self.num_pages, self.page = shape, num_pages, page
+        self.zero = rows  # index of the zero state
         size = (shape.num_kv_heads, num_pages * page, shape.head_dim)
         # Zeros, because masked slots are read with weight 0, and 0 times NaN is NaN.
         options = {"dtype": shape.dtype, "device": shape.device}
-        self.keys = [torch.zeros(size, **options) for _ in range(shape.num_layers)]
-        self.values = [torch.zeros(size, **options) for _ in range(shape.num_layers)]
+        self.keys = {layer: torch.zeros(size, **options) for layer in shape.layers}
+        self.values = {layer: torch.zeros(size, **options) for layer in shape.layers}
+        num_states = rows + 1 + num_prefixes
+        self.states = [torch.zeros(num_states, *x.size, dtype=x.dtype, device=shape.device) for x in states]
 
 
 class PrefillBatch(NamedTuple):
@@ -66,10 +94,13 @@ class PrefillBatch(NamedTuple):
     slot: Tensor  # (R, T) int64
     index: Tensor  # (R, L) int64 slots of all tokens of a row, cached and new; padded with 0
     fresh: bool  # no tokens were cached before, so L = T and the mask is causal
+    source: Tensor | None = None  # (R,) int64 states to start from; None: zero states, and the new ones are dropped
+    target: Tensor | None = None  # (R,) int64 states to write
 
 
 class Forward(Protocol):
     shape: Shape
+    states: Sequence[StateShape]  # empty for models with attention only
     in_place: bool  # uses the trainer's weights directly
     scale: float  # logit scale, applied before softcap
     softcap: float | None
@@ -105,13 +136,19 @@ class Forward(Protocol):
 def shape_of(lm: Any, dtype: torch.dtype) -> Shape:
     config = lm.config.get_text_config()
     heads = config.num_attention_heads
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     return Shape(
-        config.num_hidden_layers,
+        tuple(layer for layer, kind in enumerate(kinds) if kind in ATTENTION),
         getattr(config, "num_key_value_heads", None) or heads,
         getattr(config, "head_dim", None) or config.hidden_size // heads,
         dtype,
         device_of(lm),
     )
+
+
+def is_stateful(lm: Any) -> bool:
+    """Return whether some layers keep a state."""
+    return not STATEFUL.isdisjoint(getattr(lm.config.get_text_config(), "layer_types", None) or ())
 
 
 def device_of(lm: nn.Module) -> torch.device:
@@ -217,7 +254,11 @@ class TransformersForward:
         self.scale, self.softcap = logit_options(lm.config.get_text_config())
         self.autocast_dtype = None if copied else autocast_dtype
         self._addresses: list[int] = []
+        self._mixers = [module for module in self.lm.modules() if has_time_step_limit(module)]
+        self._past: Any = None  # transformers cache that passes the states to the model; None: no states
+        self._states: list[tuple[dict[int, Tensor], int]] = []  # entries of _past to replace by a pass's states
         _register()
+        self.states = self._find_states() if is_stateful(lm) else []
 
     def cover(self, length: int) -> bool:
         return True  # the model computes its rotary embeddings itself
@@ -256,7 +297,8 @@ class TransformersForward:
             )  # fmt: skip
             return out.unsqueeze(1)
 
-        return self.logits(self._run(token[:, None], position[:, None], slot, cache, attend)[:, 0])
+        states = [state[: len(token)] for state in cache.states]
+        return self.logits(self._run(token[:, None], position[:, None], slot, cache, attend, states)[:, 0])
 
     def logits(self, hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
@@ -267,27 +309,63 @@ class TransformersForward:
             keys, values, window = cache.keys[layer], cache.values[layer], self.windows[layer]
             return attend_prefill(query, keys, values, batch, window=window, **options)
 
-        return self._run(batch.ids, batch.position, batch.slot.flatten(), cache, attend)
+        rows = batch.source if batch.source is not None else torch.full_like(batch.slot[:, 0], cache.zero)
+        states = [state.index_select(0, rows) for state in cache.states]
+        hidden = self._run(batch.ids, batch.position, batch.slot.flatten(), cache, attend, states)
+        if batch.target is not None:
+            for state, new in zip(cache.states, states, strict=True):
+                state.index_copy_(0, batch.target, new)
+        return hidden
 
     def _run(
-        self, ids: Tensor, position: Tensor, slot: Tensor, cache: Cache, attend: Callable[..., Tensor]
-    ) -> Tensor:  # (R, T, D)
+        self, ids: Tensor, position: Tensor, slot: Tensor, cache: Cache, attend: Callable[..., Tensor],
+        states: Sequence[Tensor],
+    ) -> Tensor:  # (R, T, D)  # fmt: skip
+        """Run the model; it updates the states in place."""
+        layers: list[int] = []
+
         def append_and_attend(layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+            layers.append(layer)
             for cached, new in ((cache.keys[layer], key), (cache.values[layer], value)):  # new: (R, H_kv, T, K)
                 cached.index_copy_(1, slot, new.transpose(0, 1).flatten(1, 2).to(cached.dtype))
             return attend(layer, query.to(cache.keys[layer].dtype), **options)
 
+        for (entries, index), state in zip(self._states, states, strict=True):
+            entries[index] = state
+        hidden = self._call(ids, position, append_and_attend)
+        if layers != [*self.shape.layers]:
+            raise ValueError(f"layers {layers} called its attention, not layers {[*self.shape.layers]}")
+        return hidden
+
+    def _call(self, ids: Tensor, position: Tensor, attend: Callable[..., Tensor]) -> Tensor:  # (R, T, D)
+        options = {"use_cache": False} if self._past is None else {"use_cache": True, "past_key_values": self._past}
         with (
-            self._paged_attention(append_and_attend),
+            self._paged_attention(attend),
+            limited_time_steps(self._mixers),
             torch.autocast(ids.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None),
         ):
-            model = self.lm.base_model
+            model, passed = self.lm.base_model, {"input_ids": ids, "position_ids": position.long(), **options}
             if self.route_shape is None:
-                return model(input_ids=ids, position_ids=position.long(), use_cache=False).last_hidden_state
+                return model(**passed).last_hidden_state
             with recording(self.lm) as chosen:
-                hidden = model(input_ids=ids, position_ids=position.long(), use_cache=False).last_hidden_state
+                hidden = model(**passed).last_hidden_state
             self.routes = stack(chosen, self.route_shape.num_experts)
             return hidden
+
+    @torch.no_grad()
+    def _find_states(self) -> list[StateShape]:
+        """Run one token, so that transformers allocates the states. Later passes replace them in the same cache."""
+        from transformers import DynamicCache
+
+        self._past = DynamicCache(config=self.lm.config.get_text_config())
+        self._past.update = lambda key, value, *_, **__: (key, value)  # attention appends to the paged cache itself
+        one = torch.zeros(1, 1, dtype=torch.int64, device=self.shape.device)
+        self._call(one, one, lambda layer, query, key, value, **_: torch.zeros_like(query.transpose(1, 2)))
+        groups = [
+            getattr(layer, name, {}) for layer in self._past.layers for name in ("conv_states", "recurrent_states")
+        ]
+        self._states = [(group, index) for group in groups for index, state in group.items() if state is not None]
+        return [StateShape(tuple(group[index].shape[1:]), group[index].dtype) for group, index in self._states]
 
     @contextmanager
     def _paged_attention(self, attend: Callable[..., Tensor]) -> Iterator[None]:
@@ -316,10 +394,40 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
             module.forward = forward
 
 
+def has_time_step_limit(module: nn.Module) -> bool:
+    return tuple(getattr(module, "time_step_limit", None) or (0.0, math.inf)) != (0.0, math.inf)
+
+
+@contextmanager
+def limited_time_steps(mixers: Sequence[nn.Module]) -> Iterator[None]:
+    """Context manager: apply the limit of Mamba-2's time step in decode steps too.
+
+    transformers (5.17 to 5.22) applies it to many tokens, as in training, but not to a single token with a state.
+    """
+    if not mixers:
+        yield
+        return
+    module, (low, high) = sys.modules[type(mixers[0]).__module__], mixers[0].time_step_limit
+    update = module.mamba2_selective_state_update
+
+    def limited(state: Tensor, x: Tensor, dt: Tensor, *args: Any, dt_bias: Tensor, **options: Any) -> Tensor:
+        dt = F.softplus(dt + dt_bias.to(dt.dtype)).clamp(low, high)
+        return update(state, x, dt, *args, **options | {"dt_softplus": False})
+
+    module.mamba2_selective_state_update = limited
+    try:
+        yield
+    finally:
+        module.mamba2_selective_state_update = update
+
+
 def empty_copy(lm: Any, dtype: torch.dtype) -> Any:
     """Return an uninitialized model of the same class, without adapters; refresh() fills it."""
     with torch.device("meta"):
         copy = type(lm)(lm.config).to(dtype)
+    for name, parameter in copy.named_parameters():
+        if name.rpartition(".")[2] in ("A_log", "D", "dt_bias"):  # decay rates of states are computed in float32
+            parameter.data = parameter.data.to(lm.get_parameter(name).dtype)
     copy.to_empty(device=device_of(lm))
     for name, buffer in copy.named_buffers():
         source = lm.get_buffer(name)
@@ -375,7 +483,7 @@ class BlockForward:
     residual stream is float32, as in training under autocast.
     """
 
-    in_place = False
+    in_place, states = False, ()
     route_shape = routes = None  # no experts
 
     def __init__(self, lm: Any, dtype: torch.dtype, *, gather: Callable[[Tensor], Tensor] = unchanged) -> None:
@@ -493,9 +601,10 @@ class BlockForward:
 def paged_obstacle(lm: Any, *, needs_kernels: bool) -> str | None:
     """Return why this model cannot use the paged cache, or None if it can. Log-probs are also compared."""
     config = lm.config.get_text_config()
-    if not getattr(lm, "_supports_attention_backend", False):
+    # transformers sets the flag for few models with states. All passes check that attention uses the interface.
+    if not getattr(lm, "_supports_attention_backend", False) and not is_stateful(lm):
         return "its attention does not go through transformers' interface"
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(config, "layer_types", None) or ()) - ATTENTION - STATEFUL - {"moe", "mlp"}
     if kinds:
         return f"it has layers of type {sorted(kinds)[0]}"
     head_dim = shape_of(lm, torch.float32).head_dim

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -442,12 +442,25 @@ class LocalEngine:
         if not self._forward.cover(max(len(job.prompt_ids) + job.limit for job in jobs)):
             self._clear_graphs()
         least, most = cache_pages(jobs, page=PAGE[self.kind], rows=self.max_batch_size)
-        have = 0 if self._scheduler is None else self._scheduler.decoder.cache.num_pages
-        if have < least or (have < most and not self._is_full):
+        have = have_rows = have_prefixes = 0
+        cached: Collection[Hashable] = ()  # conversations, which have a prefix already
+        if self._scheduler is not None:
+            decoder, cached = self._scheduler.decoder, self._scheduler.conversations
+            have, have_rows, have_prefixes = decoder.cache.num_pages, decoder.max_rows, decoder.num_prefixes
+        rows, prefixes = self.max_batch_size, 0
+        if self._forward.states:
+            rows = min(rows, len(jobs))
+            prefixes = min(rows, len({tuple(job.prompt_ids) for job in jobs if job.conversation not in cached}))
+        lacks = have < most or have_rows < rows or have_prefixes < prefixes
+        if have < least or (lacks and not self._is_full):
             self._scheduler = None  # free the old cache first: both may not fit
+            budget = self._page_budget()
+            wanted = rows, prefixes = max(have_rows, rows), max(have_prefixes, prefixes)
+            if self._forward.states:
+                rows, prefixes, budget = self._fit_states(rows, prefixes, budget)
             # With some headroom when it grows, so that slowly growing batches do not reallocate every time.
-            num_pages = min(most + most // 4 if have else most, max(have, self._page_budget()))
-            self._is_full = num_pages < most
+            num_pages = min(most + most // 4 if have else most, budget if self._forward.states else max(have, budget))
+            self._is_full = num_pages < most or (rows, prefixes) != wanted
             if num_pages < least:
                 page_gib = self._forward.shape.bytes_per_token * PAGE[self.kind] / GIB
                 raise UserError(
@@ -456,11 +469,20 @@ class LocalEngine:
                     "--rollout.cache-gib if it is set, or use --rollout.engine vllm"
                 )
             decoder = Decoder(
-                self._forward, num_pages=num_pages, page=PAGE[self.kind], max_rows=self.max_batch_size,
-                max_pages=least, captures=self.kind == "cuda",
+                self._forward, num_pages=num_pages, page=PAGE[self.kind], max_rows=rows,
+                max_pages=least, captures=self.kind == "cuda", num_prefixes=prefixes,
             )  # fmt: skip
             self._scheduler = Scheduler(decoder, steps_per_sync=STEPS_PER_SYNC[self.kind])
         return self._scheduler
+
+    def _fit_states(self, rows: int, prefixes: int, budget: int) -> tuple[int, int, int]:
+        """Return the rows and prefixes whose states fit in half of a budget of pages, and the pages left."""
+        assert self._forward is not None
+        page_bytes = max(1, self._forward.shape.bytes_per_token) * PAGE[self.kind]
+        pages = sum(state.bytes for state in self._forward.states) / page_bytes  # per sequence
+        scale = min(1.0, budget / 2 / pages / (rows + prefixes + 1))
+        rows, prefixes = max(1, int(scale * rows)), max(1, int(scale * prefixes))
+        return rows, prefixes, max(0, budget - math.ceil((rows + prefixes + 1) * pages))
 
     def _page_budget(self) -> int:
         """Number of pages that free GPU memory and --rollout.cache-gib allow."""
@@ -472,7 +494,7 @@ class LocalEngine:
         free_bytes = available(self.device) - torch.cuda.memory_allocated(self.device) - 2 * logits - GIB
         if self.cache_gib is not None:
             free_bytes = min(free_bytes, self.cache_gib * GIB)
-        return max(0, int(FULL * free_bytes / (self._forward.shape.bytes_per_token * PAGE[self.kind])))
+        return max(0, int(FULL * free_bytes / (max(1, self._forward.shape.bytes_per_token) * PAGE[self.kind])))
 
     def _release(self) -> int:
         """Free cache, graphs and weight copy; return their size in GPU bytes."""

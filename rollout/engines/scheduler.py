@@ -11,6 +11,9 @@ The decoder runs `steps_per_sync` tokens at a time. Then pages of finished rows 
 out, the scheduler evicts unused prefixes, then idle conversations, then the row admitted last. That row returns to the
 queue with its sampled tokens, which are prefilled again later. One row always fits (the engine rejects longer
 requests), so the oldest row always makes progress.
+
+If the model has layers with a state, a prefix also keeps the state after its tokens, which is copied to each row that
+starts from it. Conversations keep only their prefix: a row may have run past its end, so its last state is not usable.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ class Prefix:
 
     ids: tuple[int, ...]
     pages: list[int]
+    state: int = 0  # index of the state after these tokens
     num_users: int = 0  # rows and cached conversations
     routes: list[tuple[int, np.ndarray]] = field(default_factory=list)  # (start, experts), if recorded
 
@@ -94,6 +98,8 @@ class Scheduler:
         self.free = list(range(decoder.cache.num_pages - 1, 0, -1))  # page 0 is scratch
         self.prefixes: dict[tuple[int, ...], Prefix] = {}
         self.conversations: dict[Hashable, CachedConversation] = {}  # idle conversations, oldest first
+        zero = decoder.cache.zero
+        self.free_states = list(range(zero + decoder.num_prefixes, zero, -1))
         self.num_evicted = 0
 
     def run(self, jobs: Sequence[Job], sampling: Sampling, stop: StopCheck) -> Iterator[list[Job]]:
@@ -110,7 +116,9 @@ class Scheduler:
                 sampled = self.decoder.run(self._row_state(active, sampling.temperature), stop_ids, top, steps)
                 ended = self._collect(active, *sampled, stop)
                 if ended:
-                    active = [job for job in active if job not in ended]
+                    kept = [row for row, job in enumerate(active) if job not in ended]
+                    self.decoder.copy_states(kept, range(len(kept)))
+                    active = [active[row] for row in kept]
                     for job in ended:
                         self._finish(job)
                     yield list(ended)
@@ -142,15 +150,24 @@ class Scheduler:
         for ids, prefix in list(self.prefixes.items()):
             if prefix.num_users == 0:
                 self.free += prefix.pages
+                self.free_states += [prefix.state] * self._needs_state(ids)
                 del self.prefixes[ids]
 
-    def _evict(self, count: int) -> bool:
-        """Evict unused prefixes and idle conversations until this many pages are free; return success."""
-        if len(self.free) < count:
+    def _needs_state(self, ids: Sequence[int]) -> bool:
+        """Return whether a prefix of these tokens has a state of its own: not the zero state."""
+        return self.decoder.has_states and len(ids) > 0
+
+    def _evict(self, count: int, states: int = 0) -> bool:
+        """Evict unused prefixes and idle conversations until this many pages and states are free; return success."""
+
+        def fits() -> bool:
+            return len(self.free) >= count and len(self.free_states) >= states
+
+        if not fits():
             self._drop_prefixes()
-        while len(self.free) < count and self.conversations:
+        while not fits() and self.conversations:
             self.forget([next(iter(self.conversations))])
-        return len(self.free) >= count
+        return fits()
 
     def _grow_rows(self, waiting: deque[Job], active: list[Job], steps: int) -> None:
         """Give every row pages for its next tokens; if pages run out, requeue the rows admitted last."""
@@ -175,6 +192,7 @@ class Scheduler:
     def _admit(self, waiting: deque[Job], active: list[Job]) -> None:
         """Move waiting jobs into free rows and prefill their uncached tokens."""
         fills: list[PrefillJob] = []
+        copies: list[tuple[int, int]] = []  # states of prefixes to rows
         while waiting and len(active) < self.decoder.max_rows:
             job = waiting[0]
             self._continue_conversation(job)
@@ -185,7 +203,8 @@ class Scheduler:
             num_own = job.num_own if job.prefix else 1 + len(job.ids)
             own_pages = self.pages_for(num_own) - len(job.pages)
             reserve = len(active)  # each row may need a page before the next host sync
-            if not self._evict(prefix_pages + own_pages + reserve) and active:
+            states = int(job.prefix is None and self._needs_state(job.prompt_ids[:-1]))
+            if not self._evict(prefix_pages + own_pages + reserve, states) and active:
                 self._release(job)
                 break
             waiting.popleft()
@@ -195,13 +214,18 @@ class Scheduler:
             job.pages += self._take_pages(self.pages_for(job.num_own) - len(job.pages))
             uncached = job.own[job.num_cached : -1]  # the first decode step runs the last token
             if uncached:
-                start = len(prefix.ids) + job.num_cached
-                fills.append(PrefillJob(uncached, start, self._slots(job)[:-1], job.own_routes))
+                start, slots = len(prefix.ids) + job.num_cached, self._slots(job)[:-1]
+                fills.append(
+                    PrefillJob(uncached, start, slots, job.own_routes, source=prefix.state, target=len(active))
+                )
                 job.num_cached += len(uncached)
+            else:
+                copies.append((prefix.state, len(active)))
             active.append(job)
         if fills:
             self._prefill_ahead(waiting, fills)
             self.decoder.prefill(fills)
+        self.decoder.copy_states([source for source, _ in copies], [row for _, row in copies])
 
     def _attach(self, job: Job, prefix: Prefix) -> None:
         job.prefix, job.own_first = prefix, job.prompt_ids[len(prefix.ids) :]
@@ -209,9 +233,12 @@ class Scheduler:
         prefix.num_users += 1
 
     def _new_prefix(self, ids: Sequence[int], fills: list[PrefillJob]) -> Prefix:
-        prefix = Prefix(tuple(ids), self._take_pages(self.pages_for(len(ids))))
+        zero = self.decoder.cache.zero
+        state = self.free_states.pop() if self._needs_state(ids) else zero
+        prefix = Prefix(tuple(ids), self._take_pages(self.pages_for(len(ids))), state)
         self.prefixes[prefix.ids] = prefix
-        fills.append(PrefillJob(list(ids), 0, self._page_slots(prefix.pages, len(ids)), prefix.routes))
+        slots = self._page_slots(prefix.pages, len(ids))
+        fills.append(PrefillJob(list(ids), 0, slots, prefix.routes, source=zero, target=state))
         return prefix
 
     def _prefill_ahead(self, waiting: deque[Job], fills: list[PrefillJob]) -> None:
@@ -221,7 +248,7 @@ class Scheduler:
         for job in waiting:
             ids = tuple(job.prompt_ids[:-1])
             pages = self.pages_for(len(ids))
-            if room < len(ids) or spare < pages:
+            if room < len(ids) or spare < pages or len(self.free_states) < self._needs_state(ids):
                 return
             if ids not in self.prefixes and job.conversation is None and not job.ids:
                 self._new_prefix(ids, fills)
@@ -253,7 +280,7 @@ class Scheduler:
             self._release(job)
             return
         self.forget([job.conversation])  # another branch of the same conversation
-        job.num_cached = min(job.num_cached, job.num_own)
+        job.num_cached = 0 if self.decoder.has_states else min(job.num_cached, job.num_own)
         assert job.prefix is not None
         keep = self.pages_for(job.num_cached)
         self.free += job.pages[keep:]

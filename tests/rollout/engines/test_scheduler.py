@@ -353,6 +353,7 @@ SMALL = dict(vocab_size=258, hidden_size=32, intermediate_size=64, num_hidden_la
 GPT2 = dict(vocab_size=258, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 SINKS = {"attn_implementation": "eager", "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 9}
+MAMBA = dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=16, mamba_chunk_size=16)
 YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
                             "original_max_position_embeddings": 32}}  # fmt: skip
 
@@ -369,7 +370,7 @@ YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e
         ("GPT2", GPT2, "transformers"),
         ("Gemma2", SMALL | {"attn_implementation": "eager", "attn_logit_softcapping": 1.0}, "transformers"),
         ("GptOss", SMALL | SINKS, "transformers"),
-        ("Lfm2", SMALL | {"layer_types": ["conv", "full_attention"]}, "growing"),  # copies and drops conv states
+        ("FalconH1", SMALL | MAMBA, "transformers"),  # test_states.py has more models with states
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

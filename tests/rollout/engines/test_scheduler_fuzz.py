@@ -14,16 +14,26 @@ from rollout.engines.scheduler import Job, Scheduler
 
 
 class ToyDecoder:
-    """Each cache slot stores a token; the next token is a hash of the row's tokens, the seed and the step."""
+    """Each cache slot stores a token; the next token is a hash of the row's tokens, the seed and the step.
 
-    def __init__(self, num_pages: int, page: int, max_rows: int) -> None:
-        self.cache, self.page, self.max_rows = SimpleNamespace(num_pages=num_pages), page, max_rows
+    A state is the tuple of the tokens that it has seen; it must equal the tokens in the cache.
+    """
+
+    def __init__(self, num_pages: int, page: int, max_rows: int, num_prefixes: int) -> None:
+        self.cache = SimpleNamespace(num_pages=num_pages, zero=max_rows)
+        self.page, self.max_rows, self.num_prefixes, self.has_states = page, max_rows, num_prefixes, num_prefixes > 0
         self.tokens = np.full(num_pages * page, -1)
+        self.states: list[tuple[int, ...]] = [()] * (max_rows + 1 + num_prefixes)
 
     def prefill(self, fills) -> None:
-        for fill in fills:
+        for fill in sorted(fills, key=lambda fill: fill.start > 0):
             assert len(fill.slots) == fill.start + len(fill.ids) == len(set(fill.slots.tolist())), "one slot per token"
             self.tokens[fill.slots[fill.start :]] = fill.ids
+            self.states[fill.target] = self.states[fill.source] + tuple(fill.ids)
+
+    def copy_states(self, source, target) -> None:
+        for index, state in zip(target, [self.states[i] for i in source], strict=True):
+            self.states[index] = state
 
     def run(self, rows, stop_ids, top, steps):
         ids = np.full((steps, len(rows.token)), -1)
@@ -34,9 +44,13 @@ class ToyDecoder:
                 assert pages[at // self.page].all(), "a row must not use the scratch page"
                 slots = pages[at // self.page] * self.page + at % self.page
                 self.tokens[slots[-1]] = token
+                self.states[row] += (int(token),)
+                assert not self.has_states or self.states[row] == tuple(self.tokens[slots].tolist())
                 ids[step, row] = token = next_token(self.tokens[slots].tolist(), seed, drawn + step)
                 if token in stop_ids:
                     break
+            self.states[row] += (-1,) * int((ids[:, row] < 0).sum())  # a row that has ended runs on
+        assert not self.has_states or self.states[self.cache.zero] == ()
         return ids, np.zeros(ids.shape, np.float32)
 
 
@@ -55,6 +69,7 @@ def test_random_requests_over_few_pages(steps_per_sync):
     for case in range(25):
         rng, scheduler = random.Random(1000 * steps_per_sync + case), None
         page, rows, spare = rng.choice([2, 4, 16]), rng.choice([1, 2, 3, 8]), rng.choice([0, 0, 1, 4])
+        prefixes = rng.choice([0, 1, 2, 8])  # 0: no states
         heads = [rng.choices(range(50), k=rng.choice([1, 2, 5, 17, 40])) for _ in range(3)]
         turns = [(rng.choice([None, key, key]), rng.choice(heads)) for key in range(rng.randint(1, 12))]
         for _ in range(3):
@@ -62,7 +77,8 @@ def test_random_requests_over_few_pages(steps_per_sync):
             jobs = [Job(ids, rng.randrange(99), rng.choice([1, 7, 40]), key) for key, ids in asked]
             least, _ = cache_pages(jobs, page=page, rows=rows)
             if scheduler is None or scheduler.decoder.cache.num_pages < least:
-                scheduler = Scheduler(ToyDecoder(least + spare, page, rows), steps_per_sync=steps_per_sync)
+                decoder = ToyDecoder(least + spare, page, rows, prefixes)
+                scheduler = Scheduler(decoder, steps_per_sync=steps_per_sync)
             done, run = [], scheduler.run(jobs, Sampling(), SimpleNamespace(stop_ids={3}, end=end))
             for ended in run:
                 done += ended
@@ -77,6 +93,8 @@ def test_random_requests_over_few_pages(steps_per_sync):
             owners = [*scheduler.conversations.values(), *scheduler.prefixes.values()]
             pages = sorted(scheduler.free + [number for owner in owners for number in owner.pages])
             assert pages == list(range(1, scheduler.decoder.cache.num_pages)), "every page is free or used once"
+            used = [prefix.state for ids, prefix in scheduler.prefixes.items() if ids] if prefixes else []
+            assert sorted(scheduler.free_states + used) == list(range(rows + 1, rows + 1 + prefixes))
             last = [(job.conversation, job.prompt_ids + job.ids) for job in done] or turns
             turns = [(key, ids[: rng.choice([None, None, -1, 9])] + rng.choice([[], [5, 6]])) for key, ids in last[:20]]
             turns = [(key, ids or [1]) for key, ids in turns]

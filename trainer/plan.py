@@ -23,7 +23,7 @@ With --load-in-4bit the matrices of the base take PACKED bytes per weight, plus 
 
 tests/trainer/test_plan.py checks saved activations and the peak of a step on a CPU, the head's buffers and the peak of
 a checkpointed bfloat16 step against an H200, and AdamW's state. bench/vs_trl.py compares whole DPO steps on a GPU.
-tests/test_nccl.py compares sampling from sharded weights with the peak of one rank, without the cuBLAS workspaces (0.07
+tests/test_nccl.py compares sampling from sharded weights with the peak of one rank, without the cuBLAS workspaces (0.1
 GB). FSDP's buffers in training, RESERVE and ASLEEP are unverified estimates.
 
 Not counted: activations that --compile saves, or kernels/block.py on a GPU without it (norms keep neither float32 nor

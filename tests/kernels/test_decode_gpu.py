@@ -75,7 +75,7 @@ def test_attention_with_capped_scores_and_sinks_is_exact(name, dtype):
         got = decode_attention(*problem[:4], **problem.options, window=window)
         off = error(got, exact_attention(problem, window))
         print(f"{name} {dtype} window {window}: {off:.1e}")
-        assert off < ATTENTION_LIMITS[dtype]
+        assert off < ATTENTION_LIMITS[dtype] + 2e-7 * (softcap or 0)  # the cap multiplies the rounding of tanh
 
 
 @pytest.mark.parametrize("dtype", ATTENTION_LIMITS)

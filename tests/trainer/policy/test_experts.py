@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from data.packing import Batch, Item, make_batches
 from kernels.attention import share_graphs
 from kernels.experts import use_grouped_matmuls
 from rollout.engine import Completion, Request, Sampling
-from rollout.engines.forward import TransformersForward
+from rollout.engines.forward import BlockForward, TransformersForward
 from rollout.engines.local import LocalEngine
 from rollout.episodes.turns import Transcript
 from rollout.routes import expert_blocks, from_server, join, recording, stack
@@ -143,13 +144,15 @@ def test_replayed_gradients_do_not_depend_on_the_layout():
             torch.testing.assert_close(got_gradients[name], gradient, rtol=0, atol=1e-10)
 
 
-def sample(policy: Policy, *, limit: int = 12, rows: int | None = None) -> list[Completion]:
+def sample(policy: Policy, *, limit: int = 12, rows: int | None = None, make_forward: Any = None) -> list[Completion]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(BUILTIN["builtin:tiny"])
     engine = LocalEngine(
         policy.model, tokenizer, autocast_dtype=policy.autocast_dtype, records_routes=True, max_batch_size=rows
     )
+    if make_forward is not None:
+        engine._ways = lambda: [make_forward]
     prompts = [[3, 9, 14, 5, 33], [7, 21]]
     requests = [Request(prompt_ids=ids, seed=seed) for seed in range(4) for ids in prompts]
     return engine.generate(requests, Sampling(max_tokens=limit, for_training=True))
@@ -259,8 +262,15 @@ def test_the_engines_copy_has_the_adapters_of_experts_and_routers():
     with torch.no_grad():
         want = model(input_ids=ids).logits
         torch.testing.assert_close(forward.lm(input_ids=ids).logits, want, rtol=1e-4, atol=1e-4)
-    # Such a model takes routes as well.
     policy.model = model
+    completions = sample(policy)
+    blocks = sample(
+        policy, make_forward=partial(BlockForward, model.get_base_model(), torch.float32, records_routes=True)
+    )
+    for got, completion in zip(blocks, completions, strict=True):
+        assert got.ids == completion.ids and got.logps == pytest.approx(completion.logps, abs=1e-4)
+        assert np.array_equal(np.sort(got.routes), np.sort(completion.routes))
+    # Such a model takes routes as well.
     batch = batch_of(sequences())
     other = Batch(**vars(batch) | {"routes": (run_recorded(policy, batch).unflatten(0, batch.input_ids.shape) + 3) % 8})
     assert torch.equal(run_recorded(policy, other), other.routes.flatten(0, 1))

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from kernels.experts import use_grouped_matmuls
 from kernels.linear_logprob import BLOCK_ELEMENTS, linear_logprob_loss
 from kernels.nf4 import BYTES_PER_WEIGHT
 from rollout.engines import local
@@ -49,6 +48,7 @@ from trainer.plan import (
     sizes_of,
 )  # fmt: skip
 from trainer.policy import sharding
+from trainer.policy.experts import use_grouped_matmuls
 from trainer.policy.load import quantize_layers
 from trainer.policy.optim import build_optimizer
 from trainer.rl import engine_choice

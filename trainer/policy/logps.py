@@ -48,7 +48,7 @@ class Policy:
     reduce_once: bool = False  # reduce gradients of sharded weights only after the last micro-batch
     shares_prompts: bool = True  # compute the prompt of a pair once; False if each copy counts
     replays_routes: bool = False  # the model takes the experts that the sampler recorded (rollout/routes.py)
-    router: Any = None  # RouterLoss (trainer/policy/router.py), if expert load is balanced
+    router: Any = None  # RouterLoss (trainer/policy/experts.py), if expert load is balanced
     companions: list[Policy] = field(default_factory=list)  # other models run every step; compiled with the policy
     files: TensorFiles | None = None  # weights not loaded yet: parallelize() reads each rank's shards
 

@@ -11,7 +11,6 @@ import torch
 
 from data.packing import Batch, Item, make_batches
 from kernels.attention import share_graphs
-from kernels.experts import use_grouped_matmuls
 from rollout.engine import Completion, Request, Sampling
 from rollout.engines.forward import BlockForward, TransformersForward
 from rollout.engines.local import LocalEngine
@@ -20,7 +19,7 @@ from rollout.routes import expert_blocks, from_server, join, recording, stack
 from rollout.schedule.replay import as_json, completion_of
 from trainer.config.blocks import LoraConfig
 from trainer.policy.adapters import add_adapter
-from trainer.policy.experts import prepare_replay
+from trainer.policy.experts import prepare_replay, use_grouped_matmuls
 from trainer.policy.load import BUILTIN, recompute_inside
 from trainer.policy.logps import Policy, reference_logps, token_logps
 from trainer.rl.minibatch import completion_item
@@ -58,7 +57,7 @@ def make(kind: str = "qwen3_moe", dtype: torch.dtype = torch.float64, **changed:
             for name in [name for name, _ in module.named_children() if "norm" in name]:
                 setattr(module, name, torch.nn.RMSNorm(config.hidden_size, eps=1e-6, dtype=dtype))
     policy = Policy(model=model.train(), tokenizer=None, source=kind, device=CPU, compute_dtype=dtype)
-    policy.replays_routes = prepare_replay(policy, lambda text: pytest.fail(text))
+    policy.replays_routes = prepare_replay(policy, model.model.layers, lambda text: pytest.fail(text))
     return policy
 
 

@@ -458,7 +458,7 @@ def _register() -> None:
 # Llama-like models: fewer, larger kernels.
 
 
-BLOCK_MODELS = ("llama", "qwen2", "qwen3", "mistral", "seed_oss", "cwm")  # config.model_type
+BLOCK_MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "seed_oss", "cwm")  # config.model_type
 
 
 class Block(NamedTuple):
@@ -472,8 +472,9 @@ class Block(NamedTuple):
     out: Tensor  # (D, H K)
     out_bias: Tensor | None
     norm_2: Tensor  # (D,)
-    gate_up: Tensor  # (2 I, D)
-    down: Tensor  # (D, I)
+    gate_up: Tensor | None  # (2 I, D)
+    down: Tensor | None  # (D, I)
+    experts: nn.Module | None  # the model's own module, instead of gate_up and down
 
 
 class BlockForward:
@@ -484,11 +485,14 @@ class BlockForward:
     """
 
     in_place, states = False, ()
-    route_shape = routes = None  # no experts
 
-    def __init__(self, lm: Any, dtype: torch.dtype, *, gather: Callable[[Tensor], Tensor] = unchanged) -> None:
+    def __init__(
+        self, lm: Any, dtype: torch.dtype, *, gather: Callable[[Tensor], Tensor] = unchanged,
+        records_routes: bool = False,
+    ) -> None:  # fmt: skip
         assert block_obstacle(lm) is None, block_obstacle(lm)
         self.gather = gather
+        self.route_shape, self.routes = RouteShape(lm) if records_routes else None, None
         self.lm, self.shape, self.windows = lm, shape_of(lm, dtype), windows_of(lm)
         config = lm.config.get_text_config()
         self.scale, self.softcap = logit_options(config)
@@ -504,6 +508,7 @@ class BlockForward:
         self.head = self.embedding if tied else self._allocate((lm.get_output_embeddings(), "weight"))
         self.norm = self._allocate((base.norm, "weight"), dtype=torch.float32)
         self.blocks = [self._block(layer) for layer in base.layers]
+        self.experts = nn.ModuleList(block.experts for block in self.blocks if block.experts is not None)
 
     def cover(self, length: int) -> bool:
         if length <= len(self.cos):
@@ -519,6 +524,7 @@ class BlockForward:
         qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
         norms = {"dtype": torch.float32}
         has_norms, has_bias = hasattr(attention, "q_norm"), base_of(qkv[0]).bias is not None
+        is_routed = hasattr(mlp, "experts")
         return Block(
             norm_1=self._allocate((layer.input_layernorm, "weight"), **norms),
             qkv=self._allocate(*((module, "weight") for module in qkv)),
@@ -528,9 +534,20 @@ class BlockForward:
             out=self._allocate((attention.o_proj, "weight")),
             out_bias=self._allocate((attention.o_proj, "bias")) if base_of(attention.o_proj).bias is not None else None,
             norm_2=self._allocate((layer.post_attention_layernorm, "weight"), **norms),
-            gate_up=self._allocate((mlp.gate_proj, "weight"), (mlp.up_proj, "weight")),
-            down=self._allocate((mlp.down_proj, "weight")),
+            gate_up=None if is_routed else self._allocate((mlp.gate_proj, "weight"), (mlp.up_proj, "weight")),
+            down=None if is_routed else self._allocate((mlp.down_proj, "weight")),
+            experts=self._copy_module(mlp) if is_routed else None,
         )
+
+    def _copy_module(self, module: nn.Module) -> nn.Module:
+        """Return an uninitialized copy without adapters; refresh() fills it."""
+        with torch.device("meta"):
+            copy = type(module)(self.lm.config.get_text_config()).to(self.shape.dtype)
+        copy.to_empty(device=self.shape.device).eval().requires_grad_(False)
+        for name, parameter in copy.named_parameters():
+            path, _, leaf = name.rpartition(".")
+            self._copies.append((parameter, module.get_submodule(path), leaf))
+        return copy
 
     def _allocate(self, *parts: tuple[nn.Module, str], dtype: torch.dtype | None = None) -> Tensor:
         """Allocate one tensor for these weights, concatenated by rows; refresh() fills it."""
@@ -544,8 +561,10 @@ class BlockForward:
     @torch.no_grad()
     def refresh(self) -> bool:
         for target, module, name in self._copies:
-            is_weight = name == "weight"
-            target.copy_(merged(module, target.dtype, self.gather) if is_weight else self.gather(base_of(module).bias))
+            if name == "weight":
+                target.copy_(merged(module, target.dtype, self.gather))
+            else:
+                target.copy_(merged_parameter(module, name, self.gather))
         return True
 
     def decode(
@@ -584,6 +603,16 @@ class BlockForward:
     def _run(
         self, ids: Tensor, position: Tensor, slot: Tensor, cache: Cache, attend: Callable[[int, Tensor], Tensor]
     ) -> Tensor:  # (N, D)
+        if self.route_shape is None:
+            return self._run_blocks(ids, position, slot, cache, attend)
+        with recording(self.experts) as chosen:
+            hidden = self._run_blocks(ids, position, slot, cache, attend)
+        self.routes = stack(chosen, self.route_shape.num_experts)
+        return hidden
+
+    def _run_blocks(
+        self, ids: Tensor, position: Tensor, slot: Tensor, cache: Cache, attend: Callable[[int, Tensor], Tensor]
+    ) -> Tensor:  # (N, D)
         stream, delta, dtype = F.embedding(ids, self.embedding).float(), None, self.shape.dtype
         for layer, block in enumerate(self.blocks):
             normed = add_rms_norm(stream, delta, block.norm_1, self.eps, dtype)
@@ -594,7 +623,10 @@ class BlockForward:
             )  # fmt: skip
             delta = F.linear(attend(layer, query).flatten(1), block.out, block.out_bias)
             normed = add_rms_norm(stream, delta, block.norm_2, self.eps, dtype)
-            delta = F.linear(silu_mul(F.linear(normed, block.gate_up)), block.down)
+            if block.experts is not None:
+                delta = block.experts(normed[None])[0]
+            else:
+                delta = F.linear(silu_mul(F.linear(normed, block.gate_up)), block.down)
         return add_rms_norm(stream, delta, self.norm, self.eps, dtype)
 
 
@@ -677,14 +709,16 @@ def block_obstacle(lm: Any) -> str | None:
             "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm",
         }:  # fmt: skip
             return "its attention contains other modules"
-        if {name for name, _ in mlp.named_children()} - {"act_fn"} != {"gate_proj", "up_proj", "down_proj"}:
-            return "its MLPs have experts or other layers"
-        if any(base_of(x).bias is not None for x in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
+        children = {name: child for name, child in mlp.named_children() if name != "act_fn"}
+        if children.keys() not in ({"gate_proj", "up_proj", "down_proj"}, {"gate", "experts"}):
+            return "its MLPs have other layers"
+        dense = [] if "experts" in children else [*children.values()]
+        if any(base_of(x).bias is not None for x in dense):
             return "its MLPs have biases"
         if "q_norm" in names and attention.q_norm.weight.shape != (head_dim,):
             return "its query norm spans all heads"
-        linear = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, *mlp.children())
-        if not all(mergeable(module) for module in linear if hasattr(module, "weight")):
+        linear = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, *dense)
+        if not all(mergeable(module) for module in linear) or adapters_obstacle(mlp) is not None:
             return "it has adapters that cannot be merged"
     return None
 

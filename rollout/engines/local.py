@@ -404,7 +404,8 @@ class LocalEngine:
         copy_bytes = num_weights(lm) * dtype.itemsize
         is_tight = available(self.device) - torch.cuda.memory_allocated(self.device) < 2 * copy_bytes
         if block_obstacle(lm) is None and not (in_place and is_tight):
-            ways.insert(0, lambda: BlockForward(lm, dtype, gather=self.gather))
+            records = self.records_routes
+            ways.insert(0, lambda: BlockForward(lm, dtype, gather=self.gather, records_routes=records))
         return ways
 
     def _check_parity(self, gathered: Callable[[], AbstractContextManager[None]], *, paged: bool) -> str | None:

@@ -34,7 +34,7 @@ from trainer.methods.grpo import backward, logps_at_start
 from trainer.offline.rows import indices_of_this_rank
 from trainer.parallel.comm import of_all, rank
 from trainer.policy.experts import prepare_replay
-from trainer.policy.logps import Policy
+from trainer.policy.logps import Policy, causal_lm
 from trainer.policy.reference import Reference
 from trainer.rl.critic import ValueHead, ValueModel
 from trainer.rl.groups import Estimator, Groups, Rollout, sequence_kl
@@ -126,7 +126,7 @@ def experts_case() -> Case:
         )
 
     def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
-        policy.replays_routes = prepare_replay(policy, print)
+        policy.replays_routes = prepare_replay(policy, causal_lm(policy.model).model.layers, print)
         assert policy.replays_routes
         return case.step(policy, rows)
 

@@ -69,7 +69,7 @@ def obstacle(policy: Policy, name: str = "the model") -> str:
     """
     lm = causal_lm(policy.model)
     if getattr(lm.config.get_text_config(), "num_experts_per_tok", None):
-        # A loop over experts breaks the graph, and in float32 there is no grouped matmul (kernels/experts.py).
+        # A loop over experts breaks the graph, and in float32 there is no grouped matmul (trainer/policy/experts.py).
         if lm.config.get_text_config()._experts_implementation != "grouped_mm":
             return f"{name} loops over its experts"
         if policy.compute_dtype != torch.bfloat16:

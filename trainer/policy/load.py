@@ -40,7 +40,6 @@ from data.errors import UserError
 from data.formats.template_settings import check_kwargs
 from data.hub import check_hub
 from kernels.attention import share_graphs
-from kernels.experts import use_grouped_matmuls
 from kernels.nf4 import Linear4bit, is_4bit, make_known_to_inductor
 from rollout.model_folder import (
     BUILTIN,
@@ -64,6 +63,7 @@ from trainer.parallel.dtensor import local, local_slices
 from trainer.parallel.watch import log
 from trainer.policy.adapters import add_adapter, attach_adapter, continue_adapter, freeze_except, read_by_kernels
 from trainer.policy.attention import choose_attention, load_name
+from trainer.policy.experts import use_grouped_matmuls
 from trainer.policy.fuse import fuse, unfuse
 from trainer.policy.logps import Policy, causal_lm, check_logps, reject_context
 from trainer.policy.offload import offload_inputs, offloads

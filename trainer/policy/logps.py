@@ -57,7 +57,7 @@ class Policy:
     can_share: bool = True  # completions may follow one copy of their prompt; cleared likewise
     positions: Tensor | None = None  # (R, T) position_ids of the last batch, for the noise of --neftune-noise-alpha
     replays_routes: bool = False  # the model takes the experts that the sampler recorded (rollout/routes.py)
-    router: Any = None  # RouterLoss (trainer/policy/router.py), if expert load is balanced
+    router: Any = None  # RouterLoss (trainer/policy/experts.py), if expert load is balanced
     companions: list[Policy] = field(default_factory=list)  # other models run every step; compiled with the policy
     files: TensorFiles | None = None  # weights not loaded yet: parallelize() reads each rank's shards
 

@@ -23,6 +23,7 @@ from data.user_code import find_callable
 from rollout.engine import Engine, EngineSource, Sampling, Source
 from rollout.engines.local import LocalEngine
 from rollout.rewards.table import Rewards
+from rollout.routes import expert_blocks
 from rollout.schedule.planner import Order
 from trainer.config.blocks import RolloutConfig
 from trainer.config.checks import reject_unused
@@ -31,6 +32,7 @@ from trainer.config.sampling import RewardedConfig
 from trainer.parallel.comm import context_size, data_size
 from trainer.parallel.dtensor import gather
 from trainer.policy.experts import prepare_replay
+from trainer.policy.load import blocks_of
 from trainer.policy.logps import Policy, causal_lm
 from trainer.run.run import Run
 
@@ -212,7 +214,9 @@ def start_engine(
     extra_tokens: int = 0,  # per sequence, in addition to prompt and completion
 ) -> Engine:
     """Start the engine; it is closed with the run."""
-    policy.replays_routes = cfg.rollout.replay_routes and prepare_replay(policy, run.note)
+    if cfg.rollout.replay_routes and expert_blocks(policy.model):
+        layers = blocks_of(causal_lm(policy.model), policy.source)
+        policy.replays_routes = prepare_replay(policy, layers, run.note)
     local = LocalEngine(
         policy.model,
         policy.tokenizer,

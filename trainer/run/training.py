@@ -26,12 +26,12 @@ from trainer.config.blocks import MethodConfig, MovingReferenceConfig, OptimConf
 from trainer.metrics.metrics import Counters, MetricSums, Timer
 from trainer.parallel.comm import all_count, pick_device, rank, world_size
 from trainer.policy.compile_choice import resolve_compile
+from trainer.policy.experts import RouterLoss
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy
 from trainer.policy.noise import add_noise
 from trainer.policy.optim import BadSteps, PendingStep, TrainedModule, build_optimizer, launch_step
 from trainer.policy.reference import MovingReference
-from trainer.policy.router import RouterLoss
 from trainer.policy.sharding import parallelize
 from trainer.run.run import Run
 

@@ -364,7 +364,7 @@ YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e
         ("Qwen2", SMALL, "blocks"),
         ("Mistral", SMALL | {"sliding_window": 9}, "blocks"),
         ("Llama", SMALL | YARN, "blocks"),
-        ("Qwen3Moe", SMALL | EXPERTS, "transformers"),
+        ("Qwen3Moe", SMALL | EXPERTS, "blocks"),
         ("Gemma", SMALL, "transformers"),
         ("Olmo2", {key: value for key, value in SMALL.items() if key != "head_dim"}, "transformers"),
         ("GPT2", GPT2, "transformers"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,16 +12,15 @@ import torch
 
 from data.packing import Batch, Item, make_batches
 from kernels.attention import share_graphs
-from kernels.experts import use_grouped_matmuls
 from rollout.engine import Completion, Request, Sampling
-from rollout.engines.forward import TransformersForward
+from rollout.engines.forward import BlockForward, TransformersForward
 from rollout.engines.local import LocalEngine
 from rollout.episodes.turns import Transcript
 from rollout.routes import expert_blocks, from_server, join, recording, stack
 from rollout.schedule.replay import as_json, completion_of
 from trainer.config.blocks import LoraConfig
 from trainer.policy.adapters import add_adapter
-from trainer.policy.experts import prepare_replay
+from trainer.policy.experts import prepare_replay, use_grouped_matmuls
 from trainer.policy.load import BUILTIN, recompute_inside
 from trainer.policy.logps import Policy, reference_logps, token_logps
 from trainer.rl.minibatch import completion_item
@@ -58,7 +58,7 @@ def make(kind: str = "qwen3_moe", dtype: torch.dtype = torch.float64, **changed:
             for name in [name for name, _ in module.named_children() if "norm" in name]:
                 setattr(module, name, torch.nn.RMSNorm(config.hidden_size, eps=1e-6, dtype=dtype))
     policy = Policy(model=model.train(), tokenizer=None, source=kind, device=CPU, compute_dtype=dtype)
-    policy.replays_routes = prepare_replay(policy, lambda text: pytest.fail(text))
+    policy.replays_routes = prepare_replay(policy, model.model.layers, lambda text: pytest.fail(text))
     return policy
 
 
@@ -144,13 +144,15 @@ def test_replayed_gradients_do_not_depend_on_the_layout():
             torch.testing.assert_close(got_gradients[name], gradient, rtol=0, atol=1e-10)
 
 
-def sample(policy: Policy, *, limit: int = 12, rows: int | None = None) -> list[Completion]:
+def sample(policy: Policy, *, limit: int = 12, rows: int | None = None, make_forward: Any = None) -> list[Completion]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(BUILTIN["builtin:tiny"])
     engine = LocalEngine(
         policy.model, tokenizer, autocast_dtype=policy.autocast_dtype, records_routes=True, max_batch_size=rows
     )
+    if make_forward is not None:
+        engine._ways = lambda: [make_forward]
     prompts = [[3, 9, 14, 5, 33], [7, 21]]
     requests = [Request(prompt_ids=ids, seed=seed) for seed in range(4) for ids in prompts]
     return engine.generate(requests, Sampling(max_tokens=limit, for_training=True))
@@ -185,7 +187,7 @@ def measure(policy: Policy, completions: list[Completion]) -> dict[str, float]:
 
 def test_replay_uses_the_samplers_experts_for_every_token_in_bfloat16():
     policy = make(dtype=torch.bfloat16, num_experts=64, num_experts_per_tok=8)
-    found = measure(policy, sample(policy, limit=16))
+    found = measure(policy, sample(policy, limit=10))
     assert found["replayed same"] == 1
     assert found["own same"] < 1
     assert found["replayed gap"] < found["own gap"] + 1e-3
@@ -258,8 +260,15 @@ def test_the_engines_copy_has_the_adapters_of_experts_and_routers():
     with torch.no_grad():
         want = model(input_ids=ids).logits
         torch.testing.assert_close(forward.lm(input_ids=ids).logits, want, rtol=1e-4, atol=1e-4)
-    # Such a model takes routes as well.
     policy.model = model
+    completions = sample(policy, limit=4)
+    blocks = sample(
+        policy, limit=4, make_forward=partial(BlockForward, model.get_base_model(), torch.float32, records_routes=True)
+    )
+    for got, completion in zip(blocks, completions, strict=True):
+        assert got.ids == completion.ids and got.logps == pytest.approx(completion.logps, abs=1e-4)
+        assert np.array_equal(np.sort(got.routes), np.sort(completion.routes))
+    # Such a model takes routes as well.
     batch = batch_of(sequences())
     other = Batch(**vars(batch) | {"routes": (run_recorded(policy, batch).unflatten(0, batch.input_ids.shape) + 3) % 8})
     assert torch.equal(run_recorded(policy, other), other.routes.flatten(0, 1))

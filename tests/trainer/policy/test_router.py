@@ -13,9 +13,9 @@ from trainer.__main__ import main
 from trainer.config.blocks import LoraConfig, ModelConfig, RunConfig
 from trainer.methods.sft import backward
 from trainer.offline.rows import pack_items
+from trainer.policy.experts import RouterLoss
 from trainer.policy.load import BUILTIN, load_policy
 from trainer.policy.logps import Policy
-from trainer.policy.router import RouterLoss
 
 CPU = torch.device("cpu")
 COEF = 3.0  # large, so that its gradient is not lost in the likelihood's

@@ -37,7 +37,7 @@ def build(kind: str, folder: Path) -> int:
 
 
 def learns(
-    scratch: Path, kind: str, *, sft_steps: int = 500, grpo_steps: int = 80, rows: int = 128
+    scratch: Path, kind: str, *, sft_steps: int = 1500, grpo_steps: int = 120, rows: int = 128
 ) -> tuple[str, bool]:
     """SFT on the sloppy sums of the built-in model, then GRPO: at least 0.85 of the held-out sums are right."""
     size = build(kind, scratch / "random")

@@ -37,7 +37,7 @@ def build(kind: str, folder: Path) -> int:
 
 
 def learns(
-    scratch: Path, kind: str, *, sft_steps: int = 500, grpo_steps: int = 80, rows: int = 128
+    scratch: Path, kind: str, *, sft_steps: int = 1500, grpo_steps: int = 120, rows: int = 128
 ) -> tuple[str, bool]:
     """SFT on the sloppy sums of the built-in model, then GRPO: at least 0.85 of the held-out sums are right."""
     size = build(kind, scratch / "random")
@@ -48,7 +48,8 @@ def learns(
     run_ok(*sft, "--output-dir", scratch / "sft", **options)
     nll = [row["eval/nll"] for row in metrics(scratch / "sft") if "eval/nll" in row]
     trained = ["--model", scratch / "sft" / "final"]
-    grpo = ["--method", "grpo", *trained, "--max-steps", grpo_steps, "--save-steps", 0, *size_of_step]
+    demo = ["--config", RECIPE.parent / "grpo_tiny.yaml", "--save-steps", 0, *size_of_step]
+    grpo = [*demo, *trained, "--max-steps", grpo_steps]
     run_ok(*grpo, "--output-dir", scratch / "grpo", **options)
     right = [row["eval/exact_match/mean"] for row in metrics(scratch / "grpo") if "eval/exact_match/mean" in row]
     equal = [resumes([*argv, *trained], scratch / name) for name, argv in (("kill-grpo", GRPO), ("kill-sft", SHORT))]

@@ -328,11 +328,16 @@ class TransformersForward:
         self._past.update = lambda key, value, *_, **__: (key, value)  # attention appends to the paged cache itself
         one = torch.zeros(1, 1, dtype=torch.int64, device=self.shape.device)
         self._call(one, one, lambda layer, query, key, value, scale: torch.zeros_like(query.transpose(1, 2)))
-        groups = [
-            getattr(layer, name, {}) for layer in self._past.layers for name in ("conv_states", "recurrent_states")
-        ]
-        self._states = [(group, index) for group in groups for index, state in group.items() if state is not None]
-        return [StateShape(tuple(group[index].shape[1:]), group[index].dtype) for group, index in self._states]
+        shapes = []
+        for layer in self._past.layers:
+            for name in ("conv_states", "recurrent_states"):
+                for index, state in getattr(layer, name, {}).items():
+                    if state is not None:
+                        # Recurrent states add up many tokens. Some models would round them to bfloat16 at each.
+                        least = torch.float32 if name == "recurrent_states" else state.dtype
+                        shapes.append(StateShape(tuple(state.shape[1:]), torch.promote_types(state.dtype, least)))
+                        self._states.append((getattr(layer, name), index))
+        return shapes
 
     @contextmanager
     def _paged_attention(self, attend: Callable[..., Tensor]) -> Iterator[None]:

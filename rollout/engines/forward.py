@@ -20,6 +20,7 @@ Shapes: B = decode rows, T = tokens per row, N = tokens per pass, H = heads, K =
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -135,7 +136,7 @@ class Forward(Protocol):
 
 def shape_of(lm: Any, dtype: torch.dtype) -> Shape:
     config = lm.config.get_text_config()
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None) or 1  # None: no attention
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     return Shape(
         tuple(layer for layer, kind in enumerate(kinds) if kind in ATTENTION),
@@ -338,7 +339,7 @@ class TransformersForward:
         return hidden
 
     def _call(self, ids: Tensor, position: Tensor, attend: Callable[..., Tensor]) -> Tensor:  # (R, T, D)
-        options = {"use_cache": False} if self._past is None else {"use_cache": True, "past_key_values": self._past}
+        options = {"use_cache": False} if self._past is None else {"use_cache": True, self._cache_name: self._past}
         with (
             self._paged_attention(attend),
             limited_time_steps(self._mixers),
@@ -357,15 +358,24 @@ class TransformersForward:
         """Run one token, so that transformers allocates the states. Later passes replace them in the same cache."""
         from transformers import DynamicCache
 
+        is_mamba = "cache_params" in inspect.signature(self.lm.base_model.forward).parameters  # without attention
+        self._cache_name = "cache_params" if is_mamba else "past_key_values"
         self._past = DynamicCache(config=self.lm.config.get_text_config())
         self._past.update = lambda key, value, *_, **__: (key, value)  # attention appends to the paged cache itself
         one = torch.zeros(1, 1, dtype=torch.int64, device=self.shape.device)
         self._call(one, one, lambda layer, query, key, value, **_: torch.zeros_like(query.transpose(1, 2)))
-        groups = [
-            getattr(layer, name, {}) for layer in self._past.layers for name in ("conv_states", "recurrent_states")
-        ]
-        self._states = [(group, index) for group in groups for index, state in group.items() if state is not None]
-        return [StateShape(tuple(group[index].shape[1:]), group[index].dtype) for group, index in self._states]
+        shapes = []
+        for layer in self._past.layers:
+            for name in ("conv_states", "recurrent_states"):
+                for index, state in getattr(layer, name, {}).items():
+                    if state is not None:
+                        # Recurrent states add up many tokens. Some models would round them to bfloat16 at each.
+                        least = torch.float32 if name == "recurrent_states" else state.dtype
+                        shapes.append(StateShape(tuple(state.shape[1:]), torch.promote_types(state.dtype, least)))
+                        self._states.append((getattr(layer, name), index))
+        if not shapes:
+            raise ValueError("its layers put no states into a transformers cache")
+        return shapes
 
     @contextmanager
     def _paged_attention(self, attend: Callable[..., Tensor]) -> Iterator[None]:

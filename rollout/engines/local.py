@@ -40,6 +40,7 @@ from rollout.engines.forward import (
     block_obstacle,
     device_of,
     is_sharded,
+    is_stateful,
     paged_obstacle,
     unchanged,
     uncompiled,
@@ -369,7 +370,9 @@ class LocalEngine:
             return
         name, skipped = type(self.lm).__name__, paged_obstacle(self.lm, needs_kernels=self.kind == "cuda")
         ways: list[Callable[[], Forward] | None] = [] if skipped else [*self._ways()]
-        for make in [*ways, None]:  # None: growing.py
+        if not is_stateful(self.lm):  # growing.py pads on the left, which may change a state
+            ways.append(None)  # growing.py
+        for make in ways:
             try:
                 self._make_forward, self._forward = make, None if make is None else make()
                 obstacle = self._check_parity(gathered, paged=make is not None)

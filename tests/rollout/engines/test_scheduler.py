@@ -323,9 +323,8 @@ def test_models_without_paged_attention_sample_with_a_growing_cache(make_model, 
 @pytest.mark.parametrize(
     ("name", "settings", "obstacle"),
     [
-        ("Mamba", {"state_size": 4}, "past_key_values"),  # ignores a DynamicCache
         ("RecurrentGemma", {}, "log-probs with a growing KV cache .*limit 0.001"),  # ignores left padding
-        ("MiniMax", {"num_local_experts": 2}, "fails with a growing KV cache .ValueError"),  # has its own cache
+        ("MiniMax", {"num_local_experts": 2}, "fails with a paged KV cache .ValueError"),  # has its own cache
     ],
 )
 def test_models_that_cannot_be_sampled_with_a_cache_give_a_one_line_error(tokenizer, name, settings, obstacle):

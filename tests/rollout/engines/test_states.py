@@ -47,6 +47,8 @@ MORE_HYBRIDS: dict[str, dict[str, Any]] = {
     "GraniteMoeHybrid": THREE | MAMBA | {"layer_types": ["linear_attention", "full_attention", "linear_attention"],
                                          "num_local_experts": 4, "num_experts_per_tok": 2,
                                          "shared_intermediate_size": 32, "position_embedding_type": "rope"},
+    "Jamba": THREE | {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "num_experts": 2},
+    "Mamba2": THREE | {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "chunk_size": 16},
 }  # fmt: skip
 
 
@@ -172,3 +174,50 @@ def test_a_copy_keeps_decay_rates_in_float32():
     kinds = {name.rpartition(".")[2]: x.dtype for name, x in forward.lm.named_parameters() if "linear_attn" in name}
     assert kinds.pop("A_log") == kinds.pop("dt_bias") == torch.float32
     assert set(kinds.values()) == {torch.bfloat16}
+
+
+WIDE = dict(hidden_size=256, intermediate_size=512, max_position_embeddings=512)
+ON_GPU: dict[str, dict[str, Any]] = {
+    "Lfm2": WIDE | {"initializer_range": 0.1},
+    "Qwen3_5Text": WIDE | {"head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
+    "FalconH1": WIDE | {"head_dim": 64, "mamba_d_ssm": 512, "mamba_d_head": 64},
+    "NemotronH": WIDE | {"head_dim": 64, "mamba_head_dim": 64,
+                         "layers_block_type": ["linear_attention", "full_attention", "mlp"]},
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ON_GPU)
+def test_hybrids_sample_with_cuda_graphs(tokenizer, monkeypatch, name, dtype):
+    """As rows end, graphs of smaller batches are captured while the states of other rows are in use."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    model, lines = build(name, **{"initializer_range": 0.08} | ON_GPU[name]).cuda(), []
+    limit, autocast_dtype = (1e-4, None) if dtype == "float32" else (0.03, torch.bfloat16)
+    engine = LocalEngine(model, tokenizer, max_batch_size=20, autocast_dtype=autocast_dtype, log=lines.append)
+    prompts = [[(17 * i + 5 * j) % 258 for j in range(1 + 13 * i)] for i in range(10)]
+    requests = [
+        Request(prompt_ids=prompt, seed=10 * i + c, conversation=(i, c), max_tokens=20 + 9 * c)
+        for i, prompt in enumerate(prompts)
+        for c in range(6)
+    ]
+    for version in range(2):
+        engine.load(version)
+        first = engine.generate(requests, Sampling(stop_ids=tuple(range(0, 258, 43))))
+        turns = [
+            Request(prompt_ids=c.prompt_ids + c.ids + [7, 8], seed=i, conversation=request.conversation, max_tokens=9)
+            for i, (request, c) in enumerate(zip(requests, first, strict=True))
+        ]
+        completions = first + engine.generate(turns, Sampling())
+        logps = engine.logps([(c.prompt_ids, c.ids) for c in completions], 1.0)
+        gaps = [
+            abs(x - y) for c, row in zip(completions, logps, strict=True) for x, y in zip(c.logps, row, strict=True)
+        ]
+        print(f"{name} {dtype}: mean gap {sum(gaps) / len(gaps):.1e}, largest {max(gaps):.1e}")
+        assert sum(gaps) / len(gaps) < limit
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.05)
+    assert len(engine._scheduler.decoder.graphs) >= 4
+    assert not engine._uses_growing_cache and lines == []

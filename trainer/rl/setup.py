@@ -216,7 +216,7 @@ def start_engine(
     """Start the engine; it is closed with the run."""
     if cfg.rollout.replay_routes and expert_blocks(policy.model):
         layers = blocks_of(causal_lm(policy.model), policy.source)
-        policy.replays_routes = prepare_replay(policy, layers, run.note)
+        policy.replays_routes = prepare_replay(policy, list(layers), run.note)
     local = LocalEngine(
         policy.model,
         policy.tokenizer,

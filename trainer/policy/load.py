@@ -55,6 +55,7 @@ from rollout.model_folder import (
     resolve_model,
 )
 from rollout.routes import expert_blocks
+from rollout.state_layers import carried_state
 from trainer.config.blocks import LoraConfig, ModelConfig, check_4bit
 from trainer.config.errors import load_error
 from trainer.files.tensor_files import Record, TensorFiles, records_of_file
@@ -67,7 +68,6 @@ from trainer.policy.experts import use_grouped_matmuls
 from trainer.policy.fuse import fuse, unfuse
 from trainer.policy.logps import Policy, causal_lm, check_logps, reject_context
 from trainer.policy.offload import offload_inputs, offloads
-from trainer.policy.state_layers import carried_state
 
 # The policy and the reference are different graphs, and must match bit for bit as long as their weights are equal.
 COMPILER_OPTIONS = {

@@ -23,6 +23,7 @@ from data.packing import Batch, Item, make_batches
 from data.strided import StridedBatch
 from data.user_code import name_of
 from kernels.linear_logprob import LossFn, TokenLogps, linear_log_collision, linear_logprob, linear_logprob_loss
+from rollout.state_layers import boundaries, carried_state, separate_convolutions
 from trainer.config.errors import first_line
 from trainer.files.tensor_files import TensorFiles
 from trainer.parallel.comm import context_size
@@ -31,7 +32,6 @@ from trainer.parallel.ranks import is_main
 from trainer.parallel.watch import log
 from trainer.policy.adapters import ADAPTER
 from trainer.policy.attention import attention_masks, is_sliced, rank_slice, row_multiple, uses_flex
-from trainer.policy.state_layers import boundaries, carried_state, separate_convolutions
 
 MAX_PADDING = 0.1  # of the tokens of a micro-batch, if the model needs one sequence per row
 
@@ -292,12 +292,10 @@ def reject_context(name: str, reason: str) -> None:
         )
 
 
-def unsupported(policy: Policy) -> str:
-    """Return the last clause of an error about an unsupported model."""
-    lm = causal_lm(policy.model)
+def other_attention(lm: Any) -> str:
+    """Return the last clause of a message about a problem that may be due to flex attention."""
     other = "sdpa" if getattr(lm, "_supports_sdpa", True) else "eager"
-    flex = f" with flex; try --attn-implementation {other}" if uses_flex(lm.config) else ""
-    return f"this architecture is not supported{flex}"
+    return f"; try --attn-implementation {other}" if uses_flex(lm.config) else ""
 
 
 @contextlib.contextmanager
@@ -335,12 +333,15 @@ def choose_layout(policy: Policy, check: Callable[[Policy], None]) -> None:
             else:
                 break
         else:
-            raise UserError(f"model={policy.source}: {problems[-1]}; {unsupported(policy)}")
+            raise UserError(
+                f"model={policy.source}: {problems[-1]}; this architecture is not supported{other_attention(lm)}"
+            )
     finally:
         policy.model.train()
     if problems and is_main():
         what = "prompts are not shared" if policy.packs else "one sequence per row, and prompts are not shared"
-        log(f"model={policy.source}: {what}: {'; '.join(problems)}")
+        hint = "" if kind else other_attention(lm)
+        log(f"model={policy.source}: {what}: {'; '.join(problems)}{hint}")
 
 
 def share_batches(policy: Policy, other: Policy) -> None:

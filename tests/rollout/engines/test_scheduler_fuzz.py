@@ -51,7 +51,7 @@ class ToyDecoder:
                     break
             self.states[row] += (-1,) * int((ids[:, row] < 0).sum())  # a row that has ended runs on
         assert not self.has_states or self.states[self.cache.zero] == ()
-        return ids, np.zeros(ids.shape, np.float32)
+        return ids, np.zeros(ids.shape, np.float32), None
 
 
 def next_token(tokens: list[int], seed: int, step: int) -> int:

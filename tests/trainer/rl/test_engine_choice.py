@@ -147,7 +147,7 @@ def test_a_resumed_run_keeps_the_engine(tmp_path, monkeypatch, capsys):
     saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert saved["rollout"] == {
         "engine": "local", "max_batch_size": None, "cache_gib": None, "eval_temperature": 0.5, "eval_top_p": 1.0,
-        "eval_top_k": 0,
+        "eval_top_k": 0, "replay_routes": True,
     }  # fmt: skip
     cfg = cli.parse(["--resume", "run", "--max-steps", "2"])[1]
     assert cfg.rollout.engine == "local"

@@ -9,20 +9,33 @@ attention cannot run a model, `flex` is an error and `auto` falls back to sdpa w
 
 With context parallelism (trainer/parallel/context.py) flex and sdpa have separate names, under which a layer first
 gathers the keys and values of the whole row. Calls with a mask from transformers still compute whole rows.
+
+Other layers carry state from token to token (linear attention, Mamba, convolutions):
+
+    carried_state(config, model_class)                       # "linear_attention", "conv", ...; None: no such layers
+    separate_convolutions(model)                             # once, after loading it
+    model(**boundaries(batch, masks), ...)                   # one row of packed sequences
+
+transformers passes the boundaries of sequences to these layers: `cu_seq_lens_q` to flash-linear-attention, `seq_idx` to
+mamba-ssm and causal-conv1d. Without these packages it raises an error or, before 5.20, ignores the boundaries, which
+check_logps() detects. Convolutions need no package, because their state spans only a few tokens.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
+from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from data.errors import UserError
-from data.packing import Batch
+from data.packing import Batch, to_device
 from kernels.attention import TILE, Spans, block_mask, dense_mask, flex_attend, with_window
 from trainer.parallel.comm import context_size
 from trainer.parallel.context import BatchSlice, gather_row, slice_batch
@@ -30,6 +43,8 @@ from trainer.parallel.context import BatchSlice, gather_row, slice_batch
 NAME = "strop"  # flex attention's name among transformers' attention implementations
 SLICED = {"sdpa": "strop_sliced_sdpa", NAME: "strop_sliced_flex"}  # names with context parallelism
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # arguments that some architectures pass to attention
+STATEFUL = {"conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba"}  # layer_types of recurrent models
+CONVOLUTION = "causal_conv1d_fn"  # global function that transformers' layers call
 
 
 def load_name(choice: str, device: torch.device, *, has_sdpa: bool = True) -> str:
@@ -198,6 +213,70 @@ def attend_slice(
         assert attention_mask.shape[-1] == key.shape[2] * context_size(), (attention_mask.shape, key.shape)
         key, value = gather_row(key, value)
     return attend(module, query, key, value, attention_mask, **kwargs)
+
+
+# layers that carry state --------------------------------------------------------------------------------------------
+
+
+def carried_state(config: Any, model_class: Any) -> str | None:
+    """Return the kind of layers that carry state from one token to the next, or None."""
+    layer_types = getattr(config.get_text_config(), "layer_types", None)
+    kinds = sorted(STATEFUL.intersection(layer_types or ()))
+    if kinds or layer_types is not None:
+        return kinds[0] if kinds else None
+    return "recurrent" if getattr(model_class, "_is_stateful", False) else None
+
+
+def boundaries(batch: Batch, masks: Any) -> dict[str, Any]:
+    """Return the model's arguments for one row of packed sequences. `masks`: for its attention layers."""
+    assert len(batch.used) == 1 and batch.num_computed == batch.num_tokens, "one row without shared prompts"
+    length, device = batch.input_ids.shape[1], batch.input_ids.device
+    ends = list(itertools.accumulate(batch.lengths, initial=0))
+    if ends[-1] < length:
+        ends.append(length)  # padding is a sequence of its own
+    if not isinstance(masks, dict):
+        masks = {"full_attention": masks, "sliding_attention": masks}
+    is_start = batch.own_start == torch.arange(length, device=device)
+    return {
+        "attention_mask": {**masks, **dict.fromkeys(STATEFUL)},
+        "position_ids": batch.position_ids,
+        "cu_seq_lens_q": to_device(torch.tensor(ends), device),  # (sequences + 1,)
+        "seq_idx": is_start.cumsum(dim=1, dtype=torch.int32) - 1,  # (1, T)
+    }
+
+
+def separate_convolutions(lm: nn.Module) -> None:
+    """Make the model's convolutions stop at boundaries, in the transformers file that defines its layers."""
+    if find_spec("causal_conv1d") is not None:  # its kernel does
+        return
+    for name in {type(module).__module__ for module in lm.modules()}:
+        code = vars(sys.modules[name])
+        if CONVOLUTION in code and not hasattr(code[CONVOLUTION], "joined"):
+            code[CONVOLUTION] = separated(code[CONVOLUTION])
+
+
+def separated(convolution: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the convolution with an argument seq_idx, as in causal-conv1d. Other calls stay as they are."""
+
+    @functools.wraps(convolution)
+    def convolve(
+        x: Tensor,  # (1, C, T)
+        weight: Tensor,  # (C, K)
+        *args: Any,
+        seq_idx: Tensor | None = None,  # (1, T) int32, from 0
+        cu_seq_lens_q: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:  # (1, C, T)
+        if seq_idx is None:
+            return convolution(x, weight, *args, **kwargs)
+        num_gaps = int(seq_idx[0, -1]) if cu_seq_lens_q is None else len(cu_seq_lens_q) - 2
+        gap = weight.shape[-1] - 1  # zeros between sequences, so that no output covers two of them
+        place = torch.arange(x.shape[-1], device=x.device) + gap * seq_idx[0]
+        apart = x.new_zeros(*x.shape[:-1], x.shape[-1] + gap * num_gaps).index_copy(2, place, x)
+        return convolution(apart, weight, *args, **kwargs)[:, :, place]
+
+    convolve.joined = convolution  # type: ignore[attr-defined]
+    return convolve
 
 
 @functools.cache

@@ -15,9 +15,9 @@ from typing import NamedTuple, TypeVar
 from trainer.config.blocks import MethodConfig
 from trainer.parallel.comm import is_main
 from trainer.parallel.watch import log
+from trainer.policy.attention import carried_state
 from trainer.policy.load import blocks_of, compile_blocks
 from trainer.policy.logps import Policy, causal_lm
-from trainer.policy.state_layers import carried_state
 
 Config = TypeVar("Config", bound=MethodConfig)
 # Compiling takes 30 to 60 s and makes a step 1.4 to 1.7 times as fast (one H200): 1 s steps recover that time within 70

@@ -59,11 +59,10 @@ from trainer.parallel.comm import is_main, world_size
 from trainer.parallel.dtensor import local, local_slices
 from trainer.parallel.watch import log
 from trainer.policy.adapters import add_adapter, attach_adapter, continue_adapter, freeze_except, read_by_kernels
-from trainer.policy.attention import choose_attention, load_name
+from trainer.policy.attention import carried_state, choose_attention, load_name
 from trainer.policy.fuse import fuse, unfuse
 from trainer.policy.logps import Policy, causal_lm, check_logps, reject_context
 from trainer.policy.offload import offload_inputs, offloads
-from trainer.policy.state_layers import carried_state
 
 # The policy and the reference are different graphs, and must match bit for bit as long as their weights are equal.
 COMPILER_OPTIONS = {

@@ -30,8 +30,16 @@ from trainer.parallel.dtensor import Gatherer
 from trainer.parallel.ranks import is_main
 from trainer.parallel.watch import log
 from trainer.policy.adapters import ADAPTER
-from trainer.policy.attention import attention_masks, is_sliced, rank_slice, row_multiple, uses_flex
-from trainer.policy.state_layers import boundaries, carried_state, separate_convolutions
+from trainer.policy.attention import (
+    attention_masks,
+    boundaries,
+    carried_state,
+    is_sliced,
+    rank_slice,
+    row_multiple,
+    separate_convolutions,
+    uses_flex,
+)
 
 MAX_PADDING = 0.1  # of the tokens of a micro-batch, if the model needs one sequence per row
 
@@ -312,9 +320,9 @@ def choose_layout(policy: Policy, check: Callable[[Policy], None]) -> None:
         problems = [f"{kind} layers of model_type={lm.config.model_type} carry state from one token to the next"]
         separate_convolutions(lm)
     layouts = [(True, True), (True, False), (False, False)]
-    policy.model.eval()
     try:
         for policy.packs, policy.can_share in layouts[1:] if kind else layouts:
+            policy.model.eval()
             try:
                 check(policy)
             except UserError as error:
@@ -328,7 +336,9 @@ def choose_layout(policy: Policy, check: Callable[[Policy], None]) -> None:
         policy.model.train()
     if problems and is_main():
         what = "prompts are not shared" if policy.packs else "one sequence per row, and prompts are not shared"
-        log(f"model={policy.source}: {what}: {'; '.join(problems)}")
+        if uses_flex(lm.config) and kind is None:
+            problems.append("try --attn-implementation sdpa")
+        log(f"model={policy.source}: {what}: {'; '.join(dict.fromkeys(problems))}")
 
 
 def share_batches(policy: Policy, other: Policy) -> None:
@@ -396,7 +406,7 @@ def values_without_leak(
 
     Layers that carry state may use other kernels in training mode (mamba-ssm), so both modes are probed.
     """
-    if policy.model.training is False and policy.packs and policy.carried_state:
+    if policy.packs and policy.carried_state and not policy.model.training:
         policy.model.train()
         values_without_leak(policy, batch, sequences, function)
         policy.model.eval()

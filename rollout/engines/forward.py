@@ -232,7 +232,6 @@ class TransformersForward:
         self._past: Any = None  # transformers cache that passes the states to the model; None: no states
         self._states: list[tuple[dict[int, Tensor], int]] = []  # entries of _past to replace by a pass's states
         _register()
-        self.states = self._find_states() if is_stateful(lm) else []
 
     def cover(self, length: int) -> bool:
         return True  # the model computes its rotary embeddings itself
@@ -320,9 +319,11 @@ class TransformersForward:
         ):
             return self.lm.base_model(input_ids=ids, position_ids=position.long(), **options).last_hidden_state
 
-    @torch.no_grad()
-    def _find_states(self) -> list[StateShape]:
-        """Run one token, so that transformers allocates the states. Later passes replace them in the same cache."""
+    @functools.cached_property
+    def states(self) -> Sequence[StateShape]:
+        """Run one token in evaluation mode, so that transformers allocates states. Later passes replace them."""
+        if not is_stateful(self.lm):
+            return ()
         from transformers import DynamicCache
 
         is_mamba = "cache_params" in inspect.signature(self.lm.base_model.forward).parameters  # without attention
@@ -330,7 +331,8 @@ class TransformersForward:
         self._past = DynamicCache(config=self.lm.config.get_text_config())
         self._past.update = lambda key, value, *_, **__: (key, value)  # attention appends to the paged cache itself
         one = torch.zeros(1, 1, dtype=torch.int64, device=self.shape.device)
-        self._call(one, one, lambda layer, query, key, value, scale: torch.zeros_like(query.transpose(1, 2)))
+        with torch.no_grad():
+            self._call(one, one, lambda layer, query, *_, **__: torch.zeros_like(query.transpose(1, 2)))
         shapes = []
         for layer in self._past.layers:
             for name in ("conv_states", "recurrent_states"):

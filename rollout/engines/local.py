@@ -283,7 +283,8 @@ class LocalEngine:
         self.choose_forward()
         if not self._uses_growing_cache:
             longest = [[i] * prompt_length for i in range(prompts)]
-            self._prepare_scheduler([Job(prompt, 0, max_tokens) for prompt in longest for _ in range(group)])
+            with evaluating(self.model, None):
+                self._prepare_scheduler([Job(prompt, 0, max_tokens) for prompt in longest for _ in range(group)])
 
     def _measure_share(self, jobs: Sequence[Job]) -> None:
         """If due, measure how much of the adapter's effect the engine keeps: policy/adapter_retained_frac."""

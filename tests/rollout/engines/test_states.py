@@ -79,7 +79,7 @@ def build_float64(name: str) -> Any:
 def full_logps(model: Any, completion: Completion) -> torch.Tensor:  # (T,) float64
     """One forward pass over prompt and completion, without a cache."""
     ids = torch.tensor([completion.prompt_ids + completion.ids])
-    logps = model(input_ids=ids, use_cache=False).logits[0, :-1].double().log_softmax(dim=-1)
+    logps = model.eval()(input_ids=ids, use_cache=False).logits[0, :-1].double().log_softmax(dim=-1)
     return logps[len(completion.prompt_ids) - 1 :].gather(1, torch.tensor(completion.ids)[:, None])[:, 0]
 
 
@@ -90,7 +90,8 @@ def gap(model: Any, completions: list[Completion]) -> float:
 @pytest.mark.parametrize("name", [*HYBRIDS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_HYBRIDS)])
 def test_hybrids_sample_with_their_full_forward_log_probs(tokenizer, monkeypatch, name):
     """Groups, unequal prompts, more requests than rows, requeued rows, stop ids, turns and new weights."""
-    model, sampling, lines = build(name), Sampling(max_tokens=20), []
+    model, sampling, lines = build(name).train(), Sampling(max_tokens=20), []
+    model.gradient_checkpointing_enable()  # in training mode it would disable caches
     monkeypatch.setitem(local_engine.STEPS_PER_SYNC, "cpu", 5)  # rows run on after their end
     plain = [replace(r, max_tokens=None) for r in requests_for(2) if len(r.prompt_ids) in (1, 17, 40)]
     least, _ = cache_pages([Job(r.prompt_ids, 0, 20) for r in plain], page=16, rows=3)

@@ -330,9 +330,14 @@ class TransformersForward:
         self._cache_name = "cache_params" if is_mamba else "past_key_values"
         self._past = DynamicCache(config=self.lm.config.get_text_config())
         self._past.update = lambda key, value, *_, **__: (key, value)  # attention appends to the paged cache itself
-        one = torch.zeros(1, 1, dtype=torch.int64, device=self.shape.device)
-        with torch.no_grad():
-            self._call(one, one, lambda layer, query, *_, **__: torch.zeros_like(query.transpose(1, 2)))
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.shape.device)
+
+        def run(num_tokens: int) -> None:
+            ids = tokens[:, :num_tokens]
+            with torch.no_grad():
+                self._call(ids, ids, lambda layer, query, *_, **__: torch.zeros_like(query.transpose(1, 2)))
+
+        run(1)
         shapes = []
         for layer in self._past.layers:
             for name in ("conv_states", "recurrent_states"):
@@ -344,6 +349,14 @@ class TransformersForward:
                         self._states.append((getattr(layer, name), index))
         if not shapes:
             raise ValueError("its layers put no states into a transformers cache")
+        ends = []
+        for start in (0.0, 1.0):
+            for (entries, index), shape in zip(self._states, shapes, strict=True):
+                entries[index] = torch.full((1, *shape.size), start, dtype=shape.dtype, device=tokens.device)
+            run(2)
+            ends.append([entries[index] for layer in self._past.layers for entries, index in recurrent_of(layer)])
+        if any(torch.equal(a, b) for a, b in zip(*ends, strict=True)):  # Mamba-1 in transformers 5.22
+            raise ValueError("its layers ignore the state before several tokens")
         return shapes
 
     @contextmanager
@@ -373,6 +386,12 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
     finally:
         for module, call in zip(compiled, calls, strict=True):
             module._compiled_call_impl = call
+
+
+def recurrent_of(layer: Any) -> list[tuple[dict[int, Tensor], int]]:
+    """Return a transformers cache layer's recurrent states, as (dict, key) pairs."""
+    entries = getattr(layer, "recurrent_states", {})
+    return [(entries, index) for index, state in entries.items() if state is not None]
 
 
 def has_time_step_limit(module: nn.Module) -> bool:

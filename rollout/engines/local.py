@@ -389,7 +389,7 @@ class LocalEngine:
                     self.log(f"rollout: sampling {name} {how} (slower): {skipped}")
                 return
             self._release()
-            skipped = obstacle
+            self._make_forward, skipped = None, obstacle
         raise UserError(f"rollout.engine=local: {name} cannot be sampled: {skipped}; use --rollout.engine vllm")
 
     def _ways(self) -> list[Callable[[], Forward]]:

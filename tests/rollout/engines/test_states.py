@@ -47,7 +47,6 @@ MORE_HYBRIDS: dict[str, dict[str, Any]] = {
     "GraniteMoeHybrid": THREE | MAMBA | {"layer_types": ["linear_attention", "full_attention", "linear_attention"],
                                          "num_local_experts": 4, "num_experts_per_tok": 2,
                                          "shared_intermediate_size": 32, "position_embedding_type": "rope"},
-    "Jamba": THREE | {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "num_experts": 2},
     "Mamba2": THREE | {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "chunk_size": 16},
 }  # fmt: skip
 

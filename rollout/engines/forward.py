@@ -350,11 +350,14 @@ class TransformersForward:
         if not shapes:
             raise ValueError("its layers put no states into a transformers cache")
         ends = []
-        for start in (0.0, 1.0):
+        for start in (0.0, 1e6):  # large, so that a fast decay does not hide it
             for (entries, index), shape in zip(self._states, shapes, strict=True):
-                entries[index] = torch.full((1, *shape.size), start, dtype=shape.dtype, device=tokens.device)
+                entries[index] = torch.zeros(1, *shape.size, dtype=shape.dtype, device=tokens.device)
+            recurrent = [pair for layer in self._past.layers for pair in recurrent_of(layer)]
+            for entries, index in recurrent:
+                entries[index].fill_(start)
             run(2)
-            ends.append([entries[index] for layer in self._past.layers for entries, index in recurrent_of(layer)])
+            ends.append([entries[index] for entries, index in recurrent])
         if any(torch.equal(a, b) for a, b in zip(*ends, strict=True)):  # Mamba-1 in transformers 5.22
             raise ValueError("its layers ignore the state before several tokens")
         return shapes

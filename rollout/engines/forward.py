@@ -259,7 +259,6 @@ class TransformersForward:
         self._past: Any = None  # transformers cache that passes the states to the model; None: no states
         self._states: list[tuple[dict[int, Tensor], int]] = []  # entries of _past to replace by a pass's states
         _register()
-        self.states = self._find_states() if is_stateful(lm) else []
 
     def cover(self, length: int) -> bool:
         return True  # the model computes its rotary embeddings itself
@@ -353,17 +352,25 @@ class TransformersForward:
             self.routes = stack(chosen, self.route_shape.num_experts)
             return hidden
 
-    @torch.no_grad()
-    def _find_states(self) -> list[StateShape]:
-        """Run one token, so that transformers allocates the states. Later passes replace them in the same cache."""
+    @functools.cached_property
+    def states(self) -> Sequence[StateShape]:
+        """Run one token in evaluation mode, so that transformers allocates states. Later passes replace them."""
+        if not is_stateful(self.lm):
+            return ()
         from transformers import DynamicCache
 
         is_mamba = "cache_params" in inspect.signature(self.lm.base_model.forward).parameters  # without attention
         self._cache_name = "cache_params" if is_mamba else "past_key_values"
         self._past = DynamicCache(config=self.lm.config.get_text_config())
         self._past.update = lambda key, value, *_, **__: (key, value)  # attention appends to the paged cache itself
-        one = torch.zeros(1, 1, dtype=torch.int64, device=self.shape.device)
-        self._call(one, one, lambda layer, query, key, value, **_: torch.zeros_like(query.transpose(1, 2)))
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.shape.device)
+
+        def run(num_tokens: int) -> None:
+            ids = tokens[:, :num_tokens]
+            with torch.no_grad():
+                self._call(ids, ids, lambda layer, query, *_, **__: torch.zeros_like(query.transpose(1, 2)))
+
+        run(1)
         shapes = []
         for layer in self._past.layers:
             for name in ("conv_states", "recurrent_states"):
@@ -375,6 +382,17 @@ class TransformersForward:
                         self._states.append((getattr(layer, name), index))
         if not shapes:
             raise ValueError("its layers put no states into a transformers cache")
+        ends = []
+        for start in (0.0, 1e6):  # large, so that a fast decay does not hide it
+            for (entries, index), shape in zip(self._states, shapes, strict=True):
+                entries[index] = torch.zeros(1, *shape.size, dtype=shape.dtype, device=tokens.device)
+            recurrent = [pair for layer in self._past.layers for pair in recurrent_of(layer)]
+            for entries, index in recurrent:
+                entries[index].fill_(start)
+            run(2)
+            ends.append([entries[index] for entries, index in recurrent])
+        if any(torch.equal(a, b) for a, b in zip(*ends, strict=True)):  # Mamba-1 in transformers 5.22
+            raise ValueError("its layers ignore the state before several tokens")
         return shapes
 
     @contextmanager
@@ -402,6 +420,12 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
     finally:
         for module, forward in zip(compiled, forwards, strict=True):
             module.forward = forward
+
+
+def recurrent_of(layer: Any) -> list[tuple[dict[int, Tensor], int]]:
+    """Return a transformers cache layer's recurrent states, as (dict, key) pairs."""
+    entries = getattr(layer, "recurrent_states", {})
+    return [(entries, index) for index, state in entries.items() if state is not None]
 
 
 def has_time_step_limit(module: nn.Module) -> bool:

@@ -282,7 +282,8 @@ class LocalEngine:
         self.choose_forward()
         if not self._uses_growing_cache:
             longest = [[i] * prompt_length for i in range(prompts)]
-            self._prepare_scheduler([Job(prompt, 0, max_tokens) for prompt in longest for _ in range(group)])
+            with evaluating(self.model, None):
+                self._prepare_scheduler([Job(prompt, 0, max_tokens) for prompt in longest for _ in range(group)])
 
     def _measure_share(self, jobs: Sequence[Job]) -> None:
         """If due, measure how much of the adapter's effect the engine keeps: policy/adapter_retained_frac."""
@@ -390,7 +391,7 @@ class LocalEngine:
                     self.log(f"rollout: sampling {name} {how} (slower): {skipped}")
                 return
             self._release()
-            skipped = obstacle
+            self._make_forward, skipped = None, obstacle
         raise UserError(f"rollout.engine=local: {name} cannot be sampled: {skipped}; use --rollout.engine vllm")
 
     def _ways(self) -> list[Callable[[], Forward]]:

@@ -322,9 +322,9 @@ def choose_layout(policy: Policy, check: Callable[[Policy], None]) -> None:
         problems = [f"{kind} layers of model_type={lm.config.model_type} carry state from one token to the next"]
         separate_convolutions(lm)
     layouts = [(True, True), (True, False), (False, False)]
-    policy.model.eval()
     try:
         for policy.packs, policy.can_share in layouts[1:] if kind else layouts:
+            policy.model.eval()
             try:
                 check(policy)
             except UserError as error:
@@ -341,7 +341,7 @@ def choose_layout(policy: Policy, check: Callable[[Policy], None]) -> None:
     if problems and is_main():
         what = "prompts are not shared" if policy.packs else "one sequence per row, and prompts are not shared"
         hint = "" if kind else other_attention(lm)
-        log(f"model={policy.source}: {what}: {'; '.join(problems)}{hint}")
+        log(f"model={policy.source}: {what}: {'; '.join(dict.fromkeys(problems))}{hint}")
 
 
 def share_batches(policy: Policy, other: Policy) -> None:

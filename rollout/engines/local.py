@@ -371,7 +371,8 @@ class LocalEngine:
         ways: list[Callable[[], Forward] | None] = [] if skipped else [*self._ways()]
         for make in [*ways, None]:  # None: growing.py
             try:
-                self._make_forward, self._forward = make, None if make is None else make()
+                with evaluating(self.model, None):  # a model with states runs once, and caches them only in this mode
+                    self._make_forward, self._forward = make, None if make is None else make()
                 obstacle = self._check_parity(gathered, paged=make is not None)
             except torch.OutOfMemoryError:
                 raise

@@ -77,7 +77,7 @@ def build_float64(name: str) -> Any:
 def full_logps(model: Any, completion: Completion) -> torch.Tensor:  # (T,) float64
     """One forward pass over prompt and completion, without a cache."""
     ids = torch.tensor([completion.prompt_ids + completion.ids])
-    logps = model(input_ids=ids, use_cache=False).logits[0, :-1].double().log_softmax(dim=-1)
+    logps = model.eval()(input_ids=ids, use_cache=False).logits[0, :-1].double().log_softmax(dim=-1)
     return logps[len(completion.prompt_ids) - 1 :].gather(1, torch.tensor(completion.ids)[:, None])[:, 0]
 
 
@@ -89,6 +89,7 @@ def gap(model: Any, completions: list[Completion]) -> float:
 def test_hybrids_sample_with_their_full_forward_log_probs(tokenizer, monkeypatch, name):
     """Groups, unequal prompts, more requests than rows, requeued rows, stop ids, turns and new weights."""
     model, sampling, lines = build(name), Sampling(max_tokens=20), []
+    model.train().gradient_checkpointing_enable()  # as in a run: training with checkpointing uses no cache
     monkeypatch.setitem(local_engine.STEPS_PER_SYNC, "cpu", 5)  # rows run on after their end
     plain = [replace(request, max_tokens=None) for request in requests_for(2)]
     least, _ = cache_pages([Job(r.prompt_ids, 0, 20) for r in plain], page=16, rows=3)

@@ -28,6 +28,26 @@ OWN = {
     "tiny": ("qwen3", 128, 256, 3, 4, 2, 32, 275, True, 512),
     "smollm2-135m": ("llama", 576, 1536, 30, 9, 3, 64, 49152, True, 8192),
 }
+# Models whose layers carry state: model type and config. The first has the proportions of Qwen3.5, the second of LFM2.
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3.5-1b": ("qwen3_5_text", {
+        "hidden_size": 1536, "intermediate_size": 4608, "num_hidden_layers": 24, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 6,
+    }),
+    "lfm2-1.2b": ("lfm2", {
+        "hidden_size": 2048, "intermediate_size": 8192, "block_auto_adjust_ff_dim": False, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 65536, "tie_word_embeddings": True,
+        "layer_types": ["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)],
+    }),
+    "tiny-qwen3.5": ("qwen3_5_text", {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16, "vocab_size": 512, "tie_word_embeddings": True,
+        "layer_types": ["linear_attention", "full_attention"],
+    }),
+}  # fmt: skip
 CONTEXT = 2048  # tokens; the tiny model has 512
 
 
@@ -84,9 +104,10 @@ def shape_config(shape: str) -> Any:
     if shape in OWN:
         kind, *values = OWN[shape]
         return AutoConfig.for_model(kind, **dict(zip((*FIELDS, "max_position_embeddings"), values, strict=True)))
-    if shape not in KNOWN:
-        raise ValueError(f"shape={shape}: must be one of {', '.join([*OWN, *KNOWN])}")
-    config = known_config(shape)
+    if shape not in {**KNOWN, **HYBRIDS}:
+        raise ValueError(f"shape={shape}: must be one of {', '.join([*OWN, *KNOWN, *HYBRIDS])}")
+    kind, values = HYBRIDS.get(shape, ("", {}))
+    config = AutoConfig.for_model(kind, **values) if kind else known_config(shape)
     config.max_position_embeddings = 40960
     return config
 

@@ -8,9 +8,12 @@
     python -m bench.vs_trl grpo [--shape qwen3-0.6b]       # TRL runs vLLM in its own process
     python -m bench.vs_trl grpo --prompts 64 --completion 256 --trl-accumulation 8
     python -m bench.vs_trl grpo --lora 16 --ways TRL "ours, compile, local"
+    python -m bench.vs_trl sft --shape qwen3.5-1b --ways TRL "ours, bf16" "ours, bf16, rows"
+    python -m bench.vs_trl grpo --shape qwen3.5-1b --no-trl-vllm --ways TRL "ours, local" "ours, rows, local"
 
 In grpo, ways named `local` sample in the trainer's process, other ways on a strop vLLM server. TRL and the local ways
-have the GPU to themselves; the server starts after them.
+have the GPU to themselves; the server starts after them. Ways named `rows` put one sequence in a row instead of packing
+them, as without flash-linear-attention for qwen3.5-1b.
 
 Weights are random, prompts have 256 tokens, row responses are log-normal (median 200, at most 767), grpo completions
 have 512 tokens. Each way runs the real loop, `python -m trainer` or TRL's trainer.train(), including data loading and
@@ -66,9 +69,9 @@ import torch
 import tyro
 
 from bench.common import ROOT, Row, Timing, emit, make_row, require_commit
+from bench.served import shape_config
 from data.loader import Loader
 from trainer.config.blocks import RunConfig
-from trainer.plan import KNOWN, known_config
 
 TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512}  # fmt: skip
@@ -92,6 +95,7 @@ OURS = {
 }
 SHOW_S = 10  # seconds between printed lines of a run
 RESULT = "measured: "  # prefix of result lines of the measuring process
+CHOSEN = ("model=", "rollout: ")  # prefixes of lines that say how strop packs and samples a model
 TRL = {"TRL": True, "TRL, no checkpointing": False}
 ERRORS = {"dpo": "first_loss", "sft": "first_loss", "kto": "first_loss", "grpo": "logp_gap"}
 EXACT = {"dpo": math.log(2), "kto": 0.5}  # first loss, with equal policy and reference
@@ -135,7 +139,7 @@ def dpo(
 
     Args:
         out: File to append the rows to.
-        shape: A model of trainer.plan, or tiny.
+        shape: A model of trainer.plan or bench.served, or tiny.
         lora: LoRA rank; 0 trains all weights.
         ways: Names of the ways to run; empty: all applicable.
         pairs: Pairs per step.
@@ -156,7 +160,7 @@ def sft(
 
     Args:
         out: File to append the rows to.
-        shape: A model of trainer.plan, or tiny.
+        shape: A model of trainer.plan or bench.served, or tiny.
         lora: LoRA rank; 0 trains all weights.
         ways: Names of the ways to run; empty: all applicable.
         rows: Rows per step.
@@ -177,7 +181,7 @@ def kto(
 
     Args:
         out: File to append the rows to.
-        shape: A model of trainer.plan, or tiny.
+        shape: A model of trainer.plan or bench.served, or tiny.
         lora: LoRA rank; 0 trains all weights.
         ways: Names of the ways to run; empty: all applicable.
         rows: Rows per step.
@@ -253,13 +257,14 @@ def grpo(
     steps: int = 12,
     share: float = 0.3,
     trl_accumulation: int = 1,
+    trl_vllm: bool = True,
     more: str = "",
 ) -> None:
     """Sampling, rewards, one optimizer step, weight sync; a new policy samples each step.
 
     Args:
         out: File to append the rows to.
-        shape: A model of trainer.plan, or tiny.
+        shape: A model of trainer.plan or bench.served, or tiny.
         lora: LoRA rank; 0 trains all weights. Only with local ways.
         ways: Names of the ways to run; empty: TRL and the local ways.
         prompts: Prompts per step.
@@ -270,6 +275,7 @@ def grpo(
             values of all completions of a step.
         trl_accumulation: Number of parts in which TRL trains a step's completions, if they do not fit together; it
             always samples them together.
+        trl_vllm: Let TRL sample with vLLM on a GPU, instead of transformers.
         more: Additional strop flags, as one string.
     """
     require_commit()
@@ -286,8 +292,10 @@ def grpo(
         flags += ["--max-tokens-per-micro-batch", "65536"]
         job = {"method": "grpo", "rows": rows, "group": group, "completion": completion, "steps": steps}
         job |= {"extra": 0}
-        pool_bytes = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * LONGEST * rows
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        pool_bytes = 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim * LONGEST * rows
         job |= {"share": share, "lora": lora, "pool_bytes": pool_bytes, "accumulation": trl_accumulation}
+        job |= {"trl_vllm": trl_vllm and torch.cuda.is_available()}
         size = {"prompts": prompts, "G": group, "P": PROMPT, "R": completion} | ({"lora": lora} if lora else {})
         size |= {"layers": config.num_hidden_layers, "D": config.hidden_size}
         exit_if_missing(measure("grpo", folder, ways, flags, job, size, out, trl, strop))
@@ -302,7 +310,7 @@ def measure(
     for way in chosen:
         if way not in TRL and base_of(way) not in OURS:
             names = ", ".join([*TRL, *OURS])
-            raise ValueError(f"ways={way}: must be one of {names}, optionally followed by '{LOCAL}'")
+            raise ValueError(f"ways={way}: must be one of {names}, optionally followed by '{ROWS}' and '{LOCAL}'")
     trl_ways = [way for way in chosen if way in TRL]
     strop_ways = [way for way in chosen if way not in TRL]
     served = [way for way in strop_ways if not way.endswith(LOCAL)] if method == "grpo" else []
@@ -368,7 +376,7 @@ def row_of(method: str, way: str, measured: Measured, trl: dict[str, Row], size:
 
 
 OVERWRITE = "--overwrite-output-dir"
-AWAKE, ASYNC, LOCAL = ", server awake", ", async", ", local"
+AWAKE, ASYNC, LOCAL, ROWS = ", server awake", ", async", ", local", ", rows"
 
 
 def ways_of(method: str, lora: int) -> list[str]:
@@ -386,7 +394,7 @@ def ways_of(method: str, lora: int) -> list[str]:
 
 def base_of(way: str) -> str:
     """Return the way's name in OURS."""
-    for suffix in (LOCAL, ASYNC, AWAKE):
+    for suffix in (LOCAL, ASYNC, AWAKE, ROWS):
         way = way.removesuffix(suffix)
     return way
 
@@ -394,6 +402,7 @@ def base_of(way: str) -> str:
 def flags_of(method: str, way: str, urls: list[str]) -> list[str]:
     flags = list(OURS[base_of(way)])
     flags += [] if "--compile" in flags else ["--compile", "false"]
+    flags += ["--no-packing"] if ROWS in way else []
     if method == "grpo":
         flags += ["--rollout.engine", "local" if way.endswith(LOCAL) else "vllm"]
     if urls:
@@ -431,6 +440,8 @@ class Side:
                     yield way, Measured(**result)
                     continue
                 lines.append(line)
+                if line.startswith(CHOSEN):
+                    print(line.rstrip(), flush=True)
                 if time.monotonic() - shown > SHOW_S and line.strip():
                     shown = time.monotonic()
                     print(f"{shown - started:.0f} s: {line.strip()[:110]}", flush=True)
@@ -510,9 +521,7 @@ def make_model(shape: str, folder: Path) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    if shape != "tiny" and shape not in KNOWN:
-        raise ValueError(f"shape={shape}: must be one of {', '.join(KNOWN)}, tiny")
-    config = AutoConfig.for_model("qwen3", **TINY) if shape == "tiny" else known_config(shape)
+    config = AutoConfig.for_model("qwen3", **TINY) if shape == "tiny" else shape_config(shape)
     config.max_position_embeddings, config.eos_token_id, config.bos_token_id = 4096, 0, None
     on_cuda = torch.cuda.is_available()
     torch.manual_seed(0)

@@ -293,7 +293,8 @@ def test_vs_trl_measures_every_offline_method(tmp_path, monkeypatch):
     vs_trl.dpo(out, shape="tiny", ways=("ours",), pairs=1, steps=6)
     vs_trl.sft(out, shape="tiny", ways=("ours",), rows=2, steps=6)
     vs_trl.kto(out, shape="tiny", ways=("ours",), rows=2, steps=6)
-    for r, name in zip(read_rows([out]), ("dpo", "sft", "kto"), strict=True):
+    vs_trl.sft(out, shape="tiny-qwen3.5", ways=("ours, rows",), rows=2, steps=6)
+    for r, name in zip(read_rows([out]), ("dpo", "sft", "kto", "sft"), strict=True):
         assert r.bench == f"vs_trl/{name}" and r.errors["first_loss"] < 1e-6, "the first loss is that of the exact rows"
         assert r.rate > 0 and 2 * (8 + 8) < r.extra["step_tokens"] <= 2 * 40
 
@@ -328,6 +329,14 @@ def test_vs_trl_keeps_one_process_per_side_and_continues_after_a_failure(monkeyp
                 child = side._child
                 raise OSError("disk full")
         assert side._child is None and child.returncode == -signal.SIGKILL
+
+
+def test_vs_trl_flags_of_ways():
+    for way, engine, packs in (("ours, bf16, local", "local", True), ("ours, bf16, rows, local", "local", False),
+                               ("ours, bf16, rows", "vllm", False)):  # fmt: skip
+        flags = vs_trl.flags_of("grpo", way, [])
+        assert vs_trl.base_of(way) == "ours, bf16" and flags[flags.index("--rollout.engine") + 1] == engine
+        assert ("--no-packing" not in flags) == packs
 
 
 def test_vs_trl_gives_both_sides_the_rows_of_a_step(tmp_path):

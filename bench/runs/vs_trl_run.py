@@ -140,7 +140,7 @@ def run_trl(job: dict[str, Any]) -> Measured:
         from trl import GRPOConfig, GRPOTrainer
 
         options |= {
-            "num_generations": job["group"], "max_completion_length": job["completion"], "use_vllm": on_cuda,
+            "num_generations": job["group"], "max_completion_length": job["completion"], "use_vllm": job["trl_vllm"],
             "vllm_mode": "colocate", "vllm_gpu_memory_utilization": job["share"], "vllm_max_model_length": LONGEST,
         }  # fmt: skip
         trainer = GRPOTrainer(args=GRPOConfig(**options), reward_funcs=[reward], **shared)

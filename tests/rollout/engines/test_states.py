@@ -15,7 +15,7 @@ from rollout.engine import Request, Sampling
 from rollout.engines import decoder as decoder_module
 from rollout.engines import local as local_engine
 from rollout.engines.decoder import PrefillJob, by_length
-from rollout.engines.forward import StateShape, TransformersForward
+from rollout.engines.forward import StateShape, TransformersForward, paged_obstacle
 from rollout.engines.local import LocalEngine, cache_pages
 from rollout.engines.scheduler import Job
 from tests.models import SAMPLED, full_logps, gap, make_model
@@ -23,7 +23,7 @@ from tests.rollout.engines.test_scheduler import count_prefilled, requests_for
 
 ROUNDING = 1e-5  # mean; the full forward's largest error is 4e-4 (Qwen3_5Text in float32 vs. float64)
 ALWAYS = ("lfm2", "qwen3_5_text", "nemotron_h")
-HYBRIDS = [kind for kind in SAMPLED if kind not in ("kimi_linear", "zamba2")]  # these two use growing.py
+HYBRIDS = [kind for kind in SAMPLED if kind not in ("jamba", "kimi_linear", "zamba2")]  # these three use growing.py
 
 
 def build(kind: str) -> Any:
@@ -118,6 +118,10 @@ def test_prompts_of_many_lengths_are_prefilled_in_few_passes():
         assert (part.source, part.start, len(part.slots)) == (source, 2 + len(ids), 2 + len(ids) + len(part.ids))
         seen[part.target] = part.target, ids + part.ids
     assert [ids for _, ids in seen.values()] == [fill.ids for fill in fills]
+
+
+def test_layers_that_cannot_continue_from_a_state_use_no_pages():
+    assert "Mamba-1" in (paged_obstacle(build("jamba"), needs_kernels=False) or "")
 
 
 def test_states_take_at_most_half_of_the_cache_memory(tokenizer):

@@ -27,11 +27,12 @@ from torch import Tensor
 from bench.table import between_markers
 from data.errors import UserError
 from data.packing import Item, make_batches
-from rollout.engine import Completion, Request, Sampling
+from rollout.engine import Request, Sampling
 from rollout.engines.forward import BlockForward, TransformersForward, block_obstacle
 from rollout.engines.local import LocalEngine
 from rollout.routes import expert_blocks
 from tests.entry import ROOT, run_ranks
+from tests.rollout.engines.test_states import gap
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.parallel import comm
 from trainer.policy import attention
@@ -232,18 +233,6 @@ def sample(model: Any) -> str:
         return "growing"
     assert engine._forward is not None
     return "blocks" if type(engine._forward) is BlockForward else "paged, states" if engine._forward.states else "paged"
-
-
-@torch.no_grad()
-def full_logps(model: Any, completion: Completion) -> Tensor:  # (T,) float64
-    """One forward pass over prompt and completion, without a cache."""
-    ids = torch.tensor([completion.prompt_ids + completion.ids])
-    logps = model(input_ids=ids, use_cache=False).logits[0, :-1].double().log_softmax(dim=-1)
-    return logps[len(completion.prompt_ids) - 1 :].gather(1, torch.tensor(completion.ids)[:, None])[:, 0]
-
-
-def gap(model: Any, completions: list[Completion]) -> float:
-    return float(torch.cat([(full_logps(model, c) - torch.tensor(c.logps).double()).abs() for c in completions]).mean())
 
 
 def context_cells(folders: Iterable[str]) -> None:

@@ -6,6 +6,7 @@ import pytest
 import transformers
 
 from data.errors import UserError
+from rollout.engines.forward import paged_obstacle
 from tests.entry import ROOT
 from tests.models import ATTENTION, CPU, RECURRENT, all_rows, make_model, read_rows, row_of
 from trainer.policy.load import quantize_layers
@@ -40,3 +41,8 @@ def test_models_without_linear_layers_are_rejected_in_4_bits():
 
 def test_the_logit_cap_of_xlstm_is_applied():
     assert head_of(make_model("xlstm"))["softcap"] == 30
+
+
+def test_layers_that_cannot_continue_from_a_state_use_no_pages():
+    """Rows that were evicted and turns of a conversation start from a state."""
+    assert "Mamba-1" in (paged_obstacle(make_model("jamba"), needs_kernels=False) or "")

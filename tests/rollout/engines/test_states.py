@@ -11,24 +11,51 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.engine import Request, Sampling
+from rollout.engine import Completion, Request, Sampling
 from rollout.engines import decoder as decoder_module
 from rollout.engines import local as local_engine
 from rollout.engines.decoder import PrefillJob, by_length
-from rollout.engines.forward import StateShape, TransformersForward, paged_obstacle
+from rollout.engines.forward import StateShape, TransformersForward
 from rollout.engines.local import LocalEngine, cache_pages
 from rollout.engines.scheduler import Job
-from tests.models import SAMPLED, full_logps, gap, make_model
 from tests.rollout.engines.test_scheduler import count_prefilled, requests_for
 
 ROUNDING = 1e-5  # mean; the full forward's largest error is 4e-4 (Qwen3_5Text in float32 vs. float64)
-ALWAYS = ("lfm2", "qwen3_5_text", "nemotron_h")
-HYBRIDS = [kind for kind in SAMPLED if kind not in ("jamba", "kimi_linear", "zamba2")]  # these three use growing.py
+SMALL = dict(vocab_size=258, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
+             max_position_embeddings=256, initializer_range=0.2)  # fmt: skip
+THREE = {"num_hidden_layers": 3}
+DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+             layer_types=["linear_attention", "linear_attention", "full_attention"])  # fmt: skip
+CONV = {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3}
+MAMBA = dict(mamba_n_heads=8, mamba_d_head=8, mamba_d_state=16, mamba_n_groups=2, mamba_chunk_size=16)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "Lfm2": THREE | CONV,
+    "Qwen3_5Text": THREE | DELTA | {"head_dim": 8},
+    "NemotronH": dict(layers_block_type=["linear_attention", "moe", "full_attention", "mlp"], head_dim=8,
+                      mamba_num_heads=8, mamba_head_dim=8, ssm_state_size=16, n_groups=2, chunk_size=16, expand=2,
+                      n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=1,
+                      moe_shared_expert_intermediate_size=16, time_step_min=0.7),
+}  # fmt: skip
+MORE_HYBRIDS: dict[str, dict[str, Any]] = {
+    "FalconH1": THREE | MAMBA | {"mamba_d_ssm": 64, "head_dim": 8},  # attention and Mamba-2 in every layer
+    "Lfm2Moe": THREE | CONV | EXPERTS | {"num_dense_layers": 1},
+    "Qwen3_5MoeText": THREE | DELTA | EXPERTS | {"head_dim": 8, "shared_expert_intermediate_size": 16},
+    "Qwen3Next": THREE | DELTA | EXPERTS | {"head_dim": 8, "shared_expert_intermediate_size": 16},
+    "OlmoHybrid": THREE | DELTA | {"linear_num_key_heads": 4, "pad_token_id": 0},
+    "Bamba": THREE | MAMBA | {"attn_layer_indices": [1], "pad_token_id": 0},
+    "GraniteMoeHybrid": THREE | MAMBA | {"layer_types": ["linear_attention", "full_attention", "linear_attention"],
+                                         "num_local_experts": 4, "num_experts_per_tok": 2,
+                                         "shared_intermediate_size": 32, "position_embedding_type": "rope"},
+}  # fmt: skip
 
 
-def build(kind: str) -> Any:
-    settings = {"vocab_size": 258, "max_position_embeddings": 256, "initializer_range": 0.15}
-    return make_model(kind, **settings).eval()
+def build(name: str, *, seed: int = 0, **changes: Any) -> Any:
+    import transformers
+
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{name}Config")(**SMALL | (HYBRIDS | MORE_HYBRIDS)[name] | changes)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
 def build_float64(name: str) -> Any:
@@ -46,9 +73,19 @@ def build_float64(name: str) -> Any:
     return exact.double().eval()
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in ALWAYS)) for kind in HYBRIDS]
-)
+@torch.no_grad()
+def full_logps(model: Any, completion: Completion) -> torch.Tensor:  # (T,) float64
+    """One forward pass over prompt and completion, without a cache."""
+    ids = torch.tensor([completion.prompt_ids + completion.ids])
+    logps = model(input_ids=ids, use_cache=False).logits[0, :-1].double().log_softmax(dim=-1)
+    return logps[len(completion.prompt_ids) - 1 :].gather(1, torch.tensor(completion.ids)[:, None])[:, 0]
+
+
+def gap(model: Any, completions: list[Completion]) -> float:
+    return float(torch.cat([(full_logps(model, c) - torch.tensor(c.logps).double()).abs() for c in completions]).mean())
+
+
+@pytest.mark.parametrize("name", [*HYBRIDS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_HYBRIDS)])
 def test_hybrids_sample_with_their_full_forward_log_probs(tokenizer, monkeypatch, name):
     """Groups, unequal prompts, more requests than rows, requeued rows, stop ids, turns and new weights."""
     model, sampling, lines = build(name), Sampling(max_tokens=20), []
@@ -84,7 +121,7 @@ def test_hybrids_sample_with_their_full_forward_log_probs(tokenizer, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", [*HYBRIDS, *MORE_HYBRIDS])
 def test_hybrids_are_exact_in_float64(tokenizer, monkeypatch, name):
     model, sampled, draw = build_float64(name), {}, decoder_module.draw
 
@@ -120,22 +157,18 @@ def test_prompts_of_many_lengths_are_prefilled_in_few_passes():
     assert [ids for _, ids in seen.values()] == [fill.ids for fill in fills]
 
 
-def test_layers_that_cannot_continue_from_a_state_use_no_pages():
-    assert "Mamba-1" in (paged_obstacle(build("jamba"), needs_kernels=False) or "")
-
-
 def test_states_take_at_most_half_of_the_cache_memory(tokenizer):
-    engine = LocalEngine(build("lfm2"), tokenizer)
+    engine = LocalEngine(build("Lfm2"), tokenizer)
     engine._forward = TransformersForward(engine.lm, torch.float32)
-    # One attention layer with 2 key heads of 16: 16 tokens take 2 * 2 * 16 * 4 * 16 = 4,096 bytes.
-    assert engine._forward.states == [StateShape((64, 3), torch.float32)] * 2  # 1,536 bytes per sequence
+    # One attention layer with 2 key heads of 8: 16 tokens take 2 * 2 * 8 * 4 * 16 = 2,048 bytes.
+    assert engine._forward.states == [StateShape((32, 3), torch.float32)] * 2  # 768 bytes per sequence
     assert engine._fit_states(4, 3, 100) == (4, 3, 97)
     assert engine._fit_states(400, 100, 100) == (106, 26, 50)
 
 
 def test_a_copy_keeps_decay_rates_in_float32():
     """bfloat16 would change them by up to 0.4 %, at every token."""
-    forward = TransformersForward(build("qwen3_5_text"), torch.bfloat16, copied=True)
+    forward = TransformersForward(build("Qwen3_5Text"), torch.bfloat16, copied=True)
     kinds = {name.rpartition(".")[2]: x.dtype for name, x in forward.lm.named_parameters() if "linear_attn" in name}
     assert kinds.pop("A_log") == kinds.pop("dt_bias") == torch.float32
     assert set(kinds.values()) == {torch.bfloat16}

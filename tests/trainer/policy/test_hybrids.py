@@ -24,8 +24,7 @@ from trainer.policy.logps import Policy, check_logps, share_batches, token_logps
 from trainer.tiny.build import make_tokenizer
 
 ALWAYS = ("lfm2", "qwen3_5_text", "nemotron_h")
-# transformers gives these layers no boundaries: kimi_linear's and jamba's
-PACKED = [kind for kind in SAMPLED if kind not in ("kimi_linear", "jamba")]
+PACKED = [*SAMPLED, "zamba2"]  # transformers gives no boundaries to the layers of other models
 
 
 def kinds(names: Sequence[str]) -> Any:

@@ -182,6 +182,10 @@ def quantize_layers(lm: Any, device: torch.device) -> None:
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and child not in kept:
                 setattr(module, name, Linear4bit.of(child, device))
+    if not is_4bit(lm):
+        raise UserError(
+            f"load_in_4bit=True: {type(lm).__name__} has no nn.Linear layers to store in 4 bits; remove --load-in-4bit"
+        )
 
 
 def trained_dtype(cfg: ModelConfig, compute_dtype: torch.dtype) -> torch.dtype:

@@ -279,7 +279,8 @@ def head_of(lm: Any) -> dict[str, Any]:
         "weight": gather(head.weight),
         "bias": getattr(head, "bias", None),
         "scale": getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0),
-        "softcap": getattr(config, "final_logit_softcapping", None),
+        # xLSTM has another name for it.
+        "softcap": getattr(config, "final_logit_softcapping", None) or getattr(config, "output_logit_soft_cap", None),
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from data.packing import Batch, Item, make_batches
 from kernels.nf4 import Linear4bit
 from rollout.engine import Request, Sampling
 from rollout.engines.local import LocalEngine
-from tests.trainer.policy.test_architectures import RECURRENT, SAMPLED, make_model, policy_of
+from tests.models import RECURRENT, SAMPLED, make_model, policy_of, segment_kernels
 from trainer.config.blocks import LoraConfig
 from trainer.policy.adapters import add_adapter
 from trainer.policy.load import quantize_layers
@@ -24,10 +24,7 @@ from trainer.policy.logps import Policy, check_logps, share_batches, token_logps
 from trainer.tiny.build import make_tokenizer
 
 ALWAYS = ("lfm2", "qwen3_5_text", "nemotron_h")
-# transformers gives these layers no boundaries: kimi_linear's and jamba's
-PACKED = [kind for kind in SAMPLED if kind not in ("kimi_linear", "jamba")]
-KERNELS = {"torch_chunk_gated_delta_rule", "mamba2_chunk_scan"}
-FUSED = "mamba2_split_conv1d_scan_combined"
+PACKED = [*SAMPLED, "zamba2"]  # transformers gives no boundaries to the layers of other models
 
 
 def kinds(names: Sequence[str]) -> Any:
@@ -99,10 +96,8 @@ def test_packed_rows_equal_separate_rows(kind, monkeypatch):
     """With a reference that runs each segment alone instead of the kernels of a GPU."""
     model = make_model(kind)
     code = sys.modules[type(model).__module__]
-    for name in KERNELS.intersection(vars(code)):
-        monkeypatch.setattr(code, name, each_segment(getattr(code, name)))
-    if hasattr(code, FUSED):
-        monkeypatch.setattr(code, FUSED, lambda *args, **kwargs: None)
+    for name, kernel in segment_kernels(code).items():
+        monkeypatch.setattr(code, name, kernel)
     policy, items = policy_in_float64(model), make_items()
     assert policy.packs and not policy.can_share
     (packed,) = make_batches(items, max_tokens=64, **policy.layout(share_prompt=True) | {"multiple": 5})
@@ -111,25 +106,6 @@ def test_packed_rows_equal_separate_rows(kind, monkeypatch):
     with InFloat64():
         assert_equal(gradients(policy, items, [packed]), gradients(policy, items, alone))
         values_without_leak(policy, packed, (0, 3), lambda policy, batch: token_logps(policy, batch).logp)
-
-
-def each_segment(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, cu_seqlens: Tensor | None = None, seq_idx: Tensor | None = None, **kwargs: Any) -> Any:
-        assert cu_seqlens is None or seq_idx is None or len(cu_seqlens) == seq_idx[0, -1] + 2
-        if seq_idx is None:
-            return kernel(*args, **kwargs)
-        num_tokens, outputs = seq_idx.shape[1], []
-        for own in (seq_idx[0] == segment for segment in range(int(seq_idx[0, -1]) + 1)):
-
-            def cut(x: Any, own: Tensor = own) -> Any:
-                return x[:, own] if isinstance(x, Tensor) and x.shape[:2] == (1, num_tokens) else x
-
-            outputs.append(kernel(*map(cut, args), **{name: cut(x) for name, x in kwargs.items()}))
-        if isinstance(outputs[0], tuple):
-            return torch.cat([output for output, _ in outputs], dim=1), None
-        return torch.cat(outputs, dim=1)
-
-    return call
 
 
 @kinds(SAMPLED)

@@ -136,12 +136,14 @@ def test_hybrids_are_exact_in_float64(tokenizer, monkeypatch, name):
 
     monkeypatch.setattr(decoder_module, "draw", spy)
     engine, requests = LocalEngine(model, tokenizer, max_batch_size=4), requests_for(3)
+    least, _ = cache_pages([Job(r.prompt_ids, 0, 40) for r in requests], page=16, rows=3)
+    monkeypatch.setattr(LocalEngine, "_fit_states", lambda self, rows, prefixes, budget: (min(rows, 3), 2, least))
     engine.choose_forward()
     sampled.clear()
     for request, completion in zip(requests, engine.generate(requests, Sampling(max_tokens=40)), strict=True):
         logps = [sampled[request.seed, step] for step in range(len(completion.ids))]
         assert full_logps(model, completion).tolist() == pytest.approx(logps, abs=1e-10)
-    assert not engine._uses_growing_cache
+    assert not engine._uses_growing_cache and engine._scheduler.num_evicted > 0
 
 
 def test_prompts_of_many_lengths_are_prefilled_in_few_passes():

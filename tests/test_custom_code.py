@@ -235,7 +235,7 @@ def test_reward_models_in_workers_do_not_run_custom_code(evil, marker):
 
 
 LOADERS = [path for folder in ("data", "rollout", "trainer") for path in (ROOT / folder).rglob("*.py")]
-PICKLES = {"rollout/rewards/worker_child.py"}  # from the trainer to its worker
+PICKLES = {"rollout/rewards/worker_child.py", "trainer/parallel/comm.py"}  # between processes of one run
 
 
 def test_every_loading_call_passes_trust_remote_code():

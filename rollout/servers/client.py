@@ -503,7 +503,8 @@ def read_segment(
         logps = list(choice["logps"]) if "logps" in choice else _logps_of(choice["logprobs"])
         spans = choice.get("weight_versions") or []
         versions = {span["version"] for span in spans}
-        routes = choice.get("routed_experts") and np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
+        routes = choice.get("routed_experts")
+        routes = routes and np.load(io.BytesIO(base64.b64decode(routes)), allow_pickle=False)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"malformed reply ({type(error).__name__}: {error})") from error
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):

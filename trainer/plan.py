@@ -44,7 +44,6 @@ from data.command.flags import parse_command, run_command
 from data.errors import UserError
 from data.hub import check_hub
 from rollout.model_folder import find_base, resolve_model
-from rollout.routes import expert_blocks
 from trainer.cli import load_method, method_names
 from trainer.config.checks import check_numbers
 from trainer.config.errors import load_error
@@ -237,6 +236,8 @@ def sizes_of(model: Any, trained_parameters: Sequence[str] = ()) -> Sizes:
 
 
 def experts_of(model: Any) -> Experts | None:
+    from rollout.routes import expert_blocks  # imports torch
+
     blocks = expert_blocks(model)
     if not blocks:
         return None

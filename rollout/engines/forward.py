@@ -673,9 +673,6 @@ def paged_obstacle(lm: Any, *, needs_kernels: bool) -> str | None:
     kinds = set(getattr(config, "layer_types", None) or ()) - ATTENTION - STATEFUL - {"moe", "mlp"}
     if kinds:
         return f"it has layers of type {sorted(kinds)[0]}"
-    if any(getattr(module, "A_log", torch.empty(0)).dim() == 2 for module in lm.modules()):
-        # Several tokens at a time start from an empty state, so an evicted row or a new turn would be wrong.
-        return "its Mamba-1 layers cannot continue from a state"
     head_dim = shape_of(lm, torch.float32).head_dim
     if needs_kernels and not supports(head_dim):
         return f"the kernel does not support heads of size {head_dim}"

@@ -1,8 +1,8 @@
 """Decode with transformers' DynamicCache, for models that cannot use the paged cache.
 
-This supports everything that the model's transformers forward supports, such as recurrent layers. Batches run
-sequentially, with a host sync after every token. Prompts are left-padded, so all rows are at the same cache index.
-Equal prompts are prefilled once.
+This supports every attention that the model's transformers forward supports. Batches run sequentially, with a host sync
+after every token. Prompts are left-padded, so all rows are at the same cache index; padding would change the state of a
+recurrent layer, so models with such layers are not sampled here. Equal prompts are prefilled once.
 """
 
 from __future__ import annotations

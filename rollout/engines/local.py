@@ -375,8 +375,7 @@ class LocalEngine:
             ways.append(None)  # growing.py
         for make in ways:
             try:
-                with evaluating(self.model, None):  # a model with states runs once, and caches them only in this mode
-                    self._make_forward, self._forward = make, None if make is None else make()
+                self._make_forward, self._forward = make, None if make is None else make()
                 obstacle = self._check_parity(gathered, paged=make is not None)
             except torch.OutOfMemoryError:
                 raise

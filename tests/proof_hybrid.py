@@ -37,11 +37,11 @@ def build(kind: str, folder: Path) -> int:
 
 
 def learns(
-    scratch: Path, kind: str, *, sft_steps: int = 1500, grpo_steps: int = 120, rows: int = 128
+    scratch: Path, kind: str, *, sft_steps: int = 1500, grpo_steps: int = 120, rows: int = 64
 ) -> tuple[str, bool]:
     """SFT on the sloppy sums of the built-in model, then GRPO: at least 0.85 of the held-out sums are right."""
     size = build(kind, scratch / "random")
-    options = {"cwd": scratch, "timeout": 7200, "threads": 2}
+    options = {"cwd": scratch, "timeout": 7200, "threads": 1}
     size_of_step = ["--per-device-train-batch-size", rows]
     data = f"task:addition:split=sft,size={rows * sft_steps},sloppy=0.6,boxed=0.2"
     sft = ["--config", RECIPE, "--model", scratch / "random", "--data", data, "--eval-steps", 0, *size_of_step]

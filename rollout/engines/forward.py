@@ -36,12 +36,12 @@ from kernels.decode_attention import Rows, decode_attention, supports, visible_t
 from kernels.decode_block import add_rms_norm, rotate_append, silu_mul
 from kernels.nf4 import Linear4bit
 from rollout.routes import RouteShape, recording, stack
+from rollout.state_layers import STATEFUL
 
 NAME = "strop_paged"  # key in transformers' attention registry
 
 
-STATEFUL = {"linear_attention", "conv", "hybrid"}  # kinds of layers with a state; hybrid: and attention
-ATTENTION = {"full_attention", "sliding_attention", "hybrid"}
+ATTENTION = {"full_attention", "sliding_attention", "hybrid"}  # hybrid: attention and a state
 
 
 class Shape(NamedTuple):

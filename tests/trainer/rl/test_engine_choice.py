@@ -107,6 +107,8 @@ def test_bytes_of_training_and_engine():
     # in pages of 64: 100 prompt tokens once, 256 + 1 tokens and a spare page per completion, a scratch page
     tokens = 128 + 8 * 384 + 64
     assert engine_bytes(parse(), policy, 100) == (2 * 32, 2 * 3 * (2 * 8) * 2 * tokens)
+    text.layer_types = ["conv", "full_attention", "conv"]
+    assert engine_bytes(parse(), policy, 100) == (2 * 32, 2 * 1 * (2 * 8) * 2 * tokens)
     del text.num_attention_heads
     assert engine_bytes(parse(), policy, 100) == (2 * 32, 0)
 

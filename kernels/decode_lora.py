@@ -1,0 +1,103 @@
+"""Linear layers of the same input with LoRA adapters, for decoding, without autograd.
+
+    joint = x @ [W; A].T                           # (N, O + R'), one matmul: the outputs, then x A^T
+    out = add_adapters(joint, up, scale)           # x W^T + scale * (x A^T) B^T
+
+W are the stacked weights of the layers (query, key and value, or gate and up), A the stacked A of their adapters, and
+`up` contains the B of each adapter in the rows of its layer and the columns of its A; its other elements are 0. So all
+adapters of these layers cost some rows in the matmul and one kernel, which with `gated` also applies a gated MLP's
+activation. It rounds where peft rounds under autocast: x A^T, its product with B, the scaled product and the sum. Grids
+depend only on shapes, so a step can be captured in a CUDA graph. The kernel runs on CUDA, the reference elsewhere.
+
+Shapes: N = tokens, O = outputs of all layers, R = sum of their ranks, or a little more (zeros), R' >= R.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.decode_block import silu_mul_reference
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch may lack Triton; the reference runs there
+    triton = None
+
+COLUMNS = 64  # outputs per program
+RANKS = 64  # ranks per product
+
+
+def add_adapters(
+    joint: Tensor,  # (N, O + R')
+    up: Tensor,  # (O, R) in the dtype of joint
+    scale: Tensor,  # (O,) float32
+    *,
+    gated: bool = False,
+) -> Tensor:  # (N, O); gated: (N, O / 2)
+    """Return the outputs plus their adapters; gated: silu(first half) * second half of these sums."""
+    fits = joint.is_cuda and joint.dtype != torch.float64 and triton is not None
+    return (add_adapters_kernel if fits else add_adapters_reference)(joint, up, scale, gated=gated)
+
+
+def add_adapters_reference(joint: Tensor, up: Tensor, scale: Tensor, *, gated: bool = False) -> Tensor:
+    width, rank = up.shape
+    out = joint[:, :width] + (F.linear(joint[:, width : width + rank], up) * scale).to(joint.dtype)
+    return silu_mul_reference(out) if gated else out
+
+
+# Kernel, on CUDA or under TRITON_INTERPRET=1
+
+
+def add_adapters_kernel(joint: Tensor, up: Tensor, scale: Tensor, *, gated: bool = False) -> Tensor:
+    (num_tokens, joint_width), (width, rank) = joint.shape, up.shape
+    assert joint.stride(1) == 1 and up.is_contiguous() and scale.is_contiguous(), "rows must be contiguous"
+    assert joint_width >= width + rank and up.dtype == joint.dtype, f"joint {joint.shape}, up {up.shape} {up.dtype}"
+    out = torch.empty(num_tokens, width // 2 if gated else width, dtype=joint.dtype, device=joint.device)
+    if out.numel():
+        rows = min(64, max(16, triton.next_power_of_2(num_tokens) // 8))
+        _add_adapters[triton.cdiv(out.shape[1], COLUMNS), triton.cdiv(num_tokens, rows)](
+            joint, up, scale, out, num_tokens, out.shape[1], width, joint.stride(0), GATED=gated, RANK=rank, ROWS=rows,
+            COLUMNS=COLUMNS, RANKS=min(RANKS, max(16, triton.next_power_of_2(rank))), num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+if triton is not None:
+
+    @triton.jit
+    def _sums(
+        joint, up, scale, row, column, is_row, is_column, width, RANK: tl.constexpr, ROWS: tl.constexpr,
+        COLUMNS: tl.constexpr, RANKS: tl.constexpr,
+    ):  # fmt: skip
+        """Outputs plus adapters in these columns, as float32. `row` (ROWS, 1) are offsets of rows in `joint`."""
+        dtype: tl.constexpr = joint.dtype.element_ty
+        base = tl.load(joint + row + column[None, :], mask=is_row & is_column[None, :], other=0.0)
+        factor = tl.load(scale + column, mask=is_column, other=0.0)
+        change = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in tl.static_range(0, RANK, RANKS):
+            k = start + tl.arange(0, RANKS)
+            low = tl.load(joint + row + width + k[None, :], mask=is_row & (k < RANK)[None, :], other=0.0)
+            at = up + column[None, :] * RANK + k[:, None]
+            high = tl.load(at, mask=is_column[None, :] & (k < RANK)[:, None], other=0.0)
+            change = tl.dot(low, high, change, input_precision="ieee")
+        change = (change.to(dtype).to(tl.float32) * factor[None, :]).to(dtype).to(tl.float32)
+        return (base.to(tl.float32) + change).to(dtype).to(tl.float32)
+
+    @triton.jit
+    def _add_adapters(
+        joint, up, scale, out, num_tokens, out_width, width, joint_row, GATED: tl.constexpr,
+        RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
+    ):  # fmt: skip
+        token = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        is_row, is_column, row = token < num_tokens, column < out_width, token * joint_row
+        dtype: tl.constexpr = out.dtype.element_ty
+        x = _sums(joint, up, scale, row, column, is_row, is_column, width, RANK, ROWS, COLUMNS, RANKS)
+        if GATED:
+            gate, column_2 = x, column + out_width
+            x = _sums(joint, up, scale, row, column_2, is_row, is_column, width, RANK, ROWS, COLUMNS, RANKS)
+            x *= (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        tl.store(out + token * out_width + column[None, :], x.to(dtype), mask=is_row & is_column[None, :])

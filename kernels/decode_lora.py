@@ -61,6 +61,7 @@ def add_adapters_kernel(joint: Tensor, up: Tensor, scale: Tensor, *, gated: bool
         _add_adapters[triton.cdiv(out.shape[1], COLUMNS), triton.cdiv(num_tokens, rows)](
             joint, up, scale, out, num_tokens, out.shape[1], width, joint.stride(0), GATED=gated, RANK=rank, ROWS=rows,
             COLUMNS=COLUMNS, RANKS=min(RANKS, max(16, triton.next_power_of_2(rank))), num_warps=4,
+            UPCAST=not joint.is_cuda,  # Triton's interpreter would multiply bfloat16 bit patterns as integers
         )  # fmt: skip
     return out
 
@@ -70,7 +71,7 @@ if triton is not None:
     @triton.jit
     def _sums(
         joint, up, scale, row, column, is_row, is_column, width, RANK: tl.constexpr, ROWS: tl.constexpr,
-        COLUMNS: tl.constexpr, RANKS: tl.constexpr,
+        COLUMNS: tl.constexpr, RANKS: tl.constexpr, UPCAST: tl.constexpr,
     ):  # fmt: skip
         """Outputs plus adapters in these columns, as float32. `row` (ROWS, 1) are offsets of rows in `joint`."""
         dtype: tl.constexpr = joint.dtype.element_ty
@@ -82,6 +83,8 @@ if triton is not None:
             low = tl.load(joint + row + width + k[None, :], mask=is_row & (k < RANK)[None, :], other=0.0)
             at = up + column[None, :] * RANK + k[:, None]
             high = tl.load(at, mask=is_column[None, :] & (k < RANK)[:, None], other=0.0)
+            if UPCAST:
+                low, high = low.to(tl.float32), high.to(tl.float32)
             change = tl.dot(low, high, change, input_precision="ieee")
         change = (change.to(dtype).to(tl.float32) * factor[None, :]).to(dtype).to(tl.float32)
         return (base.to(tl.float32) + change).to(dtype).to(tl.float32)
@@ -89,15 +92,15 @@ if triton is not None:
     @triton.jit
     def _add_adapters(
         joint, up, scale, out, num_tokens, out_width, width, joint_row, GATED: tl.constexpr,
-        RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
+        RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr, UPCAST: tl.constexpr,
     ):  # fmt: skip
         token = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         is_row, is_column, row = token < num_tokens, column < out_width, token * joint_row
         dtype: tl.constexpr = out.dtype.element_ty
-        x = _sums(joint, up, scale, row, column, is_row, is_column, width, RANK, ROWS, COLUMNS, RANKS)
+        x = _sums(joint, up, scale, row, column, is_row, is_column, width, RANK, ROWS, COLUMNS, RANKS, UPCAST)
         if GATED:
             gate, column_2 = x, column + out_width
-            x = _sums(joint, up, scale, row, column_2, is_row, is_column, width, RANK, ROWS, COLUMNS, RANKS)
+            x = _sums(joint, up, scale, row, column_2, is_row, is_column, width, RANK, ROWS, COLUMNS, RANKS, UPCAST)
             x *= (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
         tl.store(out + token * out_width + column[None, :], x.to(dtype), mask=is_row & is_column[None, :])

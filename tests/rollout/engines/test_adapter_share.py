@@ -6,13 +6,14 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernels.nf4 import Linear4bit
 from rollout.engine import Request, Sampling
 from rollout.engines.adapter_share import adapter_share, exact_logps, sampler_logps
-from rollout.engines.forward import BlockForward, FusedLinear, TransformersForward, base_of
+from rollout.engines.forward import BlockForward, Copies, FusedLinear, TransformersForward, base_of, unchanged
 from rollout.engines.local import LocalEngine, is_measured
+from tests.kernels.test_decode_lora import whole_numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
@@ -141,7 +142,7 @@ def test_the_start_rejects_a_copy_that_loses_small_adapters(make_model, tokenize
     assert not any(part.any() for part, module, _ in engine._forward._copies.parts if module in lora_b(lm))
 
 
-def lora_b(lm) -> list[torch.nn.Module]:
+def lora_b(lm) -> list[nn.Module]:
     return [module.lora_B["default"] for module in lm.modules() if hasattr(module, "lora_B")]
 
 
@@ -173,3 +174,34 @@ def test_the_engine_reports_the_share_and_warns_once(make_model, tokenizer):
 def test_versions_to_measure():
     assert [v for v in range(1, 160) if is_measured(v, None)] == [2, 5, 10, 20, 50, 100, 150]
     assert [v for v in range(3, 160, 3) if is_measured(v, v - 3)] == [3, 6, 12, 21, 51, 102, 150]
+
+
+def layers_of(widths: list[int], ranks: list[int], in_features: int) -> nn.Module:
+    """Linear layers of one input with adapters of these ranks; rank 0: none. B and all weights are whole numbers."""
+    from peft import LoraConfig, get_peft_model
+
+    model = nn.ModuleDict({f"x{i}": nn.Linear(in_features, width) for i, width in enumerate(widths)})
+    pattern = {f"x{i}": rank for i, rank in enumerate(ranks) if rank}
+    model = get_peft_model(model, LoraConfig(target_modules=[*pattern], rank_pattern=pattern, lora_alpha=17)).eval()
+    for seed, parameter in enumerate(model.parameters()):
+        parameter.data = whole_numbers(*parameter.shape, seed=seed)
+    return model.base_model.model
+
+
+@torch.no_grad()
+def test_adapters_round_where_peft_does():
+    """In bfloat16, with whole numbers, only the places of rounding matter."""
+    widths, ranks = [24, 8, 16], [5, 0, 18]
+    model, x = layers_of(widths, ranks, 64), whole_numbers(7, 64, seed=99).bfloat16()
+    modules = [model[f"x{i}"] for i in range(3)]
+    copies = Copies(torch.bfloat16, torch.device("cpu"), unchanged)
+    linear = copies.linear(*modules)
+    addresses = [target.data_ptr() for target, _, _ in copies.parts]
+    for _ in range(2):
+        copies.refresh()
+        with torch.autocast("cpu", torch.bfloat16):
+            want = torch.cat([module(x) for module in modules], dim=1)
+        assert torch.equal(linear(x), want)
+        for seed, module in enumerate(modules[::2]):
+            module.lora_B["default"].weight += whole_numbers(*module.lora_B["default"].weight.shape, seed=seed)
+    assert [target.data_ptr() for target, _, _ in copies.parts] == addresses

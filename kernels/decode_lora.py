@@ -42,7 +42,13 @@ def add_adapters(
     return (add_adapters_kernel if fits else add_adapters_reference)(joint, up, scale, gated=gated)
 
 
-def add_adapters_reference(joint: Tensor, up: Tensor, scale: Tensor, *, gated: bool = False) -> Tensor:
+def add_adapters_reference(
+    joint: Tensor,  # (N, O + R')
+    up: Tensor,  # (O, R)
+    scale: Tensor,  # (O,)
+    *,
+    gated: bool = False,
+) -> Tensor:  # (N, O); gated: (N, O / 2)
     width, rank = up.shape
     out = joint[:, :width] + (F.linear(joint[:, width : width + rank], up) * scale).to(joint.dtype)
     return silu_mul_reference(out) if gated else out
@@ -51,7 +57,13 @@ def add_adapters_reference(joint: Tensor, up: Tensor, scale: Tensor, *, gated: b
 # Kernel, on CUDA or under TRITON_INTERPRET=1
 
 
-def add_adapters_kernel(joint: Tensor, up: Tensor, scale: Tensor, *, gated: bool = False) -> Tensor:
+def add_adapters_kernel(
+    joint: Tensor,  # (N, O + R')
+    up: Tensor,  # (O, R)
+    scale: Tensor,  # (O,)
+    *,
+    gated: bool = False,
+) -> Tensor:  # (N, O); gated: (N, O / 2)
     (num_tokens, joint_width), (width, rank) = joint.shape, up.shape
     assert joint.stride(1) == 1 and up.is_contiguous() and scale.is_contiguous(), "rows must be contiguous"
     assert joint_width >= width + rank and up.dtype == joint.dtype, f"joint {joint.shape}, up {up.shape} {up.dtype}"

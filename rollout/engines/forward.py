@@ -42,6 +42,7 @@ NAME = "strop_paged"  # key in transformers' attention registry
 
 
 STATEFUL = {"linear_attention", "conv", "hybrid"}  # kinds of layers with a state; hybrid: and attention
+JOINT_TOKENS = 8192  # per float32 product in prefill: 1 GB for the gate and up layers of an 8B model
 ATTENTION = {"full_attention", "sliding_attention", "hybrid"}
 
 
@@ -245,15 +246,26 @@ class FusedLinear(NamedTuple):
     """
 
     weight: Tensor  # (O + R', D) the weights, and A of the adapters
-    bias: Tensor | None  # (O + R')
+    bias: Tensor | None  # (O,)
     up: Tensor | None  # (O, R) B of the adapters; None: no adapters
     scale: Tensor | None  # (O,) float32
 
     def __call__(self, x: Tensor, *, gated: bool = False) -> Tensor:  # (N, D) -> (N, O); gated: (N, O / 2)
-        joint = F.linear(x, self.weight, self.bias)
-        if self.up is not None:
-            return add_adapters(joint, self.up, self.scale, gated=gated)
-        return silu_mul(joint) if gated else joint
+        if self.up is None:
+            out = F.linear(x, self.weight, self.bias)
+            return silu_mul(out) if gated else out
+        if len(x) > JOINT_TOKENS:
+            return torch.cat([self(part, gated=gated) for part in x.split(JOINT_TOKENS)])
+        return add_adapters(float32_product(x, self.weight), self.bias, self.up, self.scale, gated=gated)
+
+
+def float32_product(
+    x: Tensor,  # (N, D)
+    weight: Tensor,  # (O, D)
+) -> Tensor:  # (N, O) float32, or the dtype of x if it is wider
+    if x.dtype != torch.bfloat16:
+        return F.linear(x, weight)
+    return torch.mm(x, weight.T, out_dtype=torch.float32) if x.is_cuda else F.linear(x.float(), weight.float())
 
 
 class AdaptedLinear(nn.Module):
@@ -291,7 +303,7 @@ class Copies:
         options = {"dtype": self.dtype, "device": self.device}
         weight = torch.zeros(sum(rows) + num_low, layers[0].in_features, **options)
         has_bias = any(layer.bias is not None for layer in layers)
-        bias = torch.zeros(len(weight), **options) if has_bias else None
+        bias = torch.zeros(sum(rows), **options) if has_bias else None
         up = torch.zeros(sum(rows), -(-rank // 16) * 16, **options) if rank else None
         scale = torch.zeros(sum(rows), dtype=torch.float32, device=self.device) if rank else None
         row, column = 0, 0
@@ -679,10 +691,7 @@ class BlockForward:
         return self.logits(self._run(token, position, slot, cache, attend))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        if hidden.is_cuda and hidden.dtype == torch.bfloat16:
-            # float32 logits: rounding them to bfloat16 would change the distribution.
-            return torch.mm(hidden, self.head.T, out_dtype=torch.float32)
-        return F.linear(hidden, self.head)
+        return float32_product(hidden, self.head)  # rounding logits to bfloat16 would change the distribution
 
     def prefill(self, batch: PrefillBatch, cache: Cache) -> Tensor:
         shape = batch.ids.shape

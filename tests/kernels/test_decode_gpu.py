@@ -144,11 +144,12 @@ def test_norm_and_activation_are_exact(num_tokens, width, dtype):
 def test_adapters_round_like_torch(size, dtype):
     """Sums of whole numbers are exact in float32, so that only the places of rounding matter."""
     num_tokens, width, rank = size
-    joint = whole_numbers(num_tokens, width + rank + 8, seed=1, limit=60).cuda().to(dtype)
-    up, scale = whole_numbers(width, rank, seed=2).cuda().to(dtype), torch.linspace(0.1, 3.0, width, device="cuda")
-    assert torch.equal(add_adapters(joint, up, scale), add_adapters_reference(joint, up, scale))
-    gated, want = (f(joint, up, scale, gated=True) for f in (add_adapters, add_adapters_reference))
-    assert error(gated, want) < 1e-5
+    joint = whole_numbers(num_tokens, width + rank + 8, seed=1, limit=600).cuda()
+    up, scale = whole_numbers(width, rank, seed=2).cuda().to(dtype), 2.0 ** (torch.arange(width, device="cuda") % 4)
+    bias = whole_numbers(width, seed=3).cuda().to(dtype)
+    assert torch.equal(add_adapters(joint, bias, up, scale), add_adapters_reference(joint, bias, up, scale))
+    gated, want = (f(joint / 600, bias, up / 60, scale, gated=True) for f in (add_adapters, add_adapters_reference))
+    assert error(gated, want) < min(LIMITS[dtype], 1e-3)
 
 
 # Draws

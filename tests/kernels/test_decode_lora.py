@@ -9,31 +9,35 @@ from torch import Tensor
 from kernels.decode_lora import add_adapters, add_adapters_reference
 from tests.kernels.decode_problems import error
 
-pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}
 SIZES = [(1, 6, 16), (5, 70, 48), (37, 128, 16), (3, 10, 96)]  # tokens, outputs, rank
 
 
-def inputs(num_tokens: int, width: int, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs, low-rank activations and three columns that are not read; B; one scale per output."""
+def inputs(
+    num_tokens: int, width: int, rank: int, dtype: torch.dtype, *, bias: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Outputs, low-rank activations and three columns that are not read; bias; B; one scale per output."""
     generator = torch.Generator().manual_seed(num_tokens)
-    joint = torch.randn(num_tokens, width + rank + 3, generator=generator).to(dtype)
+    joint = torch.randn(num_tokens, width + rank + 3, generator=generator)
+    joint = joint.to(torch.promote_types(dtype, torch.float32))
     joint[:, width + rank :] = torch.nan
-    up = torch.randn(width, rank, generator=generator).to(dtype)
-    return joint, up, 0.5 + torch.rand(width, generator=generator)
+    up, biases = (torch.randn(width, size, generator=generator).to(dtype) for size in (rank, 1))
+    return joint, biases[:, 0].contiguous() if bias else None, up, 0.5 + torch.rand(width, generator=generator)
 
 
 def check(function, num_tokens: int, width: int, rank: int, dtype: torch.dtype) -> None:
-    joint, up, scale = inputs(num_tokens, width, rank, dtype)
-    before = joint.clone()
-    wide, low = (x.double() for x in joint[:, : width + rank].split([width, rank], dim=1))
-    want = wide + scale.double() * (low @ up.double().T)
-    assert error(function(joint, up, scale), want) < LIMITS[dtype]
-    gate, other = want.chunk(2, dim=1)
-    gated = function(joint, up, scale, gated=True)
-    assert gated.dtype == dtype and gated.is_contiguous()
-    assert error(gated, gate * gate.sigmoid() * other) < 3 * LIMITS[dtype]  # Triton's interpreter truncates to bfloat16
-    assert torch.equal(joint.nan_to_num(), before.nan_to_num())
+    for has_bias in (False, True):
+        joint, bias, up, scale = inputs(num_tokens, width, rank, dtype, bias=has_bias)
+        before = joint.clone()
+        wide, low = (x.double() for x in joint[:, : width + rank].split([width, rank], dim=1))
+        want = wide + scale.double() * (low @ up.double().T) + (0 if bias is None else bias.double())
+        got = function(joint, bias, up, scale)
+        assert got.dtype == dtype and error(got, want) < LIMITS[dtype]
+        gate, other = want.chunk(2, dim=1)
+        gated = function(joint, bias, up, scale, gated=True)
+        assert gated.dtype == dtype and gated.is_contiguous()
+        assert error(gated, gate * gate.sigmoid() * other) < 3 * LIMITS[dtype]  # Triton's interpreter truncates
+        assert torch.equal(joint.nan_to_num(), before.nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", LIMITS)

@@ -273,8 +273,8 @@ class AdaptedLinear(nn.Module):
 
     def __init__(self, linear: FusedLinear) -> None:
         super().__init__()
-        self.linear, (self.out_features, _) = linear, linear.up.shape
-        self.weight = linear.weight[: self.out_features]  # no parameter: Copies fills it
+        self.linear, self.bias, self.out_features = linear, linear.bias, len(linear.up)
+        self.weight = linear.weight[: self.out_features]  # not a parameter: Copies fills it
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)

@@ -444,7 +444,7 @@ class LocalEngine:
             rows = [[(i * i + seed * i + 1) % vocab for i in range(SHARE_TOKENS)] for seed in range(SHARE_ROWS)]
             share = self._adapter_share(rows)
         self.refresh(always=True)
-        if share is not None and share.is_low:
+        if share is not None and share.retained + 4 * share.error < LOW:  # 4: a slower way must not be chosen by chance
             return f"it keeps {share.retained:.2f} of a small adapter's effect on log-probs (limit {LOW})"
         return None
 

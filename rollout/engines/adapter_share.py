@@ -103,7 +103,7 @@ def exact_logps(
 ) -> Tensor:  # (R, T, V)
     """The same log-probs by the trainer's model, in float32."""
     config = model.config.get_text_config()
-    before, config._attn_implementation = config._attn_implementation, "sdpa"  # flex would compile for float32
+    before, config._attn_implementation = config._attn_implementation, "eager"  # has sinks and softcap
     packed = [(module, module.dtype) for module in model.modules() if isinstance(module, Linear4bit)]
     try:
         for module, _ in packed:

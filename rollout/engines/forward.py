@@ -551,8 +551,8 @@ def empty_copy(lm: Any, copies: Copies) -> Any:
             parameter.data = parameter.data.to(lm.get_parameter(name).dtype)
     copy.to_empty(device=copies.device)
     for name, buffer in copy.named_buffers():
-        source = lm.get_buffer(name)
         path, _, leaf = name.rpartition(".")
+        source = getattr(base_of(lm.get_submodule(path)), leaf)
         copy.get_submodule(path)._buffers[leaf] = source.clone()  # keeps its dtype: rotary frequencies are float32
         assert source.shape == buffer.shape, f"{name}: {source.shape}, {buffer.shape}"
     copy.tie_weights()
@@ -750,8 +750,8 @@ def paged_obstacle(lm: Any, *, needs_kernels: bool) -> str | None:
 
 
 def base_of(module: nn.Module) -> Any:
-    """Return the layer without its peft adapters."""
-    return getattr(module, "base_layer", module)
+    """Return the layer without its peft adapters, which wrap experts once per adapted parameter."""
+    return base_of(module.base_layer) if hasattr(module, "base_layer") else module
 
 
 def current(module: Any, name: str, dtype: torch.dtype, gather: Callable[[Tensor], Tensor]) -> Tensor:

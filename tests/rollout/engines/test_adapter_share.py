@@ -10,10 +10,13 @@ from torch import Tensor, nn
 
 from kernels.nf4 import Linear4bit
 from rollout.engine import Request, Sampling
-from rollout.engines.adapter_share import adapter_share, exact_logps, sampler_logps
+from rollout.engines.adapter_share import adapter_share, exact_logps, sampler_logps, small_adapter
 from rollout.engines.forward import BlockForward, Copies, FusedLinear, TransformersForward, base_of, unchanged
 from rollout.engines.local import LocalEngine, is_measured
+from tests import models
 from tests.kernels.test_decode_lora import whole_numbers
+from trainer.config.blocks import LoraConfig
+from trainer.policy.adapters import add_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
@@ -129,6 +132,16 @@ def test_copies_compute_small_adapters(make_model, name):
             gap = (sampler_logps(forward, ids) - exact).norm() / (exact - base).norm()
         assert gap < 2e-3
         assert adapter_share(model, forward, ids).retained == pytest.approx(1, abs=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "glm4_moe", "qwen3_5_text"])  # sinks, experts with buffers, states
+def test_copies_of_transformers_models_compute_small_adapters(kind):
+    model = add_adapter(models.make_model(kind), LoraConfig(r=4)).eval()
+    forward = TransformersForward(model.get_base_model(), torch.float32, copied=True)
+    with torch.no_grad(), small_adapter(model):
+        forward.states  # noqa: B018  allocates them
+        share = adapter_share(model, forward, torch.arange(40, 64).view(2, 12))
+    assert share.retained == pytest.approx(1, abs=1e-3)
 
 
 def test_the_start_rejects_a_copy_that_loses_small_adapters(make_model, tokenizer):

@@ -512,13 +512,11 @@ def engine_memory(s: Sizes, work: Work, rollout: RolloutSize, device: str, most:
 
 
 def copied_bytes(s: Sizes, work: Work) -> float:
-    """Return the bytes to copy the largest sharded weight: a cast of the shard (c) and the full weight (c), or with an
-    adapter also both summands and the sum (4)."""
+    """Return the bytes to copy the largest sharded weight: a cast of the shard and the full weight."""
     if work.shards == 1:
         return 0.0
     c, cast = work.compute, work.compute * (work.full and work.weight_bytes != work.compute)
-    merged = (c + 12) * s.width * s.inner if work.lora_r else 0
-    return max((c + cast / work.shards) * s.embedding, merged)
+    return (c + cast / work.shards) * s.embedding
 
 
 def sampling_bytes(s: Sizes, work: Work, engine: EngineMemory) -> float:

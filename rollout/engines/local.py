@@ -28,9 +28,9 @@ from torch import Tensor
 from data.errors import UserError
 from data.user_code import describe_error
 from kernels.draw import signed_64
-from kernels.nf4 import is_4bit, num_weights
+from kernels.nf4 import num_weights
 from rollout.engine import Completion, Request, Sampling, check_sampling, finished
-from rollout.engines.adapter_share import adapter_share
+from rollout.engines.adapter_share import LOW, AdapterShare, adapter_share, small_adapter
 from rollout.engines.decoder import Decoder
 from rollout.engines.forward import (
     BlockForward,
@@ -59,7 +59,7 @@ PARITY_FLOAT32, PARITY_BFLOAT16 = 1e-3, 0.1  # maximum mean gap to the trainer's
 PARITY_GROWING = 0.25  # in bfloat16 with the growing cache: above it the model is rejected
 SHARE_STEPS, SHARE_EVERY = (2, 5, 10, 20), 50  # weight versions at which the adapter's share is measured, then every 50
 SHARE_ROWS, SHARE_TOKENS = 4, 16  # rows and positions per row: more would cost memory for (R, T, V) log-probs
-SHARE_LOW, SHARE_ERROR = 0.9, 0.25  # warn below; report no higher share with a larger standard error
+SHARE_ERROR = 0.25  # do not report a share with a larger standard error, unless it is low
 
 
 def log_line(text: str) -> None:
@@ -287,33 +287,34 @@ class LocalEngine:
 
     def _measure_share(self, jobs: Sequence[Job]) -> None:
         """If due, measure how much of the adapter's effect the engine keeps: policy/adapter_retained_frac."""
-        if not self._share_due or self._forward is None or self.dtype == torch.float32 or is_4bit(self.lm):
-            return
-        if self._is_sharded:  # the other ranks would have to compute the exact log-probs too
+        if not self._share_due or self.dtype == torch.float32:
             return
         self._share_due = False
         rows = list({tuple(job.prompt_ids): [*job.prompt_ids, *job.ids] for job in jobs}.values())[:SHARE_ROWS]
         length = min(SHARE_TOKENS, *map(len, rows))
-        ids = torch.tensor([row[-length:] for row in rows], device=self.device)
+        share = self._adapter_share([row[-length:] for row in rows])
+        if share is None:
+            return
+        if share.is_low or share.error <= SHARE_ERROR:
+            self._share = share.retained
+        if share.is_low and not self._warned:
+            self._warned = True
+            self.log(
+                f"warning: policy/adapter_retained_frac is {share.retained:.2f} (want {LOW} or more): completions "
+                "come from a policy closer to the base model than the trained one; use --dtype float32 or "
+                "--rollout.engine vllm"
+            )
+
+    def _adapter_share(self, rows: list[list[int]]) -> AdapterShare | None:
+        """Return the share of the adapter's effect that the engine keeps, if it can be measured."""
+        if not self._measures_share or self._forward is None or self._is_sharded:
+            return None  # sharded: the other ranks would have to compute the exact log-probs too
         try:
-            share = adapter_share(self.model, self._forward, ids)
+            return adapter_share(self.model, self._forward, torch.tensor(rows, device=self.device))
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:  # or out of memory
             self._measures_share = False
             self.log(f"rollout: policy/adapter_retained_frac is not measured ({describe_error(error)})")
-            return
-        if share is None:
-            return
-        is_low = share.retained + 2 * share.error < SHARE_LOW
-        if is_low or share.error <= SHARE_ERROR:
-            self._share = share.retained
-        if is_low and not self._warned:
-            self._warned = True
-            self.log(
-                f"warning: policy/adapter_retained_frac is {share.retained:.2f} (want {SHARE_LOW} or more): the engine "
-                f"rounds the adapter's small changes away in {str(self.dtype).removeprefix('torch.')}, so completions "
-                "come from a policy closer to the base model than the trained one; raise --learning-rate, train all "
-                "weights (--lora.r 0), or use --dtype float32 or --rollout.engine vllm"
-            )
+            return None
 
     def load(self, version: int) -> None:
         """Mark the weight copy, if there is one, for a refresh before the next token."""
@@ -437,6 +438,14 @@ class LocalEngine:
         if bool(expected.isfinite().all()) and not gap <= limit:
             kind = "paged" if paged else "growing"
             return f"its log-probs with a {kind} KV cache differ from the trainer's by {gap:.3g} (limit {limit:g})"
+        if not self._measures_share or not self.has_copy:  # without a copy the engine runs the trainer's adapters
+            return None
+        with evaluating(self.model, None), small_adapter(self.model):
+            rows = [[(i * i + seed * i + 1) % vocab for i in range(SHARE_TOKENS)] for seed in range(SHARE_ROWS)]
+            share = self._adapter_share(rows)
+        self.refresh(always=True)
+        if share is not None and share.retained + 4 * share.error < LOW:  # 4: a slower way must not be chosen by chance
+            return f"it keeps {share.retained:.2f} of a small adapter's effect on log-probs (limit {LOW})"
         return None
 
     def _prepare_scheduler(self, jobs: Sequence[Job]) -> Scheduler:

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from kernels import decode_block
 from kernels.decode_attention import decode_attention, decode_attention_reference
+from kernels.decode_lora import add_adapters, add_adapters_reference
 from kernels.decode_state import advance, advance_reference, locate, locate_reference
 from kernels.draw import draw, draw_reference
 from tests.kernels.decode_problems import Problem, error, make_problem
 from tests.kernels.test_decode_block import LIMITS, make_heads
+from tests.kernels.test_decode_lora import whole_numbers
 from tests.kernels.test_decode_state import CASES, assert_same, check_advance, check_locate, make_drawn, make_state
 from tests.kernels.test_draw import check, check_chi_square, check_company, check_special_rows, inputs
 
@@ -133,6 +135,21 @@ def test_norm_and_activation_are_exact(num_tokens, width, dtype):
         want = decode_block.add_rms_norm_reference(theirs, delta, weight[0], 1e-6, dtype)
         assert torch.equal(ours, theirs) and error(got, want) < min(LIMITS[dtype], 1e-3)
     assert error(decode_block.silu_mul(gate_up), decode_block.silu_mul_reference(gate_up)) < min(LIMITS[dtype], 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("num_tokens", "width", "rank"), [(1, 1024, 16), (64, 4096, 48), (512, 6144, 32), (700, 130, 208)]
+)
+def test_adapters_round_like_torch(size, dtype):
+    """Sums of whole numbers are exact in float32, so that only the places of rounding matter."""
+    num_tokens, width, rank = size
+    joint = whole_numbers(num_tokens, width + rank + 8, seed=1, limit=600).cuda()
+    up, scale = whole_numbers(width, rank, seed=2).cuda().to(dtype), 2.0 ** (torch.arange(width, device="cuda") % 4)
+    bias = whole_numbers(width, seed=3).cuda().to(dtype)
+    assert torch.equal(add_adapters(joint, bias, up, scale), add_adapters_reference(joint, bias, up, scale))
+    gated, want = (f(joint / 600, bias, up / 60, scale, gated=True) for f in (add_adapters, add_adapters_reference))
+    assert error(gated, want) < min(LIMITS[dtype], 1e-3)
 
 
 # Draws

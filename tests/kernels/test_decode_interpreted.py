@@ -13,6 +13,7 @@ import torch
 
 from kernels import decode_attention, decode_block, decode_state, draw
 from kernels.decode_attention import decode_attention_kernel
+from kernels.decode_lora import add_adapters_kernel
 from kernels.decode_state import advance_kernel, locate_kernel
 from kernels.draw import draw_kernel, uniform
 from tests.kernels.decode_problems import error, make_problem
@@ -20,6 +21,9 @@ from tests.kernels.interpreter import interpreted
 from tests.kernels.test_decode_attention import GROUPS, OPTIONS, check_padding, compare
 from tests.kernels.test_decode_block import LIMITS, check_heads, check_norm, check_silu, make_heads
 from tests.kernels.test_decode_block import draw as numbers
+from tests.kernels.test_decode_lora import SIZES
+from tests.kernels.test_decode_lora import check as check_adapters
+from tests.kernels.test_decode_lora import inputs as inputs_of_adapters
 from tests.kernels.test_decode_state import CASES as STATE_CASES
 from tests.kernels.test_decode_state import check_advance, check_locate, make_drawn, make_state
 from tests.kernels.test_draw import SEEDS, check, check_company, check_special_rows, inputs
@@ -136,6 +140,17 @@ def test_block_without_tokens():
     assert case.run(decode_block.rotate_append_kernel)["query"].shape == (0, 4, 16)
     assert decode_block.add_rms_norm_kernel(numbers(0, 8), None, numbers(8), 1e-6, torch.bfloat16).shape == (0, 8)
     assert decode_block.silu_mul_kernel(numbers(0, 8)).shape == (0, 4)
+
+
+# Adapters
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters(dtype):
+    for size in SIZES:
+        check_adapters(add_adapters_kernel, *size, dtype)
+    assert add_adapters_kernel(*inputs_of_adapters(0, 4, 16, dtype)).shape == (0, 4)
 
 
 # Draws, in chunks of 16

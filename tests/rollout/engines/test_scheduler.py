@@ -213,21 +213,21 @@ def test_block_forward_matches_the_model(make_model, tokenizer, monkeypatch, kin
     assert type(engine._forward) is BlockForward
 
 
-def test_block_forward_merges_adapters_and_new_weights(make_model, tokenizer, monkeypatch):
+def test_block_forward_follows_the_adapters(make_model, tokenizer):
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(make_model("qwen3"), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     sampling, requests = Sampling(max_tokens=12), requests_for(2)
-    plain, merged = LocalEngine(model, tokenizer), LocalEngine(model, tokenizer)
-    merged._ways = lambda: [lambda: BlockForward(model.get_base_model(), torch.float32)]
+    plain, copied = LocalEngine(model, tokenizer), LocalEngine(model, tokenizer)
+    copied._ways = lambda: [lambda: BlockForward(model.get_base_model(), torch.float32)]
     for version in range(3):
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.1 * version)
         plain.load(version)
-        merged.load(version)
-        assert_same(merged.generate(requests, sampling), plain.generate(requests, sampling))
-    assert type(merged._forward) is BlockForward
+        copied.load(version)
+        assert_same(copied.generate(requests, sampling), plain.generate(requests, sampling))
+    assert type(copied._forward) is BlockForward
 
 
 def test_a_copy_is_filled_from_the_full_tensor_of_every_shard(make_model):
@@ -291,12 +291,17 @@ class Wrong(BlockForward):
         ({"target_modules": ["q_proj"], "use_dora": True}, False),
     ],
 )  # fmt: skip
-def test_only_plain_adapters_are_merged_into_a_copy(make_model, settings, is_plain):
+def test_a_copy_computes_only_plain_adapters(make_model, settings, is_plain):
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(make_model("qwen3"), LoraConfig(r=4, task_type="CAUSAL_LM", **settings)).get_base_model()
+    peft = get_peft_model(make_model("qwen3"), LoraConfig(r=4, task_type="CAUSAL_LM", **settings))
+    model = peft.get_base_model()
     assert (adapters_obstacle(model) is None) == is_plain
     assert (block_obstacle(model) is None) == is_plain
+    peft.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "o_proj"]))
+    assert (adapters_obstacle(model) is None) == is_plain  # it is not active
+    peft.base_model.set_adapter(["default", "other"])
+    assert adapters_obstacle(model) is not None
 
 
 def test_stream_restores_gradients_and_training_mode_at_each_yield(make_model, tokenizer):

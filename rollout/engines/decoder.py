@@ -2,17 +2,19 @@
 
     decoder = Decoder(forward, num_pages=4096, page=64, max_rows=512, max_pages=16, captures=True)
     decoder.prefill([PrefillJob(ids, start=0, slots=slots, routes=[])])    # keys and values of prompts
-    ids, logps = decoder.run(rows, stop_ids, TopFilter(), steps=32)        # (32, B) each; id -1 after a row's end
+    window = decoder.launch(rows, 0, stop_ids, TopFilter(), steps=8)       # returns before the steps have run
+    ids, logps, _ = window.read()                                          # (8, B) each; id -1 after a row's end
 
 A step reads and writes only tensors with fixed addresses, so a graph is captured once and replayed with new values. The
-host writes the state of all rows (RowState), replays some steps and reads the sampled tokens, with no other host sync.
-A row that ends during these steps, by a stop id or at its limit, repeats its last token until the host reads.
+host writes the state of new rows (RowState), replays some steps and can write and replay more before it reads the
+sampled tokens: rows continue from the state on the device, and nothing but read() waits for the device.
+A row that ends during these steps, by a stop id or at its limit, repeats its last token until the host drops it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +42,24 @@ class RowState(NamedTuple):
     left: np.ndarray  # (B,) int32 number of tokens that may still be drawn
     temperature: np.ndarray  # (B,) float32
     tiles: np.ndarray  # (B, TILE_ROWS) int32 rows that share a prefix
+
+
+CARRIED = ("own_len", "token", "drawn", "left")  # what a step changes
+
+
+class Window(NamedTuple):
+    """What some decode steps sampled, in host memory once the device has run them."""
+
+    ids: torch.Tensor  # (steps, B) int64
+    logps: torch.Tensor  # (steps, B) float32
+    routes: torch.Tensor | None  # (steps, B, L, k)
+    ended: torch.cuda.Event | None  # None: the steps have run
+
+    def read(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Wait for the steps: ids (-1 after a row's end), log-probs, and experts of the tokens run."""
+        if self.ended is not None:
+            self.ended.synchronize()
+        return self.ids.numpy(), self.logps.numpy(), None if self.routes is None else self.routes.numpy()
 
 
 class PrefillJob(NamedTuple):
@@ -144,45 +164,70 @@ class Decoder:
             slot[row, :count] = fill.slots[fill.start :]
             position[row] = np.minimum(fill.start + np.arange(width), fill.start + count - 1)
             index[row, : len(fill.slots)] = fill.slots
-        tensors = [torch.from_numpy(x).to(self.device) for x in (ids, position.astype(np.int32), slot, index)]
-        ends = [(fill.source, fill.target) for fill in fills]
-        states = torch.tensor(ends, device=self.device).unbind(1) if self.has_states else ()
+        tensors = [self._send(x) for x in (ids, position.astype(np.int32), slot, index)]
+        states = self._send([(fill.source, fill.target) for fill in fills]).unbind(1) if self.has_states else ()
         self.forward.prefill(PrefillBatch(*tensors, fresh, *states), self.cache)
         if self.forward.routes is not None:
-            routes = self.forward.routes.unflatten(0, ids.shape).cpu().numpy()
+            # Read after a later window has been read, so the values have arrived.
+            routes = self._fetch(self.forward.routes.unflatten(0, ids.shape)).numpy()
             for fill, row in zip(fills, routes, strict=True):
-                fill.routes.append((fill.start, row[: len(fill.ids)].copy()))
+                fill.routes.append((fill.start, row[: len(fill.ids)]))
 
     @torch.no_grad()
     def copy_states(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy states, one layer at a time, as if all were read before the first is written."""
         pairs = [(a, b) for a, b in zip(source, target, strict=True) if a != b]
         if self.has_states and pairs:
-            read, write = torch.tensor(pairs, device=self.device).unbind(1)
+            read, write = self._send(pairs).unbind(1)
             for state in self.cache.states:
                 state.index_copy_(0, write, state.index_select(0, read))
+
+    def _send(self, values: Any) -> torch.Tensor:
+        """Copy an array to the device without waiting for it: from pageable memory the copy would wait."""
+        return self._pinned(values).to(self.device, non_blocking=True)
+
+    def _pinned(self, values: Any) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(values))
+        return tensor.pin_memory() if self.captures else tensor
+
+    def _fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor to host memory, where its values appear once the device gets to the copy."""
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.captures)
+        return host.copy_(tensor, non_blocking=True)
 
     # Decode steps.
 
     @torch.no_grad()
-    def run(
-        self, rows: RowState, stop_ids: Sequence[int], top: TopFilter, steps: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:  # (steps, B) int64, float32; (steps, B, L, k)
-        """Sample up to `steps` tokens per row: ids (-1 after a row's end), log-probs, and experts of the tokens run."""
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Make these rows, in increasing order, the first ones."""
+        if rows and rows[-1] >= len(rows):
+            index = self._send(rows)
+            for tensor in (getattr(self.state, name) for name in CARRIED):
+                tensor[: len(rows)] = tensor[index]
+            self.copy_states(rows, range(len(rows)))
+
+    @torch.no_grad()
+    def launch(self, rows: RowState, num_old: int, stop_ids: Sequence[int], top: TopFilter, steps: int) -> Window:
+        """Sample up to `steps` tokens per row. The first `num_old` rows continue where the last launch leaves them."""
         num_rows = len(rows.token)
         count = min(bucket_of(num_rows), self.max_rows) if self.captures else num_rows
+        old = {name: getattr(self.state, name)[:num_old].clone() for name in CARRIED}  # a capture changes them
         self._grow_state(rows.table.shape[1], len(stop_ids), steps)
         graph = self._graph(count, top) if self.captures else None
-        self._write(rows, stop_ids, count)
+        for name, values in old.items():
+            getattr(self.state, name)[:num_old] = values
+        self._write(rows, num_old, stop_ids, count)
         for _ in range(steps):
             if graph is not None:
                 graph.replay()
             else:
                 self._step(count, top)
-        ids, logps, routes = (
-            None if x is None else x[:steps, :num_rows].cpu().numpy() for x in (self.ids, self.logps, self.routes)
-        )
-        return ids, logps, routes
+        results = (self.ids, self.logps, self.routes)
+        window = [None if x is None else self._fetch(x[:steps, :num_rows]) for x in results]
+        ended = torch.cuda.Event() if self.captures else None
+        if ended is not None:
+            ended.record()
+        return Window(*window, ended)
 
     def _grow_state(self, max_pages: int, num_stop: int, steps: int) -> None:
         """Enlarge the state if needed. Sizes double, because every change recaptures the graphs."""
@@ -191,17 +236,17 @@ class Decoder:
         if any(need[name] > have[name] for name in have):
             self._allocate_state(**{name: max(have[name], 1 << (need[name] - 1).bit_length()) for name in have})
 
-    def _write(self, rows: RowState, stop_ids: Sequence[int], count: int) -> None:
+    def _write(self, rows: RowState, num_old: int, stop_ids: Sequence[int], count: int) -> None:
         num_rows = len(rows.token)
         for name, values in rows._asdict().items():
-            target = getattr(self.state, name)
-            source = torch.from_numpy(np.ascontiguousarray(values))
+            first, target = num_old if name in CARRIED else 0, getattr(self.state, name)
             if name == "table":
                 target = target[:, : values.shape[1]]
-            target[:num_rows].copy_(source, non_blocking=True)
+            if first < num_rows:
+                target[first:num_rows].copy_(self._pinned(values[first:]), non_blocking=True)
         self._clear_rows(num_rows, count)
-        self.stop_ids.fill_(-1)
-        self.stop_ids[: len(stop_ids)] = torch.tensor(list(stop_ids), dtype=torch.int64)
+        padded = [*stop_ids, *[-1] * (len(self.stop_ids) - len(stop_ids))]
+        self.stop_ids.copy_(self._pinned(padded), non_blocking=True)
         self.tick.zero_()
 
     def _clear_rows(self, first: int, stop: int) -> None:

@@ -54,7 +54,8 @@ from rollout.routes import expert_blocks
 LOGITS_PER_PASS = 2**26  # in logps(): 256 MB in fp32
 ROWS = {"cuda": 512, "cpu": 256}  # default max_batch_size
 PAGE = {"cuda": 64, "cpu": 16}  # tokens per cache page
-STEPS_PER_SYNC = {"cuda": 32, "cpu": 1}  # decode steps between host syncs
+STEPS_PER_SYNC = {"cuda": 8, "cpu": 1}  # decode steps of a window
+LAG = {"cuda": 1, "cpu": 0}  # windows that run on the device while the host reads an earlier one
 PARITY_FLOAT32, PARITY_BFLOAT16 = 1e-3, 0.1  # maximum mean gap to the trainer's log-probs
 PARITY_GROWING = 0.25  # in bfloat16 with the growing cache: above it the model is rejected
 SHARE_STEPS, SHARE_EVERY = (2, 5, 10, 20), 50  # weight versions at which the adapter's share is measured, then every 50
@@ -477,7 +478,7 @@ class LocalEngine:
                 self._forward, num_pages=num_pages, page=PAGE[self.kind], max_rows=rows,
                 max_pages=least, captures=self.kind == "cuda", num_prefixes=prefixes,
             )  # fmt: skip
-            self._scheduler = Scheduler(decoder, steps_per_sync=STEPS_PER_SYNC[self.kind])
+            self._scheduler = Scheduler(decoder, steps_per_sync=STEPS_PER_SYNC[self.kind], lag=LAG[self.kind])
         return self._scheduler
 
     def _fit_states(self, rows: int, prefixes: int, budget: int) -> tuple[int, int, int]:

@@ -47,8 +47,9 @@ def test_refilled_rows_sample_as_if_alone(make_model, tokenizer, monkeypatch):
     requests = requests_for(3)
     expected = alone(model, tokenizer, requests, sampling)
     assert {c.finish_reason for c in expected} == {"stop", "length"}
-    for steps_per_sync, page, rows in ((1, 16, 256), (5, 16, 3), (32, 32, 7)):
+    for steps_per_sync, lag, page, rows in ((1, 0, 16, 256), (5, 1, 16, 3), (8, 2, 32, 7)):
         monkeypatch.setitem(local_engine.STEPS_PER_SYNC, "cpu", steps_per_sync)
+        monkeypatch.setitem(local_engine.LAG, "cpu", lag)
         monkeypatch.setitem(local_engine.PAGE, "cpu", page)
         engine = LocalEngine(model, tokenizer, max_batch_size=rows)
         assert_same(engine.generate(requests, sampling), expected)
@@ -63,6 +64,7 @@ def test_rows_without_free_pages_are_requeued(make_model, tokenizer, monkeypatch
     expected = alone(model, tokenizer, requests, sampling)
     least, _ = cache_pages([Job(r.prompt_ids, 0, 40) for r in requests], page=16, rows=256)
     monkeypatch.setitem(local_engine.STEPS_PER_SYNC, "cpu", 8)
+    monkeypatch.setitem(local_engine.LAG, "cpu", 1)
     for pages in (least, least + 3):
         monkeypatch.setattr(LocalEngine, "_page_budget", lambda self, pages=pages: pages)
         engine = LocalEngine(model, tokenizer)
@@ -86,7 +88,8 @@ def test_tokens_after_a_stop_string_are_dropped(make_model, tokenizer, monkeypat
     sampling = Sampling(max_tokens=30, stop=(text[9:12], "never seen"), stop_ids=(257,))
     expected = alone(model, tokenizer, requests, sampling)
     assert any(c.finish_reason == "stop" for c in expected)
-    monkeypatch.setitem(local_engine.STEPS_PER_SYNC, "cpu", 16)
+    monkeypatch.setitem(local_engine.STEPS_PER_SYNC, "cpu", 4)
+    monkeypatch.setitem(local_engine.LAG, "cpu", 1)
     assert_same(LocalEngine(model, tokenizer).generate(requests, sampling), expected)
 
 
@@ -178,15 +181,15 @@ def test_an_interrupted_run_leaves_the_engine_usable(make_model, tokenizer, monk
     model, sampling, requests = make_model(), Sampling(max_tokens=12), requests_for(2)
     engine = LocalEngine(model, tokenizer)
     expected = engine.generate(requests, sampling)
-    run = engine._scheduler.decoder.run
+    launch = engine._scheduler.decoder.launch
 
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    engine._scheduler.decoder.run = interrupted
+    engine._scheduler.decoder.launch = interrupted
     with pytest.raises(KeyboardInterrupt):
         engine.generate(requests, sampling)
-    engine._scheduler.decoder.run = run
+    engine._scheduler.decoder.launch = launch
     assert len(engine._scheduler.free) == engine._scheduler.decoder.cache.num_pages - 1
     assert_same(engine.generate(requests, sampling), expected)
 

@@ -26,7 +26,8 @@ from rollout.engines.forward import Cache, Forward, PrefillBatch
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 STOP_IDS = 16  # capacity for stop ids in a captured step; grows on demand
-PREFILL_TOKENS = 2**15  # maximum tokens per prefill pass, including padding
+PREFILL_TOKENS = 2**13  # maximum tokens per prefill pass, including padding; longer rows run in parts
+PREFILL_KEYS = 2**16  # maximum tokens of several rows that a pass attends to: their keys are gathered
 PREFILL_STATES = 64  # maximum rows per prefill pass of a model with states, which are copied for the pass
 
 
@@ -73,7 +74,7 @@ class PrefillJob(NamedTuple):
     target: int = 0  # state to write
 
     def part(self, first: int, stop: int) -> PrefillJob:
-        """Return tokens first to stop. All parts of a row must run in order."""
+        """Return tokens first to stop, or to the end. All parts of a row must run in order."""
         start = self.start + first
         source = self.target if first else self.source
         return PrefillJob(
@@ -138,26 +139,31 @@ class Decoder:
 
     @torch.no_grad()
     def prefill(self, fills: Sequence[PrefillJob]) -> None:
-        """Write keys and values, batching rows of similar length."""
-        fresh = [fill for fill in fills if fill.start == 0 and fill.ids]
-        later = [fill for fill in fills if fill.start > 0 and fill.ids]
-        groups = [*by_length(fresh), *by_length(later)] if self.has_states else [fresh, later]
-        for group in groups:
-            ordered = sorted(group, key=lambda fill: len(fill.slots))
-            while ordered:
-                count, longest = 0, 0
-                while count < len(ordered):
-                    longest = max(longest, len(ordered[count].slots))
-                    if count and (count + 1) * longest > PREFILL_TOKENS or self.has_states and count == PREFILL_STATES:
-                        break
-                    count += 1
-                self._prefill(ordered[:count], fresh=ordered[0].start == 0)
-                ordered = ordered[count:]
+        """Write keys and values, rows of similar length together. Jobs that start later may follow other jobs."""
+        for is_later in (False, True):
+            rows = [fill for fill in fills if fill.ids and (fill.start > 0) == is_later]
+            for first in range(0, max((len(fill.ids) for fill in rows), default=0), PREFILL_TOKENS):
+                parts = [fill.part(first, first + PREFILL_TOKENS) for fill in rows if len(fill.ids) > first]
+                for group in by_length(parts) if self.has_states else [parts]:
+                    self._prefill_group(sorted(group, key=lambda fill: (len(fill.ids), len(fill.slots))))
 
-    def _prefill(self, fills: Sequence[PrefillJob], *, fresh: bool) -> None:
-        width, length = max(len(fill.ids) for fill in fills), max(len(fill.slots) for fill in fills)
+    def _prefill_group(self, fills: Sequence[PrefillJob]) -> None:
+        """Run rows in order of length, as many per pass as its limits allow."""
+        while fills:
+            count, cached = 0, 0
+            for fill in fills:
+                rows, cached = count + 1, max(cached, fill.start)
+                is_large = rows * len(fill.ids) > PREFILL_TOKENS or rows * (cached + len(fill.ids)) > PREFILL_KEYS
+                if count and is_large or self.has_states and count == PREFILL_STATES:
+                    break
+                count = rows
+            self._prefill(fills[:count])
+            fills = fills[count:]
+
+    def _prefill(self, fills: Sequence[PrefillJob]) -> None:
+        width, cached = max(len(fill.ids) for fill in fills), max(fill.start for fill in fills)
         ids, position, slot = (np.zeros((len(fills), width), np.int64) for _ in range(3))
-        index = np.zeros((len(fills), length), np.int64)
+        index = np.zeros((len(fills), cached + width), np.int64)
         for row, fill in enumerate(fills):
             count = len(fill.ids)
             ids[row, :count] = fill.ids
@@ -166,7 +172,7 @@ class Decoder:
             index[row, : len(fill.slots)] = fill.slots
         tensors = [self._send(x) for x in (ids, position.astype(np.int32), slot, index)]
         states = self._send([(fill.source, fill.target) for fill in fills]).unbind(1) if self.has_states else ()
-        self.forward.prefill(PrefillBatch(*tensors, fresh, *states), self.cache)
+        self.forward.prefill(PrefillBatch(*tensors, cached == 0, *states), self.cache)
         if self.forward.routes is not None:
             # Read after a later window has been read, so the values have arrived.
             routes = self._fetch(self.forward.routes.unflatten(0, ids.shape)).numpy()

@@ -31,10 +31,12 @@ from kernels.draw import signed_64
 from kernels.nf4 import is_4bit, num_weights
 from rollout.engine import Completion, Request, Sampling, check_sampling, finished
 from rollout.engines.adapter_share import adapter_share
-from rollout.engines.decoder import Decoder
+from rollout.engines.decoder import PREFILL_STATES, PREFILL_TOKENS, Decoder
 from rollout.engines.forward import (
     BlockForward,
+    Cache,
     Forward,
+    PrefillBatch,
     TransformersForward,
     adapters_obstacle,
     block_obstacle,
@@ -46,7 +48,7 @@ from rollout.engines.forward import (
     uncompiled,
 )
 from rollout.engines.growing import PAD_ID, sample_growing
-from rollout.engines.memory import FULL, GIB, MemoryPolicy, available
+from rollout.engines.memory import FULL, GIB, MemoryPolicy, available, restart_peak
 from rollout.engines.scheduler import Job, Scheduler
 from rollout.engines.stop import StopCheck
 from rollout.routes import expert_blocks
@@ -102,6 +104,8 @@ class LocalEngine:
         self._loaded: int | None = None  # weight version of the forward
         self._engine_bytes = 0  # cache, graphs and weight copy
         self._is_full = False  # the cache is as large as memory allows
+        self._longest = 1  # tokens of the longest prompt and completion
+        self._prefill_peaks: dict[int, int] = {}  # bytes of a prefill pass by sequence length
         self._measures_share = hasattr(model, "peft_config")
         self._share_due = self._warned = False
         self._measured_until: int | None = None  # version of the last load(); None: none yet
@@ -460,6 +464,7 @@ class LocalEngine:
         lacks = have < most or have_rows < rows or have_prefixes < prefixes
         if have < least or (lacks and not self._is_full):
             self._scheduler = None  # free the old cache first: both may not fit
+            self._longest = max(len(job.prompt_ids) + job.limit for job in jobs)
             budget = self._page_budget()
             wanted = rows, prefixes = max(have_rows, rows), max(have_prefixes, prefixes)
             if self._forward.states:
@@ -497,10 +502,29 @@ class LocalEngine:
         assert self._forward is not None
         torch.cuda.empty_cache()
         logits = self.max_batch_size * self.lm.config.get_text_config().vocab_size * 4
-        free_bytes = available(self.device) - torch.cuda.memory_allocated(self.device) - 2 * logits - GIB
+        used = torch.cuda.memory_allocated(self.device) + 2 * logits + self._prefill_bytes() + GIB
+        free_bytes = available(self.device) - used
         if self.cache_gib is not None:
             free_bytes = min(free_bytes, self.cache_gib * GIB)
         return max(0, int(FULL * free_bytes / (max(1, self._forward.shape.bytes_per_token) * PAGE[self.kind])))
+
+    def _prefill_bytes(self) -> int:
+        """Return the peak memory of a prefill pass, measured once per power of two of the longest sequence."""
+        assert self._forward is not None
+        length = 1 << (self._longest - 1).bit_length()
+        if length not in self._prefill_peaks:
+            width = min(self._longest, PREFILL_TOKENS)
+            rows = min(PREFILL_TOKENS // width, PREFILL_STATES if self._forward.states else PREFILL_TOKENS)
+            ids = torch.zeros(rows, width, dtype=torch.int64, device=self.device)
+            index = torch.zeros(rows, length, dtype=torch.int64, device=self.device)
+            position = torch.arange(width, dtype=torch.int32, device=self.device).repeat(rows, 1)
+            cache = Cache(self._forward.shape, 1, PAGE[self.kind], states=self._forward.states)  # scratch only
+            before = torch.cuda.memory_allocated(self.device)
+            restart_peak()
+            with torch.no_grad():
+                self._forward.prefill(PrefillBatch(ids, position, ids, index, fresh=False), cache)
+            self._prefill_peaks[length] = restart_peak() - before
+        return self._prefill_peaks[length]
 
     def _release(self) -> int:
         """Free cache, graphs and weight copy; return their size in GPU bytes."""

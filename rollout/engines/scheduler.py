@@ -274,7 +274,7 @@ class Scheduler:
 
     def _prefill_ahead(self, waiting: deque[Job], fills: list[PrefillJob]) -> None:
         """Add prompts of waiting jobs: a small prefill takes as long as a large one."""
-        room = PREFILL_TOKENS // 2 - sum(len(fill.ids) for fill in fills)
+        room = PREFILL_TOKENS - sum(len(fill.ids) for fill in fills)
         spare = len(self.free) // 2
         for job in waiting:
             ids = tuple(job.prompt_ids[:-1])

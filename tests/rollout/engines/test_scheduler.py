@@ -11,6 +11,8 @@ import torch
 
 from data.errors import UserError
 from rollout.engine import Request, Sampling
+from rollout.engines import decoder as decoder_module
+from rollout.engines import forward as forward_module
 from rollout.engines import local as local_engine
 from rollout.engines.forward import BlockForward, TransformersForward, adapters_obstacle, block_obstacle
 from rollout.engines.local import LocalEngine, cache_pages
@@ -59,9 +61,16 @@ def test_refilled_rows_sample_as_if_alone(make_model, tokenizer, monkeypatch):
 
 
 def test_rows_without_free_pages_are_requeued(make_model, tokenizer, monkeypatch):
+    """They are prefilled again in parts, and with masks for a few queries."""
     model, sampling = make_model(), Sampling(max_tokens=40)
     requests = requests_for(2, limits=False)
     expected = alone(model, tokenizer, requests, sampling)
+    monkeypatch.setattr(decoder_module, "PREFILL_TOKENS", 13)
+    monkeypatch.setattr(forward_module, "MASK", 100)
+    sizes, prefill = [], TransformersForward.prefill
+    monkeypatch.setattr(
+        TransformersForward, "prefill", lambda *args: sizes.append(args[1].ids.numel()) or prefill(*args)
+    )
     least, _ = cache_pages([Job(r.prompt_ids, 0, 40) for r in requests], page=16, rows=256)
     monkeypatch.setitem(local_engine.STEPS_PER_SYNC, "cpu", 8)
     monkeypatch.setitem(local_engine.LAG, "cpu", 1)
@@ -71,6 +80,7 @@ def test_rows_without_free_pages_are_requeued(make_model, tokenizer, monkeypatch
         assert_same(engine.generate(requests, sampling), expected)
         assert engine._scheduler.num_evicted > 0, "the cache must be too small for all rows"
         assert len(engine._scheduler.free) == pages - 1
+    assert max(sizes) == 13
 
 
 def test_a_request_larger_than_the_cache_is_rejected(make_model, tokenizer, monkeypatch):

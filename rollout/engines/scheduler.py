@@ -199,14 +199,15 @@ class Scheduler:
 
     def _grow_rows(self, waiting: deque[Job], active: list[Job], steps: int, *, may_requeue: bool) -> bool:
         """Give every row pages for its next tokens. If pages run out, requeue the last rows or return False."""
-        row = 0
+        row, spare = 0, 0
         while row < len(active):
             job = active[row]
             needed = self.pages_for(job.num_own + min(job.in_flight + steps, job.left) - 1) - len(job.pages)
-            while needed > 0 and not self._evict(needed):
+            while needed > 0 and not self._evict(needed + (spare if len(active) > 1 else 0)):
                 if not may_requeue:
                     return False
                 assert len(active) > 1, f"a single row needs {needed} more pages, {len(self.free)} free"
+                spare = len(active)  # a page for each row, because requeueing stops the overlap
                 last = active.pop()
                 self._release(last)
                 waiting.appendleft(last)

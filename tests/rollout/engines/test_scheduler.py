@@ -65,8 +65,8 @@ def test_rows_without_free_pages_are_requeued(make_model, tokenizer, monkeypatch
     model, sampling = make_model(), Sampling(max_tokens=40)
     requests = requests_for(2, limits=False)
     expected = alone(model, tokenizer, requests, sampling)
-    monkeypatch.setattr(decoder_module, "PREFILL_TOKENS", 13)
-    monkeypatch.setattr(forward_module, "MASK", 100)
+    monkeypatch.setattr(decoder_module, "PREFILL_TOKENS", 24)
+    monkeypatch.setattr(forward_module, "MASK", 1000)
     sizes, prefill = [], TransformersForward.prefill
     monkeypatch.setattr(
         TransformersForward, "prefill", lambda *args: sizes.append(args[1].ids.numel()) or prefill(*args)
@@ -80,7 +80,7 @@ def test_rows_without_free_pages_are_requeued(make_model, tokenizer, monkeypatch
         assert_same(engine.generate(requests, sampling), expected)
         assert engine._scheduler.num_evicted > 0, "the cache must be too small for all rows"
         assert len(engine._scheduler.free) == pages - 1
-    assert max(sizes) == 13
+    assert 12 < max(sizes) <= 24
 
 
 def test_a_request_larger_than_the_cache_is_rejected(make_model, tokenizer, monkeypatch):

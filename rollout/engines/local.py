@@ -161,7 +161,7 @@ class LocalEngine:
             yield chunk
 
     def _completions(self, jobs: Sequence[Job], stop: StopCheck, *, with_routes: bool) -> list[tuple[int, Completion]]:
-        if not all(math.isfinite(logp) for job in jobs for logp in job.logps):
+        if not all(math.isfinite(sum(job.logps)) for job in jobs):
             raise UserError(
                 f"version={self.version}: the logits are not finite because the weights have diverged; lower "
                 "--learning-rate or resume from an earlier checkpoint"

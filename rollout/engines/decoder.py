@@ -217,11 +217,8 @@ class Decoder:
         """Sample up to `steps` tokens per row. The first `num_old` rows continue where the last launch leaves them."""
         num_rows = len(rows.token)
         count = min(bucket_of(num_rows), self.max_rows) if self.captures else num_rows
-        old = {name: getattr(self.state, name)[:num_old].clone() for name in CARRIED}  # a capture changes them
         self._grow_state(rows.table.shape[1], len(stop_ids), steps)
         graph = self._graph(count, top) if self.captures else None
-        for name, values in old.items():
-            getattr(self.state, name)[:num_old] = values
         self._write(rows, num_old, stop_ids, count)
         for _ in range(steps):
             if graph is not None:
@@ -240,7 +237,10 @@ class Decoder:
         have = {"max_pages": self.state.table.shape[1], "num_stop": len(self.stop_ids), "steps": len(self.ids)}
         need = {"max_pages": max_pages, "num_stop": num_stop, "steps": steps}
         if any(need[name] > have[name] for name in have):
+            before = self.state
             self._allocate_state(**{name: max(have[name], 1 << (need[name] - 1).bit_length()) for name in have})
+            for name in CARRIED:
+                getattr(self.state, name).copy_(getattr(before, name))
 
     def _write(self, rows: RowState, num_old: int, stop_ids: Sequence[int], count: int) -> None:
         num_rows = len(rows.token)
@@ -265,6 +265,7 @@ class Decoder:
 
     def _graph(self, count: int, top: TopFilter) -> torch.cuda.CUDAGraph:
         if (count, top) not in self.graphs:
+            before = [getattr(self.state, name).clone() for name in CARRIED]  # rows continue from these
             self._clear_rows(0, count)
             self.tick.zero_()
             states = self.cache.states
@@ -278,6 +279,8 @@ class Decoder:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._step(count, top)
             self.graphs[count, top] = graph
+            for name, values in zip(CARRIED, before, strict=True):
+                getattr(self.state, name).copy_(values)
         return self.graphs[count, top]
 
     def _step(self, count: int, top: TopFilter) -> None:

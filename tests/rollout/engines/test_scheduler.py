@@ -174,6 +174,17 @@ def test_a_cache_limited_by_memory_is_not_reallocated(make_model, tokenizer, mon
     assert len(schedulers) == 1
 
 
+def test_a_row_continues_when_its_page_table_is_enlarged(make_model, tokenizer):
+    model = make_model()
+    engine = LocalEngine(model, tokenizer)
+    engine.generate([Request(prompt_ids=[i], seed=i) for i in range(9)], Sampling(max_tokens=2))
+    scheduler, request = engine._scheduler, Request(prompt_ids=[5, 6, 7], seed=1)
+    num_pages = scheduler.decoder.state.table.shape[1]
+    long = engine.generate([request], Sampling(max_tokens=70))
+    assert engine._scheduler is scheduler and scheduler.decoder.state.table.shape[1] > num_pages
+    assert_same(long, alone(model, tokenizer, [request], Sampling(max_tokens=70)))
+
+
 def test_new_weights_invalidate_the_cache(make_model, tokenizer):
     model, sampling = make_model(), Sampling(max_tokens=6)
     engine = LocalEngine(model, tokenizer)

@@ -174,7 +174,7 @@ class Decoder:
         states = self._send([(fill.source, fill.target) for fill in fills]).unbind(1) if self.has_states else ()
         self.forward.prefill(PrefillBatch(*tensors, cached == 0, *states), self.cache)
         if self.forward.routes is not None:
-            # Read after a later window has been read, so the values have arrived.
+            # Their values arrive before those of the next window.
             routes = self._fetch(self.forward.routes.unflatten(0, ids.shape)).numpy()
             for fill, row in zip(fills, routes, strict=True):
                 fill.routes.append((fill.start, row[: len(fill.ids)]))
@@ -200,6 +200,11 @@ class Decoder:
         """Copy a tensor to host memory, where its values appear once the device gets to the copy."""
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.captures)
         return host.copy_(tensor, non_blocking=True)
+
+    def wait(self) -> None:
+        """Wait for the device, so that everything fetched has arrived."""
+        if self.captures:
+            torch.cuda.current_stream(self.device).synchronize()
 
     # Decode steps.
 

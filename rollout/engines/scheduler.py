@@ -138,7 +138,9 @@ class Scheduler:
                 if ended:
                     yield list(ended)
         finally:
-            for job in {*active, *(job for jobs, *_ in windows for job in jobs)}:  # if interrupted
+            if active or windows:  # interrupted: tokens that were not read are lost
+                self.decoder.wait()
+            for job in {*active, *(job for jobs, *_ in windows for job in jobs)}:
                 self._release(job)
                 job.in_flight = 0
             self._drop_prefixes()

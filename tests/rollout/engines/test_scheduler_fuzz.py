@@ -37,6 +37,9 @@ class ToyDecoder:
         for index, state in zip(target, [self.states[i] for i in source], strict=True):
             self.states[index] = state
 
+    def wait(self) -> None:
+        pass
+
     def keep_rows(self, kept) -> None:
         self.rows = [self.rows[row] for row in kept if row < len(self.rows)]
         self.copy_states(kept, range(len(kept)))

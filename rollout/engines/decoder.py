@@ -198,7 +198,7 @@ class Decoder:
 
     def _fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor to host memory, where its values appear once the device gets to the copy."""
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.captures)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.captures)
         return host.copy_(tensor, non_blocking=True)
 
     def wait(self) -> None:

@@ -42,6 +42,7 @@ from rollout.state_layers import STATEFUL
 NAME = "strop_paged"  # key in transformers' attention registry
 
 
+MASK = 2**26  # booleans of a dense mask; more queries are split
 JOINT_TOKENS = 8192  # per float32 product in prefill: 1 GB for the gate and up layers of an 8B model
 ATTENTION = {"full_attention", "sliding_attention", "hybrid"}  # hybrid: attention and a state
 
@@ -95,7 +96,7 @@ class PrefillBatch(NamedTuple):
     ids: Tensor  # (R, T) int64
     position: Tensor  # (R, T) int32
     slot: Tensor  # (R, T) int64
-    index: Tensor  # (R, L) int64 slots of all tokens of a row, cached and new; padded with 0
+    index: Tensor  # (R, L) int64 slots of all tokens of a row, cached and new; padded with 0; L = T + longest cached
     fresh: bool  # no tokens were cached before, so L = T and the mask is causal
     source: Tensor | None = None  # (R,) int64 states to start from; None: zero states, and the new ones are dropped
     target: Tensor | None = None  # (R,) int64 states to write
@@ -205,22 +206,49 @@ def attend_prefill(
     special = softcap is not None or sinks is not None  # scaled_dot_product_attention has neither
     if special and query.is_cuda:
         return _flex_prefill(query, key, value, batch.position, window, scale=scale, softcap=softcap, sinks=sinks)
-    causal, mask = batch.fresh and (window is None or window >= length), None
-    if not causal:
-        key_position = torch.arange(length, device=query.device)
-        mask = key_position <= batch.position[:, :, None]  # (R, T, L)
-        if window is not None:
-            mask = mask & (key_position > batch.position[:, :, None] - window)
-        mask = mask.unsqueeze(1)
-    if special:
-        return dense_attend(query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks).transpose(1, 2)
-    if mask is not None and query.is_cuda:
+    if batch.fresh and (window is None or window >= length) and not special:
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2)
+    if not special and _has_flash(query):
+        return _flash_prefill(query, key, value, batch.position, window, scale=scale)
+    if query.is_cuda and not special:
         # With a mask and fewer key heads torch would materialize all scores in float32.
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
-    )
-    return out.transpose(1, 2)
+    key_position, outs = torch.arange(length, device=query.device), []
+    size = max(1, MASK // (rows * length))  # queries per mask
+    for part, position in zip(query.split(size, dim=2), batch.position.split(size, dim=1), strict=True):
+        mask = key_position <= position[:, :, None]  # (R, queries, L)
+        if window is not None:
+            mask = mask & (key_position > position[:, :, None] - window)
+        mask = mask.unsqueeze(1)
+        if special:
+            outs.append(dense_attend(part, key, value, mask, scale=scale, softcap=softcap, sinks=sinks))
+        else:
+            outs.append(F.scaled_dot_product_attention(part, key, value, attn_mask=mask, scale=scale, enable_gqa=True))
+    return torch.cat(outs, dim=2).transpose(1, 2)
+
+
+def _has_flash(query: Tensor) -> bool:
+    is_half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    return is_half and query.shape[3] % 8 == 0 and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def _flash_prefill(
+    query: Tensor, key: Tensor, value: Tensor, position: Tensor, window: int | None, *, scale: float
+) -> Tensor:  # (R, T, H, K)
+    """Attend without a mask: flash attention aligns the last of T queries with the last of the keys that it uses.
+
+    A row uses `start + T` keys. Padding queries thus see padding keys, which are on the scratch page.
+    """
+    (rows, _, num_queries, _), num_keys = query.shape, key.shape[2]
+    count = torch.arange(rows + 1, dtype=torch.int32, device=query.device)
+    used = position[:, 0].int() + num_queries
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # (tokens, heads, K)
+    out = torch.ops.aten._flash_attention_forward(
+        query, key, value, count * num_queries, count * num_keys, num_queries, num_keys, 0.0, True, False,
+        scale=scale, window_size_left=-1 if window is None else window - 1, window_size_right=0, seqused_k=used,
+    )[0]  # fmt: skip
+    return out.unflatten(0, (rows, num_queries))
 
 
 def _flex_prefill(

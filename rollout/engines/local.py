@@ -31,10 +31,12 @@ from kernels.draw import signed_64
 from kernels.nf4 import num_weights
 from rollout.engine import Completion, Request, Sampling, check_sampling, finished
 from rollout.engines.adapter_share import LOW, AdapterShare, adapter_share, small_adapter
-from rollout.engines.decoder import Decoder
+from rollout.engines.decoder import PREFILL_STATES, PREFILL_TOKENS, Decoder
 from rollout.engines.forward import (
     BlockForward,
+    Cache,
     Forward,
+    PrefillBatch,
     TransformersForward,
     adapters_obstacle,
     block_obstacle,
@@ -46,7 +48,7 @@ from rollout.engines.forward import (
     uncompiled,
 )
 from rollout.engines.growing import PAD_ID, sample_growing
-from rollout.engines.memory import FULL, GIB, MemoryPolicy, available
+from rollout.engines.memory import FULL, GIB, MemoryPolicy, available, restart_peak
 from rollout.engines.scheduler import Job, Scheduler
 from rollout.engines.stop import StopCheck
 from rollout.routes import expert_blocks
@@ -54,7 +56,8 @@ from rollout.routes import expert_blocks
 LOGITS_PER_PASS = 2**26  # in logps(): 256 MB in fp32
 ROWS = {"cuda": 512, "cpu": 256}  # default max_batch_size
 PAGE = {"cuda": 64, "cpu": 16}  # tokens per cache page
-STEPS_PER_SYNC = {"cuda": 32, "cpu": 1}  # decode steps between host syncs
+STEPS_PER_SYNC = {"cuda": 8, "cpu": 1}  # decode steps of a window
+LAG = {"cuda": 1, "cpu": 0}  # windows that run on the device while the host reads an earlier one
 PARITY_FLOAT32, PARITY_BFLOAT16 = 1e-3, 0.1  # maximum mean gap to the trainer's log-probs
 PARITY_GROWING = 0.25  # in bfloat16 with the growing cache: above it the model is rejected
 SHARE_STEPS, SHARE_EVERY = (2, 5, 10, 20), 50  # weight versions at which the adapter's share is measured, then every 50
@@ -101,6 +104,8 @@ class LocalEngine:
         self._loaded: int | None = None  # weight version of the forward
         self._engine_bytes = 0  # cache, graphs and weight copy
         self._is_full = False  # the cache is as large as memory allows
+        self._longest = 1  # tokens of the longest prompt and completion
+        self._prefill_peaks: dict[int, int] = {}  # bytes of a prefill pass by sequence length
         self._measures_share = hasattr(model, "peft_config")
         self._share_due = self._warned = False
         self._measured_until: int | None = None  # version of the last load(); None: none yet
@@ -156,7 +161,7 @@ class LocalEngine:
             yield chunk
 
     def _completions(self, jobs: Sequence[Job], stop: StopCheck, *, with_routes: bool) -> list[tuple[int, Completion]]:
-        if not all(math.isfinite(logp) for job in jobs for logp in job.logps):
+        if not all(math.isfinite(sum(job.logps)) for job in jobs):
             raise UserError(
                 f"version={self.version}: the logits are not finite because the weights have diverged; lower "
                 "--learning-rate or resume from an earlier checkpoint"
@@ -468,6 +473,7 @@ class LocalEngine:
         lacks = have < most or have_rows < rows or have_prefixes < prefixes
         if have < least or (lacks and not self._is_full):
             self._scheduler = None  # free the old cache first: both may not fit
+            self._longest = max(len(job.prompt_ids) + job.limit for job in jobs)
             budget = self._page_budget()
             wanted = rows, prefixes = max(have_rows, rows), max(have_prefixes, prefixes)
             if self._forward.states:
@@ -486,7 +492,7 @@ class LocalEngine:
                 self._forward, num_pages=num_pages, page=PAGE[self.kind], max_rows=rows,
                 max_pages=least, captures=self.kind == "cuda", num_prefixes=prefixes,
             )  # fmt: skip
-            self._scheduler = Scheduler(decoder, steps_per_sync=STEPS_PER_SYNC[self.kind])
+            self._scheduler = Scheduler(decoder, steps_per_sync=STEPS_PER_SYNC[self.kind], lag=LAG[self.kind])
         return self._scheduler
 
     def _fit_states(self, rows: int, prefixes: int, budget: int) -> tuple[int, int, int]:
@@ -505,10 +511,29 @@ class LocalEngine:
         assert self._forward is not None
         torch.cuda.empty_cache()
         logits = self.max_batch_size * self.lm.config.get_text_config().vocab_size * 4
-        free_bytes = available(self.device) - torch.cuda.memory_allocated(self.device) - 2 * logits - GIB
+        used = torch.cuda.memory_allocated(self.device) + 2 * logits + self._prefill_bytes() + GIB
+        free_bytes = available(self.device) - used
         if self.cache_gib is not None:
             free_bytes = min(free_bytes, self.cache_gib * GIB)
         return max(0, int(FULL * free_bytes / (max(1, self._forward.shape.bytes_per_token) * PAGE[self.kind])))
+
+    def _prefill_bytes(self) -> int:
+        """Return the peak memory of a prefill pass, measured once per power of two of the longest sequence."""
+        assert self._forward is not None
+        length = 1 << (self._longest - 1).bit_length()
+        if length not in self._prefill_peaks:
+            width = min(self._longest, PREFILL_TOKENS)
+            rows = min(PREFILL_TOKENS // width, PREFILL_STATES if self._forward.states else PREFILL_TOKENS)
+            ids = torch.zeros(rows, width, dtype=torch.int64, device=self.device)
+            index = torch.zeros(rows, length, dtype=torch.int64, device=self.device)
+            position = torch.arange(width, dtype=torch.int32, device=self.device).repeat(rows, 1)
+            cache = Cache(self._forward.shape, 1, PAGE[self.kind], states=self._forward.states)  # scratch only
+            before = torch.cuda.memory_allocated(self.device)
+            restart_peak()
+            with torch.no_grad():
+                self._forward.prefill(PrefillBatch(ids, position, ids, index, fresh=False), cache)
+            self._prefill_peaks[length] = restart_peak() - before
+        return self._prefill_peaks[length]
 
     def _release(self) -> int:
         """Free cache, graphs and weight copy; return their size in GPU bytes."""

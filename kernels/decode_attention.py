@@ -2,10 +2,10 @@
 
 The rows of a group share their prompt. The cache contains it once, and it is read once per TILE_ROWS rows: at 512 rows
 in groups of 8, reading it for each row would be most of the memory traffic. There are two kernels:
-- `_prefix`, one program per tile of rows and key head: attends over the prefix for all rows of the tile together, and
-  writes maximum, sum and accumulator of the softmax for each row. With few rows the prefix is split over programs.
-- `_own`, one program per row and key head: attends over the row's own tokens, merges the results of `_prefix` and the
-  sinks, and writes the output.
+- `_parts`, one program per row, key head and part: attends over a part of a tile's prefix for all its rows together and
+  over a part of the row's own tokens, and writes maximum, sum and accumulator of each softmax. Many rows have one part
+  each, few rows several, so that a single long row uses the whole GPU.
+- `_merge`, one program per row: merges the parts and the sinks, and writes the output.
 
 Any head size up to 256 works: the kernels pad it to a power of two in registers. Capped scores and sinks are as in
 kernels/attention.py.
@@ -31,7 +31,7 @@ except ImportError:  # CPU builds of torch may lack Triton; the reference runs t
     triton = None
 
 TILE_ROWS = 8
-BLOCK_BYTES = 1 << 13  # keys or values per iteration
+BLOCK_BYTES = 1 << 12  # keys or values per iteration and warp
 MAX_HEADS = 8  # query heads per program: 64 accumulator rows for a tile
 PROGRAMS = 2048  # with fewer programs, a row's tokens are split
 MAX_SPLITS = 64
@@ -171,7 +171,7 @@ def decode_attention_kernel(
     scale2, softcap2 = (scale / math.log(2.0), 1.0) if softcap is None else (scale / softcap, softcap / math.log(2.0))
     window = 1 << 30 if window is None else window
     lines = max(16, triton.next_power_of_2(TILE_ROWS * heads))
-    block, warps, stages = _tuning(lines, width, page, keys.element_size())
+    block, warps = _tuning(lines, width, page, keys.element_size())
     least = -(-LEAST_TOKENS // block)
     _parts[programs, num_rows, splits](
         query, keys, values, rows.table, rows.prefix_len, rows.own_len, rows.tiles, top, total, acc,
@@ -179,7 +179,7 @@ def decode_attention_kernel(
         least, GROUP=group, HEADS=heads, TILE=TILE_ROWS, LINES=lines, OWN_LINES=max(16, triton.next_power_of_2(heads)),
         K=head_dim, WIDTH=width, PAGE=page, BLOCK=block, SOFTCAP=softcap is not None,
         UPCAST=not query.is_cuda,  # Triton's interpreter would multiply bfloat16 bit patterns as integers
-        num_warps=warps, num_stages=stages,
+        num_warps=warps, num_stages=3,
     )  # fmt: skip
     heads = max(1, min(triton.next_power_of_2(num_heads), MERGED // (2 * splits * width)))
     _merge[triton.cdiv(num_heads, heads), num_rows](
@@ -199,10 +199,15 @@ def _splits(programs: int, tokens: int) -> int:
     return 1 << max(0, limit.bit_length() - 1)
 
 
-def _tuning(lines: int, width: int, page: int, size: int) -> tuple[int, int, int]:
-    """Return tokens per iteration, warps and pipeline stages of `_parts`; size: bytes per number in the cache."""
-    block = min(page & -page, max(16, BLOCK_BYTES // (width * size)))
-    return block, min(8, max(1, lines * width // 2048)), 3
+def _tuning(lines: int, width: int, page: int, size: int) -> tuple[int, int]:
+    """Return tokens per iteration and warps of `_parts`; size: bytes per number in the cache.
+
+    Small programs, of which many run on a multiprocessor: short rows are bound by latency. One warp has 16 lines; those
+    of float32 products, without tensor cores, need more registers.
+    """
+    warps = min(8, max(lines // 16, lines * width // 2048) * (1 if size == 2 else 4))
+    most = min(64 if lines * width <= 4096 else 32, page & -page)
+    return min(most, max(16, BLOCK_BYTES * min(warps, 4) // (width * size))), warps
 
 
 if triton is not None:
@@ -221,14 +226,14 @@ if triton is not None:
         Tokens from `first` (LINES,) on are visible to each line; tokens from `low` on are visible to some line.
         """
         token = start + tl.arange(0, BLOCK)
-        place = page.to(tl.int64) * PAGE + start % PAGE + tl.arange(0, BLOCK)
-        column = tl.arange(0, WIDTH)[None, :]
+        place = page.to(tl.int64) * PAGE + start % PAGE  # of the first token; the others are at constant distances
+        line, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, WIDTH)[None, :]
         seen = ((token >= low) & (token < length))[:, None]  # other slots may contain NaN
         if K < WIDTH:
             seen = seen & (column < K)
         visible = (token[None, :] >= first[:, None]) & (token < length)[None, :]
-        key = tl.load(keys + place[:, None] * key_place + column, mask=seen, other=0.0)
-        value = tl.load(values + place[:, None] * value_place + column, mask=seen, other=0.0)
+        key = tl.load(keys + place * key_place + (line * key_place + column), mask=seen, other=0.0)
+        value = tl.load(values + place * value_place + (line * value_place + column), mask=seen, other=0.0)
         if UPCAST:
             query, key, value = query.to(tl.float32), key.to(tl.float32), value.to(tl.float32)
         scores = tl.dot(query, key.T, input_precision="ieee") * scale2
@@ -269,7 +274,7 @@ if triton is not None:
         top = tl.full((LINES,), NOTHING, tl.float32)
         total = tl.zeros((LINES,), tl.float32)
         acc = tl.zeros((LINES, WIDTH), tl.float32)
-        page = tl.load(pages_of_row + begin * BLOCK // PAGE)
+        page = tl.load(pages_of_row + begin * BLOCK // PAGE, mask=begin < end, other=0)
         for block in range(begin, end):
             start = block * BLOCK
             next_page = tl.load(pages_of_row + (start + BLOCK) // PAGE, mask=block + 1 < end, other=0)

@@ -51,6 +51,7 @@ SHAPES = {
     "64 rows": (grouped(8, 8, 256, 512), QWEN),
     "one long group": ([(4000, [1, 100, 2000])], QWEN),
     "one row, long": ([(6000, [700])], (32, 8, 128)),
+    "one row, long completion": ([(60, [9000])], QWEN),
     "7 query heads": (grouped(9, 5, 300, 100), (14, 2, 64)),
     "3 query heads": (grouped(9, 8, 300, 100), (9, 3, 64)),
     "12 query heads": (grouped(3, 17, 300, 100), (12, 1, 128)),

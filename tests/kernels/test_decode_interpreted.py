@@ -36,8 +36,9 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def few_splits(monkeypatch):
-    """Use few programs, because the interpreter runs them sequentially."""
-    monkeypatch.setattr(decode_attention, "_splits", lambda programs, pages: 2)
+    """Use few programs, because the interpreter runs them sequentially, and short parts."""
+    monkeypatch.setattr(decode_attention, "_splits", lambda programs, tokens: 2)
+    monkeypatch.setattr(decode_attention, "LEAST_TOKENS", 16)
 
 
 # Attention
@@ -73,11 +74,11 @@ def test_attention_with_holes_in_tiles_and_strided_inputs():
 
 
 @interpreted
-@pytest.mark.parametrize("splits", [1, 3])
-def test_attention_with_the_prefix_split_over_programs(splits, monkeypatch):
-    monkeypatch.setattr(decode_attention, "_splits", lambda programs, pages: splits)
-    compare(decode_attention_kernel, make_problem([(100, [4, 2]), (20, [1])]), 1e-6)
-    compare(decode_attention_kernel, make_problem([(100, [4, 40])]), 1e-6, window=41)
+@pytest.mark.parametrize("splits", [1, 4])
+def test_attention_with_tokens_split_over_programs(splits, monkeypatch):
+    monkeypatch.setattr(decode_attention, "_splits", lambda programs, tokens: splits)
+    compare(decode_attention_kernel, make_problem([(100, [4, 2]), (20, [90])], sinks=True), 1e-6)
+    compare(decode_attention_kernel, make_problem([(100, [4, 80])]), 1e-6, window=81)
 
 
 @interpreted

@@ -113,7 +113,7 @@ def sample_until_enough(rank0: Rank0Rollout) -> None:
     sampled = rank0.run(lambda: rank0.engine.generate_groups(groups, Sampling(), count=5, due=[1, 4, 5]))
     asked = comm.of_all(rank0.local.asked, "asked")
     new, begun = [False] * SIZE, [False] * (SIZE - 1) + [True]
-    assert asked == [([new, new], 2, [1]), ([new, begun], 1, [0, 1]), ([new], 1, []), ([new], 1, [])], asked
+    assert asked == [[[new, new], 2, [1]], [[new, begun], 1, [0, 1]], [[new], 1, []], [[new], 1, []]], asked
     if comm.is_main():
         assert [c for group in sampled for c in group] == COMPLETIONS
     report("until enough")

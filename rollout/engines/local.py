@@ -189,7 +189,7 @@ class LocalEngine:
                 f"version={self.version}: the logits are not finite because the weights have diverged; lower "
                 "--learning-rate or resume from an earlier checkpoint"
             )
-        texts = stop.texts([job.ids for job in jobs], [job.stopped for job in jobs])
+        texts = stop.texts([job.ids if job.has_ended else [] for job in jobs], [job.stopped for job in jobs])
         return [
             (job.index, Completion(
                 prompt_ids=list(job.prompt_ids), ids=job.ids, logps=job.logps, text=text,

@@ -53,6 +53,7 @@ class Request:
     prompt: Prompt | None = None  # the data row, for sources that need more than ids
     max_tokens: int | None = None  # in-process engine only; None: use Sampling.max_tokens
     conversation: Hashable | None = None  # key under which the in-process engine caches this turn for the next
+    so_far: Completion | None = None  # in-process engine only: an unfinished completion to continue
 
     @classmethod
     def of(cls, prompt: Prompt, seed: int) -> Request:
@@ -64,7 +65,7 @@ class Completion:
     prompt_ids: list[int]
     ids: list[int]
     logps: list[float]  # under the sampling distribution, including temperature
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "unfinished"]  # unfinished: to be continued (partial rollouts)
     text: str  # decoded ids without special tokens and without the stop string
     versions: list[tuple[int, int]]  # (weight version, number of tokens it sampled), in order
     mask: list[bool] | None = None  # True = sampled by the model; environment tokens are False, with logp 0
@@ -78,6 +79,22 @@ class Completion:
         return len(self.ids) if self.mask is None else sum(self.mask)
 
 
+def join_versions(versions: Sequence[tuple[int, int]], num_tokens: int) -> list[tuple[int, int]]:
+    """Return the versions of the first num_tokens sampled tokens, with equal neighbours merged.
+
+    >>> join_versions([(3, 2), (3, 4), (4, 5)], 8)
+    [(3, 6), (4, 2)]
+    """
+    joined: list[tuple[int, int]] = []
+    for version, count in versions:
+        count = min(count, num_tokens - sum(before for _, before in joined))
+        if count and joined and joined[-1][0] == version:
+            joined[-1] = (version, joined[-1][1] + count)
+        elif count:
+            joined.append((version, count))
+    return joined
+
+
 @dataclass(frozen=True)
 class Group:
     """One prompt and its completions: first planned, then sampled, then rewarded."""
@@ -86,7 +103,7 @@ class Group:
     prompt: Prompt
     row: int  # index of the prompt in the data
     kind: Literal["fresh", "reroll", "resample"] = "fresh"
-    completions: list[Completion] = field(default_factory=list)  # empty until sampled
+    completions: list[Completion] = field(default_factory=list)  # empty until sampled; may be unfinished if queued
     values: list[list[float | None]] = field(default_factory=list)  # [completion][reward]; None = does not apply
     replayed: bool = False
     extra: list[dict[str, Any]] | None = None  # per completion: columns logged by reward functions; not in checkpoints

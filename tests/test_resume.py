@@ -160,6 +160,9 @@ FLAGS = {
         "--minibatches-per-rollout", 2, "--num-iterations", 2, "--scale-rewards", "batch", "--entropy-target", 0.4,
         "--entropy-coef-step", 0.05,
     ],
+    "partial rollouts": [
+        "--rollout.partial", 0.5, "--num-generations", 4, "--dynamic-sampling", "--temperature", 1.5,
+    ],
 }  # fmt: skip
 COVERED = ("moving reference", "entropy target")  # by "moving reference, kl in reward, a part" and "mini-batches"
 

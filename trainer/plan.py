@@ -732,6 +732,7 @@ def rollout_size_of(cfg: MethodConfig, device: str) -> RolloutSize | None:
     if not hasattr(cfg, "rollout") or longest_sequence(cfg) is None:
         return None
     num = -(-cfg.run.sequences_per_step // world_size()) * cfg.minibatches_per_rollout
+    num += -(-cfg.queued_groups // world_size()) * cfg.num_generations
     rows = min(cfg.rollout.max_batch_size or ROWS[device], num)
     return RolloutSize(rows, -(-num // cfg.num_generations), cfg.max_prompt_length or 0, cfg.max_completion_length)
 

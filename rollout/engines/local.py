@@ -29,7 +29,7 @@ from data.errors import UserError
 from data.user_code import describe_error
 from kernels.draw import signed_64
 from kernels.nf4 import num_weights
-from rollout.engine import Completion, Request, Sampling, check_sampling, finished
+from rollout.engine import Completion, Request, Sampling, check_sampling, finished, join_versions
 from rollout.engines.adapter_share import LOW, AdapterShare, adapter_share, small_adapter
 from rollout.engines.decoder import PREFILL_STATES, PREFILL_TOKENS, Decoder
 from rollout.engines.forward import (
@@ -115,11 +115,33 @@ class LocalEngine:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Return one completion per request, in order."""
-        completions = dict(pair for ended in self.stream(requests, sampling) for pair in ended)
-        return [completions[i] for i in range(len(requests))]
+        return self.generate_groups([requests], sampling, count=1)[0]
+
+    def generate_groups(
+        self, groups: Sequence[Sequence[Request]], sampling: Sampling, *, count: int, due: Collection[int] = ()
+    ) -> list[list[Completion]]:
+        """Sample until `count` groups have finished, and the groups with index in `due`; others may be unfinished."""
+        group_of = [g for g, group in enumerate(groups) for _ in group]
+        left = [len(group) for group in groups]  # completions to finish
+
+        def enough(ended: Sequence[int]) -> bool:
+            for i in ended:
+                left[group_of[i]] -= 1
+            return left.count(0) >= count and not any(left[g] for g in due)
+
+        requests = [request for group in groups for request in group]
+        completions = dict(pair for ended in self._stream(requests, sampling, enough) for pair in ended)
+        in_order = (completions[i] for i in range(len(requests)))
+        return [[next(in_order) for _ in group] for group in groups]
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[tuple[int, Completion]]]:
         """Yield completions as they finish, each with the index of its request."""
+        return self._stream(requests, sampling, lambda ended: False)
+
+    def _stream(
+        self, requests: Sequence[Request], sampling: Sampling, enough: Callable[[Sequence[int]], bool]
+    ) -> Iterator[list[tuple[int, Completion]]]:
+        """As stream(); once enough(indices that have just finished) is true, yield the unfinished ones and return."""
         check_sampling(sampling)
         limits = [sampling.max_tokens if request.max_tokens is None else request.max_tokens for request in requests]
         if min(limits, default=1) < 1:
@@ -131,10 +153,14 @@ class LocalEngine:
             Job(request.prompt_ids, signed_64(request.seed), limit, request.conversation, index=i)
             for i, (request, limit) in enumerate(zip(requests, limits, strict=True))
         ]
+        for job, request in zip(jobs, requests, strict=True):
+            if (so_far := request.so_far) is not None:
+                job.ids, job.logps, job.versions = list(so_far.ids), list(so_far.logps), so_far.versions
+                job.own_routes += [] if so_far.routes is None else [(0, so_far.routes)]
         stop = StopCheck(self.tokenizer, sampling)
         self.choose_forward()
         # Longest first, so shorter prompts fill the gaps. Equal prompts are adjacent and share a tile.
-        jobs.sort(key=lambda job: (-len(job.prompt_ids), job.prompt_ids))
+        jobs.sort(key=lambda job: (not job.ids, -len(job.prompt_ids), job.prompt_ids))
         sample = self._sample_growing if self._uses_growing_cache else self._sample_paged
         run = sample(jobs, sampling, stop)
         try:
@@ -146,6 +172,9 @@ class LocalEngine:
                         self._measure_share(jobs)
                 if ended is None:
                     return
+                if enough([job.index for job in ended]):
+                    run.close()
+                    ended = [*ended, *(job for job in jobs if not job.has_ended)]
                 yield self._completions(ended, stop, with_routes=sampling.for_training)
         finally:
             run.close()
@@ -157,8 +186,7 @@ class LocalEngine:
     def _sample_growing(self, jobs: Sequence[Job], sampling: Sampling, stop: StopCheck) -> Iterator[Sequence[Job]]:
         for start in range(0, len(jobs), self.max_batch_size):
             chunk = jobs[start : start + self.max_batch_size]
-            sample_growing(self.model, chunk, sampling, stop)
-            yield chunk
+            yield from sample_growing(self.model, chunk, sampling, stop)
 
     def _completions(self, jobs: Sequence[Job], stop: StopCheck, *, with_routes: bool) -> list[tuple[int, Completion]]:
         if not all(math.isfinite(sum(job.logps)) for job in jobs):
@@ -166,11 +194,12 @@ class LocalEngine:
                 f"version={self.version}: the logits are not finite because the weights have diverged; lower "
                 "--learning-rate or resume from an earlier checkpoint"
             )
-        texts = stop.texts([job.ids for job in jobs], [job.stopped for job in jobs])
+        texts = stop.texts([job.ids if job.has_ended else [] for job in jobs], [job.stopped for job in jobs])
         return [
             (job.index, Completion(
                 prompt_ids=list(job.prompt_ids), ids=job.ids, logps=job.logps, text=text,
-                finish_reason="stop" if job.stopped else "length", versions=[(self.version, len(job.ids))],
+                finish_reason="stop" if job.stopped else "length" if job.has_ended else "unfinished",
+                versions=join_versions([*job.versions, (self.version, len(job.ids))], len(job.ids)),
                 routes=job.routes if with_routes else None,
             ))
             for job, text in zip(jobs, texts, strict=True)

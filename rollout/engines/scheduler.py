@@ -58,6 +58,7 @@ class Job:
     index: int = 0  # request index
     ids: list[int] = field(default_factory=list)  # sampled
     logps: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)  # of tokens sampled before this run
     stopped: bool = False
     prefix: Prefix | None = None
     own_first: list[int] = field(default_factory=list)  # prompt tokens after the prefix
@@ -82,6 +83,10 @@ class Job:
     @property
     def left(self) -> int:
         return self.limit - len(self.ids)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.stopped or self.left == 0
 
 
 @dataclass(eq=False)
@@ -369,7 +374,7 @@ class Scheduler:
             if length is not None:
                 job.stopped = True
                 del job.ids[length:], job.logps[length:]
-            if length is not None or job.left == 0:
+            if job.has_ended:
                 ended[job] = None
         return ended
 

@@ -536,6 +536,11 @@ class RolloutConfig:
     )
     cache_gib: float | None = None
     """local, on a GPU: maximum size of the KV cache. None: the free memory, at most what the largest batch needs."""
+    partial: float = 0.0
+    (
+        "local: partial rollouts. Groups sampled in addition to those of a batch, as a fraction of a batch: a batch is "
+        "the groups that finish first, and the others continue with the next weights. 0: off; at most 1."
+    )
     replay_routes: bool = True
     (
         "Models with experts: train each token with the experts that the sampler used for it, if it recorded them. The "
@@ -549,7 +554,8 @@ class RolloutConfig:
     """Top-k for evaluation, if eval_temperature is above 0. 0: all tokens."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, {"1 or more": "max_batch_size", "above 0": "cache_gib"}, "rollout.")
+        rules = {"1 or more": "max_batch_size", "above 0": "cache_gib", "between 0 and 1": "partial"}
+        check_numbers(self, rules, "rollout.")
         if self.eval_temperature == 0:
             why = "on greedy evaluation; set --rollout.eval-temperature"
             reject_unused(self, why, ("eval_top_p", "eval_top_k"), "rollout.")
@@ -567,6 +573,7 @@ def check_engine(rollout: RolloutConfig, vllm: VllmConfig, sync: SyncConfig, ask
         servers = "rollout.engine=vllm" if rollout.engine == "vllm" else f"vLLM servers, which {asked} needs"
         reject_unused(rollout, f"with {servers}; use --vllm.max-in-flight", ("max_batch_size",), "rollout.")
         reject_unused(rollout, f"with {servers}; use --vllm.gpu-memory-utilization", ("cache_gib",), "rollout.")
+        reject_unused(rollout, f"with {servers}; use --async-prefetch", ("partial",), "rollout.")
 
 
 @dataclass(frozen=True, kw_only=True)

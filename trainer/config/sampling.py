@@ -92,6 +92,9 @@ def check_rollout_setup(cfg: RewardedConfig) -> None:
     names = [name for name, is_set in sources.items() if is_set]
     if len(names) > 1:
         raise UserError(f"{names[0]}, {names[1]}: each generates the whole completion; set only one")
+    if names:
+        why = f"with {names[0]}, whose episodes are sampled to their end"
+        reject_unused(cfg.rollout, why, ("partial",), "rollout.")
     check_verifiers(
         cfg.verifiers,
         has_data=bool(cfg.data.data or cfg.data.eval_data or gym.datasets),

@@ -98,7 +98,7 @@ def choose(cfg: GroupConfig, memory: Memory | None, check_vllm: Callable[[], Any
         return Choice("local", f"rollout.engine=auto: local, needs at least {memory}")
     short = f"sampling in process needs at least {memory}"
     why = f"with vLLM servers, which auto chose because {short}; remove it, or set --rollout.engine local"
-    reject_unused(cfg.rollout, why, ("max_batch_size", "cache_gib"), "rollout.")
+    reject_unused(cfg.rollout, why, ("max_batch_size", "cache_gib", "partial"), "rollout.")
     try:
         check_vllm()
     except UserError as error:

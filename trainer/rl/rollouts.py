@@ -43,9 +43,11 @@ from rollout.engine import Engine, EngineSource, Sampling
 from rollout.engine import Source as CompletionSource
 from rollout.rewards import table
 from rollout.rewards.calls import TrainerState
+from rollout.schedule.partial import PartialProducer
 from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Producer, sync_due
 from rollout.schedule.replay import Replay
+from trainer.config.checks import reject_unused
 from trainer.config.groups import GroupConfig, PolicyGradientConfig
 from trainer.config.policy import check_policy_options
 from trainer.config.sampling import RewardedConfig
@@ -109,6 +111,9 @@ class Rollouts:
             minibatches=cfg.minibatches_per_rollout,
             kl_in_reward=cfg.advantage.kl_in_reward,
         )
+        if source is not None:
+            why = "with this method, whose completions come from a source of its own"
+            reject_unused(cfg.rollout, why, ("partial",), "rollout.")
         self.sampling = setup.training_sampling(cfg, policy)
         self.setup: setup.RolloutSetup | None = None
         read_eval = None  # the same as prompts
@@ -155,6 +160,7 @@ class Rollouts:
             reroll_from=overlap.reroll_from(training.total_steps // self.steps_per_batch),
             reroll_max_groups=overlap.reroll_max_groups,
             order=setup.load_curriculum(overlap.curriculum),
+            num_queued=cfg.queued_groups,
         )
         self.replay = Replay(
             size=overlap.replay_buffer_size, max_age=overlap.replay_max_age, seed=cfg.run.seed, prompts=self.prompts
@@ -179,17 +185,20 @@ class Rollouts:
         for name, handler in getattr(self.rewards, "handlers", {}).items():
             self.rank0.handlers[name] = handler
         self.held_out_source = run.keep(self._source(setup.evaluation_sampling(self.sampling, cfg.rollout)))
-        self.producer = run.keep(
-            Producer(
-                self._source(self.sampling),
-                self.planner,
-                depth=overlap.prefetch_depth if overlap.async_prefetch else 0,
-                max_staleness=overlap.max_staleness,
-                steps_per_batch=self.steps_per_batch,
-                last_step=total_steps,
-                poll=self.engine.poll,
+        limits = {"max_staleness": overlap.max_staleness, "steps_per_batch": self.steps_per_batch}
+        if cfg.rollout.partial:
+            self.producer = run.keep(PartialProducer(self.engine, self.sampling, self.planner, **limits))
+        else:
+            self.producer = run.keep(
+                Producer(
+                    self._source(self.sampling),
+                    self.planner,
+                    depth=overlap.prefetch_depth if overlap.async_prefetch else 0,
+                    last_step=total_steps,
+                    poll=self.engine.poll,
+                    **limits,
+                )
             )
-        )
         self.missing_rewards = None
         if hasattr(self.rewards, "functions"):  # which may return None
             assert isinstance(cfg, RewardedConfig)

@@ -236,7 +236,7 @@ def start_engine(
         local.prepare(
             prompt_length=longest_prompt,
             max_tokens=cfg.max_completion_length + extra_tokens,
-            prompts=cfg.prompts_per_rollout,
+            prompts=cfg.prompts_per_rollout + cfg.queued_groups,
             group=cfg.num_generations,
         )
     return run.keep(local)

@@ -1,14 +1,14 @@
 """Sample one token per decode row from the ids that top-k, top-p and min-p keep, and record these ids.
 
-    ids, logps, sets = draw_set(logits, seed, number, temperature, top_k=50, top_p=0.9)
+    ids, logps, sets = draw_set(logits, seed, number, temperature, most=50, top_k=50, top_p=0.9)
 
 top_k keeps the top_k most likely ids, top_p the smallest set of these with top_p of their probability, and min_p the
 ids with at least min_p times the highest probability. Ids as likely as the least likely kept id are kept too, so that a
 set does not depend on the order of equal logits. Log-probs are over the set.
 
-Only the LIMIT + 1 most likely ids are ranked, and only their logits are copied: a set with more than LIMIT ids is
-incomplete, and must be rejected. u is that of draw.py, and the CDF runs over the kept ids in increasing order, so a row
-samples the same id in any batch. There is no host sync, so a step can be captured in a CUDA graph.
+Only the `most` most likely ids are ranked, and only their logits are copied. Without top_k, a set of `most` ids may
+therefore be incomplete, and must be rejected. u is that of draw.py, and the CDF runs over the kept ids in increasing
+order, so a row samples the same id in any batch. There is no host sync, so a step can be captured in a CUDA graph.
 
 A set is a row of int32 numbers: ~id of the sampled token, which is negative and so marks the start of a set after sets
 are joined, then the other ids, with GAP in any place.
@@ -21,13 +21,7 @@ from torch import Tensor
 
 from kernels.draw import sum_chunks, triton, uniform
 
-LIMIT = 1024  # ids per set
 GAP = 2**31 - 1  # no id
-
-
-def width(vocab: int, top_k: int) -> int:
-    """Numbers per set."""
-    return min(vocab, top_k or LIMIT + 1) + 1
 
 
 def draw_set(
@@ -36,12 +30,13 @@ def draw_set(
     number: Tensor,  # (B,) int32 token index within the completion
     temperature: Tensor,  # (B,) float32 above 0
     *,
+    most: int,  # ids per set
     scale: float = 1.0,
     softcap: float | None = None,
-    top_k: int = 0,  # 0 = all
+    top_k: int = 0,  # 0 = all, otherwise `most`
     top_p: float = 1.0,
     min_p: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # (B,) int64 ids, (B,) float32 log-probs, (B, width) int32 sets
+) -> tuple[Tensor, Tensor, Tensor]:  # (B,) int64 ids, (B,) float32 log-probs, (B, 1 + min(most, V)) int32 sets
     vocab, wide = logits.shape[1], torch.promote_types(logits.dtype, torch.float32)
 
     def scaled(x: Tensor) -> Tensor:
@@ -49,7 +44,7 @@ def draw_set(
         z = z if softcap is None else softcap * torch.tanh(z / softcap)
         return z / temperature[:, None]
 
-    values, ids = logits.topk(width(vocab, top_k) - 1, dim=1)  # the most likely first: `scaled` is increasing
+    values, ids = logits.topk(min(vocab, most), dim=1)  # the most likely first: `scaled` is increasing
     z = scaled(values)
     weight = (z - z[:, :1]).double().exp()
     keep = weight >= min_p

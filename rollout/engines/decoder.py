@@ -2,7 +2,7 @@
 
     decoder = Decoder(forward, num_pages=4096, page=64, max_rows=512, max_pages=16, captures=True)
     decoder.prefill([PrefillJob(ids, start=0, slots=slots, routes=[])])    # keys and values of prompts
-    ids, logps = decoder.run(rows, stop_ids, TopFilter(), steps=32)        # (32, B) each; id -1 after a row's end
+    ids, logps, *_ = decoder.run(rows, stop_ids, TopFilter(), steps=32)    # (32, B) each; id -1 after a row's end
 
 A step reads and writes only tensors with fixed addresses, so a graph is captured once and replayed with new values. The
 host writes the state of all rows (RowState), replays some steps and reads the sampled tokens, with no other host sync.
@@ -20,6 +20,7 @@ import torch
 from kernels.decode_attention import TILE_ROWS, Rows
 from kernels.decode_state import advance, locate
 from kernels.draw import draw
+from kernels.draw_set import GAP, draw_set
 from rollout.engines.forward import Cache, Forward, PrefillBatch
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -62,10 +63,12 @@ class PrefillJob(NamedTuple):
 
 
 class TopFilter(NamedTuple):
-    """Sampling filters for evaluation; fixed in a captured step."""
+    """Sampling filters; fixed in a captured step."""
 
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    most: int = 0  # ids per token to record, for training; 0: none
 
 
 def bucket_of(num_rows: int) -> int:
@@ -113,6 +116,7 @@ class Decoder:
         self.routes, shape = None, self.forward.route_shape
         if shape is not None:
             self.routes = torch.zeros(steps, rows, shape.num_layers, shape.top_k, dtype=shape.dtype, device=device)
+        self.sets: torch.Tensor | None = None  # (steps, rows, width) int32, with GAP; allocated when first needed
 
     # Prompts.
 
@@ -167,11 +171,18 @@ class Decoder:
     @torch.no_grad()
     def run(
         self, rows: RowState, stop_ids: Sequence[int], top: TopFilter, steps: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:  # (steps, B) int64, float32; (steps, B, L, k)
-        """Sample up to `steps` tokens per row: ids (-1 after a row's end), log-probs, and experts of the tokens run."""
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:
+        """Sample up to `steps` tokens per row: ids (-1 after a row's end), log-probs, and experts of the tokens run.
+
+        (steps, B) int64, (steps, B) float32, (steps, B, L, k); last the sets of all tokens, row after row.
+        """
         num_rows = len(rows.token)
         count = min(bucket_of(num_rows), self.max_rows) if self.captures else num_rows
         self._grow_state(rows.table.shape[1], len(stop_ids), steps)
+        if top.most and (self.sets is None or self.sets.shape[2] != 1 + top.most):
+            self.graphs.clear()
+            shape = (len(self.ids), self.max_rows, 1 + top.most)
+            self.sets = torch.full(shape, GAP, dtype=torch.int32, device=self.device)
         graph = self._graph(count, top) if self.captures else None
         self._write(rows, stop_ids, count)
         for _ in range(steps):
@@ -182,7 +193,12 @@ class Decoder:
         ids, logps, routes = (
             None if x is None else x[:steps, :num_rows].cpu().numpy() for x in (self.ids, self.logps, self.routes)
         )
-        return ids, logps, routes
+        sets = None
+        if top.most:  # without gaps and tokens after a row's end: a small part of the tensor
+            each = self.sets[:steps, :num_rows].transpose(0, 1)
+            kept = (each != GAP) & (self.ids[:steps, :num_rows].T >= 0).unsqueeze(2)
+            sets = each[kept].cpu().numpy()
+        return ids, logps, routes, sets
 
     def _grow_state(self, max_pages: int, num_stop: int, steps: int) -> None:
         """Enlarge the state if needed. Sizes double, because every change recaptures the graphs."""
@@ -237,8 +253,14 @@ class Decoder:
         logits = self.forward.decode(state.token, position, slot, rows, self.cache)
         if self.routes is not None:
             self.routes[:, :count].index_copy_(0, self.tick, self.forward.routes[None])
-        options = {"scale": self.forward.scale, "softcap": self.forward.softcap, **top._asdict()}
-        ids, logps = draw(logits, state.seed, state.drawn, state.temperature, **options)
+        options = {"scale": self.forward.scale, "softcap": self.forward.softcap}
+        options |= {"top_k": top.top_k, "top_p": top.top_p}
+        draws = (logits, state.seed, state.drawn, state.temperature)
+        if top.most:
+            ids, logps, sets = draw_set(*draws, **options, min_p=top.min_p, most=top.most)
+            self.sets[:, :count, : sets.shape[1]].index_copy_(0, self.tick, sets[None])
+        else:
+            ids, logps = draw(*draws, **options)
         changed = {"token": state.token, "own_len": state.own_len, "drawn": state.drawn, "left": state.left}
         advance(ids, logps, self.stop_ids, self.tick, self.ids, self.logps, **changed)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.draw import draw
+from kernels.draw_set import GAP, draw_set
 from rollout.engine import Sampling
 from rollout.engines.scheduler import Job
 from rollout.engines.stop import StopCheck
@@ -51,10 +52,17 @@ def sample_growing(model: Any, jobs: list[Job], sampling: Sampling, stop: StopCh
         temperature = torch.full((len(batch.jobs),), sampling.temperature, device=device)
         drawn = torch.full((len(batch.jobs),), step, dtype=torch.int32, device=device)
         top = {"top_k": sampling.top_k, "top_p": sampling.top_p} if sampling.temperature else {}
-        token, logp = draw(batch.logits, batch.seeds, drawn, temperature, **top)
-        for job, job_id, job_logp in zip(batch.jobs, token.tolist(), logp.tolist(), strict=True):
+        draws = (batch.logits, batch.seeds, drawn, temperature)
+        if sampling.set_size:
+            token, logp, kept = draw_set(*draws, **top, min_p=sampling.min_p, most=sampling.set_size)
+            sets = [row[row != GAP] for row in kept.cpu().numpy()]
+        else:
+            (token, logp), sets = draw(*draws, **top), [None] * len(batch.jobs)
+        for job, job_id, job_logp, job_set in zip(batch.jobs, token.tolist(), logp.tolist(), sets, strict=True):
             if job.stopped or job.left == 0:  # ended but not dropped yet
                 continue
+            if job_set is not None:
+                job.own_sets.append(job_set)
             job.ids.append(job_id)
             job.logps.append(job_logp)
             job.stopped = stop.end(job.ids, len(job.ids) - 1) is not None

@@ -166,7 +166,7 @@ class LocalEngine:
             (job.index, Completion(
                 prompt_ids=list(job.prompt_ids), ids=job.ids, logps=job.logps, text=text,
                 finish_reason="stop" if job.stopped else "length", versions=[(self.version, len(job.ids))],
-                routes=job.routes if with_routes else None,
+                routes=job.routes if with_routes else None, sets=job.sets,
             ))
             for job, text in zip(jobs, texts, strict=True)
         ]  # fmt: skip

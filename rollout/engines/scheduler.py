@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kernels.decode_attention import TILE_ROWS
+from rollout import sets
 from rollout.engine import Sampling
 from rollout.engines.decoder import PREFILL_TOKENS, Decoder, PrefillJob, RowState, TopFilter
 from rollout.engines.stop import StopCheck
@@ -60,6 +61,7 @@ class Job:
     num_cached: int = 0  # own tokens in the cache
     prefix_routes: list[tuple[int, np.ndarray]] = field(default_factory=list)  # (start, experts), if recorded
     own_routes: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    own_sets: list[np.ndarray] = field(default_factory=list)  # of the sampled tokens, if recorded
 
     @property
     def own(self) -> list[int]:
@@ -72,6 +74,10 @@ class Job:
     @property
     def routes(self) -> np.ndarray | None:  # (prompt and sampled tokens, L, k)
         return join([*self.own_routes, *self.prefix_routes], len(self.prompt_ids) + len(self.ids))
+
+    @property
+    def sets(self) -> np.ndarray | None:
+        return sets.join(self.own_sets, len(self.ids))
 
     @property
     def left(self) -> int:
@@ -105,7 +111,8 @@ class Scheduler:
     def run(self, jobs: Sequence[Job], sampling: Sampling, stop: StopCheck) -> Iterator[list[Job]]:
         """Sample all jobs to their end; yield jobs as they end."""
         waiting, active = deque(jobs), []
-        stop_ids, top = sorted(stop.stop_ids), TopFilter(sampling.top_k, sampling.top_p)
+        stop_ids = sorted(stop.stop_ids)
+        top = TopFilter(sampling.top_k, sampling.top_p, sampling.min_p, sampling.set_size)
         if sampling.temperature == 0:
             top = TopFilter()
         try:
@@ -316,11 +323,14 @@ class Scheduler:
         )
 
     def _collect(
-        self, active: Sequence[Job], ids: np.ndarray, logps: np.ndarray, routes: np.ndarray | None, stop: StopCheck
-    ) -> dict[Job, None]:
+        self, active: Sequence[Job], ids: np.ndarray, logps: np.ndarray, routes: np.ndarray | None,
+        kept: np.ndarray | None, stop: StopCheck,
+    ) -> dict[Job, None]:  # fmt: skip
         """Append sampled tokens to the jobs; return the jobs that have ended."""
         counts = (ids >= 0).sum(axis=0).tolist()
         ended: dict[Job, None] = {}  # in row order
+        for job, part in zip(active, [] if kept is None else sets.split(kept, counts), strict=kept is not None):
+            job.own_sets.append(part)
         sampled = zip(active, counts, ids.T.tolist(), logps.T.tolist(), strict=True)
         for row, (job, count, new_ids, new_logps) in enumerate(sampled):
             before = len(job.ids)

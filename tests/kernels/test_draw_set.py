@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import draw_set as module
 from kernels.draw import uniform
 from kernels.draw_set import GAP, draw_set
 from tests.kernels.test_draw import chi_square, inputs
@@ -37,7 +36,8 @@ def test_sets_and_draws_by_hand(dtype, options):
     p = (z / temperature[:, None].double()).softmax(dim=1).tolist()
     u = uniform(seed, number).tolist()
     for filters in FILTERS:
-        ids, logps, sets = draw_set(logits, seed, number, temperature, **options, **filters)
+        most = filters.get("top_k", 50)
+        ids, logps, sets = draw_set(logits, seed, number, temperature, most=most, **options, **filters)
         for row in range(24):
             start, *others = [x for x in sets[row].tolist() if x != GAP]
             kept = kept_by_hand(p[row], **filters)
@@ -48,30 +48,29 @@ def test_sets_and_draws_by_hand(dtype, options):
             assert before - 1e-6 <= u[row] <= before + p[row][ids[row]] / total + 1e-6
 
 
-def test_ids_as_likely_as_the_last_are_kept_and_wide_sets_are_seen(monkeypatch):
+def test_ids_as_likely_as_the_last_are_kept_and_wide_sets_are_seen():
     logits = torch.tensor([[1.0, 1.0, 2.0, 1.0, 0.0]])
     draws = (torch.tensor([3]), torch.tensor([0], dtype=torch.int32), torch.ones(1))
-    sets = draw_set(logits, *draws, top_p=0.6)[2]  # 0.42 + 0.15 is less than 0.6, and three ids have 0.15
+    sets = draw_set(logits, *draws, most=9, top_p=0.6)[2]  # 0.42 + 0.15 is less than 0.6, and three ids have 0.15
     assert sorted(x if x >= 0 else ~x for x in sets[0].tolist() if x != GAP) == [0, 1, 2, 3]
-    monkeypatch.setattr(module, "LIMIT", 3)
-    for filters, size in (({"top_p": 0.95}, 4), ({"min_p": 0.3}, 4), ({"min_p": 0.5}, 1), ({"top_k": 3}, 3)):
-        assert (draw_set(logits, *draws, **filters)[2] != GAP).sum() == size
+    for filters, size in (({"top_p": 0.95}, 4), ({"min_p": 0.3}, 4), ({"min_p": 0.5}, 1), ({"top_p": 0.1}, 1)):
+        assert (draw_set(logits, *draws, most=4, **filters)[2] != GAP).sum() == size
 
 
 def test_draws_follow_the_distribution_and_ignore_the_batch():
     logits = torch.randn(1, 37, generator=torch.Generator().manual_seed(5)) * 2
     num = 20_000
     seed, number = torch.arange(num), torch.zeros(num, dtype=torch.int32)
-    ids, logps, _ = draw_set(logits.expand(num, -1), seed, number, torch.ones(num), top_k=6)
+    ids, logps, _ = draw_set(logits.expand(num, -1), seed, number, torch.ones(num), most=6, top_k=6)
     kept = logits[0].topk(6).indices.sort().values
     statistic, limit = chi_square(torch.searchsorted(kept, ids), logits[0, kept].double().softmax(0))
     assert statistic < limit
-    one = draw_set(logits, seed[7:8], number[7:8], torch.ones(1), top_k=6)
+    one = draw_set(logits, seed[7:8], number[7:8], torch.ones(1), most=6, top_k=6)
     assert (one[0], one[1]) == (ids[7], logps[7])
 
 
 def test_a_nan_logit_gives_a_nan_log_prob():
     logits, seed, number, _ = inputs(2, 37)
     logits[0, 3] = float("nan")
-    ids, logps, _ = draw_set(logits, seed, number, torch.ones(2), top_p=0.9)
+    ids, logps, _ = draw_set(logits, seed, number, torch.ones(2), most=37, top_p=0.9)
     assert logps[0].isnan() and logps[1].isfinite() and 0 <= ids[0] < 37

@@ -23,17 +23,20 @@ def split(sets: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
     return np.split(sets, starts[np.cumsum(counts)])[:-1]
 
 
-def join(parts: Sequence[np.ndarray], count: int) -> np.ndarray | None:
-    """Join the parts of a completion and keep its first `count` sets; None if there are no parts."""
+def join(parts: Sequence[np.ndarray], count: int, limit: int = LIMIT) -> np.ndarray | None:
+    """Join the parts of a completion and keep its first `count` sets; None if there are no parts.
+
+    `limit`: ids per set that the sampler is sure to have recorded.
+    """
     if not parts:
         return None
     sets = np.concatenate(parts)
     starts = np.append(np.flatnonzero(sets < 0), len(sets))
     assert len(starts) > count, f"{len(starts) - 1} sets for {count} tokens"
     sizes = np.diff(starts[: count + 1])
-    if sizes.max(initial=0) > LIMIT:
+    if sizes.max(initial=0) > limit:
         raise UserError(
-            f"token {int(sizes.argmax())} of a completion: sampled from {sizes.max():,} ids or more (at most {LIMIT:,} "
-            f"can be recorded for training); set --top-k to {LIMIT} or less, lower --top-p or raise --min-p"
+            f"token {int(sizes.argmax())} of a completion: sampled from {sizes.max():,} ids or more (at most {limit:,} "
+            f"can be recorded for training); set --top-k to {limit} or less, lower --top-p or raise --min-p"
         )
     return sets[: starts[count]]

@@ -154,7 +154,10 @@ def draw_kernel(
 
 
 def sum_chunks(
-    logits: Tensor, temperature: Tensor, scale: float, softcap: float | None
+    logits: Tensor,  # (B, V)
+    temperature: Tensor,  # (B,)
+    scale: float,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor, tuple[float, ...], dict[str, int]]:
     """Maximum and sum of exponentials of each chunk of z / temperature, (B, chunks), and `_pick`'s other arguments."""
     (num_rows, vocab), chunks = logits.shape, triton.cdiv(logits.shape[1], CHUNK)

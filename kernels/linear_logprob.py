@@ -42,6 +42,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kernels import set_rows
+
 BLOCK_ELEMENTS = 1 << 25  # logits per chunk with impl=torch: 128 MiB in fp32
 EXCLUDED = -1e30  # logit of an excluded column: its exp is 0, and 0 times it is 0
 Impl = Literal["auto", "torch", "triton"]
@@ -280,12 +282,12 @@ class TorchHead:
             is_inactive = ~_is_active(grad_logp, grad_entropy).unsqueeze(1)
             dy.masked_fill_(is_inactive, 0.0)
         if self.grad_hidden is not None:
-            self.grad_hidden[at] = self._times_weight(at, dy.to(self.hidden.dtype))
+            self.grad_hidden[at] = self._times_weight(at, dy)
         if self.grad_weight is not None or self.grad_bias is not None:
             dy = self._by_row(at, dy)
         if self.grad_weight is not None:
             hidden = self.hidden[at] if is_inactive is None else self.hidden[at].masked_fill(is_inactive, 0.0)
-            self.grad_weight += dy.to(hidden.dtype).T @ hidden
+            self.grad_weight += _wide_product(dy.to(hidden.dtype).T, hidden)
         if self.grad_bias is not None:
             self.grad_bias += dy.sum(dim=0)
 
@@ -298,7 +300,7 @@ class TorchHead:
         return _logits(self.hidden[at], self.weight, self.bias, self.scale, self.softcap, self.temperature)
 
     def _times_weight(self, at: slice | Tensor, dy: Tensor) -> Tensor:  # (n, V) -> (n, D)
-        return dy @ self.weight
+        return dy.to(self.weight.dtype) @ self.weight
 
     def _by_row(self, at: slice | Tensor, dy: Tensor) -> Tensor:  # (n, V), one column per row of grad_weight
         return dy
@@ -323,23 +325,26 @@ class TorchHead:
 class SetHead(TorchHead):
     """TorchHead whose softmax runs over a set of ids per token: `target` is (N, K), the target first, padded with -1.
 
-    A chunk gathers the rows of its sets, (n, K, D). The weight's gradient is a product with one column per id in any
-    set (U of them), not an addition per entry: it does not depend on the order of additions.
+    The weight's gradient is a product with one column per id in any set (U of them), not an addition per entry, so it
+    does not depend on the order of additions.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, **options: Any):
         super().__init__(hidden, weight, bias, target[:, 0], **options)
         self.sets = target
-        self._set_chunk(0)
+        # Only the reference stores the rows of all sets.
+        self.chunk = self._chunk(target.shape[1] * (1 if hidden.is_cuda else hidden.shape[1]))
 
-    def _set_chunk(self, columns: int) -> None:
-        self.chunk = max(1, BLOCK_ELEMENTS // max(1, columns, self.sets.shape[1] * self.weight.shape[1]))
+    def _chunk(self, columns: int) -> int:
+        return max(1, BLOCK_ELEMENTS // max(1, columns))
 
     def allocate_grads(self, *, hidden: bool, weight: bool, bias: bool) -> None:
         super().allocate_grads(hidden=hidden, weight=False, bias=False)
         if weight or bias:
-            self.union, self.column = self._ids(slice(None)).unique(return_inverse=True)  # (U,), (N, K)
-            self._set_chunk(len(self.union))
+            used = torch.zeros(len(self.weight), dtype=torch.bool, device=self.sets.device)
+            used[set_rows.ids_of(self.sets)] = True
+            self.union, self.column = used.nonzero().squeeze(1), used.cumsum(0) - 1  # (U,) ids; (V,) their columns
+            self.chunk = min(self.chunk, self._chunk(len(self.union)))
             zeros = self.hidden.new_zeros(len(self.union), self.weight.shape[1], dtype=self.dtype)
             self.grad_weight, self.grad_bias = zeros if weight else None, zeros[:, 0].clone() if bias else None
 
@@ -349,28 +354,21 @@ class SetHead(TorchHead):
                 setattr(self, name, torch.zeros_like(like, dtype=self.dtype).index_copy_(0, self.union, part))
         super().finish()
 
-    def _ids(self, at: slice | Tensor) -> Tensor:  # (n, K) int64, with the target as padding
-        sets = self.sets[at].long()
-        return torch.where(sets < 0, sets[:, :1], sets)
-
     def _target_column(self, at: slice | Tensor) -> Tensor:
         return torch.zeros_like(self.target[at], dtype=torch.int64).unsqueeze(1)
 
     def _logits(self, at: slice) -> tuple[Tensor, Tensor | None]:  # (n, K) each
-        ids = self._ids(at)
-        rows, states = self.weight[ids], self.hidden[at].unsqueeze(2)
-        # Rounding the logits to bfloat16 would change the distribution.
-        wide = {"out_dtype": torch.float32} if rows.is_cuda and rows.dtype.itemsize < 4 else {}
-        y = torch.bmm(rows, states, **wide).squeeze(2)
-        y = y if self.bias is None else y + self.bias[ids]
+        y = set_rows.dot_rows(self.hidden[at], self.weight, self.sets[at])
+        y = y if self.bias is None else y + self.bias[set_rows.ids_of(self.sets[at])]
         z, slope = _capped(y, self.scale, self.softcap, self.temperature)
         return z.masked_fill_(self.sets[at] < 0, EXCLUDED), slope
 
     def _times_weight(self, at: slice | Tensor, dy: Tensor) -> Tensor:  # (n, K) -> (n, D)
-        return torch.bmm(dy.unsqueeze(1), self.weight[self._ids(at)]).squeeze(1)
+        return set_rows.sum_rows(dy, self.weight, self.sets[at])
 
     def _by_row(self, at: slice | Tensor, dy: Tensor) -> Tensor:  # (n, K) -> (n, U); padding adds 0 to the target
-        return dy.new_zeros(len(dy), len(self.union)).scatter_add_(1, self.column[at], dy)
+        columns = self.column[set_rows.ids_of(self.sets[at])]
+        return dy.new_zeros(len(dy), len(self.union)).scatter_add_(1, columns, dy)
 
 
 def _is_active(grad_logp: Tensor, grad_entropy: Tensor | None) -> Tensor:  # (n,) bool
@@ -551,6 +549,12 @@ def _capped(y: Tensor, scale: float, softcap: float | None, temperature: float) 
         return y / temperature, None
     t = torch.tanh(y / softcap)
     return softcap * t / temperature, 1 - t.square()
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, in float32 where a GPU can: rounding each chunk to bfloat16 would lose small gradients."""
+    is_low = a.is_cuda and a.dtype in (torch.bfloat16, torch.float16)
+    return torch.mm(a, b, out_dtype=torch.float32) if is_low else a @ b
 
 
 def _any_requires_grad(*tensors: Tensor | None) -> bool:

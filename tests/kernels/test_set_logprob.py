@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import kernels.linear_logprob as fast
+from kernels import set_rows
 
 D, V = 7, 53  # odd
 OPTIONS = (
@@ -36,6 +37,60 @@ def dense(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *
     logps = (z / temperature).masked_fill(~keep, -torch.inf).log_softmax(dim=1)
     logp = logps.gather(1, target[:, :1].long()).squeeze(1)
     return logp, -(logps.exp() * logps.masked_fill(~keep, 0.0)).sum(dim=1)
+
+
+def check_rows(dot, add, sizes: list[int], width: int, dtype: torch.dtype, limit: float, device: str = "cpu") -> None:
+    """Both products against float64, with an error of at most `limit` times the sum of absolute values."""
+    generator = torch.Generator().manual_seed(width)
+    sets = torch.full((len(sizes), max(sizes) + 3), -1, dtype=torch.int32)
+    for row, size in enumerate(sizes):
+        sets[row, :size] = torch.randperm(V, generator=generator)[:size]
+    hidden, weight = (torch.randn(rows, width, generator=generator).to(dtype) for rows in (len(sizes), V))
+    dy = torch.randn(sets.shape, generator=generator).masked_fill(sets < 0, 0.0)
+    weight[[i for i in range(V) if i not in sets]] = torch.nan  # never read
+    args = [x.to(device) for x in (hidden, dy, weight, sets)]
+    y, dh = dot(args[0], args[2], args[3]).cpu(), add(args[1], args[2], args[3]).cpu()
+    assert dh.dtype == dtype and y.dtype == torch.promote_types(dtype, torch.float32)
+    for row, size in enumerate(sizes):
+        rows = weight[sets[row, :size].long()].double()
+        for found, products, rounding in (
+            (y[row, :size], rows * hidden[row].double(), 0.0),
+            (dh[row], (rows * dy[row, :size, None].double()).T, 2**-7 if dtype == torch.bfloat16 else 0.0),
+        ):
+            bound = limit * products.abs().sum(1) + rounding * products.sum(1).abs()
+            assert ((found.double() - products.sum(1)).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_rows_of_sets(dtype):
+    check_rows(set_rows.dot_rows, set_rows.sum_rows, [1, 17, 3, 40], 7, dtype, 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_sets_on_a_gpu(dtype):
+    for sizes, width in (([1, 17, 3, 40], 7), ([50] * 300, 1024), ([1] * 99 + [53], 4096)):
+        check_rows(set_rows.dot_rows, set_rows.sum_rows, sizes, width, dtype, 1e-5, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loss", [False, True])
+def test_bfloat16_gradients_on_a_gpu(loss):
+    """Against float64 on the same inputs, with the error of bfloat16 products."""
+    case = problem([1, 2, 5, 11, 1, V, 3, 17, 4] * 9, dtype=torch.bfloat16)
+    wide = {
+        name: x if x is None or name == "target" else x.detach().double().requires_grad_() for name, x in case.items()
+    }
+    want = torch.autograd.grad(dense(**wide, temperature=0.8)[0].sum(), [wide["hidden"], wide["weight"]])
+    there = {n: None if x is None else x.detach().cuda().requires_grad_(n != "target") for n, x in case.items()}
+    if loss:
+        total, _ = fast.linear_logprob_loss(
+            **there, temperature=0.8, ignore_index=None, loss_fn=lambda t, at: (t.logp.sum(), None)
+        )
+    else:
+        total = fast.linear_logprob(**there, temperature=0.8, ignore_index=None).logp.sum()
+    for got, exact in zip(torch.autograd.grad(total, [there["hidden"], there["weight"]]), want, strict=True):
+        assert (got.cpu().double() - exact).norm() <= 0.01 * exact.norm()
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "all"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,24 @@ def test_the_trainer_computes_the_samplers_log_probs(make_model, tokenizer, filt
     (whole,) = make_batches([x.__class__(x.ids, x.mask, x.prompt_length) for x in items], max_tokens=1000)
     full = token_logps(policy, whole, temperature=T).logp.mean()
     assert full < sum(map(sum, logps.values())) / len(whole.target) - 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_captured_steps_record_sets(make_model, tokenizer, filters):
+    """On a GPU, where a step is a CUDA graph: uneven sets and lengths, several host syncs, two calls."""
+    torch.set_float32_matmul_precision("highest")
+    model = make_model("qwen3").cuda()
+    engine = LocalEngine(model, tokenizer)
+    sampling = Sampling(temperature=T, max_tokens=80, for_training=True, stop_ids=(3, 30), **filters)
+    policy = replace(policy_of(model), device=torch.device("cuda"))
+    for seed in (0, 1000):
+        requests = [Request(prompt_ids=[5, 6, 7 + i % 3], seed=seed + i) for i in range(70)]
+        completions = engine.generate(requests, sampling)
+        for batch in make_batches([completion_item(c) for c in completions], max_tokens=2000, share_prompt=True):
+            logp = token_logps(policy, batch.to("cuda"), temperature=T).logp.tolist()
+            assert logp == pytest.approx([x for row in batch.rows for x in completions[row].logps], abs=1e-4)
+        assert engine.generate(requests[:3], replace(sampling, for_training=False, min_p=0.0))[0].sets is None
 
 
 def test_sets_travel_with_completions():

@@ -332,8 +332,8 @@ class SetHead(TorchHead):
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, **options: Any):
         super().__init__(hidden, weight, bias, target[:, 0], **options)
         self.sets = target
-        # Only the reference stores the rows of all sets.
-        self.chunk = self._chunk(target.shape[1] * (1 if hidden.is_cuda else hidden.shape[1]))
+        # There are several (n, K) tensors at a time; only the reference also stores the rows of all sets.
+        self.chunk = self._chunk(target.shape[1] * (4 if hidden.is_cuda else hidden.shape[1]))
 
     def _chunk(self, columns: int) -> int:
         return max(1, BLOCK_ELEMENTS // max(1, columns))

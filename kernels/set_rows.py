@@ -1,11 +1,11 @@
 """Products of each token's state with the rows of the head that its set names, and back.
 
-    y  = dot_rows(hidden, weight, sets)          # y_nk  = sum_d h_nd w_sets(n, k),d
-    dh = sum_rows(dy, weight, sets)              # dh_nd = sum_k dy_nk w_sets(n, k),d
+    y  = dot_rows(hidden, weight, sets)          # y_nk  = sum_d h_nd w_sets(N, k),d
+    dh = sum_rows(dy, weight, sets)              # dh_nd = sum_k dy_nk w_sets(N, k),d
 
 Sets are padded with -1. The kernels skip padding, so their cost is that of the ids in the sets, and add in float32 in a
 fixed order. They run on CUDA, the `*_reference` functions elsewhere.
-Shapes: n = tokens, K = ids per set, D = model width, V = vocabulary.
+Shapes: N = tokens, K = ids per set, D = model width, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ TILE_IDS, TILE_WIDTH = 16, 256
 
 
 def dot_rows(
-    hidden: Tensor,  # (n, D)
+    hidden: Tensor,  # (N, D)
     weight: Tensor,  # (V, D)
-    sets: Tensor,  # (n, K) int32
-) -> Tensor:  # (n, K) float32 or wider; any finite number for padding
+    sets: Tensor,  # (N, K) int32
+) -> Tensor:  # (N, K) float32 or wider; any finite number for padding
     return (dot_rows_kernel if _fits(weight) else dot_rows_reference)(hidden, weight, sets)
 
 
 def sum_rows(
-    dy: Tensor,  # (n, K) float32 or wider; 0 for padding
+    dy: Tensor,  # (N, K) float32 or wider; 0 for padding
     weight: Tensor,  # (V, D)
-    sets: Tensor,  # (n, K) int32
-) -> Tensor:  # (n, D) in the dtype of the weight
+    sets: Tensor,  # (N, K) int32
+) -> Tensor:  # (N, D) in the dtype of the weight
     return (sum_rows_kernel if _fits(weight) else sum_rows_reference)(dy, weight, sets)
 
 
 def dot_rows_reference(
-    hidden: Tensor,  # (n, D)
+    hidden: Tensor,  # (N, D)
     weight: Tensor,  # (V, D)
-    sets: Tensor,  # (n, K) int32
-) -> Tensor:  # (n, K)
+    sets: Tensor,  # (N, K) int32
+) -> Tensor:  # (N, K)
     y = torch.bmm(weight[ids_of(sets)], hidden.unsqueeze(2)).squeeze(2)
     return y.to(torch.promote_types(y.dtype, torch.float32))
 
 
 def sum_rows_reference(
-    dy: Tensor,  # (n, K)
+    dy: Tensor,  # (N, K)
     weight: Tensor,  # (V, D)
-    sets: Tensor,  # (n, K) int32
-) -> Tensor:  # (n, D)
+    sets: Tensor,  # (N, K) int32
+) -> Tensor:  # (N, D)
     return torch.bmm(dy.to(weight.dtype).unsqueeze(1), weight[ids_of(sets)]).squeeze(1)
 
 
 def ids_of(
-    sets: Tensor,  # (n, K) int32
-) -> Tensor:  # (n, K) int64
+    sets: Tensor,  # (N, K) int32
+) -> Tensor:  # (N, K) int64
     """The ids, with the first of a set as padding."""
     return torch.where(sets < 0, sets[:, :1], sets).long()
 
@@ -67,10 +67,10 @@ def _fits(weight: Tensor) -> bool:
 
 
 def dot_rows_kernel(
-    hidden: Tensor,  # (n, D)
+    hidden: Tensor,  # (N, D)
     weight: Tensor,  # (V, D)
-    sets: Tensor,  # (n, K) int32
-) -> Tensor:  # (n, K) float32
+    sets: Tensor,  # (N, K) int32
+) -> Tensor:  # (N, K) float32
     hidden, sets = hidden.contiguous(), sets.contiguous()
     y = torch.zeros(sets.shape, dtype=torch.float32, device=sets.device)
     if y.numel():
@@ -81,10 +81,10 @@ def dot_rows_kernel(
 
 
 def sum_rows_kernel(
-    dy: Tensor,  # (n, K)
+    dy: Tensor,  # (N, K)
     weight: Tensor,  # (V, D)
-    sets: Tensor,  # (n, K) int32
-) -> Tensor:  # (n, D)
+    sets: Tensor,  # (N, K) int32
+) -> Tensor:  # (N, D)
     sets = sets.contiguous()
     total = torch.empty(len(sets), weight.shape[1], dtype=weight.dtype, device=sets.device)
     if total.numel():

@@ -90,7 +90,7 @@ class SamplingConfig(RewardedConfig, PolicyGradientConfig):
     def _check_filters(self) -> None:
         check_numbers(self, {"0 (off) or more": "top_k", "above 0 and at most 1": "top_p", "in [0, 1)": "min_p"})
         if self.top_k > LIMIT:
-            raise UserError(f"top_k={self.top_k}: at most {LIMIT:,} ids per token can be recorded for training")
+            raise UserError(f"top_k={self.top_k}: at most {LIMIT:,} ids per token can be recorded; lower --top-k")
         elsewhere = {"rollout_func": self.tools.rollout_func, "nemo_gym.multi_turn": self.nemo_gym.multi_turn,
                      "verifiers.env": self.verifiers.env}  # fmt: skip
         writer = next((f"{name}={value}" for name, value in elsewhere.items() if value), None)

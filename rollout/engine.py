@@ -1,4 +1,4 @@
-"""The Engine protocol and the types that cross it: plain Python lists, no tensors (routes are a NumPy array).
+"""The Engine protocol and the types that cross it: plain Python lists, no tensors (routes and sets are NumPy arrays).
 
     sampling = Sampling(temperature=1.0, max_tokens=8, stop_ids=(2,))
     request  = Request(prompt_ids=[5, 6, 7], seed=11)
@@ -26,6 +26,7 @@ import numpy as np
 
 from data.errors import UserError
 from data.types import Prompt
+from rollout.sets import LIMIT
 
 POLL_S = 0.5  # interval between poll() calls while a thread waits for completions
 
@@ -38,10 +39,17 @@ class Sampling:
     max_tokens: int = 256
     stop_ids: tuple[int, ...] = ()  # end-of-turn and end-of-text ids; the completion includes the id that ended it
     stop: tuple[str, ...] = ()  # strings that end a completion; it includes the token that completes the string
-    top_p: float = 1.0  # evaluation only: training needs log-probs of the full distribution
-    top_k: int = 0  # 0 = all; evaluation only
-    for_training: bool = False  # completions are trained on: reject top_p and top_k
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = all
+    min_p: float = 0.0  # lowest probability, relative to the most likely token's; training only
+    for_training: bool = False  # completions are trained on: log-probs are of the distribution that was sampled from
     tokens_stay: bool = False  # several ranks that sample in process keep ids and log-probs; rank 0 gets their number
+
+    @property
+    def set_size(self) -> int:
+        """Most ids to record for each token, for training (rollout/sets.py); 0: all are possible, so none."""
+        is_limited = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return (self.top_k or LIMIT + 1) if self.for_training and is_limited else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +80,7 @@ class Completion:
     messages: list[dict[str, Any]] | None = None  # multi-turn only: all messages after the prompt
     columns: dict[str, Any] = field(default_factory=dict)  # episode columns for rewards: env_reward, num_turns, ...
     routes: np.ndarray | None = field(default=None, compare=False)  # (prompt and ids, L, k) experts: rollout/routes.py
+    sets: np.ndarray | None = field(default=None, compare=False)  # ids that top-k, top-p or min-p kept: rollout/sets.py
 
     @property
     def trained(self) -> int:
@@ -110,7 +119,7 @@ class Group:
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raise for invalid settings, and for settings that would bias training samples."""
+    """Raise for invalid settings, and for sets that would be too large to train on."""
     if not sampling.temperature >= 0:
         raise UserError(f"temperature={sampling.temperature}: must be above 0, or 0 for greedy")
     if sampling.max_tokens < 1:
@@ -121,12 +130,11 @@ def check_sampling(sampling: Sampling) -> None:
         raise UserError(f"top_k={sampling.top_k}: must be 0 (no limit) or more")
     if any(not text for text in sampling.stop):
         raise UserError("stop='': an empty stop string would end every completion; remove it")
-    for name, neutral in (("top_p", 1.0), ("top_k", 0)) if sampling.for_training else ():
-        if getattr(sampling, name) != neutral:
-            raise UserError(
-                f"{name}={getattr(sampling, name)}: training samples must come from the full distribution, because the "
-                f"trainer computes its log-probs; set {neutral:g}"
-            )
+    if not 0 <= sampling.min_p <= 1:
+        raise UserError(f"min_p={sampling.min_p}: must be between 0 and 1; 0 keeps every token")
+    if sampling.for_training and sampling.top_k > LIMIT:
+        raise UserError(f"top_k={sampling.top_k}: at most {LIMIT:,} ids per token can be recorded; lower --top-k")
+    assert sampling.for_training or not sampling.min_p, "min_p is for training"
 
 
 class Engine(Protocol):

@@ -3,7 +3,7 @@
     decoder = Decoder(forward, num_pages=4096, page=64, max_rows=512, max_pages=16, captures=True)
     decoder.prefill([PrefillJob(ids, start=0, slots=slots, routes=[])])    # keys and values of prompts
     window = decoder.launch(rows, 0, stop_ids, TopFilter(), steps=8)       # returns before the steps have run
-    ids, logps, _ = window.read()                                          # (8, B) each; id -1 after a row's end
+    ids, logps, *_ = window.read()                                         # (8, B) each; id -1 after a row's end
 
 A step reads and writes only tensors with fixed addresses, so a graph is captured once and replayed with new values. The
 host writes the state of new rows (RowState), replays some steps and can write and replay more before it reads the
@@ -22,6 +22,7 @@ import torch
 from kernels.decode_attention import TILE_ROWS, Rows
 from kernels.decode_state import advance, locate
 from kernels.draw import draw
+from kernels.draw_set import GAP, draw_set
 from rollout.engines.forward import Cache, Forward, PrefillBatch
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -54,13 +55,15 @@ class Window(NamedTuple):
     ids: torch.Tensor  # (steps, B) int64
     logps: torch.Tensor  # (steps, B) float32
     routes: torch.Tensor | None  # (steps, B, L, k)
+    sets: torch.Tensor | None  # (steps, B, 1 + most) int32
     ended: torch.cuda.Event | None  # None: the steps have run
 
-    def read(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Wait for the steps: ids (-1 after a row's end), log-probs, and experts of the tokens run."""
+    def read(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:
+        """Wait for the steps: ids (-1 after a row's end), log-probs, experts of the tokens run, and sets with gaps."""
         if self.ended is not None:
             self.ended.synchronize()
-        return self.ids.numpy(), self.logps.numpy(), None if self.routes is None else self.routes.numpy()
+        routes, sets = (None if x is None else x.numpy() for x in (self.routes, self.sets))
+        return self.ids.numpy(), self.logps.numpy(), routes, sets
 
 
 class PrefillJob(NamedTuple):
@@ -83,10 +86,12 @@ class PrefillJob(NamedTuple):
 
 
 class TopFilter(NamedTuple):
-    """Sampling filters for evaluation; fixed in a captured step."""
+    """Sampling filters; fixed in a captured step."""
 
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    most: int = 0  # ids per token to record, for training; 0: none
 
 
 def bucket_of(num_rows: int) -> int:
@@ -134,6 +139,7 @@ class Decoder:
         self.routes, shape = None, self.forward.route_shape
         if shape is not None:
             self.routes = torch.zeros(steps, rows, shape.num_layers, shape.top_k, dtype=shape.dtype, device=device)
+        self.sets: torch.Tensor | None = None  # (steps, rows, width) int32, with GAP; allocated when first needed
 
     # Prompts.
 
@@ -223,6 +229,10 @@ class Decoder:
         num_rows = len(rows.token)
         count = min(bucket_of(num_rows), self.max_rows) if self.captures else num_rows
         self._grow_state(rows.table.shape[1], len(stop_ids), steps)
+        if top.most and (self.sets is None or self.sets.shape[2] != 1 + top.most):
+            self.graphs.clear()
+            shape = (len(self.ids), self.max_rows, 1 + top.most)
+            self.sets = torch.full(shape, GAP, dtype=torch.int32, device=self.device)
         graph = self._graph(count, top) if self.captures else None
         self._write(rows, num_old, stop_ids, count)
         for _ in range(steps):
@@ -230,7 +240,7 @@ class Decoder:
                 graph.replay()
             else:
                 self._step(count, top)
-        results = (self.ids, self.logps, self.routes)
+        results = (self.ids, self.logps, self.routes, self.sets if top.most else None)
         window = [None if x is None else self._fetch(x[:steps, :num_rows]) for x in results]
         ended = torch.cuda.Event() if self.captures else None
         if ended is not None:
@@ -296,8 +306,14 @@ class Decoder:
         logits = self.forward.decode(state.token, position, slot, rows, self.cache)
         if self.routes is not None:
             self.routes[:, :count].index_copy_(0, self.tick, self.forward.routes[None])
-        options = {"scale": self.forward.scale, "softcap": self.forward.softcap, **top._asdict()}
-        ids, logps = draw(logits, state.seed, state.drawn, state.temperature, **options)
+        options = {"scale": self.forward.scale, "softcap": self.forward.softcap}
+        options |= {"top_k": top.top_k, "top_p": top.top_p}
+        draws = (logits, state.seed, state.drawn, state.temperature)
+        if top.most:
+            ids, logps, sets = draw_set(*draws, **options, min_p=top.min_p, most=top.most)
+            self.sets[:, :count, : sets.shape[1]].index_copy_(0, self.tick, sets[None])
+        else:
+            ids, logps = draw(*draws, **options)
         changed = {"token": state.token, "own_len": state.own_len, "drawn": state.drawn, "left": state.left}
         advance(ids, logps, self.stop_ids, self.tick, self.ids, self.logps, **changed)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.draw import draw
+from kernels.draw_set import GAP, draw_set
 from rollout.engine import Sampling
 from rollout.engines.scheduler import Job
 from rollout.engines.stop import StopCheck
@@ -52,12 +53,19 @@ def sample_growing(model: Any, jobs: list[Job], sampling: Sampling, stop: StopCh
         temperature = torch.full((len(batch.jobs),), sampling.temperature, device=device)
         drawn = torch.tensor([len(job.ids) for job in batch.jobs], dtype=torch.int32, device=device)
         top = {"top_k": sampling.top_k, "top_p": sampling.top_p} if sampling.temperature else {}
-        token, logp = draw(batch.logits, batch.seeds, drawn, temperature, **top)
+        draws = (batch.logits, batch.seeds, drawn, temperature)
+        if sampling.set_size:
+            token, logp, kept = draw_set(*draws, **top, min_p=sampling.min_p, most=sampling.set_size)
+            sets = [row[row != GAP] for row in kept.cpu().numpy()]
+        else:
+            (token, logp), sets = draw(*draws, **top), [None] * len(batch.jobs)
         running = [job for job in batch.jobs if not job.has_ended]  # others have ended but are not dropped yet
-        for job, job_id, job_logp in zip(batch.jobs, token.tolist(), logp.tolist(), strict=True):
+        for job, job_id, job_logp, job_set in zip(batch.jobs, token.tolist(), logp.tolist(), sets, strict=True):
             if not job.has_ended:
                 job.ids.append(job_id)
                 job.logps.append(job_logp)
+                if job_set is not None:
+                    job.own_sets.append(job_set)
                 job.stopped = stop.end(job.ids, len(job.ids) - 1) is not None
         if ended := [job for job in running if job.has_ended]:
             yield ended

@@ -157,6 +157,7 @@ class LocalEngine:
             if (so_far := request.so_far) is not None:
                 job.ids, job.logps, job.versions = list(so_far.ids), list(so_far.logps), so_far.versions
                 job.own_routes += [] if so_far.routes is None else [(0, so_far.routes)]
+                job.own_sets += [] if so_far.sets is None else [so_far.sets]
         stop = StopCheck(self.tokenizer, sampling)
         self.choose_forward()
         # Longest first, so shorter prompts fill the gaps. Equal prompts are adjacent and share a tile.
@@ -200,7 +201,7 @@ class LocalEngine:
                 prompt_ids=list(job.prompt_ids), ids=job.ids, logps=job.logps, text=text,
                 finish_reason="stop" if job.stopped else "length" if job.has_ended else "unfinished",
                 versions=join_versions([*job.versions, (self.version, len(job.ids))], len(job.ids)),
-                routes=job.routes if with_routes else None,
+                routes=job.routes if with_routes else None, sets=job.sets,
             ))
             for job, text in zip(jobs, texts, strict=True)
         ]  # fmt: skip

@@ -30,6 +30,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kernels.decode_attention import TILE_ROWS
+from kernels.draw_set import GAP
+from rollout import sets
 from rollout.engine import Sampling
 from rollout.engines.decoder import PREFILL_TOKENS, Decoder, PrefillJob, RowState, TopFilter, Window
 from rollout.engines.stop import StopCheck
@@ -67,6 +69,7 @@ class Job:
     in_flight: int = 0  # steps in windows not read yet: at most this many more tokens are sampled
     prefix_routes: list[tuple[int, np.ndarray]] = field(default_factory=list)  # (start, experts), if recorded
     own_routes: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    own_sets: list[np.ndarray] = field(default_factory=list)  # of the sampled tokens, if recorded
 
     @property
     def own(self) -> list[int]:
@@ -79,6 +82,10 @@ class Job:
     @property
     def routes(self) -> np.ndarray | None:  # (prompt and sampled tokens, L, k)
         return join([*self.own_routes, *self.prefix_routes], len(self.prompt_ids) + len(self.ids))
+
+    @property
+    def sets(self) -> np.ndarray | None:
+        return sets.join(self.own_sets, len(self.ids))
 
     @property
     def left(self) -> int:
@@ -119,7 +126,8 @@ class Scheduler:
         waiting, active = deque(jobs), []
         windows: deque[tuple[list[Job], int, Window]] = deque()  # jobs, steps; not read yet
         num_old = 0  # rows that were in the last window
-        stop_ids, top = sorted(stop.stop_ids), TopFilter(sampling.top_k, sampling.top_p)
+        stop_ids = sorted(stop.stop_ids)
+        top = TopFilter(sampling.top_k, sampling.top_p, sampling.min_p, sampling.set_size)
         if sampling.temperature == 0:
             top = TopFilter()
         try:
@@ -356,7 +364,7 @@ class Scheduler:
 
     def _collect(self, jobs: Sequence[Job], steps: int, window: Window, stop: StopCheck) -> dict[Job, None]:
         """Append sampled tokens to the jobs; return the jobs that have ended."""
-        ids, logps, routes = window.read()
+        ids, logps, routes, kept = window.read()
         counts = (ids >= 0).sum(axis=0).tolist()
         ended: dict[Job, None] = {}  # in row order
         sampled = zip(jobs, counts, ids.T.tolist(), logps.T.tolist(), strict=True)
@@ -367,6 +375,9 @@ class Scheduler:
             before = len(job.ids)
             if routes is not None:  # the first step ran the token before the first sampled token
                 job.own_routes.append((len(job.prompt_ids) + before - 1, routes[:count, row].copy()))
+            if kept is not None:
+                own = kept[:count, row]
+                job.own_sets.append(own[own != GAP])
             job.ids += new_ids[:count]
             job.logps += new_logps[:count]
             length = stop.end(job.ids, before)

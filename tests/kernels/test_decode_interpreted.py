@@ -11,7 +11,7 @@ import importlib.util
 import pytest
 import torch
 
-from kernels import decode_attention, decode_block, decode_state, draw
+from kernels import decode_attention, decode_block, decode_state, draw, set_rows
 from kernels.decode_attention import decode_attention_kernel
 from kernels.decode_lora import add_adapters_kernel
 from kernels.decode_state import advance_kernel, locate_kernel
@@ -27,6 +27,7 @@ from tests.kernels.test_decode_lora import inputs as inputs_of_adapters
 from tests.kernels.test_decode_state import CASES as STATE_CASES
 from tests.kernels.test_decode_state import check_advance, check_locate, make_drawn, make_state
 from tests.kernels.test_draw import SEEDS, check, check_company, check_special_rows, inputs
+from tests.kernels.test_set_logprob import check_rows
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -238,3 +239,13 @@ def test_state_without_rows():
     assert [len(x) for x in state.locate(locate_kernel, 16)] == [0, 0]
     state.advance(advance_kernel, *make_drawn(0, seed=0))
     assert state.tick.tolist() == [2] and (state.out_ids == -5).all()
+
+
+# Rows of the head that the sets of tokens name
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("sizes", "width"), [([1, 17, 3], 7), ([40, 2], 300), ([16], 256)], ids=str)
+def test_rows_of_sets(sizes, width, dtype):
+    check_rows(set_rows.dot_rows_kernel, set_rows.sum_rows_kernel, sizes, width, dtype, 1e-5)

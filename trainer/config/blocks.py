@@ -547,7 +547,7 @@ class RolloutConfig:
         "router is still trained."
     )
     eval_temperature: float = 0.0
-    """Temperature for evaluation. 0: greedy. Training always samples from the full distribution."""
+    """Temperature for evaluation. 0: greedy."""
     eval_top_p: float = 1.0
     """Top-p for evaluation, if eval_temperature is above 0. 1: all tokens."""
     eval_top_k: int = 0

@@ -189,6 +189,7 @@ class GroupConfig(MethodConfig):
     policy_loss = PolicyLossConfig()
     correction = CorrectionConfig()
     advantage = AdvantageConfig()
+    top_k, top_p, min_p = 0, 1.0, 0.0
 
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)

@@ -118,7 +118,7 @@ class Rank0Rollout:
             self.sampled_here += completions
             for index, completion in enumerate(completions):
                 tokens = TokensElsewhere(comm.rank(), first + index, len(completion.ids))
-                reply[index] = (tokens, tokens, *reply[index][2:-1], None)  # routes stay too
+                reply[index] = (tokens, tokens, *reply[index][2:-1], None)  # routes and sets stay too
         comm.exchange([reply, *nothing[1:]], "completions")
 
 
@@ -216,14 +216,15 @@ def packed(c: Completion) -> tuple[Any, ...]:
     """
     columns = {name: json.loads(json.dumps(value)) for name, value in c.columns.items() if is_json(value)}
     messages = json.loads(json.dumps(c.messages)) if c.messages is not None and is_json(c.messages) else None
-    return c.ids, c.logps, c.finish_reason, c.text, c.versions, c.mask, messages, columns, c.routes
+    return c.ids, c.logps, c.finish_reason, c.text, c.versions, c.mask, messages, columns, (c.routes, c.sets)
 
 
 def unpacked(fields: Sequence[Any], prompt_ids: list[int]) -> Completion:
-    ids, logps, finish_reason, text, versions, mask, messages, columns, routes = fields
+    ids, logps, finish_reason, text, versions, mask, messages, columns, arrays = fields
+    routes, sets = arrays or (None, None)
     return Completion(
         prompt_ids=prompt_ids, ids=ids, logps=logps, finish_reason=finish_reason, text=text, versions=versions,
-        mask=mask, messages=messages, columns=columns, routes=routes,
+        mask=mask, messages=messages, columns=columns, routes=routes, sets=sets,
     )  # fmt: skip
 
 
@@ -360,7 +361,7 @@ class AllRanksRewards(Rewards):
 
     def submit(self, prompts: Sequence[Prompt], completions: Sequence[Completion], *, step: int = 0) -> Any:
         """Score the batch now, on all ranks; the future has its result."""
-        sent = [(*packed(c)[:-1], None) for c in completions]  # rewards need no routes
+        sent = [(*packed(c)[:-1], None) for c in completions]  # rewards need no routes and sets
         for completion, (*_, messages, columns, _) in zip(completions, sent, strict=True):
             lost = [name for name in completion.columns if name not in columns]
             if lost or (messages is None and completion.messages is not None):

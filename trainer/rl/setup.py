@@ -243,9 +243,12 @@ def start_engine(
 
 
 def training_sampling(cfg: GroupConfig, policy: Policy) -> Sampling:
-    """The full distribution at the method's temperature, up to the model's end tokens or a stop string."""
+    """The method's temperature and filters, up to the model's end tokens or a stop string."""
     return Sampling(
         temperature=cfg.temperature,
+        top_k=cfg.top_k,
+        top_p=cfg.top_p,
+        min_p=cfg.min_p,
         max_tokens=cfg.max_completion_length,
         stop_ids=stop_ids(policy.tokenizer, policy.generation_eos),
         stop=cfg.stop,
@@ -254,6 +257,5 @@ def training_sampling(cfg: GroupConfig, policy: Policy) -> Sampling:
 
 
 def evaluation_sampling(sampling: Sampling, cfg: RolloutConfig) -> Sampling:
-    return replace(
-        sampling, temperature=cfg.eval_temperature, top_p=cfg.eval_top_p, top_k=cfg.eval_top_k, for_training=False
-    )
+    filters = {"top_p": cfg.eval_top_p, "top_k": cfg.eval_top_k, "min_p": 0.0}
+    return replace(sampling, temperature=cfg.eval_temperature, **filters, for_training=False)

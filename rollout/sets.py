@@ -17,12 +17,6 @@ from data.errors import UserError
 LIMIT = 1024  # ids per set
 
 
-def split(sets: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
-    """Split into parts of this many tokens."""
-    starts = np.append(np.flatnonzero(sets < 0), len(sets))
-    return np.split(sets, starts[np.cumsum(counts)])[:-1]
-
-
 def join(parts: Sequence[np.ndarray], count: int, limit: int = LIMIT) -> np.ndarray | None:
     """Join the parts of a completion and keep its first `count` sets; None if there are no parts.
 

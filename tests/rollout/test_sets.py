@@ -17,7 +17,7 @@ from rollout.engine import Completion, Request, Sampling
 from rollout.engines.local import LocalEngine
 from rollout.episodes.turns import Transcript
 from rollout.schedule.replay import as_json, completion_of
-from rollout.sets import join, split
+from rollout.sets import join
 from tests.entry import metrics
 from trainer import cli
 from trainer.__main__ import main
@@ -39,7 +39,8 @@ def sampled(model: Any, tokenizer: Any, growing: bool = False, **options: Any) -
 
 
 def kept_of(completion: Completion) -> list[list[int]]:
-    return [[i if i >= 0 else ~i for i in x.tolist()] for x in split(completion.sets, [1] * len(completion.ids))]
+    parts = np.split(completion.sets, np.flatnonzero(completion.sets < 0))[1:]
+    return [[i if i >= 0 else ~i for i in x.tolist()] for x in parts]
 
 
 @pytest.mark.parametrize("growing", [False, True])

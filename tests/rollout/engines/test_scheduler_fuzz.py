@@ -66,7 +66,7 @@ class ToyDecoder:
                 left = 0 if new_id in stop_ids else left - 1
                 state[:] = [own + 1, new_id, drawn + 1, left] if left else [own, token, drawn, 0]
         assert not self.has_states or self.states[self.cache.zero] == ()
-        return SimpleNamespace(read=lambda: (ids, np.zeros(ids.shape, np.float32), None))
+        return SimpleNamespace(read=lambda: (ids, np.zeros(ids.shape, np.float32), None, None))
 
 
 def next_token(tokens: list[int], seed: int, step: int) -> int:

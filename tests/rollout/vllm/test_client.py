@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +13,6 @@ from rollout.engine import Request, Sampling
 from rollout.engines.stop import StopCheck
 from rollout.servers.client import GENERATE, GENERATE_ROUTE, RefusedError, ServerError, VllmServer
 from rollout.servers.pool import Pool
-from rollout.sets import split
 from tests.rollout.vllm.conftest import slowed
 from tests.rollout.vllm.scripted import proxies, rewrite
 
@@ -121,7 +121,7 @@ def test_kept_ids_explain_the_log_probs(untied_server):
         for prompt, segment in zip(prompts(folder), with_server(untied_server, work), strict=True):
             with torch.no_grad():
                 logits = model_at(folder)(torch.tensor([prompt + segment.ids])).logits[0, len(prompt) - 1 : -1] / 0.7
-            parts = split(segment.sets, [1] * len(segment.ids))
+            parts = np.split(segment.sets, np.flatnonzero(segment.sets < 0))[1:]
             kept = [[i if i >= 0 else ~i for i in part.tolist()] for part in parts]
             sizes += map(len, kept)
             expected = [float(row[ids].log_softmax(-1)[0]) for row, ids in zip(logits, kept, strict=True)]

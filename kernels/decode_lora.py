@@ -28,7 +28,6 @@ except ImportError:  # CPU builds of torch may lack Triton; the reference runs t
     triton = None
 
 COLUMNS = 64  # outputs per program
-RANKS = 64  # ranks per product
 
 
 def add_adapters(
@@ -78,7 +77,7 @@ def add_adapters_kernel(
         rows = min(64, max(16, triton.next_power_of_2(num_tokens) // 8))
         _add_adapters[triton.cdiv(out.shape[1], COLUMNS), triton.cdiv(num_tokens, rows)](
             joint, bias, up, scale, out, num_tokens, out.shape[1], width, joint.stride(0), HAS_BIAS=bias is not None,
-            GATED=gated, RANK=rank, ROWS=rows, COLUMNS=COLUMNS, RANKS=min(RANKS, max(16, triton.next_power_of_2(rank))),
+            GATED=gated, RANK=rank, ROWS=rows, COLUMNS=COLUMNS, RANKS=min(64, max(16, triton.next_power_of_2(rank))),
             num_warps=4,
             UPCAST=not joint.is_cuda,  # Triton's interpreter would multiply bfloat16 bit patterns as integers
         )  # fmt: skip

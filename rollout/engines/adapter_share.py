@@ -40,10 +40,6 @@ class AdapterShare(NamedTuple):
     retained: float
     error: float  # standard error of `retained`, from its spread over positions
 
-    @property
-    def is_low(self) -> bool:
-        return self.retained + 2 * self.error < LOW
-
 
 @torch.no_grad()
 def adapter_share(

@@ -25,6 +25,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -276,7 +277,7 @@ class FusedLinear(NamedTuple):
     weight: Tensor  # (O + R', D) the weights, and A of the adapters
     bias: Tensor | None  # (O,)
     up: Tensor | None  # (O, R) B of the adapters; None: no adapters
-    scale: Tensor | None  # (O,) float32
+    scale: Tensor  # (O,) float32
 
     def __call__(self, x: Tensor, *, gated: bool = False) -> Tensor:  # (N, D) -> (N, O); gated: (N, O / 2)
         if self.up is None:
@@ -326,27 +327,23 @@ class Copies:
         """Allocate one linear layer for several of the same input."""
         layers, adapters = [base_of(module) for module in modules], [adapter_of(module) for module in modules]
         ranks = [0 if name is None else module.r[name] for module, name in zip(modules, adapters, strict=True)]
-        rows, rank = [layer.out_features for layer in layers], sum(ranks)
-        num_low = -(-rank // 64) * 64  # 128 bytes: the rows of the product stay aligned
-        options = {"dtype": self.dtype, "device": self.device}
-        weight = torch.zeros(sum(rows) + num_low, layers[0].in_features, **options)
-        has_bias = any(layer.bias is not None for layer in layers)
-        bias = torch.zeros(sum(rows), **options) if has_bias else None
-        up = torch.zeros(sum(rows), -(-rank // 16) * 16, **options) if rank else None
-        scale = torch.zeros(sum(rows), dtype=torch.float32, device=self.device) if rank else None
+        width, rank, zeros = sum(x.out_features for x in layers), sum(ranks), partial(torch.zeros, device=self.device)
+        num_low = -(-rank // 64) * 64  # 128 bytes in bfloat16: rows of the product stay aligned
+        weight = zeros(width + num_low, layers[0].in_features, dtype=self.dtype)
+        bias = zeros(width, dtype=self.dtype) if any(x.bias is not None for x in layers) else None
+        up, scale = zeros(width, -(-rank // 16) * 16, dtype=self.dtype), zeros(width, dtype=torch.float32)
         row, column = 0, 0
-        for module, name, num_rows, r in zip(modules, adapters, rows, ranks, strict=True):
-            own = slice(row, row + num_rows)
+        for module, layer, name, r in zip(modules, layers, adapters, ranks, strict=True):
+            own, low = slice(row, row + layer.out_features), width + column
             self.parts.append((weight[own], module, "weight"))
-            if base_of(module).bias is not None:
+            if layer.bias is not None:
                 self.parts.append((bias[own], module, "bias"))
             if name is not None:
-                low = sum(rows) + column
                 self.parts.append((weight[low : low + r], module.lora_A[name], "weight"))
                 self.parts.append((up[own, column : column + r], module.lora_B[name], "weight"))
                 self.scales.append((scale[own], module, name))
-            row, column = row + num_rows, column + r
-        return FusedLinear(weight, bias, up, scale)
+            row, column = own.stop, column + r
+        return FusedLinear(weight, bias, up if rank else None, scale)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -676,7 +673,7 @@ class BlockForward:
 
     def _block(self, layer: Any) -> Block:
         attention, mlp, linear = layer.self_attn, layer.mlp, self._copies.linear
-        norm = functools.partial(self._copies.allocate, dtype=torch.float32)
+        norm = partial(self._copies.allocate, dtype=torch.float32)
         has_norms, is_routed = hasattr(attention, "q_norm"), hasattr(mlp, "experts")
         return Block(
             norm_1=norm(layer.input_layernorm),
@@ -861,10 +858,9 @@ def adapters_obstacle(lm: nn.Module) -> str | None:
         active = module.active_adapters if hasattr(module, "base_layer") else ()
         if not all(is_plain_lora(module, adapter) for adapter in active):
             return f"the adapter of {name} is not plain LoRA"
-        if adapter_of(module) is not None and type(module.base_layer) not in LINEAR:
-            return f"{name} has an adapter and is not linear"
-        if adapter_of(module) is not None and sum(adapter in module.lora_A for adapter in active) > 1:
-            return f"{name} has several active adapters"
+        if adapter_of(module) is not None:
+            if type(module.base_layer) not in LINEAR or sum(adapter in module.lora_A for adapter in active) > 1:
+                return f"{name} is not linear or has several active adapters"
     return None
 
 

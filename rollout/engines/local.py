@@ -330,9 +330,10 @@ class LocalEngine:
         share = self._adapter_share([row[-length:] for row in rows])
         if share is None:
             return
-        if share.is_low or share.error <= SHARE_ERROR:
+        is_low = share.retained + 2 * share.error < LOW
+        if is_low or share.error <= SHARE_ERROR:
             self._share = share.retained
-        if share.is_low and not self._warned:
+        if is_low and not self._warned:
             self._warned = True
             self.log(
                 f"warning: policy/adapter_retained_frac is {share.retained:.2f} (want {LOW} or more): completions "

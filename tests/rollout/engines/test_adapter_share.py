@@ -82,9 +82,9 @@ def test_the_share_matches_float64(make_model):
         assert (found - exact).norm() < 2e-3 * exact.norm()
         forward = Merged(model.get_base_model(), torch.float32)
         forward.cover(16)
-        share = adapter_share(model, forward, ids)
-        assert share.retained == pytest.approx(want, abs=2e-3) and share.is_low == (std < 0.1)
-        shares.append(share.retained)
+        retained, _ = adapter_share(model, forward, ids)
+        assert retained == pytest.approx(want, abs=2e-3)
+        shares.append(retained)
         lm, noisy = model.get_base_model(), []
         if std == 1e-3:  # in bfloat16 throughout: all of it, up to the noise of activations
             noisy = [BlockForward(lm, torch.bfloat16), TransformersForward(lm, torch.bfloat16, copied=True)]
@@ -215,9 +215,7 @@ def test_outputs_are_rounded_once(monkeypatch):
             low = modules[i].lora_A["default"](x.float()).bfloat16()
             want[i] += modules[i].scaling["default"] * modules[i].lora_B["default"](low.float())
         assert torch.equal(linear(x), torch.cat(want, dim=1).bfloat16())
-        monkeypatch.setattr(
-            "rollout.engines.forward.JOINT_TOKENS", 3
-        )  # in the second round, prompts in parts of 3 tokens
+        monkeypatch.setattr("rollout.engines.forward.JOINT_TOKENS", 3)  # the second round is in parts
         for seed, module in enumerate(modules[::2]):
             module.lora_B["default"].weight += whole_numbers(*module.lora_B["default"].weight.shape, seed=seed)
     assert [target.data_ptr() for target, _, _ in copies.parts] == addresses

@@ -185,20 +185,26 @@ class Rollouts:
         for name, handler in getattr(self.rewards, "handlers", {}).items():
             self.rank0.handlers[name] = handler
         self.held_out_source = run.keep(self._source(setup.evaluation_sampling(self.sampling, cfg.rollout)))
-        limits = {"max_staleness": overlap.max_staleness, "steps_per_batch": self.steps_per_batch}
+        producer: Producer
         if cfg.rollout.partial:
-            self.producer = run.keep(PartialProducer(self.engine, self.sampling, self.planner, **limits))
-        else:
-            self.producer = run.keep(
-                Producer(
-                    self._source(self.sampling),
-                    self.planner,
-                    depth=overlap.prefetch_depth if overlap.async_prefetch else 0,
-                    last_step=total_steps,
-                    poll=self.engine.poll,
-                    **limits,
-                )
+            producer = PartialProducer(
+                self.engine,
+                self.sampling,
+                self.planner,
+                max_staleness=overlap.max_staleness,
+                steps_per_batch=self.steps_per_batch,
             )
+        else:
+            producer = Producer(
+                self._source(self.sampling),
+                self.planner,
+                depth=overlap.prefetch_depth if overlap.async_prefetch else 0,
+                max_staleness=overlap.max_staleness,
+                steps_per_batch=self.steps_per_batch,
+                last_step=total_steps,
+                poll=self.engine.poll,
+            )
+        self.producer = run.keep(producer)
         self.missing_rewards = None
         if hasattr(self.rewards, "functions"):  # which may return None
             assert isinstance(cfg, RewardedConfig)

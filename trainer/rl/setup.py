@@ -257,5 +257,11 @@ def training_sampling(cfg: GroupConfig, policy: Policy) -> Sampling:
 
 
 def evaluation_sampling(sampling: Sampling, cfg: RolloutConfig) -> Sampling:
-    filters = {"top_p": cfg.eval_top_p, "top_k": cfg.eval_top_k, "min_p": 0.0}
-    return replace(sampling, temperature=cfg.eval_temperature, **filters, for_training=False)
+    return replace(
+        sampling,
+        temperature=cfg.eval_temperature,
+        top_k=cfg.eval_top_k,
+        top_p=cfg.eval_top_p,
+        min_p=0.0,
+        for_training=False,
+    )

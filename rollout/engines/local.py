@@ -201,7 +201,7 @@ class LocalEngine:
                 prompt_ids=list(job.prompt_ids), ids=job.ids, logps=job.logps, text=text,
                 finish_reason="stop" if job.stopped else "length" if job.has_ended else "unfinished",
                 versions=join_versions([*job.versions, (self.version, len(job.ids))], len(job.ids)),
-                routes=job.routes if with_routes else None, sets=job.sets,
+                routes=job.routes if with_routes else None, sets=job.sets if job.own_sets else None,
             ))
             for job, text in zip(jobs, texts, strict=True)
         ]  # fmt: skip

@@ -142,9 +142,8 @@ def test_norm_and_activation_are_exact(num_tokens, width, dtype):
 @pytest.mark.parametrize(
     ("num_tokens", "width", "rank"), [(1, 1024, 16), (64, 4096, 48), (512, 6144, 32), (700, 130, 208)]
 )
-def test_adapters_round_like_torch(size, dtype):
+def test_adapters_round_like_torch(num_tokens, width, rank, dtype):
     """Sums of whole numbers are exact in float32, so that only the places of rounding matter."""
-    num_tokens, width, rank = size
     joint = whole_numbers(num_tokens, width + rank + 8, seed=1, limit=600).cuda()
     up, scale = whole_numbers(width, rank, seed=2).cuda().to(dtype), 2.0 ** (torch.arange(width, device="cuda") % 4)
     bias = whole_numbers(width, seed=3).cuda().to(dtype)

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.common import QWEN3_0_6B, Row, alternate, emit, make_row, relative_error, require_commit
-from kernels.decode_attention import TILE_ROWS, Rows, decode_attention, decode_attention_reference
-from kernels.draw import draw
+from kernels.decode.attention import TILE_ROWS, Rows, decode_attention, decode_attention_reference
+from kernels.decode.draw import draw
 
 Section = Literal["attention", "draw"]
 PAGE = 64

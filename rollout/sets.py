@@ -2,8 +2,8 @@
 
     [~9, 4, 7, ~4, ~9, 2]        # an int32 array: token 9 from {4, 7, 9}, then 4 from {4}, then 9 from {2, 9}
 
-A set starts with its sampled token as ~id, which is negative (kernels/draw_set.py). Tokens that the model did not
-sample have no set. The trainer's softmax runs over the same ids: the (N, K) target of kernels/linear_logprob.py.
+A set starts with its sampled token as ~id, which is negative (kernels/decode/draw_set.py). Tokens that the model did
+not sample have no set. The trainer's softmax runs over the same ids: the (N, K) target of kernels/linear_logprob.py.
 """
 
 from __future__ import annotations

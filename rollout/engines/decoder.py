@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kernels.decode_attention import TILE_ROWS, Rows
-from kernels.decode_state import advance, locate
-from kernels.draw import draw
-from kernels.draw_set import GAP, draw_set
+from kernels.decode.attention import TILE_ROWS, Rows
+from kernels.decode.draw import draw
+from kernels.decode.draw_set import GAP, draw_set
+from kernels.decode.state import advance, locate
 from rollout.engines.forward import Cache, Forward, PrefillBatch
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)

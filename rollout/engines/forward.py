@@ -33,9 +33,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.attention import TILE, Spans, block_mask, dense_attend, flex_attend
-from kernels.decode_attention import Rows, decode_attention, supports, visible_tokens
-from kernels.decode_block import add_rms_norm, rotate_append, silu_mul
-from kernels.decode_lora import add_adapters
+from kernels.decode.attention import Rows, decode_attention, supports, visible_tokens
+from kernels.decode.block import add_rms_norm, rotate_append, silu_mul
+from kernels.decode.lora import add_adapters
 from kernels.nf4 import Linear4bit
 from rollout.routes import RouteShape, recording, stack
 from rollout.state_layers import STATEFUL
@@ -269,7 +269,7 @@ def _flex_prefill(
 
 
 class FusedLinear(NamedTuple):
-    """Linear layers of the same input, with their LoRA adapters (kernels/decode_lora.py).
+    """Linear layers of the same input, with their LoRA adapters (kernels/decode/lora.py).
 
     Adapters are not merged into the weights: in bfloat16, most of a small adapter would be rounded away.
     """

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.draw import draw
-from kernels.draw_set import GAP, draw_set
+from kernels.decode.draw import draw
+from kernels.decode.draw_set import GAP, draw_set
 from rollout.engine import Sampling
 from rollout.engines.scheduler import Job
 from rollout.engines.stop import StopCheck

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from data.errors import UserError
 from data.user_code import describe_error
-from kernels.draw import signed_64
+from kernels.decode.draw import signed_64
 from kernels.nf4 import num_weights
 from rollout.engine import Completion, Request, Sampling, check_sampling, finished, join_versions
 from rollout.engines.adapter_share import LOW, AdapterShare, adapter_share, small_adapter

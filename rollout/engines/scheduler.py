@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kernels.decode_attention import TILE_ROWS
-from kernels.draw_set import GAP
+from kernels.decode.attention import TILE_ROWS
+from kernels.decode.draw_set import GAP
 from rollout import sets
 from rollout.engine import Sampling
 from rollout.engines.decoder import PREFILL_TOKENS, Decoder, PrefillJob, RowState, TopFilter, Window

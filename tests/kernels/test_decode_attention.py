@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import decode_attention as module
-from kernels.decode_attention import decode_attention, decode_attention_reference, supports
+from kernels.decode import attention as module
+from kernels.decode.attention import decode_attention, decode_attention_reference, supports
 from tests.kernels.decode_problems import Problem, error, make_problem, naive
 
 GROUPS = [(37, [1, 20, 16]), (16, [5]), (0, [3, 18]), (50, [2] * 9)]  # the last group needs two tiles

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import decode_block
-from kernels.decode_attention import decode_attention, decode_attention_reference
-from kernels.decode_lora import add_adapters, add_adapters_reference
-from kernels.decode_state import advance, advance_reference, locate, locate_reference
-from kernels.draw import draw, draw_reference
+from kernels.decode import block as decode_block
+from kernels.decode.attention import decode_attention, decode_attention_reference
+from kernels.decode.draw import draw, draw_reference
+from kernels.decode.lora import add_adapters, add_adapters_reference
+from kernels.decode.state import advance, advance_reference, locate, locate_reference
 from tests.kernels.decode_problems import Problem, error, make_problem
 from tests.kernels.test_decode_block import LIMITS, make_heads
 from tests.kernels.test_decode_lora import whole_numbers

@@ -11,11 +11,15 @@ import importlib.util
 import pytest
 import torch
 
-from kernels import decode_attention, decode_block, decode_state, draw, set_rows
-from kernels.decode_attention import decode_attention_kernel
-from kernels.decode_lora import add_adapters_kernel
-from kernels.decode_state import advance_kernel, locate_kernel
-from kernels.draw import draw_kernel, uniform
+from kernels import set_rows
+from kernels.decode import attention as decode_attention
+from kernels.decode import block as decode_block
+from kernels.decode import draw
+from kernels.decode import state as decode_state
+from kernels.decode.attention import decode_attention_kernel
+from kernels.decode.draw import draw_kernel, uniform
+from kernels.decode.lora import add_adapters_kernel
+from kernels.decode.state import advance_kernel, locate_kernel
 from tests.kernels.decode_problems import error, make_problem
 from tests.kernels.interpreter import interpreted
 from tests.kernels.test_decode_attention import GROUPS, OPTIONS, check_padding, compare

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.decode_lora import add_adapters, add_adapters_reference
+from kernels.decode.lora import add_adapters, add_adapters_reference
 from tests.kernels.decode_problems import error
 
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.draw import uniform
-from kernels.draw_set import GAP, draw_set
+from kernels.decode.draw import uniform
+from kernels.decode.draw_set import GAP, draw_set
 from tests.kernels.test_draw import chi_square, inputs
 
 

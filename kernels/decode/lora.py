@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.decode_block import silu_mul_reference
+from kernels.decode.block import silu_mul_reference
 
 try:
     import triton

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.draw import sum_chunks, triton, uniform
+from kernels.decode.draw import sum_chunks, triton, uniform
 
 GAP = 2**31 - 1  # no id
 

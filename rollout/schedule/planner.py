@@ -46,7 +46,6 @@ class Planner:
         self.reroll_from, self.reroll_limit, self.order = reroll_from, reroll_limit, order
         self.reroll_max_groups = min(reroll_max_groups, self.batch_size)
         self.consumed = 0  # number of groups trained on
-        self._rows = {id(prompt): row for row, prompt in enumerate(loader.rows)}
         self._number = 0  # groups planned so far = number of the next group
         self._batches = 0  # number of batches consumed
         self._pending: deque[tuple[list[Group], list[Group]]] = deque()  # per batch: (groups, resamples)
@@ -180,7 +179,7 @@ class Planner:
         if not count:
             return []
         if self.order is None:
-            return [self._rows[id(prompt)] for prompt in self.loader.next(count)]
+            return self.loader.next_numbers(count)
         pool = list(self.order(batch, self.loader.rows, dict(self._rewards)))
         if not pool or not all(isinstance(row, int) and 0 <= row < len(self.loader.rows) for row in pool):
             raise UserError(

@@ -147,7 +147,7 @@ class _JsonLines(Sequence[dict[str, Any]]):
 
 
 def open_stored(kind: type[T], folder: Path) -> tuple[Stored[T], dict[str, Any]]:
-    """Map the files of Stored.save; raise OSError, ValueError or KeyError if one is missing or damaged."""
+    """Map the files of Stored.save; raise an error if one is missing or damaged."""
     about = json.loads((folder / "about.json").read_text())
     arrays = {
         name: np.load(folder / f"{name}.npy", mmap_mode="r" if size else None, allow_pickle=False)

@@ -51,7 +51,7 @@ def collect(
         raise UserError(f"bad_rows={bad_rows}: must be error or skip")
     entry = _entry.get()
     if entry is not None:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # missing or damaged
+        with contextlib.suppress(Exception):  # missing or damaged
             stored, about = open_stored(kind, entry)
             os.utime(entry)
             print(f"data: {len(stored)} rows from {entry}", file=sys.stderr)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -37,7 +38,8 @@ def load_cached(
     key = None if folder == "none" else cache_key(load, specs, tokenizer, options)
     if key is None:
         return load(specs, tokenizer, **options)
-    entry = Path(folder).expanduser() / key
+    home = os.environ.get("XDG_CACHE_HOME")
+    entry = Path(folder.replace("~/.cache", home, 1) if home else folder).expanduser() / key
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         lock = (entry.parent / f"{key}.lock").open("w")

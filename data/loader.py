@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from data.errors import UserError
-from data.stored import Stored
+from data.rows.stored import Stored
 
 T = TypeVar("T")
 # Renamed fields: fingerprints use the old name, so that older checkpoints still match.

@@ -23,9 +23,9 @@ from typing import Any
 
 from data.formats.registry import parse_specs
 from data.rows.collect import using_entry
+from data.rows.stored import Stored
 from data.rows.transforms import uses_transform
 from data.sources import DataSpec, hub_table, is_hub
-from data.stored import Stored
 
 MIN_BYTES = 2**20  # smaller sources are converted in about a second
 LIBRARIES = ("transformers", "tokenizers", "jinja2")

@@ -31,8 +31,8 @@ from data.errors import UserError
 from data.formats.progress import with_progress
 from data.formats.registry import Format, UserFormat, rows_and_formats
 from data.rows.bad_rows import BadRows, Tally
+from data.rows.stored import Columns, Stored, open_stored
 from data.sources import DataSpec, Row
-from data.stored import Columns, Stored, open_stored
 
 T = TypeVar("T")
 Convert = Callable[[DataSpec, Row, Format, Tally], Iterable[T]]

@@ -8,7 +8,7 @@ from typing import Any
 from data.formats.ebft import EBFT_FORMATS, EBFT_STRIDED_FORMATS, reject_formats
 from data.formats.registry import SFT_FORMATS
 from data.rows.sft import load_examples
-from data.stored import Stored
+from data.rows.stored import Stored
 from data.strided import Document
 from data.types import Example
 

@@ -17,7 +17,7 @@ from dataclasses import fields
 from typing import Any, Protocol, TypeVar
 
 from data.errors import UserError
-from data.stored import Stored
+from data.rows.stored import Stored
 
 T = TypeVar("T")
 NOT_CONTENT = ("source", "weight")  # fields that do not change how a row is trained

@@ -30,8 +30,8 @@ from data.formats.registry import Columns, Format, WithOptions, apply, parse_spe
 from data.formats.template_settings import check_effect, template_settings
 from data.rows.bad_rows import BadRows, Tally, check_system
 from data.rows.collect import collect
+from data.rows.stored import Stored
 from data.sources import DataSpec, Row
-from data.stored import Stored
 from data.types import Pair
 
 LongRows = Literal["truncate", "drop"]

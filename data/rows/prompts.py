@@ -12,8 +12,8 @@ from data.formats.registry import PROMPT_FORMATS, Columns, Format, apply
 from data.formats.template_settings import check_effect, template_settings
 from data.rows.bad_rows import Tally, check_system
 from data.rows.collect import collect
+from data.rows.stored import Stored
 from data.sources import DataSpec, Row
-from data.stored import Stored
 from data.types import Messages, Prompt
 
 

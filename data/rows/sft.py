@@ -24,8 +24,8 @@ from data.formats.template_settings import check_effect, template_settings
 from data.rows.bad_rows import Tally, check_system
 from data.rows.collect import collect
 from data.rows.pairs import LongRows
+from data.rows.stored import Stored
 from data.sources import DataSpec, Row
-from data.stored import Stored
 from data.types import Example, Messages
 
 EMPTY = "skipped, an answer is empty"

@@ -25,8 +25,8 @@ from data.rows.bad_rows import Tally, check_system
 from data.rows.collect import collect
 from data.rows.pairs import bind, render_row
 from data.rows.prompts import check_room, fits, log_left_out, log_plain, tokenise_prompt
+from data.rows.stored import Stored
 from data.sources import DataSpec, Row
-from data.stored import Stored
 from data.types import Messages, TargetPrompt
 
 PAIR = "of_a_pair"  # column added by named pair formats: other inputs of render_row

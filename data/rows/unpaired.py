@@ -11,7 +11,7 @@ from data.formats.registry import Columns
 from data.formats.unpaired import UNPAIRED_FORMATS, UNPAIRED_OPTIONS
 from data.rows.bad_rows import BadRows, Tally
 from data.rows.pairs import LongRows, Rendered, bind, limits_of, read_responses, render_row
-from data.stored import Stored
+from data.rows.stored import Stored
 from data.types import Labelled
 
 

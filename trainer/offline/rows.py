@@ -16,7 +16,7 @@ from torch import nn
 from data.loader import Loader
 from data.packing import Batch, Item, make_batches
 from data.rows.cache import load_cached
-from data.stored import Stored
+from data.rows.stored import Stored
 from trainer.config.blocks import MethodConfig, RunConfig
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.config import PreferenceConfig

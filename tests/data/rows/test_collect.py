@@ -20,9 +20,9 @@ from data.rows.pairs import load_pairs
 from data.rows.prompts import load_prompts
 from data.rows.sft import load_examples
 from data.rows.stepwise import load_steps
+from data.rows.stored import Stored
 from data.rows.targets import load_targets
 from data.rows.unpaired import load_labelled
-from data.stored import Stored
 
 NUM_ROWS = 7
 

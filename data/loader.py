@@ -22,7 +22,6 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from data.errors import UserError
-from data.rows.stored import Stored
 
 T = TypeVar("T")
 # Renamed fields: fingerprints use the old name, so that older checkpoints still match.
@@ -39,8 +38,7 @@ class Loader(Generic[T]):
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
-        is_stored = isinstance(rows, Stored)
-        self._weights = rows.weights if is_stored else [float(getattr(row, "weight", 1.0)) for row in rows]
+        self._weights = getattr(rows, "weights", None) or [float(getattr(row, "weight", 1.0)) for row in rows]
         for i, weight in enumerate(self._weights):
             if not (math.isfinite(weight) and weight >= 0):
                 raise UserError(f"weight={weight} of {getattr(rows[i], 'source', rows[i])}: must be 0 or more")
@@ -134,7 +132,7 @@ def _fingerprints(rows: Sequence[Any], weights: Sequence[float]) -> tuple[str, s
     else but its source: columns for the rewards, labels, margins.
     """
     digest, columns = hashlib.sha256(), hashlib.sha256()
-    is_stored = isinstance(rows, Stored)
+    is_stored = hasattr(rows, "raw")  # data/rows/stored.py: arrays in place of lists
     for i, weight in enumerate(weights):
         digest.update(repr(weight).encode())
         row = rows.raw(i) if is_stored else vars(rows[i])

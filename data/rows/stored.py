@@ -150,7 +150,7 @@ def open_stored(kind: type[T], folder: Path) -> tuple[Stored[T], dict[str, Any]]
     """Map the files of Stored.save; raise an error if one is missing or damaged."""
     about = json.loads((folder / "about.json").read_text())
     arrays = {
-        name: np.load(folder / f"{name}.npy", mmap_mode="r" if size else None, allow_pickle=False)
+        name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r" if size else None, allow_pickle=False))
         for name, size in about["sizes"].items()
     }
     values, lengths = ({name: arrays[f"{name}.{part}"] for name in list_fields(kind)} for part in ("values", "lengths"))

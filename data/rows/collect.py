@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -53,7 +54,8 @@ def collect(
     if entry is not None:
         with contextlib.suppress(Exception):  # missing or damaged
             stored, about = open_stored(kind, entry)
-            os.utime(entry)
+            with contextlib.suppress(OSError):  # another user's entry
+                os.utime(entry)
             print(f"data: {len(stored)} rows from {entry}", file=sys.stderr)
             return stored, Tally.restored(about)
     columns, tally = Columns(kind), Tally()
@@ -108,9 +110,11 @@ def _saved(stored: Stored[T], tally: Tally, entry: Path) -> Stored[T]:
         stored.save(partial, vars(tally))
         shutil.rmtree(entry, ignore_errors=True)  # if it was damaged
         partial.rename(entry)
-        for other in entry.parent.iterdir():
-            if time.time() - other.stat().st_mtime > UNUSED_DAYS * 86400:
-                shutil.rmtree(other, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another process may delete them too
+            for other in entry.parent.iterdir():
+                is_entry = re.fullmatch(r"[0-9a-f]{32}(\.tmp-\d+)?", other.name)  # the folder may have other files
+                if is_entry and time.time() - other.stat().st_mtime > UNUSED_DAYS * 86400:
+                    shutil.rmtree(other, ignore_errors=True)
         return open_stored(stored.kind, entry)[0]
     except (OSError, TypeError, ValueError) as error:  # a full disk, or values that are not JSON
         print(f"data: rows not written to {entry.parent} ({error})", file=sys.stderr)

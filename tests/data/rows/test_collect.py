@@ -162,10 +162,11 @@ def test_damaged_entries_are_written_again_and_old_entries_deleted(write, chatml
         assert name not in capfd.readouterr().err  # converted again
         assert load_cached(load_examples, [path], chatml, folder=str(folder)) == expected
         assert name in capfd.readouterr().err
-    (folder / "unused").mkdir()
-    os.utime(folder / "unused", (0, time.time() - 31 * 86400))
+    for old in ("0" * 32, "photos"):
+        (folder / old).mkdir()
+        os.utime(folder / old, (0, time.time() - 31 * 86400))
     load_cached(load_examples, [path], chatml, folder=str(folder), max_length=40)
-    assert len(entries(folder)) == 2 and name in entries(folder)  # not "unused"
+    assert len(entries(folder)) == 3 and {name, "photos"} < entries(folder)  # only entries are deleted
     assert load_cached(load_examples, [path], chatml, folder=path) == expected  # not a folder
     assert f"row_cache={path}" in capfd.readouterr().err
 

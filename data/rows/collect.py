@@ -13,6 +13,7 @@ which are joined in the order of the rows: the records, the log and the first er
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import re
@@ -40,6 +41,7 @@ Convert = Callable[[DataSpec, Row, Format, Tally], Iterable[T]]
 Chunk = tuple[Columns[T], Tally]
 CHUNK = 64  # rows
 UNUSED_DAYS = 30  # cached rows that no run has read for this time are deleted
+PR_SET_PDEATHSIG = 1  # prctl: the signal to a process whose parent has ended
 ALONE_S = 1.0  # rows that take less are converted without other processes
 
 
@@ -155,6 +157,7 @@ def _start(call: Callable[[int], Any]) -> None:
     global _call
     _call = call
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the main process, which ends the workers
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # they also end if it is killed
 
 
 def _run(start: int) -> Any:

@@ -51,7 +51,6 @@ class Planner:
         self.num_queued = num_queued
         self.queued: list[Group] = []  # partial rollouts: in flight but not in a batch yet; may have completions
         self.consumed = 0  # number of groups trained on
-        self._rows = {id(prompt): row for row, prompt in enumerate(loader.rows)}
         self._number = 0  # groups planned so far = number of the next group
         self._batches = 0  # number of batches consumed
         self._pending: deque[tuple[list[Group], list[Group]]] = deque()  # per batch: (groups, resamples)
@@ -200,7 +199,7 @@ class Planner:
         if not count:
             return []
         if self.order is None:
-            return [self._rows[id(prompt)] for prompt in self.loader.next(count)]
+            return self.loader.next_numbers(count)
         pool = list(self.order(batch, self.loader.rows, dict(self._rewards)))
         if not pool or not all(isinstance(row, int) and 0 <= row < len(self.loader.rows) for row in pool):
             raise UserError(

@@ -292,6 +292,11 @@ class DataConfig:
         "Drop duplicate rows over all sources, and held-out rows that are also trained on. The number of dropped rows "
         "is logged."
     )
+    row_cache: str = "~/.cache/strop/rows"
+    (
+        "Folder for tokenized rows; runs with the same rows, tokenizer and settings reuse them. Rows that no run has "
+        "used for 30 days are deleted. none: no cache."
+    )
 
     def __post_init__(self) -> None:
         if not self.data:

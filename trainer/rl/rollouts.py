@@ -137,7 +137,7 @@ class Rollouts:
     # Called by Training, in this order: whatever can be wrong with the input shows before the run folder exists.
 
     def resolve(self, modules: list[nn.Module]) -> GroupConfig:
-        rows = self.prompts + self.held_out
+        rows = [*self.prompts, *self.held_out]
         self.cfg = resolve_engine(self.cfg, self.policy, rows, modules, extra_tokens=self.extra_tokens)
         self.loader = Loader(self.prompts, batch_size=self.rows_per_batch, seed=self.cfg.run.seed)
         return self.cfg
@@ -173,7 +173,8 @@ class Rollouts:
     def start(self) -> None:
         """Start the engine, and what samples and rewards with it."""
         cfg, run, overlap, total_steps = self.cfg, self.run, self.overlap, self.training.total_steps
-        engine = setup.start_engine(cfg, self.policy, run, self.prompts + self.held_out, extra_tokens=self.extra_tokens)
+        rows = [*self.prompts, *self.held_out]
+        engine = setup.start_engine(cfg, self.policy, run, rows, extra_tokens=self.extra_tokens)
         if is_main() and self.setup is not None:
             self.setup.start(engine, run.dir / "logs")
         self.rank0 = Rank0Rollout(self.policy, engine, self.prompts)

@@ -17,6 +17,7 @@ from typing import Any
 
 from data.chat import stop_ids
 from data.errors import UserError
+from data.rows.cache import load_cached
 from data.rows.prompts import load_prompts
 from data.types import Prompt
 from data.user_code import find_callable
@@ -172,7 +173,7 @@ def prompts_of(cfg: RewardedConfig, policy: Policy, specs: Sequence[str]) -> lis
     if not specs:
         return []
     options = {"data_format": cfg.data.data_format, "cfg": cfg, **prompt_options(cfg, policy)}
-    return load_prompts(specs, policy.tokenizer, **options)
+    return [*load_cached(load_prompts, specs, policy.tokenizer, folder=cfg.data.row_cache, **options)]
 
 
 def prompt_options(cfg: GroupConfig, policy: Policy) -> dict[str, Any]:

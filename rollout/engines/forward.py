@@ -495,7 +495,7 @@ class TransformersForward:
         if not shapes:
             raise ValueError("its layers put no states into a transformers cache")
         ends = []
-        for start in (0.0, 1e6):  # large, so that a fast decay does not hide it
+        for start in (0.0, 1e30):  # large, so that a fast decay does not hide it
             for (entries, index), shape in zip(self._states, shapes, strict=True):
                 entries[index] = torch.zeros(1, *shape.size, dtype=shape.dtype, device=tokens.device)
             recurrent = [pair for layer in self._past.layers for pair in recurrent_of(layer)]

@@ -217,7 +217,7 @@ def kto_case(*, lora: bool = False, **options: Any) -> Case:
         partner = {}
 
     def step(policy: Policy, part: list[Any]) -> dict[str, float]:
-        packed = pack_labelled(cfg, policy, part, partner, 1)
+        packed = pack_labelled(cfg, policy, part, [partner[id(row)] for row in part] if partner else [], 1)
         return module.run_rows(cfg, policy, Reference(policy), packed, train=True)[0].means()
 
     return Case(rows, lambda: make_policy(reference=True, lora=lora), step)

@@ -1,7 +1,7 @@
 """Products of each token's state with the rows of the head that its set names, and back.
 
-    y  = dot_rows(hidden, weight, sets)          # y_nk  = sum_d h_nd w_sets(N, k),d
-    dh = sum_rows(dy, weight, sets)              # dh_nd = sum_k dy_nk w_sets(N, k),d
+    y  = dot_rows(hidden, weight, sets)          # y_nk  = sum_d h_nd w_id,d, where id = sets_nk
+    dh = sum_rows(dy, weight, sets)              # dh_nd = sum_k dy_nk w_id,d
 
 Sets are padded with -1. The kernels skip padding, so their cost is that of the ids in the sets, and add in float32 in a
 fixed order. They run on CUDA, the `*_reference` functions elsewhere.

@@ -130,8 +130,8 @@ def check_sampling(sampling: Sampling) -> None:
         raise UserError(f"top_k={sampling.top_k}: must be 0 (no limit) or more")
     if any(not text for text in sampling.stop):
         raise UserError("stop='': an empty stop string would end every completion; remove it")
-    if not 0 <= sampling.min_p <= 1:
-        raise UserError(f"min_p={sampling.min_p}: must be between 0 and 1; 0 keeps every token")
+    if not 0 <= sampling.min_p < 1:
+        raise UserError(f"min_p={sampling.min_p}: must be 0 or more and below 1; 0 keeps every token")
     if sampling.for_training and sampling.top_k > LIMIT:
         raise UserError(f"top_k={sampling.top_k}: at most {LIMIT:,} ids per token can be recorded; lower --top-k")
     assert sampling.for_training or not sampling.min_p, "min_p is for training"

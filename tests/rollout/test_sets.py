@@ -71,6 +71,23 @@ def test_stop_strings_cut_sets_and_other_lengths_do_not_change_them(make_model, 
     assert len(sampled(model, tokenizer, top_k=4, stop=(text,))[0].ids) < 8
 
 
+@pytest.mark.parametrize("growing", [False, True])
+def test_a_continued_completion_has_the_sets_of_an_unbroken_one(make_model, tokenizer, growing):
+    engine = LocalEngine(make_model(), tokenizer)
+    engine.choose_forward()
+    engine._uses_growing_cache = growing
+    sampling = Sampling(temperature=T, max_tokens=8, for_training=True, top_k=4)
+    request = Request(prompt_ids=[5, 6, 7], seed=3)
+    whole = engine.generate([request], sampling)[0]
+    assert len(whole.ids) == 8
+    begun = replace(
+        whole, ids=whole.ids[:3], logps=whole.logps[:3], versions=[(0, 3)], sets=join([whole.sets], 3),
+        finish_reason="unfinished",
+    )  # fmt: skip
+    again = engine.generate([replace(request, so_far=begun)], sampling)[0]
+    assert again.ids == whole.ids and np.array_equal(again.sets, whole.sets)
+
+
 def test_sets_above_the_limit_are_rejected(make_model, tokenizer):
     wide = make_model(vocab_size=1300, initializer_range=0.02)  # close to uniform
     with pytest.raises(UserError, match=r"token \d+ of a completion: .*1,025 ids or more .*1,024.*--top-k to 1024"):

@@ -37,7 +37,7 @@ def build(kind: str, folder: Path) -> int:
 
 
 def learns(
-    scratch: Path, kind: str, *, sft_steps: int = 1500, grpo_steps: int = 300, rows: int = 64
+    scratch: Path, kind: str, *, sft_steps: int = 2500, grpo_steps: int = 300, rows: int = 64
 ) -> tuple[str, bool]:
     """SFT on the sloppy sums of the built-in model, then GRPO: at least 0.85 of the held-out sums are right."""
     size = build(kind, scratch / "random")

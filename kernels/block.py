@@ -39,14 +39,16 @@ def rms_norm(
     x: Tensor,  # (..., D)
     weight: Tensor,  # (D,)
     eps: float,
-) -> Tensor:  # (..., D) in the dtype that x and weight promote to
+    plus_one: bool = False,
+) -> Tensor:  # (..., D) in the dtype that x and weight promote to; with plus_one in x's dtype
     """weight * x / sqrt(mean(x^2) + eps), normalised in float32 and rounded to x's dtype before the product.
 
-    The backward pass needs x alone.
+    plus_one: the factor is 1 + weight, and only the product is rounded (Gemma, Qwen3.5). The backward pass needs x
+    alone.
     """
     if not _fits(x, weight):
-        return rms_norm_reference(x, weight, eps)
-    return (_RmsNorm.apply if torch.is_grad_enabled() else _normed)(x, weight, eps)
+        return rms_norm_reference(x, weight, eps, plus_one)
+    return (_RmsNorm.apply if torch.is_grad_enabled() else _normed)(x, weight, eps, plus_one)
 
 
 def rotate(
@@ -82,7 +84,10 @@ def rms_norm_reference(
     x: Tensor,  # (..., D)
     weight: Tensor,  # (D,)
     eps: float,
+    plus_one: bool = False,
 ) -> Tensor:  # (..., D)
+    if plus_one:
+        return (normalised(x, eps) * (1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32)))).to(x.dtype)
     return weight * normalised(x, eps).to(x.dtype)
 
 
@@ -109,14 +114,14 @@ def silu_mul_reference(
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return _normed(x, weight, eps)
+        ctx.eps, ctx.plus_one = eps, plus_one
+        return _normed(x, weight, eps, plus_one)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         grad_x, width, trains = _empty_like(x, x.dtype), x.shape[-1], ctx.needs_input_grad[1]
         num_rows, (tile, options) = x.numel() // width, _tiles(width, TILE)
@@ -128,9 +133,9 @@ class _RmsNorm(torch.autograd.Function):
             (x, row), (grad, grad_row) = _rows(x), _rows(grad)
             _rms_norm_backward[programs,](
                 grad, x, weight.contiguous(), grad_x, parts, num_rows, width, grad_row, row, ctx.eps, TRAINS=trains,
-                **options,
+                PLUS_ONE=ctx.plus_one, **options,
             )  # fmt: skip
-        return grad_x, None if parts is None else parts.sum(0).to(weight.dtype), None
+        return grad_x, None if parts is None else parts.sum(0).to(weight.dtype), None, None
 
 
 class _Rotate(torch.autograd.Function):
@@ -166,13 +171,16 @@ class _SiluMul(torch.autograd.Function):
         return grad_gate, grad_up
 
 
-def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # (..., D)
-    out, width = _empty_like(x, torch.promote_types(x.dtype, weight.dtype)), x.shape[-1]
+def _normed(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:  # (..., D)
+    out = _empty_like(x, x.dtype if plus_one else torch.promote_types(x.dtype, weight.dtype))
+    width = x.shape[-1]
     num_rows = x.numel() // width
     if num_rows:
         x, row = _rows(x)
         tile, options = _tiles(width, TILE)
-        _rms_norm[-(-num_rows // tile),](x, weight.contiguous(), out, num_rows, width, row, eps, **options)
+        _rms_norm[-(-num_rows // tile),](
+            x, weight.contiguous(), out, num_rows, width, row, eps, PLUS_ONE=plus_one, **options
+        )
     return out
 
 
@@ -234,28 +242,33 @@ if triton is not None:
         return x.to(dtype).to(tl.float32)
 
     @triton.jit(do_not_specialize=["num_rows"])
-    def _rms_norm(x, weight, out, num_rows, width, x_row, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    def _rms_norm(
+        x, weight, out, num_rows, width, x_row, eps, PLUS_ONE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    ):
         row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
         column = tl.arange(0, BLOCK)[None, :]
         inside = (row < num_rows) & (column < width)
         value = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
         root = tl.rsqrt(tl.sum(value * value, 1) / width + eps)[:, None]
-        dtype: tl.constexpr = x.dtype.element_ty
+        dtype: tl.constexpr = tl.float32 if PLUS_ONE else x.dtype.element_ty
         normed = _rounded(value * root, dtype)
-        normed *= tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+        scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+        normed *= 1.0 + scale if PLUS_ONE else scale
         tl.store(out + row * width + column, normed.to(out.dtype.element_ty), mask=inside)
 
     @triton.jit(do_not_specialize=["num_rows"])
     def _rms_norm_backward(
         grad, x, weight, grad_x, parts, num_rows, width, grad_row, x_row, eps, TRAINS: tl.constexpr,
-        ROWS: tl.constexpr, BLOCK: tl.constexpr,
+        PLUS_ONE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """With r = 1 / sqrt(mean(x^2) + eps), n = x r, g = grad weight: grad_x = r (g - n mean(g n)); grad_weight =
         sum(grad n). r is recomputed because x is read anyway."""
         column = tl.arange(0, BLOCK)[None, :]
         scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+        if PLUS_ONE:
+            scale += 1.0
         total = tl.zeros([ROWS, BLOCK], tl.float32)
-        dtype: tl.constexpr = x.dtype.element_ty
+        dtype: tl.constexpr = tl.float32 if PLUS_ONE else x.dtype.element_ty
         stages: tl.constexpr = 2 if TRAINS and BLOCK <= 8192 else 1  # prefetch the next iteration if it fits
         for first in tl.range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS, num_stages=stages):
             row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]

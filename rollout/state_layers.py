@@ -6,7 +6,8 @@
 
 transformers passes the boundaries of sequences to these layers: `cu_seq_lens_q` to flash-linear-attention, `seq_idx` to
 mamba-ssm and causal-conv1d. Without these packages transformers (from 5.20) raises an error, or ignores the boundaries,
-which check_logps() detects. Convolutions work without a package, because their state spans only a few tokens.
+which check_logps() detects. Convolutions work without a package, because their state spans only a few tokens; on a GPU
+flash-linear-attention's kernel is used if it is installed, because torch's depthwise convolution is slow.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -65,7 +67,8 @@ def separate_convolutions(lm: nn.Module) -> None:
 
 
 def separated(convolution: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the convolution with an argument seq_idx, as in causal-conv1d. Other calls stay as they are."""
+    """Return the convolution with an argument seq_idx, as in causal-conv1d."""
+    kernel = import_module("fla.modules.causal_conv1d").causal_conv1d if find_spec("fla") else None
 
     @functools.wraps(convolution)
     def convolve(
@@ -76,6 +79,8 @@ def separated(convolution: Callable[..., Tensor]) -> Callable[..., Tensor]:
         cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:  # (1, C, T)
+        if x.is_cuda and kernel is not None and (seq_idx is None) == (cu_seq_lens_q is None):
+            return kernel(x.mT, weight, *args, cu_seqlens=cu_seq_lens_q, **kwargs)[0].mT
         if seq_idx is None:
             return convolution(x, weight, *args, **kwargs)
         num_gaps = int(seq_idx[0, -1]) if cu_seq_lens_q is None else len(cu_seq_lens_q) - 2

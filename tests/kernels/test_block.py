@@ -24,14 +24,16 @@ DTYPES = [  # activations, and weights or angles
     (torch.bfloat16, torch.float32),  # under autocast
 ]
 EPS = 1e-5
-NAMES = ("rms_norm", "rotate", "silu_mul")
+NAMES = ("rms_norm", "rms_norm, 1 + weight", "rotate", "silu_mul")
 REFERENCES = {
     "rms_norm": lambda x, weight: block.rms_norm_reference(x, weight, EPS),
+    "rms_norm, 1 + weight": lambda x, weight: block.rms_norm_reference(x, weight, EPS, plus_one=True),
     "rotate": block.rotate_reference,
     "silu_mul": block.silu_mul_reference,
 }
 PUBLIC = {
     "rms_norm": lambda x, weight: block.rms_norm(x, weight, EPS),
+    "rms_norm, 1 + weight": lambda x, weight: block.rms_norm(x, weight, EPS, plus_one=True),
     "rotate": block.rotate,
     "silu_mul": block.silu_mul,
 }
@@ -75,7 +77,7 @@ def rotate_inputs(
 def inputs_of(name: str, dtype: torch.dtype, other: torch.dtype, device: str = "cpu") -> list[Tensor]:
     if name == "rotate":
         return rotate_inputs((2, 3, 9, 2, 10), dtype, other, device)
-    return (norm_inputs if name == "rms_norm" else silu_inputs)((2, 3, 37), dtype, other, device)
+    return (norm_inputs if "norm" in name else silu_inputs)((2, 3, 37), dtype, other, device)
 
 
 def slope_of(output: Tensor, number: int) -> Tensor:

@@ -29,6 +29,7 @@ from trainer.parallel.comm import context_size
 from trainer.parallel.context import BatchSlice, gather_row, slice_batch
 
 NAME = "strop"  # flex attention's name among transformers' attention implementations
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # in a file of transformers whose attention layers look up the implementation
 SLICED = {"sdpa": "strop_sliced_sdpa", NAME: "strop_sliced_flex"}  # names with context parallelism
 
 
@@ -102,7 +103,9 @@ def _choose_kernel(model: Any, choice: str, device: torch.device) -> None:
 def flex_obstacle(model: Any) -> str | None:
     """Return why flex attention cannot run this model, or None."""
     config, name = model.config.get_text_config(), type(model).__name__
-    if not (model._supports_attention_backend and model._supports_flex_attn):
+    # Recurrent models do not declare it, although the attention layers of most use the interface.
+    is_declared = model._supports_attention_backend and model._supports_flex_attn
+    if not is_declared and not (model._is_stateful and hasattr(sys.modules[type(model).__module__], INTERFACE)):
         return f"{name} does not support flex attention through transformers' interface"
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     # The last two are for latent attention, whose queries and keys are wider than head_dim.

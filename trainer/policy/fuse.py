@@ -4,7 +4,7 @@
     unfuse(lm)        # before its blocks are compiled: the compiler does the fusing
 
 A module is recognised by its output, not by its name: on random CPU inputs it must match the operation's reference bit
-for bit, in bfloat16 and in float32. A module that does not match (Gemma's norm multiplies by 1 + weight) is unchanged.
+for bit, in bfloat16 and in float32. A module that does not match is unchanged.
 A recognised module gets a subclass of its class with a different forward: weights, names, hooks and copies stay, and
 the layers inside an MLP (adapters, 4-bit layers) are called as before. Other models in the process, including the
 copies of the in-process engine, are not modified.
@@ -36,8 +36,8 @@ DTYPES = (  # (activations, weights); autocast combines bfloat16 activations wit
 
 def fuse(lm: nn.Module) -> None:
     for module in lm.modules():
-        if is_norm(module):
-            module.__class__ = norm_class(type(module), eps_of(module))
+        if (plus_one := norm_kind(module)) is not None:
+            module.__class__ = norm_class(type(module), eps_of(module), plus_one)
         elif is_gated_mlp(module):
             module.__class__ = mlp_class(type(module))
         elif rotates(type(module)):
@@ -60,9 +60,9 @@ def is_fused(module: nn.Module) -> bool:
 
 
 @functools.cache
-def norm_class(cls: type, eps: float) -> type:
+def norm_class(cls: type, eps: float, plus_one: bool) -> type:
     def forward(self: Any, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, eps)
+        return rms_norm(x, self.weight, eps, plus_one)
 
     return subclass(cls, forward=forward)
 
@@ -122,18 +122,19 @@ def eps_of(module: nn.Module) -> float | None:
     return eps if isinstance(eps, float) else None
 
 
-def is_norm(module: nn.Module) -> bool:
+def norm_kind(module: nn.Module) -> bool | None:
+    """Return rms_norm's plus_one for this module, or None if it computes something else."""
     eps, weight = eps_of(module), module._parameters.get("weight")
     if eps is None or weight is None or weight.dim() != 1 or not plain(module, parameters={"weight"}):
-        return False
+        return None
 
-    def agrees(dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
+    def agrees(dtype: torch.dtype, weight_dtype: torch.dtype, plus_one: bool) -> bool:
         scale = torch.tensor([[eps**0.5], [1.0], [30.0]])  # eps matters in the first row
         x, other = (scale * randn(3, len(weight), seed=1)).to(dtype), randn(len(weight), seed=2).to(weight_dtype)
         probe = with_parts(module, _parameters={"weight": nn.Parameter(other)})
-        return same(type(module).forward(probe, x), rms_norm_reference(x, other, eps))
+        return same(type(module).forward(probe, x), rms_norm_reference(x, other, eps, plus_one))
 
-    return agree(agrees)
+    return next((kind for kind in (False, True) if agree(functools.partial(agrees, plus_one=kind))), None)
 
 
 def is_gated_mlp(module: nn.Module) -> bool:

@@ -37,8 +37,11 @@ MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "mistral": ({}, LIKE_LLAMA),
     "granite": ({}, LIKE_LLAMA),
     "qwen3": ({"head_dim": 10}, LIKE_LLAMA | {"q_norm", "k_norm"}),
-    "gemma": ({"head_dim": 8}, {ATTENTION}),  # norms multiply by 1 + weight; the activation is not SiLU
-    "gemma3_text": ({"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}, {ATTENTION}),
+    "gemma": ({"head_dim": 8}, {*NORMS, ATTENTION}),  # norms multiply by 1 + weight; the activation is not SiLU
+    "gemma3_text": (
+        {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
+        {*NORMS, ATTENTION, "q_norm", "k_norm", "pre_feedforward_layernorm", "post_feedforward_layernorm"},
+    ),
     "olmo2": ({}, {MLP}),  # norms and rotations round only once
     "cohere": ({}, {MLP}),  # layer norms; rotates adjacent pairs, not halves
     "phi3": ({}, {*NORMS, ATTENTION}),  # one projection for gate and up

@@ -68,7 +68,9 @@ def separate_convolutions(lm: nn.Module) -> None:
 
 def separated(convolution: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return the convolution with an argument seq_idx, as in causal-conv1d."""
-    kernel = import_module("fla.modules.causal_conv1d").causal_conv1d if find_spec("fla") else None
+    kernel = None
+    if find_spec("fla"):  # as its other functions, not traced by the compiler
+        kernel = torch.compiler.disable(import_module("fla.modules.causal_conv1d").causal_conv1d)
 
     @functools.wraps(convolution)
     def convolve(

@@ -16,6 +16,7 @@ from data.errors import UserError
 from trainer.cli import parse
 from trainer.config.blocks import MethodConfig
 from trainer.config.errors import one_line
+from trainer.metrics.startup import keep_compiled_code, startup
 from trainer.parallel.ranks import TIMEOUT_S
 from trainer.plan import is_out_of_memory, out_of_memory
 from trainer.run.stop import EXIT_CODE, Stopped, end_on_sigterm
@@ -32,6 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     debug = os.environ.get("STROP_DEBUG") == "1"
     cfg = None
+    keep_compiled_code()
+    startup.begin()
     with end_on_sigterm() as stop:
         try:
             module, cfg, _ = parse(sys.argv[1:] if argv is None else argv, starts_run=True)

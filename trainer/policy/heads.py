@@ -23,6 +23,7 @@ from data.chat import stop_ids
 from data.errors import UserError
 from data.packing import Batch, Item
 from trainer.config.blocks import LoraConfig, ModelConfig
+from trainer.metrics.startup import startup
 from trainer.policy.adapters import attach_adapter, freeze_except, wrap
 from trainer.policy.attention import rank_slice
 from trainer.policy.load import (
@@ -31,6 +32,7 @@ from trainer.policy.load import (
     check_tokenizer,
     checkpoint_blocks,
     find_model,
+    import_libraries,
     load_causal_lm,
     load_model,
     load_tokenizer,
@@ -74,6 +76,7 @@ def load_scorer(
     zero_head: bool = False,
 ) -> Policy:
     """Load a model with a scoring head: the checkpoint's head, or a new head (random, or zeros with `zero_head`)."""
+    import_libraries(lora)
     check_adapters(cfg, lora)
     check_offloading(cfg, device)
     if cfg.load_in_4bit:
@@ -114,6 +117,7 @@ def load_scorer(
             nn.init.zeros_(parameter)
     speed_up(causal_lm(scorer.model), cfg, base, device)
     scorer.is_compiled = cfg.compile is True
+    startup.lap("weights")
     return scorer
 
 

@@ -59,6 +59,7 @@ from rollout.state_layers import carried_state
 from trainer.config.blocks import LoraConfig, ModelConfig, check_4bit
 from trainer.config.errors import load_error
 from trainer.files.tensor_files import Record, TensorFiles, records_of_file
+from trainer.metrics.startup import startup
 from trainer.parallel.comm import context_size, is_main, world_size
 from trainer.parallel.dtensor import local, local_slices
 from trainer.parallel.watch import log
@@ -85,6 +86,7 @@ def load_policy(
     cfg: ModelConfig, lora: LoraConfig, device: torch.device, *, with_reference: bool, load_now: bool = False
 ) -> Policy:
     """Load the policy. With several ranks, parallelize() reads the weights later unless `load_now`."""
+    import_libraries(lora)
     check_adapters(cfg, lora)
     check_offloading(cfg, device)
     compute_dtype = pick_dtype(cfg.dtype, device)
@@ -138,7 +140,17 @@ def load_policy(
         if model is not None:
             speed_up(causal_lm(model), cfg, base, device)
     policy.is_compiled = cfg.compile is True
+    startup.lap("weights")
     return policy
+
+
+def import_libraries(lora: LoraConfig) -> None:
+    """Import the libraries that loading needs, to time them separately."""
+    import transformers.modeling_utils  # noqa: F401
+
+    if lora.r:
+        import peft  # noqa: F401
+    startup.lap("imports")
 
 
 def find_model(name: str, revision: str | None = None) -> tuple[str, str, str | None, str | None]:

@@ -157,12 +157,15 @@ class ModelConfig:
         "transformers, with a dense mask. auto: flex on CUDA if the architecture supports it, otherwise sdpa, or "
         "eager for architectures without sdpa."
     )
-    gradient_checkpointing: Common[bool] = False
-    """Recompute activations in the backward pass: less memory, 20-33% slower."""
+    gradient_checkpointing: Common[Literal["auto"] | bool] = "auto"
+    (
+        "Recompute activations in the backward pass: less memory, 20-33% slower if all blocks are recomputed. auto: as "
+        "many blocks as the GPU's memory requires, none on a CPU. --gradient-checkpointing without a value means true."
+    )
     activation_offloading: bool = False
     (
-        "With gradient checkpointing, on a GPU: store the saved block inputs in pinned main memory. For long "
-        "micro-batches; gradients are the same."
+        "On a GPU: recompute all blocks, and store their saved inputs in pinned main memory. For long micro-batches; "
+        "gradients are the same."
     )
     load_in_4bit: Common[bool] = False
     (
@@ -221,9 +224,9 @@ class ModelConfig:
             check_regex("trained_parameters", pattern)
         if self.trained_dtype == "bfloat16" and self.dtype == "float32":
             raise UserError("trained_dtype=bfloat16 is narrower than dtype=float32; remove one of the two flags")
-        if self.activation_offloading and not self.gradient_checkpointing:
+        if self.activation_offloading and self.gradient_checkpointing is False:
             raise UserError(
-                "activation_offloading=True: only applies to checkpointed blocks; add --gradient-checkpointing"
+                "activation_offloading=True: only applies to checkpointed blocks; remove --gradient-checkpointing false"
             )
         if self.load_in_4bit and self.merge_lora:
             raise UserError(

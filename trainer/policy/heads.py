@@ -108,8 +108,7 @@ def load_scorer(
         adapt_trunk(scorer, lora, KINDS[kind])
     head_of(scorer.model).float()
     scorer.model.to(device)
-    if cfg.gradient_checkpointing:
-        checkpoint_blocks(causal_lm(scorer.model), cfg, base, device)
+    checkpoint_blocks(causal_lm(scorer.model), cfg, base, device)
     scorer.model.train()
     check_scores(scorer)  # before the head is zeroed, which would hide any difference
     if is_new and zero_head:

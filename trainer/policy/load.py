@@ -22,12 +22,14 @@ adapters to it, initialised from the same random numbers as for a loaded paramet
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,7 @@ from trainer.policy.fuse import fuse, unfuse
 from trainer.policy.logps import Policy, causal_lm, check_logps, reject_context
 from trainer.policy.offload import offload_inputs, offloads
 
+_RECOMPUTED: ContextVar[int] = ContextVar("blocks to recompute with gradient_checkpointing=auto", default=0)
 # The policy and the reference are different graphs, and must match bit for bit as long as their weights are equal.
 COMPILER_OPTIONS = {
     "emulate_precision_casts": True,  # round between fused operations as separate kernels would
@@ -131,8 +134,7 @@ def load_policy(
         for model in (policy.model, policy.reference):
             if model is not None:
                 model.to(device)
-    if cfg.gradient_checkpointing:
-        checkpoint_blocks(causal_lm(policy.model), cfg, base, device)
+    checkpoint_blocks(causal_lm(policy.model), cfg, base, device)
     policy.model.train()
     if files is None:
         check_logps(policy)
@@ -339,15 +341,32 @@ def blocks_of(lm: Any, source: str) -> nn.ModuleList:
     raise UserError(f"model={source}: no list of {num_layers} decoder blocks; this architecture is not supported")
 
 
+@contextlib.contextmanager
+def recomputing(num: int) -> Iterator[None]:
+    """Checkpoint the first `num` blocks of models that are loaded with gradient_checkpointing=auto."""
+    token = _RECOMPUTED.set(num)
+    try:
+        yield
+    finally:
+        _RECOMPUTED.reset(token)
+
+
 def checkpoint_blocks(lm: Any, cfg: ModelConfig, source: str, device: torch.device) -> None:
+    is_all = cfg.gradient_checkpointing is True or cfg.activation_offloading
+    if cfg.gradient_checkpointing is False or not (is_all or _RECOMPUTED.get()):
+        return
     lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    blocks = blocks_of(lm, source)
+    is_each = all(hasattr(block, "_gradient_checkpointing_func") for block in blocks)
     if cfg.activation_offloading:
-        blocks = blocks_of(lm, source)
-        if not all(hasattr(block, "_gradient_checkpointing_func") for block in blocks):
+        if not is_each:
             raise UserError(
                 f"activation_offloading=True: {source} does not checkpoint each block; remove --activation-offloading"
             )
         offload_inputs(blocks, device)
+    elif not is_all and is_each:  # otherwise the model checkpoints all blocks or none
+        for block in blocks[_RECOMPUTED.get() :]:
+            block.gradient_checkpointing = False
 
 
 def speed_up(lm: Any, cfg: ModelConfig, source: str, device: torch.device) -> None:

@@ -107,6 +107,8 @@ OURS = {
     ],
     "ours, compile": ["--gradient-checkpointing", "--compile"],
     "ours, compile, no checkpointing": ["--gradient-checkpointing", "false", "--compile"],
+    "ours, fp8": ["--gradient-checkpointing", "--fp8-base"],
+    "ours, fp8, compile": ["--gradient-checkpointing", "--fp8-base", "--compile"],
     "ours, 4bit": ["--gradient-checkpointing", "--load-in-4bit"],
     "ours, 4bit, compile": ["--gradient-checkpointing", "--load-in-4bit", "--compile"],
 }
@@ -231,7 +233,7 @@ def offline(
         experts: Shape of experts, which trains all weights.
     """
     trl, ours = tuned(), ("ours, bf16, compile", f"ours, bf16, compile{BY_MEMORY}", f"ours, bf16{BY_MEMORY}")
-    adapters = ("ours, compile", f"ours, compile{BY_MEMORY}", f"ours{BY_MEMORY}")
+    adapters = ("ours, compile", f"ours, compile{BY_MEMORY}", f"ours, fp8, compile{BY_MEMORY}")
     plain = tuple(way for way in trl if "compile" not in way)  # the loop over experts breaks the graph
     cases = {
         "dpo": Case("dpo", small, 0, (*trl, *ours), 8, STEPS),
@@ -459,9 +461,9 @@ def ways_of(method: str, lora: int) -> list[str]:
             *(f"{way}{LOCAL}" for way in (("ours, compile",) if lora else ("ours, bf16", "ours, bf16, compile"))),
         ]
     if lora:
-        ours = ["ours", "ours, no checkpointing", "ours, compile", "ours, 4bit", "ours, 4bit, compile"]
+        ours = ["ours", "ours, no checkpointing", "ours, compile", "ours, fp8, compile", "ours, 4bit, compile"]
         return [*tuned(), *ours]
-    ours = [way for way in OURS if "4bit" not in way and ("bf16" in way or "compile" not in way)]
+    ours = [way for way in OURS if "4bit" not in way and "fp8" not in way and ("bf16" in way or "compile" not in way)]
     return [*tuned(), *ours]
 
 

@@ -131,6 +131,7 @@ class Work:
     tokens: int
     lora_r: int = 0
     in_4bit: bool = False  # frozen base in 4 bits
+    fp8: bool = False  # two FP8 copies of the frozen base
     weight_bytes: int = 4  # h, in full fine-tuning
     compute: int = 2  # c
     checkpointing: bool = False
@@ -281,7 +282,7 @@ def persistent_bytes(s: Sizes, work: Work) -> dict[str, float]:
     if work.optim == "adamw_8bit":  # a byte per number, a float32 scale per 256; other sizes are not quantised
         shards = [(num, num / work.shards) for num in tensors]
         in_8bit = sum(num for num, shard in shards if shard >= SMALLEST and shard % SCALED == 0)
-    base = work.compute * s.params - (work.compute - PACKED) * s.matrices * work.in_4bit
+    base = work.compute * s.params - (work.compute - PACKED) * s.matrices * work.in_4bit + 2 * s.matrices * work.fp8
     total = {
         "weights": work.weight_bytes * s.params if work.full else base,
         "adapters": 4 * s.adapter(work.lora_r),
@@ -657,7 +658,7 @@ def work_of(cfg: MethodConfig, s: Sizes, device: str | None = None) -> Work:
     tokens, is_part = micro_batch(cfg)
     work = Work(
         tokens=tokens, lora_r=cfg.lora.r, in_4bit=cfg.model.load_in_4bit, weight_bytes=BYTES[cfg.model.trained_dtype],
-        compute=compute,
+        fp8=cfg.model.fp8_base, compute=compute,
         checkpointing=cfg.model.gradient_checkpointing is True or cfg.model.activation_offloading,
         offloading=cfg.model.activation_offloading,
         head=facts.head_for(cfg.parallel.context), has_reference=has_reference(cfg),

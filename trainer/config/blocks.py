@@ -172,6 +172,11 @@ class ModelConfig:
         "Store the frozen base of a LoRA run in 4-bit NF4, about a quarter of the memory. Exports the adapter, for use "
         "with the full base. Each rank keeps a full copy."
     )
+    fp8_base: bool = False
+    (
+        "Multiply with the frozen base of a LoRA run in FP8, on Hopper GPUs and later: faster at 8B and above, with "
+        "outputs off by about 4 %. Takes 2 more bytes per weight. Exports are not affected. Offline methods only."
+    )
     chat_template: Common[str] = "tokenizer_default"
     (
         "Chat template: tokenizer_default, chatml, llama3, gemma, qwen_25, qwen3, phi_3, phi_4, or a FILE.jinja. Saved "
@@ -242,7 +247,7 @@ class ModelConfig:
 
 def reject_offline_only(model: ModelConfig) -> None:
     """Reject settings of offline methods in a method that samples."""
-    reject_unused(model, "on methods that sample", ("neftune_noise_alpha", "router_aux_loss_coef"))
+    reject_unused(model, "on methods that sample", ("neftune_noise_alpha", "router_aux_loss_coef", "fp8_base"))
 
 
 def check_4bit(model: ModelConfig, lora: LoraConfig, parallel: ParallelConfig | None = None) -> None:
@@ -267,6 +272,22 @@ def check_4bit(model: ModelConfig, lora: LoraConfig, parallel: ParallelConfig | 
             f"load_in_4bit=True: FSDP cannot shard 4-bit weights (parallel.{settings[0]}); use --parallel.mode "
             "replicate"
         )
+
+
+def check_fp8(model: ModelConfig, lora: LoraConfig, parallel: ParallelConfig | None = None) -> None:
+    """Check fp8_base against the other blocks."""
+    if not model.fp8_base:
+        return
+    if lora.r == 0:
+        raise UserError("fp8_base=True: only for frozen weights; train adapters with --lora.r 16")
+    if model.load_in_4bit:
+        raise UserError("fp8_base=True: not supported with load_in_4bit; remove one of the two flags")
+    if lora.dora:
+        raise UserError("fp8_base=True: not supported with lora.dora; remove one of the two flags")
+    if parallel is not None and (
+        parallel.mode == "fsdp" or parallel.shard is not None or parallel.reduce_once or parallel.cpu_offload
+    ):
+        raise UserError("fp8_base=True: FSDP does not shard the FP8 weights; use --parallel.mode replicate")
 
 
 @dataclass(frozen=True, kw_only=True)

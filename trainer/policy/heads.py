@@ -79,6 +79,8 @@ def load_scorer(
     import_libraries(lora)
     check_adapters(cfg, lora)
     check_offloading(cfg, device)
+    if cfg.fp8_base:
+        raise UserError("fp8_base=True: not supported for reward models; remove --fp8-base")
     if cfg.load_in_4bit:
         raise UserError(
             "load_in_4bit=True: a reward model is exported merged, which needs the full base; remove --load-in-4bit"

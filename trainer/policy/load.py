@@ -42,6 +42,8 @@ from data.errors import UserError
 from data.formats.template_settings import check_kwargs
 from data.hub import check_hub
 from kernels.attention import share_graphs
+from kernels.fp8 import Linear8, has_tensor_cores
+from kernels.fp8 import fits as fits_fp8
 from kernels.nf4 import Linear4bit, is_4bit, make_known_to_inductor
 from rollout.model_folder import (
     BUILTIN,
@@ -58,7 +60,7 @@ from rollout.model_folder import (
 )
 from rollout.routes import expert_blocks
 from rollout.state_layers import carried_state
-from trainer.config.blocks import LoraConfig, ModelConfig, check_4bit
+from trainer.config.blocks import LoraConfig, ModelConfig, check_4bit, check_fp8
 from trainer.config.errors import load_error
 from trainer.files.tensor_files import Record, TensorFiles, records_of_file
 from trainer.metrics.startup import startup
@@ -99,7 +101,7 @@ def load_policy(
     base_dtype = trained_dtype(cfg, compute_dtype) if trains_base else compute_dtype
     tokenizer = load_tokenizer(path, cfg)
     # Quantising, merging, DoRA magnitudes and copied modules need the weights now.
-    needs_all = cfg.load_in_4bit or (adapter and trains_base) or not lora.plain
+    needs_all = cfg.load_in_4bit or cfg.fp8_base or (adapter and trains_base) or not lora.plain
     later = world_size() > 1 and not load_now and not needs_all
     model, files = load_hollow(base, cfg, base_dtype, device) if later else (None, None)
     if files is None:
@@ -134,6 +136,8 @@ def load_policy(
         for model in (policy.model, policy.reference):
             if model is not None:
                 model.to(device)
+    if cfg.fp8_base:
+        multiply_in_fp8(causal_lm(policy.model), base, device)
     checkpoint_blocks(causal_lm(policy.model), cfg, base, device)
     policy.model.train()
     if files is None:
@@ -165,6 +169,7 @@ def find_model(name: str, revision: str | None = None) -> tuple[str, str, str | 
 def check_adapters(cfg: ModelConfig, lora: LoraConfig) -> None:
     """Raise if a setting has no effect with, or without, adapters."""
     check_4bit(cfg, lora)
+    check_fp8(cfg, lora)
     if cfg.trained_parameters and lora.r > 0:
         raise UserError(
             f"trained_parameters={' '.join(cfg.trained_parameters)}: not supported with LoRA (lora.r={lora.r}); use "
@@ -200,6 +205,26 @@ def quantize_layers(lm: Any, device: torch.device) -> None:
         raise UserError(
             f"load_in_4bit=True: {type(lm).__name__} has no nn.Linear layers to store in 4 bits; remove --load-in-4bit"
         )
+
+
+def multiply_in_fp8(lm: Any, source: str, device: torch.device) -> None:
+    """Make the frozen linear layers of the blocks multiply in FP8 (kernels/fp8.py)."""
+    if device.type == "cuda" and not has_tensor_cores(device):
+        raise UserError(
+            f"fp8_base=True: needs a Hopper GPU or later; {torch.cuda.get_device_name(device)} multiplies FP8 rows in "
+            "float32; remove --fp8-base"
+        )
+    kept = {lm.get_submodule(name) for name in read_by_kernels(lm)}
+    num = 0
+    for name, module in list(blocks_of(lm, source).named_modules()):
+        is_frozen = type(module) is nn.Linear and not module.weight.requires_grad and "lora_" not in name
+        if is_frozen and module not in kept and fits_fp8(module):
+            Linear8.of(module)
+            num += 1
+    if not num:
+        raise UserError(f"fp8_base=True: {type(lm).__name__} has no frozen nn.Linear layers; remove --fp8-base")
+    if is_main():
+        log(f"fp8_base: {num} layers multiply in FP8")
 
 
 def trained_dtype(cfg: ModelConfig, compute_dtype: torch.dtype) -> torch.dtype:

@@ -153,9 +153,9 @@ class ModelConfig:
     )
     attn_implementation: Literal["auto", "flex", "sdpa", "eager"] = "auto"
     (
-        "Attention implementation. flex: compiled kernels that skip masked blocks, CUDA only; sdpa, eager: from "
-        "transformers, with a dense mask. auto: flex on CUDA if the architecture supports it, otherwise sdpa, or "
-        "eager for architectures without sdpa."
+        "Attention implementation. flex: compiled Triton kernels that skip masked blocks, CUDA only; sdpa, eager: from "
+        "transformers, with a dense mask. auto: flex on CUDA if the architecture supports it, with FlashAttention 4 if "
+        "flash-attn-4 is installed; otherwise sdpa, or eager for architectures without sdpa."
     )
     gradient_checkpointing: Common[Literal["auto"] | bool] = "auto"
     (

@@ -24,7 +24,17 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from data.errors import UserError
 from data.packing import Batch
-from kernels.attention import TILE, Spans, block_mask, dense_attend, dense_mask, flex_attend, with_window
+from kernels.attention import (
+    TILE,
+    Spans,
+    block_mask,
+    dense_attend,
+    dense_mask,
+    flash_obstacle,
+    flex_attend,
+    use_flash,
+    with_window,
+)
 from trainer.parallel.comm import context_size
 from trainer.parallel.context import BatchSlice, gather_row, slice_batch
 
@@ -95,8 +105,25 @@ def _choose_kernel(model: Any, choice: str, device: torch.device) -> None:
             _log_once(f"attention: using {dense} with dense masks instead of flex: {obstacle}")
         else:
             use_flex(model)
+            _choose_flash(model, choice)
     elif choice == "auto" and dense == "eager":
         _log_once(f"attention: using eager: {type(model).__name__} does not support sdpa")
+
+
+def _choose_flash(model: Any, choice: str) -> None:
+    """Run flex attention on FlashAttention 4 if it is installed and `choice` is auto, and log the choice."""
+    text = model.config.get_text_config()
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    softcap = getattr(text, "attn_logit_softcapping", None)
+    obstacle = flash_obstacle(heads, kv_heads, head_dim, softcap) if choice == "auto" else "attn_implementation=flex"
+    use_flash(not obstacle)
+    _log_once(
+        f"attention: flex attention with Triton's kernels ({obstacle})"
+        if obstacle
+        else "attention: flex attention with FlashAttention 4; --attn-implementation flex uses Triton's kernels"
+    )
 
 
 def flex_obstacle(model: Any) -> str | None:

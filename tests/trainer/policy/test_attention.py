@@ -286,7 +286,7 @@ def test_auto_is_flex_on_cuda_and_sdpa_elsewhere(capsys):
             model = make_model(kind, load_name("auto", device))
             choose_attention(model, "auto", device)
             assert model.config._attn_implementation == model.base_model.config._attn_implementation == want
-    lines = capsys.readouterr().err.splitlines()
+    lines = [line for line in capsys.readouterr().err.splitlines() if "flash-attn-4 is not installed" not in line]
     assert all("using eager" in line for line in lines) and len(lines) <= len(ONLY_EAGER)  # logged once per process
 
 

@@ -248,7 +248,11 @@ def use_flash(on: bool) -> None:
     _flash_is_on = on
 
 
-def can_flash(query: Tensor, value: Tensor, sinks: Tensor | None) -> bool:
+def can_flash(
+    query: Tensor,  # (R, H, Q, K)
+    value: Tensor,  # (R, H_kv, keys, K)
+    sinks: Tensor | None,  # (H,)
+) -> bool:
     """Return whether FlashAttention 4 has kernels for these inputs. Sinks need the gradient of the log-sum-exp."""
     is_low = query.dtype in (torch.bfloat16, torch.float16)
     return is_low and sinks is None and query.shape[3] == value.shape[3] and query.shape[3] in FLASH_SIZES

@@ -672,7 +672,15 @@ def work_of(cfg: MethodConfig, s: Sizes, device: str | None = None) -> Work:
     shards = shards_of(cfg, s, work, device)
     work = replace(work, shards=shards, has_copies=1 < shards < world_size() and not cfg.parallel.reduce_once)
     if cfg.model.gradient_checkpointing == "auto" and not work.offloading:
-        return recompute_by_memory(s, work, room_to_train(cfg, s, work, device))
+        chosen = recompute_by_memory(s, fullest_work(cfg, work), room_to_train(cfg, s, work, device))
+        return replace(work, checkpointing=chosen.checkpointing, recomputed=chosen.recomputed)
+    return work
+
+
+def fullest_work(cfg: MethodConfig, work: Work) -> Work:
+    """Return the work of a full micro-batch if prompts, which count as 0 tokens without a limit, may fill it."""
+    if getattr(cfg, "max_prompt_length", 0) is None:
+        return replace(work, tokens=max(work.tokens, cfg.run.max_tokens_per_micro_batch))
     return work
 
 
@@ -712,7 +720,7 @@ def blocks_to_recompute(cfg: MethodConfig) -> int:
 def recompute_choice(cfg: MethodConfig) -> tuple[int, str]:
     """Return the number of blocks and the reason."""
     s, device = sizes_for(cfg), device_here()
-    work = work_of(cfg, s, device)
+    work = fullest_work(cfg, work_of(cfg, s, device))
     num, room = num_recomputed(s, work), room_to_train(cfg, s, work, device) / GIB
     whole, least = (peak(s, x) / GIB for x in (replace(work, checkpointing=False), work))
     if num == 0:

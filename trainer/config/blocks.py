@@ -174,8 +174,8 @@ class ModelConfig:
     )
     fp8_base: bool = False
     (
-        "Multiply with the frozen base of a LoRA run in FP8, on Hopper GPUs and later: faster at 8B and above, with "
-        "outputs off by about 4 %. Takes 2 more bytes per weight. Exports are not affected. Offline methods only."
+        "Multiply with the frozen base of a LoRA run in FP8, on Hopper GPUs and later. The output of a layer is off by "
+        "about 4 %. Takes 2 more bytes per weight. Exports are not affected. Offline methods only."
     )
     chat_template: Common[str] = "tokenizer_default"
     (

@@ -26,7 +26,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from bench.common import Row, alternate, emit, make_row, relative_error, require_commit
 from data.strided import Document, StridedPlan, make_strided
 from kernels import reference
-from kernels.attention import TILE, SpanMask, Spans, block_mask, dense_mask, flex_attend
+from kernels.attention import (
+    TILE,
+    SpanMask,
+    Spans,
+    block_mask,
+    dense_mask,
+    flash_obstacle,
+    flex_attend,
+    use_flash,
+)
 
 Section = Literal["packed", "shared", "strided", "masks"]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -116,6 +125,26 @@ def flex(problem: Problem) -> Attend:
     return partial(flex_attend, block_mask=block_mask(problem.spans, problem.length), scale=problem.scale)
 
 
+def flash(problem: Problem) -> Attend:
+    attend = flex(problem)
+
+    def run(*inputs: Tensor) -> Tensor:
+        use_flash(True)
+        try:
+            return attend(*inputs)
+        finally:
+            use_flash(False)
+
+    return run
+
+
+def with_flash(name: str, problem: Problem, sizes: Sizes) -> dict[str, tuple[Problem, Attend]]:
+    if obstacle := flash_obstacle(sizes.heads, sizes.key_heads, sizes.head):
+        print(f"{name}: {obstacle}", flush=True)
+        return {}
+    return {name: (problem, flash(problem))}
+
+
 def dense_sdpa(problem: Problem) -> Attend:
     """Call sdpa with a mask like transformers, with repeated key heads."""
     mask, repeats = problem.dense(), problem.query.shape[1] // problem.key.shape[1]
@@ -172,7 +201,7 @@ def packed(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
     problem = draw_problem(sizes, Spans(zero, zero, own_start, place + 1))
     entries = {"sdpa, dense mask": (problem, dense_sdpa(problem))}
     if device.type == "cuda":
-        entries = {"flex": (problem, flex(problem))} | entries
+        entries = {"flex": (problem, flex(problem))} | with_flash("flex, FlashAttention 4", problem, sizes) | entries
         if find_spec("torch.nn.attention.varlen"):
             entries["torch varlen"] = (problem, varlen(problem, lengths))
     shape = {"T": problem.length, "sequences": 16, "H": sizes.heads, "H_kv": sizes.key_heads, "K": sizes.head}
@@ -212,7 +241,9 @@ def shared(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
         "sdpa, causal, one per row": (batch, causal_sdpa(batch)),
     }
     if device.type == "cuda":
-        entries = {"flex, shared": (problem, flex(problem)), "flex, packed": (repeated, flex(repeated))} | entries
+        fast = with_flash("flex, FlashAttention 4, shared", problem, sizes)
+        ours = {"flex, shared": (problem, flex(problem)), "flex, packed": (repeated, flex(repeated))}
+        entries = ours | fast | entries
     else:
         entries["sdpa, dense mask, packed"] = (repeated, dense_sdpa(repeated))
     shape = {"P": sizes.prompt, "G": group, "R": sizes.completion, "H": sizes.heads, "H_kv": sizes.key_heads}
@@ -223,7 +254,7 @@ def strided(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
     problem = draw_problem(sizes, strided_spans(sizes, device))
     entries = {"sdpa, dense mask": (problem, dense_sdpa(problem))}
     if device.type == "cuda":
-        entries = {"flex": (problem, flex(problem))} | entries
+        entries = {"flex": (problem, flex(problem))} | with_flash("flex, FlashAttention 4", problem, sizes) | entries
     shape = {"T": problem.length, "P": sizes.prompt, "stride": sizes.anchors_every, "generated": sizes.generated}
     shape |= {"samples": sizes.samples, "H": sizes.heads, "H_kv": sizes.key_heads, "K": sizes.head}
     return measure("strided", entries, shape, tokens=problem.length, seconds=seconds)

@@ -1,14 +1,16 @@
-"""One frozen linear layer, forward and backward: bfloat16 weight, NF4 with strop's kernel, NF4 with plain torch.
+"""One frozen linear layer, forward and backward: bfloat16 weight, FP8, NF4 with strop's kernel, NF4 with plain torch.
 
     python -m bench.nf4 [--out rows.jsonl] [--shape llama-3.1-8b] [--tokens 8192]
 
 The layer is the up projection of the model's MLP, with random weights. The error compares the output with the
 product with the same weight in float32; for NF4 it is mostly the code error. Rates count tokens; GiB is the peak
-of a pass, without the layer and its input. bitsandbytes is measured if installed.
+of a pass, without the layer and its input. bitsandbytes is measured if installed. `FP8, compile` is the layer as it
+runs within a compiled block, where inductor fuses the quantisation of the input.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 
 from bench.common import Row, alternate, emit, make_row, relative_error, require_commit
 from kernels import nf4
+from kernels.fp8 import Linear8
 from kernels.nf4 import Linear4bit, dequantize_reference
 from trainer.parallel.comm import pick_device
 from trainer.plan import known_config
@@ -37,7 +40,10 @@ def layers_of(linear: nn.Linear) -> dict[str, nn.Module]:
         "bfloat16": linear,
         "ours, NF4": Linear4bit.of(linear),
         "plain torch, NF4": PlainLinear4bit.of(linear),
+        "ours, FP8": Linear8.of(copy.deepcopy(linear)),
     }
+    if linear.weight.is_cuda:
+        layers["ours, FP8, compile"] = torch.compile(layers["ours, FP8"])
     try:
         from bitsandbytes.nn import Linear4bit as Theirs
         from bitsandbytes.nn import Params4bit

@@ -28,7 +28,8 @@ OWN = {
     "tiny": ("qwen3", 128, 256, 3, 4, 2, 32, 275, True, 512),
     "smollm2-135m": ("llama", 576, 1536, 30, 9, 3, 64, 49152, True, 8192),
 }
-# Models whose layers carry state: model type and config. The first has the proportions of Qwen3.5, the second of LFM2.
+# Models whose layers carry state or have experts: model type and config. They have the proportions of Qwen3.5, of LFM2,
+# and of Qwen3-30B-A3B with a sixth of its layers.
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-1b": ("qwen3_5_text", {
         "hidden_size": 1536, "intermediate_size": 4608, "num_hidden_layers": 24, "num_attention_heads": 8,
@@ -40,6 +41,16 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         "hidden_size": 2048, "intermediate_size": 8192, "block_auto_adjust_ff_dim": False, "num_hidden_layers": 16,
         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 65536, "tie_word_embeddings": True,
         "layer_types": ["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)],
+    }),
+    "qwen3-moe-5b": ("qwen3_moe", {
+        "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 8,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+        "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151936, "tie_word_embeddings": True,
+    }),
+    "tiny-qwen3-moe": ("qwen3_moe", {
+        "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 8,
+        "num_experts_per_tok": 2, "norm_topk_prob": True, "vocab_size": 512, "tie_word_embeddings": True,
     }),
     "tiny-qwen3.5": ("qwen3_5_text", {
         "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -115,7 +115,8 @@ def step_table(rows: list[Row]) -> str:
             shape += f" {row.dtype}"
         peak = "" if row.peak_gib is None else f"{row.peak_gib:.1f}"
         errors = "; ".join(f"{key} {value:.1e}" for key, value in row.errors.items())
-        ratios = "; ".join(f"{name} {value:.2f}" for name, value in row.ratio_to.items())
+        shown = [name for name in ("TRL", "best TRL") if "best TRL" in row.ratio_to] or list(row.ratio_to)
+        ratios = "; ".join(f"{name} {row.ratio_to[name]:.2f}" for name in shown if name in row.ratio_to)
         rate = f"{row.rate:,.0f} {row.unit}/s"
         cells = [row.bench, shape, row.provider, number(row.ms_p50), rate, peak, errors, ratios]
         lines.append(f"| {' | '.join(cells)} |")

@@ -4,22 +4,30 @@
     python -m bench.vs_trl dpo --shape llama-3.1-8b --lora 16
     python -m bench.vs_trl sft [--shape qwen3-1.7b] [--lora 0]
     python -m bench.vs_trl kto [--shape qwen3-1.7b] [--lora 0]
-    python -m bench.vs_trl offline                         # these three, and dpo at 8B: the table in the docs
+    python -m bench.vs_trl sft --shape qwen3-1.7b --length 16384 --rows 2
+    python -m bench.vs_trl sft --shape qwen3-moe-5b        # experts; the shape is in bench/served.py
+    python -m bench.vs_trl offline [--only dpo sft]        # all of these: the tables in the docs
     python -m bench.vs_trl grpo [--shape qwen3-0.6b]       # TRL runs vLLM in its own process
     python -m bench.vs_trl grpo --prompts 64 --completion 256 --trl-accumulation 8
     python -m bench.vs_trl grpo --lora 16 --ways TRL "ours, compile, local"
     python -m bench.vs_trl sft --shape qwen3.5-1b --ways TRL "ours, bf16" "ours, bf16, rows"
     python -m bench.vs_trl grpo --shape qwen3.5-1b --no-trl-vllm --ways TRL "ours, local" "ours, rows, local"
 
+TRL is measured with its defaults and with settings that one line turns on: Liger's kernels and torch.compile, each with
+and without gradient checkpointing, and padding-free batches if FlashAttention is installed (`TRL, flash`). The fastest
+of the measured ways is `best TRL`; every strop row states its ratio to the default and to the best.
+
 In grpo, ways named `local` sample in the trainer's process, other ways on a strop vLLM server. TRL and the local ways
 have the GPU to themselves; the server starts after them. Ways named `rows` put one sequence in a row instead of packing
-them, as without flash-linear-attention for qwen3.5-1b.
+them, as without flash-linear-attention for qwen3.5-1b. Ways named `by memory` leave the number of recomputed blocks to
+the trainer, its default.
 
-Weights are random, prompts have 256 tokens, row responses are log-normal (median 200, at most 767), grpo completions
-have 512 tokens. Each way runs the real loop, `python -m trainer` or TRL's trainer.train(), including data loading and
-logging. TRL runs first, while the GPU is cool. Both train on the same rows in the same order; in grpo each draws its
-own prompts. The sft loss covers responses only. With default settings, strop packs the rows of a step into one row and
-computes the prompt of a pair once, and TRL pads rows to the longest. (TRL's packing and padding-free batches need
+Weights are random, prompts have 256 tokens, row responses are log-normal (median 200, at most 767), or all rows are
+equally long (--length), which leaves TRL nothing to pad. grpo completions have 512 tokens. Each way runs the real loop,
+`python -m trainer` or TRL's trainer.train(), including data loading and logging. TRL runs first, while the GPU is cool.
+Both train on the same rows in the same order; in grpo each draws its own prompts. The sft loss covers responses only.
+With default settings, strop packs the rows of a step into one row and computes the prompt of a pair once, and TRL pads
+rows to the longest. (TRL's packing and padding-free batches need
 FlashAttention to separate rows, and packing changes the rows of a step.) In kto both also compute log-probs of
 mismatched responses for the reference point; these tokens are not counted.
 
@@ -28,9 +36,10 @@ and the last step if its rows were sampled during the step before. The rate cove
 tokens, prompt and response, once per sequence; ratios compare seconds per token. `speedup over TRL` compares the median
 steps: TRL's time divided by the way's time, per token of an average step.
 
-dpo, sft and kto then run untimed steps in which kernels are recorded (bench/runs/kernel_times.py): `gpu_busy` is the
-fraction of eight steps in which at least one kernel runs, and products_ms, attention_ms, ... are milliseconds per step
-and kernel group.
+All methods then run untimed steps in which kernels are recorded (bench/runs/kernel_times.py): `gpu_busy` is the
+fraction of eight steps (grpo: two) in which at least one kernel runs, and products_ms, attention_ms, ... are
+milliseconds per step and kernel group. In grpo, `train_busy` is the same fraction of the time after sampling, and
+kernels of servers, which are other processes, are not recorded.
 
 The error is the error of the first step's loss relative to its exact value. The exact value is log 2 in dpo and 1/2 in
 kto, because policy and reference are equal; in sft it is the loss of the same rows by transformers in float32, one row
@@ -46,6 +55,7 @@ for the largest step. Parts of a step (rollout_s, reward_s, train_s, ...) are me
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -62,6 +72,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -78,25 +89,35 @@ TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "n
 # Steps that compile, allocate and load cuBLAS kernels for most lengths: the first use of a kernel makes the host wait.
 WARMUP = {"dpo": 14, "sft": 14, "kto": 14, "grpo": 2}
 STEPS = 24  # dpo, sft and kto
-EXTRA_STEPS = 10  # untimed steps at the end, for bench/runs/kernel_times.py
+EXTRA_STEPS = {"dpo": 10, "sft": 10, "kto": 10, "grpo": 4}  # untimed, at the end, for bench/runs/kernel_times.py
 PROMPT, LONGEST = 256, 1024
 PORT = 8123  # strop's server
 OURS = {
     "ours": ["--gradient-checkpointing"],
-    "ours, no checkpointing": [],
+    "ours, no checkpointing": ["--gradient-checkpointing", "false"],
     "ours, bf16": ["--trained-dtype", "bfloat16", "--gradient-checkpointing"],
-    "ours, bf16, no checkpointing": ["--trained-dtype", "bfloat16"],
+    "ours, bf16, no checkpointing": ["--trained-dtype", "bfloat16", "--gradient-checkpointing", "false"],
     "ours, bf16, compile": ["--trained-dtype", "bfloat16", "--gradient-checkpointing", "--compile"],
-    "ours, bf16, compile, no checkpointing": ["--trained-dtype", "bfloat16", "--compile"],
+    "ours, bf16, compile, no checkpointing": [
+        "--trained-dtype",
+        "bfloat16",
+        "--gradient-checkpointing",
+        "false",
+        "--compile",
+    ],
     "ours, compile": ["--gradient-checkpointing", "--compile"],
-    "ours, compile, no checkpointing": ["--compile"],
+    "ours, compile, no checkpointing": ["--gradient-checkpointing", "false", "--compile"],
+    "ours, fp8": ["--gradient-checkpointing", "--fp8-base"],
+    "ours, fp8, compile": ["--gradient-checkpointing", "--fp8-base", "--compile"],
     "ours, 4bit": ["--gradient-checkpointing", "--load-in-4bit"],
     "ours, 4bit, compile": ["--gradient-checkpointing", "--load-in-4bit", "--compile"],
 }
 SHOW_S = 10  # seconds between printed lines of a run
 RESULT = "measured: "  # prefix of result lines of the measuring process
 CHOSEN = ("model=", "rollout: ")  # prefixes of lines that say how strop packs and samples a model
-TRL = {"TRL": True, "TRL, no checkpointing": False}
+TRL_OPTIONS = ("liger", "compile", "flash", "no checkpointing")
+TRL = {", ".join(("TRL", *names)): names for num in range(5) for names in combinations(TRL_OPTIONS, num)}
+BEST = "best TRL"
 ERRORS = {"dpo": "first_loss", "sft": "first_loss", "kto": "first_loss", "grpo": "logp_gap"}
 EXACT = {"dpo": math.log(2), "kto": 0.5}  # first loss, with equal policy and reference
 Rows = list[dict[str, Any]]
@@ -125,6 +146,7 @@ class Case:
     ways: tuple[str, ...]
     per_step: int  # pairs or rows
     steps: int
+    length: int | None = None  # tokens of every row; None: log-normal responses
 
 
 def dpo(
@@ -134,6 +156,7 @@ def dpo(
     ways: tuple[str, ...] = (),
     pairs: int = 8,
     steps: int = STEPS,
+    length: int | None = None,
 ) -> None:
     """Preference pairs: forward of policy and reference, backward, AdamW.
 
@@ -144,8 +167,9 @@ def dpo(
         ways: Names of the ways to run; empty: all applicable.
         pairs: Pairs per step.
         steps: Steps per run, the first 14 untimed.
+        length: Tokens of every sequence. None: log-normal responses.
     """
-    measure_cases([Case("dpo", shape, lora, ways, pairs, steps)], out)
+    measure_cases([Case("dpo", shape, lora, ways, pairs, steps, length)], out)
 
 
 def sft(
@@ -155,6 +179,7 @@ def sft(
     ways: tuple[str, ...] = (),
     rows: int = 16,
     steps: int = STEPS,
+    length: int | None = None,
 ) -> None:
     """Responses to prompts: forward, backward, AdamW.
 
@@ -165,8 +190,9 @@ def sft(
         ways: Names of the ways to run; empty: all applicable.
         rows: Rows per step.
         steps: Steps per run, the first 14 untimed.
+        length: Tokens of every row. None: log-normal responses.
     """
-    measure_cases([Case("sft", shape, lora, ways, rows, steps)], out)
+    measure_cases([Case("sft", shape, lora, ways, rows, steps, length)], out)
 
 
 def kto(
@@ -195,20 +221,29 @@ def offline(
     only: tuple[str, ...] = (),
     small: str = "qwen3-1.7b",
     large: str = "llama-3.1-8b",
+    experts: str = "qwen3-moe-5b",
 ) -> None:
     """Measure all table rows that need no sampling, with one process for TRL and one for strop.
 
     Args:
         out: File to append the rows to.
-        only: dpo, sft, kto, large; empty: all.
-        small: Shape of dpo, sft and kto, which train all weights.
-        large: Shape of dpo with adapters of rank 16.
+        only: dpo, sft, kto, large (dpo), large-sft, 4k, 16k (sft), experts; empty: all.
+        small: Shape of dpo, sft, kto, 4k and 16k, which train all weights.
+        large: Shape of large and large-sft, with adapters of rank 16.
+        experts: Shape of experts, which trains all weights.
     """
+    trl, ours = tuned(), ("ours, bf16, compile", f"ours, bf16, compile{BY_MEMORY}", f"ours, bf16{BY_MEMORY}")
+    adapters = ("ours, compile", f"ours, compile{BY_MEMORY}", f"ours, fp8, compile{BY_MEMORY}")
+    plain = tuple(way for way in trl if "compile" not in way)  # the loop over experts breaks the graph
     cases = {
-        "dpo": Case("dpo", small, 0, ("TRL", "ours, bf16, compile", "ours, bf16"), 8, STEPS),
-        "sft": Case("sft", small, 0, ("TRL", "ours, bf16, compile"), 16, STEPS),
-        "kto": Case("kto", small, 0, ("TRL", "ours, bf16, compile"), 16, STEPS),
-        "large": Case("dpo", large, 16, ("TRL", "ours, compile", "ours, 4bit, compile"), 8, STEPS),
+        "dpo": Case("dpo", small, 0, (*trl, *ours), 8, STEPS),
+        "sft": Case("sft", small, 0, (*trl, *ours), 16, STEPS),
+        "kto": Case("kto", small, 0, (*trl, *ours), 16, STEPS),
+        "large": Case("dpo", large, 16, (*trl, *adapters, f"ours, 4bit, compile{BY_MEMORY}"), 8, STEPS),
+        "large-sft": Case("sft", large, 16, (*trl, *adapters), 16, STEPS),
+        "4k": Case("sft", small, 0, (*trl, *ours), 8, STEPS, 4096),
+        "16k": Case("sft", small, 0, (*trl, *ours), 2, STEPS, 16384),
+        "experts": Case("sft", experts, 0, (*plain, *ours), 16, STEPS),
     }
     for name in only:
         if name not in cases:
@@ -225,7 +260,8 @@ def measure_cases(cases: list[Case], out: Path | None) -> None:
         for case in cases:
             if case.shape != shape:
                 shutil.rmtree(folder / "model", ignore_errors=True)
-                config, shape = make_model(case.shape, folder / "model"), case.shape
+                longest = max((x.length or LONGEST for x in cases if x.shape == case.shape), default=LONGEST)
+                config, shape = make_model(case.shape, folder / "model", longest), case.shape
             failed = measure_case(case, config, folder, trl, strop, out)
             missing += [f"{case.method} {case.shape} {way}" for way in failed]
     exit_if_missing(missing)
@@ -233,17 +269,25 @@ def measure_cases(cases: list[Case], out: Path | None) -> None:
 
 def measure_case(case: Case, config: Any, folder: Path, trl: Side, strop: Side, out: Path | None) -> list[str]:
     method, per_step, name = case.method, case.per_step, "pairs" if case.method == "dpo" else "rows"
-    rows = make_rows(method, per_step * (case.steps + EXTRA_STEPS))
+    extra, longest = EXTRA_STEPS[method], case.length or LONGEST
+    rows = make_rows(method, per_step * (case.steps + extra), case.length)
     ordered = in_our_order(rows)
     write_rows(folder / "rows.jsonl", rows)
     write_rows(folder / "ordered.jsonl", ordered)
     exact = EXACT[method] if method in EXACT else exact_nll(folder / "model", ordered[:per_step])
-    flags = ["--method", method, "--data", str(folder / "rows.jsonl"), "--max-length", str(LONGEST)]
-    flags += ["--per-device-train-batch-size", str(per_step), "--max-tokens-per-micro-batch", "16384"]
-    job = {"method": method, "rows": per_step, "sequences": per_step * (2 if method == "dpo" else 1)}
-    job |= {"lora": case.lora, "steps": case.steps, "extra": EXTRA_STEPS, "exact": exact}
+    flags = ["--method", method, "--data", str(folder / "rows.jsonl"), "--max-length", str(longest)]
+    flags += ["--per-device-train-batch-size", str(per_step)]
+    flags += ["--max-tokens-per-micro-batch", str(max(16384, (case.length or 0) * job_rows(method, per_step)))]
+    job = {"method": method, "rows": per_step, "sequences": job_rows(method, per_step)}
+    job |= {"lora": case.lora, "steps": case.steps, "extra": extra, "exact": exact, "longest": longest}
     size = {name: per_step, "P": PROMPT, "layers": config.num_hidden_layers, "D": config.hidden_size, "lora": case.lora}
+    size |= {"length": case.length} if case.length else {}
     return measure(method, folder, case.ways, flags, job, size, out, trl, strop)
+
+
+def job_rows(method: str, per_step: int) -> int:
+    """Return the sequences of a step: a pair has two."""
+    return per_step * (2 if method == "dpo" else 1)
 
 
 def grpo(
@@ -284,16 +328,18 @@ def grpo(
     if rows % trl_accumulation:
         raise ValueError(f"trl_accumulation={trl_accumulation}: must divide the {rows} completions of a step")
     with scratch() as folder, contextlib.closing(Side()) as trl, contextlib.closing(Side()) as strop:
-        config = make_model(shape, folder / "model")
-        write_rows(folder / "rows.jsonl", [{"prompt": text} for (text,) in prompts_and_responses(prompts * steps, 0)])
+        extra, longest = EXTRA_STEPS["grpo"], max(LONGEST, PROMPT + completion)
+        config = make_model(shape, folder / "model", longest)
+        texts = prompts_and_responses(prompts * (steps + extra), 0)
+        write_rows(folder / "rows.jsonl", [{"prompt": text} for (text,) in texts])
         flags = ["--method", "grpo", "--data", str(folder / "rows.jsonl"), *shlex.split(more)]
         flags += ["--per-device-train-batch-size", str(rows), "--num-generations", str(group)]
         flags += ["--max-completion-length", str(completion), "--reward-funcs", "bench.vs_trl.reward"]
         flags += ["--max-tokens-per-micro-batch", "65536"]
         job = {"method": "grpo", "rows": rows, "group": group, "completion": completion, "steps": steps}
-        job |= {"extra": 0}
+        job |= {"extra": extra, "longest": longest}
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        pool_bytes = 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim * LONGEST * rows
+        pool_bytes = 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim * longest * rows
         job |= {"share": share, "lora": lora, "pool_bytes": pool_bytes, "accumulation": trl_accumulation}
         job |= {"trl_vllm": trl_vllm and torch.cuda.is_available()}
         size = {"prompts": prompts, "G": group, "P": PROMPT, "R": completion} | ({"lora": lora} if lora else {})
@@ -310,7 +356,8 @@ def measure(
     for way in chosen:
         if way not in TRL and base_of(way) not in OURS:
             names = ", ".join([*TRL, *OURS])
-            raise ValueError(f"ways={way}: must be one of {names}, optionally followed by '{ROWS}' and '{LOCAL}'")
+            suffixes = f"'{BY_MEMORY}', '{ROWS}' and '{LOCAL}'"
+            raise ValueError(f"ways={way}: must be one of {names}, optionally followed by {suffixes}")
     trl_ways = [way for way in chosen if way in TRL]
     strop_ways = [way for way in chosen if way not in TRL]
     served = [way for way in strop_ways if not way.endswith(LOCAL)] if method == "grpo" else []
@@ -321,6 +368,7 @@ def measure(
     flags += ["--lora.r", str(job["lora"]), "--lora.alpha", str(2 * job["lora"])] if job["lora"] else []
     job |= {"folder": str(folder), "warmup": WARMUP[method]}
     trl_rows: dict[str, Row] = {}
+    strop_rows: list[Row] = []
     missing = list(chosen)
 
     def run_jobs(side: Side, jobs: dict[str, dict[str, Any]]) -> None:
@@ -329,6 +377,8 @@ def measure(
             row = row_of(method, way, measured, trl_rows, size)
             if way in TRL:
                 trl_rows[way] = row
+            else:
+                strop_rows.append(row)
             emit([row], out)
 
     def strop_jobs(names: list[str], urls: list[str]) -> dict[str, dict[str, Any]]:
@@ -336,7 +386,7 @@ def measure(
         return {way: job | {"way": "ours", "flags": [*flags, *flags_of(method, way, urls), *output]} for way in names}
 
     # In grpo each side has the GPU to itself, because the other side's engine or server would count as its memory.
-    run_jobs(trl, {way: job | {"way": "trl", "checkpointing": TRL[way]} for way in trl_ways})
+    run_jobs(trl, {way: job | {"way": "trl", "options": TRL[way]} for way in trl_ways})
     if method == "grpo":
         trl.close()
     run_jobs(strop, strop_jobs([way for way in strop_ways if way not in served], []))
@@ -345,7 +395,19 @@ def measure(
         with serving(folder, job) as urls:
             wait_for(urls)
             run_jobs(strop, strop_jobs(served, urls))
+    if trl_rows:
+        print(comparison(trl_rows, strop_rows), flush=True)
     return missing
+
+
+def comparison(trl: dict[str, Row], strop: list[Row]) -> str:
+    """Return the ratios of rates to TRL's default and its fastest way, one line per way."""
+    best = max(trl.values(), key=lambda row: row.rate)
+    lines = [f"\n{best.bench}: {BEST} is {best.provider!r}, {best.rate:,.0f} tokens/s, of {', '.join(trl)}"]
+    for row in strop:
+        default = f", {1 / row.ratio_to['TRL']:.2f} x TRL's default" if "TRL" in row.ratio_to else ""
+        lines.append(f"{row.provider}: {row.rate:,.0f} tokens/s, {1 / row.ratio_to[BEST]:.2f} x {BEST}{default}")
+    return "\n".join(lines)
 
 
 def check_steps(method: str, steps: int) -> None:
@@ -364,7 +426,10 @@ def row_of(method: str, way: str, measured: Measured, trl: dict[str, Row], size:
     extra = {"step_tokens": step_tokens, **measured.parts, **measured.kernels}
     if measured.planned_gib is not None:
         extra |= {"planned_gib": measured.planned_gib, "planned_over_peak": measured.planned_gib / measured.peak_gib}
-    for name, other in trl.items():
+    others = dict(trl)
+    if trl and way not in TRL:
+        others[BEST] = max(trl.values(), key=lambda row: row.rate)
+    for name, other in others.items():
         extra[f"speedup over {name}"] = other.ms_p50 / other.extra["step_tokens"] * step_tokens / timing.p50
     row = make_row(
         f"vs_trl/{method}", way, timing, shape=size, dtype="bfloat16", work=step_tokens, unit="tokens",
@@ -372,35 +437,47 @@ def row_of(method: str, way: str, measured: Measured, trl: dict[str, Row], size:
     )  # fmt: skip
     # Not the median step: a way that samples ahead waits more in one step and less in the next.
     rate = sum(measured.tokens) / sum(measured.seconds)
-    return replace(row, rate=rate, ratio_to={name: other.rate / rate for name, other in trl.items()})
+    return replace(row, rate=rate, ratio_to={name: other.rate / rate for name, other in others.items()})
 
 
 OVERWRITE = "--overwrite-output-dir"
-AWAKE, ASYNC, LOCAL, ROWS = ", server awake", ", async", ", local", ", rows"
+AWAKE, ASYNC, LOCAL, ROWS, BY_MEMORY = ", server awake", ", async", ", local", ", rows", ", by memory"
+
+
+def tuned() -> tuple[str, ...]:
+    """Return the settings of TRL that are one line each: the default, Liger, Liger and compile, and FlashAttention if
+    installed, with and without gradient checkpointing."""
+    names = ["TRL", "TRL, liger", "TRL, liger, compile"]
+    if importlib.util.find_spec("flash_attn"):
+        names += ["TRL, liger, flash", "TRL, liger, compile, flash"]
+    return tuple(f"{name}{suffix}" for name in names for suffix in ("", ", no checkpointing"))
 
 
 def ways_of(method: str, lora: int) -> list[str]:
     if method == "grpo":
         return [
             "TRL",
+            "TRL, liger",
             *(f"{way}{LOCAL}" for way in (("ours, compile",) if lora else ("ours, bf16", "ours, bf16, compile"))),
         ]
     if lora:
-        ours = ["ours", "ours, no checkpointing", "ours, compile", "ours, 4bit", "ours, 4bit, compile"]
-        return ["TRL", "TRL, no checkpointing", *ours]
-    ours = [way for way in OURS if "4bit" not in way and ("bf16" in way or "compile" not in way)]
-    return ["TRL", "TRL, no checkpointing", *ours]
+        ours = ["ours", "ours, no checkpointing", "ours, compile", "ours, fp8, compile", "ours, 4bit, compile"]
+        return [*tuned(), *ours]
+    ours = [way for way in OURS if "4bit" not in way and "fp8" not in way and ("bf16" in way or "compile" not in way)]
+    return [*tuned(), *ours]
 
 
 def base_of(way: str) -> str:
     """Return the way's name in OURS."""
-    for suffix in (LOCAL, ASYNC, AWAKE, ROWS):
+    for suffix in (LOCAL, ASYNC, AWAKE, ROWS, BY_MEMORY):
         way = way.removesuffix(suffix)
     return way
 
 
 def flags_of(method: str, way: str, urls: list[str]) -> list[str]:
     flags = list(OURS[base_of(way)])
+    if BY_MEMORY in way:
+        flags.remove("--gradient-checkpointing")
     flags += [] if "--compile" in flags else ["--compile", "false"]
     flags += ["--no-packing"] if ROWS in way else []
     if method == "grpo":
@@ -477,7 +554,7 @@ def serving(folder: Path, job: dict[str, Any]) -> Iterator[list[str]]:
         on_gpu += [f"--vllm.extra-args=--kv-cache-memory-bytes {job['pool_bytes']}"]
     command = [
         sys.executable, "-m", "rollout.serve", "--model", str(folder / "model"), "--vllm.port", str(PORT),
-        "--vllm.max-model-len", str(LONGEST), "--vllm.gpu-memory-utilization", str(job["share"]), *on_gpu,
+        "--vllm.max-model-len", str(job["longest"]), "--vllm.gpu-memory-utilization", str(job["share"]), *on_gpu,
     ]  # fmt: skip
     with (folder / "serve.log").open("w") as log, subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log) as serve:
         try:
@@ -516,13 +593,13 @@ def scratch() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def make_model(shape: str, folder: Path) -> Any:
+def make_model(shape: str, folder: Path, longest: int) -> Any:
     """Save a model with random bfloat16 weights (float32 on a CPU) and a word-level tokenizer; return its config."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     config = AutoConfig.for_model("qwen3", **TINY) if shape == "tiny" else shape_config(shape)
-    config.max_position_embeddings, config.eos_token_id, config.bos_token_id = 4096, 0, None
+    config.max_position_embeddings, config.eos_token_id, config.bos_token_id = max(4096, longest), 0, None
     on_cuda = torch.cuda.is_available()
     torch.manual_seed(0)
     with torch.device("cuda" if on_cuda else "cpu"):
@@ -542,18 +619,20 @@ def words(rng: random.Random, count: int) -> str:
     return " ".join(f"w{rng.randint(1, 500)}" for _ in range(count))
 
 
-def prompts_and_responses(count: int, responses: int) -> list[tuple[str, ...]]:
-    """Return the texts of `count` prompts, each with this many responses."""
+def prompts_and_responses(count: int, responses: int, length: int | None = None) -> list[tuple[str, ...]]:
+    """Return the texts of `count` prompts, each with this many responses; `length`: tokens of prompt, response, end."""
     rng = random.Random(0)
 
     def response() -> str:
+        if length is not None:
+            return " " + words(rng, length - PROMPT - 1)
         return " " + words(rng, min(LONGEST - PROMPT - 1, max(8, round(rng.lognormvariate(5.3, 0.6)))))
 
     return [(words(rng, PROMPT), *(response() for _ in range(responses))) for _ in range(count)]
 
 
-def make_rows(method: str, count: int) -> Rows:
-    texts = prompts_and_responses(count, 2 if method == "dpo" else 1)
+def make_rows(method: str, count: int, length: int | None = None) -> Rows:
+    texts = prompts_and_responses(count, 2 if method == "dpo" else 1, length)
     if method == "dpo":
         return [{"prompt": prompt, "chosen": first, "rejected": second} for prompt, first, second in texts]
     rows: Rows = [{"prompt": prompt, "completion": response} for prompt, response in texts]

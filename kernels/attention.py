@@ -10,7 +10,8 @@ are two implementations:
 - `dense_mask`: (R, 1, Q, K) booleans for scaled_dot_product_attention, or for `dense_attend`, which also has capped
   scores and sinks. Works on every device, with a backward; O(Q K) memory.
 - `block_mask` and `flex_attend`: flex_attention, CUDA only. Difference arrays turn the runs into tile lists in
-  O(R (Q + Q K / 128^2)) time; memory stays O(Q). One compiled graph serves every length and every mask.
+  O(R (Q + Q K / 128^2)) time; memory stays O(Q). One compiled graph serves every length and every mask. Its kernels are
+  Triton's, or after `use_flash` those of FlashAttention 4 (the package flash-attn-4).
 
 Both cap scores (softcap * tanh(score / softcap), as Gemma 2 does) and have sinks: a learned logit per head that joins
 the softmax as one more key with a value of 0 (gpt-oss).
@@ -22,6 +23,7 @@ everywhere else.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import threading
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 TILE = 128  # flex_attention's default sparse block size, which its kernels are tuned for
+FLASH_SIZES = (64, 128)  # head sizes for which FlashAttention 4 has Hopper kernels with 128 x 128 tiles
 MAX_GRAPHS = 64  # Dynamo graphs per function
 
 
@@ -211,8 +214,9 @@ def flex_attend(
     compilation is off or fails, because uncompiled flex_attention silently runs dense.
     """
     options = (block_mask.mask_mod.spans, [getattr(block_mask, name) for name in _LISTS], scale, softcap)
+    flash = _flash_is_on and can_flash(query, value, sinks)
     if torch.compiler.is_compiling():  # inside the graph of a block, which must not read the mask's lengths
-        return _attend(query, key, value, *options, sinks)
+        return _attend(query, key, value, *options, sinks, flash)
     if query.device.type != "cuda":
         raise ValueError(f"query.device={query.device}: flex_attend needs CUDA; use dense_mask with sdpa")
     rows, _, num_queries, _ = query.shape
@@ -229,8 +233,71 @@ def flex_attend(
     inputs = [x if x.requires_grad else x.detach().requires_grad_() for x in inputs]
     share_graphs()
     with torch.enable_grad():
-        out = _compiled()(*inputs[:3], *options, *inputs[3:])
+        out = _compiled()(*inputs[:3], *options, None if sinks is None else inputs[3], flash)
     return out if differentiable else out.detach()
+
+
+# FlashAttention 4 ------------------------------------------------------------------------------------------------
+
+_flash_is_on = False
+
+
+def use_flash(on: bool) -> None:
+    """Choose FlashAttention 4 for the calls of flex_attend that it can compute, in this process."""
+    global _flash_is_on
+    _flash_is_on = on
+
+
+def can_flash(
+    query: Tensor,  # (R, H, Q, K)
+    value: Tensor,  # (R, H_kv, keys, K)
+    sinks: Tensor | None,  # (H,)
+) -> bool:
+    """Return whether FlashAttention 4 has kernels for these inputs. Sinks need the gradient of the log-sum-exp."""
+    is_low = query.dtype in (torch.bfloat16, torch.float16)
+    return is_low and sinks is None and query.shape[3] == value.shape[3] and query.shape[3] in FLASH_SIZES
+
+
+def flash_obstacle(heads: int, kv_heads: int, head_dim: int, softcap: float | None = None, device: str = "cuda") -> str:
+    """Return why FlashAttention 4 cannot be used for these heads, or "". Compares a small call with Triton's, once.
+
+    Its backward adds up dq in no fixed order on Hopper, so it is not used with deterministic algorithms.
+    """
+    if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
+        return "flash-attn-4 is not installed"
+    if torch.are_deterministic_algorithms_enabled():
+        return "its backward pass is not deterministic"
+    if head_dim not in FLASH_SIZES:
+        return f"head size {head_dim} is not {' or '.join(map(str, FLASH_SIZES))}"
+    if torch.cuda.get_device_capability()[0] < 9:
+        return "it needs a Hopper GPU or later"
+    try:
+        error = _flash_error(heads, kv_heads, head_dim, softcap, device)
+    except Exception as failure:  # pre-releases of three packages; any mismatch between them ends here
+        return f"a trial failed ({type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''})"
+    finally:
+        use_flash(False)
+    return "" if error < 0.02 else f"a trial was off by {error:.2g} of the norm"
+
+
+@functools.cache
+def _flash_error(heads: int, kv_heads: int, head_dim: int, softcap: float | None, device: str) -> float:
+    """Return the largest relative distance of output and gradients to Triton's, for two packed rows with a prefix."""
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = [(1, num, 4 * TILE, head_dim) for num in (heads, kv_heads, kv_heads, heads)]
+    options = {"generator": generator, "device": device, "dtype": torch.bfloat16}
+    query, key, value, grad = (torch.randn(shape, **options) for shape in shapes)
+    place = torch.arange(4 * TILE, device=device).unsqueeze(0)
+    own_start = torch.where(place < TILE, 0, place - (place - TILE) % 160)
+    spans = Spans(torch.zeros_like(place), torch.where(place < TILE, 0, TILE), own_start, place + 1)
+    results = []
+    for on in (False, True):
+        use_flash(on)
+        inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+        out = flex_attend(*inputs, block_mask(spans, 4 * TILE), scale=head_dim**-0.5, softcap=softcap)
+        results.append((out.detach(), *torch.autograd.grad(out, inputs, grad)))
+    pairs = [(x.float(), y.float()) for x, y in zip(*results, strict=True)]
+    return max(float((x - y).norm() / x.norm()) for x, y in pairs)
 
 
 @functools.cache
@@ -265,7 +332,7 @@ def share_graphs() -> None:
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, spans: Spans, lists: list[Tensor], scale: float,
-    softcap: float | None = None, sinks: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, flash: bool = False,
 ) -> Tensor:  # fmt: skip
     """Run flex_attention. The mask is plain tensors, because Dynamo would recompile for every BlockMask."""
     if not torch.compiler.is_dynamo_compiling():
@@ -290,6 +357,7 @@ def _attend(
 
     out = flex_attention(
         query, key, value, None if softcap is None else score_mod, mask, scale, query.shape[1] != key.shape[1],
+        kernel_options={"BACKEND": "FLASH"} if flash else None,
         return_aux=None if sinks is None else AuxRequest(lse=True),
     )  # fmt: skip
     return out if sinks is None else _with_sinks(out[0], out[1].lse, sinks)

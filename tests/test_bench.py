@@ -285,7 +285,7 @@ def test_vs_trl_measures_every_offline_method(tmp_path, monkeypatch):
     monkeypatch.setattr(vs_trl.Side, "run", in_this_process)
     for module in (vs_trl, vs_trl_run):
         monkeypatch.setattr(module, "PROMPT", 8)
-        monkeypatch.setattr(module, "LONGEST", 40)
+    monkeypatch.setattr(vs_trl, "LONGEST", 40)
     out = tmp_path / "rows.jsonl"
     with pytest.raises(ValueError, match=r"^steps=6: .*14 .*16"):
         vs_trl.dpo(out, shape="tiny", ways=("ours",), pairs=1, steps=6)
@@ -294,7 +294,10 @@ def test_vs_trl_measures_every_offline_method(tmp_path, monkeypatch):
     vs_trl.sft(out, shape="tiny", ways=("ours",), rows=2, steps=6)
     vs_trl.kto(out, shape="tiny", ways=("ours",), rows=2, steps=6)
     vs_trl.sft(out, shape="tiny-qwen3.5", ways=("ours, rows",), rows=2, steps=6)
-    for r, name in zip(read_rows([out]), ("dpo", "sft", "kto", "sft"), strict=True):
+    vs_trl.sft(out, shape="tiny-qwen3-moe", ways=("ours, by memory",), rows=2, steps=6, length=40)
+    rows = read_rows([out])
+    assert rows[-1].extra["step_tokens"] == 2 * 40 and rows[-1].shape["length"] == 40
+    for r, name in zip(rows, ("dpo", "sft", "kto", "sft", "sft"), strict=True):
         assert r.bench == f"vs_trl/{name}" and r.errors["first_loss"] < 1e-6, "the first loss is that of the exact rows"
         assert r.rate > 0 and 2 * (8 + 8) < r.extra["step_tokens"] <= 2 * 40
 
@@ -337,6 +340,19 @@ def test_vs_trl_flags_of_ways():
         flags = vs_trl.flags_of("grpo", way, [])
         assert vs_trl.base_of(way) == "ours, bf16" and flags[flags.index("--rollout.engine") + 1] == engine
         assert ("--no-packing" not in flags) == packs
+    for way, words in (("ours", ["--gradient-checkpointing"]), ("ours, by memory", []),
+                       ("ours, no checkpointing", ["--gradient-checkpointing", "false"])):  # fmt: skip
+        assert vs_trl.flags_of("sft", way, []) == [*words, "--compile", "false"]
+
+
+def test_vs_trl_tunes_trl(monkeypatch):
+    monkeypatch.setattr(vs_trl.importlib.util, "find_spec", lambda name: None)
+    names = ["TRL", "TRL, liger", "TRL, liger, compile"]
+    assert sorted(vs_trl.tuned()) == sorted([*names, *(f"{name}, no checkpointing" for name in names)])
+    monkeypatch.setattr(vs_trl.importlib.util, "find_spec", lambda name: name == "flash_attn")
+    assert len(vs_trl.tuned()) == 10 and set(vs_trl.tuned()) < vs_trl.TRL.keys()
+    assert vs_trl.TRL["TRL, liger, compile, flash"] == ("liger", "compile", "flash") and vs_trl.TRL["TRL"] == ()
+    assert set(vs_trl.tuned()) < set(vs_trl.ways_of("dpo", 0)) and "TRL, liger" in vs_trl.ways_of("grpo", 0)
 
 
 def test_vs_trl_gives_both_sides_the_rows_of_a_step(tmp_path):
@@ -353,10 +369,18 @@ def test_vs_trl_also_compares_median_steps():
     ours = vs_trl.row_of("dpo", "ours", measured(1.0, 1.0, 4.0), {"TRL": trl}, {"pairs": 1})
     assert ours.extra["speedup over TRL"] == pytest.approx(3) and ours.ratio_to["TRL"] == pytest.approx(2 / 3)
     assert ours.extra["gpu_busy"] == 0.9
+    liger = vs_trl.row_of("dpo", "TRL, liger", measured(2.0, 2.0, 2.0), {"TRL": trl}, {"pairs": 1})
+    assert "best TRL" not in liger.ratio_to
+    ways = {"TRL": trl, "TRL, liger": liger}
+    ours = vs_trl.row_of("dpo", "ours", measured(1.0, 1.0, 1.0), ways, {"pairs": 1})
+    assert ours.ratio_to == pytest.approx({"TRL": 1 / 3, "TRL, liger": 1 / 2, "best TRL": 1 / 2})
+    assert ours.extra["speedup over best TRL"] == pytest.approx(2)
+    said = vs_trl.comparison(ways, [ours]).splitlines()
+    assert "'TRL, liger', 50 tokens/s" in said[1] and said[2].endswith("2.00 x best TRL, 3.00 x TRL's default")
+    assert "| TRL 0.33; best TRL 0.50 |" in table.render([trl, liger, ours])
 
 
-def test_kernel_times_counts_overlaps_once_and_only_the_last_steps(monkeypatch):
-    monkeypatch.setattr(kernel_times, "COUNTED", 2)
+def test_kernel_times_counts_overlaps_once_and_only_the_last_steps():
     marks = [Kernel("at::cuda::spin_kernel(long)", start, start + 1) for start in (0, 1000, 2000, 3000)]
     steps = [
         Kernel("nvjet_tst_128", 100, 900),  # of the first step
@@ -365,11 +389,16 @@ def test_kernel_times_counts_overlaps_once_and_only_the_last_steps(monkeypatch):
         Kernel("_step", 2000, 2300),
         Kernel("triton_poi_fused__to_copy_mul_1", 2900, 3100),  # runs past the end
     ]
-    found = kernel_times.summary([*steps, *marks])
+    found = kernel_times.summary([*steps, *marks], 2)
     assert found["gpu_busy"] == pytest.approx((600 + 300 + 100) / 2000)
     assert (found["products_ms"], found["copies_ms"], found["optimizer_ms"]) == pytest.approx((0.25, 0.1, 0.15))
     assert found["elementwise_ms"] == pytest.approx(0.1) and next(iter(found)) == "gpu_busy"
-    assert kernel_times.summary(steps) == {}, "without marks nothing is known"
+    assert kernel_times.summary(steps, 2) == {}, "without marks nothing is known"
+    ends = [Kernel("at::native::erfinv_kernel_cuda", start, start + 1) for start in (500, 1100, 1200, 2200)]
+    assert "train_busy" not in found, "nothing marks the end of sampling"
+    found = kernel_times.summary([*steps, *marks, *ends], 2)
+    assert found["gpu_busy"] == pytest.approx(0.5), "marks are not counted"
+    assert found["train_busy"] == pytest.approx((200 + 100) / (800 + 800)), "from the last mark to the end of the step"
 
 
 @pytest.mark.parametrize(

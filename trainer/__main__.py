@@ -16,8 +16,9 @@ from data.errors import UserError
 from trainer.cli import parse
 from trainer.config.blocks import MethodConfig
 from trainer.config.errors import one_line
+from trainer.metrics.startup import keep_compiled_code, startup
 from trainer.parallel.ranks import TIMEOUT_S
-from trainer.plan import is_out_of_memory, out_of_memory
+from trainer.plan import blocks_to_recompute, is_out_of_memory, out_of_memory
 from trainer.run.stop import EXIT_CODE, Stopped, end_on_sigterm
 
 INTERRUPTED = 130  # exit code after Ctrl-C
@@ -32,6 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     debug = os.environ.get("STROP_DEBUG") == "1"
     cfg = None
+    keep_compiled_code()
+    startup.begin()
     with end_on_sigterm() as stop:
         try:
             module, cfg, _ = parse(sys.argv[1:] if argv is None else argv, starts_run=True)
@@ -77,12 +80,14 @@ def interrupted(interrupt: KeyboardInterrupt, *, began: bool) -> str:
 def train(module: ModuleType, cfg: MethodConfig, *, tell: Callable[[], bool]) -> int:
     """Return the exit code; if `tell()`, log errors inside the process group, so that only one rank logs them."""
     from trainer.parallel.comm import log_once, name_lost_rank, process_group  # imports torch, which takes seconds
+    from trainer.policy.load import recomputing
 
     parallel = getattr(cfg, "parallel", None)  # a custom method may not have the block
     timeout_s, context = (parallel.timeout_s, parallel.context) if parallel else (TIMEOUT_S, 1)
     with process_group(timeout_s, context):
         try:
-            module.train(cfg)
+            with recomputing(blocks_to_recompute(cfg)):
+                module.train(cfg)
         except Exception as raised:
             error = name_lost_rank(raised)
             if isinstance(error, UserError) and tell():

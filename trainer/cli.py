@@ -57,7 +57,7 @@ DRY_RUN = "--dry-run"
 # Two settings of one quantity: either one replaces both in a lower layer.
 ALTERNATIVES = (("save_steps", "saves_per_epoch"), ("eval_steps", "evals_per_epoch"), ("warmup_steps", "warmup_ratio"),
                 ("eval_data", "val_set_size"))  # fmt: skip
-LORA_SETTINGS = ("merge_lora", "load_in_4bit")  # outside the block lora
+LORA_SETTINGS = ("merge_lora", "load_in_4bit", "fp8_base")  # outside the block lora
 # Name in an annotation -> type: all that read_argv and read_tree need to know.
 SOURCE_TYPES = {"bool": bool, "None": NoneType, "tuple": tuple[str, ...], "JsonObject": dict}
 FUNCTIONS = ("reward_funcs", "tools", "rollout_func", "judge")  # flags that may name FILE.py:function

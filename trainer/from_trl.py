@@ -197,7 +197,7 @@ def _words(tree: Mapping[str, Any], source: str) -> list[str]:
     lines = []
     for key, given in values.items():
         flag = table[key]
-        if flag.is_bool:
+        if bool in flag.members and given.words in (("True",), ("False",)):
             lines.append(flag.name if given.words == ("True",) else _negated(flag.name))
         else:
             lines.append(shlex.join([flag.name, *given.words]))

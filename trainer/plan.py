@@ -60,6 +60,7 @@ PACKED = 0.5 + 2 / 64  # bytes per weight in kernels/nf4.py: a code and its shar
 GIB = 1 << 30
 BYTES = {"float32": 4, "bfloat16": 2}
 RESERVE = 2.0  # GiB, assumed: CUDA context, NCCL, cuBLAS workspaces, allocator fragmentation
+USABLE = 0.92  # fraction of the memory to plan with; plans have been up to 2% below measured peaks (bench/results)
 ASLEEP = 1.5  # GiB, assumed: a sleeping colocated vLLM server
 PAGE = 64  # tokens per page of the in-process engine's cache
 ROWS = {"cuda": 512, "cpu": 256}  # default max_batch_size of the in-process engine
@@ -130,9 +131,11 @@ class Work:
     tokens: int
     lora_r: int = 0
     in_4bit: bool = False  # frozen base in 4 bits
+    fp8: bool = False  # two FP8 copies of the frozen base
     weight_bytes: int = 4  # h, in full fine-tuning
     compute: int = 2  # c
     checkpointing: bool = False
+    recomputed: int | None = None  # blocks to checkpoint, counted from the first; None: all
     offloading: bool = False  # checkpointed activations are offloaded
     compiled: bool = False  # may be compiled: checkpointed blocks then keep the attention output
     head: str = "one pass"
@@ -279,7 +282,7 @@ def persistent_bytes(s: Sizes, work: Work) -> dict[str, float]:
     if work.optim == "adamw_8bit":  # a byte per number, a float32 scale per 256; other sizes are not quantised
         shards = [(num, num / work.shards) for num in tensors]
         in_8bit = sum(num for num, shard in shards if shard >= SMALLEST and shard % SCALED == 0)
-    base = work.compute * s.params - (work.compute - PACKED) * s.matrices * work.in_4bit
+    base = work.compute * s.params - (work.compute - PACKED) * s.matrices * work.in_4bit + 2 * s.matrices * work.fp8
     total = {
         "weights": work.weight_bytes * s.params if work.full else base,
         "adapters": 4 * s.adapter(work.lora_r),
@@ -356,21 +359,31 @@ def cast_bytes(s: Sizes, work: Work, *, cached: bool = False) -> int:
 
 
 def activation_bytes(s: Sizes, work: Work) -> int:
-    """Return the bytes of activations and casts kept between forward and backward: w D per block and token with
-    checkpointing (plus the attention output if compiled), two blocks of it with offloading."""
+    """Return the bytes of activations and casts kept between forward and backward: w D per checkpointed block and token
+    (plus the attention output if compiled), two blocks of it with offloading."""
     n, w, d = work.local_tokens, work.stream, s.width
-    norm = 4 * d + 4
-    outside = n * (norm + w * d * work.full + 2 * w * s.head_dim + 8)  # last norm, rotary table, ids
+    outside = n * (4 * d + 4 + w * d * work.full + 2 * w * s.head_dim + 8)  # last norm, rotary table, ids
     if work.offloading:
         return outside + n * w * d * min(2, s.layers)
-    if work.checkpointing:
-        attention = s.heads * (work.compute * s.head_dim + 4) * work.compiled  # output and log-sum-exp
-        return outside + n * (w * d + attention) * s.layers
-    first = 0 if work.full else n * norm  # embeddings are frozen, so the first norm saves nothing
-    routed = s.experts.layers if s.experts else 0
-    blocks = {kind: num for kind, num in ((False, s.layers - routed), (True, routed)) if num}
-    saved = sum(num * block_activation_bytes(s, work, routed=kind) for kind, num in blocks.items())
-    return outside - first + saved + cast_bytes(s, work)
+    attention = s.heads * (work.compute * s.head_dim + 4) * work.compiled  # output and log-sum-exp
+    return outside + n * (w * d + attention) * num_recomputed(s, work) + kept_bytes(s, work)
+
+
+def num_recomputed(s: Sizes, work: Work) -> int:
+    """Return the number of checkpointed blocks. They are the first, because their backward comes when the activations
+    of all other blocks have been freed."""
+    return (s.layers if work.recomputed is None else work.recomputed) * work.checkpointing
+
+
+def kept_bytes(s: Sizes, work: Work) -> int:
+    """Return the bytes of activations and casts of the blocks that are not checkpointed."""
+    num = s.layers - num_recomputed(s, work)
+    # embeddings are frozen, so the first norm saves nothing
+    first = 0 if work.full or num < s.layers else work.local_tokens * (4 * s.width + 4)
+    routed = min(num, s.experts.layers if s.experts else 0)  # blocks with experts are the last
+    blocks = {kind: count for kind, count in ((False, num - routed), (True, routed)) if count}
+    saved = sum(count * block_activation_bytes(s, work, routed=kind) for kind, count in blocks.items())
+    return saved - first + cast_bytes(s, work) * num // s.layers
 
 
 def offloaded_bytes(s: Sizes, work: Work) -> int:
@@ -456,10 +469,17 @@ def step_points(s: Sizes, work: Work) -> list[StepPoint]:
     offloaded = n * w * d * (work.offloading and s.layers > 1)  # one of two inputs is offloaded before the head
     head = c * work.local_trained_tokens * d + head_bytes(s, work) + gathered
     points = [StepPoint("log-prob head", saved - offloaded, head)]
-    if work.checkpointing:  # autocast caches the casts of all blocks until the forward ends
-        forward = n * (4 * c * inner + w * d) + unpacked + gathered + expert_casts
-        points.append(StepPoint("forward, casts of all weights", saved, forward + casts))
-    points.append(StepPoint("backward of a block", saved + block * work.checkpointing, worst + waiting, new))
+    recomputed = num_recomputed(s, work)
+    if recomputed:  # autocast caches the casts of all blocks until the forward ends
+        forward = n * (4 * c * inner + w * d) * (recomputed == s.layers) + unpacked + gathered + expert_casts
+        points.append(StepPoint("forward, casts of all weights", saved, forward + casts * recomputed / s.layers))
+    if recomputed < s.layers:
+        points.append(StepPoint("backward of a block", saved, worst + waiting, new))
+    if recomputed:  # the activations of all kept blocks are freed
+        later = grad * min(sum(s.trained), (s.layers - recomputed) * s.block_params) * is_first
+        points.append(
+            StepPoint("backward of a block", saved - kept_bytes(s, work) + block, worst + waiting, new + later)
+        )
     if is_first:  # all later blocks have gradients; the first block has only its last matrix's gradient
         last = block + n * (w * d + 2 * w * s.head_dim + 8)
         later = grad * min(sum(s.trained), s.params - s.block_params + largest)
@@ -577,7 +597,8 @@ def flops_per_token(s: Sizes, work: Work) -> int:
     num = s.params - (0 if s.tied else s.embedding)
     if s.experts:  # a token runs top_k of the experts
         num -= round(s.expert_params * (1 - s.experts.top_k / s.experts.num))
-    return num * (2 + (4 if work.full else 2) + 2 * work.checkpointing + 2 * work.has_reference)
+    again = 2 * num * num_recomputed(s, work) // s.layers
+    return num * (2 + (4 if work.full else 2) + 2 * work.has_reference) + again
 
 
 # a run, from its Config ------------------------------------------------------------------------------------------
@@ -637,8 +658,9 @@ def work_of(cfg: MethodConfig, s: Sizes, device: str | None = None) -> Work:
     tokens, is_part = micro_batch(cfg)
     work = Work(
         tokens=tokens, lora_r=cfg.lora.r, in_4bit=cfg.model.load_in_4bit, weight_bytes=BYTES[cfg.model.trained_dtype],
-        compute=compute,
-        checkpointing=cfg.model.gradient_checkpointing, offloading=cfg.model.activation_offloading,
+        fp8=cfg.model.fp8_base, compute=compute,
+        checkpointing=cfg.model.gradient_checkpointing is True or cfg.model.activation_offloading,
+        offloading=cfg.model.activation_offloading,
         head=facts.head_for(cfg.parallel.context), has_reference=has_reference(cfg),
         other_bytes=compute * sum(sizes_for(cfg, name).params for name in other_models(cfg)), optim=cfg.optim.optim,
         accumulates=is_part, context=cfg.parallel.context,
@@ -648,7 +670,73 @@ def work_of(cfg: MethodConfig, s: Sizes, device: str | None = None) -> Work:
     if facts.critic:
         work = replace(work, critic=critic_bytes(s, work, cfg.value_model and sizes_for(cfg, cfg.value_model)))
     shards = shards_of(cfg, s, work, device)
-    return replace(work, shards=shards, has_copies=1 < shards < world_size() and not cfg.parallel.reduce_once)
+    work = replace(work, shards=shards, has_copies=1 < shards < world_size() and not cfg.parallel.reduce_once)
+    if cfg.model.gradient_checkpointing == "auto" and not work.offloading:
+        chosen = recompute_by_memory(s, fullest_work(cfg, work), room_to_train(cfg, s, work, device))
+        return replace(work, checkpointing=chosen.checkpointing, recomputed=chosen.recomputed)
+    return work
+
+
+def fullest_work(cfg: MethodConfig, work: Work) -> Work:
+    """Return the work of a full micro-batch if prompts, which count as 0 tokens without a limit, may fill it."""
+    if getattr(cfg, "max_prompt_length", 0) is None:
+        return replace(work, tokens=max(work.tokens, cfg.run.max_tokens_per_micro_batch))
+    return work
+
+
+def room_to_train(cfg: MethodConfig, s: Sizes, work: Work, device: str) -> float:
+    """Return the bytes to plan training with. An in-process engine keeps its memory if training then fits."""
+    room, engine = USABLE * min(memory_here(), free_here()), engine_memory_of(cfg, s, work, device)
+    if engine is None or not engine.copy:
+        has_server = device == "cuda" and engine is None and hasattr(cfg, "vllm")
+        return room - ASLEEP * GIB * has_server
+    least = peak(s, replace(work, checkpointing=True, recomputed=None))
+    return room - sum(engine) if least + sum(engine) <= room else room
+
+
+def blocks_to_recompute(cfg: MethodConfig) -> int:
+    """Return the number of blocks to checkpoint with gradient_checkpointing=auto, equal on all ranks, and log it.
+
+    It is not saved: --resume decides for the GPU it finds. On a CPU it is 0, and for a model that cannot be planned.
+    """
+    import torch
+
+    from trainer.config.errors import one_line
+    from trainer.parallel.comm import all_max, is_main
+    from trainer.parallel.watch import log
+
+    if cfg.model.gradient_checkpointing != "auto" or cfg.model.activation_offloading or device_here() == "cpu":
+        return 0
+    try:
+        num, line = recompute_choice(cfg)
+    except Exception as error:  # the run may still fit
+        num, line = 0, f"off, because memory could not be estimated ({one_line(error)})"
+    most = int(all_max(torch.tensor(num), "blocks to recompute"))  # ranks must gather shards in the same order
+    if is_main():
+        log(f"gradient_checkpointing=auto: {line}" + (f"; another rank needs {most}" if most > num else ""))
+    return most
+
+
+def recompute_choice(cfg: MethodConfig) -> tuple[int, str]:
+    """Return the number of blocks and the reason."""
+    s, device = sizes_for(cfg), device_here()
+    work = fullest_work(cfg, work_of(cfg, s, device))
+    num, room = num_recomputed(s, work), room_to_train(cfg, s, work, device) / GIB
+    whole, least = (peak(s, x) / GIB for x in (replace(work, checkpointing=False), work))
+    if num == 0:
+        return 0, f"off, a micro-batch of {work.tokens:,} tokens needs {whole:.3g} of {room:.3g} GiB"
+    text = f"recomputing {num} of {s.layers} blocks: a micro-batch of {work.tokens:,} tokens would need {whole:.3g} of "
+    text += f"{room:.3g} GiB"
+    return num, text if least <= room else f"{text}, and still needs {least:.3g}"
+
+
+def recompute_by_memory(s: Sizes, work: Work, room: float) -> Work:
+    """Return the work with as few checkpointed blocks as fit in `room`; all blocks if even that does not fit."""
+    for num in range(s.layers):
+        fewer = replace(work, checkpointing=num > 0, recomputed=num or None)
+        if peak(s, fewer) <= room:
+            return fewer
+    return replace(work, checkpointing=True, recomputed=None)
 
 
 def shards_of(cfg: MethodConfig, s: Sizes, work: Work, device: str) -> int:
@@ -750,6 +838,15 @@ def memory_here() -> float:
     return torch.cuda.mem_get_info()[1] - RESERVE * GIB if torch.cuda.is_available() else math.inf
 
 
+def free_here() -> float:
+    """Return the bytes on this GPU that other processes do not use, less the reserve."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return math.inf
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - RESERVE * GIB
+
+
 # out of memory ---------------------------------------------------------------------------------------------------
 
 
@@ -826,10 +923,16 @@ def advice(s: Sizes, work: Work, cfg: MethodConfig) -> list[Advice]:
     is_alone = work.shards == work.context == 1
     in_full = work.lora_r > 0 and not work.in_4bit and is_alone and work.head != "none"
     second = hasattr(cfg, "reference") and (work.has_reference or work.other_bytes)
-    can_offload = work.checkpointing and not work.offloading and device_here() == "cuda"
+    recomputes_all = num_recomputed(s, work) == s.layers
+    can_offload = recomputes_all and not work.offloading and device_here() == "cuda"
     host = offloaded_bytes(s, replace(work, offloading=True)) / GIB
     for is_possible, flag, changed, remark_on_flag in (
-        (not work.checkpointing, "--gradient-checkpointing", {"checkpointing": True}, ", a third slower"),
+        (
+            not recomputes_all,
+            "--gradient-checkpointing",
+            {"checkpointing": True, "recomputed": None},
+            ", a third slower",
+        ),
         (can_offload, "--activation-offloading", {"offloading": True}, f", uses {host:.3g} GiB of main memory"),
         (work.optim == "adamw", "--optim adamw_8bit", {"optim": "adamw_8bit"}, " of moments (needs torchao)"),
         (is_wide, "--trained-dtype bfloat16", {"weight_bytes": 2}, ", in a new run: weights, gradients and moments"),
@@ -1169,7 +1272,7 @@ def report(cfg: PlanConfig, s: Sizes, card_name: str, card: Card) -> list[str]:
         model = cfg.value_model and sizes_of(meta_model(cfg.value_model, trust_remote_code=cfg.trust_remote_code))
         works = {name: replace(work, critic=critic_bytes(s, work, model)) for name, work in works.items()}
     samplers = [sampler_of(cfg, s, work, card) for work in works.values()]
-    rooms = " or ".join(sorted({f"{sampler.room:.1f}" for sampler in samplers}))
+    room = " or ".join(sorted({f"{sampler.room:.1f}" for sampler in samplers}))
     num_adapter = f", {s.adapter(cfg.lora.r):,} in adapters" if cfg.lora.r else ""
     num_adapter = f", {sum(s.trained):,} trained" if cfg.trained_parameters else num_adapter
     sharing = f" split over {cfg.parallel.context} GPUs" if cfg.parallel.context > 1 else ""
@@ -1178,7 +1281,7 @@ def report(cfg: PlanConfig, s: Sizes, card_name: str, card: Card) -> list[str]:
     out = [
         f"{cfg.shape or cfg.model}: {s.params:,} parameters{num_adapter}; "
         f"{cfg.method}, {cfg.dtype}, {cfg.optim}{stored}",
-        f"{cfg.gpus} x {card_name}, {card.gib:.1f} GiB each, {rooms} for the trainer's tensors; "
+        f"{cfg.gpus} x {card_name}, {card.gib:.1f} GiB each, {room} for the trainer's tensors; "
         f"{cfg.max_tokens_per_micro_batch} tokens per micro-batch{sharing}; gc = gradient checkpointing",
         "",
     ]
@@ -1207,7 +1310,8 @@ def report(cfg: PlanConfig, s: Sizes, card_name: str, card: Card) -> list[str]:
     row("largest max-tokens-per-micro-batch", [f"{tokens:,}" if tokens else "none" for tokens in best])
     flops = cfg.gpus * cfg.mfu * (card.bf16 if cfg.dtype == "bfloat16" else card.fp32) * 1e12
     row("tokens/s, all GPUs, rough", [flops / flops_per_token(s, work) for work in works.values()], ",.0f")
-    *facts, rough = explain(cfg, s, works, dict(zip(works, fits, strict=True)))
+    rooms = {name: USABLE * sampler.room * GIB for name, sampler in zip(works, samplers, strict=True)}
+    *facts, rough = explain(cfg, s, works, dict(zip(works, fits, strict=True)), rooms)
     return [*out, "", *facts, *explain_engine(cfg, s, works, dict(zip(works, samplers, strict=True))), rough]
 
 
@@ -1228,7 +1332,9 @@ def explain_engine(cfg: PlanConfig, s: Sizes, works: dict[str, Work], samplers: 
             yield f"This memory is {verb} during training: {', '.join(name for name in local if name in names)}."
 
 
-def explain(cfg: PlanConfig, s: Sizes, works: dict[str, Work], fits: dict[str, bool]) -> Iterator[str]:
+def explain(
+    cfg: PlanConfig, s: Sizes, works: dict[str, Work], fits: dict[str, bool], rooms: dict[str, float]
+) -> Iterator[str]:
     first = next(iter(works.values()))
     fullest = "; ".join(f"{name}: {fullest_point(s, work).name}" for name, work in works.items())
     yield f"Peak of a step: {fullest}."
@@ -1247,6 +1353,12 @@ def explain(cfg: PlanConfig, s: Sizes, works: dict[str, Work], fits: dict[str, b
         if works[name].checkpointing == cfg.gradient_checkpointing
     )
     yield f"{'With' if cfg.gradient_checkpointing else 'Without'} gradient checkpointing: {verdict}."
+    by_memory = ", ".join(
+        f"{name} {num_recomputed(s, recompute_by_memory(s, work, rooms[name])):g}"
+        for name, work in works.items()
+        if not work.checkpointing
+    )
+    yield f"Blocks that gradient_checkpointing=auto recomputes, of {s.layers}: {by_memory}."
     yield (
         f"Speed: {cfg.mfu:.2f} of the data sheet's peak, for training only, without sampling or waiting. "
         f"{RESERVE:g} GiB are reserved for CUDA and the allocator. Formulas: trainer/plan.py."

@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,22 +20,28 @@ import torch._dynamo
 
 from bench.common import watched
 from bench.runs.kernel_times import Watch
-from bench.vs_trl import LONGEST, PROMPT, RESULT, Measured, reward
-from trainer.metrics.metrics import read_jsonl
+from bench.vs_trl import PROMPT, RESULT, Measured, reward
+from trainer.metrics.metrics import Timer, read_jsonl
 
 
-def run_ours(job: dict[str, Any]) -> Measured:
-    """Run `python -m trainer` without the final export."""
+def run_ours(job: dict[str, Any], used: Sequence[float] = ()) -> Measured:
+    """Run `python -m trainer` without the final export. `used`: GiB in use on the GPU so far."""
     from trainer.__main__ import INTERRUPTED, main
     from trainer.run.run import Run
 
-    watch, save = Watch(job["steps"]), Run.maybe_save
+    watch, save, lap = Watch(job["steps"], job["extra"], used), Run.maybe_save, Timer.lap
+
+    def lap_and_mark(timer: Timer, name: str) -> None:
+        lap(timer, name)
+        if name in ("rollout_s", "reward_s"):
+            watch.part_ended()
 
     def maybe_save(run: Run, step: int, *args: Any) -> None:
         save(run, step, *args)
         watch.step_ended(step)
 
-    with patch.multiple(Run, finish=lambda run, policy: None, maybe_save=maybe_save):  # exporting is not part of a step
+    without_export = patch.multiple(Run, finish=lambda run, policy: None, maybe_save=maybe_save)
+    with without_export, patch.object(Timer, "lap", lap_and_mark):
         code = main(job["flags"])
     if code == INTERRUPTED:
         raise KeyboardInterrupt
@@ -53,11 +60,11 @@ def run_ours(job: dict[str, Any]) -> Measured:
         for name in names
         if f"time/{name}" in last
     }
-    made = Measured(seconds[timed], tokens[timed], last["mem/peak_gib"], 0.0, parts)
+    made = Measured(seconds[timed], tokens[timed], last["mem/peak_gib"], 0.0, parts, kernels=watch.found)
     if job["method"] == "grpo":
-        return replace(made, error=last["policy/behaviour_gap"])
+        return replace(made, error=last["policy/behaviour_gap"], peak_gib=watch.peak_gib)
     error = abs(records[0]["loss/total"] / job["exact"] - 1)
-    return replace(made, error=error, planned_gib=planned(job, max(tokens)), kernels=watch.found)
+    return replace(made, error=error, planned_gib=planned(job, max(tokens)))
 
 
 def step_tokens(job: dict[str, Any], before: dict[str, float], after: dict[str, float]) -> float:
@@ -76,7 +83,7 @@ def planned(job: dict[str, Any], tokens: float) -> float:
     return planned_peak(cfg, int(tokens) - shared, trained_tokens=trained) / 2**30
 
 
-def run_trl(job: dict[str, Any]) -> Measured:
+def run_trl(job: dict[str, Any], used: Sequence[float] = ()) -> Measured:
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
@@ -86,7 +93,7 @@ def run_trl(job: dict[str, Any]) -> Measured:
     counts: list[float] = []
     shown: list[dict[str, float]] = []
     peaks = [0.0]
-    watch = Watch(job["steps"])
+    watch = Watch(job["steps"], job["extra"], used)
     offline = job["method"] != "grpo"
 
     class Clock(TrainerCallback):
@@ -107,11 +114,16 @@ def run_trl(job: dict[str, Any]) -> Measured:
         "output_dir": str(folder / "trl"), "max_steps": job["steps"] + job["extra"],
         "per_device_train_batch_size": job["rows"] // job.get("accumulation", 1),
         "gradient_accumulation_steps": job.get("accumulation", 1),
-        "gradient_checkpointing": job["checkpointing"], "logging_steps": 1, "save_strategy": "no", "report_to": "none",
-        "disable_tqdm": True, "bf16": on_cuda, "use_cpu": not on_cuda, "include_num_input_tokens_seen": "no",
+        "gradient_checkpointing": "no checkpointing" not in job["options"], "logging_steps": 1, "save_strategy": "no",
+        "use_liger_kernel": "liger" in job["options"], "torch_compile": "compile" in job["options"],
+        "report_to": "none", "disable_tqdm": True, "bf16": on_cuda, "use_cpu": not on_cuda,
+        "include_num_input_tokens_seen": "no",
     }  # fmt: skip
     dtype = torch.bfloat16 if on_cuda else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(str(folder / "model"), dtype=dtype)
+    attention = {"attn_implementation": "flash_attention_2"} if "flash" in job["options"] else {}
+    if attention and offline:
+        options["padding_free"] = True
+    model = AutoModelForCausalLM.from_pretrained(str(folder / "model"), dtype=dtype, **attention)
     file = str(folder / ("ordered.jsonl" if offline else "rows.jsonl"))
     rows = load_dataset("json", data_files=file, split="train", cache_dir=str(folder / "cache"))
     shared = {"model": model, "train_dataset": rows, "callbacks": [Clock()]}
@@ -123,7 +135,7 @@ def run_trl(job: dict[str, Any]) -> Measured:
             r=job["lora"], lora_alpha=2 * job["lora"], target_modules="all-linear", task_type="CAUSAL_LM"
         )
     if offline:
-        options |= {"max_length": LONGEST, "train_sampling_strategy": "sequential"}
+        options |= {"max_length": job["longest"], "train_sampling_strategy": "sequential"}
     if job["method"] == "dpo":
         from trl import DPOConfig, DPOTrainer
 
@@ -141,7 +153,8 @@ def run_trl(job: dict[str, Any]) -> Measured:
 
         options |= {
             "num_generations": job["group"], "max_completion_length": job["completion"], "use_vllm": job["trl_vllm"],
-            "vllm_mode": "colocate", "vllm_gpu_memory_utilization": job["share"], "vllm_max_model_length": LONGEST,
+            "vllm_mode": "colocate", "vllm_gpu_memory_utilization": job["share"],
+            "vllm_max_model_length": job["longest"],
         }  # fmt: skip
         trainer = GRPOTrainer(args=GRPOConfig(**options), reward_funcs=[reward], **shared)
     trainer.train()
@@ -153,7 +166,8 @@ def run_trl(job: dict[str, Any]) -> Measured:
         error = shown[-1].get("sampling/sampling_logp_difference/mean", 0.0)  # absent without vLLM
     else:
         error = abs(shown[0]["loss"] / job["exact"] - 1)
-    return Measured(seconds[timed], tokens[timed], max(peaks), error, {}, kernels=watch.found)
+    peak_gib = max(peaks) if offline else watch.peak_gib
+    return Measured(seconds[timed], tokens[timed], peak_gib, error, {}, kernels=watch.found)
 
 
 def main() -> None:
@@ -179,12 +193,10 @@ def measured(job: dict[str, Any]) -> Measured | None:
     torch._dynamo.reset()  # Dynamo limits the graphs per function, including graphs of other ways
     try:
         with watched() as used:
-            made = run_ours(job) if job["way"] == "ours" else run_trl(job)
+            return run_ours(job, used) if job["way"] == "ours" else run_trl(job, used)
     except (Exception, SystemExit):  # e.g. out of memory; the next way may fit
         traceback.print_exc(file=sys.stdout)
         return None
-    # Engines and servers use memory outside torch.
-    return replace(made, peak_gib=max(used)) if job["method"] == "grpo" else made
 
 
 if __name__ == "__main__":

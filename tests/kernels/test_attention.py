@@ -423,3 +423,52 @@ def test_generation_with_a_cache_equals_the_training_forward(model, sizes):
         separate = model.model(input_ids=ids[:, positions]).last_hidden_state[0, prefix - 1 : -1]
         index = torch.tensor(positions[prefix:]) - sizes["prompt_length"]
         torch.testing.assert_close(trained[0, batch.predictor.flatten()[index]], separate, rtol=1e-5, atol=1e-5)
+
+
+# FlashAttention 4
+
+
+def test_flash_needs_its_package_a_size_and_nondeterministic_algorithms(monkeypatch):
+    assert "not installed" in attention.flash_obstacle(8, 4, 128)
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: name)
+    assert "head size 96" in attention.flash_obstacle(8, 4, 96)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert "Hopper" in attention.flash_obstacle(8, 4, 128)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert "deterministic" in attention.flash_obstacle(8, 4, 128)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+    for error, words in (
+        (0.003, ""),
+        (0.5, "off by 0.5"),
+        (RuntimeError("no cutlass\nmore"), "RuntimeError: no cutlass"),
+    ):
+
+        def trial(*args, error=error):
+            attention.use_flash(True)
+            if isinstance(error, Exception):
+                raise error
+            return error
+
+        monkeypatch.setattr(attention, "_flash_error", trial)
+        assert (words in attention.flash_obstacle(8, 4, 128)) and not attention._flash_is_on
+        assert (attention.flash_obstacle(8, 4, 128) == "") == (words == "")
+
+
+def test_flash_is_passed_to_flex_attention_for_inputs_that_it_can_compute(monkeypatch):
+    seen = []
+    monkeypatch.setattr(attention, "flex_attention", lambda *args, **options: seen.append(options) or args[0])
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
+    layout = lay_out([[(100, [28])]], multiple=TILE)
+    mask = block_mask(layout.spans, layout.document.shape[1])
+    length = layout.document.shape[1]
+    monkeypatch.setattr(attention, "_flash_is_on", True)
+    for dtype, size, want in ((torch.bfloat16, 64, True), (torch.float32, 64, False), (torch.bfloat16, 32, False)):
+        x = torch.zeros(1, 2, length, size, dtype=dtype)
+        flex_attend(x, x, x, mask, scale=1.0)
+        assert seen.pop()["kernel_options"] == ({"BACKEND": "FLASH"} if want else None)
+    attention.use_flash(False)
+    x = torch.zeros(1, 2, length, 64, dtype=torch.bfloat16)
+    flex_attend(x, x, x, mask, scale=1.0)
+    assert seen.pop()["kernel_options"] is None, "Triton's kernels as before"

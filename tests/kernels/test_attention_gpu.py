@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels import reference
+from kernels import attention, reference
 from kernels.attention import TILE, Spans, block_mask, dense_mask, flex_attend, with_window
 from tests.kernels.layouts import Layout, lay_out, strided
 
@@ -303,3 +303,10 @@ def test_slices_of_queries_over_all_keys_match_the_row(name):
         assert error(found["dq"][:, :, at[real]], whole["dq"][:, :, at[real]]) < 1e-2
         sums = {side: total + found[side] for side, total in sums.items()}
     assert error(sums["dk"], whole["dk"]) < 2e-2 and error(sums["dv"], whole["dv"]) < 2e-2
+
+
+def test_flash_matches_triton_where_it_is_installed():
+    obstacle = attention.flash_obstacle(16, 8, 128)
+    if "not installed" in obstacle:
+        pytest.skip(obstacle)
+    assert obstacle == "" and attention.flash_obstacle(8, 8, 64, softcap=30.0) == ""

@@ -112,15 +112,26 @@ def test_known_shapes_have_the_published_number_of_parameters():
         assert counts[0] + (layers - 1) * (counts[1] - counts[0]) == published, name
 
 
+ALL: dict[str, Any] = {"checkpointing": True}
+FIRST = ALL | {"recomputed": 1}
 SAVED = [
     ("llama", SMALL, {}), ("qwen3", WIDE, {}), ("qwen3", SMALL, {"compute": 4}), ("qwen3", SMALL, {"weight_bytes": 2}),
     ("llama", WIDE, {"compute": 4, "checkpointing": True}), ("qwen3", SMALL, {"checkpointing": True}),
+    ("qwen3", SMALL, {"checkpointing": True, "recomputed": 2}), ("llama", SMALL, {"lora_r": 8, **FIRST}),
+    ("llama", WIDE, {"compute": 4, **FIRST}), ("qwen3_moe", SMALL | EXPERTS, FIRST),
     ("llama", SMALL, {"lora_r": 8}), ("qwen3", WIDE, {"lora_r": 8}), ("llama", WIDE, {"lora_r": 8, "compute": 4}),
     ("qwen3", SMALL, {"lora_r": 8, "compute": 4}), ("qwen3", WIDE, {"lora_r": 8, "in_4bit": True}),
     ("llama", SMALL, {"lora_r": 8, "compute": 4, "in_4bit": True}),
     ("qwen3_moe", SMALL | EXPERTS, {}), ("qwen3_moe", WIDE | EXPERTS, {"compute": 4}),
     ("qwen3_moe", SMALL | EXPERTS, {"lora_r": 8}), ("qwen3_moe", WIDE | EXPERTS, {"lora_r": 8, "compute": 4}),
 ]  # fmt: skip
+
+
+def checkpoint(model: Any, work: Work) -> None:
+    if work.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for block in model.model.layers[work.recomputed :] if work.recomputed else ():
+            block.gradient_checkpointing = False
 
 
 def test_activations_match_autograd():
@@ -133,8 +144,7 @@ def test_activations_match_autograd():
         model = tiny(kind, numbers, torch.bfloat16 if is_low else torch.float32)
         s = sizes_of(model)
         assert (s.qk_norm, s.params) == (kind != "llama", sum(x.numel() for x in model.parameters()))
-        if work.checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint(model, work)
         if work.in_4bit:
             quantize_layers(model, torch.device("cpu"))
             assert persistent_bytes(s, work)["weights"] == sum(x.nbytes for x in model.parameters())
@@ -143,7 +153,8 @@ def test_activations_match_autograd():
             assert s.adapter(8) == sum(x.numel() for x in wrapped.parameters() if x.requires_grad)
             model = wrapped.get_base_model()
         saved = saved_bytes(model, 64, autocast=work.compute == 2)
-        saved += 64 * 2 * 4 * s.head_dim * work.checkpointing  # the rotary table, an argument that hooks do not see
+        if plan.num_recomputed(s, work) == s.layers:  # the rotary table is an argument that hooks do not see
+            saved += 64 * 2 * 4 * s.head_dim
         assert activation_bytes(s, work) == pytest.approx(saved, rel=0.01), (kind, options)
 
 
@@ -278,10 +289,12 @@ def peak_bytes(step) -> int:
 
 
 # model, vocabulary, checkpointing, accumulates, point of the peak
-STEPS = [("llama", 300, False, True, "log-prob head"), ("llama", 40, False, False, "backward of a block"),
-         ("llama", 40, True, True, "backward of a block"), ("llama", 40, True, False, "backward of the first block"),
-         ("llama", 3000, True, False, "log-prob head"), ("qwen3_moe", 40, True, True, "backward of a block"),
-         ("qwen3_moe", 40, True, False, "backward of the first block")]  # fmt: skip
+STEPS = [("llama", 300, {}, True, "log-prob head"), ("llama", 40, {}, False, "backward of a block"),
+         ("llama", 40, ALL, True, "backward of a block"), ("llama", 40, ALL, False, "backward of the first block"),
+         ("llama", 3000, ALL, False, "log-prob head"), ("qwen3_moe", 40, ALL, True, "backward of a block"),
+         ("qwen3_moe", 40, ALL, False, "backward of the first block"),
+         ("llama", 40, FIRST, True, "backward of a block"),
+         ("qwen3_moe", 40, FIRST, True, "backward of a block")]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind, vocab, checkpointing, accumulates, fullest", STEPS)
@@ -293,8 +306,8 @@ def test_peak_of_a_step_on_a_cpu_matches_the_profiler(kind, vocab, checkpointing
         kind, **numbers, num_hidden_layers=3, head_dim=32, vocab_size=vocab, tie_word_embeddings=True
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    work = Work(tokens=128, compute=4, accumulates=accumulates, triton=False, **checkpointing)
+    checkpoint(model, work)
     ids = torch.arange(128) % vocab
 
     def step() -> None:
@@ -306,7 +319,6 @@ def test_peak_of_a_step_on_a_cpu_matches_the_profiler(kind, vocab, checkpointing
     if not accumulates:
         model.zero_grad(set_to_none=True)
     s = sizes_of(model)
-    work = Work(tokens=128, compute=4, checkpointing=checkpointing, accumulates=accumulates, triton=False)
     assert plan.fullest_point(s, work).name == fullest
     assert plan.fullest_point(s, work).total == pytest.approx(peak_bytes(step), rel=0.15)
     weights = sum(x.nbytes for x in model.parameters())
@@ -593,6 +605,31 @@ def test_work_of_a_run(tmp_path):
     other = replace(cfg.reference, ref_model="builtin:tiny")
     tiny = plan.sizes_for(sft.Config(model=ModelConfig(model="builtin:tiny"), data=DATA)).params
     assert plan.work_of(replace(cfg, reference=other, lora=LoraConfig(r=4)), s, "cuda").other_bytes == 2 * tiny
+
+
+def test_blocks_are_recomputed_by_memory(tmp_path, monkeypatch):
+    cfg = dpo.Config(model=ModelConfig(model=folder_of(tmp_path)), data=DATA)
+    s = plan.sizes_for(cfg)
+
+    def chosen(room: float, **settings: Any) -> tuple[int, Work]:
+        monkeypatch.setattr(plan, "memory_here", lambda: room / plan.USABLE)
+        work = plan.work_of(replace(cfg, model=replace(cfg.model, **settings)), s, "cuda")
+        return plan.num_recomputed(s, work), work
+
+    none, whole = chosen(GIB)
+    assert none == 0 and not whole.checkpointing
+    least = peak(s, replace(whole, checkpointing=True))
+    counts = []
+    for share in (1.0, 0.999, 0.5, 0.0, -0.5):  # of the memory that recomputing all blocks saves
+        room = least + share * (peak(s, whole) - least)
+        num, work = chosen(room)
+        counts.append(num)
+        assert peak(s, work) <= room + 1 or num == s.layers
+        fewer = replace(work, checkpointing=num > 1, recomputed=num - 1)
+        assert num == 0 or peak(s, fewer) > room, "one block less does not fit"
+    assert counts[0] == 0 < counts[1] < counts[2] < counts[3] <= counts[4] == s.layers, counts
+    assert chosen(0, gradient_checkpointing=False)[0] == 0 and chosen(GIB, gradient_checkpointing=True)[0] == s.layers
+    assert chosen(GIB, activation_offloading=True)[1].checkpointing
 
 
 POLICY_GRADIENT = MethodMemory("one pass", "with beta", samples=True, sequences=1, critic=False)

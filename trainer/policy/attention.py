@@ -24,7 +24,17 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from data.errors import UserError
 from data.packing import Batch
-from kernels.attention import TILE, Spans, block_mask, dense_attend, dense_mask, flex_attend, with_window
+from kernels.attention import (
+    TILE,
+    Spans,
+    block_mask,
+    dense_attend,
+    dense_mask,
+    flash_obstacle,
+    flex_attend,
+    use_flash,
+    with_window,
+)
 from trainer.parallel.comm import context_size
 from trainer.parallel.context import BatchSlice, gather_row, slice_batch
 
@@ -96,8 +106,25 @@ def _choose_kernel(model: Any, choice: str, device: torch.device) -> None:
             _log_once(f"attention: using {dense} with dense masks instead of flex: {obstacle}")
         else:
             use_flex(model)
+            _choose_flash(model, choice)
     elif choice == "auto" and dense == "eager":
         _log_once(f"attention: using eager: {type(model).__name__} does not support sdpa")
+
+
+def _choose_flash(model: Any, choice: str) -> None:
+    """Run flex attention on FlashAttention 4 if it is installed and `choice` is auto, and log the choice."""
+    text = model.config.get_text_config()
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    softcap = getattr(text, "attn_logit_softcapping", None)
+    obstacle = flash_obstacle(heads, kv_heads, head_dim, softcap) if choice == "auto" else "attn_implementation=flex"
+    use_flash(not obstacle)
+    _log_once(
+        f"attention: flex attention with Triton's kernels ({obstacle})"
+        if obstacle
+        else "attention: flex attention with FlashAttention 4; --attn-implementation flex uses Triton's kernels"
+    )
 
 
 def flex_obstacle(model: Any) -> str | None:
@@ -134,20 +161,35 @@ def row_multiple(config: Any) -> int:
 
 
 def attention_masks(config: Any, batch: Batch, num_keys: int | None = None) -> Any:
-    """Return transformers' attention_mask for a micro-batch. `num_keys`: keys of the whole row, for a slice."""
+    """Return transformers' attention_mask for a micro-batch. `num_keys`: keys of the whole row, for a slice.
+
+    Block masks are kept with the batch, so that all passes of a step share them: policy, reference and old log-probs.
+    Dense masks are rebuilt, because they are large.
+    """
     spans = Spans(batch.prefix_start, batch.prefix_stop, batch.own_start, batch.own_stop)
-    return span_masks(config, spans, num_keys or batch.own_start.shape[1])
+    built = vars(batch).setdefault("block_masks", {}) if uses_flex(config) else {}
+    return span_masks(config, spans, num_keys or batch.own_start.shape[1], built)
 
 
-def span_masks(config: Any, spans: Spans, num_keys: int) -> Any:
-    """Return transformers' attention_mask: one mask, or one per layer type if some layers have a sliding window."""
-    full, text = build_mask(config, spans, num_keys), config.get_text_config()
+def span_masks(config: Any, spans: Spans, num_keys: int, built: dict[Any, Any] | None = None) -> Any:
+    """Return transformers' attention_mask: one mask, or one per layer type if some layers have a sliding window.
+
+    `built`: masks of these spans by keys and window, which are reused and added to.
+    """
+    text, built = config.get_text_config(), {} if built is None else built
+
+    def mask(window: int | None) -> Tensor | BlockMask:
+        if (num_keys, window) not in built:
+            visible = spans if window is None else with_window(spans, window)
+            built[num_keys, window] = build_mask(config, visible, num_keys)
+        return built[num_keys, window]
+
     window = getattr(text, "sliding_window", None)
     if window is None or not getattr(text, "use_sliding_window", True):
-        return full
-    sliding = build_mask(config, with_window(spans, window), num_keys)
-    layer_types = getattr(text, "layer_types", None)
-    return {"full_attention": full, "sliding_attention": sliding} if layer_types else sliding
+        return mask(None)
+    if not getattr(text, "layer_types", None):
+        return mask(window)
+    return {"full_attention": mask(None), "sliding_attention": mask(window)}
 
 
 def build_mask(config: Any, spans: Spans, num_keys: int) -> Tensor | BlockMask:

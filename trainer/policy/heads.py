@@ -23,6 +23,7 @@ from data.chat import stop_ids
 from data.errors import UserError
 from data.packing import Batch, Item
 from trainer.config.blocks import LoraConfig, ModelConfig
+from trainer.metrics.startup import startup
 from trainer.policy.adapters import attach_adapter, freeze_except, wrap
 from trainer.policy.attention import rank_slice
 from trainer.policy.load import (
@@ -31,6 +32,7 @@ from trainer.policy.load import (
     check_tokenizer,
     checkpoint_blocks,
     find_model,
+    import_libraries,
     load_causal_lm,
     load_model,
     load_tokenizer,
@@ -74,8 +76,11 @@ def load_scorer(
     zero_head: bool = False,
 ) -> Policy:
     """Load a model with a scoring head: the checkpoint's head, or a new head (random, or zeros with `zero_head`)."""
+    import_libraries(lora)
     check_adapters(cfg, lora)
     check_offloading(cfg, device)
+    if cfg.fp8_base:
+        raise UserError("fp8_base=True: not supported for reward models; remove --fp8-base")
     if cfg.load_in_4bit:
         raise UserError(
             "load_in_4bit=True: a reward model is exported merged, which needs the full base; remove --load-in-4bit"
@@ -105,8 +110,7 @@ def load_scorer(
         adapt_trunk(scorer, lora, KINDS[kind])
     head_of(scorer.model).float()
     scorer.model.to(device)
-    if cfg.gradient_checkpointing:
-        checkpoint_blocks(causal_lm(scorer.model), cfg, base, device)
+    checkpoint_blocks(causal_lm(scorer.model), cfg, base, device)
     scorer.model.train()
     check_scores(scorer)  # before the head is zeroed, which would hide any difference
     if is_new and zero_head:
@@ -114,6 +118,7 @@ def load_scorer(
             nn.init.zeros_(parameter)
     speed_up(causal_lm(scorer.model), cfg, base, device)
     scorer.is_compiled = cfg.compile is True
+    startup.lap("weights")
     return scorer
 
 

@@ -22,12 +22,14 @@ adapters to it, initialised from the same random numbers as for a loaded paramet
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,8 @@ from data.errors import UserError
 from data.formats.template_settings import check_kwargs
 from data.hub import check_hub
 from kernels.attention import share_graphs
+from kernels.fp8 import Linear8, has_tensor_cores
+from kernels.fp8 import fits as fits_fp8
 from kernels.nf4 import Linear4bit, is_4bit, make_known_to_inductor
 from rollout.model_folder import (
     BUILTIN,
@@ -56,9 +60,10 @@ from rollout.model_folder import (
 )
 from rollout.routes import expert_blocks
 from rollout.state_layers import carried_state
-from trainer.config.blocks import LoraConfig, ModelConfig, check_4bit
+from trainer.config.blocks import LoraConfig, ModelConfig, check_4bit, check_fp8
 from trainer.config.errors import load_error
 from trainer.files.tensor_files import Record, TensorFiles, records_of_file
+from trainer.metrics.startup import startup
 from trainer.parallel.comm import context_size, is_main, world_size
 from trainer.parallel.dtensor import local, local_slices
 from trainer.parallel.watch import log
@@ -69,6 +74,7 @@ from trainer.policy.fuse import fuse, unfuse
 from trainer.policy.logps import Policy, causal_lm, check_logps, reject_context
 from trainer.policy.offload import offload_inputs, offloads
 
+_RECOMPUTED: ContextVar[int] = ContextVar("blocks to recompute with gradient_checkpointing=auto", default=0)
 # The policy and the reference are different graphs, and must match bit for bit as long as their weights are equal.
 COMPILER_OPTIONS = {
     "emulate_precision_casts": True,  # round between fused operations as separate kernels would
@@ -85,6 +91,7 @@ def load_policy(
     cfg: ModelConfig, lora: LoraConfig, device: torch.device, *, with_reference: bool, load_now: bool = False
 ) -> Policy:
     """Load the policy. With several ranks, parallelize() reads the weights later unless `load_now`."""
+    import_libraries(lora)
     check_adapters(cfg, lora)
     check_offloading(cfg, device)
     compute_dtype = pick_dtype(cfg.dtype, device)
@@ -94,7 +101,7 @@ def load_policy(
     base_dtype = trained_dtype(cfg, compute_dtype) if trains_base else compute_dtype
     tokenizer = load_tokenizer(path, cfg)
     # Quantising, merging, DoRA magnitudes and copied modules need the weights now.
-    needs_all = cfg.load_in_4bit or (adapter and trains_base) or not lora.plain
+    needs_all = cfg.load_in_4bit or cfg.fp8_base or (adapter and trains_base) or not lora.plain
     later = world_size() > 1 and not load_now and not needs_all
     model, files = load_hollow(base, cfg, base_dtype, device) if later else (None, None)
     if files is None:
@@ -129,8 +136,9 @@ def load_policy(
         for model in (policy.model, policy.reference):
             if model is not None:
                 model.to(device)
-    if cfg.gradient_checkpointing:
-        checkpoint_blocks(causal_lm(policy.model), cfg, base, device)
+    if cfg.fp8_base:
+        multiply_in_fp8(causal_lm(policy.model), base, device)
+    checkpoint_blocks(causal_lm(policy.model), cfg, base, device)
     policy.model.train()
     if files is None:
         check_logps(policy)
@@ -138,7 +146,17 @@ def load_policy(
         if model is not None:
             speed_up(causal_lm(model), cfg, base, device)
     policy.is_compiled = cfg.compile is True
+    startup.lap("weights")
     return policy
+
+
+def import_libraries(lora: LoraConfig) -> None:
+    """Import the libraries that loading needs, to time them separately."""
+    import transformers.modeling_utils  # noqa: F401
+
+    if lora.r:
+        import peft  # noqa: F401
+    startup.lap("imports")
 
 
 def find_model(name: str, revision: str | None = None) -> tuple[str, str, str | None, str | None]:
@@ -151,6 +169,7 @@ def find_model(name: str, revision: str | None = None) -> tuple[str, str, str | 
 def check_adapters(cfg: ModelConfig, lora: LoraConfig) -> None:
     """Raise if a setting has no effect with, or without, adapters."""
     check_4bit(cfg, lora)
+    check_fp8(cfg, lora)
     if cfg.trained_parameters and lora.r > 0:
         raise UserError(
             f"trained_parameters={' '.join(cfg.trained_parameters)}: not supported with LoRA (lora.r={lora.r}); use "
@@ -186,6 +205,26 @@ def quantize_layers(lm: Any, device: torch.device) -> None:
         raise UserError(
             f"load_in_4bit=True: {type(lm).__name__} has no nn.Linear layers to store in 4 bits; remove --load-in-4bit"
         )
+
+
+def multiply_in_fp8(lm: Any, source: str, device: torch.device) -> None:
+    """Make the frozen linear layers of the blocks multiply in FP8 (kernels/fp8.py)."""
+    if device.type == "cuda" and not has_tensor_cores(device):
+        raise UserError(
+            f"fp8_base=True: needs a Hopper GPU or later; {torch.cuda.get_device_name(device)} multiplies FP8 rows in "
+            "float32; remove --fp8-base"
+        )
+    kept = {lm.get_submodule(name) for name in read_by_kernels(lm)}
+    num = 0
+    for name, module in list(blocks_of(lm, source).named_modules()):
+        is_frozen = type(module) is nn.Linear and not module.weight.requires_grad and "lora_" not in name
+        if is_frozen and module not in kept and fits_fp8(module):
+            Linear8.of(module)
+            num += 1
+    if not num:
+        raise UserError(f"fp8_base=True: {type(lm).__name__} has no frozen nn.Linear layers; remove --fp8-base")
+    if is_main():
+        log(f"fp8_base: {num} layers multiply in FP8")
 
 
 def trained_dtype(cfg: ModelConfig, compute_dtype: torch.dtype) -> torch.dtype:
@@ -327,15 +366,32 @@ def blocks_of(lm: Any, source: str) -> nn.ModuleList:
     raise UserError(f"model={source}: no list of {num_layers} decoder blocks; this architecture is not supported")
 
 
+@contextlib.contextmanager
+def recomputing(num: int) -> Iterator[None]:
+    """Checkpoint the first `num` blocks of models that are loaded with gradient_checkpointing=auto."""
+    token = _RECOMPUTED.set(num)
+    try:
+        yield
+    finally:
+        _RECOMPUTED.reset(token)
+
+
 def checkpoint_blocks(lm: Any, cfg: ModelConfig, source: str, device: torch.device) -> None:
+    is_all = cfg.gradient_checkpointing is True or cfg.activation_offloading
+    if cfg.gradient_checkpointing is False or not (is_all or _RECOMPUTED.get()):
+        return
     lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    blocks = blocks_of(lm, source)
+    is_each = all(hasattr(block, "_gradient_checkpointing_func") for block in blocks)
     if cfg.activation_offloading:
-        blocks = blocks_of(lm, source)
-        if not all(hasattr(block, "_gradient_checkpointing_func") for block in blocks):
+        if not is_each:
             raise UserError(
                 f"activation_offloading=True: {source} does not checkpoint each block; remove --activation-offloading"
             )
         offload_inputs(blocks, device)
+    elif not is_all and is_each:  # otherwise the model checkpoints all blocks or none
+        for block in blocks[_RECOMPUTED.get() :]:
+            block.gradient_checkpointing = False
 
 
 def speed_up(lm: Any, cfg: ModelConfig, source: str, device: torch.device) -> None:

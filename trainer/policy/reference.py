@@ -132,7 +132,7 @@ def load_frozen(setting: str, name: str, model: ModelConfig, policy: Policy, par
     with named_as(setting):
         is_adapter = (Path(resolve_model(name)) / "adapter_config.json").exists()
         dtype = "bfloat16" if policy.compute_dtype == torch.bfloat16 and not is_adapter else "float32"
-        other = model.for_model(name, merge_lora=False, load_in_4bit=False, trained_dtype=dtype)
+        other = model.for_model(name, merge_lora=False, load_in_4bit=False, fp8_base=False, trained_dtype=dtype)
         source = load_policy(other, LoraConfig(), policy.device, with_reference=False, load_now=not policy.is_sharded)
     if is_adapter:  # merge in float32, then round once; buffers (rotary frequencies) keep their precision
         for parameter in source.model.parameters():

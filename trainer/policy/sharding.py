@@ -29,6 +29,7 @@ from torch import nn
 
 from data.errors import UserError
 from data.packing import Batch, empty_batch
+from kernels.fp8 import is_fp8
 from kernels.nf4 import is_4bit
 from trainer.config.blocks import ParallelConfig
 from trainer.files.tensor_files import TensorFiles
@@ -98,6 +99,9 @@ def pick_mode(cfg: ParallelConfig, policy: Policy) -> str:
     if is_4bit(policy.model):
         assert mode != "fsdp" and cfg.shard is None, "check_4bit() rejects this"
         mode, reason = "replicate", " (4-bit weights are not sharded)"
+    elif is_fp8(policy.model):
+        assert mode != "fsdp" and cfg.shard is None, "check_fp8() rejects this"
+        mode, reason = "replicate", " (FP8 weights are not sharded)"
     elif mode == "auto" and (cfg.shard is not None or cfg.reduce_once or cfg.cpu_offload):
         mode = "fsdp"
     elif mode == "auto":

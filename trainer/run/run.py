@@ -53,7 +53,7 @@ from data.command.config_file import (
 from data.command.flags import config_to_tree
 from data.errors import UserError
 from data.user_code import describe_error, users_part
-from trainer.config.blocks import MethodConfig, RunConfig, check_4bit
+from trainer.config.blocks import MethodConfig, RunConfig, check_4bit, check_fp8
 from trainer.config.defaults import default_tree
 from trainer.config.learning_rates import far_off
 from trainer.config.old_flags import without_old_defaults
@@ -99,6 +99,7 @@ def open_run(cfg: MethodConfig, method: str = "") -> Run:
     # A Config outside the repository needs only model and run.
     if hasattr(cfg, "lora"):
         check_4bit(cfg.model, cfg.lora, getattr(cfg, "parallel", None))
+        check_fp8(cfg.model, cfg.lora, getattr(cfg, "parallel", None))
     if hasattr(cfg, "optim"):
         check_installed(cfg.optim)
     random.seed(settings.seed)

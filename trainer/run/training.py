@@ -24,6 +24,7 @@ from torch import nn
 from data.loader import Loader
 from trainer.config.blocks import MethodConfig, MovingReferenceConfig, OptimConfig, steps_per_epoch
 from trainer.metrics.metrics import Counters, MetricSums, Timer
+from trainer.metrics.startup import startup
 from trainer.parallel.comm import all_count, pick_device, rank, world_size
 from trainer.policy.compile_choice import resolve_compile
 from trainer.policy.experts import RouterLoss
@@ -125,6 +126,7 @@ class Training:
         self.bad_steps = BadSteps(cfg.optim, self.counters, run.note)
         self.state = {"counters": self.counters, **source.plan(self), **(state or {})}
         self.state |= {f"trained.{module.name}": module for module in self.modules}
+        startup.lap("rows")
         self.moving: MovingReference | None = None
         if moving is not None and moving.sync_ref_model:  # --sync-ref-model
             self.moving = MovingReference(policy, moving.ref_model_mixup_alpha, moving.ref_model_sync_steps)
@@ -155,8 +157,10 @@ class Training:
         self.run.begin(self.total_steps, f"{self.run.method} {self.cfg.model.model}", self.steps_per_epoch)
         self.source.start()
         self.step = self.run.restore(self.policy, self.optimizer, self.schedule, self.state)
+        startup.lap("run folder and engine")
         if self.step == 0 and self.evaluate is not None:
             self.run.log(0, self._evaluate())
+            startup.lap("first evaluation")
 
     @torch.no_grad()
     def _evaluate(self) -> dict[str, float]:
@@ -208,6 +212,9 @@ class Training:
             norm = {"optim/grad_norm": pending.wait()}
             return {**extra, **means(), **known, **norm, **pending.skipped, **times()}
 
+        if startup.parts is not None:
+            pending.wait()  # the device has finished the step
+            self.run.note(startup.end())
         if self.evaluate is not None and self.run.eval_due(self.step):
             self.run.write_pending()
             self.run.log(self.step, metrics() | self._evaluate() | self.source.engine_metrics())

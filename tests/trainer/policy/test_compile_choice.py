@@ -20,7 +20,7 @@ from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.config.defaults import default_tree
 from trainer.policy import compile_choice
 from trainer.policy.compile_choice import ENOUGH_STEPS, Choice, choose, obstacle, resolve_compile
-from trainer.policy.load import blocks_of, load_policy
+from trainer.policy.load import blocks_of, load_policy, recomputing
 from trainer.policy.logps import causal_lm, reference_logps, token_logps
 
 CPU = torch.device("cpu")
@@ -177,7 +177,7 @@ def test_recomputation_inside_the_graph_skips_the_last_matmul(monkeypatch):
 
     def gradients(**settings):
         loaded = load_policy(
-            ModelConfig(model="builtin:tiny", dtype="float32", gradient_checkpointing=True, **settings),
+            ModelConfig(model="builtin:tiny", dtype="float32", **{"gradient_checkpointing": True, **settings}),
             LoraConfig(), CPU, with_reference=False,
         )  # fmt: skip
         for length in (20, 31):
@@ -195,8 +195,14 @@ def test_recomputation_inside_the_graph_skips_the_last_matmul(monkeypatch):
     got = gradients(compile=True)
     torch._dynamo.reset()
     assert matmuls == [7, 6 + 14]
+    matmuls.clear()
+    with recomputing(2):  # of three blocks
+        some = gradients(compile=True, gradient_checkpointing="auto")
+    torch._dynamo.reset()
+    assert sorted(matmuls) == [7, 7, 14, 6 + 14], "one graph for recomputed blocks and one for the others"
     for name, gradient in want.items():
         torch.testing.assert_close(got[name], gradient, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(some[name], gradient, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.slow

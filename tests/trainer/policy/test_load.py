@@ -19,7 +19,7 @@ from rollout.engines.load import load_model
 from rollout.sync.choose import check_served
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.policy import attention, logps
-from trainer.policy.load import BUILTIN, load_hollow, load_policy, resolve_model
+from trainer.policy.load import BUILTIN, load_hollow, load_policy, recomputing, resolve_model
 from trainer.policy.logps import Policy, causal_lm, check_logps, reference_logps, token_logps
 from trainer.tiny.build import make_tokenizer
 
@@ -198,19 +198,22 @@ def test_gradients_match_transformers(folder_of, name):
 @pytest.mark.parametrize("lora", [OFF, LoraConfig(r=RANK)], ids=["full", "lora"])
 def test_gradient_checkpointing_gives_the_same_gradient(folder_of, lora):
     calls, results = [], []
-    for checkpointing in (False, True):
+    for checkpointing, num in ((False, 1), (True, 0), ("auto", 0), ("auto", 1)):
         torch.manual_seed(0)  # for the adapter's initialisation
-        policy = load(folder_of("llama"), lora, gradient_checkpointing=checkpointing)
+        with recomputing(num):
+            policy = load(folder_of("llama"), lora, gradient_checkpointing=checkpointing)
         shake(policy.model, 2)
-        layer = causal_lm(policy.model).model.layers[0].mlp
-        count: list[int] = []
-        layer.register_forward_pre_hook(lambda *_, count=count: count.append(1))
+        counts = []
+        for layer in causal_lm(policy.model).model.layers:
+            count: list[int] = []
+            layer.mlp.register_forward_pre_hook(lambda *_, count=count: count.append(1))
+            counts.append(count)
         results.append(gradients(policy))
-        calls.append(len(count))
-    assert calls == [1, 2]  # recomputed in the backward pass
-    assert results[0].keys() == results[1].keys() and results[0]
-    for key, gradient in results[0].items():
-        torch.testing.assert_close(results[1][key], gradient)
+        calls.append([len(count) for count in counts])
+    assert calls == [[1, 1], [2, 2], [1, 1], [2, 1]]  # recomputed in the backward pass
+    for other in results[1:]:
+        assert results[0].keys() == other.keys() and other
+        assert all(torch.equal(other[key], gradient) for key, gradient in results[0].items())
 
 
 def test_dropout_of_the_base_is_off(folder_of):

@@ -18,7 +18,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from data.format_options import FormatOptions
 from data.hints import suggest
 from data.hub import check_hub
 from data.limits import input_limit
+from data.user_code import PythonObject, refuse_python_object
 
 TASK_OPTIONS: dict[str, Callable[[str], Any]] = {"size": int, "seed": int, "difficulty": int, "sloppy": float,
                                                   "boxed": float}  # fmt: skip
@@ -58,6 +59,7 @@ class DataSpec:
     split: str | None = None
     name: str | None = None  # configuration of a hub dataset
     weight: float = 1.0
+    rows: list[Any] | None = None  # rows passed from Python, instead of the path
     options: dict[str, Any] = field(default_factory=dict)  # task options: size, seed, difficulty, sloppy, boxed, ...
     format_options: dict[str, str] = field(default_factory=dict)  # FormatOptions of this entry
 
@@ -74,6 +76,9 @@ def _numbered(path: str, table: Iterable[dict[str, Any]]) -> list[Row]:
 
 def parse_spec(text: str) -> DataSpec:
     """Parse PATH[:key=value,...]; the path ends at the first `:key=`. A comma inside a value is written \\,"""
+    if isinstance(text, PythonObject):
+        return DataSpec(path=str(text), rows=text.value)
+    refuse_python_object(text, "data")
     path, *rest = _FIRST_OPTION.split(text, maxsplit=1)
     path = path.strip()
     if not path:
@@ -123,7 +128,10 @@ def spec_entry(text: str) -> str | dict[str, Any]:
 
 def load_rows(spec: DataSpec) -> list[Row]:
     """Read all rows of the spec's split, in order."""
-    if spec.path.startswith(TASKS):
+    if spec.rows is not None:
+        name = spec.path.rpartition(":")[2]
+        rows = [_python_row(f"{name}[{i}]", columns) for i, columns in enumerate(spec.rows)]
+    elif spec.path.startswith(TASKS):
         rows = _task_rows(spec)
     elif _is_hub(spec.path):
         rows = _hub_rows(spec)
@@ -132,6 +140,12 @@ def load_rows(spec: DataSpec) -> list[Row]:
     if not rows:
         raise UserError(f"data={spec.path}: {f'split={spec.split} ' if spec.split else ''}contains no rows")
     return rows
+
+
+def _python_row(source: str, columns: Any) -> Row:
+    if not isinstance(columns, Mapping):
+        raise UserError(f"{source}: a row must be a dict, not {type(columns).__name__}")
+    return Row(source=source, columns=dict(columns))
 
 
 def check_file(path: str) -> None:

@@ -7,7 +7,7 @@
 
 Later layers win: dataclass default < tiny recipe (only if nothing names a model) < saved config of the run to resume <
 --config < flag. The method is read first, because it decides which flags exist. --dry-run prints the settings of the
-file and the flags as YAML for --config, and exits.
+file and the flags as YAML for --config; then, on stderr, the first row and a plan (trainer/dry_run.py), and exits.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from data.command.flags import (
     HELP,
     REPEATABLE,
     Flag,
+    FlagValue,
     Mistakes,
     Values,
     build,
@@ -128,9 +129,41 @@ def parse(argv: Sequence[str], *, starts_run: bool = False) -> tuple[ModuleType,
         values |= read_tree({"output_dir": str(resume.run_dir), "resume": resume.checkpoint}, table, "--resume")
     cfg = build(module.Config, values, table, prog, mistakes)
     if is_dry_run:
-        print(_as_yaml(cfg, values), end="")
+        print(_as_yaml(cfg, values), end="", flush=True)
+        if starts_run:
+            from trainer.dry_run import describe
+
+            describe(cfg)
         raise SystemExit(0)
     return module, cfg if "learning_rate" in values else with_default_rate(cfg), str(name)
+
+
+def parse_settings(
+    name: str, layers: Sequence[tuple[Mapping[str, Any], str]], objects: Mapping[str, Any]
+) -> tuple[ModuleType, MethodConfig]:
+    """Return the method and its Config for settings from Python, with the checks and defaults of parse().
+
+    A layer is a mapping as in a YAML file, and its name in messages; later layers win. `objects`: values by key that
+    are not plain data, such as functions. lora_r is read as lora.r.
+    """
+    module = load_method(name)
+    table = flag_table(module.Config)
+    dotted = {key.replace(".", "_"): key for key in table if "." in key and key.replace(".", "_") not in table}
+    values: Values = {}
+    mistakes: list[str] = []
+    for tree, source in layers:
+        tree = {dotted.get(key, key): value for key, value in tree.items() if key != "method"}
+        read = read_tree(tree, with_old_flags(table), source, mistakes, methods_with)
+        values = _over(values, read, table, mistakes)
+    objects = {dotted.get(key, key): value for key, value in objects.items()}
+    read_tree(dict.fromkeys(objects, "object"), table, layers[-1][1], mistakes, methods_with)  # unknown keys
+    values = {key: given for key, given in values.items() if key not in objects}
+    if "model" not in (*values, *objects) and not mistakes:
+        recipe = _recipe_values(module, name, table, values | dict.fromkeys(objects, FlagValue(("",))))
+        values = _over({key: given for key, given in recipe.items() if key not in objects}, values, table, mistakes)
+    values |= read_tree({"method": name}, table, "method")
+    cfg = build(module.Config, values, table, f"train({name!r})", mistakes, objects)
+    return module, cfg if "learning_rate" in values else with_default_rate(cfg)
 
 
 def _check_before_import(name: str, argv: Sequence[str], file_tree: Mapping[str, Any], *, files: bool) -> None:

@@ -16,6 +16,7 @@ A source supplies the batches: Rows (trainer/offline/rows.py) for fixed rows, on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +37,7 @@ from trainer.policy.sharding import parallelize
 from trainer.run.run import Run
 
 Evaluate = Callable[[], dict[str, float]]
+OPENED: ContextVar[list[Training] | None] = ContextVar("OPENED", default=None)  # read by train() in trainer/api.py
 
 
 class Source(Protocol):
@@ -105,13 +107,15 @@ class Training:
         moving: MovingReferenceConfig | None = None,
     ) -> None:
         self.run, self.policy, self.source, self.step = run, policy, source, 0
+        if (opened := OPENED.get()) is not None:
+            opened.append(self)
         self.evaluate = (evaluate or source.evaluate) if source.holds_out else None
         pairs = {name: x if isinstance(x, tuple) else (x, cfg.optim) for name, x in (modules or {}).items()}
         cfg = source.resolve([module.to(policy.device) for module, _ in pairs.values()])
         if cfg.model.neftune_noise_alpha is not None:
-            add_noise(policy, cfg.model.neftune_noise_alpha)
+            run.keep(add_noise(policy, cfg.model.neftune_noise_alpha))
         if cfg.model.router_aux_loss_coef is not None:
-            policy.router = RouterLoss(policy, cfg.model.router_aux_loss_coef)
+            policy.router = run.keep(RouterLoss(policy, cfg.model.router_aux_loss_coef))
         # The noise scale depends on the length of each sequence, and the router's loss is a mean over all tokens.
         policy.shares_prompts = cfg.model.neftune_noise_alpha is None and policy.router is None
         sizes = (source.loader.rows_per_epoch, source.rows_per_batch, source.steps_per_batch)
@@ -152,7 +156,9 @@ class Training:
 
     def begin(self) -> None:
         """Create the run folder, or restore the checkpoint; evaluate the initial model as step 0."""
-        self.run.begin(self.total_steps, f"{self.run.method} {self.cfg.model.model}", self.steps_per_epoch)
+        self.run.begin(
+            self.total_steps, f"{self.run.method} {self.cfg.model.model.removeprefix('python:')}", self.steps_per_epoch
+        )
         self.source.start()
         self.step = self.run.restore(self.policy, self.optimizer, self.schedule, self.state)
         if self.step == 0 and self.evaluate is not None:

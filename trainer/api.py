@@ -113,9 +113,7 @@ def _named(name: str, value: Any) -> Any:
         return PythonObject(f"{PYTHON}:{_name_of(value)}", value)
     if isinstance(value, (list, tuple, set)):
         return tuple(_named(name, item) for item in value)
-    if callable(value) and name == "reward_funcs":
-        return value
-    if callable(value) and name not in AS_THEY_ARE:
+    if (callable(value) and name not in AS_THEY_ARE) or (name == "callbacks" and not isinstance(value, str)):
         return PythonObject(import_name(value), value)
     return str(value) if isinstance(value, Path) else value
 

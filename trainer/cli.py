@@ -130,11 +130,8 @@ def parse(argv: Sequence[str], *, starts_run: bool = False) -> tuple[ModuleType,
     cfg = build(module.Config, values, table, prog, mistakes)
     if is_dry_run:
         print(_as_yaml(cfg, values), end="", flush=True)
-        if starts_run:
-            from trainer.dry_run import describe
-
-            describe(cfg)
-        raise SystemExit(0)
+        if not starts_run:  # otherwise trainer/__main__.py shows the first row and a plan
+            raise SystemExit(0)
     return module, cfg if "learning_rate" in values else with_default_rate(cfg), str(name)
 
 

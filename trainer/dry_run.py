@@ -1,4 +1,4 @@
-"""What --dry-run prints on stderr after the settings: the first row as the model sees it, and a plan of memory and time.
+"""Print what --dry-run adds on stderr: the first row as the model sees it, and a plan of memory and time.
 
 describe(cfg)        # reads the data, the tokenizer, reward functions and config.json, but no weights
 """

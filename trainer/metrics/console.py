@@ -79,6 +79,11 @@ class Console:
         # Jupyter's stream is not a terminal, but "\r" returns to the start of its line.
         self._overwrites = type(self._stream).__module__.partition(".")[0] == "ipykernel"
         self._open_line = 0  # characters of an unfinished line
+        self.figure: Any = None  # LiveFigure, in a notebook; replaces the line that is overwritten
+
+    @property
+    def is_notebook(self) -> bool:
+        return self._overwrites
 
     def start(self) -> None:
         """Show the title and, on a terminal, the live display; start the clock for the time left."""
@@ -101,7 +106,9 @@ class Console:
             self._step_ends.append((step, time.monotonic()))
             self._headline_name = self._headline_name or next((name for _, name in NUMBERS if name in values), "")
             self._headline += [values[self._headline_name]] if self._headline_name in values else []
-            if self._live is None and (step % self.logging_steps == 0 or step == self.total_steps):
+            if self.figure is not None:
+                self.figure.add(step, values)
+            elif self._live is None and (step % self.logging_steps == 0 or step == self.total_steps):
                 self._print(self._step_line(), ends=not self._overwrites)
         elif step == self._start_step:
             self._step_ends.clear()  # the pace excludes the evaluation before the first step
@@ -138,6 +145,9 @@ class Console:
             self._sample = None
             self._live.stop()
             self._live = None
+        if self.figure is not None:
+            self.figure, figure = None, self.figure
+            figure.draw()
         if self._open_line:
             print(file=self._stream, flush=True)
             self._open_line = 0

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import signal
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -48,14 +46,7 @@ class GRPOConfig:
 
 def state_of_process():
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    numbers = [hash(x) for x in (random.getstate(), np.random.get_state()[1].tobytes(), bytes(torch.get_rng_state()))]
-    return (
-        handlers,
-        numbers,
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_grad_enabled(),
-        torch.get_num_threads(),
-    )
+    return handlers, torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled(), torch.get_num_threads()
 
 
 def test_a_trl_script_runs_twice_and_after_errors(tmp_path, monkeypatch):

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.common import QWEN3_0_6B, Row, alternate, emit, make_row, relative_error, require_commit
-from kernels.decode_attention import TILE_ROWS, Rows, decode_attention, decode_attention_reference
-from kernels.draw import draw
+from kernels.decode.attention import TILE_ROWS, Rows, decode_attention, decode_attention_reference
+from kernels.decode.draw import draw
 
 Section = Literal["attention", "draw"]
 PAGE = 64
@@ -40,8 +40,8 @@ SIZES = {
     "cpu": Sizes((4, 2, 32), ((16, 8, 128, 64),), (16,), 1000, torch.float32),
     "cuda": Sizes(
         (QWEN3_0_6B["num_attention_heads"], QWEN3_0_6B["num_key_value_heads"], QWEN3_0_6B["head_dim"]),
-        ((64, 8, 256, 256), (512, 8, 256, 128), (512, 8, 256, 256)), (64, 512), QWEN3_0_6B["vocab_size"],
-        torch.bfloat16,
+        ((64, 8, 256, 256), (512, 8, 256, 128), (512, 8, 256, 256), (512, 8, 256, 1024), (1, 1, 256, 2**14)), (64, 512),
+        QWEN3_0_6B["vocab_size"], torch.bfloat16,
     ),
 }  # fmt: skip
 
@@ -54,8 +54,8 @@ def lay_out(num_rows: int, group: int, prefix: int, own: int, device: torch.devi
     shared, own_page_ids = page.split([groups * prefix_pages, num_rows * own_pages])
     shared = shared.view(groups, prefix_pages).repeat_interleave(group, dim=0)
     table = torch.cat([shared, own_page_ids.view(num_rows, own_pages)], dim=1)
-    tiles = torch.full((num_rows, TILE_ROWS), -1, dtype=torch.int32)
-    tiles[: num_rows // TILE_ROWS] = torch.arange(num_rows, dtype=torch.int32).view(-1, TILE_ROWS)
+    tiles, size = torch.full((num_rows, TILE_ROWS), -1, dtype=torch.int32), min(group, TILE_ROWS)
+    tiles[: num_rows // size, :size] = torch.arange(num_rows, dtype=torch.int32).view(-1, size)
     lengths = (torch.full((num_rows,), n, dtype=torch.int32) for n in (prefix, own))
     return Rows(*(x.to(device).contiguous() for x in (table, *lengths, tiles))), total
 
@@ -78,7 +78,7 @@ def attention(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
             "sdpa, gathered before": partial(sdpa, query, *gathered, head_dim**-0.5),
         }
         size = 2 * key_heads * head_dim * query.element_size()  # bytes per token, keys and values
-        read = size * (num_rows // TILE_ROWS * prefix + num_rows * own)
+        read = size * (num_rows // min(group, TILE_ROWS) * prefix + num_rows * own)
         timings = alternate(calls, seconds=seconds)
         results += [
             make_row(

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,8 +47,11 @@ class ScriptedEngine(LocalEngine):
         self.max_batch_size, self.autocast_dtype, self.version = 1, None, 0
         self.completions = completions
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        return [self.completions[request.seed] for request in requests]
+    def generate_groups(
+        self, groups: Sequence[Sequence[Request]], sampling: Sampling, *, count: int, due: Collection[int] = ()
+    ) -> list[list[Completion]]:
+        self.asked = [[request.so_far is not None for request in group] for group in groups], count, list(due)
+        return [[self.completions[request.seed] for request in group] for group in groups]
 
 
 def prepared(kind: str) -> tuple[list[Prompt], list[Completion]]:

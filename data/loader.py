@@ -9,7 +9,6 @@ A new Loader over the same rows resumes from there after load_state_dict(state).
 
 from __future__ import annotations
 
-import array
 import hashlib
 import json
 import math
@@ -17,7 +16,10 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import cached_property
 from typing import Any, Generic, TypeVar
+
+import numpy as np
 
 from data.errors import UserError
 
@@ -36,16 +38,15 @@ class Loader(Generic[T]):
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
-        self._weights = [float(getattr(row, "weight", 1.0)) for row in rows]
-        for row, weight in zip(rows, self._weights, strict=True):
+        self._weights = getattr(rows, "weights", None) or [float(getattr(row, "weight", 1.0)) for row in rows]
+        for i, weight in enumerate(self._weights):
             if not (math.isfinite(weight) and weight >= 0):
-                raise UserError(f"weight={weight} of {getattr(row, 'source', row)}: must be 0 or more")
+                raise UserError(f"weight={weight} of {getattr(rows[i], 'source', rows[i])}: must be 0 or more")
         if sum(self._weights) < 1:
             raise UserError(
                 f"weight: the weights of {len(rows)} rows sum to {sum(self._weights):g}, less than one row per epoch; "
                 "add rows or raise weight="
             )
-        self._fingerprint, self._columns = _fingerprints(rows, self._weights)
         self._epoch = 0
         self._position = 0  # number of rows returned in the current epoch
         self._order = self._epoch_order(0)
@@ -62,31 +63,41 @@ class Loader(Generic[T]):
 
     def next(self, count: int | None = None) -> list[T]:
         """Return the next `count` rows (default: batch_size)."""
-        batch: list[T] = []
+        return [self.rows[number] for number in self.next_numbers(count)]
+
+    def next_numbers(self, count: int | None = None) -> list[int]:
+        """Return the indices of the next `count` rows."""
+        batch: list[int] = []
         while len(batch) < (self.batch_size if count is None else count):
             if self._position >= len(self._order):
                 self._epoch += 1
                 self._position = 0
                 self._order = self._epoch_order(self._epoch)
                 continue
-            batch.append(self.rows[self._order[self._position]])
+            batch.append(self._order[self._position])
             self._position += 1
         return batch
 
+    @cached_property
+    def _fingerprints(self) -> tuple[str, str]:
+        return _fingerprints(self.rows, self._weights)
+
     def state_dict(self) -> dict[str, Any]:
+        fingerprint, columns = self._fingerprints
         return {
             "epoch": self._epoch, "position": self._position, "seed": self.seed, "shuffle": self.shuffle,
-            "num_rows": len(self.rows), "fingerprint": self._fingerprint, "columns": self._columns,
+            "num_rows": len(self.rows), "fingerprint": fingerprint, "columns": columns,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a saved position; raise if the rows or their order differ."""
-        if (state["num_rows"], state["fingerprint"]) != (len(self.rows), self._fingerprint):
+        fingerprint, columns = self._fingerprints
+        if (state["num_rows"], state["fingerprint"]) != (len(self.rows), fingerprint):
             raise UserError(
                 f"data: differs from the checkpoint's ({state['num_rows']} rows then, {len(self.rows)} now, or "
                 "different token ids); resume with the same data, chat template and length limits"
             )
-        if state.get("columns", self._columns) != self._columns:  # older checkpoints have none
+        if state.get("columns", columns) != columns:  # older checkpoints have none
             print(
                 "warning: data: columns differ from the checkpoint's (answers, labels or margins were edited); "
                 "training continues with the new values",
@@ -121,13 +132,19 @@ def _fingerprints(rows: Sequence[Any], weights: Sequence[float]) -> tuple[str, s
     else but its source: columns for the rewards, labels, margins.
     """
     digest, columns = hashlib.sha256(), hashlib.sha256()
-    for row, weight in zip(rows, weights, strict=True):
+    is_stored = hasattr(rows, "raw")  # data/rows/stored.py: arrays in place of lists
+    for i, weight in enumerate(weights):
         digest.update(repr(weight).encode())
-        for item in fields(row):
-            value = getattr(row, item.name)
+        row = rows.raw(i) if is_stored else vars(rows[i])
+        for item in fields(rows.kind if is_stored else rows[i]):
+            if item.name in ("source", "weight"):
+                continue
+            value = row[item.name]
             if isinstance(value, list) and all(isinstance(entry, int) for entry in value):
+                value = np.array(value, np.int64)
+            if isinstance(value, np.ndarray):
                 digest.update(f"{HASHED_AS.get(item.name, item.name)}:{len(value)}".encode())
-                digest.update(array.array("q", value).tobytes())
-            elif item.name not in ("source", "weight"):
+                digest.update(value.astype(np.int64, copy=False).tobytes())
+            else:
                 columns.update(json.dumps(value, default=lambda x: type(x).__name__, skipkeys=True).encode())
     return digest.hexdigest(), columns.hexdigest()

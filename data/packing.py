@@ -45,6 +45,7 @@ class Item:
     mask: list[bool]  # True = trained token; False for the first token
     prompt_length: int = 0  # number of leading ids that may be shared with other items
     routes: np.ndarray | None = None  # (len(ids), L, k) experts to use (rollout/routes.py); None: the model chooses
+    sets: np.ndarray | None = None  # ids that each trained token was sampled from (rollout/sets.py); None: all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,12 @@ class Batch:
     lengths: list[int]  # lengths of these items
     used: list[int]  # number of tokens in each row; padding follows
     routes: torch.Tensor | None = None  # (R, T, L, k) experts to use; the dtype's maximum: the model chooses
+    sets: torch.Tensor | None = None  # (N, K) int32 ids that each token was sampled from, itself first; -1: padding
+
+    @property
+    def candidates(self) -> torch.Tensor:  # (N,) or (N, K)
+        """The `target` of kernels/linear_logprob.py: the trained tokens, or the ids to which sampling was limited."""
+        return self.target if self.sets is None else self.sets
 
     @property
     def num_tokens(self) -> int:
@@ -291,4 +298,18 @@ def _build(items: Sequence[Item], rectangle: list[list[_Unit]], pad_id: int, mul
         **{name: torch.from_numpy(x) for name, x in tensors.items()},
         rows=members, lengths=[len(items[member].ids) for member in members], used=used,
         routes=None if routes is None else torch.from_numpy(routes),
+        sets=_padded_sets([items[member] for member in members], tensors["target"]),
     )  # fmt: skip
+
+
+def _padded_sets(items: Sequence[Item], target: np.ndarray) -> torch.Tensor | None:  # (N, K) int32
+    if all(item.sets is None for item in items):
+        return None
+    none = np.zeros(0, np.int32)
+    sets = np.concatenate([none if item.sets is None else item.sets for item in items])
+    starts = np.flatnonzero(sets < 0)
+    assert np.array_equal(~sets[starts], target), f"{len(starts)} sets are not of the {len(target)} trained tokens"
+    sizes = np.diff(np.append(starts, len(sets)))
+    padded = np.full((len(sizes), sizes.max(initial=1)), -1, np.int32)
+    padded[np.arange(padded.shape[1]) < sizes[:, None]] = np.where(sets < 0, ~sets, sets)
+    return torch.from_numpy(padded)

@@ -11,17 +11,21 @@ A row's source, such as "sums.jsonl:17", names its file and line in later error 
 
 from __future__ import annotations
 
+import bisect
 import csv
 import gzip
 import io
+import itertools
 import json
 import math
+import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from data import reasoning_gym, tasks
 from data.chat import ROLES
@@ -35,6 +39,7 @@ from data.user_code import PythonObject, refuse_python_object
 TASK_OPTIONS: dict[str, Callable[[str], Any]] = {"size": int, "seed": int, "difficulty": int, "sloppy": float,
                                                   "boxed": float}  # fmt: skip
 TASKS = ("task:", reasoning_gym.PREFIX)  # path prefixes of built-in tasks
+BOM = b"\xef\xbb\xbf"  # some editors write it at the start of UTF-8 text
 UNPACKED = "STROP_MAX_UNPACKED_GIB"
 KEYS = ("format", "split", "name", "weight")
 FORMAT_KEYS = tuple(FormatOptions.__dataclass_fields__)  # format options: field_messages, roles, ...
@@ -68,6 +73,29 @@ class DataSpec:
 class Row:
     source: str
     columns: dict[str, Any]
+
+
+class LazyRows(Sequence[Row]):
+    """Rows that are read or parsed when they are accessed, so that a large source is never in memory as objects."""
+
+    def __init__(
+        self,
+        path: str,
+        read: Callable[[int], Any],  # index -> columns
+        numbers: Sequence[int],  # row or line numbers in the source, for messages
+        chosen: Sequence[int] | None = None,  # indices of these rows among all rows
+    ) -> None:
+        self.path, self.read, self.numbers = path, read, numbers
+        self.chosen = range(len(numbers)) if chosen is None else chosen
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return LazyRows(self.path, self.read, self.numbers, self.chosen[index])
+        row = self.chosen[index]
+        return _object_row(self.path, self.numbers[row], self.read(row))
 
 
 def _numbered(path: str, table: Iterable[dict[str, Any]]) -> list[Row]:
@@ -113,7 +141,7 @@ def parse_spec(text: str) -> DataSpec:
         raise UserError(
             f"data={text}: {next(iter(options))} is only for built-in tasks (task:NAME); use split=train[:N]"
         )
-    if "name" in values and not _is_hub(path):
+    if "name" in values and not is_hub(path):
         raise UserError(f"data={text}: name={values['name']} is only for hub datasets; remove it")
     return DataSpec(path=path, options=options, format_options=format_options, **values)
 
@@ -126,14 +154,14 @@ def spec_entry(text: str) -> str | dict[str, Any]:
     return {"path": spec.path, **options} if options else spec.path
 
 
-def load_rows(spec: DataSpec) -> list[Row]:
-    """Read all rows of the spec's split, in order."""
+def load_rows(spec: DataSpec) -> Sequence[Row]:
+    """Return all rows of the spec's split, in order; an invalid line raises when it is accessed."""
     if spec.rows is not None:
         name = spec.path.rpartition(":")[2]
         rows = [_python_row(f"{name}[{i}]", columns) for i, columns in enumerate(spec.rows)]
     elif spec.path.startswith(TASKS):
         rows = _task_rows(spec)
-    elif _is_hub(spec.path):
+    elif is_hub(spec.path):
         rows = _hub_rows(spec)
     else:
         rows = _take(spec, _file_rows(spec.path), base="train")
@@ -150,7 +178,7 @@ def _python_row(source: str, columns: Any) -> Row:
 
 def check_file(path: str) -> None:
     """Raise if the path of a spec names a local file that does not exist."""
-    if not (path.startswith(TASKS) or _is_hub(path) or Path(path).expanduser().is_file()):
+    if not (path.startswith(TASKS) or is_hub(path) or Path(path).expanduser().is_file()):
         raise UserError(f"data={path}: no such file; check the path")
 
 
@@ -182,7 +210,7 @@ def _number(text: str, key: str, value: str, kind: Callable[[str], Any]) -> Any:
         raise UserError(f"data={text}: {key}={value} is not {'an integer' if kind is int else 'a number'}") from None
 
 
-def _is_hub(path: str) -> bool:
+def is_hub(path: str) -> bool:
     """Return whether the datasets library reads this path: a hub id, or a folder."""
     if path.startswith(TASKS) or path.lower().endswith(SUFFIXES):
         return False
@@ -190,7 +218,7 @@ def _is_hub(path: str) -> bool:
     return local.is_dir() or not (local.exists() or path.startswith(("/", "./", "../", "~")))
 
 
-def _take(spec: DataSpec, rows: list[Row], base: str) -> list[Row]:
+def _take(spec: DataSpec, rows: Sequence[Row], base: str) -> Sequence[Row]:
     """Apply the split to rows that all belong to the split `base`."""
     if spec.split is None:
         return rows
@@ -200,10 +228,12 @@ def _take(spec: DataSpec, rows: list[Row], base: str) -> list[Row]:
         raise UserError(
             f"data={spec.path}: split={other} does not exist; use split={base}, the only one, or {base}[:N]"
         )
+    if isinstance(rows, LazyRows):
+        return LazyRows(rows.path, rows.read, rows.numbers, chosen)
     return [rows[number] for number in chosen]
 
 
-def _task_rows(spec: DataSpec) -> list[Row]:
+def _task_rows(spec: DataSpec) -> Sequence[Row]:
     split = spec.split or "train"
     names, _ = slice_rows(split, 0)
     if len(names) > 1:
@@ -247,14 +277,18 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _hub_rows(spec: DataSpec) -> list[Row]:
+def _hub_rows(spec: DataSpec) -> LazyRows:
+    table = hub_table(spec)
+    return LazyRows(spec.path, lambda index: without_fillers(table[index]), range(1, len(table) + 1))
+
+
+def hub_table(spec: DataSpec) -> Any:
     import datasets
 
     if not Path(spec.path).expanduser().is_dir():
         check_hub("data", spec.path)
     try:
-        table = datasets.load_dataset(str(Path(spec.path).expanduser()), spec.name, split=spec.split or "train")
-        return _numbered(spec.path, map(without_fillers, table))
+        return datasets.load_dataset(str(Path(spec.path).expanduser()), spec.name, split=spec.split or "train")
     except Exception as error:  # network, hub, unknown split or configuration, broken file: for the user to fix
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
@@ -263,7 +297,7 @@ def _hub_rows(spec: DataSpec) -> list[Row]:
         ) from None
 
 
-def _file_rows(path: str) -> list[Row]:
+def _file_rows(path: str) -> Sequence[Row]:
     """Read without datasets, which adds nulls, guesses the types of CSV columns, and does not report broken lines."""
     file = Path(path).expanduser()
     kind = next((suffix.split(".")[1] for suffix in SUFFIXES if path.lower().endswith(suffix)), None)
@@ -277,6 +311,10 @@ def _file_rows(path: str) -> list[Row]:
     try:
         if kind == "parquet":
             return _read_parquet(path, file)
+        if kind in ("jsonl", "ndjson"):
+            return _read_jsonl(
+                path, io.BytesIO(_unpack(path, file)) if path.lower().endswith(".gz") else file.open("rb")
+            )
         content = _unpack(path, file) if path.lower().endswith(".gz") else file.read_bytes()
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -285,7 +323,7 @@ def _file_rows(path: str) -> list[Row]:
         raise UserError(f"data={path}: cannot be read ({error})") from None
     if kind in ("csv", "tsv"):
         return _read_csv(path, text, delimiter="," if kind == "csv" else "\t")
-    return _read_json(path, text) if kind == "json" else _read_jsonl(path, text)
+    return _read_json(path, text)
 
 
 def _unpack(path: str, file: Path) -> bytes:
@@ -300,26 +338,40 @@ def _check_unpacked(path: str, num_bytes: int) -> None:
         raise UserError(f"data={path}: larger than {input_limit(UNPACKED):g} GiB unpacked; split it, or set {UNPACKED}")
 
 
-def _read_jsonl(path: str, text: str) -> list[Row]:
-    rows = []
-    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: a JSON string may contain U+2028
-        if not line.strip():
-            continue
+def _read_jsonl(path: str, file: BinaryIO) -> LazyRows:
+    """Find the lines and keep the file open; a line is parsed when it is accessed."""
+    starts, lengths, numbers = array("q"), array("q"), array("q")
+    start = len(BOM) if file.read(len(BOM)) == BOM else 0
+    file.seek(start)
+    for number, line in enumerate(file, 1):  # lines end at \n only: a JSON string may contain U+2028
+        if line.startswith(b"{") or line.decode(errors="replace").strip():
+            starts.append(start)
+            lengths.append(len(line))
+            numbers.append(number)
+        start += len(line)
+    unpacked = file.getvalue() if isinstance(file, io.BytesIO) else None
+
+    def read(index: int) -> Any:
+        start, length = starts[index], lengths[index]
+        # pread: forked processes share the file's position
+        line = os.pread(file.fileno(), length, start) if unpacked is None else unpacked[start : start + length]
         try:
-            columns = json.loads(line)
+            return json.loads(line.removesuffix(b"\n").decode())
+        except UnicodeDecodeError as error:
+            raise UserError(f"data={path}: not UTF-8 text (byte {start + error.start}); convert it") from None
         except (ValueError, RecursionError) as error:
-            raise _not_json(f"{path}:{number}", error) from None
-        rows.append(_object_row(path, number, columns))
-    return rows
+            raise _not_json(f"{path}:{numbers[index]}", error) from None
+
+    return LazyRows(path, read, numbers)
 
 
-def _read_json(path: str, text: str) -> list[Row]:
+def _read_json(path: str, text: str) -> Sequence[Row]:
     """Read a list of objects, {"data": [...]}, or one object per line."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and text.lstrip().startswith("{"):
-            return _read_jsonl(path, text)
+            return _read_jsonl(path, io.BytesIO(text.encode()))
         raise _not_json(f"{path}:{error.lineno}", error) from None
     except (ValueError, RecursionError) as error:
         raise _not_json(f"data={path}", error) from None
@@ -357,18 +409,24 @@ def _read_csv(path: str, text: str, delimiter: str) -> list[Row]:
     return rows
 
 
-def _read_parquet(path: str, file: Path) -> list[Row]:
+def _read_parquet(path: str, file: Path) -> LazyRows:
     import pyarrow
     import pyarrow.parquet
 
-    table: list[dict[str, Any]] = []
-    num_bytes = 0
+    batches, num_bytes = [], 0
     try:
         for batch in pyarrow.parquet.ParquetFile(file).iter_batches(1024):
             num_bytes += batch.nbytes
             _check_unpacked(path, num_bytes)
-            table += batch.to_pylist()
+            batches.append(batch)
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"data={path}: cannot be read as parquet ({reason})") from None
-    return _numbered(path, map(without_fillers, table))
+    ends = list(itertools.accumulate(map(len, batches)))
+
+    def read(index: int) -> dict[str, Any]:
+        number = bisect.bisect_right(ends, index)
+        (columns,) = batches[number].slice(index - (ends[number] - len(batches[number])), 1).to_pylist()
+        return without_fillers(columns)
+
+    return LazyRows(path, read, range(1, len(ends) and ends[-1] + 1))

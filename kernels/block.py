@@ -7,7 +7,7 @@
 transformers' eager modules launch 3 to 12 memory-bound kernels for each. These kernels round where the eager modules
 do, so the loss matches up to the order of sums. Gradients are computed in float32 and rounded once. The same kernel
 runs with and without gradients, so both give the same bits. There are no atomic additions. The kernels run on CUDA,
-the `*_reference` functions elsewhere. decode_block.py is the counterpart for decoding.
+the `*_reference` functions elsewhere. decode/block.py is the counterpart for decoding.
 
 Shapes: B = rows, T = tokens per row, N = all tokens, D = width, H = query heads, H_kv = key heads, K = head size.
 """
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.decode_block import half_rotated, normalised
+from kernels.decode.block import half_rotated, normalised
 
 try:
     import triton

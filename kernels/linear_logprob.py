@@ -20,6 +20,9 @@ nothing is computed twice. The gradients are
 
 Tokens with dlogp_n = dH_n = 0 are skipped in the products; skip=False computes them and saves a host sync.
 
+If `target` is (N, K), the sums over v run over the K ids of each token only, of which the first is the target and -1 is
+padding: the distribution that top-k, top-p or min-p left. Only the head's rows of these ids are multiplied.
+
 Numerics: products in the input dtype, everything after them in fp32 (fp64 for fp64 inputs), dw accumulated in fp32. The
 target column is separate: logp = -softplus(logsumexp over other columns - z_target), so that a confident target keeps
 its precision.
@@ -38,6 +41,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from kernels import set_rows
 
 BLOCK_ELEMENTS = 1 << 25  # logits per chunk with impl=torch: 128 MiB in fp32
 EXCLUDED = -1e30  # logit of an excluded column: its exp is 0, and 0 times it is 0
@@ -71,7 +76,7 @@ def eager(function: Callable[..., Any]) -> Callable[..., Any]:
 def linear_logprob(
     hidden: Tensor,  # (N, D)
     weight: Tensor,  # (V, D)
-    target: Tensor,  # (N,) int64; tokens with ignore_index get logp 0, entropy 0, no gradient
+    target: Tensor,  # (N,) or (N, K) ids; tokens with ignore_index get logp 0, entropy 0, no gradient
     *,
     bias: Tensor | None = None,  # (V,)
     scale: float = 1.0,
@@ -109,7 +114,7 @@ def linear_logprob(
 def linear_logprob_loss(
     hidden: Tensor,  # (N, D)
     weight: Tensor,  # (V, D)
-    target: Tensor,  # (N,) int64; tokens with ignore_index are never computed
+    target: Tensor,  # (N,) or (N, K) ids; tokens with ignore_index are never computed
     loss_fn: LossFn,
     *,
     bias: Tensor | None = None,  # (V,)
@@ -232,8 +237,8 @@ class TorchHead:
         self.grad_bias = torch.zeros_like(self.bias, dtype=self.dtype) if bias else None
 
     def forward_chunk(self, start: int, stop: int) -> _Chunk:
-        target = self.target[start:stop].unsqueeze(1)
-        z, slope = _logits(self.hidden[start:stop], self.weight, self.bias, self.scale, self.softcap, self.temperature)
+        target = self._target_column(slice(start, stop))
+        z, slope = self._logits(slice(start, stop))
         target_logit = z.gather(1, target)
         target_slope = torch.ones_like(target_logit) if slope is None else slope.gather(1, target)
         z.scatter_(1, target, EXCLUDED)
@@ -271,21 +276,34 @@ class TorchHead:
             target_dz -= logp.exp() * (logp + entropy) * h
         if chunk.slope is not None:
             dz *= chunk.slope
-        dy = dz.scatter_(1, self.target[at].unsqueeze(1), target_dz * chunk.target_slope).mul_(
-            self.scale / self.temperature
-        )
+        dy = dz.scatter_(1, self._target_column(at), target_dz * chunk.target_slope).mul_(self.scale / self.temperature)
         is_inactive = None
         if active is None:  # tokens without a gradient get exact zeros, even if they contain NaN
             is_inactive = ~_is_active(grad_logp, grad_entropy).unsqueeze(1)
             dy.masked_fill_(is_inactive, 0.0)
-        low = dy.to(self.hidden.dtype)
         if self.grad_hidden is not None:
-            self.grad_hidden[at] = low @ self.weight
+            self.grad_hidden[at] = self._times_weight(at, dy)
+        if self.grad_weight is not None or self.grad_bias is not None:
+            dy = self._by_row(at, dy)
         if self.grad_weight is not None:
-            hidden = self.hidden[at]
-            self.grad_weight += low.T @ (hidden if is_inactive is None else hidden.masked_fill(is_inactive, 0.0))
+            hidden = self.hidden[at] if is_inactive is None else self.hidden[at].masked_fill(is_inactive, 0.0)
+            self.grad_weight += _wide_product(dy.to(hidden.dtype).T, hidden)
         if self.grad_bias is not None:
             self.grad_bias += dy.sum(dim=0)
+
+    # What SetHead computes differently.
+
+    def _target_column(self, at: slice | Tensor) -> Tensor:  # (n, 1) column of the logits that is the target's
+        return self.target[at].unsqueeze(1)
+
+    def _logits(self, at: slice) -> tuple[Tensor, Tensor | None]:  # (n, V) each
+        return _logits(self.hidden[at], self.weight, self.bias, self.scale, self.softcap, self.temperature)
+
+    def _times_weight(self, at: slice | Tensor, dy: Tensor) -> Tensor:  # (n, V) -> (n, D)
+        return dy.to(self.weight.dtype) @ self.weight
+
+    def _by_row(self, at: slice | Tensor, dy: Tensor) -> Tensor:  # (n, V), one column per row of grad_weight
+        return dy
 
     def finish(self) -> None:
         if self.grad_weight is not None:
@@ -302,6 +320,55 @@ class TorchHead:
             part = None if grad_entropy is None else grad_entropy[start:stop]
             self.backward_chunk(start, chunk, self.plan(start, chunk, grad_logp[start:stop], part))
         self.finish()
+
+
+class SetHead(TorchHead):
+    """TorchHead whose softmax runs over a set of ids per token: `target` is (N, K), the target first, padded with -1.
+
+    The weight's gradient is a product with one column per id in any set (U of them), not an addition per entry, so it
+    does not depend on the order of additions.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, **options: Any):
+        super().__init__(hidden, weight, bias, target[:, 0], **options)
+        self.sets = target
+        # There are several (n, K) tensors at a time; only the reference also stores the rows of all sets.
+        self.chunk = self._chunk(target.shape[1] * (4 if hidden.is_cuda else hidden.shape[1]))
+
+    def _chunk(self, columns: int) -> int:
+        return max(1, BLOCK_ELEMENTS // max(1, columns))
+
+    def allocate_grads(self, *, hidden: bool, weight: bool, bias: bool) -> None:
+        super().allocate_grads(hidden=hidden, weight=False, bias=False)
+        if weight or bias:
+            used = torch.zeros(len(self.weight), dtype=torch.bool, device=self.sets.device)
+            used[set_rows.ids_of(self.sets)] = True
+            self.union, self.column = used.nonzero().squeeze(1), used.cumsum(0) - 1  # (U,) ids; (V,) their columns
+            self.chunk = min(self.chunk, self._chunk(len(self.union)))
+            zeros = self.hidden.new_zeros(len(self.union), self.weight.shape[1], dtype=self.dtype)
+            self.grad_weight, self.grad_bias = zeros if weight else None, zeros[:, 0].clone() if bias else None
+
+    def finish(self) -> None:
+        for name, like in (("grad_weight", self.weight), ("grad_bias", self.bias)):
+            if (part := getattr(self, name)) is not None:  # (U, ...) to (V, ...)
+                setattr(self, name, torch.zeros_like(like, dtype=self.dtype).index_copy_(0, self.union, part))
+        super().finish()
+
+    def _target_column(self, at: slice | Tensor) -> Tensor:
+        return torch.zeros_like(self.target[at], dtype=torch.int64).unsqueeze(1)
+
+    def _logits(self, at: slice) -> tuple[Tensor, Tensor | None]:  # (n, K) each
+        y = set_rows.dot_rows(self.hidden[at], self.weight, self.sets[at])
+        y = y if self.bias is None else y + self.bias[set_rows.ids_of(self.sets[at])]
+        z, slope = _capped(y, self.scale, self.softcap, self.temperature)
+        return z.masked_fill_(self.sets[at] < 0, EXCLUDED), slope
+
+    def _times_weight(self, at: slice | Tensor, dy: Tensor) -> Tensor:  # (n, K) -> (n, D)
+        return set_rows.sum_rows(dy, self.weight, self.sets[at])
+
+    def _by_row(self, at: slice | Tensor, dy: Tensor) -> Tensor:  # (n, K) -> (n, U); padding adds 0 to the target
+        columns = self.column[set_rows.ids_of(self.sets[at])]
+        return dy.new_zeros(len(dy), len(self.union)).scatter_add_(1, columns, dy)
 
 
 def _is_active(grad_logp: Tensor, grad_entropy: Tensor | None) -> Tensor:  # (n,) bool
@@ -472,13 +539,22 @@ def _logits(
     temperature: float,
 ) -> tuple[Tensor, Tensor | None]:  # (n, V) z, and the softcap's derivative if there is one
     y = hidden @ weight.T
-    if bias is not None:
-        y = y + bias
+    return _capped(y if bias is None else y + bias, scale, softcap, temperature)
+
+
+def _capped(y: Tensor, scale: float, softcap: float | None, temperature: float) -> tuple[Tensor, Tensor | None]:
+    """z from the head's output y, and the softcap's derivative if there is one."""
     y = y.to(torch.promote_types(y.dtype, torch.float32)) * scale
     if softcap is None:
         return y / temperature, None
     t = torch.tanh(y / softcap)
     return softcap * t / temperature, 1 - t.square()
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, in float32 where a GPU can: rounding each chunk to bfloat16 would lose small gradients."""
+    is_low = a.is_cuda and a.dtype in (torch.bfloat16, torch.float16)
+    return torch.mm(a, b, out_dtype=torch.float32) if is_low else a @ b
 
 
 def _any_requires_grad(*tensors: Tensor | None) -> bool:
@@ -489,6 +565,8 @@ def _kept_tokens(target: Tensor, vocab: int, ignore_index: int | None) -> Tensor
     """Return the indices of tokens whose target is not ignored. Costs a host sync, unless ignore_index is None."""
     if ignore_index is None:
         return None
+    if target.ndim == 2:
+        raise ValueError(f"ignore_index={ignore_index}: with a set of ids per token no token can be ignored; pass None")
     keep = target != ignore_index
     wrong = keep & ((target < 0) | (target >= vocab))
     num_kept, num_wrong = torch.stack([keep.sum(), wrong.sum()]).tolist()
@@ -502,10 +580,10 @@ def _pick(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scale: float, softcap: float | None,
     temperature: float, impl: str,
 ) -> type:  # fmt: skip
-    """Check all arguments, then return TorchHead or TritonHead."""
+    """Check all arguments, then return TorchHead, TritonHead or SetHead."""
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}: expected (N, D) and (V, D)")
-    if target.shape != hidden.shape[:1]:
+    if target.shape[:1] != hidden.shape[:1] or target.ndim > 2:
         raise ValueError(f"target {tuple(target.shape)}: expected ({hidden.shape[0]},), one id per hidden state")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {tuple(bias.shape)}: expected ({weight.shape[0]},), one per id")
@@ -516,6 +594,8 @@ def _pick(
             raise ValueError(f"{name}={value}: must be above 0")
     if impl not in ("auto", "torch", "triton"):
         raise ValueError(f"impl={impl}: must be auto, torch or triton")
+    if target.ndim == 2:
+        return SetHead
     if impl == "torch" or (impl == "auto" and not (hidden.is_cuda and hidden.dtype == torch.bfloat16)):
         return TorchHead
     from kernels import linear_logprob_triton

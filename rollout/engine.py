@@ -1,4 +1,4 @@
-"""The Engine protocol and the types that cross it: plain Python lists, no tensors (routes are a NumPy array).
+"""The Engine protocol and the types that cross it: plain Python lists, no tensors (routes and sets are NumPy arrays).
 
     sampling = Sampling(temperature=1.0, max_tokens=8, stop_ids=(2,))
     request  = Request(prompt_ids=[5, 6, 7], seed=11)
@@ -26,6 +26,7 @@ import numpy as np
 
 from data.errors import UserError
 from data.types import Prompt
+from rollout.sets import LIMIT
 
 POLL_S = 0.5  # interval between poll() calls while a thread waits for completions
 
@@ -38,10 +39,17 @@ class Sampling:
     max_tokens: int = 256
     stop_ids: tuple[int, ...] = ()  # end-of-turn and end-of-text ids; the completion includes the id that ended it
     stop: tuple[str, ...] = ()  # strings that end a completion; it includes the token that completes the string
-    top_p: float = 1.0  # evaluation only: training needs log-probs of the full distribution
-    top_k: int = 0  # 0 = all; evaluation only
-    for_training: bool = False  # completions are trained on: reject top_p and top_k
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = all
+    min_p: float = 0.0  # lowest probability, relative to the most likely token's; training only
+    for_training: bool = False  # completions are trained on: log-probs are of the distribution that was sampled from
     tokens_stay: bool = False  # several ranks that sample in process keep ids and log-probs; rank 0 gets their number
+
+    @property
+    def set_size(self) -> int:
+        """Most ids to record for each token, for training (rollout/sets.py); 0: all are possible, so none."""
+        is_limited = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return (self.top_k or LIMIT + 1) if self.for_training and is_limited else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +61,7 @@ class Request:
     prompt: Prompt | None = None  # the data row, for sources that need more than ids
     max_tokens: int | None = None  # in-process engine only; None: use Sampling.max_tokens
     conversation: Hashable | None = None  # key under which the in-process engine caches this turn for the next
+    so_far: Completion | None = None  # in-process engine only: an unfinished completion to continue
 
     @classmethod
     def of(cls, prompt: Prompt, seed: int) -> Request:
@@ -64,18 +73,35 @@ class Completion:
     prompt_ids: list[int]
     ids: list[int]
     logps: list[float]  # under the sampling distribution, including temperature
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "unfinished"]  # unfinished: to be continued (partial rollouts)
     text: str  # decoded ids without special tokens and without the stop string
     versions: list[tuple[int, int]]  # (weight version, number of tokens it sampled), in order
     mask: list[bool] | None = None  # True = sampled by the model; environment tokens are False, with logp 0
     messages: list[dict[str, Any]] | None = None  # multi-turn only: all messages after the prompt
     columns: dict[str, Any] = field(default_factory=dict)  # episode columns for rewards: env_reward, num_turns, ...
     routes: np.ndarray | None = field(default=None, compare=False)  # (prompt and ids, L, k) experts: rollout/routes.py
+    sets: np.ndarray | None = field(default=None, compare=False)  # ids that top-k, top-p or min-p kept: rollout/sets.py
 
     @property
     def trained(self) -> int:
         """Number of tokens that the model sampled."""
         return len(self.ids) if self.mask is None else sum(self.mask)
+
+
+def join_versions(versions: Sequence[tuple[int, int]], num_tokens: int) -> list[tuple[int, int]]:
+    """Return the versions of the first num_tokens sampled tokens, with equal neighbours merged.
+
+    >>> join_versions([(3, 2), (3, 4), (4, 5)], 8)
+    [(3, 6), (4, 2)]
+    """
+    joined: list[tuple[int, int]] = []
+    for version, count in versions:
+        count = min(count, num_tokens - sum(before for _, before in joined))
+        if count and joined and joined[-1][0] == version:
+            joined[-1] = (version, joined[-1][1] + count)
+        elif count:
+            joined.append((version, count))
+    return joined
 
 
 @dataclass(frozen=True)
@@ -86,14 +112,14 @@ class Group:
     prompt: Prompt
     row: int  # index of the prompt in the data
     kind: Literal["fresh", "reroll", "resample"] = "fresh"
-    completions: list[Completion] = field(default_factory=list)  # empty until sampled
+    completions: list[Completion] = field(default_factory=list)  # empty until sampled; may be unfinished if queued
     values: list[list[float | None]] = field(default_factory=list)  # [completion][reward]; None = does not apply
     replayed: bool = False
     extra: list[dict[str, Any]] | None = None  # per completion: columns logged by reward functions; not in checkpoints
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raise for invalid settings, and for settings that would bias training samples."""
+    """Raise for invalid settings, and for sets that would be too large to train on."""
     if not sampling.temperature >= 0:
         raise UserError(f"temperature={sampling.temperature}: must be above 0, or 0 for greedy")
     if sampling.max_tokens < 1:
@@ -104,12 +130,11 @@ def check_sampling(sampling: Sampling) -> None:
         raise UserError(f"top_k={sampling.top_k}: must be 0 (no limit) or more")
     if any(not text for text in sampling.stop):
         raise UserError("stop='': an empty stop string would end every completion; remove it")
-    for name, neutral in (("top_p", 1.0), ("top_k", 0)) if sampling.for_training else ():
-        if getattr(sampling, name) != neutral:
-            raise UserError(
-                f"{name}={getattr(sampling, name)}: training samples must come from the full distribution, because the "
-                f"trainer computes its log-probs; set {neutral:g}"
-            )
+    if not 0 <= sampling.min_p < 1:
+        raise UserError(f"min_p={sampling.min_p}: must be 0 or more and below 1; 0 keeps every token")
+    if sampling.for_training and sampling.top_k > LIMIT:
+        raise UserError(f"top_k={sampling.top_k}: at most {LIMIT:,} ids per token can be recorded; lower --top-k")
+    assert sampling.for_training or not sampling.min_p, "min_p is for training"
 
 
 class Engine(Protocol):

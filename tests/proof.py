@@ -363,6 +363,10 @@ PROOFS: dict[str, tuple[str, Callable[[Path], Outcome]]] = {
         "`--async-prefetch` on a vLLM server, three seeds: within 0.05 of synchronous runs",
         lambda path: Outcome(*proof_async.learns(path)),
     ),
+    "partial": (
+        "`--rollout.partial 0.5`, three seeds: final accuracy (mean over the run) within 0.05 of full rollouts",
+        lambda path: Outcome(*proof_async.partial(path)),
+    ),
     "async-overlap": (
         "1.5 s added to every sampling and training phase: async takes at most 0.65 of the time",
         lambda path: Outcome(*proof_async.overlaps(path)),

@@ -37,19 +37,19 @@ def build(kind: str, folder: Path) -> int:
 
 
 def learns(
-    scratch: Path, kind: str, *, sft_steps: int = 1500, grpo_steps: int = 120, rows: int = 64
+    scratch: Path, kind: str, *, sft_steps: int = 2500, grpo_steps: int = 300, rows: int = 64
 ) -> tuple[str, bool]:
     """SFT on the sloppy sums of the built-in model, then GRPO: at least 0.85 of the held-out sums are right."""
     size = build(kind, scratch / "random")
     options = {"cwd": scratch, "timeout": 7200, "threads": 1}
-    size_of_step = ["--per-device-train-batch-size", rows]
     data = f"task:addition:split=sft,size={rows * sft_steps},sloppy=0.6,boxed=0.2"
-    sft = ["--config", RECIPE, "--model", scratch / "random", "--data", data, "--eval-steps", 0, *size_of_step]
+    sft = ["--config", RECIPE, "--model", scratch / "random", "--data", data, "--eval-steps", 0]
+    sft += ["--per-device-train-batch-size", rows]
     run_ok(*sft, "--output-dir", scratch / "sft", **options)
     nll = [row["eval/nll"] for row in metrics(scratch / "sft") if "eval/nll" in row]
     trained = ["--model", scratch / "sft" / "final"]
-    demo = ["--config", RECIPE.parent / "grpo_tiny.yaml", "--save-steps", 0, *size_of_step]
-    grpo = [*demo, *trained, "--max-steps", grpo_steps]
+    demo = ["--config", RECIPE.parent / "grpo_tiny.yaml", "--save-steps", 0]
+    grpo = [*demo, *trained, "--max-steps", grpo_steps]  # of the demo's 128 rows
     run_ok(*grpo, "--output-dir", scratch / "grpo", **options)
     right = [row["eval/exact_match/mean"] for row in metrics(scratch / "grpo") if "eval/exact_match/mean" in row]
     equal = [resumes([*argv, *trained], scratch / name) for name, argv in (("kill-grpo", GRPO), ("kill-sft", SHORT))]

@@ -147,6 +147,10 @@ SETTINGS = {
     "servers for local": ([*GRPO, *LOCAL, "--vllm.replicas", 2], "vllm.replicas=2", "rollout.engine=local"),
     "sync for local": ([*GRPO, *LOCAL, "--sync.probe-every", 2], "sync.probe_every=2", "--rollout.engine vllm"),
     "async for local": ([*GRPO, *LOCAL, "--async-prefetch"], "async_prefetch=True", "--rollout.engine vllm"),
+    "partial rollouts of ebft": (
+        ["--method", "ebft", *SMALL, *MODEL, *ADDITION, "--rollout.partial", 0.5],
+        "rollout.partial=0.5: has no effect with this method",
+    ),
     "batch for servers": (
         [*GRPO, "--rollout.max-batch-size", 4, "--vllm.replicas", 2],
         "rollout.max_batch_size=4",

@@ -439,6 +439,26 @@ def test_rank_that_cannot_finish_its_shard_keeps_the_previous_checkpoint(fault, 
     assert not list((tmp_path / "run" / "checkpoints").glob(".tmp-*"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_continue_unfinished_completions_and_resume_exactly(mode, tmp_path):
+    """Three groups per step and two more in flight, for two ranks."""
+    flags = ("--method", "grpo", "--parallel.mode", mode, "--per-device-train-batch-size", "6",
+             "--num-generations", "4", "--rollout.partial", "0.5", "--max-staleness", "2", "--temperature", "1.5",
+             "--learning-rate", "1e-3", "--lr-scheduler-type", "constant", "--save-steps", "3", "--eval-steps", "0",
+             "--max-eval-rows", "4", "--data", "task:addition:split=train,size=64")  # fmt: skip
+    two_ok("trainer", *flags, "--max-steps", "6", "--output-dir", tmp_path / "whole", cwd=tmp_path)
+    two_ok("trainer", *flags, "--max-steps", "3", "--output-dir", tmp_path / "run", cwd=tmp_path)
+    two_ok("trainer", "--resume", tmp_path / "run", "--max-steps", "6", cwd=tmp_path)
+    rows = [row for row in metrics(tmp_path / "whole") if row["step"] > 0]
+    assert repeatable(metrics(tmp_path / "run"))[-3:] == repeatable(metrics(tmp_path / "whole"))[-3:]
+    assert {row["rollout/queued_groups"] for row in rows} == {2.0} and [row["data/prompts_total"] for row in rows][
+        -1
+    ] == 18
+    assert max(row["rollout/continued_frac"] for row in rows) > 0
+    assert 1 <= max(row["rollout/staleness_max"] for row in rows) <= 2
+
+
 def rank_1_of(launcher: int) -> int:
     for entry in Path("/proc").glob("[0-9]*"):
         try:

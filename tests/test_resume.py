@@ -26,7 +26,19 @@ GRPO = [
 ]  # fmt: skip
 VARIANTS = {
     "full": GRPO,
-    "lora, two iterations, kl": [*GRPO, "--lora.r", 4, "--lora.dropout", 0.1, "--num-iterations", 2, "--beta", 0.1],
+    "lora, two iterations, kl": [
+        *GRPO,
+        "--lora.r",
+        4,
+        "--lora.dropout",
+        0.1,
+        "--num-iterations",
+        2,
+        "--beta",
+        0.1,
+        "--top-p",
+        0.95,
+    ],
     "replay, re-rolls, resamples, gdpo": [
         "--method",
         "gdpo",
@@ -36,6 +48,8 @@ VARIANTS = {
         "--reroll-start-fraction",
         0.0,
         "--dynamic-sampling",
+        "--top-k",
+        20,
     ],
     "sft": ["--method", "sft", "--max-steps", STEPS, "--save-steps", 3, "--per-device-train-batch-size", 16],
 }
@@ -159,6 +173,9 @@ FLAGS = {
     "mini-batches": [
         "--minibatches-per-rollout", 2, "--num-iterations", 2, "--scale-rewards", "batch", "--entropy-target", 0.4,
         "--entropy-coef-step", 0.05,
+    ],
+    "partial rollouts": [
+        "--rollout.partial", 0.5, "--num-generations", 4, "--dynamic-sampling", "--temperature", 1.5,
     ],
 }  # fmt: skip
 COVERED = ("moving reference", "entropy target")  # by "moving reference, kl in reward, a part" and "mini-batches"

@@ -513,13 +513,11 @@ def engine_memory(s: Sizes, work: Work, rollout: RolloutSize, device: str, most:
 
 
 def copied_bytes(s: Sizes, work: Work) -> float:
-    """Return the bytes to copy the largest sharded weight: a cast of the shard (c) and the full weight (c), or with an
-    adapter also both summands and the sum (4)."""
+    """Return the bytes to copy the largest sharded weight: a cast of the shard and the full weight."""
     if work.shards == 1:
         return 0.0
     c, cast = work.compute, work.compute * (work.full and work.weight_bytes != work.compute)
-    merged = (c + 12) * s.width * s.inner if work.lora_r else 0
-    return max((c + cast / work.shards) * s.embedding, merged)
+    return (c + cast / work.shards) * s.embedding
 
 
 def sampling_bytes(s: Sizes, work: Work, engine: EngineMemory) -> float:
@@ -737,6 +735,7 @@ def rollout_size_of(cfg: MethodConfig, device: str) -> RolloutSize | None:
     if not hasattr(cfg, "rollout") or longest_sequence(cfg) is None:
         return None
     num = -(-cfg.run.sequences_per_step // world_size()) * cfg.minibatches_per_rollout
+    num += -(-cfg.queued_groups // world_size()) * cfg.num_generations
     rows = min(cfg.rollout.max_batch_size or ROWS[device], num)
     return RolloutSize(rows, -(-num // cfg.num_generations), cfg.max_prompt_length or 0, cfg.max_completion_length)
 

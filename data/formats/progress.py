@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TextIO, TypeVar
 
 T = TypeVar("T")
@@ -14,18 +14,20 @@ EVERY_S = {True: 0.5, False: 15.0}  # report interval on a terminal, which updat
 
 
 def with_progress(
-    rows: Sequence[T], source: str, *, out: TextIO | None = None, clock: Callable[[], float] = time.perf_counter
-) -> Iterator[T]:
-    """Yield the rows and report progress."""
+    chunks: Iterable[T], num_rows: int, source: str, *, size: int, out: TextIO | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[T]:  # fmt: skip
+    """Yield the chunks of `size` rows and report progress."""
     out = out or sys.stderr
     is_terminal = out.isatty()
     started = reported = clock()
-    for number, row in enumerate(rows):
-        if number % 64 == 0 and (now := clock()) - started > QUIET_S and now - reported > EVERY_S[is_terminal]:
-            left = (now - started) / number * (len(rows) - number)
-            line = f"data: {source}: {number:,} of {len(rows):,} rows, {left:.0f} s left"
+    for number, chunk in enumerate(chunks, 1):
+        yield chunk
+        done = min(number * size, num_rows)
+        if (now := clock()) - started > QUIET_S and now - reported > EVERY_S[is_terminal]:
+            left = (now - started) / done * (num_rows - done)
+            line = f"data: {source}: {done:,} of {num_rows:,} rows, {left:.0f} s left"
             print(f"\r{line}\033[K" if is_terminal else line, end="" if is_terminal else "\n", file=out, flush=True)
             reported = now
-        yield row
     if is_terminal and reported != started:
         print("\r\033[K", end="", file=out, flush=True)

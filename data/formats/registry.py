@@ -37,7 +37,6 @@ from data.formats.fields import (
     user_turn,
     with_nested,
 )
-from data.formats.progress import with_progress
 from data.hints import other_methods, suggest
 from data.sources import DataSpec, Row, load_rows, parse_spec
 from data.types import Messages
@@ -66,6 +65,17 @@ class WithOptions:
 
 
 @dataclass(frozen=True)
+class UserFormat:
+    """A user's transform, followed by the format `then`. It may have state, so it sees all rows, in order."""
+
+    transform: Format
+    then: Format
+
+    def __call__(self, columns: Columns) -> Columns:
+        return self.then(self.transform(columns))
+
+
+@dataclass(frozen=True)
 class Batched:
     """A user's transform of several rows at a time, followed by the format `then`."""
 
@@ -83,14 +93,16 @@ def formatted_rows(
 
     cfg is the run's config; it is only passed to a user's transform, in all loaders.
     """
-    for spec, row, function in rows_and_formats(specs, formats, data_format=data_format, tokenizer=tokenizer, cfg=cfg):
-        yield spec, Row(source=row.source, columns=apply(function, row))
+    options = {"data_format": data_format, "tokenizer": tokenizer, "cfg": cfg}
+    for spec, rows, function in rows_and_formats(specs, formats, **options):
+        for row in rows:
+            yield spec, Row(source=row.source, columns=apply(function, row))
 
 
 def rows_and_formats(
     specs: Sequence[str], formats: Mapping[str, Format], *, data_format: str, tokenizer: Any, cfg: object
-) -> Iterator[tuple[DataSpec, Row, Format]]:
-    """Yield the unformatted rows of all specs with their format, for callers that may skip bad rows."""
+) -> Iterator[tuple[DataSpec, Sequence[Row], Format]]:
+    """Yield the unformatted rows of each spec with their format."""
     parsed = parse_specs(specs)
     functions = [
         _find_format(spec, spec.format or data_format, formats, tokenizer, cfg, dataset_idx)
@@ -100,8 +112,7 @@ def rows_and_formats(
         rows = load_rows(spec)
         if isinstance(function, Batched):
             rows, function = _transform_batches(function, rows), function.then
-        for row in with_progress(rows, spec.path):
-            yield spec, row, function
+        yield spec, rows, function
 
 
 def parse_specs(specs: Sequence[str]) -> list[DataSpec]:
@@ -272,7 +283,7 @@ def _find_format(
     if spec.format_options:
         _with_entry_options(spec, name, formats)
     transform = load_transform(name, formats["auto"], tokenizer, cfg, dataset_idx)
-    return transform if isinstance(transform, Batched) else lambda columns: formats["auto"](transform(columns))
+    return transform if isinstance(transform, Batched) else UserFormat(transform, formats["auto"])
 
 
 def _with_entry_options(spec: DataSpec, name: str, formats: Mapping[str, Format]) -> Format:

@@ -8,6 +8,7 @@ from typing import Any
 from data.formats.ebft import EBFT_FORMATS, EBFT_STRIDED_FORMATS, reject_formats
 from data.formats.registry import SFT_FORMATS
 from data.rows.sft import load_examples
+from data.rows.stored import Stored
 from data.strided import Document
 from data.types import Example
 
@@ -16,18 +17,17 @@ def load_documents(
     specs: Sequence[str], tokenizer: Any, *, data_format: str = "auto", system_prompt: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None, max_length: int = 1024, context_length: int | None = None,
     cfg: object = None,
-) -> list[Document]:  # fmt: skip
+) -> Stored[Document]:  # fmt: skip
     """Load the documents of all specs, in order, with load_examples.
 
     prompt_length covers a prompt, or everything before the first assistant turn; a text has no prompt.
     """
     reject_formats(specs, data_format, EBFT_FORMATS, "structured")
-    examples = load_examples(
+    return load_examples(
         specs, tokenizer, data_format=data_format, system_prompt=system_prompt,
         chat_template_kwargs=chat_template_kwargs, max_length=max_length, context_length=context_length, cfg=cfg,
-        formats=SFT_FORMATS | EBFT_STRIDED_FORMATS,
+        formats=SFT_FORMATS | EBFT_STRIDED_FORMATS, kind=Document, record=_document,
     )  # fmt: skip
-    return [_document(example) for example in examples]
 
 
 def _document(example: Example) -> Document:

@@ -17,6 +17,7 @@ from dataclasses import fields
 from typing import Any, Protocol, TypeVar
 
 from data.errors import UserError
+from data.rows.stored import Stored
 
 T = TypeVar("T")
 NOT_CONTENT = ("source", "weight")  # fields that do not change how a row is trained
@@ -44,21 +45,21 @@ def train_and_held_out(
     read_eval: Callable[[Sequence[str]], Sequence[T]] | None = None,  # loads held-out rows; None: read
     *,
     read_again: bool = False,  # load the rows held out of data.data again, with read_eval
-) -> tuple[list[T], list[T]]:
+) -> tuple[Sequence[T], Sequence[T]]:
     """Return the training rows and the held-out rows; a method evaluates on the first max_eval_rows."""
     read_eval = read_eval or read
-    rows = _distinct(read(data.data), "data") if data.dedup else list(read(data.data))
+    rows = _distinct(read(data.data), "data") if data.dedup else _sequence(read(data.data))
     if data.val_set_size == 0:
-        held_out = list(read_eval(data.eval_data))
+        held_out = _sequence(read_eval(data.eval_data))
         if data.dedup and held_out:
             held_out = _distinct(held_out, "eval_data", known={content_key(row) for row in rows})
         return rows, held_out
     indices = held_out_numbers(len(rows), data.val_set_size, seed)
-    train_rows = [row for i, row in enumerate(rows) if i not in indices]
-    held_out = [rows[i] for i in sorted(indices)]
+    train_rows = select(rows, [i for i in range(len(rows)) if i not in indices])
+    held_out = select(rows, sorted(indices))
     if read_again:
-        sources = {row.source for row in held_out}
-        held_out = [row for row in read_eval(data.data) if row.source in sources]
+        sources, again = {row.source for row in held_out}, read_eval(data.data)
+        held_out = select(again, [i for i, row in enumerate(again) if row.source in sources])
     limit = "" if len(held_out) <= data.max_eval_rows else f"; evaluating on the first {data.max_eval_rows}"
     print(f"data: held out {len(held_out)} of {len(rows)} rows (val_set_size={data.val_set_size:g}){limit}",
           file=sys.stderr)  # fmt: skip
@@ -81,17 +82,25 @@ def content_key(row: Any) -> bytes:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=repr).encode()).digest()
 
 
-def _distinct(rows: Sequence[T], name: str, known: set[bytes] | None = None) -> list[T]:
+def _sequence(rows: Sequence[T]) -> Sequence[T]:
+    return rows if isinstance(rows, Stored) else list(rows)
+
+
+def select(rows: Sequence[T], indices: Sequence[int]) -> Sequence[T]:
+    return rows.select(indices) if isinstance(rows, Stored) else [rows[i] for i in indices]
+
+
+def _distinct(rows: Sequence[T], name: str, known: set[bytes] | None = None) -> Sequence[T]:
     """Drop rows whose content repeats an earlier row or is in `known`."""
     seen, distinct = set(known or ()), []
-    for row in rows:
+    for i, row in enumerate(rows):
         key = content_key(row)
         if key not in seen:
             seen.add(key)
-            distinct.append(row)
+            distinct.append(i)
     if num_removed := len(rows) - len(distinct):
         others = "other rows" if known is None else "other rows or training rows"
         print(f"{name}: removed {num_removed} of {len(rows)} rows that repeat {others}", file=sys.stderr)
     if not distinct:
         raise UserError(f"dedup=True: all {len(rows)} rows of eval_data are training rows; pass other --eval-data")
-    return distinct
+    return select(rows, distinct)

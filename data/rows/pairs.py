@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from data.chat import (
     DELIMITERS,
@@ -26,13 +26,16 @@ from data.chat import (
 from data.errors import UserError
 from data.format_options import FormatOptions
 from data.formats.pairs import FAMILIES, PAIR_FORMATS, PAIR_OPTIONS, PairFormat
-from data.formats.registry import Columns, Format, WithOptions, parse_specs
+from data.formats.registry import Columns, Format, WithOptions, apply, parse_specs
 from data.formats.template_settings import check_effect, template_settings
-from data.rows.bad_rows import BadRows, Tally, check_system, read_rows
+from data.rows.bad_rows import BadRows, Tally, check_system
+from data.rows.collect import collect
+from data.rows.stored import Stored
 from data.sources import DataSpec, Row
 from data.types import Pair
 
 LongRows = Literal["truncate", "drop"]
+T = TypeVar("T")
 
 
 class Rendered(NamedTuple):
@@ -60,7 +63,7 @@ def load_pairs(
     max_prompt_length: int | None = None, context_length: int | None = None, long_rows: LongRows = "truncate",
     bad_rows: BadRows = "error", options: FormatOptions | None = None, cfg: object = None,
     margins: bool = False,
-) -> list[Pair]:  # fmt: skip
+) -> Stored[Pair]:  # fmt: skip
     """Load the pairs of all specs, in order. Log the number of truncated, skipped and bad rows in one line.
 
     A pair is skipped if its prompt exceeds max_prompt_length, or leaves no room for a response within max_length (or
@@ -70,37 +73,42 @@ def load_pairs(
     """
     formats = bind(PAIR_FORMATS, PAIR_OPTIONS, specs, tokenizer, data_format, system_prompt, options)
     limits = limits_of(max_length, max_prompt_length, context_length, long_rows)
-    rows = read_responses(
-        specs, formats, partial(render_pair, margins=margins), limits, tokenizer=tokenizer, data_format=data_format,
-        system_prompt=system_prompt, kwargs=chat_template_kwargs, bad_rows=bad_rows, cfg=cfg,
+
+    def records(source: str, weight: float, rendered: Rendered, responses: list[list[int]], tally: Tally) -> list[Pair]:
+        chosen, rejected = responses
+        return [Pair(source=source, prompt_ids=rendered.prompt_ids, chosen_ids=chosen, rejected_ids=rejected,
+                     margin=rendered.value, weight=weight)]  # fmt: skip
+
+    pairs, _ = read_responses(
+        Pair, records, specs, formats, partial(render_pair, margins=margins), limits, tokenizer=tokenizer,
+        data_format=data_format, system_prompt=system_prompt, kwargs=chat_template_kwargs, bad_rows=bad_rows, cfg=cfg,
     )  # fmt: skip
-    return [
-        Pair(source=row.source, prompt_ids=rendered.prompt_ids, chosen_ids=chosen, rejected_ids=rejected,
-             margin=rendered.value, weight=spec.weight)
-        for spec, row, rendered, (chosen, rejected) in rows
-    ]  # fmt: skip
+    return pairs
 
 
 def read_responses(
-    specs: Sequence[str], formats: Mapping[str, Format], render: Callable[..., Rendered], limits: Limits, *,
-    tokenizer: Any, data_format: str, system_prompt: str | None, kwargs: Mapping[str, Any] | None, bad_rows: BadRows,
-    cfg: object,
-) -> list[tuple[DataSpec, Row, Rendered, list[list[int]]]]:  # fmt: skip
-    """Return every row that fits, rendered, with the ids of its responses; log the other rows."""
+    kind: type[T], records: Callable[[str, float, Rendered, list[list[int]], Tally], list[T]], specs: Sequence[str],
+    formats: Mapping[str, Format], render: Callable[..., Rendered], limits: Limits, *, tokenizer: Any,
+    data_format: str, system_prompt: str | None, kwargs: Mapping[str, Any] | None, bad_rows: BadRows, cfg: object,
+) -> tuple[Stored[T], Tally]:  # fmt: skip
+    """Return the records of every row that fits, made from (source, weight, row, ids of its responses, tally)."""
     render = partial(render, tokenizer=tokenizer, system_prompt=system_prompt, kwargs=kwargs)
-    tally, rows, takes_system, by_template = Tally(), [], False, False
-    for spec, row, rendered in read_rows(
-        specs, formats, render, tally, data_format=data_format, tokenizer=tokenizer, cfg=cfg, bad_rows=bad_rows
-    ):
-        takes_system |= rendered.takes_system
-        by_template |= rendered.by_template
+
+    def convert(spec: DataSpec, row: Row, function: Format, tally: Tally) -> list[T]:
+        rendered = apply(lambda columns: render(function(columns)), row)
+        tally.counts["takes system"] += rendered.takes_system
+        tally.counts["by template"] += rendered.by_template
         responses = fit(rendered, limits, tally)
         if responses is None:
-            continue
+            return []
         if len(responses) == 2 and responses[0] == responses[1]:
             tally.note("skipped, chosen equals rejected")
-            continue
-        rows.append((spec, row, rendered, responses))
+            return []
+        return records(row.source, spec.weight, rendered, responses, tally)
+
+    rows, tally = collect(
+        kind, specs, formats, convert, data_format=data_format, tokenizer=tokenizer, cfg=cfg, bad_rows=bad_rows
+    )
     if not rows:
         notes = "; ".join(f"{count} {note}" for note, count in tally.notes.items())
         for name in ("max_prompt_length", "max_length"):
@@ -108,10 +116,10 @@ def read_responses(
                 none_fits = f"none of the {tally.num_rows} rows fits ({notes})"
                 raise UserError(f"{name}={getattr(limits, name)}: {none_fits}; raise it")
         raise UserError(f"data: none of the {tally.num_rows} rows can be trained ({notes}); use pairs that differ")
-    check_system(system_prompt, takes_system)
-    check_effect(kwargs, by_template)
+    check_system(system_prompt, tally.counts["takes system"] > 0)
+    check_effect(kwargs, tally.counts["by template"] > 0)
     tally.log()
-    return rows
+    return rows, tally
 
 
 def bind(

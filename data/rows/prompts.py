@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 
 from data.chat import clean_messages, list_unwritten, render_prompt, unmark, with_system
 from data.errors import UserError
-from data.formats.registry import PROMPT_FORMATS, Columns, apply, formatted_rows
+from data.formats.registry import PROMPT_FORMATS, Columns, Format, apply
 from data.formats.template_settings import check_effect, template_settings
 from data.rows.bad_rows import Tally, check_system
+from data.rows.collect import collect
+from data.rows.stored import Stored
+from data.sources import DataSpec, Row
 from data.types import Messages, Prompt
 
 
@@ -27,25 +30,28 @@ def load_prompts(
     specs: Sequence[str], tokenizer: Any, *, data_format: str = "auto", system_prompt: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None, max_prompt_length: int | None = None,
     context_length: int | None = None, max_completion_length: int = 0, cfg: object = None,
-) -> list[Prompt]:  # fmt: skip
+) -> Stored[Prompt]:  # fmt: skip
     """Load the prompts of all specs, in order. Skip prompts longer than max_prompt_length and log how many."""
     check_room(max_completion_length, context_length)
-    prompts = []
-    tally = Tally()
-    for spec, row in formatted_rows(specs, PROMPT_FORMATS, data_format=data_format, tokenizer=tokenizer, cfg=cfg):
-        tally.num_rows += 1
+
+    def convert(spec: DataSpec, row: Row, function: Format, tally: Tally) -> list[Prompt]:
+        row = Row(source=row.source, columns=apply(function, row))
         rendered = apply(tokenise_prompt, row, tokenizer, system_prompt, chat_template_kwargs)
         if not fits(row.source, rendered.ids, max_prompt_length, context_length, max_completion_length):
-            continue
+            return []
         tally.note(*rendered.notes)
         columns = {name: value for name, value in row.columns.items() if name != "prompt"}
-        prompts.append(
-            Prompt(source=row.source, prompt=rendered.prompt, ids=rendered.ids, columns=columns,
-                   settings=rendered.settings, weight=spec.weight)
-        )  # fmt: skip
+        prompt = Prompt(source=row.source, prompt=rendered.prompt, ids=rendered.ids, columns=columns,
+                        settings=rendered.settings, weight=spec.weight)  # fmt: skip
+        tally.counts["conversational"] += prompt.conversational
+        return [prompt]
+
+    prompts, tally = collect(
+        Prompt, specs, PROMPT_FORMATS, convert, data_format=data_format, tokenizer=tokenizer, cfg=cfg
+    )
+    conversational = tally.counts["conversational"] > 0
     log_left_out(len(prompts), tally.num_rows, max_prompt_length)
-    log_plain(prompts, tokenizer)
-    conversational = any(prompt.conversational for prompt in prompts)
+    log_plain(conversational, tokenizer)
     check_system(system_prompt, conversational)
     check_effect(chat_template_kwargs, conversational)
     tally.log()
@@ -85,9 +91,9 @@ def log_left_out(num_kept: int, num_rows: int, max_prompt_length: int | None) ->
         print(f"data: skipped {num_skipped} of {num_rows} prompts longer than {max_prompt_length=}", file=sys.stderr)
 
 
-def log_plain(prompts: Sequence[Prompt], tokenizer: Any) -> None:
+def log_plain(conversational: bool, tokenizer: Any) -> None:
     """Log if the model has a chat template that no prompt uses."""
-    if getattr(tokenizer, "chat_template", None) and not any(prompt.conversational for prompt in prompts):
+    if getattr(tokenizer, "chat_template", None) and not conversational:
         print(
             "data: the prompts are plain text and are not rendered with the chat template; use messages to render them",
             file=sys.stderr,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from data.chat import (
@@ -19,10 +19,13 @@ from data.chat import (
 )
 from data.errors import UserError
 from data.formats.fields import parse_bool
-from data.formats.registry import SFT_FORMATS, Columns, Format, apply, formatted_rows
+from data.formats.registry import SFT_FORMATS, Columns, Format, apply
 from data.formats.template_settings import check_effect, template_settings
 from data.rows.bad_rows import Tally, check_system
+from data.rows.collect import collect
 from data.rows.pairs import LongRows
+from data.rows.stored import Stored
+from data.sources import DataSpec, Row
 from data.types import Example, Messages
 
 EMPTY = "skipped, an answer is empty"
@@ -32,24 +35,25 @@ def load_examples(
     specs: Sequence[str], tokenizer: Any, *, data_format: str = "auto", system_prompt: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None, max_length: int = 1024, context_length: int | None = None,
     cfg: object = None, formats: Mapping[str, Format] = SFT_FORMATS, trained: Trained = ASSISTANT,
-    long_rows: LongRows = "truncate",
-) -> list[Example]:  # fmt: skip
+    long_rows: LongRows = "truncate", kind: type[Any] = Example,
+    record: Callable[[Example], Any] = lambda example: example,
+) -> Stored[Any]:  # fmt: skip
     """Load the rows of all specs, in order, truncated on the right to max_length tokens (or the context, if shorter).
 
     A text with long_text=split becomes one example for each max_length tokens instead. Rows without a trained token, or
     with an empty answer to train, are skipped, and with long_rows="drop" also longer rows; the numbers of truncated and
-    skipped rows are logged.
+    skipped rows are logged. `record` converts an example to another `kind` of record.
     """
     if max_length < 2:
         raise UserError(f"max_length={max_length}: must be 2 or more, because the first token is never trained")
     limit = max_length if context_length is None else min(max_length, context_length)
     too_long = f"skipped, longer than max_length={limit}"
-    examples, num_trained, num_truncated, conversational, only_text, tally = [], 0, 0, False, True, Tally()
-    for spec, row in formatted_rows(specs, formats, data_format=data_format, tokenizer=tokenizer, cfg=cfg):
-        tally.num_rows += 1
-        conversational |= not _is_text(row.columns)
-        is_segmented = isinstance(row.columns.get("text"), list)
-        only_text &= _is_text(row.columns) and row.columns.get("completion") is None and not is_segmented
+
+    def convert(spec: DataSpec, row: Row, function: Format, tally: Tally) -> list[Any]:
+        row = Row(source=row.source, columns=apply(function, row))
+        is_text, is_segmented = _is_text(row.columns), isinstance(row.columns.get("text"), list)
+        tally.counts["conversational"] += not is_text
+        tally.counts["only text"] += is_text and row.columns.get("completion") is None and not is_segmented
         ids, mask, notes = apply(_tokenise, row, tokenizer, system_prompt, chat_template_kwargs, trained)
         tally.note(*notes)
         is_split = len(ids) > limit and row.columns.get("long_text") == "split"
@@ -57,8 +61,8 @@ def load_examples(
             tally.note(f"split into chunks of {limit} tokens")
         elif len(ids) > limit and long_rows == "drop":
             tally.note(too_long)
-            continue
-        num_truncated += len(ids) > limit and not is_split
+            return []
+        tally.counts["truncated"] += len(ids) > limit and not is_split
         chunks = [
             Example(source=f"{row.source}#{start // limit + 1}" if is_split else row.source,
                     ids=ids[start : start + limit],
@@ -67,11 +71,13 @@ def load_examples(
             for start in (range(0, len(ids), limit) if is_split else (0,))
         ]  # fmt: skip
         chunks = [chunk for chunk in chunks if any(chunk.mask)]
-        examples += chunks
-        num_trained += bool(chunks)
-    num_rows, num_empty = tally.num_rows, tally.notes.get(EMPTY, 0)
-    num_long = tally.notes.get(too_long, 0)
-    num_skipped = num_rows - num_empty - num_long - num_trained
+        tally.counts["trained"] += bool(chunks)
+        return [record(chunk) for chunk in chunks]
+
+    examples, tally = collect(kind, specs, formats, convert, data_format=data_format, tokenizer=tokenizer, cfg=cfg)
+    num_rows, num_empty, num_long = tally.num_rows, tally.notes[EMPTY], tally.notes[too_long]
+    num_truncated, conversational = tally.counts["truncated"], tally.counts["conversational"] > 0
+    num_skipped = num_rows - num_empty - num_long - tally.counts["trained"]
     if not examples and num_empty:
         raise UserError(f"data: none of the {num_rows} rows can be trained ({num_empty} {EMPTY}); fill in the answers")
     if not examples and not num_truncated and not num_long:
@@ -88,7 +94,7 @@ def load_examples(
     check_effect(chat_template_kwargs, conversational)
     if trained.roles != ASSISTANT.roles and not conversational:
         raise UserError("roles_to_train: has no effect on plain text; use messages, or remove --roles-to-train")
-    if trained.inputs and only_text:
+    if trained.inputs and tally.counts["only text"] == num_rows:
         raise UserError("train_on_inputs=True: has no effect on plain text, which is always trained; remove the flag")
     tally.log()
     return examples

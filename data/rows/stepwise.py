@@ -13,9 +13,12 @@ from typing import Any, NamedTuple
 from data.chat import render_prompt, render_text
 from data.errors import UserError
 from data.formats.fields import Columns, for_template, messages_of, need, parse_bool, text_of
-from data.formats.registry import Format
+from data.formats.registry import Format, apply
 from data.formats.template_settings import check_effect, template_settings
-from data.rows.bad_rows import BadRows, Tally, check_system, read_rows
+from data.rows.bad_rows import BadRows, Tally, check_system
+from data.rows.collect import collect
+from data.rows.stored import Stored
+from data.sources import DataSpec, Row
 from data.types import Steps
 
 UNLABELLED = -100
@@ -33,7 +36,7 @@ def load_steps(
     system_prompt: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
     max_length: int | None = 1024, max_completion_length: int | None = None, context_length: int | None = None,
     last_step_only: bool = False, bad_rows: BadRows = "error", cfg: object = None,
-) -> list[Steps]:  # fmt: skip
+) -> Stored[Steps]:  # fmt: skip
     """Load the solutions of all specs, in order. Truncate long solutions on the right and log how many.
 
     max_completion_length limits the steps, max_length (or the model's context) the whole row. Rows without a label
@@ -48,34 +51,35 @@ def load_steps(
             raise UserError(f"{name}={value}: must be {minimum} or more")
     limit = min((length for length in (max_length, context_length) if length is not None), default=None)
     separator = separator_ids(tokenizer, step_separator)
-    tally = Tally()
     render = partial(
         render_steps, tokenizer=tokenizer, separator=separator, system_prompt=system_prompt, kwargs=chat_template_kwargs
     )
-    rows: list[Steps] = []
-    conversational = False
-    for spec, row, solution in read_rows(
-        specs, STEP_FORMATS, render, tally, data_format=data_format, tokenizer=tokenizer, cfg=cfg, bad_rows=bad_rows
-    ):
-        conversational |= solution.conversational
+
+    def convert(spec: DataSpec, row: Row, function: Format, tally: Tally) -> list[Steps]:
+        solution = apply(lambda columns: render(function(columns)), row)
+        tally.counts["conversational"] += solution.conversational
         labels = _last_only(solution.labels) if last_step_only else solution.labels
         ids = solution.prompt_ids + solution.ids[:max_completion_length]
         labels = [UNLABELLED] * len(solution.prompt_ids) + labels[:max_completion_length]
         ids, labels = ids[:limit], labels[:limit]
         if all(label == UNLABELLED for label in labels):
             tally.note("skipped, no label within the length limits")
-            continue
+            return []
         if len(ids) < len(solution.prompt_ids) + len(solution.ids):
             setting = f"max_length={limit}" if len(ids) == limit else f"{max_completion_length=}"
             tally.note(f"truncated to {setting}")
-        rows.append(Steps(source=row.source, ids=ids, labels=labels, weight=spec.weight))
+        return [Steps(source=row.source, ids=ids, labels=labels, weight=spec.weight)]
+
+    rows, tally = collect(
+        Steps, specs, STEP_FORMATS, convert, data_format=data_format, tokenizer=tokenizer, cfg=cfg, bad_rows=bad_rows
+    )
     if not rows:
         raise UserError(
             f"max_length={limit}: none of the {tally.num_rows} rows has a label within it"
             + (f" and {max_completion_length=}" if max_completion_length else "") + "; raise it"
         )  # fmt: skip
-    check_system(system_prompt, conversational)
-    check_effect(chat_template_kwargs, conversational)
+    check_system(system_prompt, tally.counts["conversational"] > 0)
+    check_effect(chat_template_kwargs, tally.counts["conversational"] > 0)
     tally.log()
     return rows
 

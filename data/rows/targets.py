@@ -19,12 +19,14 @@ from data.format_options import FormatOptions
 from data.formats.ebft import EBFT_FORMATS, EBFT_STRIDED_FORMATS, TargetFormat, last_turn, reject_formats
 from data.formats.fields import DEFAULT, Columns, listed
 from data.formats.pairs import PAIR_FORMATS, PAIR_OPTIONS
-from data.formats.registry import PROMPT_FORMATS, SFT_FORMATS, apply, parse_specs, rows_and_formats
+from data.formats.registry import PROMPT_FORMATS, SFT_FORMATS, apply, parse_specs
 from data.formats.template_settings import check_effect
 from data.rows.bad_rows import Tally, check_system
+from data.rows.collect import collect
 from data.rows.pairs import bind, render_row
 from data.rows.prompts import check_room, fits, log_left_out, log_plain, tokenise_prompt
-from data.sources import Row
+from data.rows.stored import Stored
+from data.sources import DataSpec, Row
 from data.types import Messages, TargetPrompt
 
 PAIR = "of_a_pair"  # column added by named pair formats: other inputs of render_row
@@ -49,7 +51,7 @@ def load_targets(
     chat_template_kwargs: Mapping[str, Any] | None = None, max_prompt_length: int | None = None,
     context_length: int | None = None, max_completion_length: int = 256, options: FormatOptions | None = None,
     cfg: object = None,
-) -> list[TargetPrompt]:  # fmt: skip
+) -> Stored[TargetPrompt]:  # fmt: skip
     """Load the prompts and targets of all specs, in order, with the same prompts as load_prompts.
 
     Prompts longer than max_prompt_length are skipped. Targets longer than max_completion_length, which no completion
@@ -62,24 +64,32 @@ def load_targets(
     pairs = bind(PAIR_FORMATS, PAIR_OPTIONS, specs, tokenizer, data_format, system_prompt, options)
     pairs.pop("auto")
     formats: dict[str, Any] = {name: function.then(_pair) for name, function in pairs.items()} | TARGET_FORMATS
-    tally, prompts, takes_system = Tally(), [], False
-    for spec, row, function in rows_and_formats(specs, formats, data_format=data_format, tokenizer=tokenizer, cfg=cfg):
-        for formatted in _format_row(row, function):
-            tally.num_rows += 1
+
+    def convert(spec: DataSpec, row: Row, function: TargetFormat, tally: Tally) -> list[TargetPrompt]:
+        prompts, rows = [], _format_row(row, function)
+        tally.num_rows += len(rows) - 1  # a format may return several
+        for formatted in rows:
             target: Rendered = apply(render_target, formatted, tokenizer, system_prompt, chat_template_kwargs)
-            takes_system |= target.takes_system
+            tally.counts["takes system"] += target.takes_system
             if not fits(formatted.source, target.ids, max_prompt_length, context_length, max_completion_length):
                 continue
             tally.note(*target.notes)
             if len(target.target_ids) > max_completion_length:
                 tally.note(f"with the target truncated to {max_completion_length=}")
             prompts.append(_target_prompt(formatted, target, max_completion_length, spec.weight))
+            tally.counts["conversational"] += prompts[-1].conversational
+        return prompts
+
+    prompts, tally = collect(
+        TargetPrompt, specs, formats, convert, data_format=data_format, tokenizer=tokenizer, cfg=cfg
+    )
+    conversational = tally.counts["conversational"] > 0
     log_left_out(len(prompts), tally.num_rows, max_prompt_length)
     # Pair formats write delimiters without the chat template.
     if not {spec.format or data_format for spec in parse_specs(specs)} & pairs.keys():
-        log_plain(prompts, tokenizer)
-    check_system(system_prompt, takes_system)
-    check_effect(chat_template_kwargs, any(prompt.conversational for prompt in prompts))
+        log_plain(conversational, tokenizer)
+    check_system(system_prompt, tally.counts["takes system"] > 0)
+    check_effect(chat_template_kwargs, conversational)
     tally.log()
     return prompts
 

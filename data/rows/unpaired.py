@@ -9,8 +9,9 @@ from typing import Any
 from data.format_options import FormatOptions
 from data.formats.registry import Columns
 from data.formats.unpaired import UNPAIRED_FORMATS, UNPAIRED_OPTIONS
-from data.rows.bad_rows import BadRows
+from data.rows.bad_rows import BadRows, Tally
 from data.rows.pairs import LongRows, Rendered, bind, limits_of, read_responses, render_row
+from data.rows.stored import Stored
 from data.types import Labelled
 
 
@@ -19,31 +20,36 @@ def load_labelled(
     chat_template_kwargs: Mapping[str, Any] | None = None, max_length: int | None = 1024,
     max_prompt_length: int | None = None, context_length: int | None = None, long_rows: LongRows = "truncate",
     bad_rows: BadRows = "error", options: FormatOptions | None = None, cfg: object = None,
-) -> list[Labelled]:  # fmt: skip
+) -> Stored[Labelled]:  # fmt: skip
     """Load the responses of all specs, in order, with the limits of load_pairs.
 
     A pair becomes two rows: the chosen response as desirable, then the rejected response as undesirable.
     """
     formats = bind(UNPAIRED_FORMATS, UNPAIRED_OPTIONS, specs, tokenizer, data_format, system_prompt, options)
     limits = limits_of(max_length, max_prompt_length, context_length, long_rows)
-    rows = read_responses(
-        specs, formats, render_labelled, limits, tokenizer=tokenizer, data_format=data_format,
+    labelled, tally = read_responses(
+        Labelled, _records, specs, formats, render_labelled, limits, tokenizer=tokenizer, data_format=data_format,
         system_prompt=system_prompt, kwargs=chat_template_kwargs, bad_rows=bad_rows, cfg=cfg,
     )  # fmt: skip
-    labelled = [
-        Labelled(source=row.source if name == "completion" else f"{row.source} {name}", prompt_ids=rendered.prompt_ids,
-                 completion_ids=ids, label=label, weight=spec.weight)
-        for spec, row, rendered, responses in rows
-        for name, label, ids in zip(*rendered.value, responses, strict=True)
-    ]  # fmt: skip
-    if len({row.label for row in labelled}) == 1:
-        kind, other = ("desirable", "undesirable") if labelled[0].label else ("undesirable", "desirable")
+    if tally.counts["desirable"] in (0, len(labelled)):
+        kind, other = ("desirable", "undesirable") if tally.counts["desirable"] else ("undesirable", "desirable")
         print(
             f"data: all {len(labelled)} responses are {kind} and none is {other}; KTO needs both, add rows with the "
             "other label",
             file=sys.stderr,
         )
     return labelled
+
+
+def _records(
+    source: str, weight: float, rendered: Rendered, responses: list[list[int]], tally: Tally
+) -> list[Labelled]:
+    tally.counts["desirable"] += sum(rendered.value[1])
+    return [
+        Labelled(source=source if name == "completion" else f"{source} {name}", prompt_ids=rendered.prompt_ids,
+                 completion_ids=ids, label=label, weight=weight)
+        for name, label, ids in zip(*rendered.value, responses, strict=True)
+    ]  # fmt: skip
 
 
 def render_labelled(

@@ -3,8 +3,8 @@
     share = adapter_share(model, forward, ids)
     share.retained, share.error
 
-The engine merges adapters into a copy of the weights in the compute dtype. In bfloat16, changes below half a unit in
-the last place of a weight vanish, while the trainer keeps them. Over the log-probs of all tokens at a few positions,
+A sampler that merges adapters into bfloat16 weights loses changes below half a unit in the last place of a weight,
+while the trainer keeps them. Over the log-probs of all tokens at a few positions,
 
     d = with the adapter - without it,    retained = <d_sampler, d_exact> / <d_exact, d_exact>
 
@@ -17,6 +17,8 @@ Shapes: R rows, T positions per row, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +27,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from kernels.nf4 import Linear4bit
 from rollout.engines.forward import Cache, Forward, PrefillBatch
 
+SMALL = 1e-4  # standard deviation of B in small_adapter(); a merge into bfloat16 keeps little of it
+LOW = 0.9  # a lower share means that the engine samples from another policy
 CHUNK = 2**26  # elements of a weight in float32 at a time: 256 MB
 PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, torch.addmm, F.layer_norm}  # no mixed dtypes
 
@@ -57,13 +62,28 @@ def adapter_share(
     return AdapterShare(retained.item(), ((kept - retained * full).norm() / full.sum()).item())
 
 
+@contextmanager
+def small_adapter(model: Any) -> Iterator[None]:
+    """Context manager: replace every B, which is 0 before training, by small random values."""
+    weights = [parameter.data for name, parameter in model.named_parameters() if ".lora_B." in name]
+    before = [weight.clone() for weight in weights]
+    generator = torch.Generator().manual_seed(0)
+    try:
+        for weight in weights:
+            weight.copy_(SMALL * torch.randn(weight.shape, generator=generator))
+        yield
+    finally:
+        for weight, old in zip(weights, before, strict=True):
+            weight.copy_(old)
+
+
 def sampler_logps(
     forward: Forward,
     ids: Tensor,  # (R, T)
 ) -> Tensor:  # (R, T, V)
     """Log-probs of the next token at each position, by the engine's forward pass with a small cache."""
     rows, length = ids.shape
-    cache = Cache(forward.shape, rows + 1, length)  # one page per row, after the scratch page
+    cache = Cache(forward.shape, rows + 1, length, states=forward.states)  # one page per row, after the scratch page
     slot = torch.arange(length, (rows + 1) * length, device=ids.device).view(rows, length)
     position = (slot % length).int()
     logits = forward.logits(forward.prefill(PrefillBatch(ids, position, slot, slot, fresh=True), cache))
@@ -79,13 +99,18 @@ def exact_logps(
 ) -> Tensor:  # (R, T, V)
     """The same log-probs by the trainer's model, in float32."""
     config = model.config.get_text_config()
-    before, config._attn_implementation = config._attn_implementation, "sdpa"  # flex would compile for float32
+    before, config._attn_implementation = config._attn_implementation, "eager"  # has sinks and softcap
+    packed = [(module, module.dtype) for module in model.modules() if isinstance(module, Linear4bit)]
     try:
+        for module, _ in packed:
+            module.dtype = torch.float32
         # With --compile, the mode and the dtype would compile every block again.
         with torch.compiler.set_stance("force_eager"), torch.autocast(ids.device.type, enabled=False), Float32():
             logits = model(input_ids=ids, use_cache=False).logits
     finally:
         config._attn_implementation = before
+        for module, dtype in packed:
+            module.dtype = dtype
     return logits.float().log_softmax(dim=-1)
 
 

@@ -2,29 +2,33 @@
 
     decoder = Decoder(forward, num_pages=4096, page=64, max_rows=512, max_pages=16, captures=True)
     decoder.prefill([PrefillJob(ids, start=0, slots=slots, routes=[])])    # keys and values of prompts
-    ids, logps = decoder.run(rows, stop_ids, TopFilter(), steps=32)        # (32, B) each; id -1 after a row's end
+    window = decoder.launch(rows, 0, stop_ids, TopFilter(), steps=8)       # returns before the steps have run
+    ids, logps, *_ = window.read()                                         # (8, B) each; id -1 after a row's end
 
 A step reads and writes only tensors with fixed addresses, so a graph is captured once and replayed with new values. The
-host writes the state of all rows (RowState), replays some steps and reads the sampled tokens, with no other host sync.
-A row that ends during these steps, by a stop id or at its limit, repeats its last token until the host reads.
+host writes the state of new rows (RowState), replays some steps and can write and replay more before it reads the
+sampled tokens: rows continue from the state on the device, and nothing but read() waits for the device.
+A row that ends during these steps, by a stop id or at its limit, repeats its last token until the host drops it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from kernels.decode_attention import TILE_ROWS, Rows
-from kernels.decode_state import advance, locate
-from kernels.draw import draw
+from kernels.decode.attention import TILE_ROWS, Rows
+from kernels.decode.draw import draw
+from kernels.decode.draw_set import GAP, draw_set
+from kernels.decode.state import advance, locate
 from rollout.engines.forward import Cache, Forward, PrefillBatch
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 STOP_IDS = 16  # capacity for stop ids in a captured step; grows on demand
-PREFILL_TOKENS = 2**15  # maximum tokens per prefill pass, including padding
+PREFILL_TOKENS = 2**13  # maximum tokens per prefill pass, including padding; longer rows run in parts
+PREFILL_KEYS = 2**16  # maximum tokens of several rows that a pass attends to: their keys are gathered
 PREFILL_STATES = 64  # maximum rows per prefill pass of a model with states, which are copied for the pass
 
 
@@ -42,6 +46,26 @@ class RowState(NamedTuple):
     tiles: np.ndarray  # (B, TILE_ROWS) int32 rows that share a prefix
 
 
+CARRIED = ("own_len", "token", "drawn", "left")  # what a step changes
+
+
+class Window(NamedTuple):
+    """What some decode steps sampled, in host memory once the device has run them."""
+
+    ids: torch.Tensor  # (steps, B) int64
+    logps: torch.Tensor  # (steps, B) float32
+    routes: torch.Tensor | None  # (steps, B, L, k)
+    sets: torch.Tensor | None  # (steps, B, 1 + most) int32
+    ended: torch.cuda.Event | None  # None: the steps have run
+
+    def read(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:
+        """Wait for the steps: ids (-1 after a row's end), log-probs, experts of the tokens run, and sets with gaps."""
+        if self.ended is not None:
+            self.ended.synchronize()
+        routes, sets = (None if x is None else x.numpy() for x in (self.routes, self.sets))
+        return self.ids.numpy(), self.logps.numpy(), routes, sets
+
+
 class PrefillJob(NamedTuple):
     """Tokens of one row to write into the cache."""
 
@@ -53,7 +77,7 @@ class PrefillJob(NamedTuple):
     target: int = 0  # state to write
 
     def part(self, first: int, stop: int) -> PrefillJob:
-        """Return tokens first to stop. All parts of a row must run in order."""
+        """Return tokens first to stop, or to the end. All parts of a row must run in order."""
         start = self.start + first
         source = self.target if first else self.source
         return PrefillJob(
@@ -62,10 +86,12 @@ class PrefillJob(NamedTuple):
 
 
 class TopFilter(NamedTuple):
-    """Sampling filters for evaluation; fixed in a captured step."""
+    """Sampling filters; fixed in a captured step."""
 
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    most: int = 0  # ids per token to record, for training; 0: none
 
 
 def bucket_of(num_rows: int) -> int:
@@ -113,95 +139,135 @@ class Decoder:
         self.routes, shape = None, self.forward.route_shape
         if shape is not None:
             self.routes = torch.zeros(steps, rows, shape.num_layers, shape.top_k, dtype=shape.dtype, device=device)
+        self.sets: torch.Tensor | None = None  # (steps, rows, width) int32, with GAP; allocated when first needed
 
     # Prompts.
 
     @torch.no_grad()
     def prefill(self, fills: Sequence[PrefillJob]) -> None:
-        """Write keys and values, batching rows of similar length."""
-        fresh = [fill for fill in fills if fill.start == 0 and fill.ids]
-        later = [fill for fill in fills if fill.start > 0 and fill.ids]
-        groups = [*by_length(fresh), *by_length(later)] if self.has_states else [fresh, later]
-        for group in groups:
-            ordered = sorted(group, key=lambda fill: len(fill.slots))
-            while ordered:
-                count, longest = 0, 0
-                while count < len(ordered):
-                    longest = max(longest, len(ordered[count].slots))
-                    if count and (count + 1) * longest > PREFILL_TOKENS or self.has_states and count == PREFILL_STATES:
-                        break
-                    count += 1
-                self._prefill(ordered[:count], fresh=ordered[0].start == 0)
-                ordered = ordered[count:]
+        """Write keys and values, rows of similar length together. Jobs that start later may follow other jobs."""
+        for is_later in (False, True):
+            rows = [fill for fill in fills if fill.ids and (fill.start > 0) == is_later]
+            for first in range(0, max((len(fill.ids) for fill in rows), default=0), PREFILL_TOKENS):
+                parts = [fill.part(first, first + PREFILL_TOKENS) for fill in rows if len(fill.ids) > first]
+                for group in by_length(parts) if self.has_states else [parts]:
+                    self._prefill_group(sorted(group, key=lambda fill: (len(fill.ids), len(fill.slots))))
 
-    def _prefill(self, fills: Sequence[PrefillJob], *, fresh: bool) -> None:
-        width, length = max(len(fill.ids) for fill in fills), max(len(fill.slots) for fill in fills)
+    def _prefill_group(self, fills: Sequence[PrefillJob]) -> None:
+        """Run rows in order of length, as many per pass as its limits allow."""
+        while fills:
+            count, cached = 0, 0
+            for fill in fills:
+                rows, cached = count + 1, max(cached, fill.start)
+                is_large = rows * len(fill.ids) > PREFILL_TOKENS or rows * (cached + len(fill.ids)) > PREFILL_KEYS
+                if count and is_large or self.has_states and count == PREFILL_STATES:
+                    break
+                count = rows
+            self._prefill(fills[:count])
+            fills = fills[count:]
+
+    def _prefill(self, fills: Sequence[PrefillJob]) -> None:
+        width, cached = max(len(fill.ids) for fill in fills), max(fill.start for fill in fills)
         ids, position, slot = (np.zeros((len(fills), width), np.int64) for _ in range(3))
-        index = np.zeros((len(fills), length), np.int64)
+        index = np.zeros((len(fills), cached + width), np.int64)
         for row, fill in enumerate(fills):
             count = len(fill.ids)
             ids[row, :count] = fill.ids
             slot[row, :count] = fill.slots[fill.start :]
             position[row] = np.minimum(fill.start + np.arange(width), fill.start + count - 1)
             index[row, : len(fill.slots)] = fill.slots
-        tensors = [torch.from_numpy(x).to(self.device) for x in (ids, position.astype(np.int32), slot, index)]
-        ends = [(fill.source, fill.target) for fill in fills]
-        states = torch.tensor(ends, device=self.device).unbind(1) if self.has_states else ()
-        self.forward.prefill(PrefillBatch(*tensors, fresh, *states), self.cache)
+        tensors = [self._send(x) for x in (ids, position.astype(np.int32), slot, index)]
+        states = self._send([(fill.source, fill.target) for fill in fills]).unbind(1) if self.has_states else ()
+        self.forward.prefill(PrefillBatch(*tensors, cached == 0, *states), self.cache)
         if self.forward.routes is not None:
-            routes = self.forward.routes.unflatten(0, ids.shape).cpu().numpy()
+            # Their values arrive before those of the next window.
+            routes = self._fetch(self.forward.routes.unflatten(0, ids.shape)).numpy()
             for fill, row in zip(fills, routes, strict=True):
-                fill.routes.append((fill.start, row[: len(fill.ids)].copy()))
+                fill.routes.append((fill.start, row[: len(fill.ids)]))
 
     @torch.no_grad()
     def copy_states(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy states, one layer at a time, as if all were read before the first is written."""
         pairs = [(a, b) for a, b in zip(source, target, strict=True) if a != b]
         if self.has_states and pairs:
-            read, write = torch.tensor(pairs, device=self.device).unbind(1)
+            read, write = self._send(pairs).unbind(1)
             for state in self.cache.states:
                 state.index_copy_(0, write, state.index_select(0, read))
+
+    def _send(self, values: Any) -> torch.Tensor:
+        """Copy an array to the device without waiting for it: from pageable memory the copy would wait."""
+        return self._pinned(values).to(self.device, non_blocking=True)
+
+    def _pinned(self, values: Any) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(values))
+        return tensor.pin_memory() if self.captures else tensor
+
+    def _fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor to host memory, where its values appear once the device gets to the copy."""
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.captures)
+        return host.copy_(tensor, non_blocking=True)
+
+    def wait(self) -> None:
+        """Wait for the device, so that everything fetched has arrived."""
+        if self.captures:
+            torch.cuda.current_stream(self.device).synchronize()
 
     # Decode steps.
 
     @torch.no_grad()
-    def run(
-        self, rows: RowState, stop_ids: Sequence[int], top: TopFilter, steps: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:  # (steps, B) int64, float32; (steps, B, L, k)
-        """Sample up to `steps` tokens per row: ids (-1 after a row's end), log-probs, and experts of the tokens run."""
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Make these rows, in increasing order, the first ones."""
+        if rows and rows[-1] >= len(rows):
+            index = self._send(rows)
+            for tensor in (getattr(self.state, name) for name in CARRIED):
+                tensor[: len(rows)] = tensor[index]
+            self.copy_states(rows, range(len(rows)))
+
+    @torch.no_grad()
+    def launch(self, rows: RowState, num_old: int, stop_ids: Sequence[int], top: TopFilter, steps: int) -> Window:
+        """Sample up to `steps` tokens per row. The first `num_old` rows continue where the last launch leaves them."""
         num_rows = len(rows.token)
         count = min(bucket_of(num_rows), self.max_rows) if self.captures else num_rows
         self._grow_state(rows.table.shape[1], len(stop_ids), steps)
+        if top.most and (self.sets is None or self.sets.shape[2] != 1 + top.most):
+            self.graphs.clear()
+            shape = (len(self.ids), self.max_rows, 1 + top.most)
+            self.sets = torch.full(shape, GAP, dtype=torch.int32, device=self.device)
         graph = self._graph(count, top) if self.captures else None
-        self._write(rows, stop_ids, count)
+        self._write(rows, num_old, stop_ids, count)
         for _ in range(steps):
             if graph is not None:
                 graph.replay()
             else:
                 self._step(count, top)
-        ids, logps, routes = (
-            None if x is None else x[:steps, :num_rows].cpu().numpy() for x in (self.ids, self.logps, self.routes)
-        )
-        return ids, logps, routes
+        results = (self.ids, self.logps, self.routes, self.sets if top.most else None)
+        window = [None if x is None else self._fetch(x[:steps, :num_rows]) for x in results]
+        ended = torch.cuda.Event() if self.captures else None
+        if ended is not None:
+            ended.record()
+        return Window(*window, ended)
 
     def _grow_state(self, max_pages: int, num_stop: int, steps: int) -> None:
         """Enlarge the state if needed. Sizes double, because every change recaptures the graphs."""
         have = {"max_pages": self.state.table.shape[1], "num_stop": len(self.stop_ids), "steps": len(self.ids)}
         need = {"max_pages": max_pages, "num_stop": num_stop, "steps": steps}
         if any(need[name] > have[name] for name in have):
+            before = self.state
             self._allocate_state(**{name: max(have[name], 1 << (need[name] - 1).bit_length()) for name in have})
+            for name in CARRIED:
+                getattr(self.state, name).copy_(getattr(before, name))
 
-    def _write(self, rows: RowState, stop_ids: Sequence[int], count: int) -> None:
+    def _write(self, rows: RowState, num_old: int, stop_ids: Sequence[int], count: int) -> None:
         num_rows = len(rows.token)
         for name, values in rows._asdict().items():
-            target = getattr(self.state, name)
-            source = torch.from_numpy(np.ascontiguousarray(values))
+            first, target = num_old if name in CARRIED else 0, getattr(self.state, name)
             if name == "table":
                 target = target[:, : values.shape[1]]
-            target[:num_rows].copy_(source, non_blocking=True)
+            if first < num_rows:
+                target[first:num_rows].copy_(self._pinned(values[first:]), non_blocking=True)
         self._clear_rows(num_rows, count)
-        self.stop_ids.fill_(-1)
-        self.stop_ids[: len(stop_ids)] = torch.tensor(list(stop_ids), dtype=torch.int64)
+        padded = [*stop_ids, *[-1] * (len(self.stop_ids) - len(stop_ids))]
+        self.stop_ids.copy_(self._pinned(padded), non_blocking=True)
         self.tick.zero_()
 
     def _clear_rows(self, first: int, stop: int) -> None:
@@ -214,6 +280,7 @@ class Decoder:
 
     def _graph(self, count: int, top: TopFilter) -> torch.cuda.CUDAGraph:
         if (count, top) not in self.graphs:
+            before = [getattr(self.state, name).clone() for name in CARRIED]  # rows continue from these
             self._clear_rows(0, count)
             self.tick.zero_()
             states = self.cache.states
@@ -227,6 +294,8 @@ class Decoder:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._step(count, top)
             self.graphs[count, top] = graph
+            for name, values in zip(CARRIED, before, strict=True):
+                getattr(self.state, name).copy_(values)
         return self.graphs[count, top]
 
     def _step(self, count: int, top: TopFilter) -> None:
@@ -237,8 +306,14 @@ class Decoder:
         logits = self.forward.decode(state.token, position, slot, rows, self.cache)
         if self.routes is not None:
             self.routes[:, :count].index_copy_(0, self.tick, self.forward.routes[None])
-        options = {"scale": self.forward.scale, "softcap": self.forward.softcap, **top._asdict()}
-        ids, logps = draw(logits, state.seed, state.drawn, state.temperature, **options)
+        options = {"scale": self.forward.scale, "softcap": self.forward.softcap}
+        options |= {"top_k": top.top_k, "top_p": top.top_p}
+        draws = (logits, state.seed, state.drawn, state.temperature)
+        if top.most:
+            ids, logps, sets = draw_set(*draws, **options, min_p=top.min_p, most=top.most)
+            self.sets[:, :count, : sets.shape[1]].index_copy_(0, self.tick, sets[None])
+        else:
+            ids, logps = draw(*draws, **options)
         changed = {"token": state.token, "own_len": state.own_len, "drawn": state.drawn, "left": state.left}
         advance(ids, logps, self.stop_ids, self.tick, self.ids, self.logps, **changed)
 

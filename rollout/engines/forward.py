@@ -25,6 +25,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -32,16 +33,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.attention import TILE, Spans, block_mask, dense_attend, flex_attend
-from kernels.decode_attention import Rows, decode_attention, supports, visible_tokens
-from kernels.decode_block import add_rms_norm, rotate_append, silu_mul
+from kernels.decode.attention import Rows, decode_attention, supports, visible_tokens
+from kernels.decode.block import add_rms_norm, rotate_append, silu_mul
+from kernels.decode.lora import add_adapters
 from kernels.nf4 import Linear4bit
 from rollout.routes import RouteShape, recording, stack
+from rollout.state_layers import STATEFUL
 
 NAME = "strop_paged"  # key in transformers' attention registry
 
 
-STATEFUL = {"linear_attention", "conv", "hybrid"}  # kinds of layers with a state; hybrid: and attention
-ATTENTION = {"full_attention", "sliding_attention", "hybrid"}
+MASK = 2**26  # booleans of a dense mask; more queries are split
+JOINT_TOKENS = 8192  # per float32 product in prefill: 1 GB for the gate and up layers of an 8B model
+ATTENTION = {"full_attention", "sliding_attention", "hybrid"}  # hybrid: attention and a state
 
 
 class Shape(NamedTuple):
@@ -93,7 +97,7 @@ class PrefillBatch(NamedTuple):
     ids: Tensor  # (R, T) int64
     position: Tensor  # (R, T) int32
     slot: Tensor  # (R, T) int64
-    index: Tensor  # (R, L) int64 slots of all tokens of a row, cached and new; padded with 0
+    index: Tensor  # (R, L) int64 slots of all tokens of a row, cached and new; padded with 0; L = T + longest cached
     fresh: bool  # no tokens were cached before, so L = T and the mask is causal
     source: Tensor | None = None  # (R,) int64 states to start from; None: zero states, and the new ones are dropped
     target: Tensor | None = None  # (R,) int64 states to write
@@ -203,22 +207,49 @@ def attend_prefill(
     special = softcap is not None or sinks is not None  # scaled_dot_product_attention has neither
     if special and query.is_cuda:
         return _flex_prefill(query, key, value, batch.position, window, scale=scale, softcap=softcap, sinks=sinks)
-    causal, mask = batch.fresh and (window is None or window >= length), None
-    if not causal:
-        key_position = torch.arange(length, device=query.device)
-        mask = key_position <= batch.position[:, :, None]  # (R, T, L)
-        if window is not None:
-            mask = mask & (key_position > batch.position[:, :, None] - window)
-        mask = mask.unsqueeze(1)
-    if special:
-        return dense_attend(query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks).transpose(1, 2)
-    if mask is not None and query.is_cuda:
+    if batch.fresh and (window is None or window >= length) and not special:
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2)
+    if not special and _has_flash(query):
+        return _flash_prefill(query, key, value, batch.position, window, scale=scale)
+    if query.is_cuda and not special:
         # With a mask and fewer key heads torch would materialize all scores in float32.
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
-    )
-    return out.transpose(1, 2)
+    key_position, outs = torch.arange(length, device=query.device), []
+    size = max(1, MASK // (rows * length))  # queries per mask
+    for part, position in zip(query.split(size, dim=2), batch.position.split(size, dim=1), strict=True):
+        mask = key_position <= position[:, :, None]  # (R, queries, L)
+        if window is not None:
+            mask = mask & (key_position > position[:, :, None] - window)
+        mask = mask.unsqueeze(1)
+        if special:
+            outs.append(dense_attend(part, key, value, mask, scale=scale, softcap=softcap, sinks=sinks))
+        else:
+            outs.append(F.scaled_dot_product_attention(part, key, value, attn_mask=mask, scale=scale, enable_gqa=True))
+    return torch.cat(outs, dim=2).transpose(1, 2)
+
+
+def _has_flash(query: Tensor) -> bool:
+    is_half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    return is_half and query.shape[3] % 8 == 0 and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def _flash_prefill(
+    query: Tensor, key: Tensor, value: Tensor, position: Tensor, window: int | None, *, scale: float
+) -> Tensor:  # (R, T, H, K)
+    """Attend without a mask: flash attention aligns the last of T queries with the last of the keys that it uses.
+
+    A row uses `start + T` keys. Padding queries thus see padding keys, which are on the scratch page.
+    """
+    (rows, _, num_queries, _), num_keys = query.shape, key.shape[2]
+    count = torch.arange(rows + 1, dtype=torch.int32, device=query.device)
+    used = position[:, 0].int() + num_queries
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # (tokens, heads, K)
+    out = torch.ops.aten._flash_attention_forward(
+        query, key, value, count * num_queries, count * num_keys, num_queries, num_keys, 0.0, True, False,
+        scale=scale, window_size_left=-1 if window is None else window - 1, window_size_right=0, seqused_k=used,
+    )[0]  # fmt: skip
+    return out.unflatten(0, (rows, num_queries))
 
 
 def _flex_prefill(
@@ -234,13 +265,101 @@ def _flex_prefill(
     return flex_attend(query, key, value, mask, **options)[:, :, :num_queries].transpose(1, 2)
 
 
+# Copies of the trainer's weights.
+
+
+class FusedLinear(NamedTuple):
+    """Linear layers of the same input, with their LoRA adapters (kernels/decode/lora.py).
+
+    Adapters are not merged into the weights: in bfloat16, most of a small adapter would be rounded away.
+    """
+
+    weight: Tensor  # (O + R', D) the weights, and A of the adapters
+    bias: Tensor | None  # (O,)
+    up: Tensor | None  # (O, R) B of the adapters; None: no adapters
+    scale: Tensor  # (O,) float32
+
+    def __call__(self, x: Tensor, *, gated: bool = False) -> Tensor:  # (N, D) -> (N, O); gated: (N, O / 2)
+        if self.up is None:
+            out = F.linear(x, self.weight, self.bias)
+            return silu_mul(out) if gated else out
+        if len(x) > JOINT_TOKENS:
+            return torch.cat([self(part, gated=gated) for part in x.split(JOINT_TOKENS)])
+        return add_adapters(float32_product(x, self.weight), self.bias, self.up, self.scale, gated=gated)
+
+
+def float32_product(
+    x: Tensor,  # (N, D)
+    weight: Tensor,  # (O, D)
+) -> Tensor:  # (N, O) float32, or the dtype of x if it is wider
+    if x.dtype != torch.bfloat16:
+        return F.linear(x, weight)
+    return torch.mm(x, weight.T, out_dtype=torch.float32) if x.is_cuda else F.linear(x.float(), weight.float())
+
+
+class AdaptedLinear(nn.Module):
+    """Replaces a linear layer that has an adapter, in a copy of a transformers model."""
+
+    def __init__(self, linear: FusedLinear) -> None:
+        super().__init__()
+        self.linear, self.bias, self.out_features = linear, linear.bias, len(linear.up)
+        self.weight = linear.weight[: self.out_features]  # not a parameter: Copies fills it
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+class Copies:
+    """Copies of the trainer's current weights at fixed addresses."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, gather: Callable[[Tensor], Tensor]) -> None:
+        self.dtype, self.device, self.gather = dtype, device, gather
+        self.parts: list[tuple[Tensor, nn.Module, str]] = []  # (target, module, parameter name)
+        self.scales: list[tuple[Tensor, Any, str]] = []  # (target, module with adapters, adapter name)
+
+    def allocate(self, module: nn.Module, dtype: torch.dtype | None = None) -> Tensor:
+        """Allocate a tensor for the module's weight."""
+        weight = torch.empty(base_of(module).weight.shape, dtype=dtype or self.dtype, device=self.device)
+        self.parts.append((weight, module, "weight"))
+        return weight
+
+    def linear(self, *modules: Any) -> FusedLinear:
+        """Allocate one linear layer for several of the same input."""
+        layers, adapters = [base_of(module) for module in modules], [adapter_of(module) for module in modules]
+        ranks = [0 if name is None else module.r[name] for module, name in zip(modules, adapters, strict=True)]
+        width, rank, zeros = sum(x.out_features for x in layers), sum(ranks), partial(torch.zeros, device=self.device)
+        num_low = -(-rank // 64) * 64  # 128 bytes in bfloat16: rows of the product stay aligned
+        weight = zeros(width + num_low, layers[0].in_features, dtype=self.dtype)
+        bias = zeros(width, dtype=self.dtype) if any(x.bias is not None for x in layers) else None
+        up, scale = zeros(width, -(-rank // 16) * 16, dtype=self.dtype), zeros(width, dtype=torch.float32)
+        row, column = 0, 0
+        for module, layer, name, r in zip(modules, layers, adapters, ranks, strict=True):
+            own, low = slice(row, row + layer.out_features), width + column
+            self.parts.append((weight[own], module, "weight"))
+            if layer.bias is not None:
+                self.parts.append((bias[own], module, "bias"))
+            if name is not None:
+                self.parts.append((weight[low : low + r], module.lora_A[name], "weight"))
+                self.parts.append((up[own, column : column + r], module.lora_B[name], "weight"))
+                self.scales.append((scale[own], module, name))
+            row, column = own.stop, column + r
+        return FusedLinear(weight, bias, up if rank else None, scale)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        for target, module, name in self.parts:
+            target.copy_(current(module, name, target.dtype, self.gather))
+        for target, module, adapter in self.scales:
+            target.fill_(0.0 if module.disable_adapters else module.scaling[adapter])
+
+
 # Models that support transformers' AttentionInterface.
 
 
 class TransformersForward:
     """The model's transformers forward with paged attention, on the trainer's weights or (copied) a copy in `dtype`.
 
-    If the trained weights are float32 or adapters are not merged, a copy avoids rounding every weight for every token.
+    If the trained weights are float32 or there are adapters, a copy avoids rounding every weight for every token.
     """
 
     def __init__(
@@ -248,10 +367,10 @@ class TransformersForward:
         gather: Callable[[Tensor], Tensor] = unchanged,  # returns the full tensor of a shard, on all ranks
         records_routes: bool = False,
     ) -> None:  # fmt: skip
-        self.gather = gather
         self.route_shape, self.routes = RouteShape(lm) if records_routes else None, None
-        self.source, self.shape, self.windows = lm, shape_of(lm, dtype), windows_of(lm)
-        self.lm, self.in_place = empty_copy(lm, dtype) if copied else lm, not copied
+        self.shape, self.windows = shape_of(lm, dtype), windows_of(lm)
+        self._copies = Copies(dtype, self.shape.device, gather) if copied else None
+        self.lm, self.in_place = lm if self._copies is None else empty_copy(lm, self._copies), not copied
         self.scale, self.softcap = logit_options(lm.config.get_text_config())
         self.autocast_dtype = None if copied else autocast_dtype
         self._addresses: list[int] = []
@@ -263,18 +382,11 @@ class TransformersForward:
     def cover(self, length: int) -> bool:
         return True  # the model computes its rotary embeddings itself
 
-    @torch.no_grad()
     def refresh(self) -> bool:
-        if self.in_place:
+        if self._copies is None:
             before, self._addresses = self._addresses, [parameter.data_ptr() for parameter in self.lm.parameters()]
             return before == self._addresses
-        for name, parameter in self.lm.named_parameters():
-            path, _, leaf = name.rpartition(".")
-            module = self.source.get_submodule(path)
-            if leaf == "weight":
-                parameter.copy_(merged(module, parameter.dtype, self.gather))
-            else:
-                parameter.copy_(merged_parameter(module, leaf, self.gather))
+        self._copies.refresh()
         return True
 
     def decode(
@@ -383,7 +495,7 @@ class TransformersForward:
         if not shapes:
             raise ValueError("its layers put no states into a transformers cache")
         ends = []
-        for start in (0.0, 1e6):  # large, so that a fast decay does not hide it
+        for start in (0.0, 1e30):  # large, so that a fast decay does not hide it
             for (entries, index), shape in zip(self._states, shapes, strict=True):
                 entries[index] = torch.zeros(1, *shape.size, dtype=shape.dtype, device=tokens.device)
             recurrent = [pair for layer in self._past.layers for pair in recurrent_of(layer)]
@@ -455,21 +567,31 @@ def limited_time_steps(mixers: Sequence[nn.Module]) -> Iterator[None]:
         module.mamba2_selective_state_update = update
 
 
-def empty_copy(lm: Any, dtype: torch.dtype) -> Any:
-    """Return an uninitialized model of the same class, without adapters; refresh() fills it."""
+def empty_copy(lm: Any, copies: Copies) -> Any:
+    """Return an uninitialized model of the same class; `copies` fills it."""
     with torch.device("meta"):
-        copy = type(lm)(lm.config).to(dtype)
+        copy = type(lm)(lm.config).to(copies.dtype)
     for name, parameter in copy.named_parameters():
         if name.rpartition(".")[2] in ("A_log", "D", "dt_bias"):  # decay rates of states are computed in float32
             parameter.data = parameter.data.to(lm.get_parameter(name).dtype)
-    copy.to_empty(device=device_of(lm))
+    copy.to_empty(device=copies.device)
     for name, buffer in copy.named_buffers():
-        source = lm.get_buffer(name)
         path, _, leaf = name.rpartition(".")
+        source = getattr(base_of(lm.get_submodule(path)), leaf)
         copy.get_submodule(path)._buffers[leaf] = source.clone()  # keeps its dtype: rotary frequencies are float32
         assert source.shape == buffer.shape, f"{name}: {source.shape}, {buffer.shape}"
     copy.tie_weights()
+    for name, module in lm.named_modules():
+        if adapter_of(module) is not None:
+            copy.set_submodule(name, AdaptedLinear(copies.linear(module)))
+    copies.parts += parts_of(copy, lm)
     return copy.eval().requires_grad_(False)
+
+
+def parts_of(copy: nn.Module, source: nn.Module) -> list[tuple[Tensor, nn.Module, str]]:
+    """Return a copied module's parameters with the trainer's modules and names."""
+    names = [(parameter, *name.rpartition(".")[::2]) for name, parameter in copy.named_parameters()]
+    return [(parameter, source.get_submodule(path), leaf) for parameter, path, leaf in names]
 
 
 def _attend_module(
@@ -499,23 +621,21 @@ class Block(NamedTuple):
     """Weights of one block in the compute dtype; norms are float32."""
 
     norm_1: Tensor  # (D,)
-    qkv: Tensor  # ((H + 2 H_kv) K, D)
-    qkv_bias: Tensor | None
+    qkv: FusedLinear  # D -> (H + 2 H_kv) K
     q_norm: Tensor | None  # (K,)
     k_norm: Tensor | None  # (K,)
-    out: Tensor  # (D, H K)
-    out_bias: Tensor | None
+    out: FusedLinear  # H K -> D
     norm_2: Tensor  # (D,)
-    gate_up: Tensor | None  # (2 I, D)
-    down: Tensor | None  # (D, I)
+    gate_up: FusedLinear | None  # D -> 2 I
+    down: FusedLinear | None  # I -> D
     experts: nn.Module | None  # the model's own module, instead of gate_up and down
 
 
 class BlockForward:
     """Forward of Llama, Qwen2, Qwen3, Mistral and models of the same structure (block_obstacle defines it).
 
-    Runs on a persistent copy of the weights with merged adapters: q, k and v are one matmul, gate and up another. The
-    residual stream is float32, as in training under autocast.
+    Runs on a persistent copy of the weights: q, k and v are one matmul, gate and up another, each with the adapters of
+    its layers. The residual stream is float32, as in training under autocast.
     """
 
     in_place, states = False, ()
@@ -525,7 +645,6 @@ class BlockForward:
         records_routes: bool = False,
     ) -> None:  # fmt: skip
         assert block_obstacle(lm) is None, block_obstacle(lm)
-        self.gather = gather
         self.route_shape, self.routes = RouteShape(lm) if records_routes else None, None
         self.lm, self.shape, self.windows = lm, shape_of(lm, dtype), windows_of(lm)
         config = lm.config.get_text_config()
@@ -533,14 +652,13 @@ class BlockForward:
         self.num_heads, self.eps = config.num_attention_heads, config.rms_norm_eps
         self.attention_scale = lm.base_model.layers[0].self_attn.scaling
         self.cos = self.sin = torch.empty(0)  # (positions, K) float32; cover() extends them
-        self._copies: list[tuple[Tensor, nn.Module, str]] = []  # (target, module, tensor name)
-        base = lm.base_model
-        self.embedding = self._allocate((base.embed_tokens, "weight"))
+        self._copies, base = Copies(dtype, self.shape.device, gather), lm.base_model
+        self.embedding = self._copies.allocate(base.embed_tokens)
         head = lm.get_output_embeddings().weight
         tied = head is base.embed_tokens.weight
         tied |= is_sharded(head) and config.tie_word_embeddings  # FSDP may have gathered the embeddings
-        self.head = self.embedding if tied else self._allocate((lm.get_output_embeddings(), "weight"))
-        self.norm = self._allocate((base.norm, "weight"), dtype=torch.float32)
+        self.head = self.embedding if tied else self._copies.allocate(lm.get_output_embeddings())
+        self.norm = self._copies.allocate(base.norm, torch.float32)
         self.blocks = [self._block(layer) for layer in base.layers]
         self.experts = nn.ModuleList(block.experts for block in self.blocks if block.experts is not None)
 
@@ -554,22 +672,18 @@ class BlockForward:
         return False
 
     def _block(self, layer: Any) -> Block:
-        attention, mlp = layer.self_attn, layer.mlp
-        qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
-        norms = {"dtype": torch.float32}
-        has_norms, has_bias = hasattr(attention, "q_norm"), base_of(qkv[0]).bias is not None
-        is_routed = hasattr(mlp, "experts")
+        attention, mlp, linear = layer.self_attn, layer.mlp, self._copies.linear
+        norm = partial(self._copies.allocate, dtype=torch.float32)
+        has_norms, is_routed = hasattr(attention, "q_norm"), hasattr(mlp, "experts")
         return Block(
-            norm_1=self._allocate((layer.input_layernorm, "weight"), **norms),
-            qkv=self._allocate(*((module, "weight") for module in qkv)),
-            qkv_bias=self._allocate(*((module, "bias") for module in qkv)) if has_bias else None,
-            q_norm=self._allocate((attention.q_norm, "weight"), **norms) if has_norms else None,
-            k_norm=self._allocate((attention.k_norm, "weight"), **norms) if has_norms else None,
-            out=self._allocate((attention.o_proj, "weight")),
-            out_bias=self._allocate((attention.o_proj, "bias")) if base_of(attention.o_proj).bias is not None else None,
-            norm_2=self._allocate((layer.post_attention_layernorm, "weight"), **norms),
-            gate_up=None if is_routed else self._allocate((mlp.gate_proj, "weight"), (mlp.up_proj, "weight")),
-            down=None if is_routed else self._allocate((mlp.down_proj, "weight")),
+            norm_1=norm(layer.input_layernorm),
+            qkv=linear(attention.q_proj, attention.k_proj, attention.v_proj),
+            q_norm=norm(attention.q_norm) if has_norms else None,
+            k_norm=norm(attention.k_norm) if has_norms else None,
+            out=linear(attention.o_proj),
+            norm_2=norm(layer.post_attention_layernorm),
+            gate_up=None if is_routed else linear(mlp.gate_proj, mlp.up_proj),
+            down=None if is_routed else linear(mlp.down_proj),
             experts=self._copy_module(mlp) if is_routed else None,
         )
 
@@ -578,27 +692,11 @@ class BlockForward:
         with torch.device("meta"):
             copy = type(module)(self.lm.config.get_text_config()).to(self.shape.dtype)
         copy.to_empty(device=self.shape.device).eval().requires_grad_(False)
-        for name, parameter in copy.named_parameters():
-            path, _, leaf = name.rpartition(".")
-            self._copies.append((parameter, module.get_submodule(path), leaf))
+        self._copies.parts += parts_of(copy, module)
         return copy
 
-    def _allocate(self, *parts: tuple[nn.Module, str], dtype: torch.dtype | None = None) -> Tensor:
-        """Allocate one tensor for these weights, concatenated by rows; refresh() fills it."""
-        sizes = [getattr(base_of(module), name).shape for module, name in parts]
-        rows = [size[0] for size in sizes]
-        weight = torch.empty(sum(rows), *sizes[0][1:], dtype=dtype or self.shape.dtype, device=self.shape.device)
-        for target, (module, name) in zip(weight.split(rows), parts, strict=True):
-            self._copies.append((target, module, name))
-        return weight
-
-    @torch.no_grad()
     def refresh(self) -> bool:
-        for target, module, name in self._copies:
-            if name == "weight":
-                target.copy_(merged(module, target.dtype, self.gather))
-            else:
-                target.copy_(merged_parameter(module, name, self.gather))
+        self._copies.refresh()
         return True
 
     def decode(
@@ -618,10 +716,7 @@ class BlockForward:
         return self.logits(self._run(token, position, slot, cache, attend))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        if hidden.is_cuda and hidden.dtype == torch.bfloat16:
-            # float32 logits: rounding them to bfloat16 would change the distribution.
-            return torch.mm(hidden, self.head.T, out_dtype=torch.float32)
-        return F.linear(hidden, self.head)
+        return float32_product(hidden, self.head)  # rounding logits to bfloat16 would change the distribution
 
     def prefill(self, batch: PrefillBatch, cache: Cache) -> Tensor:
         shape = batch.ids.shape
@@ -651,16 +746,16 @@ class BlockForward:
         for layer, block in enumerate(self.blocks):
             normed = add_rms_norm(stream, delta, block.norm_1, self.eps, dtype)
             query = rotate_append(
-                F.linear(normed, block.qkv, block.qkv_bias), self.cos, self.sin, position, slot,
+                block.qkv(normed), self.cos, self.sin, position, slot,
                 cache.keys[layer], cache.values[layer],
                 num_heads=self.num_heads, q_weight=block.q_norm, k_weight=block.k_norm, eps=self.eps,
             )  # fmt: skip
-            delta = F.linear(attend(layer, query).flatten(1), block.out, block.out_bias)
+            delta = block.out(attend(layer, query).flatten(1))
             normed = add_rms_norm(stream, delta, block.norm_2, self.eps, dtype)
             if block.experts is not None:
                 delta = block.experts(normed[None])[0]
             else:
-                delta = F.linear(silu_mul(F.linear(normed, block.gate_up)), block.down)
+                delta = block.down(block.gate_up(normed, gated=True))
         return add_rms_norm(stream, delta, self.norm, self.eps, dtype)
 
 
@@ -680,33 +775,23 @@ def paged_obstacle(lm: Any, *, needs_kernels: bool) -> str | None:
 
 
 def base_of(module: nn.Module) -> Any:
-    """Return the layer without its peft adapters."""
-    return getattr(module, "base_layer", module)
+    """Return the layer without its peft adapters, which wrap experts once per adapted parameter."""
+    return base_of(module.base_layer) if hasattr(module, "base_layer") else module
 
 
-def merged(module: nn.Module, dtype: torch.dtype, gather: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the weight plus its adapters unless disabled, summed in float32. A 4-bit weight is dequantised.
+def current(module: Any, name: str, dtype: torch.dtype, gather: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the trainer's current parameter. A 4-bit weight is dequantised; a shard is gathered in `dtype`.
 
-    A sharded weight without adapters is gathered in `dtype`, which the caller rounds it to anyway.
+    Adapters of experts are added to it unless disabled: peft adds them to the weight for every pass, in its dtype, so
+    the trainer rounds them as well. peft wraps experts once per adapted parameter.
     """
-    weight = base_of(module).weight.detach()
-    if not hasattr(module, "base_layer") or module.disable_adapters:
-        return gather(weight.to(dtype) if is_sharded(weight) else weight)
-    weight = gather(weight)
-    for name in module.active_adapters:
-        if name in module.lora_A:
-            weight = weight.float() + gather(module.get_delta_weight(name).detach()).float()
-    return weight
-
-
-def merged_parameter(module: Any, name: str, gather: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return a parameter plus its adapters unless disabled. peft wraps experts once per adapted parameter."""
     changes = []
     while hasattr(module, "base_layer"):
         if getattr(module, "parameter_name", None) == name and not module.disable_adapters:
             changes += [module.get_delta_weight(x).detach() for x in module.active_adapters if x in module.lora_A]
         module = module.base_layer
-    parameter = gather(getattr(module, name).detach())
+    parameter = getattr(module, name).detach()
+    parameter = gather(parameter.to(dtype) if is_sharded(parameter) and not changes else parameter)
     for change in changes:
         parameter = parameter.float() + gather(change).float()
     return parameter
@@ -752,32 +837,36 @@ def block_obstacle(lm: Any) -> str | None:
         if "q_norm" in names and attention.q_norm.weight.shape != (head_dim,):
             return "its query norm spans all heads"
         linear = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, *dense)
-        if not all(mergeable(module) for module in linear) or adapters_obstacle(mlp) is not None:
-            return "it has adapters that cannot be merged"
+        if not all(type(base_of(module)) in LINEAR for module in linear) or adapters_obstacle(layer) is not None:
+            return "it has other linear layers or adapters"
     return None
 
 
-def mergeable(module: nn.Module) -> bool:
-    """True for a plain or 4-bit linear layer, with or without plain LoRA adapters."""
-    if type(base_of(module)) not in (nn.Linear, Linear4bit):
-        return False
-    if not hasattr(module, "base_layer"):
-        return True
-    return all(is_plain_lora(module, name) for name in module.active_adapters)
+LINEAR = (nn.Linear, Linear4bit)
 
 
-def is_plain_lora(module: nn.Module, adapter: str) -> bool:
+def adapter_of(module: Any) -> str | None:
+    """Return the name of a linear layer's active adapter, or None. Only without adapters_obstacle()."""
+    if not hasattr(module, "lora_A") or hasattr(module, "parameter_name"):  # the latter are experts: see current()
+        return None
+    return next((name for name in module.active_adapters if name in module.lora_A), None)
+
+
+def adapters_obstacle(lm: nn.Module) -> str | None:
+    """Return why a copy cannot compute the adapters, or None if it can."""
+    for name, module in lm.named_modules():
+        active = module.active_adapters if hasattr(module, "base_layer") else ()
+        if not all(is_plain_lora(module, adapter) for adapter in active):
+            return f"the adapter of {name} is not plain LoRA"
+        if adapter_of(module) is not None:
+            if type(module.base_layer) not in LINEAR or sum(adapter in module.lora_A for adapter in active) > 1:
+                return f"{name} is not linear or has several active adapters"
+    return None
+
+
+def is_plain_lora(module: Any, adapter: str) -> bool:
     """True if the adapter adds scaling * B A (no bias, DoRA or embedding), or does not apply to this module."""
     if adapter not in getattr(module, "lora_A", {}):
         return adapter not in getattr(module, "lora_embedding_A", {})
     has_variant = adapter in getattr(module, "lora_variant", {})
     return not has_variant and getattr(module.lora_B[adapter], "bias", None) is None
-
-
-def adapters_obstacle(lm: Any) -> str | None:
-    """Return why the adapters cannot be merged into a copy of the weights, or None if they can."""
-    for name, module in lm.named_modules():
-        adapters = getattr(module, "active_adapters", ()) if hasattr(module, "base_layer") else ()
-        if not all(is_plain_lora(module, adapter) for adapter in adapters):
-            return f"the adapter of {name} is not plain LoRA"
-    return None

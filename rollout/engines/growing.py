@@ -8,13 +8,15 @@ recurrent layer, so models with such layers are not sampled here. Equal prompts 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.draw import draw
+from kernels.decode.draw import draw
+from kernels.decode.draw_set import GAP, draw_set
 from rollout.engine import Sampling
 from rollout.engines.scheduler import Job
 from rollout.engines.stop import StopCheck
@@ -31,7 +33,7 @@ class DecodeBatch:
     cache: Any  # DynamicCache
     logits: Tensor  # (B, V) for the next token
     mask: Tensor  # (B, T) 1 = a real token in the cache
-    lengths: Tensor  # (B,) prompt lengths
+    lengths: Tensor  # (B,) tokens prefilled
     seeds: Tensor  # (B,)
 
     def select(self, keep: list[int]) -> None:
@@ -42,23 +44,32 @@ class DecodeBatch:
         self.mask, self.lengths, self.seeds = self.mask[index], self.lengths[index], self.seeds[index]
 
 
-def sample_growing(model: Any, jobs: list[Job], sampling: Sampling, stop: StopCheck) -> None:
-    """Sample all jobs to their end, in one batch."""
+def sample_growing(model: Any, jobs: list[Job], sampling: Sampling, stop: StopCheck) -> Iterator[list[Job]]:
+    """Sample all jobs to their end, in one batch; yield jobs as they end."""
     batch = _prefill(model, jobs)
     device = batch.mask.device
     step = 0
     while True:
         temperature = torch.full((len(batch.jobs),), sampling.temperature, device=device)
-        drawn = torch.full((len(batch.jobs),), step, dtype=torch.int32, device=device)
+        drawn = torch.tensor([len(job.ids) for job in batch.jobs], dtype=torch.int32, device=device)
         top = {"top_k": sampling.top_k, "top_p": sampling.top_p} if sampling.temperature else {}
-        token, logp = draw(batch.logits, batch.seeds, drawn, temperature, **top)
-        for job, job_id, job_logp in zip(batch.jobs, token.tolist(), logp.tolist(), strict=True):
-            if job.stopped or job.left == 0:  # ended but not dropped yet
-                continue
-            job.ids.append(job_id)
-            job.logps.append(job_logp)
-            job.stopped = stop.end(job.ids, len(job.ids) - 1) is not None
-        alive = [row for row, job in enumerate(batch.jobs) if not job.stopped and job.left > 0]
+        draws = (batch.logits, batch.seeds, drawn, temperature)
+        if sampling.set_size:
+            token, logp, kept = draw_set(*draws, **top, min_p=sampling.min_p, most=sampling.set_size)
+            sets = [row[row != GAP] for row in kept.cpu().numpy()]
+        else:
+            (token, logp), sets = draw(*draws, **top), [None] * len(batch.jobs)
+        running = [job for job in batch.jobs if not job.has_ended]  # others have ended but are not dropped yet
+        for job, job_id, job_logp, job_set in zip(batch.jobs, token.tolist(), logp.tolist(), sets, strict=True):
+            if not job.has_ended:
+                job.ids.append(job_id)
+                job.logps.append(job_logp)
+                if job_set is not None:
+                    job.own_sets.append(job_set)
+                job.stopped = stop.end(job.ids, len(job.ids) - 1) is not None
+        if ended := [job for job in running if job.has_ended]:
+            yield ended
+        alive = [row for row, job in enumerate(batch.jobs) if not job.has_ended]
         if not alive:
             return
         if len(alive) <= (1 - DROP_FRAC) * len(batch.jobs):
@@ -71,7 +82,7 @@ def sample_growing(model: Any, jobs: list[Job], sampling: Sampling, stop: StopCh
 
 
 def _prefill(model: Any, jobs: list[Job]) -> DecodeBatch:
-    """Run each distinct prompt once, then expand the cache to one row per job."""
+    """Run each distinct prompt once, with tokens sampled so far, then expand the cache to one row per job."""
     from transformers import DynamicCache
 
     lm = model.get_base_model() if hasattr(model, "peft_config") else model
@@ -79,7 +90,7 @@ def _prefill(model: Any, jobs: list[Job]) -> DecodeBatch:
         raise ValueError("its forward has no past_key_values")
     device = next(model.parameters()).device
     index: dict[tuple[int, ...], int] = {}
-    prompt_of = [index.setdefault(tuple(job.prompt_ids), len(index)) for job in jobs]
+    prompt_of = [index.setdefault((*job.prompt_ids, *job.ids), len(index)) for job in jobs]
     width = max(len(prompt) for prompt in index)
     padded = [[PAD_ID] * (width - len(prompt)) + list(prompt) for prompt in index]
     lengths = torch.tensor([len(prompt) for prompt in index])

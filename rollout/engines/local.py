@@ -27,14 +27,16 @@ from torch import Tensor
 
 from data.errors import UserError
 from data.user_code import describe_error
-from kernels.draw import signed_64
-from kernels.nf4 import is_4bit, num_weights
-from rollout.engine import Completion, Request, Sampling, check_sampling, finished
-from rollout.engines.adapter_share import adapter_share
-from rollout.engines.decoder import Decoder
+from kernels.decode.draw import signed_64
+from kernels.nf4 import num_weights
+from rollout.engine import Completion, Request, Sampling, check_sampling, finished, join_versions
+from rollout.engines.adapter_share import LOW, AdapterShare, adapter_share, small_adapter
+from rollout.engines.decoder import PREFILL_STATES, PREFILL_TOKENS, Decoder
 from rollout.engines.forward import (
     BlockForward,
+    Cache,
     Forward,
+    PrefillBatch,
     TransformersForward,
     adapters_obstacle,
     block_obstacle,
@@ -46,7 +48,7 @@ from rollout.engines.forward import (
     uncompiled,
 )
 from rollout.engines.growing import PAD_ID, sample_growing
-from rollout.engines.memory import FULL, GIB, MemoryPolicy, available
+from rollout.engines.memory import FULL, GIB, MemoryPolicy, available, restart_peak
 from rollout.engines.scheduler import Job, Scheduler
 from rollout.engines.stop import StopCheck
 from rollout.routes import expert_blocks
@@ -54,12 +56,13 @@ from rollout.routes import expert_blocks
 LOGITS_PER_PASS = 2**26  # in logps(): 256 MB in fp32
 ROWS = {"cuda": 512, "cpu": 256}  # default max_batch_size
 PAGE = {"cuda": 64, "cpu": 16}  # tokens per cache page
-STEPS_PER_SYNC = {"cuda": 32, "cpu": 1}  # decode steps between host syncs
+STEPS_PER_SYNC = {"cuda": 8, "cpu": 1}  # decode steps of a window
+LAG = {"cuda": 1, "cpu": 0}  # windows that run on the device while the host reads an earlier one
 PARITY_FLOAT32, PARITY_BFLOAT16 = 1e-3, 0.1  # maximum mean gap to the trainer's log-probs
 PARITY_GROWING = 0.25  # in bfloat16 with the growing cache: above it the model is rejected
 SHARE_STEPS, SHARE_EVERY = (2, 5, 10, 20), 50  # weight versions at which the adapter's share is measured, then every 50
 SHARE_ROWS, SHARE_TOKENS = 4, 16  # rows and positions per row: more would cost memory for (R, T, V) log-probs
-SHARE_LOW, SHARE_ERROR = 0.9, 0.25  # warn below; report no higher share with a larger standard error
+SHARE_ERROR = 0.25  # do not report a share with a larger standard error, unless it is low
 
 
 def log_line(text: str) -> None:
@@ -101,6 +104,8 @@ class LocalEngine:
         self._loaded: int | None = None  # weight version of the forward
         self._engine_bytes = 0  # cache, graphs and weight copy
         self._is_full = False  # the cache is as large as memory allows
+        self._longest = 1  # tokens of the longest prompt and completion
+        self._prefill_peaks: dict[int, int] = {}  # bytes of a prefill pass by sequence length
         self._measures_share = hasattr(model, "peft_config")
         self._share_due = self._warned = False
         self._measured_until: int | None = None  # version of the last load(); None: none yet
@@ -110,11 +115,33 @@ class LocalEngine:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Return one completion per request, in order."""
-        completions = dict(pair for ended in self.stream(requests, sampling) for pair in ended)
-        return [completions[i] for i in range(len(requests))]
+        return self.generate_groups([requests], sampling, count=1)[0]
+
+    def generate_groups(
+        self, groups: Sequence[Sequence[Request]], sampling: Sampling, *, count: int, due: Collection[int] = ()
+    ) -> list[list[Completion]]:
+        """Sample until `count` groups have finished, and the groups with index in `due`; others may be unfinished."""
+        group_of = [g for g, group in enumerate(groups) for _ in group]
+        left = [len(group) for group in groups]  # completions to finish
+
+        def enough(ended: Sequence[int]) -> bool:
+            for i in ended:
+                left[group_of[i]] -= 1
+            return left.count(0) >= count and not any(left[g] for g in due)
+
+        requests = [request for group in groups for request in group]
+        completions = dict(pair for ended in self._stream(requests, sampling, enough) for pair in ended)
+        in_order = (completions[i] for i in range(len(requests)))
+        return [[next(in_order) for _ in group] for group in groups]
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[tuple[int, Completion]]]:
         """Yield completions as they finish, each with the index of its request."""
+        return self._stream(requests, sampling, lambda ended: False)
+
+    def _stream(
+        self, requests: Sequence[Request], sampling: Sampling, enough: Callable[[Sequence[int]], bool]
+    ) -> Iterator[list[tuple[int, Completion]]]:
+        """As stream(); once enough(indices that have just finished) is true, yield the unfinished ones and return."""
         check_sampling(sampling)
         limits = [sampling.max_tokens if request.max_tokens is None else request.max_tokens for request in requests]
         if min(limits, default=1) < 1:
@@ -126,10 +153,15 @@ class LocalEngine:
             Job(request.prompt_ids, signed_64(request.seed), limit, request.conversation, index=i)
             for i, (request, limit) in enumerate(zip(requests, limits, strict=True))
         ]
+        for job, request in zip(jobs, requests, strict=True):
+            if (so_far := request.so_far) is not None:
+                job.ids, job.logps, job.versions = list(so_far.ids), list(so_far.logps), so_far.versions
+                job.own_routes += [] if so_far.routes is None else [(0, so_far.routes)]
+                job.own_sets += [] if so_far.sets is None else [so_far.sets]
         stop = StopCheck(self.tokenizer, sampling)
         self.choose_forward()
         # Longest first, so shorter prompts fill the gaps. Equal prompts are adjacent and share a tile.
-        jobs.sort(key=lambda job: (-len(job.prompt_ids), job.prompt_ids))
+        jobs.sort(key=lambda job: (not job.ids, -len(job.prompt_ids), job.prompt_ids))
         sample = self._sample_growing if self._uses_growing_cache else self._sample_paged
         run = sample(jobs, sampling, stop)
         try:
@@ -141,6 +173,9 @@ class LocalEngine:
                         self._measure_share(jobs)
                 if ended is None:
                     return
+                if enough([job.index for job in ended]):
+                    run.close()
+                    ended = [*ended, *(job for job in jobs if not job.has_ended)]
                 yield self._completions(ended, stop, with_routes=sampling.for_training)
         finally:
             run.close()
@@ -152,21 +187,21 @@ class LocalEngine:
     def _sample_growing(self, jobs: Sequence[Job], sampling: Sampling, stop: StopCheck) -> Iterator[Sequence[Job]]:
         for start in range(0, len(jobs), self.max_batch_size):
             chunk = jobs[start : start + self.max_batch_size]
-            sample_growing(self.model, chunk, sampling, stop)
-            yield chunk
+            yield from sample_growing(self.model, chunk, sampling, stop)
 
     def _completions(self, jobs: Sequence[Job], stop: StopCheck, *, with_routes: bool) -> list[tuple[int, Completion]]:
-        if not all(math.isfinite(logp) for job in jobs for logp in job.logps):
+        if not all(math.isfinite(sum(job.logps)) for job in jobs):
             raise UserError(
                 f"version={self.version}: the logits are not finite because the weights have diverged; lower "
                 "--learning-rate or resume from an earlier checkpoint"
             )
-        texts = stop.texts([job.ids for job in jobs], [job.stopped for job in jobs])
+        texts = stop.texts([job.ids if job.has_ended else [] for job in jobs], [job.stopped for job in jobs])
         return [
             (job.index, Completion(
                 prompt_ids=list(job.prompt_ids), ids=job.ids, logps=job.logps, text=text,
-                finish_reason="stop" if job.stopped else "length", versions=[(self.version, len(job.ids))],
-                routes=job.routes if with_routes else None,
+                finish_reason="stop" if job.stopped else "length" if job.has_ended else "unfinished",
+                versions=join_versions([*job.versions, (self.version, len(job.ids))], len(job.ids)),
+                routes=job.routes if with_routes else None, sets=job.sets if job.own_sets else None,
             ))
             for job, text in zip(jobs, texts, strict=True)
         ]  # fmt: skip
@@ -287,33 +322,35 @@ class LocalEngine:
 
     def _measure_share(self, jobs: Sequence[Job]) -> None:
         """If due, measure how much of the adapter's effect the engine keeps: policy/adapter_retained_frac."""
-        if not self._share_due or self._forward is None or self.dtype == torch.float32 or is_4bit(self.lm):
-            return
-        if self._is_sharded:  # the other ranks would have to compute the exact log-probs too
+        if not self._share_due or self.dtype == torch.float32:
             return
         self._share_due = False
         rows = list({tuple(job.prompt_ids): [*job.prompt_ids, *job.ids] for job in jobs}.values())[:SHARE_ROWS]
         length = min(SHARE_TOKENS, *map(len, rows))
-        ids = torch.tensor([row[-length:] for row in rows], device=self.device)
-        try:
-            share = adapter_share(self.model, self._forward, ids)
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:  # or out of memory
-            self._measures_share = False
-            self.log(f"rollout: policy/adapter_retained_frac is not measured ({describe_error(error)})")
-            return
+        share = self._adapter_share([row[-length:] for row in rows])
         if share is None:
             return
-        is_low = share.retained + 2 * share.error < SHARE_LOW
+        is_low = share.retained + 2 * share.error < LOW
         if is_low or share.error <= SHARE_ERROR:
             self._share = share.retained
         if is_low and not self._warned:
             self._warned = True
             self.log(
-                f"warning: policy/adapter_retained_frac is {share.retained:.2f} (want {SHARE_LOW} or more): the engine "
-                f"rounds the adapter's small changes away in {str(self.dtype).removeprefix('torch.')}, so completions "
-                "come from a policy closer to the base model than the trained one; raise --learning-rate, train all "
-                "weights (--lora.r 0), or use --dtype float32 or --rollout.engine vllm"
+                f"warning: policy/adapter_retained_frac is {share.retained:.2f} (want {LOW} or more): completions "
+                "come from a policy closer to the base model than the trained one; use --dtype float32 or "
+                "--rollout.engine vllm"
             )
+
+    def _adapter_share(self, rows: list[list[int]]) -> AdapterShare | None:
+        """Return the share of the adapter's effect that the engine keeps, if it can be measured."""
+        if not self._measures_share or self._forward is None or self._is_sharded:
+            return None  # sharded: the other ranks would have to compute the exact log-probs too
+        try:
+            return adapter_share(self.model, self._forward, torch.tensor(rows, device=self.device))
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:  # or out of memory
+            self._measures_share = False
+            self.log(f"rollout: policy/adapter_retained_frac is not measured ({describe_error(error)})")
+            return None
 
     def load(self, version: int) -> None:
         """Mark the weight copy, if there is one, for a refresh before the next token."""
@@ -437,6 +474,14 @@ class LocalEngine:
         if bool(expected.isfinite().all()) and not gap <= limit:
             kind = "paged" if paged else "growing"
             return f"its log-probs with a {kind} KV cache differ from the trainer's by {gap:.3g} (limit {limit:g})"
+        if not self._measures_share or not self.has_copy:  # without a copy the engine runs the trainer's adapters
+            return None
+        with evaluating(self.model, None), small_adapter(self.model):
+            rows = [[(i * i + seed * i + 1) % vocab for i in range(SHARE_TOKENS)] for seed in range(SHARE_ROWS)]
+            share = self._adapter_share(rows)
+        self.refresh(always=True)
+        if share is not None and share.retained + 4 * share.error < LOW:  # 4: a slower way must not be chosen by chance
+            return f"it keeps {share.retained:.2f} of a small adapter's effect on log-probs (limit {LOW})"
         return None
 
     def _prepare_scheduler(self, jobs: Sequence[Job]) -> Scheduler:
@@ -459,6 +504,7 @@ class LocalEngine:
         lacks = have < most or have_rows < rows or have_prefixes < prefixes
         if have < least or (lacks and not self._is_full):
             self._scheduler = None  # free the old cache first: both may not fit
+            self._longest = max(len(job.prompt_ids) + job.limit for job in jobs)
             budget = self._page_budget()
             wanted = rows, prefixes = max(have_rows, rows), max(have_prefixes, prefixes)
             if self._forward.states:
@@ -477,7 +523,7 @@ class LocalEngine:
                 self._forward, num_pages=num_pages, page=PAGE[self.kind], max_rows=rows,
                 max_pages=least, captures=self.kind == "cuda", num_prefixes=prefixes,
             )  # fmt: skip
-            self._scheduler = Scheduler(decoder, steps_per_sync=STEPS_PER_SYNC[self.kind])
+            self._scheduler = Scheduler(decoder, steps_per_sync=STEPS_PER_SYNC[self.kind], lag=LAG[self.kind])
         return self._scheduler
 
     def _fit_states(self, rows: int, prefixes: int, budget: int) -> tuple[int, int, int]:
@@ -496,10 +542,29 @@ class LocalEngine:
         assert self._forward is not None
         torch.cuda.empty_cache()
         logits = self.max_batch_size * self.lm.config.get_text_config().vocab_size * 4
-        free_bytes = available(self.device) - torch.cuda.memory_allocated(self.device) - 2 * logits - GIB
+        used = torch.cuda.memory_allocated(self.device) + 2 * logits + self._prefill_bytes() + GIB
+        free_bytes = available(self.device) - used
         if self.cache_gib is not None:
             free_bytes = min(free_bytes, self.cache_gib * GIB)
         return max(0, int(FULL * free_bytes / (max(1, self._forward.shape.bytes_per_token) * PAGE[self.kind])))
+
+    def _prefill_bytes(self) -> int:
+        """Return the peak memory of a prefill pass, measured once per power of two of the longest sequence."""
+        assert self._forward is not None
+        length = 1 << (self._longest - 1).bit_length()
+        if length not in self._prefill_peaks:
+            width = min(self._longest, PREFILL_TOKENS)
+            rows = min(PREFILL_TOKENS // width, PREFILL_STATES if self._forward.states else PREFILL_TOKENS)
+            ids = torch.zeros(rows, width, dtype=torch.int64, device=self.device)
+            index = torch.zeros(rows, length, dtype=torch.int64, device=self.device)
+            position = torch.arange(width, dtype=torch.int32, device=self.device).repeat(rows, 1)
+            cache = Cache(self._forward.shape, 1, PAGE[self.kind], states=self._forward.states)  # scratch only
+            before = torch.cuda.memory_allocated(self.device)
+            restart_peak()
+            with torch.no_grad():
+                self._forward.prefill(PrefillBatch(ids, position, ids, index, fresh=False), cache)
+            self._prefill_peaks[length] = restart_peak() - before
+        return self._prefill_peaks[length]
 
     def _release(self) -> int:
         """Free cache, graphs and weight copy; return their size in GPU bytes."""

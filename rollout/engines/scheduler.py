@@ -1,16 +1,21 @@
 """Continuous batching: assign requests to decode rows and cache pages, and detect their ends.
 
-    scheduler = Scheduler(decoder, steps_per_sync=32)
+    scheduler = Scheduler(decoder, steps_per_sync=8, lag=1)
     for ended in scheduler.run(jobs, sampling, stop): ...        # more jobs than rows are allowed; each ends once
 
 The tokens of a row are a prefix and the row's own tokens. The prefix is the prompt without its last token; requests
 with the same prompt share its pages. The own tokens are the last prompt token, which predicts the first sampled token,
 and the sampled tokens. So a prefill never needs logits, and the first token is drawn like any other.
 
-The decoder runs `steps_per_sync` tokens at a time. Then pages of finished rows go to waiting requests. If pages run
-out, the scheduler evicts unused prefixes, then idle conversations, then the row admitted last. That row returns to the
-queue with its sampled tokens, which are prefilled again later. One row always fits (the engine rejects longer
-requests), so the oldest row always makes progress.
+The decoder runs windows of `steps_per_sync` tokens. Up to `lag` windows run on the device while the host reads the
+window before them, looks for stop strings and plans the next window, so the device need not wait. A row that ends by a
+stop is then found `lag` windows late, and what it sampled since is dropped; a row at its limit leaves immediately. The
+device runs everything in order, so pages and states are reused as soon as the host frees them. Plans depend on the
+windows read, never on time, so a run is repeatable.
+
+If pages run out, the scheduler evicts unused prefixes, then idle conversations, then (after reading all windows) the
+row admitted last. That row returns to the queue with its sampled tokens, which are prefilled again later. One row
+always fits (the engine rejects longer requests), so the oldest row always makes progress.
 
 If the model has layers with a state, a prefix also keeps the state after its tokens, which is copied to each row that
 starts from it. Conversations keep only their prefix: a row may have run past its end, so its last state is not usable.
@@ -24,9 +29,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kernels.decode_attention import TILE_ROWS
+from kernels.decode.attention import TILE_ROWS
+from kernels.decode.draw_set import GAP
+from rollout import sets
 from rollout.engine import Sampling
-from rollout.engines.decoder import PREFILL_TOKENS, Decoder, PrefillJob, RowState, TopFilter
+from rollout.engines.decoder import PREFILL_TOKENS, Decoder, PrefillJob, RowState, TopFilter, Window
 from rollout.engines.stop import StopCheck
 from rollout.routes import join
 
@@ -53,13 +60,16 @@ class Job:
     index: int = 0  # request index
     ids: list[int] = field(default_factory=list)  # sampled
     logps: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)  # of tokens sampled before this run
     stopped: bool = False
     prefix: Prefix | None = None
     own_first: list[int] = field(default_factory=list)  # prompt tokens after the prefix
     pages: list[int] = field(default_factory=list)  # pages of the row's own tokens
     num_cached: int = 0  # own tokens in the cache
+    in_flight: int = 0  # steps in windows not read yet: at most this many more tokens are sampled
     prefix_routes: list[tuple[int, np.ndarray]] = field(default_factory=list)  # (start, experts), if recorded
     own_routes: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    own_sets: list[np.ndarray] = field(default_factory=list)  # of the sampled tokens, if recorded
 
     @property
     def own(self) -> list[int]:
@@ -74,8 +84,16 @@ class Job:
         return join([*self.own_routes, *self.prefix_routes], len(self.prompt_ids) + len(self.ids))
 
     @property
+    def sets(self) -> np.ndarray | None:
+        return sets.join(self.own_sets, len(self.ids))
+
+    @property
     def left(self) -> int:
         return self.limit - len(self.ids)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.stopped or self.left == 0
 
 
 @dataclass(eq=False)
@@ -92,9 +110,10 @@ class Scheduler:
         self,
         decoder: Decoder,
         *,
-        steps_per_sync: int,  # decode steps between host syncs
+        steps_per_sync: int,  # decode steps of a window
+        lag: int = 0,  # windows that run while the host reads an earlier one
     ) -> None:
-        self.decoder, self.steps_per_sync = decoder, steps_per_sync
+        self.decoder, self.steps_per_sync, self.lag = decoder, steps_per_sync, lag
         self.free = list(range(decoder.cache.num_pages - 1, 0, -1))  # page 0 is scratch
         self.prefixes: dict[tuple[int, ...], Prefix] = {}
         self.conversations: dict[Hashable, CachedConversation] = {}  # idle conversations, oldest first
@@ -105,27 +124,49 @@ class Scheduler:
     def run(self, jobs: Sequence[Job], sampling: Sampling, stop: StopCheck) -> Iterator[list[Job]]:
         """Sample all jobs to their end; yield jobs as they end."""
         waiting, active = deque(jobs), []
-        stop_ids, top = sorted(stop.stop_ids), TopFilter(sampling.top_k, sampling.top_p)
+        windows: deque[tuple[list[Job], int, Window]] = deque()  # jobs, steps; not read yet
+        num_old = 0  # rows that were in the last window
+        stop_ids = sorted(stop.stop_ids)
+        top = TopFilter(sampling.top_k, sampling.top_p, sampling.min_p, sampling.set_size)
         if sampling.temperature == 0:
             top = TopFilter()
         try:
-            while waiting or active:
-                self._admit(waiting, active)
-                steps = min(self.steps_per_sync, max(job.left for job in active))
-                self._grow_rows(waiting, active, steps)
-                sampled = self.decoder.run(self._row_state(active, sampling.temperature), stop_ids, top, steps)
-                ended = self._collect(active, *sampled, stop)
+            while waiting or active or windows:
+                if len(windows) <= self.lag:
+                    self._admit(waiting, active, must=not windows)
+                    steps = min(self.steps_per_sync, max((job.left - job.in_flight for job in active), default=0))
+                    if active and self._grow_rows(waiting, active, steps, may_requeue=not windows):
+                        rows = self._row_state(active, sampling.temperature)
+                        window = self.decoder.launch(rows, min(num_old, len(active)), stop_ids, top, steps)
+                        windows.append((list(active), steps, window))
+                        for job in active:
+                            job.in_flight += steps
+                        full = {job: None for job in active if job.in_flight >= job.left}
+                        num_old = self._drop_rows(active, full, len(active))
+                        continue
+                ended = self._collect(*windows.popleft(), stop)
+                num_old = self._drop_rows(active, ended, num_old)
+                for job in ended:
+                    self._finish(job)
                 if ended:
-                    kept = [row for row, job in enumerate(active) if job not in ended]
-                    self.decoder.copy_states(kept, range(len(kept)))
-                    active = [active[row] for row in kept]
-                    for job in ended:
-                        self._finish(job)
                     yield list(ended)
         finally:
-            for job in active:  # if interrupted
+            if active or windows:  # interrupted: tokens that were not read are lost
+                self.decoder.wait()
+            for job in {*active, *(job for jobs, *_ in windows for job in jobs)}:
                 self._release(job)
+                job.in_flight = 0
             self._drop_prefixes()
+
+    def _drop_rows(self, active: list[Job], leaving: dict[Job, None], num_old: int) -> int:
+        """Remove jobs from the rows; return how many of the first `num_old` rows remain."""
+        kept = [row for row, job in enumerate(active) if job not in leaving]
+        self.decoder.keep_rows(kept)
+        active[:] = [active[row] for row in kept]
+        for job in leaving:
+            if job.conversation is None:
+                self._release(job)
+        return sum(row < num_old for row in kept)
 
     def forget(self, conversations: Iterable[Hashable] | None = None) -> None:
         """Drop cached conversations. None: all of them, as after a weight update."""
@@ -143,7 +184,9 @@ class Scheduler:
 
     def _take_pages(self, count: int) -> list[int]:
         assert count <= len(self.free), f"{count} pages needed, {len(self.free)} free"
-        taken, self.free = self.free[len(self.free) - count :], self.free[: len(self.free) - count]
+        first = len(self.free) - count
+        taken = self.free[first:]
+        del self.free[first:]
         return taken
 
     def _drop_prefixes(self) -> None:
@@ -169,28 +212,32 @@ class Scheduler:
             self.forget([next(iter(self.conversations))])
         return fits()
 
-    def _grow_rows(self, waiting: deque[Job], active: list[Job], steps: int) -> None:
-        """Give every row pages for its next tokens; if pages run out, requeue the rows admitted last."""
-        row = 0
+    def _grow_rows(self, waiting: deque[Job], active: list[Job], steps: int, *, may_requeue: bool) -> bool:
+        """Give every row pages for its next tokens. If pages run out, requeue the last rows or return False."""
+        row, spare = 0, 0
         while row < len(active):
             job = active[row]
-            needed = self.pages_for(job.num_own + min(steps, job.left) - 1) - len(job.pages)
-            while needed > 0 and not self._evict(needed):
+            needed = self.pages_for(job.num_own + min(job.in_flight + steps, job.left) - 1) - len(job.pages)
+            while needed > 0 and not self._evict(needed + (spare if len(active) > 1 else 0)):
+                if not may_requeue:
+                    return False
                 assert len(active) > 1, f"a single row needs {needed} more pages, {len(self.free)} free"
+                spare = len(active)  # a page for each row, because requeueing stops the overlap
                 last = active.pop()
                 self._release(last)
                 waiting.appendleft(last)
                 self.num_evicted += 1
                 if last is job:
-                    return
+                    return True
             if needed > 0:
                 job.pages += self._take_pages(needed)
             row += 1
+        return True
 
     # Rows.
 
-    def _admit(self, waiting: deque[Job], active: list[Job]) -> None:
-        """Move waiting jobs into free rows and prefill their uncached tokens."""
+    def _admit(self, waiting: deque[Job], active: list[Job], *, must: bool) -> None:
+        """Move waiting jobs into free rows (`must`: at least one into empty rows) and prefill their uncached tokens."""
         fills: list[PrefillJob] = []
         copies: list[tuple[int, int]] = []  # states of prefixes to rows
         while waiting and len(active) < self.decoder.max_rows:
@@ -204,7 +251,7 @@ class Scheduler:
             own_pages = self.pages_for(num_own) - len(job.pages)
             reserve = len(active)  # each row may need a page before the next host sync
             states = int(job.prefix is None and self._needs_state(job.prompt_ids[:-1]))
-            if not self._evict(prefix_pages + own_pages + reserve, states) and active:
+            if not self._evict(prefix_pages + own_pages + reserve, states) and (active or not must):
                 self._release(job)
                 break
             waiting.popleft()
@@ -243,7 +290,7 @@ class Scheduler:
 
     def _prefill_ahead(self, waiting: deque[Job], fills: list[PrefillJob]) -> None:
         """Add prompts of waiting jobs: a small prefill takes as long as a large one."""
-        room = PREFILL_TOKENS // 2 - sum(len(fill.ids) for fill in fills)
+        room = PREFILL_TOKENS - sum(len(fill.ids) for fill in fills)
         spare = len(self.free) // 2
         for job in waiting:
             ids = tuple(job.prompt_ids[:-1])
@@ -277,7 +324,6 @@ class Scheduler:
 
     def _finish(self, job: Job) -> None:
         if job.conversation is None:
-            self._release(job)
             return
         self.forget([job.conversation])  # another branch of the same conversation
         job.num_cached = 0 if self.decoder.has_states else min(job.num_cached, job.num_own)
@@ -286,6 +332,7 @@ class Scheduler:
         self.free += job.pages[keep:]
         cached = CachedConversation(job.prefix, job.own[: job.num_cached], job.pages[:keep])
         self.conversations[job.conversation] = cached
+        job.prefix, job.pages = None, []
 
     def _page_slots(self, pages: Sequence[int], count: int) -> np.ndarray:  # (count,) int64
         page = self.decoder.page
@@ -315,17 +362,22 @@ class Scheduler:
             tiles=tiles_of([job.prefix for job in active]),
         )
 
-    def _collect(
-        self, active: Sequence[Job], ids: np.ndarray, logps: np.ndarray, routes: np.ndarray | None, stop: StopCheck
-    ) -> dict[Job, None]:
+    def _collect(self, jobs: Sequence[Job], steps: int, window: Window, stop: StopCheck) -> dict[Job, None]:
         """Append sampled tokens to the jobs; return the jobs that have ended."""
+        ids, logps, routes, kept = window.read()
         counts = (ids >= 0).sum(axis=0).tolist()
         ended: dict[Job, None] = {}  # in row order
-        sampled = zip(active, counts, ids.T.tolist(), logps.T.tolist(), strict=True)
+        sampled = zip(jobs, counts, ids.T.tolist(), logps.T.tolist(), strict=True)
         for row, (job, count, new_ids, new_logps) in enumerate(sampled):
+            job.in_flight -= steps
+            if job.stopped:  # in an earlier window
+                continue
             before = len(job.ids)
             if routes is not None:  # the first step ran the token before the first sampled token
                 job.own_routes.append((len(job.prompt_ids) + before - 1, routes[:count, row].copy()))
+            if kept is not None:
+                own = kept[:count, row]
+                job.own_sets.append(own[own != GAP])
             job.ids += new_ids[:count]
             job.logps += new_logps[:count]
             length = stop.end(job.ids, before)
@@ -333,7 +385,7 @@ class Scheduler:
             if length is not None:
                 job.stopped = True
                 del job.ids[length:], job.logps[length:]
-            if length is not None or job.left == 0:
+            if job.has_ended:
                 ended[job] = None
         return ended
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from data.errors import UserError
 from data.strided import StridedBatch
 from kernels.attention import TILE, Spans
-from kernels.draw import draw
+from kernels.decode.draw import draw
 from rollout.engine import Sampling, check_sampling
 from rollout.engines.forward import logit_options
 from rollout.engines.growing import PAD_ID

@@ -27,13 +27,14 @@ import torch
 
 from data.errors import UserError
 from kernels.nf4 import is_4bit
+from rollout import sets
 from rollout.engine import POLL_S, Completion, Request, Sampling
 from rollout.engines.local import LocalEngine
 from rollout.engines.probe import Probe, server_logps
 from rollout.engines.stop import StopCheck
 from rollout.engines.weights import ColocatedMemory, Weights
 from rollout.routes import from_server, join
-from rollout.servers.client import RefusedError, ServerError, VllmServer
+from rollout.servers.client import RefusedError, ServerError, VllmServer, num_logprobs
 from rollout.servers.command import check_build, find_python, shares_gpu, uuid_of
 from rollout.servers.launch import Launched, launch, stop_all, wait_ready
 from rollout.servers.lease import Owner
@@ -180,6 +181,7 @@ class VllmEngine:
                 prompt_ids=list(request.prompt_ids), ids=s.ids, logps=s.logps, finish_reason=s.finish_reason, text=text,
                 versions=s.versions,
                 routes=self._routes(s, len(request.prompt_ids)) if sampling.for_training else None,
+                sets=sets.join(s.sets, len(s.ids), num_logprobs(sampling) - 1),
             )
             for request, s, text in zip(requests, sampled, texts, strict=True)
         ]  # fmt: skip

@@ -21,6 +21,7 @@ import numpy as np
 from data.chat import TemplateTimeout, apply_template, clean_messages, encode, end_ids, end_of_turn_id
 from data.errors import UserError
 from data.types import Messages
+from rollout import sets
 from rollout.engine import Completion
 from rollout.routes import join
 
@@ -45,6 +46,7 @@ class Transcript:
         self.mask: list[bool] = []
         self.versions: list[tuple[int, int]] = []
         self.routes: list[tuple[int, np.ndarray]] = []  # of each turn, from the start of the prompt
+        self.sets: list[np.ndarray] = []  # of each turn, if recorded
 
     def __len__(self) -> int:
         """Return the number of tokens after the prompt, trained or not."""
@@ -65,6 +67,7 @@ class Transcript:
         self.completion_ids += turn.ids
         self.logps += turn.logps
         self.routes += [] if turn.routes is None else [(0, turn.routes)]
+        self.sets += [] if turn.sets is None else [turn.sets]
         self.mask += turn.mask if turn.mask is not None else [True] * len(turn.ids)
         for version, count in turn.versions:
             if self.versions and self.versions[-1][0] == version:
@@ -97,6 +100,7 @@ class Transcript:
             messages=messages,
             columns=columns or {},
             routes=join(self.routes, len(self.ids)),
+            sets=sets.join(self.sets, sum(self.mask)),
         )
 
 

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from data.errors import UserError
 from data.types import Messages, Prompt
 from data.user_code import printable
-from rollout.engine import Completion, Request
+from rollout.engine import Completion, Request, join_versions
 from rollout.rewards.calls import MAX_REWARD
 from rollout.servers.loop import Loop, together
 
@@ -122,22 +122,6 @@ def last_chain(
         messages=messages,
         columns=columns,
     )
-
-
-def join_versions(versions: Sequence[tuple[int, int]], num_tokens: int) -> list[tuple[int, int]]:
-    """Return the versions of the first num_tokens sampled tokens, with equal neighbours merged.
-
-    >>> join_versions([(3, 2), (3, 4), (4, 5)], 8)
-    [(3, 6), (4, 2)]
-    """
-    joined: list[tuple[int, int]] = []
-    for version, count in versions:
-        count = min(count, num_tokens - sum(before for _, before in joined))
-        if count and joined and joined[-1][0] == version:
-            joined[-1] = (version, joined[-1][1] + count)
-        elif count:
-            joined.append((version, count))
-    return joined
 
 
 def masked_completion(prompt_ids: list[int], columns: dict[str, Any], messages: Messages) -> Completion:

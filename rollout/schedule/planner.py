@@ -15,12 +15,14 @@ import hashlib
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from data.errors import UserError
 from data.loader import Loader
 from data.types import Prompt
 from rollout.engine import Group, Request
+from rollout.schedule.replay import as_json, completion_of
 
 REROLL_LIMIT = 1024  # maximum prompts queued for another try
 
@@ -40,13 +42,15 @@ class Planner:
         reroll_max_groups: int = 1,  # maximum per batch
         reroll_limit: int = REROLL_LIMIT,
         order: Order | None = None,
+        num_queued: int = 0,  # partial rollouts: groups in flight in addition to a batch
     ) -> None:
         self.loader, self.num_generations, self.seed = loader, num_generations, seed
         self.batch_size = loader.batch_size
         self.reroll_from, self.reroll_limit, self.order = reroll_from, reroll_limit, order
         self.reroll_max_groups = min(reroll_max_groups, self.batch_size)
+        self.num_queued = num_queued
+        self.queued: list[Group] = []  # partial rollouts: in flight but not in a batch yet; may have completions
         self.consumed = 0  # number of groups trained on
-        self._rows = {id(prompt): row for row, prompt in enumerate(loader.rows)}
         self._number = 0  # groups planned so far = number of the next group
         self._batches = 0  # number of batches consumed
         self._pending: deque[tuple[list[Group], list[Group]]] = deque()  # per batch: (groups, resamples)
@@ -70,7 +74,7 @@ class Planner:
     def pending(self) -> list[Group]:
         """Groups planned but not consumed, in the order of consumption."""
         batches = [group for groups, extra in self._pending for group in (*groups, *extra)]
-        return [*batches, *self._restored, *self._restored_extra]
+        return [*batches, *self.queued, *self._restored, *self._restored_extra]
 
     def next_batch(self) -> list[Group]:
         """Plan a batch: first pending groups of the checkpoint, then fresh rows, then rerolled prompts."""
@@ -78,7 +82,7 @@ class Planner:
         for restored in (self._restored, self._restored_extra):
             while restored and len(batch) < self.batch_size:
                 batch.append(restored.popleft())
-        missing = self.batch_size - len(batch)
+        missing = max(0, self.batch_size + self.num_queued - len(self.queued) - len(batch))
         index = self._batches + len(self._pending)
         num_reroll = 0
         if self.reroll_from is not None and index >= self.reroll_from:
@@ -96,6 +100,15 @@ class Planner:
         groups += self._plan(self._draw(count - len(groups), self._batches), "resample")
         self._pending[0][1].extend(groups)
         return groups
+
+    def requeue(self, taken: Sequence[Group], queued: Sequence[Group]) -> None:
+        """Replace the groups planned last by those to train on; `queued` wait for a later batch."""
+        self.queued = list(queued)
+        waiting, planned = {group.number for group in queued}, self._pending[-1]
+        known = {group.number for part in planned for group in part}
+        groups, extra = ([group for group in part if group.number not in waiting] for part in planned)
+        (extra if planned[1] else groups).extend(group for group in taken if group.number not in known)
+        self._pending[-1] = (groups, extra)
 
     def reroll(self, group: Group) -> None:
         """Queue the prompt of a pending group without any reward once more, after its batch is done."""
@@ -145,10 +158,11 @@ class Planner:
             "planned": self._number,
             "consumed": self.consumed,
             "batches": self._batches,
-            "pending": [[group.number, group.row, group.kind] for group in (*groups, *self._restored)],
+            "pending": [[group.number, group.row, group.kind] for group in (*groups, *self.queued, *self._restored)],
             "resampled": [[group.number, group.row, group.kind] for group in (*extra, *self._restored_extra)],
             "reroll": list(self._reroll),
             "rewards": [[row, reward] for row, reward in sorted(self._rewards.items())],
+            "sampled": [[group.number, list(map(as_json, group.completions))] for group in self.queued],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -165,6 +179,11 @@ class Planner:
             deque(Group(number, self.loader.rows[row], row, kind) for number, row, kind in state[name])
             for name in ("pending", "resampled")
         )
+        if self.num_queued:
+            sampled = {number: list(map(completion_of, saved)) for number, saved in state.get("sampled", ())}
+            pending = (*self._restored, *self._restored_extra)
+            self.queued = [replace(group, completions=sampled.get(group.number, [])) for group in pending]
+            self._restored, self._restored_extra = deque(), deque()
         self._reroll = deque(state["reroll"])
         self._rewards = {row: reward for row, reward in state["rewards"]}
         total = self.consumed + len(self.pending)
@@ -180,7 +199,7 @@ class Planner:
         if not count:
             return []
         if self.order is None:
-            return [self._rows[id(prompt)] for prompt in self.loader.next(count)]
+            return self.loader.next_numbers(count)
         pool = list(self.order(batch, self.loader.rows, dict(self._rewards)))
         if not pool or not all(isinstance(row, int) and 0 <= row < len(self.loader.rows) for row in pool):
             raise UserError(

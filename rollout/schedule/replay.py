@@ -90,7 +90,7 @@ def as_json(completion: Completion) -> dict[str, Any]:
     """Convert a completion to JSON. Columns and messages that JSON cannot represent are dropped."""
     saved = asdict(completion)
     saved["versions"] = [list(span) for span in completion.versions]
-    saved["routes"] = encode(completion.routes)
+    saved |= {"routes": encode(completion.routes), "sets": encode(completion.sets)}
     saved["columns"] = {name: value for name, value in completion.columns.items() if is_json(value)}
     return saved | ({} if is_json(completion.messages) else {"messages": None})
 
@@ -104,17 +104,18 @@ def is_json(value: Any) -> bool:
 
 def completion_of(saved: dict[str, Any]) -> Completion:
     """Convert JSON back to a completion; version spans become tuples again."""
-    saved = {"routes": None, **saved}  # older checkpoints have none
+    saved = {"routes": None, "sets": None, **saved}  # older checkpoints have none
     assert saved.keys() == {field.name for field in fields(Completion)}, sorted(saved)
     versions = [(version, count) for version, count in saved["versions"]]
-    return Completion(**(saved | {"versions": versions, "routes": decode(saved["routes"])}))
+    arrays = {name: decode(saved[name]) for name in ("routes", "sets")}
+    return Completion(**(saved | {"versions": versions} | arrays))
 
 
-def encode(routes: np.ndarray | None) -> list[Any] | None:
+def encode(array: np.ndarray | None) -> list[Any] | None:
     """Return [dtype, shape, compressed data as text]."""
-    if routes is None:
+    if array is None:
         return None
-    return [routes.dtype.name, list(routes.shape), base64.b64encode(zlib.compress(routes.tobytes(), 1)).decode()]
+    return [array.dtype.name, list(array.shape), base64.b64encode(zlib.compress(array.tobytes(), 1)).decode()]
 
 
 def decode(saved: list[Any] | None) -> np.ndarray | None:

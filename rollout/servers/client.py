@@ -39,6 +39,7 @@ from rollout.engine import Sampling
 from rollout.servers.command import BASE, OLDEST, TOKEN
 from rollout.servers.lease import LEASE, RENEW_LIMIT_S, SESSION, Owner, refusal
 from rollout.servers.options import LOOPBACK
+from rollout.sets import LIMIT
 
 CONTROL_S = 60.0  # timeout of pause, resume etc., which wait for at most one engine step
 ADAPTER_S = 120.0
@@ -207,11 +208,15 @@ class VllmServer:
         The time limit is `timeout` plus 1 / SLOW seconds per token.
         """
         self._check_prompt(prompt_ids, max_tokens)
-        request: dict[str, Any] = {
-            "model": model,
-            "token_ids": prompt_ids,
-            "sampling_params": sampling_params(sampling, seed, max_tokens),
-        }
+        if sampling.set_size and not self.has_generate_route:
+            raise RefusedError(
+                f"vllm.url={self.url}: does not return the ids that top_k={sampling.top_k}, top_p={sampling.top_p} and "
+                f"min_p={sampling.min_p} keep, which training needs; {SERVE}"
+            )
+        params = sampling_params(sampling, seed, max_tokens)
+        if self.vocab_size is not None:
+            params["logprobs"] = min(params["logprobs"], self.vocab_size)  # more would end vLLM's engine
+        request: dict[str, Any] = {"model": model, "token_ids": prompt_ids, "sampling_params": params}
         if version is not None:
             request["cache_salt"] = f"v{version}"
         tag = self.tag
@@ -460,10 +465,11 @@ class Segment:
     logps: list[float]
     finish: Literal["stop", "length", "abort"]
     routes: np.ndarray | None = None  # (tokens run, layers, k) experts, from a server that returns them
+    sets: np.ndarray | None = None  # rollout/sets.py
 
 
 def check_sampling(sampling: Sampling, *, training: bool) -> None:
-    """Raise for settings that vLLM does not follow exactly, or that would bias training samples."""
+    """Raise for settings that vLLM does not follow exactly, or that cannot be trained on."""
     if not (sampling.temperature == 0 or LOWEST_TEMPERATURE <= sampling.temperature < math.inf):
         raise UserError(
             f"temperature={sampling.temperature}: vLLM's minimum is {LOWEST_TEMPERATURE}; set 0 for greedy decoding"
@@ -475,7 +481,7 @@ def sampling_params(sampling: Sampling, seed: int | None, max_tokens: int) -> di
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
         "max_tokens": max_tokens,
-        "logprobs": 0,  # only the sampled token's
+        "logprobs": num_logprobs(sampling),
         # Stop only at these ids, not at the generation_config's.
         "stop_token_ids": list(sampling.stop_ids),
         "ignore_eos": True,
@@ -488,9 +494,19 @@ def sampling_params(sampling: Sampling, seed: int | None, max_tokens: int) -> di
         params["top_p"] = sampling.top_p
     if sampling.top_k:
         params["top_k"] = sampling.top_k
+    if sampling.min_p:
+        params["min_p"] = sampling.min_p
     if seed is not None:
         params["seed"] = seed & SEED_MASK
     return params
+
+
+def num_logprobs(sampling: Sampling) -> int:
+    """Log-probs to request in addition to the sampled token's: enough for the ids that are kept, if these are recorded.
+
+    vLLM also keeps ids that are as likely as the last of top_k, and bfloat16 logits are often equal.
+    """
+    return min(2 * sampling.set_size + 16, LIMIT + 1) if sampling.set_size else 0
 
 
 def read_segment(
@@ -503,8 +519,10 @@ def read_segment(
         logps = list(choice["logps"]) if "logps" in choice else _logps_of(choice["logprobs"])
         spans = choice.get("weight_versions") or []
         versions = {span["version"] for span in spans}
-        routes = choice.get("routed_experts")
-        routes = routes and np.load(io.BytesIO(base64.b64decode(routes)), allow_pickle=False)
+        routes, sets = (
+            text and np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+            for text in (choice.get("routed_experts"), choice.get("sets"))
+        )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"malformed reply ({type(error).__name__}: {error})") from error
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
@@ -522,7 +540,9 @@ def read_segment(
         raise UserError(f"tokens are from weight version {', '.join(sorted(map(str, versions)))}, expected {tag}")
     if routes is not None and (routes.ndim != 3 or routes.dtype.kind not in "iu"):
         raise UserError(f"routed_experts have shape {routes.shape} and dtype {routes.dtype}")
-    return Segment(ids, logps, finish, routes)
+    if sampling.set_size and ids and (sets is None or not np.array_equal(~sets[sets < 0], ids)):
+        raise UserError(f"the {len(ids)} sampled ids come without the ids that top-k, top-p or min-p kept")
+    return Segment(ids, logps, finish, routes, sets)
 
 
 def _logps_of(logprobs: dict[str, Any] | None) -> list[float]:

@@ -17,6 +17,7 @@ import torch
 from data.errors import UserError
 from rollout.model_folder import read_local
 from rollout.servers.options import VllmConfig
+from rollout.sets import LIMIT
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).resolve().parent / "worker"
@@ -137,6 +138,7 @@ def serve_command(
         argv += ["--tokenizer", tokenizer, "--tokenizer-revision", "main"]  # vLLM's default is the model's revision
     # Log-probs of the distribution that was sampled from, including temperature; vLLM's default excludes it.
     argv += ["--logprobs-mode", "processed_logprobs"]
+    argv += ["--max-logprobs", str(LIMIT + 1)]  # the ids that top-k, top-p or min-p keep are read from them
     argv += ["--gpu-memory-utilization", str(_memory_share(cfg, device, colocate))]
     argv += ["--tensor-parallel-size", str(cfg.tensor_parallel_size)]
     argv += ["--generation-config", "vllm"]  # the model's file would silently change top-p and top-k

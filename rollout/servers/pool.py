@@ -90,6 +90,7 @@ class Sampled:
     versions: list[tuple[int, int]]  # (weight version, number of tokens it sampled), in order
     resumes: int  # number of interruptions by a weight update
     routes: list[np.ndarray] = field(default_factory=list)  # experts that each server reported, from the prompt on
+    sets: list[np.ndarray] = field(default_factory=list)  # of each segment: rollout/sets.py
 
 
 @dataclass(slots=True)
@@ -102,11 +103,13 @@ class Progress:
     resumes: int = 0
     failures: int = 0
     routes: list[np.ndarray] = field(default_factory=list)
+    sets: list[np.ndarray] = field(default_factory=list)
 
     def add(self, segment: Segment, version: int) -> None:
         if not segment.ids:
             return
         self.routes += [] if segment.routes is None else [segment.routes]
+        self.sets += [] if segment.sets is None else [segment.sets]
         self.ids += segment.ids
         self.logps += segment.logps
         if self.versions and self.versions[-1][0] == version:
@@ -118,13 +121,13 @@ class Progress:
 def finish(done: Progress, reason: Literal["stop", "length"], length: int | None = None) -> Sampled:
     """Return the result, truncated to `length` tokens if joining the segments completed a stop string."""
     if length is None:
-        return Sampled(done.ids, done.logps, reason, done.versions, done.resumes, done.routes)
+        return Sampled(done.ids, done.logps, reason, done.versions, done.resumes, done.routes, done.sets)
     versions, left = [], length
     for version, count in done.versions:
         if left > 0:
             versions.append((version, min(count, left)))
         left -= count
-    return Sampled(done.ids[:length], done.logps[:length], reason, versions, done.resumes, done.routes)
+    return Sampled(done.ids[:length], done.logps[:length], reason, versions, done.resumes, done.routes, done.sets)
 
 
 def stop_end(ids: list[int], sampling: Sampling, decode: Callable[[list[int]], str] | None) -> int | None:

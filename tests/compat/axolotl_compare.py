@@ -19,7 +19,7 @@ SAME = """learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad
     label_smoothing use_weighting ld_alpha desirable_weight undesirable_weight cpo_alpha simpo_gamma
     center_rewards_coefficient num_generations max_completion_length temperature epsilon epsilon_high num_iterations
     scale_rewards importance_sampling_level mask_truncated_completions reward_weights entropy_coef sync_ref_model
-    async_prefetch""".split()
+    async_prefetch top_p top_k min_p""".split()
 # Arguments compared below under other names.
 OTHERS = """lr_scheduler_type lr_scheduler_kwargs cosine_min_lr_ratio warmup_steps max_steps num_train_epochs optim
     save_strategy save_steps eval_strategy eval_steps gradient_checkpointing bf16 sample_packing max_seq_length qlora
@@ -105,7 +105,7 @@ def _theirs(cfg: Any, args: Any, method: str) -> dict[str, Any]:
         scaled = made.pop("scale_rewards", None)
         if scaled is not None:
             made["advantage_estimator"] = "grpo" if scaled not in (False, "none") else "rloo"
-        made.pop("top_p", None)  # less than 1 is rejected
+        made = {name: value for name, value in made.items() if name not in ("top_p", "top_k", "min_p")}  # rejected
     if method in ("grpo", "gdpo", "ebft") and getattr(args, "num_generations", None):
         made["chat_template_kwargs"] = getattr(args, "chat_template_kwargs", None) or {}
         made["minibatches_per_rollout"] = max(1, args.steps_per_generation // args.gradient_accumulation_steps)

@@ -131,7 +131,7 @@ def test_bad_files(tmp_path):
     for name, content, message in BAD_FILES:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=message) as caught:
-            load_rows(parse_spec(str(tmp_path / name)))
+            list(load_rows(parse_spec(str(tmp_path / name))))
         assert "\n" not in str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""Decode rows over a paged cache and their exact attention, for the tests of kernels/decode_attention.py."""
+"""Decode rows over a paged cache and their exact attention, for the tests of kernels/decode/attention.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.decode_attention import TILE_ROWS, Rows
+from kernels.decode.attention import TILE_ROWS, Rows
 
 
 class Problem(NamedTuple):

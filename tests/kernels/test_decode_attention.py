@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import decode_attention as module
-from kernels.decode_attention import decode_attention, decode_attention_reference, supports
+from kernels.decode import attention as module
+from kernels.decode.attention import decode_attention, decode_attention_reference, supports
 from tests.kernels.decode_problems import Problem, error, make_problem, naive
 
 GROUPS = [(37, [1, 20, 16]), (16, [5]), (0, [3, 18]), (50, [2] * 9)]  # the last group needs two tiles
@@ -66,6 +66,6 @@ def test_head_sizes_of_the_kernels():
     assert [size for size in (8, 80, 96, 128, 256, 257, 512) if supports(size)] == [8, 80, 96, 128, 256]
 
 
-def test_few_rows_split_the_prefix_and_many_do_not():
-    programs_and_pages = [(8, 100), (8, 3), (64, 8), (512, 8), (1, 1)]
-    assert [module._splits(*x) for x in programs_and_pages] == [16, 2, 4, 1, 1]
+def test_few_rows_split_their_tokens_and_many_do_not():
+    programs_and_tokens = [(8, 2**14), (8, 192), (512, 2**14), (4096, 2**14), (1, 16)]  # 8 key heads: 1, 64, 512 rows
+    assert [module._splits(*x) for x in programs_and_tokens] == [64, 2, 4, 1, 1]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import decode_block
+from kernels.decode import block as decode_block
 from tests.kernels.decode_problems import error
 
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 8e-3}  # the interpreter rounds towards zero

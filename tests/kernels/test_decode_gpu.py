@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import decode_block
-from kernels.decode_attention import decode_attention, decode_attention_reference
-from kernels.decode_state import advance, advance_reference, locate, locate_reference
-from kernels.draw import draw, draw_reference
+from kernels.decode import block as decode_block
+from kernels.decode.attention import decode_attention, decode_attention_reference
+from kernels.decode.draw import draw, draw_reference
+from kernels.decode.lora import add_adapters, add_adapters_reference
+from kernels.decode.state import advance, advance_reference, locate, locate_reference
 from tests.kernels.decode_problems import Problem, error, make_problem
 from tests.kernels.test_decode_block import LIMITS, make_heads
+from tests.kernels.test_decode_lora import whole_numbers
 from tests.kernels.test_decode_state import CASES, assert_same, check_advance, check_locate, make_drawn, make_state
 from tests.kernels.test_draw import check, check_chi_square, check_company, check_special_rows, inputs
 
@@ -49,6 +51,7 @@ SHAPES = {
     "64 rows": (grouped(8, 8, 256, 512), QWEN),
     "one long group": ([(4000, [1, 100, 2000])], QWEN),
     "one row, long": ([(6000, [700])], (32, 8, 128)),
+    "one row, long completion": ([(60, [9000])], QWEN),
     "7 query heads": (grouped(9, 5, 300, 100), (14, 2, 64)),
     "3 query heads": (grouped(9, 8, 300, 100), (9, 3, 64)),
     "12 query heads": (grouped(3, 17, 300, 100), (12, 1, 128)),
@@ -133,6 +136,20 @@ def test_norm_and_activation_are_exact(num_tokens, width, dtype):
         want = decode_block.add_rms_norm_reference(theirs, delta, weight[0], 1e-6, dtype)
         assert torch.equal(ours, theirs) and error(got, want) < min(LIMITS[dtype], 1e-3)
     assert error(decode_block.silu_mul(gate_up), decode_block.silu_mul_reference(gate_up)) < min(LIMITS[dtype], 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("num_tokens", "width", "rank"), [(1, 1024, 16), (64, 4096, 48), (512, 6144, 32), (700, 130, 208)]
+)
+def test_adapters_round_like_torch(num_tokens, width, rank, dtype):
+    """Sums of whole numbers are exact in float32, so that only the places of rounding matter."""
+    joint = whole_numbers(num_tokens, width + rank + 8, seed=1, limit=600).cuda()
+    up, scale = whole_numbers(width, rank, seed=2).cuda().to(dtype), 2.0 ** (torch.arange(width, device="cuda") % 4)
+    bias = whole_numbers(width, seed=3).cuda().to(dtype)
+    assert torch.equal(add_adapters(joint, bias, up, scale), add_adapters_reference(joint, bias, up, scale))
+    gated, want = (f(joint / 600, bias, up / 60, scale, gated=True) for f in (add_adapters, add_adapters_reference))
+    assert error(gated, want) < min(LIMITS[dtype], 1e-3)
 
 
 # Draws

@@ -11,18 +11,27 @@ import importlib.util
 import pytest
 import torch
 
-from kernels import decode_attention, decode_block, decode_state, draw
-from kernels.decode_attention import decode_attention_kernel
-from kernels.decode_state import advance_kernel, locate_kernel
-from kernels.draw import draw_kernel, uniform
+from kernels import set_rows
+from kernels.decode import attention as decode_attention
+from kernels.decode import block as decode_block
+from kernels.decode import draw
+from kernels.decode import state as decode_state
+from kernels.decode.attention import decode_attention_kernel
+from kernels.decode.draw import draw_kernel, uniform
+from kernels.decode.lora import add_adapters_kernel
+from kernels.decode.state import advance_kernel, locate_kernel
 from tests.kernels.decode_problems import error, make_problem
 from tests.kernels.interpreter import interpreted
 from tests.kernels.test_decode_attention import GROUPS, OPTIONS, check_padding, compare
 from tests.kernels.test_decode_block import LIMITS, check_heads, check_norm, check_silu, make_heads
 from tests.kernels.test_decode_block import draw as numbers
+from tests.kernels.test_decode_lora import SIZES
+from tests.kernels.test_decode_lora import check as check_adapters
+from tests.kernels.test_decode_lora import inputs as inputs_of_adapters
 from tests.kernels.test_decode_state import CASES as STATE_CASES
 from tests.kernels.test_decode_state import check_advance, check_locate, make_drawn, make_state
 from tests.kernels.test_draw import SEEDS, check, check_company, check_special_rows, inputs
+from tests.kernels.test_set_logprob import check_rows
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -32,8 +41,9 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def few_splits(monkeypatch):
-    """Use few programs, because the interpreter runs them sequentially."""
-    monkeypatch.setattr(decode_attention, "_splits", lambda programs, pages: 2)
+    """Use few programs, because the interpreter runs them sequentially, and short parts."""
+    monkeypatch.setattr(decode_attention, "_splits", lambda programs, tokens: 2)
+    monkeypatch.setattr(decode_attention, "LEAST_TOKENS", 16)
 
 
 # Attention
@@ -69,11 +79,11 @@ def test_attention_with_holes_in_tiles_and_strided_inputs():
 
 
 @interpreted
-@pytest.mark.parametrize("splits", [1, 3])
-def test_attention_with_the_prefix_split_over_programs(splits, monkeypatch):
-    monkeypatch.setattr(decode_attention, "_splits", lambda programs, pages: splits)
-    compare(decode_attention_kernel, make_problem([(100, [4, 2]), (20, [1])]), 1e-6)
-    compare(decode_attention_kernel, make_problem([(100, [4, 40])]), 1e-6, window=41)
+@pytest.mark.parametrize("splits", [1, 4])
+def test_attention_with_tokens_split_over_programs(splits, monkeypatch):
+    monkeypatch.setattr(decode_attention, "_splits", lambda programs, tokens: splits)
+    compare(decode_attention_kernel, make_problem([(100, [4, 2]), (20, [90])], sinks=True), 1e-6)
+    compare(decode_attention_kernel, make_problem([(100, [4, 80])]), 1e-6, window=81)
 
 
 @interpreted
@@ -136,6 +146,17 @@ def test_block_without_tokens():
     assert case.run(decode_block.rotate_append_kernel)["query"].shape == (0, 4, 16)
     assert decode_block.add_rms_norm_kernel(numbers(0, 8), None, numbers(8), 1e-6, torch.bfloat16).shape == (0, 8)
     assert decode_block.silu_mul_kernel(numbers(0, 8)).shape == (0, 4)
+
+
+# Adapters
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters(dtype):
+    for size in SIZES:
+        check_adapters(add_adapters_kernel, *size, dtype)
+    assert add_adapters_kernel(*inputs_of_adapters(0, 4, 16, dtype)).shape == (0, 4)
 
 
 # Draws, in chunks of 16
@@ -222,3 +243,13 @@ def test_state_without_rows():
     assert [len(x) for x in state.locate(locate_kernel, 16)] == [0, 0]
     state.advance(advance_kernel, *make_drawn(0, seed=0))
     assert state.tick.tolist() == [2] and (state.out_ids == -5).all()
+
+
+# Rows of the head that the sets of tokens name
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("sizes", "width"), [([1, 17, 3], 7), ([40, 2], 300), ([16], 256)], ids=str)
+def test_rows_of_sets(sizes, width, dtype):
+    check_rows(set_rows.dot_rows_kernel, set_rows.sum_rows_kernel, sizes, width, dtype, 1e-5)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.decode_state import advance_reference, locate_reference
+from kernels.decode.state import advance_reference, locate_reference
 
 STEPS = 7
 CASES = ("all live", "some ended", "stop ids", "at the limit", "mixed")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import draw as module
-from kernels.draw import draw_reference, uniform
+from kernels.decode import draw as module
+from kernels.decode.draw import draw_reference, uniform
 
 SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 123456789, -987654321987654321]
 

@@ -105,6 +105,20 @@ def sample_in_process(rank0: Rank0Rollout, stay: bool) -> None:
     report("stay" if stay else "to rank 0")
 
 
+def sample_until_enough(rank0: Rank0Rollout) -> None:
+    """Whole groups are dealt to the ranks in turn, with what is sampled already, and so is the number to finish."""
+    requests = [Request.of(PROMPTS[i // SIZE], seed=i) for i in range(len(COMPLETIONS))]
+    requests[-1] = replace(requests[-1], so_far=COMPLETIONS[0])
+    groups = [requests[row * SIZE : (row + 1) * SIZE] for row in range(GROUPS)]
+    sampled = rank0.run(lambda: rank0.engine.generate_groups(groups, Sampling(), count=5, due=[1, 4, 5]))
+    asked = comm.of_all(rank0.local.asked, "asked")
+    new, begun = [False] * SIZE, [False] * (SIZE - 1) + [True]
+    assert asked == [[[new, new], 2, [1]], [[new, begun], 1, [0, 1]], [[new], 1, []], [[new], 1, []]], asked
+    if comm.is_main():
+        assert [c for group in sampled for c in group] == COMPLETIONS
+    report("until enough")
+
+
 def sample_on_servers(rank0: Rank0Rollout) -> None:
     """Rank 0 has everything: masks, columns, and prompts other than the prompts of the data."""
     mask = [i % 2 == 0 for i in range(len(COMPLETIONS[5].ids))]
@@ -192,6 +206,7 @@ def main() -> None:
         rank0 = Rank0Rollout(SimpleNamespace(is_sharded=False), ScriptedEngine(COMPLETIONS), PROMPTS)
         sample_in_process(rank0, stay=True)
         sample_in_process(rank0, stay=False)
+        sample_until_enough(rank0)
         sample_on_servers(rank0)
         reward()
         wait_without_polling()

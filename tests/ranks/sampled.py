@@ -21,7 +21,7 @@ from data.types import Prompt, TargetPrompt
 from losses.policy import POLICY_LOSSES
 from rollout.engine import Completion, Group
 from rollout.rewards.options import RewardConfig
-from tests.ranks.worker import VOCAB, Case, all_of_them, ids, make_experts, make_policy, to_policy
+from tests.ranks.worker import VOCAB, Case, all_of_them, ids, make_experts, make_policy, to_policy, with_sets
 from tests.trainer.rl.group_cases import prepare
 from trainer.config.blocks import DataConfig, ModelConfig, PromptConfig, RunConfig
 from trainer.config.distill import DistillConfig
@@ -111,7 +111,7 @@ def group_case(method: str, *, lora: bool = False, uneven: bool = False, **optio
 
 
 def experts_case() -> Case:
-    """Completions with recorded experts, which differ from the experts that the model would choose."""
+    """Completions with recorded experts, which differ from the experts that the model would choose, and with sets."""
     case = group_case("grpo", policy_loss=PolicyLossConfig(beta=0.1))
 
     def routed(group: Group) -> Group:
@@ -121,9 +121,8 @@ def experts_case() -> Case:
             rng.permuted(np.tile(np.arange(6, dtype=np.uint8), (len(c.ids), 2, 1)), axis=2) for c in group.completions
         ]
         routes = [np.concatenate([prompt, x[:, :, :2]]) for x in rest]
-        return replace(
-            group, completions=[replace(c, routes=x) for c, x in zip(group.completions, routes, strict=True)]
-        )
+        both = zip(map(with_sets, group.completions), routes, strict=True)
+        return replace(group, completions=[replace(c, routes=x) for c, x in both])
 
     def step(policy: Policy, rows: list[Any]) -> dict[str, float]:
         policy.replays_routes = prepare_replay(policy, causal_lm(policy.model).model.layers, print)

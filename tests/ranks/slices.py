@@ -12,7 +12,7 @@ import torch
 
 from data.types import Example
 from tests.ranks import worker
-from tests.ranks.worker import Case, config, ids, make_policy
+from tests.ranks.worker import Case, config, ids, make_policy, with_sets
 from tests.trainer.rl.group_cases import ADVANTAGE, TOTAL, make_completions, make_config, prepare
 from trainer.methods.grpo import backward
 from trainer.parallel.comm import context_size
@@ -67,7 +67,7 @@ def recomputed(policy: Policy) -> Policy:
 def grpo_case(layout: str, *, lora: bool = False, max_tokens: int = 8 * TOTAL, **options: Any) -> Case:
     cfg = make_config((max_tokens, 1, layout), **options)
     rows = [
-        SimpleNamespace(completion=c, advantage=a, ids=[*c.prompt_ids, *c.ids])
+        SimpleNamespace(completion=with_sets(c) if layout == "shared" else c, advantage=a, ids=[*c.prompt_ids, *c.ids])
         for c, a in zip(make_completions(), ADVANTAGE.tolist(), strict=True)
     ]
 

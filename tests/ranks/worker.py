@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from data.types import Example, Labelled, Pair, Steps
+from rollout.engine import Completion
 from tests.clip import clip_gradients
 from trainer.config.blocks import ModelConfig, ParallelConfig, RunConfig
 from trainer.methods import cpo, dpo
@@ -57,6 +61,14 @@ def one_process() -> Iterator[None]:
 
 def ids(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def with_sets(c: Completion) -> Completion:
+    """The completion as if up to nine ids had been left to sample each token from."""
+    rng, sets = random.Random(len(c.ids)), []
+    for token in itertools.compress(c.ids, c.mask or itertools.repeat(True)):
+        sets += [~token, *rng.sample([i for i in range(VOCAB) if i != token], rng.randrange(9))]
+    return replace(c, sets=np.array(sets, np.int32))
 
 
 def make_model(kind: str, seed: int, *, tied: bool = True) -> Any:
@@ -205,7 +217,7 @@ def kto_case(*, lora: bool = False, **options: Any) -> Case:
         partner = {}
 
     def step(policy: Policy, part: list[Any]) -> dict[str, float]:
-        packed = pack_labelled(cfg, policy, part, partner, 1)
+        packed = pack_labelled(cfg, policy, part, [partner[id(row)] for row in part] if partner else [], 1)
         return module.run_rows(cfg, policy, Reference(policy), packed, train=True)[0].means()
 
     return Case(rows, lambda: make_policy(reference=True, lora=lora), step)

@@ -679,7 +679,6 @@ def test_sharded_weights_are_gathered_one_at_a_time_to_sample(sizes, shards):
         assert plan.sampling_bytes(s, work, none) == persistent + 1 + gathered
         assert plan.sampling_bytes(s, work, engine) == persistent + sum(engine)  # the copy is filled before
         assert plan.sampling_bytes(s, work, none._replace(copy=0)) == persistent + 2 * s.params  # gathered in full
-    assert plan.copied_bytes(replace(s, inner=1 << 20), lora) == 14 * (s.width << 20)  # merged with its adapter
 
 
 def test_engine_of_a_run_on_a_gpu(monkeypatch, tmp_path):

@@ -292,6 +292,11 @@ class DataConfig:
         "Drop duplicate rows over all sources, and held-out rows that are also trained on. The number of dropped rows "
         "is logged."
     )
+    row_cache: str = "~/.cache/strop/rows"
+    (
+        "Folder for tokenized rows; runs with the same rows, tokenizer and settings reuse them. Rows that no run has "
+        "used for 30 days are deleted. none: no cache."
+    )
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -581,20 +586,26 @@ class RolloutConfig:
     )
     cache_gib: float | None = None
     """local, on a GPU: maximum size of the KV cache. None: the free memory, at most what the largest batch needs."""
+    partial: float = 0.0
+    (
+        "local: partial rollouts. Groups sampled in addition to those of a batch, as a fraction of a batch: a batch is "
+        "the groups that finish first, and the others continue with the next weights. 0: off; at most 1."
+    )
     replay_routes: bool = True
     (
         "Models with experts: train each token with the experts that the sampler used for it, if it recorded them. The "
         "router is still trained."
     )
     eval_temperature: float = 0.0
-    """Temperature for evaluation. 0: greedy. Training always samples from the full distribution."""
+    """Temperature for evaluation. 0: greedy."""
     eval_top_p: float = 1.0
     """Top-p for evaluation, if eval_temperature is above 0. 1: all tokens."""
     eval_top_k: int = 0
     """Top-k for evaluation, if eval_temperature is above 0. 0: all tokens."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, {"1 or more": "max_batch_size", "above 0": "cache_gib"}, "rollout.")
+        rules = {"1 or more": "max_batch_size", "above 0": "cache_gib", "between 0 and 1": "partial"}
+        check_numbers(self, rules, "rollout.")
         if self.eval_temperature == 0:
             why = "on greedy evaluation; set --rollout.eval-temperature"
             reject_unused(self, why, ("eval_top_p", "eval_top_k"), "rollout.")
@@ -612,6 +623,7 @@ def check_engine(rollout: RolloutConfig, vllm: VllmConfig, sync: SyncConfig, ask
         servers = "rollout.engine=vllm" if rollout.engine == "vllm" else f"vLLM servers, which {asked} needs"
         reject_unused(rollout, f"with {servers}; use --vllm.max-in-flight", ("max_batch_size",), "rollout.")
         reject_unused(rollout, f"with {servers}; use --vllm.gpu-memory-utilization", ("cache_gib",), "rollout.")
+        reject_unused(rollout, f"with {servers}; use --async-prefetch", ("partial",), "rollout.")
 
 
 @dataclass(frozen=True, kw_only=True)

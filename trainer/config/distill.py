@@ -96,6 +96,7 @@ class OpdConfig(SamplingConfig):
                 "set --reward-coef 0 to only log the rewards"
             )
         super().__post_init__()
+        self.reject_filters("opd, whose teacher's log-probs are over all tokens")
         self._check_teacher()
         self._check_rewards()
         why = "with opd, because every completion has a signal from the teacher"

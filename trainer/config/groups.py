@@ -104,7 +104,10 @@ class AsyncConfig:
     prefetch_depth: int = 1
     """Batches sampled ahead of the batch in training; completions are at most this many rollouts old."""
     max_staleness: int | None = None
-    """Maximum optimizer steps between the weights that sample a batch and its first step. None: set by the depth."""
+    (
+        "Maximum optimizer steps between the weights that sample a batch and its first step. None: set by "
+        "prefetch_depth; with --rollout.partial, no limit."
+    )
     vllm_sync_interval: int = 1
     """Minimum optimizer steps between weight syncs to the servers, which run before a rollout."""
     streaming_partial_batch: bool = False
@@ -140,7 +143,7 @@ class AsyncConfig:
             },
         )
         for switch, is_on, names in (
-            ("async_prefetch", self.async_prefetch, ("prefetch_depth", "max_staleness")),
+            ("async_prefetch", self.async_prefetch, ("prefetch_depth",)),
             ("streaming_partial_batch", self.streaming_partial_batch, ("streaming_min_groups",)),
             ("dynamic_sampling", self.dynamic_sampling, ("dynamic_sampling_max_rounds",)),
             ("replay_buffer_size", self.replay_buffer_size, ("replay_max_age", "replay_recompute_logps")),
@@ -163,6 +166,11 @@ def check_overlap(overlap: AsyncConfig, rollout: RolloutConfig) -> None:
                     f"{name}={value}: needs servers, because the local engine shares the trainer's process and "
                     "weights; set --rollout.engine vllm"
                 )
+    if rollout.partial:
+        why = "with --rollout.partial, because the groups of a batch arrive together"
+        reject_unused(overlap, why, ("streaming_partial_batch",))
+    elif not overlap.async_prefetch:
+        reject_unused(overlap, "without --async-prefetch or --rollout.partial", ("max_staleness",))
     if overlap.max_staleness is not None and overlap.max_staleness < overlap.vllm_sync_interval - 1:
         raise UserError(
             f"max_staleness={overlap.max_staleness}: servers keep their weights for vllm_sync_interval="
@@ -181,6 +189,7 @@ class GroupConfig(MethodConfig):
     policy_loss = PolicyLossConfig()
     correction = CorrectionConfig()
     advantage = AdvantageConfig()
+    top_k, top_p, min_p = 0, 1.0, 0.0
 
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
@@ -222,6 +231,11 @@ class GroupConfig(MethodConfig):
         return self.prompts_per_step * self.minibatches_per_rollout
 
     @property
+    def queued_groups(self) -> int:
+        """Partial rollouts: groups in flight in addition to those of a rollout."""
+        return math.ceil(self.rollout.partial * self.prompts_per_rollout)
+
+    @property
     def steps_per_rollout(self) -> int:
         """Optimizer steps per rollout."""
         return self.minibatches_per_rollout * self.num_iterations
@@ -246,6 +260,12 @@ class GroupConfig(MethodConfig):
         )
         check_engine(self.rollout, self.vllm, self.sync, servers_asked(self))
         check_overlap(self.overlap, self.rollout)
+        limit = self.overlap.max_staleness
+        if self.rollout.partial and limit is not None and limit < self.steps_per_rollout:
+            raise UserError(
+                f"max_staleness={limit}: with rollout.partial={self.rollout.partial:g} a group may wait for the next "
+                f"rollout, {self.steps_per_rollout} optimizer steps later; raise it to {self.steps_per_rollout} or more"
+            )
         if self.sync.backend == "lora" and self.lora.r == 0:
             raise UserError("sync.backend=lora: all weights are trained, so there is no adapter to send; set --lora.r")
         if "" in self.stop:

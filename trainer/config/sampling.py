@@ -15,8 +15,9 @@ from rollout.episodes.options import ToolConfig
 from rollout.gyms.options import NemoGymConfig, OpenEnvConfig, check_nemo_gym
 from rollout.gyms.verifiers_options import VerifiersConfig, check_verifiers
 from rollout.rewards.options import RewardConfig
+from rollout.sets import LIMIT
 from trainer.config.blocks import NO_HELD_OUT, Flat, MethodMemory, PromptConfig, check_evaluation
-from trainer.config.checks import reject_unused
+from trainer.config.checks import check_numbers, reject_unused
 from trainer.config.groups import AdvantageConfig, GroupConfig, PolicyGradientConfig
 
 
@@ -65,8 +66,16 @@ class SamplingConfig(RewardedConfig, PolicyGradientConfig):
 
     advantage: Flat[AdvantageConfig] = field(default_factory=AdvantageConfig)
 
+    top_k: int = 0
+    """Sample only from this many most likely tokens. 0: all. The loss takes log-probs over the same tokens."""
+    top_p: float = 1.0
+    """Sample only from the most likely tokens that together have this probability. 1: all."""
+    min_p: float = 0.0
+    """Sample only tokens with at least this fraction of the most likely token's probability. 0: all."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_filters()
         if self.advantage.overlong_margin > self.max_completion_length:
             margin = self.advantage.overlong_margin
             raise UserError(
@@ -77,6 +86,21 @@ class SamplingConfig(RewardedConfig, PolicyGradientConfig):
                 "replay_recompute_logps=False: has no effect with proximal_policy=behaviour, whose ratios are always "
                 "against the engine"
             )
+
+    def _check_filters(self) -> None:
+        check_numbers(self, {"0 (off) or more": "top_k", "above 0 and at most 1": "top_p", "in [0, 1)": "min_p"})
+        if self.top_k > LIMIT:
+            raise UserError(f"top_k={self.top_k}: at most {LIMIT:,} ids per token can be recorded; lower --top-k")
+        elsewhere = {"rollout_func": self.tools.rollout_func, "nemo_gym.multi_turn": self.nemo_gym.multi_turn,
+                     "verifiers.env": self.verifiers.env}  # fmt: skip
+        writer = next((f"{name}={value}" for name, value in elsewhere.items() if value), None)
+        if writer is not None:
+            self.reject_filters(f"{writer}, whose samples come without the ids they were limited to")
+
+    def reject_filters(self, what: str) -> None:
+        for name in ("top_k", "top_p", "min_p"):
+            if (value := getattr(self, name)) != getattr(SamplingConfig, name):
+                raise UserError(f"{name}={value}: cannot be used with {what}; remove --{name.replace('_', '-')}")
 
 
 def check_rollout_setup(cfg: RewardedConfig) -> None:
@@ -92,6 +116,9 @@ def check_rollout_setup(cfg: RewardedConfig) -> None:
     names = [name for name, is_set in sources.items() if is_set]
     if len(names) > 1:
         raise UserError(f"{names[0]}, {names[1]}: each generates the whole completion; set only one")
+    if names:
+        why = f"with {names[0]}, whose episodes are sampled to their end"
+        reject_unused(cfg.rollout, why, ("partial",), "rollout.")
     check_verifiers(
         cfg.verifiers,
         has_data=bool(cfg.data.data or cfg.data.eval_data or gym.datasets),

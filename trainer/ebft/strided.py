@@ -25,7 +25,7 @@ from torch import Tensor
 from data.errors import UserError
 from data.packing import Item, make_batches, to_device
 from data.strided import Document, StridedBatch, empty_strided, make_strided
-from kernels.draw import signed_64
+from kernels.decode.draw import signed_64
 from kernels.linear_logprob import TokenLogps, linear_logprob_loss
 from losses import ebft
 from losses.importance import log_difference

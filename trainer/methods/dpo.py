@@ -65,7 +65,8 @@ def train(cfg: Config) -> None:
         policy = open_policy(cfg, with_reference=not cfg.reference_free and wants_copy(cfg.reference, cfg.lora))
         pairs, held_out = train_and_held_out(cfg.data, cfg.run.seed, partial(pairs_of, cfg, policy))
         held_out = held_out[: cfg.data.max_eval_rows]
-        reference, items = Reference(None), pair_items([*pairs, *held_out])
+        reference = Reference(None)
+        items = pair_items([*pairs, *held_out]) if cfg.reference.ref == "precomputed" else []
         if not cfg.reference_free:  # --ref copy, adapter_off, precomputed, or --ref-model
             reference = build_reference(cfg.reference, cfg.model, cfg.run, policy, items, cfg.parallel)
         evaluate = partial(evaluate_pairs, cfg, policy, reference, rows_of_this_rank(held_out))

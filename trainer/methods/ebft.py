@@ -18,6 +18,7 @@ continues a text by a few tokens from every few tokens, in one pass and in this 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from data.errors import UserError
 from data.rows.documents import load_documents
-from data.rows.held_out import train_and_held_out
+from data.rows.held_out import select, train_and_held_out
 from data.rows.targets import load_targets
 from data.strided import Document, require_anchors
 from data.types import TargetPrompt
@@ -142,15 +143,16 @@ def context_of(policy: Policy, network: FeatureNetwork) -> int | None:
 
 
 def targets_of(cfg: Config, policy: Policy, network: FeatureNetwork, specs: tuple[str, ...]) -> list[TargetPrompt]:
-    return read_rows(
+    rows = read_rows(
         load_targets, cfg, policy, specs, context_length=context_of(policy, network), options=cfg.format,
         max_prompt_length=cfg.max_prompt_length, max_completion_length=cfg.max_completion_length,
     )  # fmt: skip
+    return list(rows)
 
 
 def documents_of(
     cfg: Config, policy: Policy, network: FeatureNetwork, specs: tuple[str, ...], limit: int | None = None
-) -> list[Document]:
+) -> Sequence[Document]:
     if not specs:
         return []
     context_length, plan = context_of(policy, network), cfg.strided.plan
@@ -165,7 +167,7 @@ def documents_of(
         )
     if cfg.features.ce_coef:
         return documents  # a document without an anchor still has tokens for the cross-entropy
-    kept = [document for document in documents if plan.anchors(document)]
+    kept = select(documents, [i for i, document in enumerate(documents) if plan.anchors(document)])
     if len(kept) < len(documents):
         skipped = len(documents) - len(kept)
         print(f"data: skipped {skipped} of {len(documents)} documents too short for an anchor", file=sys.stderr)

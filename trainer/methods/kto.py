@@ -11,6 +11,7 @@ Shapes: S sequences of a micro-batch, B rows of the step on this rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Literal
@@ -28,8 +29,8 @@ from losses.types import Metrics
 from trainer.config.blocks import Flat, MethodMemory, ReferenceConfig
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.config import PreferenceConfig
-from trainer.offline.labelled import LabelledStep, item_of, load_rows, mismatched_items, pack_labelled
-from trainer.offline.rows import Rows, rows_of_this_rank
+from trainer.offline.labelled import LabelledStep, Mismatched, item_of, load_rows, pack_labelled
+from trainer.offline.rows import Rows, indices_of_this_rank
 from trainer.parallel.comm import all_count, all_gather, all_sum
 from trainer.policy.logps import Policy, token_logps
 from trainer.policy.reference import Reference, build_reference, wants_copy
@@ -76,15 +77,22 @@ def train(cfg: Config) -> None:
         policy = open_policy(cfg, with_reference=wants_copy(cfg.reference, cfg.lora))
         rows, held_out = train_and_held_out(cfg.data, cfg.run.seed, partial(load_rows, cfg, policy))
         held_out = held_out[: cfg.data.max_eval_rows]
-        partner: dict[int, Item] = {}
+        partners: Sequence[Item] = []
+        held_out_partners: Sequence[Item] = []
         if cfg.loss_type == "kto":  # --loss-type apo_zero_unpaired: no mismatched rows, z0 = 0
-            partner = {**mismatched_items(cfg, policy, rows), **mismatched_items(cfg, policy, held_out)}
-        items = [item_of(row) for row in [*rows, *held_out]] + list(partner.values())
+            partners, held_out_partners = (Mismatched(cfg, policy, each) for each in (rows, held_out))
+        items = []
+        if cfg.reference.ref == "precomputed":
+            items = [*(item_of(row) for row in [*rows, *held_out]), *partners, *held_out_partners]
         reference = build_reference(cfg.reference, cfg.model, cfg.run, policy, items, cfg.parallel)
-        evaluate = partial(evaluate_rows, cfg, policy, reference, partner, rows_of_this_rank(held_out))
-        training = Training(run, cfg, policy, Rows(cfg, rows), evaluate=evaluate)
+        shard = indices_of_this_rank(held_out)
+        eval_partners = [held_out_partners[i] for i in shard] if held_out_partners else []
+        evaluate = partial(evaluate_rows, cfg, policy, reference, eval_partners, [held_out[i] for i in shard])
+        source = Rows(cfg, rows)
+        training = Training(run, cfg, policy, source, evaluate=evaluate)
         for batch in training.steps():  # this rank's rows
-            packed = pack_labelled(cfg, policy, batch, partner, cfg.run.gradient_accumulation_steps)
+            mismatched = [partners[number] for number in source.numbers] if partners else []
+            packed = pack_labelled(cfg, policy, batch, mismatched, cfg.run.gradient_accumulation_steps)
             sums, _ = run_rows(cfg, policy, reference, packed, train=True)
             training.clip_and_step(sums)
             training.log(sums, sum(mb.num_tokens for mb in packed.batches))
@@ -159,10 +167,10 @@ def sequence_losses(
 
 
 def evaluate_rows(
-    cfg: Config, policy: Policy, reference: Reference, partner: dict[int, Item], rows: list[Labelled]
+    cfg: Config, policy: Policy, reference: Reference, mismatched: Sequence[Item], rows: list[Labelled]
 ) -> dict[str, float]:
     """The same loss on held-out rows, and how well the implicit reward separates the two labels (AUC)."""
-    packed = pack_labelled(cfg, policy, rows, partner, accumulation=1)
+    packed = pack_labelled(cfg, policy, rows, mismatched, accumulation=1)
     sums, rewards = run_rows(cfg, policy, reference, packed, train=False)
     means = sums.means()
     kept = {f"eval/{name}": means[name] for name in ("reward/chosen", "reward/rejected") if name in means}

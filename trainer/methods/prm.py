@@ -5,6 +5,7 @@ solutions -> pack -> (logits -> loss -> backward)* -> clip and step -> log
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Literal
@@ -84,7 +85,7 @@ def train(cfg: Config) -> None:
             training.log(sums, sum(mb.num_tokens for mb in micro_batches))
 
 
-def solutions_of(cfg: Config, scorer: Policy, specs: tuple[str, ...], *, last_step_only: bool) -> list[Steps]:
+def solutions_of(cfg: Config, scorer: Policy, specs: tuple[str, ...], *, last_step_only: bool) -> Sequence[Steps]:
     return read_rows(
         load_steps, cfg, scorer, specs, step_separator=cfg.step_separator, max_length=cfg.max_length,
         max_completion_length=cfg.max_completion_length, last_step_only=last_step_only, bad_rows=cfg.bad_rows,

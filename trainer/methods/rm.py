@@ -5,6 +5,7 @@ pairs -> pack -> (scores -> loss -> backward)* -> clip and step -> log
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Literal
@@ -76,7 +77,7 @@ def train(cfg: Config) -> None:
             training.log(sums, sum(mb.num_tokens for mb in micro_batches))
 
 
-def pairs_of(cfg: Config, scorer: Policy, specs: tuple[str, ...]) -> list[Pair]:
+def pairs_of(cfg: Config, scorer: Policy, specs: tuple[str, ...]) -> Sequence[Pair]:
     """Pairs whose sides both fit; none is truncated."""
     return read_rows(
         load_pairs, cfg, scorer, specs, max_length=cfg.max_length, long_rows="drop", bad_rows=cfg.bad_rows,

@@ -7,6 +7,7 @@ Shapes: n = any slice of the trained tokens of a micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Literal
@@ -87,7 +88,7 @@ def train(cfg: Config) -> None:
             training.log(sums, sum(mb.num_tokens for mb in micro_batches))
 
 
-def examples_of(cfg: Config, policy: Policy, specs: tuple[str, ...]) -> list[Example]:
+def examples_of(cfg: Config, policy: Policy, specs: tuple[str, ...]) -> Sequence[Example]:
     trained = Trained(cfg.roles_to_train, cfg.train_on_eos, cfg.train_on_inputs)
     limits = {"max_length": cfg.max_length, "long_rows": cfg.long_rows}
     return read_rows(load_examples, cfg, policy, specs, **limits, trained=trained)

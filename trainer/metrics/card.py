@@ -26,7 +26,7 @@ COLUMNS = ("loss/total", "reward/mean", "reward/accuracy", "policy/entropy")
 # Prefixes of settings that describe where the run took place rather than the training, and prompts, which are private.
 HIDDEN = ("system_prompt", "output_dir", "run_id", "resume", "overwrite_output_dir", "report_to", "save_",
           "logging_steps", "vllm.", "sync.", "rollout.cache", "stop_grace_s", "parallel.timeout_s", "ref_cache",
-          )  # fmt: skip
+          "row_cache")  # fmt: skip
 SHOWN_ABOVE = ("method", "model", "data", "eval_data")
 
 

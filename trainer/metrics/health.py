@@ -47,7 +47,9 @@ CHECK_ENGINE = (
     "check that --vllm.url serves this model and that no proxy rewrites its replies, compare with "
     "--rollout.engine local, and try --sync.probe-every 1"
 )
-SAMPLE_NEARER = "lower --learning-rate, or sample less far ahead (--prefetch-depth, --vllm-sync-interval); "
+SAMPLE_NEARER = (
+    "lower --learning-rate, or sample less far ahead (--prefetch-depth, --vllm-sync-interval, --rollout.partial); "
+)
 # What is wrong, then what to do. {v} is the median that crossed its threshold.
 MESSAGES = {
     "alignment_low": f"alignment is {{v:.2f}} after {{step}} steps (at most 2, want > {ALIGNMENT_LOW}): the features "

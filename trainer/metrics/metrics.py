@@ -103,6 +103,7 @@ GLOSSARY: dict[str, str] = {
     "rollout/staleness_mean": "Age of the weights that sampled a completion, in optimizer steps; mean.",
     "rollout/queued_groups": "Groups of later batches that are being sampled or wait to be trained on.",
     "rollout/queued_ready_frac": "Fraction of the groups of later batches that are complete.",
+    "rollout/continued_frac": "Partial rollouts: fraction of completions sampled by more than one weight version.",
     "rollout/resampled_groups": "Groups sampled to replace groups with equal rewards (dynamic_sampling).",
     "rollout/replayed_groups": "Groups of earlier steps that replace groups with equal rewards.",
     "rollout/replay_size": "Groups in the replay buffer.",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ class LabelledStep:
     mismatched: list[Batch]  # partners; empty for apo_zero_unpaired
 
 
-def load_rows(cfg: PreferenceConfig, policy: Policy, specs: Sequence[str]) -> list[Labelled]:
+def load_rows(cfg: PreferenceConfig, policy: Policy, specs: Sequence[str]) -> Sequence[Labelled]:
     return read_responses(load_labelled, cfg, policy, specs)
 
 
@@ -40,26 +41,35 @@ def item_of(row: Labelled, completion_ids: list[int] | None = None) -> Item:
     return Item(ids=[*row.prompt_ids, *ids], mask=[False] * len(row.prompt_ids) + [True] * len(ids))
 
 
-def mismatched_items(cfg: PreferenceConfig, policy: Policy, rows: list[Labelled]) -> dict[int, Item]:
-    """Partner of each row by id(row), truncated to the rows' length limit."""
-    limit = min(cfg.response.max_length, policy.context_length or cfg.response.max_length)
-    order = list(rows)
-    random.Random(cfg.run.seed).shuffle(order)
-    partner = {}
-    for i, row in enumerate(order):
-        others = (order[(i + j) % len(order)] for j in range(1, len(order)))
-        other = next((o for o in others if o.prompt_ids != row.prompt_ids), None)
-        if other is None:
-            raise UserError("data: all rows have the same prompt; KTO's reference point needs at least two prompts")
-        partner[id(row)] = item_of(row, other.completion_ids[: limit - len(row.prompt_ids)])
-    return partner
+class Mismatched(Sequence[Item]):
+    """The partner of each row, truncated to the rows' length limit; an item is built when it is read."""
+
+    def __init__(self, cfg: PreferenceConfig, policy: Policy, rows: Sequence[Labelled]) -> None:
+        self.rows, self.limit = rows, min(cfg.response.max_length, policy.context_length or cfg.response.max_length)
+        order = list(range(len(rows)))
+        random.Random(cfg.run.seed).shuffle(order)
+        self.other = [0] * len(rows)  # number of the row whose completion a row gets
+        for i, number in enumerate(order):
+            prompt_ids = rows[number].prompt_ids
+            others = (order[(i + j) % len(order)] for j in range(1, len(order)))
+            other = next((o for o in others if rows[o].prompt_ids != prompt_ids), None)
+            if other is None:
+                raise UserError("data: all rows have the same prompt; KTO's reference point needs at least two prompts")
+            self.other[number] = other
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: Any) -> Any:
+        row, other = self.rows[number], self.rows[self.other[number]]
+        return item_of(row, other.completion_ids[: self.limit - len(row.prompt_ids)])
 
 
 def pack_labelled(
-    cfg: PreferenceConfig, policy: Policy, rows: list[Labelled], partner: dict[int, Item], accumulation: int
+    cfg: PreferenceConfig, policy: Policy, rows: Sequence[Labelled], mismatched: Sequence[Item], accumulation: int
 ) -> LabelledStep:
+    """Pack the rows and their partners; `mismatched` is empty for apo_zero_unpaired."""
     matched = [item_of(row) for row in rows]
-    mismatched = [partner[id(row)] for row in rows] if partner else []
     batches, partners = (
         pack_items(cfg.run, policy, items, accumulation=accumulation) for items in (matched, mismatched)
     )

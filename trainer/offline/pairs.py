@@ -47,7 +47,7 @@ class PairBatch:
         return replace(self, batch=self.batch.to(device), **tensors)
 
 
-def pairs_of(cfg: PreferenceConfig, policy: Policy, specs: Sequence[str]) -> list[Pair]:
+def pairs_of(cfg: PreferenceConfig, policy: Policy, specs: Sequence[str]) -> Sequence[Pair]:
     return read_responses(load_pairs, cfg, policy, specs)
 
 

@@ -15,6 +15,8 @@ from torch import nn
 
 from data.loader import Loader
 from data.packing import Batch, Item, make_batches
+from data.rows.cache import load_cached
+from data.rows.stored import Stored
 from trainer.config.blocks import MethodConfig, RunConfig
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.config import PreferenceConfig
@@ -27,9 +29,9 @@ T = TypeVar("T")
 
 
 def read_rows(
-    load: Callable[..., list[T]], cfg: MethodConfig, policy: Policy, specs: Sequence[str], **options: Any
-) -> list[T]:
-    """Load rows with a loader of data/rows and `options`; no rows without specs."""
+    load: Callable[..., Stored[T]], cfg: MethodConfig, policy: Policy, specs: Sequence[str], **options: Any
+) -> Sequence[T]:
+    """Load rows with a loader of data/rows and `options`, or from --row-cache; no rows without specs."""
     if not specs:
         return []
     shared = {
@@ -39,12 +41,12 @@ def read_rows(
         "context_length": policy.context_length,
         "cfg": cfg,
     }
-    return load(specs, policy.tokenizer, **shared | options)
+    return load_cached(load, specs, policy.tokenizer, folder=cfg.data.row_cache, **shared | options)
 
 
 def read_responses(
-    load: Callable[..., list[T]], cfg: PreferenceConfig, policy: Policy, specs: Sequence[str]
-) -> list[T]:
+    load: Callable[..., Stored[T]], cfg: PreferenceConfig, policy: Policy, specs: Sequence[str]
+) -> Sequence[T]:
     """Load pairs or labelled responses, with the limits of cfg.response."""
     names = ("max_length", "long_rows", "max_prompt_length", "bad_rows")
     limits = {name: getattr(cfg.response, name) for name in names}
@@ -96,9 +98,11 @@ class Rows:
         """Nothing to start."""
 
     def next(self) -> list[Any]:
-        rows = self.loader.next()
+        numbers = self.loader.next_numbers()
+        rows = [self.loader.rows[number] for number in numbers]
         self.counters.prompts += len(rows)
         self.indices = indices_of_this_rank(rows, self.size)  # this rank's rows within the step
+        self.numbers = [numbers[i] for i in self.indices]  # and within all rows
         self.batch = [rows[i] for i in self.indices]
         return self.batch
 

@@ -65,6 +65,7 @@ def slice_batch(batch: Batch, *, multiple: int) -> BatchSlice:
         prefix_start=take(batch.prefix_start, 0), prefix_stop=take(batch.prefix_stop, 0),
         own_start=take(batch.own_start, positions), own_stop=take(batch.own_stop, positions + 1),
         routes=None if batch.routes is None else batch.routes[:, positions.clamp(max=length - 1)],
+        sets=None if batch.sets is None else batch.sets[tokens],
         index=index[tokens], target=batch.target[tokens], sequence=batch.sequence[tokens], slot=batch.slot[tokens],
     )  # fmt: skip
     return BatchSlice(sliced, 2 * piece * size, tokens, len(batch.target))

@@ -139,7 +139,7 @@ def token_loss(
         return loss + tokens.logp[:0].sum(), [output]  # backward() must work even if the loss ignores the tokens
     hidden = predictor_states(policy, lm, batch)
     total, outputs = linear_logprob_loss(
-        hidden, target=batch.target, loss_fn=loss_fn, temperature=temperature, ignore_index=None,
+        hidden, target=batch.candidates, loss_fn=loss_fn, temperature=temperature, ignore_index=None,
         skip=sparse or skips(policy), **head_of(lm),
     )  # fmt: skip
     return total if states_loss is None else total + states_loss(hidden), outputs
@@ -225,8 +225,9 @@ def _token_logps(policy: Policy, model: nn.Module, batch: Batch, temperature: fl
     part = rank_slice(lm.config, batch)
     hidden = predictor_states(policy, lm, part.batch, part.num_keys)
     tokens = linear_logprob(
-        hidden, target=part.batch.target, temperature=temperature, ignore_index=None, skip=skips(policy), **head_of(lm)
-    )
+        hidden, target=part.batch.candidates, temperature=temperature, ignore_index=None, skip=skips(policy),
+        **head_of(lm),
+    )  # fmt: skip
     return TokenLogps(*part.gather(*tokens))
 
 

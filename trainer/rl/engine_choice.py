@@ -18,6 +18,7 @@ from torch import nn
 from data.errors import UserError
 from data.types import Prompt
 from kernels.nf4 import num_weights
+from rollout.engines.forward import shape_of
 from rollout.engines.local import PAGE
 from rollout.servers.options import VllmConfig
 from trainer.config.checks import reject_unused
@@ -97,7 +98,7 @@ def choose(cfg: GroupConfig, memory: Memory | None, check_vllm: Callable[[], Any
         return Choice("local", f"rollout.engine=auto: local, needs at least {memory}")
     short = f"sampling in process needs at least {memory}"
     why = f"with vLLM servers, which auto chose because {short}; remove it, or set --rollout.engine local"
-    reject_unused(cfg.rollout, why, ("max_batch_size", "cache_gib"), "rollout.")
+    reject_unused(cfg.rollout, why, ("max_batch_size", "cache_gib", "partial"), "rollout.")
     try:
         check_vllm()
     except UserError as error:
@@ -136,16 +137,12 @@ def engine_bytes(cfg: GroupConfig, policy: Policy, prompt_length: int) -> tuple[
     size, model = policy.compute_dtype.itemsize, causal_lm(policy.model)
     adapter = sum(p.numel() for p in model.parameters() if policy.is_lora and p.requires_grad)
     copy = size * (num_weights(model) - adapter)
-    text = model.config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
-    if not heads:  # only recurrent layers: no KV cache
+    if not getattr(model.config.get_text_config(), "num_attention_heads", None):  # only recurrent layers: no KV cache
         return copy, 0
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    width = head_dim * (getattr(text, "num_key_value_heads", None) or heads)
     # Each row has a spare page, and there is a scratch page.
     tokens = pages(prompt_length) + cfg.num_generations * (pages(cfg.max_completion_length + 1) + PAGE["cuda"])
     tokens += PAGE["cuda"]
-    return copy, 2 * text.num_hidden_layers * width * size * tokens
+    return copy, tokens * shape_of(model, policy.compute_dtype).bytes_per_token
 
 
 def pages(num_tokens: int) -> int:

@@ -198,7 +198,7 @@ def pack_completions(
 def completion_item(c: Completion) -> Item:
     """Prompt and completion; the tokens that the model sampled are trained."""
     mask = [False] * len(c.prompt_ids) + (c.mask or [True] * len(c.ids))
-    return Item([*c.prompt_ids, *c.ids], mask, len(c.prompt_ids), c.routes)
+    return Item([*c.prompt_ids, *c.ids], mask, len(c.prompt_ids), c.routes, c.sets)
 
 
 def per_token(

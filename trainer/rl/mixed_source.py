@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from data.rows.cache import load_cached
 from data.rows.targets import load_targets
 from data.types import Prompt
 from rollout.engine import Completion, EngineSource, Request, finished
@@ -25,7 +26,7 @@ def rows_of(cfg: SamplingConfig, policy: Policy, specs: tuple[str, ...]) -> list
     if specs != cfg.data.data:
         return prompts_of(cfg, policy, specs)
     options = {"data_format": cfg.data.data_format, "cfg": cfg, **prompt_options(cfg, policy)}
-    return [*load_targets(specs, policy.tokenizer, **options)]
+    return [*load_cached(load_targets, specs, policy.tokenizer, folder=cfg.data.row_cache, **options)]
 
 
 class MixedSource:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -41,7 +41,7 @@ from trainer.rl.groups import Rollout
 
 T = TypeVar("T")
 Sequences = Sequence[tuple[list[int], list[int]]]
-Asked = tuple[list[int], int, int | None]  # prompt_ids, seed and max_tokens of a request
+Asked = tuple[list[int], int, int | None, Completion | None]  # prompt_ids, seed, max_tokens, so_far of a request
 NO_PROMPT = Prompt(source="", prompt="", ids=[])  # ranks other than 0 take the prompt from the data
 
 
@@ -110,15 +110,15 @@ class Rank0Rollout:
 
     def _generate_share(self) -> None:
         nothing = [None] * comm.world_size()
-        asked, sampling, self.local.version = comm.exchange(nothing, "requests")[0]
-        completions = generate_share(self.policy, self.local, asked, sampling)
+        *share, self.local.version = comm.exchange(nothing, "requests")[0]
+        completions, sampling = generate_share(self.policy, self.local, *share), share[1]
         reply = list(map(packed, completions))
         if sampling.tokens_stay:
             first = len(self.sampled_here)
             self.sampled_here += completions
             for index, completion in enumerate(completions):
                 tokens = TokensElsewhere(comm.rank(), first + index, len(completion.ids))
-                reply[index] = (tokens, tokens, *reply[index][2:-1], None)  # routes stay too
+                reply[index] = (tokens, tokens, *reply[index][2:-1], None)  # routes and sets stay too
         comm.exchange([reply, *nothing[1:]], "completions")
 
 
@@ -216,14 +216,15 @@ def packed(c: Completion) -> tuple[Any, ...]:
     """
     columns = {name: json.loads(json.dumps(value)) for name, value in c.columns.items() if is_json(value)}
     messages = json.loads(json.dumps(c.messages)) if c.messages is not None and is_json(c.messages) else None
-    return c.ids, c.logps, c.finish_reason, c.text, c.versions, c.mask, messages, columns, c.routes
+    return c.ids, c.logps, c.finish_reason, c.text, c.versions, c.mask, messages, columns, (c.routes, c.sets)
 
 
 def unpacked(fields: Sequence[Any], prompt_ids: list[int]) -> Completion:
-    ids, logps, finish_reason, text, versions, mask, messages, columns, routes = fields
+    ids, logps, finish_reason, text, versions, mask, messages, columns, arrays = fields
+    routes, sets = arrays or (None, None)
     return Completion(
         prompt_ids=prompt_ids, ids=ids, logps=logps, finish_reason=finish_reason, text=text, versions=versions,
-        mask=mask, messages=messages, columns=columns, routes=routes,
+        mask=mask, messages=messages, columns=columns, routes=routes, sets=sets,
     )  # fmt: skip
 
 
@@ -249,18 +250,41 @@ class AllRanksEngine(AllRanksLogps):
     """The in-process engine over several ranks: each samples its share of rank 0's requests."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        comm.send_command("generate")
         world = comm.world_size()
         firsts = [len(requests) * r // world for r in range(world + 1)]
-        shares = [requests[first:stop] for first, stop in itertools.pairwise(firsts)]
+        shares = [[requests[first:stop]] for first, stop in itertools.pairwise(firsts)]
+        return list(itertools.chain(*self._generate(shares, sampling, [(1, [])] * world)))
+
+    def generate_groups(
+        self, groups: Sequence[Sequence[Request]], sampling: Sampling, *, count: int, due: Collection[int] = ()
+    ) -> list[list[Completion]]:
+        """Deal the groups to the ranks in turn; each stops when its share of `count` has finished."""
+        world = comm.world_size()
+        shares = [groups[r::world] for r in range(world)]
+        limits = [(len(range(r, count, world)), [g // world for g in due if g % world == r]) for r in range(world)]
+        sampled = list(map(iter, self._generate(shares, sampling, limits)))
+        return [[next(sampled[g % world]) for _ in group] for g, group in enumerate(groups)]
+
+    def _generate(
+        self,
+        shares: Sequence[Sequence[Sequence[Request]]],  # groups of each rank
+        sampling: Sampling,
+        limits: Sequence[tuple[int, list[int]]],  # of each rank: count and due
+    ) -> list[list[Completion]]:
+        """Return the completions of each rank."""
+        comm.send_command("generate")
         # A pickle has each prompt once, because requests for the same prompt have the same list.
-        asked = [[(request.prompt_ids, request.seed, request.max_tokens) for request in share] for share in shares]
-        comm.exchange([(share, sampling, self.version) for share in asked], "requests")
+        asked = [
+            [[(r.prompt_ids, r.seed, r.max_tokens, r.so_far) for r in group] for group in share] for share in shares
+        ]
+        asked_of = [(groups, sampling, *limit, self.version) for groups, limit in zip(asked, limits, strict=True)]
+        comm.exchange(asked_of, "requests")
         self.local.version = self.version
-        completions = generate_share(self.policy, self.local, asked[0], sampling)
-        replies = comm.exchange([None] * world, "completions")
+        completions = [generate_share(self.policy, self.local, asked[0], sampling, *limits[0])]
+        replies = comm.exchange([None] * len(shares), "completions")
         for share, reply in zip(shares[1:], replies[1:], strict=True):
-            completions += [unpacked(each, request.prompt_ids) for each, request in zip(reply, share, strict=True)]
+            requests = itertools.chain(*share)
+            completions.append([unpacked(each, r.prompt_ids) for each, r in zip(reply, requests, strict=True)])
         return completions
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[tuple[int, Completion]]]:
@@ -281,15 +305,25 @@ class AllRanksEngine(AllRanksLogps):
         return self.local.metrics()
 
 
-def generate_share(policy: Policy, local: LocalEngine, asked: Sequence[Asked], sampling: Sampling) -> list[Completion]:
+def generate_share(
+    policy: Policy,
+    local: LocalEngine,
+    asked: Sequence[Sequence[Asked]],  # groups
+    sampling: Sampling,
+    count: int,
+    due: Sequence[int],
+) -> list[Completion]:
     """Sample this rank's share. No conversation is cached: the next turn may go to another rank."""
-    requests = [Request(prompt_ids=ids, seed=seed, max_tokens=limit) for ids, seed, limit in asked]
+    groups = [
+        [Request(prompt_ids=ids, seed=seed, max_tokens=limit, so_far=so_far) for ids, seed, limit, so_far in group]
+        for group in asked
+    ]
     if policy.is_sharded and comm.any_rank(local.needs_copy()):
         with comm.inside("weights for sampling"):
             local.choose_forward(lambda: gathered_head(policy))
             local.refresh(always=True)
     with contextlib.nullcontext() if local.has_copy else gathered_weights(policy):
-        return local.generate(requests, sampling) if requests else []
+        return list(itertools.chain(*local.generate_groups(groups, sampling, count=count, due=due)))
 
 
 def logps_on_all_ranks(
@@ -327,7 +361,7 @@ class AllRanksRewards(Rewards):
 
     def submit(self, prompts: Sequence[Prompt], completions: Sequence[Completion], *, step: int = 0) -> Any:
         """Score the batch now, on all ranks; the future has its result."""
-        sent = [(*packed(c)[:-1], None) for c in completions]  # rewards need no routes
+        sent = [(*packed(c)[:-1], None) for c in completions]  # rewards need no routes and sets
         for completion, (*_, messages, columns, _) in zip(completions, sent, strict=True):
             lost = [name for name in completion.columns if name not in columns]
             if lost or (messages is None and completion.messages is not None):

@@ -43,9 +43,11 @@ from rollout.engine import Engine, EngineSource, Sampling
 from rollout.engine import Source as CompletionSource
 from rollout.rewards import table
 from rollout.rewards.calls import TrainerState
+from rollout.schedule.partial import PartialProducer
 from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Producer, sync_due
 from rollout.schedule.replay import Replay
+from trainer.config.checks import reject_unused
 from trainer.config.groups import GroupConfig, PolicyGradientConfig
 from trainer.config.policy import check_policy_options
 from trainer.config.sampling import RewardedConfig
@@ -109,6 +111,9 @@ class Rollouts:
             minibatches=cfg.minibatches_per_rollout,
             kl_in_reward=cfg.advantage.kl_in_reward,
         )
+        if source is not None:
+            why = "with this method, whose completions come from a source of its own"
+            reject_unused(cfg.rollout, why, ("partial",), "rollout.")
         self.sampling = setup.training_sampling(cfg, policy)
         self.setup: setup.RolloutSetup | None = None
         read_eval = None  # the same as prompts
@@ -132,7 +137,7 @@ class Rollouts:
     # Called by Training, in this order: whatever can be wrong with the input shows before the run folder exists.
 
     def resolve(self, modules: list[nn.Module]) -> GroupConfig:
-        rows = self.prompts + self.held_out
+        rows = [*self.prompts, *self.held_out]
         self.cfg = resolve_engine(self.cfg, self.policy, rows, modules, extra_tokens=self.extra_tokens)
         self.loader = Loader(self.prompts, batch_size=self.rows_per_batch, seed=self.cfg.run.seed)
         return self.cfg
@@ -155,6 +160,7 @@ class Rollouts:
             reroll_from=overlap.reroll_from(training.total_steps // self.steps_per_batch),
             reroll_max_groups=overlap.reroll_max_groups,
             order=setup.load_curriculum(overlap.curriculum),
+            num_queued=cfg.queued_groups,
         )
         self.replay = Replay(
             size=overlap.replay_buffer_size, max_age=overlap.replay_max_age, seed=cfg.run.seed, prompts=self.prompts
@@ -167,7 +173,8 @@ class Rollouts:
     def start(self) -> None:
         """Start the engine, and what samples and rewards with it."""
         cfg, run, overlap, total_steps = self.cfg, self.run, self.overlap, self.training.total_steps
-        engine = setup.start_engine(cfg, self.policy, run, self.prompts + self.held_out, extra_tokens=self.extra_tokens)
+        rows = [*self.prompts, *self.held_out]
+        engine = setup.start_engine(cfg, self.policy, run, rows, extra_tokens=self.extra_tokens)
         if is_main() and self.setup is not None:
             self.setup.start(engine, run.dir / "logs")
         self.rank0 = Rank0Rollout(self.policy, engine, self.prompts)
@@ -179,8 +186,17 @@ class Rollouts:
         for name, handler in getattr(self.rewards, "handlers", {}).items():
             self.rank0.handlers[name] = handler
         self.held_out_source = run.keep(self._source(setup.evaluation_sampling(self.sampling, cfg.rollout)))
-        self.producer = run.keep(
-            Producer(
+        producer: Producer
+        if cfg.rollout.partial:
+            producer = PartialProducer(
+                self.engine,
+                self.sampling,
+                self.planner,
+                max_staleness=overlap.max_staleness,
+                steps_per_batch=self.steps_per_batch,
+            )
+        else:
+            producer = Producer(
                 self._source(self.sampling),
                 self.planner,
                 depth=overlap.prefetch_depth if overlap.async_prefetch else 0,
@@ -189,7 +205,7 @@ class Rollouts:
                 last_step=total_steps,
                 poll=self.engine.poll,
             )
-        )
+        self.producer = run.keep(producer)
         self.missing_rewards = None
         if hasattr(self.rewards, "functions"):  # which may return None
             assert isinstance(cfg, RewardedConfig)

@@ -17,6 +17,7 @@ from typing import Any
 
 from data.chat import stop_ids
 from data.errors import UserError
+from data.rows.cache import load_cached
 from data.rows.prompts import load_prompts
 from data.types import Prompt
 from data.user_code import find_callable
@@ -172,7 +173,7 @@ def prompts_of(cfg: RewardedConfig, policy: Policy, specs: Sequence[str]) -> lis
     if not specs:
         return []
     options = {"data_format": cfg.data.data_format, "cfg": cfg, **prompt_options(cfg, policy)}
-    return load_prompts(specs, policy.tokenizer, **options)
+    return [*load_cached(load_prompts, specs, policy.tokenizer, folder=cfg.data.row_cache, **options)]
 
 
 def prompt_options(cfg: GroupConfig, policy: Policy) -> dict[str, Any]:
@@ -236,16 +237,19 @@ def start_engine(
         local.prepare(
             prompt_length=longest_prompt,
             max_tokens=cfg.max_completion_length + extra_tokens,
-            prompts=cfg.prompts_per_rollout,
+            prompts=cfg.prompts_per_rollout + cfg.queued_groups,
             group=cfg.num_generations,
         )
     return run.keep(local)
 
 
 def training_sampling(cfg: GroupConfig, policy: Policy) -> Sampling:
-    """The full distribution at the method's temperature, up to the model's end tokens or a stop string."""
+    """The method's temperature and filters, up to the model's end tokens or a stop string."""
     return Sampling(
         temperature=cfg.temperature,
+        top_k=cfg.top_k,
+        top_p=cfg.top_p,
+        min_p=cfg.min_p,
         max_tokens=cfg.max_completion_length,
         stop_ids=stop_ids(policy.tokenizer, policy.generation_eos),
         stop=cfg.stop,
@@ -255,5 +259,10 @@ def training_sampling(cfg: GroupConfig, policy: Policy) -> Sampling:
 
 def evaluation_sampling(sampling: Sampling, cfg: RolloutConfig) -> Sampling:
     return replace(
-        sampling, temperature=cfg.eval_temperature, top_p=cfg.eval_top_p, top_k=cfg.eval_top_k, for_training=False
+        sampling,
+        temperature=cfg.eval_temperature,
+        top_k=cfg.eval_top_k,
+        top_p=cfg.eval_top_p,
+        min_p=0.0,
+        for_training=False,
     )

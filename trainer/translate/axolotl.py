@@ -666,7 +666,10 @@ class _Axolotl:
             self.copy(f"trl.{key}")
         keys.set_cispo_cap(self.made)
         for key, full in keys.UNRESTRICTED.items():
-            self._check_full(f"trl.{key}", full)
+            if self.method == "ebft" or key not in keys.FILTERS:
+                self._check_full(f"trl.{key}", full)
+            elif (value := self.number(f"trl.{key}", int if key == "top_k" else float)) not in full:
+                self.set(key, value)
         self.set("num_generations", self._group_size())
         length = self.number("trl.max_completion_length", int)
         self.set("max_completion_length", length or 512)

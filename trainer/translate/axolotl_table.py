@@ -324,8 +324,9 @@ TRL: dict[str, Key] = {
     **each("log_completions num_completions_to_print log_multimodal", idle(Why.SAMPLES), "trl."),
     "trl.generation_kwargs.stop_token_ids": idle("the model's own end tokens, and eot_tokens, end a completion"),
     "trl.generation_kwargs.*": rejected(_SAMPLING),
-    **each("top_p top_k min_p repetition_penalty", to("the full distribution; a value that limits it is rejected"),
+    **each("top_p top_k min_p", to("the flag of that name; ebft: a value that limits the distribution is rejected"),
            "trl."),
+    "trl.repetition_penalty": to("1; another value is rejected: " + _SAMPLING),
     **each("vllm_guided_decoding_regex vllm_structured_outputs_regex", rejected(_SAMPLING), "trl."),
 }  # fmt: skip
 

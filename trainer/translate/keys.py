@@ -23,7 +23,7 @@ from data.hints import KEYS, nearest
 Outcome = Literal["translated", "no effect", "rejected"]
 EIGHT_BITS = "a bfloat16 base, with a note"
 EIGHT_BITS_NOTE = "load_in_8bit: the base stays in bfloat16, which takes twice the memory and is more precise"
-FULL = "training samples from the full distribution, which the loss assumes"
+FULL = "completions would come from a distribution whose log-probs the loss cannot compute"
 SCHEDULES = {"constant_with_warmup": "constant", "cosine_warmup_with_min_lr": "cosine_with_min_lr",
              **{name: name for name in ("constant", "linear", "cosine", "cosine_with_min_lr", "warmup_stable_decay",
                                         "inverse_sqrt")}}  # fmt: skip
@@ -36,7 +36,8 @@ OPTIMIZERS = {
 }  # fmt: skip
 KERNELS = ("sdpa", "eager")  # of attn_implementation; any other: auto
 LOCAL_HOSTS = ("0.0.0.0", "localhost", "127.0.0.1", "::1", "::")
-UNRESTRICTED = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}  # the full distribution
+FILTERS = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,)}  # values that keep all tokens
+UNRESTRICTED = {**FILTERS, "repetition_penalty": (1,)}  # the full distribution
 # Fields of TRL's use_adaptive_entropy: our flag, and TRL's default.
 ADAPTIVE = {"entropy_target": ("entropy_target", 0.2), "entropy_coef_delta": ("entropy_coef_step", 0.005),
             "entropy_coef_max": ("entropy_coef_max", 1.0)}  # fmt: skip

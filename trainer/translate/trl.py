@@ -197,8 +197,9 @@ TABLE: dict[str, Key] = {
     "entropy_coef_delta": to("entropy_coef_step, with use_adaptive_entropy"),
     "entropy_coef_max": to("entropy_coef_max, with use_adaptive_entropy"),
     "entropy_coef_min": to("0; more has no equivalent"),
-    **each("top_p top_k min_p repetition_penalty", to("the full distribution; a value that limits it has no "
-                                                       "equivalent")),
+    **each("top_p top_k min_p", to("the flag of that name, with grpo and rloo; with another method, a value that "
+                                   "limits the distribution has no equivalent")),
+    "repetition_penalty": to("1; another value has no equivalent"),
     # preferences, SFT
     "precompute_ref_log_probs": to("ref: precomputed"),
     "packing_strategy": to("bfd: longer sequences are truncated; another has no equivalent"),
@@ -558,7 +559,11 @@ class _Trl:
     def _sampling(self) -> None:
         for name, full in keys.UNRESTRICTED.items():
             value = self.take(name)
-            if value is not None and value not in full:
+            if value is None or value in full:
+                continue
+            if self.kind in GROUPED and name in keys.FILTERS:
+                self.set(name, self.number(name, int if name == "top_k" else float))
+            else:
                 self.without.append(f"{name}={value}: {FULL}")
         turns = self.number("max_tool_calling_iterations", int)
         if turns is not None:  # the answer comes after the last call

@@ -4,6 +4,7 @@
 
     POST /strop/generate  {"model", "token_ids", "sampling_params", "cache_salt"}    like vLLM's /inference/v1/generate
     -> {"choices": [{"token_ids": [9, 8], "logps": [-0.1, -1.2], "finish_reason": "stop", "weight_versions": null}]}
+       with "logprobs" above 0 also "sets": the ids that top-k, top-p or min-p kept (rollout/sets.py)
     GET /strop/generate -> 200 {"keep_alive": 120.0}: the route exists, and the server keeps idle connections this many
                            seconds
 
@@ -101,6 +102,7 @@ class Generate:
             "finish_reason": output.finish_reason,
             "weight_versions": [{"version": span.version} for span in spans] if spans else None,
             "routed_experts": encoded(getattr(output, "routed_experts", None)),
+            "sets": encoded(sets_of(output)) if settings.get("logprobs") else None,
         }
         return {"choices": [choice]}
 
@@ -113,14 +115,29 @@ def logps_of(output: Any) -> list[float]:
     return [max(flat.logprobs[first], -9999.0) for first in flat.start_indices]  # JSON has no infinity
 
 
-def encoded(routes: Any) -> str | None:
-    """Return an array as text, like vLLM's own route; None without --enable-return-routed-experts."""
-    if routes is None:
+def sets_of(output: Any) -> Any:
+    """Return the ids with a probability above 0 at each position: the sampled id as ~id, then the others."""
+    import numpy as np
+
+    flat = output.logprobs
+    if flat is None or not len(flat):
+        return None
+    ids, starts = np.array(flat.token_ids, np.int32), np.array(flat.start_indices, np.int64)
+    sampled = np.repeat(ids[starts], np.diff(np.append(starts, len(ids))))
+    keep = (np.array(flat.logprobs) > -np.inf) & (ids != sampled)  # the sampled id comes first, and again by its rank
+    keep[starts] = True
+    ids[starts] = ~ids[starts]
+    return ids[keep]
+
+
+def encoded(array: Any) -> str | None:
+    """Return an array as text, as vLLM's own route returns experts; None without --enable-return-routed-experts."""
+    if array is None:
         return None
     import numpy as np
 
     buffer = io.BytesIO()
-    np.save(buffer, routes, allow_pickle=False)
+    np.save(buffer, array, allow_pickle=False)
     return base64.b64encode(buffer.getbuffer()).decode()
 
 

@@ -23,31 +23,35 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_rows_are_in_order_and_a_short_read_is_silent():
+def read(num_chunks: int, out: io.StringIO, **settings) -> None:
+    chunks = list(range(num_chunks))
+    assert list(with_progress(chunks, 64 * num_chunks, "rows.jsonl", size=64, out=out, **settings)) == chunks
+
+
+def test_a_short_read_is_silent():
     out = io.StringIO()
-    rows = list(range(1000))
-    assert list(with_progress(rows, "rows.jsonl", out=out)) == rows
+    read(16, out)
     assert out.getvalue() == ""
 
 
 def test_a_long_read_reports_rows_and_time_left():
     out = io.StringIO()
-    rows = list(range(64 * 40))
-    assert list(with_progress(rows, "rows.jsonl", out=out, clock=Clock())) == rows
-    # The clock is read every 64 rows: second 16 is at row 64 * 15, where 64 rows take 16 / 15 seconds.
+    read(40, out, clock=Clock())
+    # The clock is read after every chunk: second 16 is after 16 chunks.
     first, second = out.getvalue().splitlines()
-    assert first == "data: rows.jsonl: 960 of 2,560 rows, 27 s left"
-    assert second == "data: rows.jsonl: 1,984 of 2,560 rows, 9 s left"
+    assert first == "data: rows.jsonl: 1,024 of 2,560 rows, 24 s left"
+    assert second == "data: rows.jsonl: 2,048 of 2,560 rows, 8 s left"
 
 
 def test_a_terminal_gets_one_line_that_is_cleared_at_the_end():
     out = Terminal()
-    list(with_progress(list(range(64 * 8)), "rows.jsonl", out=out, clock=Clock()))
+    read(8, out, clock=Clock())
     output = out.getvalue()
-    assert output.startswith("\rdata: rows.jsonl: 192 of 512 rows, ") and output.endswith("\r\033[K")
+    assert output.startswith("\rdata: rows.jsonl: 256 of 512 rows, ") and output.endswith("\r\033[K")
     assert "\n" not in output
 
 
 def test_no_rows():
     out = io.StringIO()
-    assert list(with_progress([], "rows.jsonl", out=out, clock=Clock())) == [] and out.getvalue() == ""
+    read(0, out, clock=Clock())
+    assert out.getvalue() == ""

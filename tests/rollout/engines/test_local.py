@@ -201,7 +201,7 @@ def test_bfloat16_log_probs_match_autocast(make_model, tokenizer):
 def test_sampling_in_slabs_gives_the_same_completions(make_model, tokenizer, monkeypatch):
     engine = LocalEngine(make_model(), tokenizer)
     expected = engine.generate(requests_for(PROMPTS, 4), Sampling(max_tokens=8))
-    monkeypatch.setattr("kernels.draw.SLAB", 258 * 3)
+    monkeypatch.setattr("kernels.decode.draw.SLAB", 258 * 3)
     completions = engine.generate(requests_for(PROMPTS, 4), Sampling(max_tokens=8))
     assert [c.ids for c in completions] == [c.ids for c in expected]
 

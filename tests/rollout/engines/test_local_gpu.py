@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from rollout.engine import Completion, Request, Sampling
+from rollout.engines.forward import PrefillBatch, attend_prefill
 from rollout.engines.local import LocalEngine
 from tests.rollout.engines.test_local import chi_square, chi_square_limit
 from trainer.config.blocks import LoraConfig
@@ -381,3 +382,37 @@ def test_memory_does_not_grow_over_calls_of_changing_lengths(tokenizer, sleeps):
         torch.cuda.synchronize()
         allocated.append(torch.cuda.memory_allocated())
     assert max(allocated[20:]) <= max(allocated[:20]) + (1 << 20), allocated
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(16, 8, 128), (9, 3, 64), (4, 2, 80), (8, 1, 256)])
+@pytest.mark.parametrize("window", [None, 300])
+def test_later_prefills_attend_without_a_mask(num_heads, num_kv_heads, head_dim, window):
+    for starts, width in (([0, 5, 700], 129), ([1000], 1), ([37, 64], 640)):
+        slots = torch.stack([torch.randperm(4000, device="cuda")[: max(starts) + width] for _ in starts])
+        keys, values = torch.randn(2, num_kv_heads, 4000, head_dim, device="cuda", dtype=torch.bfloat16)
+        query = torch.randn(len(starts), num_heads, width, head_dim, device="cuda", dtype=torch.bfloat16)
+        position = (torch.tensor(starts)[:, None] + torch.arange(width)).int().cuda()
+        batch = PrefillBatch(position.long(), position, position.long(), slots, fresh=False)
+        options = {"scale": head_dim**-0.5, "window": window}
+        out = attend_prefill(query, keys, values, batch, **options).double()
+        exact = attend_prefill(query.double(), keys.double(), values.double(), batch, **options)
+        assert float((out - exact).norm() / exact.norm()) < 1e-2
+
+
+@pytest.mark.gpu
+def test_a_long_row_is_prefilled_again_in_little_memory(tokenizer):
+    """A dense mask of 16,000 x 16,000 would take 256 MB."""
+    model = build("qwen3", "cuda", dtype=torch.bfloat16, scale=1.0, max_position_embeddings=20_000)
+    engine = LocalEngine(model, tokenizer, autocast_dtype=torch.bfloat16)
+    engine.prepare(prompt_length=17_000, max_tokens=100, prompts=1, group=1)
+    (first,) = engine.generate([Request(prompt_ids=[5], seed=0, conversation=0)], Sampling(max_tokens=2))
+    ids = first.prompt_ids + first.ids + prompts_of(1, 16_000)[0]
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    (second,) = engine.generate([Request(prompt_ids=ids, seed=1, conversation=0)], Sampling(max_tokens=64))
+    peak = torch.cuda.max_memory_allocated() - before
+    print(f"peak {peak / 2**20:.0f} MiB, counted {engine._prefill_bytes() / 2**20:.0f} MiB")
+    assert peak < engine._prefill_bytes() + 2**26 and engine._prefill_bytes() < 2**28
+    assert mean_gap(engine, [second]) < LIMITS["bfloat16"]

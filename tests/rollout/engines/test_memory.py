@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from rollout.engines import memory
+from rollout.engines import local, memory
+from rollout.engines.forward import TransformersForward
+from rollout.engines.local import LocalEngine
 from rollout.engines.memory import GIB, MemoryPolicy
 
 
@@ -37,3 +39,21 @@ def test_highest_peak_survives_restart_peak(monkeypatch):
     for peak, highest in ((5, 5), (9, 9), (3, 9)):
         monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda value=peak: value)
         assert memory.restart_peak() == peak and memory.highest_peak() == highest
+
+
+def test_the_cache_leaves_memory_for_a_prefill_pass(make_model, tokenizer, monkeypatch):
+    """Two passes of 8,192 tokens are measured: by sequences of up to 128 tokens and up to 64."""
+    engine, passes = LocalEngine(make_model(), tokenizer), []
+    engine._forward, engine.kind = TransformersForward(engine.lm, torch.float32), "cuda"
+    engine._forward.prefill = lambda batch, cache: passes.append(batch)
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda: None)
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda device: GIB)
+    monkeypatch.setattr(local, "available", lambda device: 5 * GIB)
+    monkeypatch.setattr(local, "restart_peak", lambda: 2 * GIB)  # 1 GiB for the pass
+    page_bytes = engine._forward.shape.bytes_per_token * local.PAGE["cuda"]
+    for length in (100, 120, 50):
+        engine._longest = length
+        assert 1.7 * GIB < engine._page_budget() * page_bytes < 1.8 * GIB, "0.9 of 2 GiB without the logits"
+    assert [batch.index.shape[1] for batch in passes] == [128, 64]
+    assert all(8192 - batch.ids.shape[1] < batch.ids.numel() <= 8192 for batch in passes)

@@ -11,6 +11,8 @@ import torch
 
 from data.errors import UserError
 from rollout.engine import Request, Sampling
+from rollout.engines import decoder as decoder_module
+from rollout.engines import forward as forward_module
 from rollout.engines import local as local_engine
 from rollout.engines.forward import BlockForward, TransformersForward, adapters_obstacle, block_obstacle
 from rollout.engines.local import LocalEngine, cache_pages
@@ -47,8 +49,9 @@ def test_refilled_rows_sample_as_if_alone(make_model, tokenizer, monkeypatch):
     requests = requests_for(3)
     expected = alone(model, tokenizer, requests, sampling)
     assert {c.finish_reason for c in expected} == {"stop", "length"}
-    for steps_per_sync, page, rows in ((1, 16, 256), (5, 16, 3), (32, 32, 7)):
+    for steps_per_sync, lag, page, rows in ((1, 0, 16, 256), (5, 1, 16, 3), (8, 2, 32, 7)):
         monkeypatch.setitem(local_engine.STEPS_PER_SYNC, "cpu", steps_per_sync)
+        monkeypatch.setitem(local_engine.LAG, "cpu", lag)
         monkeypatch.setitem(local_engine.PAGE, "cpu", page)
         engine = LocalEngine(model, tokenizer, max_batch_size=rows)
         assert_same(engine.generate(requests, sampling), expected)
@@ -58,17 +61,26 @@ def test_refilled_rows_sample_as_if_alone(make_model, tokenizer, monkeypatch):
 
 
 def test_rows_without_free_pages_are_requeued(make_model, tokenizer, monkeypatch):
+    """They are prefilled again in parts, and with masks for a few queries."""
     model, sampling = make_model(), Sampling(max_tokens=40)
     requests = requests_for(2, limits=False)
     expected = alone(model, tokenizer, requests, sampling)
+    monkeypatch.setattr(decoder_module, "PREFILL_TOKENS", 24)
+    monkeypatch.setattr(forward_module, "MASK", 1000)
+    sizes, prefill = [], TransformersForward.prefill
+    monkeypatch.setattr(
+        TransformersForward, "prefill", lambda *args: sizes.append(args[1].ids.numel()) or prefill(*args)
+    )
     least, _ = cache_pages([Job(r.prompt_ids, 0, 40) for r in requests], page=16, rows=256)
     monkeypatch.setitem(local_engine.STEPS_PER_SYNC, "cpu", 8)
+    monkeypatch.setitem(local_engine.LAG, "cpu", 1)
     for pages in (least, least + 3):
         monkeypatch.setattr(LocalEngine, "_page_budget", lambda self, pages=pages: pages)
         engine = LocalEngine(model, tokenizer)
         assert_same(engine.generate(requests, sampling), expected)
         assert engine._scheduler.num_evicted > 0, "the cache must be too small for all rows"
         assert len(engine._scheduler.free) == pages - 1
+    assert 12 < max(sizes) <= 24
 
 
 def test_a_request_larger_than_the_cache_is_rejected(make_model, tokenizer, monkeypatch):
@@ -86,7 +98,8 @@ def test_tokens_after_a_stop_string_are_dropped(make_model, tokenizer, monkeypat
     sampling = Sampling(max_tokens=30, stop=(text[9:12], "never seen"), stop_ids=(257,))
     expected = alone(model, tokenizer, requests, sampling)
     assert any(c.finish_reason == "stop" for c in expected)
-    monkeypatch.setitem(local_engine.STEPS_PER_SYNC, "cpu", 16)
+    monkeypatch.setitem(local_engine.STEPS_PER_SYNC, "cpu", 4)
+    monkeypatch.setitem(local_engine.LAG, "cpu", 1)
     assert_same(LocalEngine(model, tokenizer).generate(requests, sampling), expected)
 
 
@@ -161,6 +174,17 @@ def test_a_cache_limited_by_memory_is_not_reallocated(make_model, tokenizer, mon
     assert len(schedulers) == 1
 
 
+def test_a_row_continues_when_its_page_table_is_enlarged(make_model, tokenizer):
+    model = make_model()
+    engine = LocalEngine(model, tokenizer)
+    engine.generate([Request(prompt_ids=[i], seed=i) for i in range(9)], Sampling(max_tokens=2))
+    scheduler, request = engine._scheduler, Request(prompt_ids=[5, 6, 7], seed=1)
+    num_pages = scheduler.decoder.state.table.shape[1]
+    long = engine.generate([request], Sampling(max_tokens=70))
+    assert engine._scheduler is scheduler and scheduler.decoder.state.table.shape[1] > num_pages
+    assert_same(long, alone(model, tokenizer, [request], Sampling(max_tokens=70)))
+
+
 def test_new_weights_invalidate_the_cache(make_model, tokenizer):
     model, sampling = make_model(), Sampling(max_tokens=6)
     engine = LocalEngine(model, tokenizer)
@@ -178,15 +202,15 @@ def test_an_interrupted_run_leaves_the_engine_usable(make_model, tokenizer, monk
     model, sampling, requests = make_model(), Sampling(max_tokens=12), requests_for(2)
     engine = LocalEngine(model, tokenizer)
     expected = engine.generate(requests, sampling)
-    run = engine._scheduler.decoder.run
+    launch = engine._scheduler.decoder.launch
 
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    engine._scheduler.decoder.run = interrupted
+    engine._scheduler.decoder.launch = interrupted
     with pytest.raises(KeyboardInterrupt):
         engine.generate(requests, sampling)
-    engine._scheduler.decoder.run = run
+    engine._scheduler.decoder.launch = launch
     assert len(engine._scheduler.free) == engine._scheduler.decoder.cache.num_pages - 1
     assert_same(engine.generate(requests, sampling), expected)
 
@@ -213,21 +237,21 @@ def test_block_forward_matches_the_model(make_model, tokenizer, monkeypatch, kin
     assert type(engine._forward) is BlockForward
 
 
-def test_block_forward_merges_adapters_and_new_weights(make_model, tokenizer, monkeypatch):
+def test_block_forward_follows_the_adapters(make_model, tokenizer):
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(make_model("qwen3"), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     sampling, requests = Sampling(max_tokens=12), requests_for(2)
-    plain, merged = LocalEngine(model, tokenizer), LocalEngine(model, tokenizer)
-    merged._ways = lambda: [lambda: BlockForward(model.get_base_model(), torch.float32)]
+    plain, copied = LocalEngine(model, tokenizer), LocalEngine(model, tokenizer)
+    copied._ways = lambda: [lambda: BlockForward(model.get_base_model(), torch.float32)]
     for version in range(3):
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.1 * version)
         plain.load(version)
-        merged.load(version)
-        assert_same(merged.generate(requests, sampling), plain.generate(requests, sampling))
-    assert type(merged._forward) is BlockForward
+        copied.load(version)
+        assert_same(copied.generate(requests, sampling), plain.generate(requests, sampling))
+    assert type(copied._forward) is BlockForward
 
 
 def test_a_copy_is_filled_from_the_full_tensor_of_every_shard(make_model):
@@ -291,12 +315,17 @@ class Wrong(BlockForward):
         ({"target_modules": ["q_proj"], "use_dora": True}, False),
     ],
 )  # fmt: skip
-def test_only_plain_adapters_are_merged_into_a_copy(make_model, settings, is_plain):
+def test_a_copy_computes_only_plain_adapters(make_model, settings, is_plain):
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(make_model("qwen3"), LoraConfig(r=4, task_type="CAUSAL_LM", **settings)).get_base_model()
+    peft = get_peft_model(make_model("qwen3"), LoraConfig(r=4, task_type="CAUSAL_LM", **settings))
+    model = peft.get_base_model()
     assert (adapters_obstacle(model) is None) == is_plain
     assert (block_obstacle(model) is None) == is_plain
+    peft.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "o_proj"]))
+    assert (adapters_obstacle(model) is None) == is_plain  # it is not active
+    peft.base_model.set_adapter(["default", "other"])
+    assert adapters_obstacle(model) is not None
 
 
 def test_stream_restores_gradients_and_training_mode_at_each_yield(make_model, tokenizer):

@@ -16,7 +16,8 @@ from rollout.engines.scheduler import Job, Scheduler
 class ToyDecoder:
     """Each cache slot stores a token; the next token is a hash of the row's tokens, the seed and the step.
 
-    A state is the tuple of the tokens that it has seen; it must equal the tokens in the cache.
+    A state is the tuple of the tokens that it has seen; it must equal the tokens in the cache. A window runs when it is
+    launched, as on a device that runs everything in order, and is read later.
     """
 
     def __init__(self, num_pages: int, page: int, max_rows: int, num_prefixes: int) -> None:
@@ -24,6 +25,7 @@ class ToyDecoder:
         self.page, self.max_rows, self.num_prefixes, self.has_states = page, max_rows, num_prefixes, num_prefixes > 0
         self.tokens = np.full(num_pages * page, -1)
         self.states: list[tuple[int, ...]] = [()] * (max_rows + 1 + num_prefixes)
+        self.rows: list[list[int]] = []  # own_len, token, drawn, left of each row
 
     def prefill(self, fills) -> None:
         for fill in sorted(fills, key=lambda fill: fill.start > 0):
@@ -35,23 +37,36 @@ class ToyDecoder:
         for index, state in zip(target, [self.states[i] for i in source], strict=True):
             self.states[index] = state
 
-    def run(self, rows, stop_ids, top, steps):
+    def wait(self) -> None:
+        pass
+
+    def keep_rows(self, kept) -> None:
+        self.rows = [self.rows[row] for row in kept if row < len(self.rows)]
+        self.copy_states(kept, range(len(kept)))
+
+    def launch(self, rows, num_old, stop_ids, top, steps):
         ids = np.full((steps, len(rows.token)), -1)
-        for row, (before, own, token, seed, drawn, left) in enumerate(zip(*rows[1:7], strict=True)):
-            pages, split = rows.table[row].astype(np.int64), -(-before // self.page) * self.page
-            for step in range(min(steps, left)):
-                at = np.r_[np.arange(before), split + np.arange(own + step)]
+        new = zip(rows.own_len, rows.token, rows.drawn, rows.left, strict=True)
+        self.rows[num_old:] = list(map(list, new))[num_old:]
+        for row, state in enumerate(self.rows):
+            before, pages, seed = rows.prefix_len[row], rows.table[row].astype(np.int64), rows.seed[row]
+            split = -(-before // self.page) * self.page
+            for step in range(steps):
+                own, token, drawn, left = state
+                if left == 0:
+                    self.states[row] += (-1,)  # a row that has ended runs on
+                    continue
+                at = np.r_[np.arange(before), split + np.arange(own)]
                 assert pages[at // self.page].all(), "a row must not use the scratch page"
                 slots = pages[at // self.page] * self.page + at % self.page
                 self.tokens[slots[-1]] = token
                 self.states[row] += (int(token),)
                 assert not self.has_states or self.states[row] == tuple(self.tokens[slots].tolist())
-                ids[step, row] = token = next_token(self.tokens[slots].tolist(), seed, drawn + step)
-                if token in stop_ids:
-                    break
-            self.states[row] += (-1,) * int((ids[:, row] < 0).sum())  # a row that has ended runs on
+                ids[step, row] = new_id = next_token(self.tokens[slots].tolist(), seed, drawn)
+                left = 0 if new_id in stop_ids else left - 1
+                state[:] = [own + 1, new_id, drawn + 1, left] if left else [own, token, drawn, 0]
         assert not self.has_states or self.states[self.cache.zero] == ()
-        return ids, np.zeros(ids.shape, np.float32), None
+        return SimpleNamespace(read=lambda: (ids, np.zeros(ids.shape, np.float32), None, None))
 
 
 def next_token(tokens: list[int], seed: int, step: int) -> int:
@@ -64,9 +79,9 @@ def end(ids: list[int], before: int) -> int | None:
     return next(ends, None)
 
 
-@pytest.mark.parametrize("steps_per_sync", [1, 3, 16])
-def test_random_requests_over_few_pages(steps_per_sync):
-    for case in range(25):
+@pytest.mark.parametrize(("steps_per_sync", "lag"), [(1, 0), (1, 2), (3, 1), (16, 0), (16, 1)])
+def test_random_requests_over_few_pages(steps_per_sync, lag):
+    for case in range(25 if lag < 2 else 8):
         rng, scheduler = random.Random(1000 * steps_per_sync + case), None
         page, rows, spare = rng.choice([2, 4, 16]), rng.choice([1, 2, 3, 8]), rng.choice([0, 0, 1, 4])
         prefixes = rng.choice([0, 1, 2, 8])  # 0: no states
@@ -78,7 +93,7 @@ def test_random_requests_over_few_pages(steps_per_sync):
             least, _ = cache_pages(jobs, page=page, rows=rows)
             if scheduler is None or scheduler.decoder.cache.num_pages < least:
                 decoder = ToyDecoder(least + spare, page, rows, prefixes)
-                scheduler = Scheduler(decoder, steps_per_sync=steps_per_sync)
+                scheduler = Scheduler(decoder, steps_per_sync=steps_per_sync, lag=lag)
             done, run = [], scheduler.run(jobs, Sampling(), SimpleNamespace(stop_ids={3}, end=end))
             for ended in run:
                 done += ended
@@ -100,3 +115,23 @@ def test_random_requests_over_few_pages(steps_per_sync):
             turns = [(key, ids or [1]) for key, ids in turns]
         scheduler.forget()
         assert len(scheduler.free) == scheduler.decoder.cache.num_pages - 1
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_window_is_read_while_the_next_ones_run(lag):
+    """A row at its limit leaves without waiting: in two rows, requests of 4, 8 and 4 tokens need two windows of 4."""
+    decoder, events = ToyDecoder(40, 4, 2, 0), []
+    launch, scheduler = decoder.launch, Scheduler(decoder, steps_per_sync=4, lag=lag)
+
+    def spy(rows, *options):
+        window, number = launch(rows, *options), events.count("launch")
+        events.append("launch")
+        return SimpleNamespace(read=lambda: events.append(number) or window.read())
+
+    decoder.launch, free = spy, scheduler.free
+    jobs = [Job([5, 6], seed, limit) for seed, limit in enumerate([4, 8, 4])]
+    for _ in scheduler.run(jobs, Sampling(), SimpleNamespace(stop_ids=set(), end=lambda ids, before: None)):
+        pass
+    assert events == (["launch", 0, "launch", 1] if lag == 0 else ["launch", "launch", 0, 1])
+    assert [len(job.ids) for job in jobs] == [4, 8, 4]
+    assert scheduler.free is free, "taking pages must not copy the list of free pages"

@@ -92,6 +92,8 @@ def test_hybrids_sample_with_their_full_forward_log_probs(tokenizer, monkeypatch
     model, sampling, lines = build(name).train(), Sampling(max_tokens=20), []
     model.gradient_checkpointing_enable()  # in training mode it would disable caches
     monkeypatch.setitem(local_engine.STEPS_PER_SYNC, "cpu", 5)  # rows run on after their end
+    monkeypatch.setitem(local_engine.LAG, "cpu", 1)
+    monkeypatch.setattr(decoder_module, "PREFILL_TOKENS", 16)  # prompts of 40 tokens run in parts
     plain = [replace(r, max_tokens=None) for r in requests_for(2) if len(r.prompt_ids) in (1, 17, 40)]
     least, _ = cache_pages([Job(r.prompt_ids, 0, 20) for r in plain], page=16, rows=3)
     with monkeypatch.context() as patch:

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from data.strided import Document, StridedBatch, StridedPlan, make_strided
 from kernels.attention import TILE, dense_mask
-from kernels.draw import draw
+from kernels.decode.draw import draw
 from rollout.engines import strided
 from rollout.engines.strided import Continued, continue_documents
 from trainer.policy import attention

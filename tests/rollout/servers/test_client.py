@@ -40,6 +40,7 @@ from rollout.servers.client import (
 from rollout.servers.lease import LeaseError, Owner
 from rollout.servers.loop import Loop
 from rollout.servers.pool import NEEDS_WEIGHTS, SLACK, Pool, Progress, finish, stop_end
+from rollout.sets import join
 
 SAMPLING = Sampling(max_tokens=3, stop_ids=(2,))
 
@@ -83,6 +84,32 @@ def test_read_segment():
     np.save(text := io.BytesIO(), experts)
     reply["choices"][0]["routed_experts"] = base64.b64encode(text.getvalue()).decode()
     assert np.array_equal(read(reply).routes, experts)
+
+
+def as_text(*numbers):
+    np.save(buffer := io.BytesIO(), np.array(numbers, np.int32))
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def test_kept_ids_are_requested_and_read():
+    """The ids that top-k, top-p or min-p kept come with training samples, and stay with their tokens."""
+    plain = {"max_tokens": 3, "stop_ids": (2,)}
+    for filters, count in (({"top_k": 5}, 26), ({"top_p": 0.9}, 1025), ({"min_p": 0.1}, 1025), ({"top_k": 900}, 1025)):
+        params = sampling_params(Sampling(**plain, **filters, for_training=True), None, 4)
+        assert params["logprobs"] == count and filters.items() <= params.items()
+    limited = Sampling(**plain, top_p=0.9, for_training=True)
+    sets = (~9, 4, 7, ~8, ~2, 1)
+    segment = read(reply_32(sets=as_text(*sets)), limited)
+    assert segment.sets.tolist() == list(sets)
+    for wrong in (None, as_text(*sets[:-2]), as_text(~9, 4, ~7, ~2)):
+        with pytest.raises(ValueError, match="3 sampled ids come without"):
+            read(reply_32(sets=wrong), limited)
+    done = Progress()
+    done.add(segment, 1)
+    done.add(read(reply_32((), (), "abort"), limited), 1)
+    done.add(read(reply_32((5,), (-0.1,), "abort", sets=as_text(~5, 3)), limited), 2)
+    assert join(finish(done, "stop").sets, 4).tolist() == [*sets, ~5, 3]
+    assert join(finish(done, "stop", 2).sets, 2).tolist() == list(sets[:4])
 
 
 def test_invalid_replies_are_rejected():
@@ -142,8 +169,9 @@ def test_check_sampling():
     check_sampling(Sampling(temperature=0.7), training=True)
     check_sampling(Sampling(top_p=0.9, top_k=5, temperature=0.0), training=False)
     for setting, message in (
-        ({"top_p": 0.9}, "top_p=0.9"),
-        ({"top_k": 5}, "top_k=5"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_k": 1025}, "top_k=1025: .*1,024"),
+        ({"min_p": 1.5}, "min_p=1.5"),
         ({"temperature": 0.005}, "temperature=0.005: .*0.01"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"max_tokens": 0}, "max_tokens=0"),

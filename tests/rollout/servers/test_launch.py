@@ -161,7 +161,7 @@ def test_cpu_command(interpreter, monkeypatch):
     assert argv[-4:] == ["--seed", "4", "--block-size", "16"]
     expected = {"--model": "trainer/tiny", "--served-model-name": "base", "--dtype": "float32", "--port": "8123"}
     expected |= {"--logprobs-mode": "processed_logprobs", "--gpu-memory-utilization": "0.2", "--max-model-len": "64"}
-    expected |= {"--host": "127.0.0.1", "--max-lora-rank": "8"}
+    expected |= {"--host": "127.0.0.1", "--max-lora-rank": "8", "--max-logprobs": "1025"}
     assert {flag: value_of(argv, flag) for flag in expected} == expected
     assert {"--enforce-eager", "--enable-scale-out", "--enable-lora"} <= set(argv)
     middleware = [argv[i + 1] for i, word in enumerate(argv) if word == "--middleware"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 
@@ -103,6 +104,36 @@ def test_completion_logps_match_transformers(tied_server, untied_server):
             assert segment.finish == ("stop" if segment.ids[-1] == EOS else "length")
             expected = logps_by_transformers(folder, prompt, segment.ids, temperature)
             assert largest_gap(segment.logps, expected) <= 1e-4
+
+
+def test_kept_ids_explain_the_log_probs(untied_server):
+    """Over the ids that the server says it kept, transformers computes the server's log-probs."""
+    folder = untied_server.model_folder
+    for filters in ({"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 40, "top_p": 0.9, "min_p": 0.02}):
+        sampling = Sampling(temperature=0.7, max_tokens=24, stop_ids=(EOS,), for_training=True, **filters)
+
+        async def work(server, sampling=sampling):
+            return await asyncio.gather(
+                *(server.generate(prompt, sampling, seed=i, max_tokens=24) for i, prompt in enumerate(prompts(folder)))
+            )
+
+        sizes = []
+        for prompt, segment in zip(prompts(folder), with_server(untied_server, work), strict=True):
+            with torch.no_grad():
+                logits = model_at(folder)(torch.tensor([prompt + segment.ids])).logits[0, len(prompt) - 1 : -1] / 0.7
+            parts = np.split(segment.sets, np.flatnonzero(segment.sets < 0))[1:]
+            kept = [[i if i >= 0 else ~i for i in part.tolist()] for part in parts]
+            sizes += map(len, kept)
+            expected = [float(row[ids].log_softmax(-1)[0]) for row, ids in zip(logits, kept, strict=True)]
+            assert largest_gap(segment.logps, expected) <= 1e-4
+        assert max(sizes) > 1 and ("top_k" not in filters or max(sizes) <= filters["top_k"])
+
+    async def without_route(server):
+        server.has_generate_route = False
+        await server.generate([5, 6], sampling, seed=0, max_tokens=2)
+
+    with pytest.raises(RefusedError, match="top_k=40.*rollout.serve"):
+        with_server(untied_server, without_route)
 
 
 def test_strop_route_matches_vllms_route(untied_server):

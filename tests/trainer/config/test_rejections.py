@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from data.errors import UserError
+from rollout.episodes.options import ToolConfig
 from trainer.config.blocks import (
     DataConfig,
     LoraConfig,
@@ -16,6 +17,7 @@ from trainer.config.blocks import (
     MovingReferenceConfig,
     OptimConfig,
     PromptConfig,
+    RolloutConfig,
     RunConfig,
     check_evaluation,
 )
@@ -27,6 +29,8 @@ MODEL = ModelConfig(model="m")
 HELD_OUT = PromptConfig(data=("d",), eval_data=("e",))
 MOVING = MovingReferenceConfig(sync_ref_model=True)
 WITH_KL = PolicyLossConfig(beta=0.1)
+PARTIAL = RolloutConfig(partial=0.5)
+STREAMING = AsyncConfig(streaming_partial_batch=True)
 DATA = partial(DataConfig, data=("a",))
 SFT = partial(sft.Config, model=MODEL, data=DataConfig(data=("a",)))
 GRPO, GDPO, EBFT = (partial(method.Config, **{"model": MODEL, "data": PromptConfig(data=("d",))})
@@ -114,6 +118,13 @@ REJECTED: list[tuple[Any, dict[str, Any], str]] = [
      "advantage_kwargs.keep: not an option of advantage_estimator=group"),
     (AsyncConfig, {"prefetch_depth": 0}, "prefetch_depth=0: must be 1 or more"),
     (AsyncConfig, {"prefetch_depth": 2}, "prefetch_depth=2: has no effect without --async-prefetch"),
+    (RolloutConfig, {"partial": 1.5}, "rollout.partial=1.5: must be between 0 and 1"),
+    (GRPO, {"rollout": RolloutConfig(partial=0.5, engine="vllm")}, "rollout.partial=0.5: has no effect with rol"),
+    (GRPO, {"rollout": PARTIAL, "overlap": AsyncConfig(async_prefetch=True)}, "rollout.partial=0.5: has no effect"),
+    (GRPO, {"rollout": PARTIAL, "tools": ToolConfig(rollout_func="a.b")}, "rollout.partial=0.5: has no effect"),
+    (GRPO, {"rollout": PARTIAL, "overlap": AsyncConfig(max_staleness=1), "num_iterations": 2}, "max_staleness=1: with"),
+    (GRPO, {"rollout": PARTIAL, "overlap": STREAMING}, "streaming_partial_batch=True: has"),
+    (GRPO, {"overlap": AsyncConfig(max_staleness=1)}, "max_staleness=1: has no effect without --async-pre"),
     (GRPO, {"moving": MOVING}, "sync_ref_model=True: there is no reference to move with beta=0"),
     (GRPO, {"moving": MOVING, "policy_loss": WITH_KL, "lora": LoraConfig(r=4)}, "sync_ref_model=True: with LoRA"),
     (GRPO, {"num_generations_eval": 0}, "num_generations_eval=0: must be 1 or more"),
@@ -154,6 +165,8 @@ def test_valid_combinations_are_accepted():
     CorrectionConfig(vllm_importance_sampling_cap=None, vllm_importance_sampling_min=0.1)
     check_evaluation(DATA(), RunConfig(evals_per_epoch=0))
     check_evaluation(DATA(val_set_size=0.1), RunConfig(evals_per_epoch=4))
+    cfg = GRPO(rollout=PARTIAL, overlap=AsyncConfig(max_staleness=2), num_generations=2, minibatches_per_rollout=2)
+    assert cfg.queued_groups == cfg.prompts_per_step  # half of two mini-batches
     assert GRPO(moving=MOVING, policy_loss=WITH_KL).has_reference and not GRPO().has_reference
     assert rloo.Config(model=MODEL, data=PromptConfig(data=("d",)), moving=MOVING).has_reference
 

@@ -33,7 +33,7 @@ from trainer.config.blocks import (
 from trainer.config.preference import PairLossType
 from trainer.methods import cpo, dpo, ipo, kto, orpo, simpo
 from trainer.metrics.metrics import MetricSums
-from trainer.offline.labelled import mismatched_items, pack_labelled
+from trainer.offline.labelled import Mismatched, pack_labelled
 from trainer.offline.pairs import pack_pairs, pair_items
 from trainer.policy.logps import Policy
 from trainer.policy.reference import Reference
@@ -136,8 +136,9 @@ def step(
     accumulation = cfg.run.gradient_accumulation_steps
     if method is kto:
         rows = make_rows()
-        partner = mismatched_items(cfg, policy, rows) if cfg.loss_type == "kto" else {}
-        packed = pack_labelled(cfg, policy, [rows[i] for i in order], partner, accumulation)
+        partners = Mismatched(cfg, policy, rows) if cfg.loss_type == "kto" else []
+        mismatched = [partners[i] for i in order] if partners else []
+        packed = pack_labelled(cfg, policy, [rows[i] for i in order], mismatched, accumulation)
         sums, _ = kto.run_rows(cfg, policy, Reference(policy), packed, train=True)
         return gradient(policy.model), sums.means(), len(packed.batches)
     pairs = [make_pairs()[i] for i in order]
@@ -324,9 +325,9 @@ def kto_by_hand(settings: dict[str, Any]) -> tuple[Tensor, float]:
 
     z0 = 0.0
     if cfg.loss_type == "kto":
-        partner, ratios = mismatched_items(cfg, policy, rows), []
-        for row in rows:
-            ids = partner[id(row)].ids
+        ratios = []
+        for row, partner in zip(rows, Mismatched(cfg, policy, rows), strict=True):
+            ids = partner.ids
             assert ids[: len(row.prompt_ids)] == row.prompt_ids
             ratios.append(log_ratio(row.prompt_ids, ids[len(row.prompt_ids) :]).item())
         z0 = max(0.0, sum(ratios) / ROWS)
@@ -394,8 +395,7 @@ def test_kto_reference_point_is_clamped_once_over_the_step():
     rows = make_rows()
     for cut in TWO_CUTS:
         cfg = make_config(kto, cut, **settings)
-        partner = mismatched_items(cfg, policy, rows)
-        packed = pack_labelled(cfg, policy, rows, partner, cfg.run.gradient_accumulation_steps)
+        packed = pack_labelled(cfg, policy, rows, Mismatched(cfg, policy, rows), cfg.run.gradient_accumulation_steps)
         assert kto.reference_point(policy, Reference(policy), packed) > 0.1
         assert kto.reference_point(exchanged, Reference(exchanged), packed) == 0
 
@@ -404,16 +404,16 @@ def test_kto_mismatches_have_another_prompt_and_fit_max_length():
     rows = make_rows() + make_rows()  # every prompt twice, as in rows converted from pairs
     cfg = make_config(kto, response=ResponseConfig(max_length=9))
     policy = make_policy(torch.float32)
-    partner = mismatched_items(cfg, policy, rows)
-    assert len(partner) == 2 * ROWS
-    for row in rows:
-        item, num_prompt = partner[id(row)], len(row.prompt_ids)
+    partners = Mismatched(cfg, policy, rows)
+    assert len(partners) == 2 * ROWS
+    for row, item in zip(rows, partners, strict=True):
+        num_prompt = len(row.prompt_ids)
         assert item.ids[:num_prompt] == row.prompt_ids and len(item.ids) <= 9
         others = [o.completion_ids[: len(item.ids) - num_prompt] for o in rows if o.prompt_ids != row.prompt_ids]
         assert item.ids[num_prompt:] in others
         assert item.mask == [False] * num_prompt + [True] * (len(item.ids) - num_prompt)
     with pytest.raises(ValueError, match="all rows have the same prompt"):
-        mismatched_items(cfg, policy, rows[:1] * 3)
+        Mismatched(cfg, policy, rows[:1] * 3)
 
 
 def test_kto_rows_with_weight_0_have_no_gradient_but_count():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -144,7 +146,14 @@ def test_replayed_gradients_do_not_depend_on_the_layout():
             torch.testing.assert_close(got_gradients[name], gradient, rtol=0, atol=1e-10)
 
 
-def sample(policy: Policy, *, limit: int = 12, rows: int | None = None, make_forward: Any = None) -> list[Completion]:
+def sample(
+    policy: Policy,
+    *,
+    limit: int = 12,
+    rows: int | None = None,
+    make_forward: Any = None,
+    so_far: Sequence[Completion | None] = (None,) * 8,
+) -> list[Completion]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(BUILTIN["builtin:tiny"])
@@ -155,6 +164,7 @@ def sample(policy: Policy, *, limit: int = 12, rows: int | None = None, make_for
         engine._ways = lambda: [make_forward]
     prompts = [[3, 9, 14, 5, 33], [7, 21]]
     requests = [Request(prompt_ids=ids, seed=seed) for seed in range(4) for ids in prompts]
+    requests = [replace(request, so_far=each) for request, each in zip(requests, so_far, strict=True)]
     return engine.generate(requests, Sampling(max_tokens=limit, for_training=True))
 
 
@@ -167,6 +177,12 @@ def test_the_engine_records_the_routes_that_the_trainer_chooses_in_float32():
         item = completion_item(completion)
         own = run_recorded(policy, batch_of([Item(item.ids, item.mask)]))
         assert torch.equal(own[:-1], torch.from_numpy(completion.routes[:-1]))
+    short = sample(policy, limit=5)
+    changed = [replace(c, routes=np.where(c.routes < 255, 1 - c.routes % 2, 255).astype(np.uint8)) for c in short]
+    for begun, c, full in zip(changed, sample(policy, so_far=changed), sample(policy), strict=True):
+        first = len(begun.routes) - 1  # what was recorded first counts
+        assert c.ids == full.ids and np.array_equal(c.routes[:first], begun.routes[:first])
+        assert np.array_equal(c.routes[first:], full.routes[first:])
 
 
 def measure(policy: Policy, completions: list[Completion]) -> dict[str, float]:

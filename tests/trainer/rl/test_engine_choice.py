@@ -41,6 +41,7 @@ def no_vllm() -> None:
 ASKED = [
     ((), None),
     (("--rollout.max-batch-size", "64", "--rollout.cache-gib", "8"), None),
+    (("--rollout.partial", "0.5"), None),
     (("--streaming-partial-batch",), None),
     (("--dynamic-sampling",), None),
     (("--vllm.replicas", "2"), "vllm.replicas=2"),
@@ -107,6 +108,8 @@ def test_bytes_of_training_and_engine():
     # in pages of 64: 100 prompt tokens once, 256 + 1 tokens and a spare page per completion, a scratch page
     tokens = 128 + 8 * 384 + 64
     assert engine_bytes(parse(), policy, 100) == (2 * 32, 2 * 3 * (2 * 8) * 2 * tokens)
+    text.layer_types = ["conv", "full_attention", "conv"]
+    assert engine_bytes(parse(), policy, 100) == (2 * 32, 2 * 1 * (2 * 8) * 2 * tokens)
     del text.num_attention_heads
     assert engine_bytes(parse(), policy, 100) == (2 * 32, 0)
 
@@ -146,8 +149,8 @@ def test_a_resumed_run_keeps_the_engine(tmp_path, monkeypatch, capsys):
     assert "rollout.engine" not in capsys.readouterr().err  # a CPU has no choice
     saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert saved["rollout"] == {
-        "engine": "local", "max_batch_size": None, "cache_gib": None, "eval_temperature": 0.5, "eval_top_p": 1.0,
-        "eval_top_k": 0, "replay_routes": True,
+        "engine": "local", "max_batch_size": None, "cache_gib": None, "partial": 0.0, "eval_temperature": 0.5,
+        "eval_top_p": 1.0, "eval_top_k": 0, "replay_routes": True,
     }  # fmt: skip
     cfg = cli.parse(["--resume", "run", "--max-steps", "2"])[1]
     assert cfg.rollout.engine == "local"

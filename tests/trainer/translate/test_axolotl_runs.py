@@ -18,10 +18,7 @@ EXAMPLES = Path(__file__).parent / "examples"
 # What only a GPU machine has: the file's own value is translated, and overridden here.
 HERE = {"report_to": ("none",), "optim": ("adamw",), "compile": ("False",), "chat_template_kwargs": ("{}",),
         "rollout.engine": ("local",)}  # fmt: skip
-REFUSED = {
-    "falcon-e-3b-dpo": "use_onebitllms=True",
-    "llama3-qlora-1b-gdpo": "trl.top_p=0.95",
-}
+REFUSED = {"falcon-e-3b-dpo": "use_onebitllms=True"}
 SFT = ("sft-alpaca", "sft-chat-template", "sft-completion")
 FAST = ("ebft-llama-1b-strided", "sft-chat-template")
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yml"))
@@ -88,14 +85,6 @@ def test_it_trains_two_steps(name, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in (*REFUSED, *FAST)])
 def test_the_others_train_two_steps_too(name, folder):
-    train(name, folder)
-
-
-@pytest.mark.slow
-def test_gdpo_trains_once_top_p_is_removed(folder):
-    name = "llama3-qlora-1b-gdpo"
-    lines = Path(f"{name}.yml").read_text().splitlines(keepends=True)
-    Path(f"{name}.yml").write_text("".join(line for line in lines if "top_p" not in line))
     train(name, folder)
 
 

@@ -110,7 +110,8 @@ def test_grpo_fields():
         {"model_name_or_path": "m", "dataset_name": "d", "dataset_config": "main", "learning_rate": "5e-6",
          "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 8,
          "max_steps": 100, "lr_scheduler_type": "cosine", "warmup_steps": 0.1, "use_vllm": True,
-         "reward_funcs": ["think_format_reward", "my.reward"], "top_p": 0.9, "report_to": "wandb", "bf16": True,
+         "reward_funcs": ["think_format_reward", "my.reward"], "top_p": 0.9, "top_k": 50, "min_p": "0.1",
+         "repetition_penalty": 1.1, "report_to": "wandb", "bf16": True,
          "optim": "adamw_8bit", "beta": 0.0, "use_bias_correction_kl": True, "log_completions": True,
          "model_revision": "v1"},
         "grpo",
@@ -123,7 +124,8 @@ def test_grpo_fields():
     assert tree["vllm_importance_sampling_mode"] == "sequence_mask"
     assert tree["reward_funcs"][0].startswith("regex:") and tree["reward_funcs"][1] == "my.reward"
     assert "num_train_epochs" not in tree and "use_bias_correction_kl" not in tree
-    assert without == ["top_p=0.9: training samples from the full distribution, which the loss assumes"]
+    assert (tree["top_p"], tree["top_k"], tree["min_p"]) == (0.9, 50, 0.1)
+    assert len(without) == 1 and without[0].startswith("repetition_penalty=1.1: ")
     assert made.idle == {"samples.jsonl and report.html contain them": ["log_completions"]}
 
 

@@ -2,10 +2,10 @@
 
 The rows of a group share their prompt. The cache contains it once, and it is read once per TILE_ROWS rows: at 512 rows
 in groups of 8, reading it for each row would be most of the memory traffic. There are two kernels:
-- `_prefix`, one program per tile of rows and key head: attends over the prefix for all rows of the tile together, and
-  writes maximum, sum and accumulator of the softmax for each row. With few rows the prefix is split over programs.
-- `_own`, one program per row and key head: attends over the row's own tokens, merges the results of `_prefix` and the
-  sinks, and writes the output.
+- `_parts`, one program per row, key head and part: attends over a part of a tile's prefix for all its rows together and
+  over a part of the row's own tokens, and writes maximum, sum and accumulator of each softmax. Many rows have one part
+  each, few rows several, so that a single long row uses the whole GPU.
+- `_merge`, one program per row: merges the parts and the sinks, and writes the output.
 
 Any head size up to 256 works: the kernels pad it to a power of two in registers. Capped scores and sinks are as in
 kernels/attention.py.
@@ -31,10 +31,12 @@ except ImportError:  # CPU builds of torch may lack Triton; the reference runs t
     triton = None
 
 TILE_ROWS = 8
-BLOCK_BYTES = 1 << 14  # keys or values per iteration; with two of each in flight, 64 KiB of shared memory
-MAX_HEADS = 8  # query heads per program of _prefix: 64 accumulator rows
-PROGRAMS = 256  # two per multiprocessor of a large GPU; with fewer, the prefix is split
-MAX_SPLITS = 16
+BLOCK_BYTES = 1 << 12  # keys or values per iteration and warp
+MAX_HEADS = 8  # query heads per program: 64 accumulator rows for a tile
+PROGRAMS = 2048  # with fewer programs, a row's tokens are split
+MAX_SPLITS = 64
+LEAST_TOKENS = 64  # per part of a row's tokens
+MERGED = 1 << 13  # accumulator numbers per program of _merge
 
 
 class Rows(NamedTuple):
@@ -161,41 +163,51 @@ def decode_attention_kernel(
     group = num_heads // key_heads
     heads = min(group, MAX_HEADS)
     programs = key_heads * -(-group // heads)
-    splits = _splits(-(-num_rows // TILE_ROWS) * programs, pages)
+    splits = _splits(num_rows * programs, pages * page)
     width = max(16, triton.next_power_of_2(head_dim))
-    block = min(64, page & -page, max(16, BLOCK_BYTES // (width * keys.element_size())))
-    top, total = torch.empty(2, splits, num_rows, num_heads, dtype=torch.float32, device=query.device)
-    acc = torch.empty(splits, num_rows, num_heads, head_dim, dtype=torch.float32, device=query.device)
-    inputs = (query, keys, values, rows.table, rows.prefix_len, rows.own_len, top, total, acc)
-    sizes = (num_rows, pages, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1))
+    top, total = torch.empty(2, 2 * splits, num_rows, num_heads, dtype=torch.float32, device=query.device)
+    acc = torch.empty(2 * splits, num_rows, num_heads, head_dim, dtype=torch.float32, device=query.device)
     # Scores are softcap2 * tanh(scale2 * query @ keys), or without a cap scale2 * query @ keys, in units of log2.
     scale2, softcap2 = (scale / math.log(2.0), 1.0) if softcap is None else (scale / softcap, softcap / math.log(2.0))
-    numbers = (scale2, softcap2, 1 << 30 if window is None else window)
-    shape = {
-        "GROUP": group, "SPLITS": splits, "K": head_dim, "WIDTH": width, "PAGE": page, "BLOCK": block,
-        "SOFTCAP": softcap is not None, "num_stages": 3,
-        "UPCAST": not query.is_cuda,  # Triton's interpreter would multiply bfloat16 bit patterns as integers
-    }  # fmt: skip
+    window = 1 << 30 if window is None else window
     lines = max(16, triton.next_power_of_2(TILE_ROWS * heads))
-    _prefix[num_rows, programs, splits](
-        *inputs, rows.tiles, *sizes, *numbers, **shape, HEADS=heads, TILE=TILE_ROWS, LINES=lines,
-        num_warps=4 if lines * width <= 4096 else 8,
+    block, warps = _tuning(lines, width, page, keys.element_size())
+    least = -(-LEAST_TOKENS // block)
+    _parts[programs, num_rows, splits](
+        query, keys, values, rows.table, rows.prefix_len, rows.own_len, rows.tiles, top, total, acc,
+        num_rows, pages, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), scale2, softcap2, window,
+        least, GROUP=group, HEADS=heads, TILE=TILE_ROWS, LINES=lines, OWN_LINES=max(16, triton.next_power_of_2(heads)),
+        K=head_dim, WIDTH=width, PAGE=page, BLOCK=block, SOFTCAP=softcap is not None,
+        UPCAST=not query.is_cuda,  # Triton's interpreter would multiply bfloat16 bit patterns as integers
+        num_warps=warps, num_stages=3,
     )  # fmt: skip
-    lines = max(16, triton.next_power_of_2(group))
-    _own[num_rows, key_heads](
-        *inputs, query if sinks is None else sinks, out, *sizes, *numbers, **shape, SINKS=sinks is not None,
-        LINES=lines, num_warps=4,
+    heads = max(1, min(triton.next_power_of_2(num_heads), MERGED // (2 * splits * width)))
+    _merge[triton.cdiv(num_heads, heads), num_rows](
+        top, total, acc, rows.prefix_len, rows.own_len, out if sinks is None else sinks, out, num_rows, num_heads,
+        window, least, SPLITS=splits, HEADS=heads, K=head_dim, WIDTH=width, BLOCK=block, SINKS=sinks is not None,
+        num_warps=4,
     )  # fmt: skip
     return out
 
 
-def _splits(programs: int, pages: int) -> int:
-    """Return the number of parallel parts of the prefix, so that few rows with a long prompt use the whole GPU.
+def _splits(programs: int, tokens: int) -> int:
+    """Return the number of parallel parts of a row's tokens, so that few rows use the whole GPU.
 
-    A power of two, because the kernels are compiled for each value.
+    Fixed for a captured step: the programs of unused parts return. A power of two, because `_merge` is compiled for it.
     """
-    limit = min(MAX_SPLITS, pages, PROGRAMS // programs)
+    limit = min(MAX_SPLITS, tokens // LEAST_TOKENS, PROGRAMS // programs)
     return 1 << max(0, limit.bit_length() - 1)
+
+
+def _tuning(lines: int, width: int, page: int, size: int) -> tuple[int, int]:
+    """Return tokens per iteration and warps of `_parts`; size: bytes per number in the cache.
+
+    Small programs, of which many run on a multiprocessor: short rows are bound by latency. One warp has 16 lines; those
+    of float32 products, without tensor cores, need more registers.
+    """
+    warps = min(8, max(lines // 16, lines * width // 2048) * (1 if size == 2 else 4))
+    most = min(64 if lines * width <= 4096 else 32, page & -page)
+    return min(most, max(16, BLOCK_BYTES * min(warps, 4) // (width * size))), warps
 
 
 if triton is not None:
@@ -214,14 +226,14 @@ if triton is not None:
         Tokens from `first` (LINES,) on are visible to each line; tokens from `low` on are visible to some line.
         """
         token = start + tl.arange(0, BLOCK)
-        place = page.to(tl.int64) * PAGE + start % PAGE + tl.arange(0, BLOCK)
-        column = tl.arange(0, WIDTH)[None, :]
+        place = page.to(tl.int64) * PAGE + start % PAGE  # of the first token; the others are at constant distances
+        line, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, WIDTH)[None, :]
         seen = ((token >= low) & (token < length))[:, None]  # other slots may contain NaN
         if K < WIDTH:
             seen = seen & (column < K)
         visible = (token[None, :] >= first[:, None]) & (token < length)[None, :]
-        key = tl.load(keys + place[:, None] * key_place + column, mask=seen, other=0.0)
-        value = tl.load(values + place[:, None] * value_place + column, mask=seen, other=0.0)
+        key = tl.load(keys + place * key_place + (line * key_place + column), mask=seen, other=0.0)
+        value = tl.load(values + place * value_place + (line * value_place + column), mask=seen, other=0.0)
         if UPCAST:
             query, key, value = query.to(tl.float32), key.to(tl.float32), value.to(tl.float32)
         scores = tl.dot(query, key.T, input_precision="ieee") * scale2
@@ -238,56 +250,30 @@ if triton is not None:
         return new_top, total, acc
 
     @triton.jit
-    def _merged(top, total, acc, other_top, other_total, other_acc):
-        """Merge the partial softmaxes over two sets of keys."""
-        new_top = tl.maximum(top, other_top)
-        shrink, other_shrink = tl.exp2(top - new_top), tl.exp2(other_top - new_top)
-        acc = acc * shrink[:, None] + other_acc * other_shrink[:, None]
-        return new_top, total * shrink + other_total * other_shrink, acc
+    def _split(begin, end, least):
+        """Return the blocks of this program's part of blocks begin to end, at least `least` of them."""
+        each = tl.maximum(tl.cdiv(end - begin, tl.num_programs(2)), least)
+        begin = begin + tl.program_id(2) * each
+        return begin, tl.minimum(begin + each, end)
 
-    @triton.jit(do_not_specialize=["num_rows", "pages", "window"])
-    def _prefix(
-        query, keys, values, table, prefix_len, own_len, top_out, total_out, acc_out, tiles,
-        num_rows, pages, key_head, key_place, value_head, value_place, scale2, softcap2, window,
-        GROUP: tl.constexpr, SPLITS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-        BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
-        LINES: tl.constexpr,
+    @triton.jit
+    def _attend_part(
+        query, keys, values, pages_of_row, row, head, used, first, length, begin, end, part, num_rows,
+        num_heads, top_out, total_out, acc_out, key_place, value_place, scale2, softcap2, LINES: tl.constexpr,
+        K: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr,
+        UPCAST: tl.constexpr,
     ):  # fmt: skip
-        """A program's lines are (row of the tile, query head), with HEADS of the GROUP heads that share a key head."""
-        tile = tl.program_id(0) * TILE
-        leader = tl.max(tl.load(tiles + tile + tl.arange(0, TILE)), 0)
-        if leader < 0:
-            return
-        length = tl.load(prefix_len + leader)
-        if length == 0:
-            return
-        PARTS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-        kv_head = tl.program_id(1) // PARTS
-        split = tl.program_id(2)
-        line = tl.arange(0, LINES)
-        row = tl.load(tiles + tile + line // HEADS, mask=line < TILE * HEADS, other=-1)
-        head = tl.program_id(1) % PARTS * HEADS + line % HEADS
-        used = (row >= 0) & (head < GROUP)
-        row = tl.where(used, row, leader)
-        at = row.to(tl.int64) * (tl.num_programs(1) // PARTS * GROUP) + kv_head * GROUP + head  # index into (B, H)
+        """Attend from lines (row, head) to blocks begin to end; write maximum, sum and accumulator of the softmax."""
+        at = row.to(tl.int64) * num_heads + head  # index into (B, H)
         column = tl.arange(0, WIDTH)[None, :]
         written = used[:, None]
         if K < WIDTH:
             written = written & (column < K)
         queries = tl.load(query + at[:, None] * K + column, mask=written, other=0.0).to(keys.dtype.element_ty)
-        first = tl.maximum(length + tl.load(own_len + row) - window, 0)  # (LINES,) first visible token
-        blocks = tl.cdiv(length, BLOCK)
         low = tl.min(first, 0)
-        skipped = tl.minimum(low // BLOCK, blocks)
-        each = tl.cdiv(blocks - skipped, SPLITS)
-        begin = skipped + split * each
         top = tl.full((LINES,), NOTHING, tl.float32)
         total = tl.zeros((LINES,), tl.float32)
         acc = tl.zeros((LINES, WIDTH), tl.float32)
-        pages_of_row = table + leader.to(tl.int64) * pages
-        keys += kv_head.to(tl.int64) * key_head
-        values += kv_head.to(tl.int64) * value_head
-        end = tl.minimum(begin + each, blocks)
         page = tl.load(pages_of_row + begin * BLOCK // PAGE, mask=begin < end, other=0)
         for block in range(begin, end):
             start = block * BLOCK
@@ -297,64 +283,94 @@ if triton is not None:
                 value_place, scale2, softcap2, K, WIDTH, PAGE, BLOCK, SOFTCAP, UPCAST,
             )  # fmt: skip
             page = next_page
-        at += split.to(tl.int64) * num_rows * (tl.num_programs(1) // PARTS * GROUP)
+        at += part.to(tl.int64) * num_rows * num_heads
         tl.store(top_out + at, top, mask=used)
         tl.store(total_out + at, total, mask=used)
         tl.store(acc_out + at[:, None] * K + column, acc, mask=written)
 
-    @triton.jit(do_not_specialize=["num_rows", "pages", "window"])
-    def _own(
-        query, keys, values, table, prefix_len, own_len, top_in, total_in, acc_in, sinks, out,
-        num_rows, pages, key_head, key_place, value_head, value_place, scale2, softcap2, window,
-        GROUP: tl.constexpr, SPLITS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-        BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, SINKS: tl.constexpr, LINES: tl.constexpr,
+    @triton.jit(do_not_specialize=["num_rows", "pages", "window", "least"])
+    def _parts(
+        query, keys, values, table, prefix_len, own_len, tiles, top_out, total_out, acc_out,
+        num_rows, pages, key_head, key_place, value_head, value_place, scale2, softcap2, window, least,
+        GROUP: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, LINES: tl.constexpr, OWN_LINES: tl.constexpr,
+        K: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr,
+        UPCAST: tl.constexpr,
     ):  # fmt: skip
-        row = tl.program_id(0)
-        kv_head = tl.program_id(1)
-        before = tl.load(prefix_len + row)
-        length = tl.load(own_len + row)
-        line = tl.arange(0, LINES)
-        used = line < GROUP
-        num_heads = tl.num_programs(1) * GROUP
-        at = row.to(tl.int64) * num_heads + kv_head * GROUP + line  # index into (B, H)
-        column = tl.arange(0, WIDTH)[None, :]
-        written = used[:, None]
-        if K < WIDTH:
-            written = written & (column < K)
-        queries = tl.load(query + at[:, None] * K + column, mask=written, other=0.0).to(keys.dtype.element_ty)
-        top = tl.full((LINES,), NOTHING, tl.float32)
-        total = tl.zeros((LINES,), tl.float32)
-        acc = tl.zeros((LINES, WIDTH), tl.float32)
-        has_prefix = line < tl.where(before > 0, GROUP, 0)  # otherwise _prefix wrote nothing
-        prefix_top = tl.load(top_in + at, mask=has_prefix, other=NOTHING)
-        prefix_total = tl.load(total_in + at, mask=has_prefix, other=0.0)
-        prefix_acc = tl.load(acc_in + at[:, None] * K + column, mask=written & has_prefix[:, None], other=0.0)
-        for split in tl.static_range(1, SPLITS):
-            part = at + tl.full((), split, tl.int64) * num_rows * num_heads
-            prefix_top, prefix_total, prefix_acc = _merged(
-                prefix_top, prefix_total, prefix_acc, tl.load(top_in + part, mask=has_prefix, other=NOTHING),
-                tl.load(total_in + part, mask=has_prefix, other=0.0),
-                tl.load(acc_in + part[:, None] * K + column, mask=written & has_prefix[:, None], other=0.0),
-            )  # fmt: skip
-        low = tl.maximum(length - window, 0)
-        first = low + 0 * line
-        pages_of_row = table + row.to(tl.int64) * pages + tl.cdiv(before, PAGE)
+        """Attend to one part of tile r's prefix, if there is a tile r, and to one part of row r's own tokens.
+
+        A program has HEADS of the GROUP query heads that share a key head. Programs with a tile take longer; they start
+        first, because heads are the grid's fastest dimension and tiles have small indices.
+        """
+        SHARES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+        kv_head = tl.program_id(0) // SHARES
+        share = tl.program_id(0) % SHARES * HEADS
+        num_heads = tl.num_programs(0) // SHARES * GROUP
+        row = tl.program_id(1)
+        own_length = tl.load(own_len + row)
+        own_prefix = tl.load(prefix_len + row)
+        leader = tl.max(tl.load(tiles + row * TILE + tl.arange(0, TILE)), 0)
         keys += kv_head.to(tl.int64) * key_head
         values += kv_head.to(tl.int64) * value_head
-        begin, end = low // BLOCK, tl.cdiv(length, BLOCK)
-        page = tl.load(pages_of_row + begin * BLOCK // PAGE, mask=begin < end, other=0)
-        for block in range(begin, end):
-            start = block * BLOCK
-            next_page = tl.load(pages_of_row + (start + BLOCK) // PAGE, mask=block + 1 < end, other=0)
-            top, total, acc = _attend(
-                queries, keys, values, page, start, first, low, length, top, total, acc, key_place,
-                value_place, scale2, softcap2, K, WIDTH, PAGE, BLOCK, SOFTCAP, UPCAST,
+        if leader >= 0:
+            length = tl.load(prefix_len + leader)
+            begin, end = _split(0, tl.cdiv(length, BLOCK), least)
+            if begin < end:
+                line = tl.arange(0, LINES)
+                line_row = tl.load(tiles + row * TILE + line // HEADS, mask=line < TILE * HEADS, other=-1)
+                head = share + line % HEADS
+                used = (line_row >= 0) & (head < GROUP)
+                line_row = tl.where(used, line_row, leader)
+                first = tl.maximum(length + tl.load(own_len + line_row) - window, 0)  # (LINES,) first visible token
+                begin = tl.minimum(tl.maximum(begin, tl.min(first, 0) // BLOCK), end)
+                _attend_part(
+                    query, keys, values, table + leader.to(tl.int64) * pages, line_row, kv_head * GROUP + head, used,
+                    first, length, begin, end, tl.num_programs(2) + tl.program_id(2), num_rows, num_heads, top_out,
+                    total_out, acc_out, key_place, value_place, scale2, softcap2, LINES, K, WIDTH, PAGE, BLOCK, SOFTCAP,
+                    UPCAST,
+                )  # fmt: skip
+        low = tl.maximum(own_length - window, 0)
+        begin, end = _split(low // BLOCK, tl.cdiv(own_length, BLOCK), least)
+        if begin < end:
+            line = tl.arange(0, OWN_LINES)
+            head = share + line
+            _attend_part(
+                query, keys, values, table + row.to(tl.int64) * pages + tl.cdiv(own_prefix, PAGE), row + 0 * line,
+                kv_head * GROUP + head, (line < HEADS) & (head < GROUP), low + 0 * line, own_length, begin, end,
+                tl.program_id(2), num_rows, num_heads, top_out, total_out, acc_out, key_place, value_place, scale2,
+                softcap2, OWN_LINES, K, WIDTH, PAGE, BLOCK, SOFTCAP, UPCAST,
             )  # fmt: skip
-            page = next_page
-        top, total, acc = _merged(top, total, acc, prefix_top, prefix_total, prefix_acc)
+
+    @triton.jit(do_not_specialize=["num_rows", "num_heads", "window", "least"])
+    def _merge(
+        top_in, total_in, acc_in, prefix_len, own_len, sinks, out, num_rows, num_heads, window, least,
+        SPLITS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+        SINKS: tl.constexpr,
+    ):  # fmt: skip
+        """Merge the partial softmaxes of one row: parts of its own tokens, parts of its prefix, and the sinks."""
+        row = tl.program_id(1).to(tl.int64)
+        head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+        part = tl.arange(0, 2 * SPLITS)
+        length = tl.load(own_len + row)
+        own = tl.cdiv(length, BLOCK) - tl.maximum(length - window, 0) // BLOCK
+        prefix = tl.cdiv(tl.load(prefix_len + row), BLOCK)
+        blocks = tl.where(part < SPLITS, own, prefix)
+        each = tl.maximum(tl.cdiv(blocks, SPLITS), least)
+        used = (part % SPLITS * each < blocks)[:, None] & (head < num_heads)[None, :]
+        at = part.to(tl.int64)[:, None] * num_rows * num_heads + row * num_heads + head[None, :]  # (2 SPLITS, HEADS)
+        column = tl.arange(0, WIDTH)[None, None, :]
+        inside = used[:, :, None] & (column < K)
+        tops = tl.load(top_in + at, mask=used, other=NOTHING)
+        totals = tl.load(total_in + at, mask=used, other=0.0)
+        accs = tl.load(acc_in + at[:, :, None] * K + column, mask=inside, other=0.0)
+        top = tl.max(tops, 0)
         if SINKS:  # one more key, without a value
-            sink = tl.load(sinks + kv_head * GROUP + line, mask=used, other=0.0).to(tl.float32) / LN2
-            one, zeros = tl.full((LINES,), 1.0, tl.float32), tl.zeros((LINES, WIDTH), tl.float32)
-            top, total, acc = _merged(top, total, acc, sink, one, zeros)
-        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # padding has no tokens
-        tl.store(out + at[:, None] * K + column, acc.to(out.dtype.element_ty), mask=written)
+            sink = tl.load(sinks + head, mask=head < num_heads, other=0.0).to(tl.float32) / LN2
+            top = tl.maximum(top, sink)
+        weights = tl.exp2(tops - top[None, :])
+        total = tl.sum(totals * weights, 0)
+        if SINKS:
+            total += tl.exp2(sink - top)
+        acc = tl.sum(accs * weights[:, :, None], 0) / tl.where(total == 0.0, 1.0, total)[:, None]
+        column = tl.arange(0, WIDTH)[None, :]
+        written = (head < num_heads)[:, None] & (column < K)
+        tl.store(out + (row * num_heads + head)[:, None] * K + column, acc.to(out.dtype.element_ty), mask=written)

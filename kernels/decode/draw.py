@@ -40,7 +40,7 @@ def draw(
     *,
     scale: float = 1.0,
     softcap: float | None = None,
-    top_k: int = 0,  # 0 = all; top-k and top-p run in the reference, for evaluation only
+    top_k: int = 0,  # 0 = all; top-k and top-p run in the reference, for evaluation: draw_set.py is for training
     top_p: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # (B,) int64 ids, (B,) float32 log-probs
     """Return sampled ids and their log-probs under the full distribution, before top-k and top-p."""
@@ -145,17 +145,28 @@ def draw_kernel(
     logps = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     if num_rows == 0:
         return ids, logps
-    chunks = triton.cdiv(vocab, CHUNK)
+    tops, sums, numbers, options = sum_chunks(logits, temperature, scale, softcap)
+    _pick[num_rows,](
+        logits, temperature, tops, sums, seed, number, ids, logps, *numbers, **options,
+        CHUNKS=triton.next_power_of_2(tops.shape[1]),
+    )  # fmt: skip
+    return ids, logps
+
+
+def sum_chunks(
+    logits: Tensor,  # (B, V)
+    temperature: Tensor,  # (B,)
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, tuple[float, ...], dict[str, int]]:
+    """Maximum and sum of exponentials of each chunk of z / temperature, (B, chunks), and `_pick`'s other arguments."""
+    (num_rows, vocab), chunks = logits.shape, triton.cdiv(logits.shape[1], CHUNK)
     tops = torch.empty(num_rows, chunks, dtype=torch.float32, device=logits.device)
     sums = torch.empty(num_rows, chunks, dtype=torch.float64, device=logits.device)
     numbers = (vocab, logits.stride(0), chunks, scale, 1.0 if softcap is None else softcap)
     options = {"SOFTCAP": softcap is not None, "CHUNK": CHUNK, "num_warps": 8}
     _sum_chunks[num_rows, chunks](logits, temperature, tops, sums, *numbers, **options)
-    _pick[num_rows,](
-        logits, temperature, tops, sums, seed, number, ids, logps, *numbers, **options,
-        CHUNKS=triton.next_power_of_2(chunks),
-    )  # fmt: skip
-    return ids, logps
+    return tops, sums, numbers, options
 
 
 if triton is not None:

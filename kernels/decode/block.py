@@ -13,6 +13,8 @@ Shapes: N = tokens, D = model width, H = query heads, H_kv = key heads, K = head
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ try:
 except ImportError:  # CPU builds of torch may lack Triton; the references run there
     triton = None
 
-HEADS = 8  # heads per program of _rotate_append
+HEADS = 8  # most heads per program of _rotate_append
 BLOCK = 1024  # columns per program of _silu_mul
 
 
@@ -180,13 +182,15 @@ def rotate_append_kernel(
     assert qkv.shape[1] == (num_heads + 2 * key_heads) * head_dim and head_dim % 2 == 0, f"qkv {tuple(qkv.shape)}"
     assert qkv.stride(1) == keys.stride(2) == values.stride(2) == 1 and keys.dtype == values.dtype
     assert cos.is_contiguous() and sin.is_contiguous() and cos.shape[1] == sin.shape[1] == head_dim
+    assert (q_weight is None) == (k_weight is None)
+    heads = math.gcd(HEADS, num_heads, key_heads)  # so that a program has queries, keys or values
     query = torch.empty(num_tokens, num_heads, head_dim, dtype=keys.dtype, device=qkv.device)
     if num_tokens:
-        _rotate_append[num_tokens, triton.cdiv(num_heads + 2 * key_heads, HEADS)](
+        _rotate_append[num_tokens, (num_heads + 2 * key_heads) // heads](
             qkv, cos, sin, position, slot, keys, values, query, q_weight, k_weight, qkv.stride(0), keys.stride(0),
             keys.stride(1), values.stride(0), values.stride(1), eps, NUM_HEADS=num_heads, KEY_HEADS=key_heads,
-            Q_NORM=q_weight is not None, K_NORM=k_weight is not None, K=head_dim, HEADS=HEADS,
-            HALF=triton.next_power_of_2(head_dim // 2), num_warps=4,
+            NORM=q_weight is not None, K=head_dim, HEADS=heads, HALF=triton.next_power_of_2(head_dim // 2),
+            num_warps=max(1, heads // 2),
         )  # fmt: skip
     return query
 
@@ -233,48 +237,46 @@ if triton is not None:
     @triton.jit
     def _rotate_append(
         qkv, cos, sin, position, place, keys, values, query, q_weight, k_weight, qkv_row, key_head, key_place,
-        value_head, value_place, eps, NUM_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, Q_NORM: tl.constexpr,
-        K_NORM: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+        value_head, value_place, eps, NUM_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, NORM: tl.constexpr,
+        K: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
     ):  # fmt: skip
-        """Process HEADS heads of one token, in halves; a program may mix query, key and value heads."""
+        """Process HEADS heads of one token, in halves: queries, keys or values."""
         token = tl.program_id(0).to(tl.int64)
-        head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+        start = tl.program_id(1) * HEADS
+        head = (start + tl.arange(0, HEADS))[:, None]
         half = tl.arange(0, HALF)[None, :]
         inside = half < K // 2
-        used = inside & (head < NUM_HEADS + 2 * KEY_HEADS)
-        is_query = head < NUM_HEADS
-        is_value = head >= NUM_HEADS + KEY_HEADS
         at = qkv + token * qkv_row + head * K + half
-        first_raw = tl.load(at, mask=used, other=0.0)
-        second_raw = tl.load(at + K // 2, mask=used, other=0.0)
-        first, second = first_raw.to(tl.float32), second_raw.to(tl.float32)
-        plain_first, plain_second = first, second
-        dtype: tl.constexpr = qkv.dtype.element_ty
-        if Q_NORM:
-            a, b = _normalised_halves(plain_first, plain_second, q_weight, half, inside, eps, dtype, K)
-            first, second = tl.where(is_query, a, first), tl.where(is_query, b, second)
-        if K_NORM:
-            a, b = _normalised_halves(plain_first, plain_second, k_weight, half, inside, eps, dtype, K)
-            first, second = tl.where(is_query, first, a), tl.where(is_query, second, b)
-        angle = tl.load(position + token).to(tl.int64) * K + half
-        cos_first = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
-        cos_second = tl.load(cos + angle + K // 2, mask=inside, other=0.0).to(tl.float32)
-        sin_first = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
-        sin_second = tl.load(sin + angle + K // 2, mask=inside, other=0.0).to(tl.float32)
-        turned_first = (first * cos_first - second * sin_first).to(keys.dtype.element_ty)
-        turned_second = (second * cos_second + first * sin_second).to(keys.dtype.element_ty)
-        out = query + (token * NUM_HEADS + head) * K + half
-        tl.store(out, turned_first, mask=used & is_query)
-        tl.store(out + K // 2, turned_second, mask=used & is_query)
+        first_raw = tl.load(at, mask=inside, other=0.0)
+        second_raw = tl.load(at + K // 2, mask=inside, other=0.0)
         where = tl.load(place + token).to(tl.int64)
-        if where >= 0:
-            key = keys + (head - NUM_HEADS).to(tl.int64) * key_head + where * key_place + half
-            is_key = used & (head >= NUM_HEADS) & (head < NUM_HEADS + KEY_HEADS)
-            tl.store(key, turned_first, mask=is_key)
-            tl.store(key + K // 2, turned_second, mask=is_key)
-            value = values + (head - NUM_HEADS - KEY_HEADS).to(tl.int64) * value_head + where * value_place + half
-            tl.store(value, first_raw.to(values.dtype.element_ty), mask=used & is_value)
-            tl.store(value + K // 2, second_raw.to(values.dtype.element_ty), mask=used & is_value)
+        if start >= NUM_HEADS + KEY_HEADS:
+            if where >= 0:
+                value = values + (head - NUM_HEADS - KEY_HEADS).to(tl.int64) * value_head + where * value_place + half
+                tl.store(value, first_raw.to(values.dtype.element_ty), mask=inside)
+                tl.store(value + K // 2, second_raw.to(values.dtype.element_ty), mask=inside)
+        else:
+            is_query = start < NUM_HEADS
+            first, second = first_raw.to(tl.float32), second_raw.to(tl.float32)
+            if NORM:
+                weight = q_weight if is_query else k_weight
+                dtype: tl.constexpr = qkv.dtype.element_ty
+                first, second = _normalised_halves(first, second, weight, half, inside, eps, dtype, K)
+            angle = tl.load(position + token).to(tl.int64) * K + half
+            cos_first = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+            cos_second = tl.load(cos + angle + K // 2, mask=inside, other=0.0).to(tl.float32)
+            sin_first = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+            sin_second = tl.load(sin + angle + K // 2, mask=inside, other=0.0).to(tl.float32)
+            turned_first = (first * cos_first - second * sin_first).to(keys.dtype.element_ty)
+            turned_second = (second * cos_second + first * sin_second).to(keys.dtype.element_ty)
+            if is_query:
+                out = query + (token * NUM_HEADS + head) * K + half
+                tl.store(out, turned_first, mask=inside)
+                tl.store(out + K // 2, turned_second, mask=inside)
+            elif where >= 0:
+                key = keys + (head - NUM_HEADS).to(tl.int64) * key_head + where * key_place + half
+                tl.store(key, turned_first, mask=inside)
+                tl.store(key + K // 2, turned_second, mask=inside)
 
     @triton.jit
     def _silu_mul(gate_up, out, width, row_stride, BLOCK: tl.constexpr):

@@ -1,0 +1,1 @@
+"""Kernels of the in-process sampler: one token per row, in a CUDA graph."""

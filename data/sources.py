@@ -22,7 +22,8 @@ import os
 import re
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -64,7 +65,7 @@ class DataSpec:
     split: str | None = None
     name: str | None = None  # configuration of a hub dataset
     weight: float = 1.0
-    rows: list[Any] | None = None  # rows passed from Python, instead of the path
+    rows: Sequence[Any] | None = None  # rows passed from Python; `path` is only their name
     options: dict[str, Any] = field(default_factory=dict)  # task options: size, seed, difficulty, sloppy, boxed, ...
     format_options: dict[str, str] = field(default_factory=dict)  # FormatOptions of this entry
 
@@ -156,9 +157,9 @@ def spec_entry(text: str) -> str | dict[str, Any]:
 
 def load_rows(spec: DataSpec) -> Sequence[Row]:
     """Return all rows of the spec's split, in order; an invalid line raises when it is accessed."""
-    if spec.rows is not None:
-        name = spec.path.rpartition(":")[2]
-        rows = [_python_row(f"{name}[{i}]", columns) for i, columns in enumerate(spec.rows)]
+    if (table := spec.rows) is not None:
+        clean = without_fillers if hasattr(table, "features") else copy  # a Dataset has a schema
+        rows = LazyRows(spec.path.rpartition(":")[2], lambda index: clean(table[index]), range(1, len(table) + 1))
     elif spec.path.startswith(TASKS):
         rows = _task_rows(spec)
     elif is_hub(spec.path):
@@ -168,12 +169,6 @@ def load_rows(spec: DataSpec) -> Sequence[Row]:
     if not rows:
         raise UserError(f"data={spec.path}: {f'split={spec.split} ' if spec.split else ''}contains no rows")
     return rows
-
-
-def _python_row(source: str, columns: Any) -> Row:
-    if not isinstance(columns, Mapping):
-        raise UserError(f"{source}: a row must be a dict, not {type(columns).__name__}")
-    return Row(source=source, columns=dict(columns))
 
 
 def check_file(path: str) -> None:

@@ -32,7 +32,7 @@ ROWS = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(8)]
 class GRPOConfig:
     """The fields of TRL's class that a script sets; to_dict() lists all of them."""
 
-    output_dir: str = "out"
+    output_dir: str | None = None
     learning_rate: float = 1e-6
     per_device_train_batch_size: int = 8
     num_generations: int = 8
@@ -70,7 +70,7 @@ def test_a_trl_script_runs_twice_and_after_errors(tmp_path, monkeypatch):
             model=AutoModelForCausalLM.from_pretrained(TINY),
             processing_class=AutoTokenizer.from_pretrained(TINY),
             reward_funcs=[length_reward],
-            args=GRPOConfig(learning_rate=1e-3, max_completion_length=4, max_steps=2),
+            args=GRPOConfig("out", 1e-3, per_device_train_batch_size=4, max_completion_length=4, max_steps=2),
             train_dataset=ROWS,
             peft_config=LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
         )
@@ -81,11 +81,8 @@ def test_a_trl_script_runs_twice_and_after_errors(tmp_path, monkeypatch):
         problem.pop(0)
     assert list(made.metrics["step"]) == [1, 2] and made.metrics["reward/length_reward/mean"].min() > 0
     saved = yaml.safe_load((made.dir / "config.yaml").read_text())
-    assert (
-        saved["method"] == "grpo"
-        and saved["lora"]["alpha"] == 8
-        and saved["lora"]["target_modules"] == ["q_proj", "v_proj"]
-    )
+    assert saved["method"] == "grpo" and saved["gradient_accumulation_steps"] == 2  # 4 of 8 completions in a batch
+    assert saved["lora"]["alpha"] == 8 and saved["lora"]["target_modules"] == ["q_proj", "v_proj"]
     assert saved["model"] == f"python:{TINY}" and saved["data"] == ["python:data"] and saved["learning_rate"] == 1e-3
     assert isinstance(made.generate("1+1=", max_tokens=3), str)
     assert len(made.generate(["1+1=", "2+2="], max_tokens=3)) == 2
@@ -99,7 +96,7 @@ def test_a_trl_script_runs_twice_and_after_errors(tmp_path, monkeypatch):
     assert json.loads((again.dir / "metrics.jsonl").read_text())["policy/ref_kl_k3"] == pytest.approx(0, abs=1e-6)
 
     done = run("--resume", "out", "--max-steps", 3, cwd=tmp_path)
-    assert done.returncode == 2 and "model=python:" in done.stderr.splitlines()[-1], done.stderr
+    assert done.returncode == 2 and "reward_funcs=python:" in done.stderr.splitlines()[-1], done.stderr
 
 
 def test_a_model_object_is_trained_in_place(tmp_path):
@@ -221,12 +218,12 @@ def test_rows_from_python_and_their_errors():
     for rows in (ROWS, iter(ROWS), Dataset.from_list(ROWS), Dataset.from_list(ROWS).to_pandas()):
         (source,) = _sources(rows, "data")
         read = load_rows(parse_spec(source))
-        assert [row.columns for row in read] == ROWS and read[1].source == "data[1]" and str(source) == "python:data"
+        assert [row.columns for row in read] == ROWS and read[1].source == "data:2" and str(source) == "python:data"
     assert _sources(["a.jsonl", ROWS], "data")[0] == "a.jsonl" and _sources("task:addition", "data") == (
         "task:addition",
     )
-    with pytest.raises(ValueError, match=r"data\[1\]: .*not int"):
-        load_rows(parse_spec(PythonObject("python:data", [{}, 3])))
+    with pytest.raises(ValueError, match="data:2: .*not int"):
+        list(load_rows(parse_spec(PythonObject("python:data", [{}, 3]))))
     with pytest.raises(ValueError, match="data=python:data: .*resume=FOLDER"):
         parse_spec("python:data")
     assert trainer.__getattr__("Run").__name__ == "Run"

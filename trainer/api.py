@@ -30,6 +30,7 @@ from data.user_code import PYTHON, PythonObject, import_name
 from trainer.cli import parse_settings
 from trainer.config.blocks import MethodConfig
 from trainer.config.old_flags import without_old_defaults
+from trainer.parallel.ranks import world_size
 
 if TYPE_CHECKING:
     from trainer.policy.logps import Policy
@@ -64,19 +65,19 @@ def train(
         if extra := [name for name, value in given.items() if value is not None]:
             raise UserError(f"{extra[0]}: not allowed with a Config; set it in the Config, or pass the method's name")
         return _run(sys.modules[type(method).__module__], _with_objects(method))
-    layers: list[tuple[Mapping[str, Any], str]] = []
-    if args is not None:
-        layers.append((_trl_settings(args, method), "args"))
-    if config is not None:
-        layers.append((without_old_defaults(load_config(Path(config))), str(config)))
-    method = method or next((str(tree["method"]) for tree, _ in layers[::-1] if "method" in tree), None)
-    if method is None:
-        raise UserError('train(): names no method; pass it first, as in train("grpo", ...)')
     for theirs, name in THEIR_NAMES.items():
         if settings.get(theirs) is not None:
             if settings.get(name) is not None:
                 raise UserError(f"{theirs}: is another name of {name}; pass only one of them")
             settings[name] = settings.pop(theirs)
+    layers: list[tuple[Mapping[str, Any], str]] = []
+    if args is not None:
+        layers.append((_trl_settings(args, method, held_out="eval_data" in settings), "args"))
+    if config is not None:
+        layers.append((without_old_defaults(load_config(Path(config))), str(config)))
+    method = method or next((str(tree["method"]) for tree, _ in layers[::-1] if "method" in tree), None)
+    if method is None:
+        raise UserError('train(): names no method; pass it first, as in train("grpo", ...)')
     plain, objects = _split(settings)
     if "model" in objects and hasattr(objects["model"].value, "peft_config"):
         if peft_config is not None:
@@ -143,8 +144,9 @@ def _source(value: Any, name: str) -> str:
         raise UserError(f"{name}: must be a path, a list of dicts or a dataset, not {type(value).__name__}")
     if hasattr(value, "columns") and hasattr(value, "to_dict"):  # a data frame
         value = value.to_dict("records")
-    is_table = hasattr(value, "features")  # datasets: every struct of a column has the same keys
-    return PythonObject(f"{PYTHON}:{name}", [without_fillers(row) if is_table else row for row in value])
+    if not (hasattr(value, "features") and hasattr(value, "__getitem__")):  # a Dataset reads rows from its files
+        value = [without_fillers(row) if hasattr(value, "features") else row for row in value]
+    return PythonObject(f"{PYTHON}:{name}", value)
 
 
 def _with_objects(cfg: MethodConfig) -> MethodConfig:
@@ -157,7 +159,7 @@ def _with_objects(cfg: MethodConfig) -> MethodConfig:
 # TRL and peft ----------------------------------------------------------------------------------------------------
 
 
-def _trl_settings(args: Any, method: str | None) -> dict[str, Any]:
+def _trl_settings(args: Any, method: str | None, *, held_out: bool) -> dict[str, Any]:
     """Translate a TRL config, as trainer.from_trl does; print what has no effect or no equivalent."""
     from trainer.translate.trl import translate
     from trainer.translate.trl_kinds import KINDS, kind_of_class
@@ -173,7 +175,7 @@ def _trl_settings(args: Any, method: str | None) -> dict[str, Any]:
         theirs = {name: value for name, value in changed.items() if not _is_default(args, name, value)}
     if kind is None:
         raise UserError('args: pass the method first, as in train("grpo", args=...)')
-    made, without = translate(theirs, kind)
+    made, without = translate(theirs, kind, held_out=held_out, ranks=world_size())
     for line in [*made.remarks(), *(f"no equivalent: {line}" for line in without)]:
         print(f"args: {line}", file=sys.stderr)
     if method is not None and made.tree["method"] != method:

@@ -27,7 +27,7 @@ from data.errors import UserError
 from data.sources import without_fillers
 from data.types import Messages
 from data.user_code import PYTHON, PythonObject, import_name
-from trainer.cli import parse_settings
+from trainer.cli import load_method, parse_settings
 from trainer.config.blocks import MethodConfig
 from trainer.config.old_flags import without_old_defaults
 from trainer.parallel.ranks import world_size
@@ -46,7 +46,7 @@ NO_EFFECT = ("task_type", "peft_type", "inference_mode", "base_model_name_or_pat
 
 
 def train(
-    method: str | MethodConfig | None = None,
+    method: str | type[MethodConfig] | MethodConfig | None = None,
     *,
     args: Any = None,
     peft_config: Any = None,
@@ -55,9 +55,9 @@ def train(
 ) -> Run:
     """Train, and return the finished run.
 
-    `method`: a name such as "grpo" with `settings`, or a method's Config alone. `model`: a hub id, a folder, or a
-    loaded transformers or peft model, which is trained in place. `data` and `eval_data`: as on the command line, or
-    rows (a list of dicts, a datasets.Dataset, a data frame, any iterable). `config`: a YAML file below the keywords.
+    `method`: a name such as "grpo" or a Config class, with `settings`; or a Config alone. `model`: a hub id, a folder,
+    or a loaded transformers or peft model, which is trained in place. `data` and `eval_data`: as on the command line,
+    or rows (a list of dicts, a datasets.Dataset, a data frame, any iterable). `config`: a YAML file below the keywords.
     `args`, `peft_config`, `train_dataset`, `eval_dataset` and `processing_class`: as in TRL's trainers.
     """
     if isinstance(method, MethodConfig):
@@ -65,18 +65,19 @@ def train(
         if extra := [name for name, value in given.items() if value is not None]:
             raise UserError(f"{extra[0]}: not allowed with a Config; set it in the Config, or pass the method's name")
         return _run(sys.modules[type(method).__module__], _with_objects(method))
-    for theirs, name in THEIR_NAMES.items():
-        if settings.get(theirs) is not None:
-            if settings.get(name) is not None:
-                raise UserError(f"{theirs}: is another name of {name}; pass only one of them")
-            settings[name] = settings.pop(theirs)
+    for theirs, ours in THEIR_NAMES.items():
+        if (value := settings.pop(theirs, None)) is not None:
+            if settings.get(ours) is not None:
+                raise UserError(f"{theirs}: is another name of {ours}; pass only one of them")
+            settings[ours] = value
+    name = method.__module__.removeprefix("trainer.methods.") if isinstance(method, type) else method
     layers: list[tuple[Mapping[str, Any], str]] = []
     if args is not None:
-        layers.append((_trl_settings(args, method, held_out="eval_data" in settings), "args"))
+        layers.append((_trl_settings(args, name, held_out=settings.get("eval_data") is not None), "args"))
     if config is not None:
         layers.append((without_old_defaults(load_config(Path(config))), str(config)))
-    method = method or next((str(tree["method"]) for tree, _ in layers[::-1] if "method" in tree), None)
-    if method is None:
+    name = name or next((str(tree["method"]) for tree, _ in layers[::-1] if "method" in tree), None)
+    if name is None:
         raise UserError('train(): names no method; pass it first, as in train("grpo", ...)')
     plain, objects = _split(settings)
     if "model" in objects and hasattr(objects["model"].value, "peft_config"):
@@ -85,8 +86,8 @@ def train(
         peft_config = objects["model"].value.peft_config.get("default")
     if peft_config is not None:
         layers.append(({"lora": _lora_settings(peft_config)}, "peft_config"))
-    module, cfg = parse_settings(method, [*layers, (plain, SOURCE)], objects)
-    return _run(module, cfg)
+    module = sys.modules[method.__module__] if isinstance(method, type) else load_method(name)
+    return _run(module, parse_settings(module, name, [*layers, (plain, SOURCE)], objects))
 
 
 # objects ---------------------------------------------------------------------------------------------------------
@@ -153,7 +154,8 @@ def _with_objects(cfg: MethodConfig) -> MethodConfig:
     """Return the Config with its objects named."""
     data = {name: _named(name, value) for name in DATA if (value := getattr(cfg.data, name))}
     model = {name: _named(name, getattr(cfg.model, name)) for name in ("model", "tokenizer")}
-    return replace(cfg, model=replace(cfg.model, **model), data=replace(cfg.data, **data))
+    run = replace(cfg.run, callbacks=_named("callbacks", cfg.run.callbacks))
+    return replace(cfg, model=replace(cfg.model, **model), data=replace(cfg.data, **data), run=run)
 
 
 # TRL and peft ----------------------------------------------------------------------------------------------------
@@ -212,6 +214,8 @@ def _run(module: Any, cfg: MethodConfig) -> Run:
     from trainer.run.stop import end_on_sigterm
     from trainer.run.training import OPENED, Training
 
+    if getattr(module, "train", train) is train:
+        raise UserError(f"{module.__name__}: has no train(cfg) of its own; define it, and call trainer.train(...)")
     opened: list[Training] = []
     token = OPENED.set(opened)
     try:

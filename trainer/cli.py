@@ -136,14 +136,13 @@ def parse(argv: Sequence[str], *, starts_run: bool = False) -> tuple[ModuleType,
 
 
 def parse_settings(
-    name: str, layers: Sequence[tuple[Mapping[str, Any], str]], objects: Mapping[str, Any]
-) -> tuple[ModuleType, MethodConfig]:
-    """Return the method and its Config for settings from Python, with the checks and defaults of parse().
+    module: ModuleType, name: str, layers: Sequence[tuple[Mapping[str, Any], str]], objects: Mapping[str, Any]
+) -> MethodConfig:
+    """Return the method's Config for settings from Python, with the checks and defaults of parse().
 
     A layer is a mapping as in a YAML file, and its name in messages; later layers win. `objects`: values by key that
     are not plain data, such as functions. lora_r is read as lora.r.
     """
-    module = load_method(name)
     table = flag_table(module.Config)
     dotted = {key.replace(".", "_"): key for key in table if "." in key and key.replace(".", "_") not in table}
     values: Values = {}
@@ -160,7 +159,7 @@ def parse_settings(
         values = _over({key: given for key, given in recipe.items() if key not in objects}, values, table, mistakes)
     values |= read_tree({"method": name}, table, "method")
     cfg = build(module.Config, values, table, f"train({name!r})", mistakes, objects)
-    return module, cfg if "learning_rate" in values else with_default_rate(cfg)
+    return cfg if "learning_rate" in values else with_default_rate(cfg)
 
 
 def _check_before_import(name: str, argv: Sequence[str], file_tree: Mapping[str, Any], *, files: bool) -> None:
@@ -396,7 +395,7 @@ def _as_yaml(cfg: MethodConfig, values: Values) -> str:
 def _recipe_values(module: ModuleType, name: str, table: dict[str, Flag], given: Values) -> Values:
     """Read the tiny model's recipe, in trainer/recipes/ or next to a custom module; a mode may have its own."""
     stem = name.rpartition(".")[2]
-    folder = RECIPES if name in method_names() else Path(str(module.__file__)).parent
+    folder = RECIPES if name in method_names() else Path(getattr(module, "__file__", "")).parent
     recipe = folder / f"{stem}_tiny.yaml"
     if "mode" in given:
         mode_recipe = folder / f"{stem}_{given['mode'].words[0]}_tiny.yaml"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -22,19 +23,20 @@ Series = tuple[Sequence[int], Sequence[float]]  # steps and values
 
 
 class Curves:
-    """A row of charts; Jupyter calls _repr_svg_ to show it."""
+    """A row of charts below a title; Jupyter calls _repr_svg_ to show it."""
 
-    def __init__(self, series: Mapping[str, Series], last_step: int) -> None:
+    def __init__(self, series: Mapping[str, Series], last_step: int, title: str = "") -> None:
         width, height = SMALL
-        parts = []
+        top = HEAD if title else 0
+        parts = [f'<text class="name" x="14" y="14">{escape(title)}</text>']
         for i, (name, (steps, values)) in enumerate(series.items()):
             chart = curve_svg(steps, values, label=name, step_range=(0, last_step), smoothed=name not in EXACT)
-            left = i * (width + GAP)
-            parts.append(f'<text class="name" x="{left + 14}" y="14">{escape(name)}: {values[-1]:.3g}</text>')
-            parts.append(chart.replace("<svg ", f'<svg x="{left}" y="{HEAD}" width="{width}" height="{height}" ', 1))
+            left, y = i * (width + GAP), top + HEAD
+            parts.append(f'<text class="name" x="{left + 14}" y="{y - 8}">{escape(name)}: {values[-1]:.3g}</text>')
+            parts.append(chart.replace("<svg ", f'<svg x="{left}" y="{y}" width="{width}" height="{height}" ', 1))
         total_width = len(series) * (width + GAP) - GAP
         self.svg = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{total_width}" height="{height + HEAD}">'
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{total_width}" height="{height + top + HEAD}">'
             f'<style>{STYLE}</style><rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>'
         )
 
@@ -43,21 +45,22 @@ class Curves:
 
 
 class LiveFigure:
-    """One figure of the first metrics of `names` that the run logs."""
+    """One figure of the first metrics that a run logs, updated during the run."""
 
-    def __init__(self, names: Sequence[str], last_step: int) -> None:
-        self.names, self.last_step = names, last_step
+    def __init__(self, last_step: int) -> None:
+        self.last_step, self.title = last_step, ""
         self.series: dict[str, tuple[list[int], list[float]]] = {}
         self._handle: Any = None
         self._drawn_at = -REDRAWN_S
 
-    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+    def add(self, step: int, metrics: Mapping[str, float], title: str) -> None:
         """Add a step, and draw unless the figure was drawn a moment ago."""
-        for name in self.names:
-            if name in metrics and (name in self.series or len(self.series) < MOST_CHARTS):
+        self.title = title
+        for name, value in metrics.items():
+            if math.isfinite(value) and (name in self.series or len(self.series) < MOST_CHARTS):
                 steps, values = self.series.setdefault(name, ([], []))
                 steps.append(step)
-                values.append(metrics[name])
+                values.append(value)
         if time.monotonic() - self._drawn_at >= REDRAWN_S:
             self.draw()
 
@@ -65,7 +68,7 @@ class LiveFigure:
         from IPython.display import display
 
         if self.series:
-            curves = Curves(self.series, self.last_step)
+            curves = Curves(self.series, self.last_step, self.title)
             if self._handle is None:
                 self._handle = display(curves, display_id=True)
             else:

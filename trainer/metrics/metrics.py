@@ -385,13 +385,13 @@ class WandbSink:
 
 
 class TrackioSink:
-    """One trackio run per run folder, by its name; a resume continues it."""
+    """A trackio run with the name of the run folder, or a new name if that is taken; a resume continues it."""
 
-    def __init__(self, run_dir: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, run_dir: Path, config: Mapping[str, Any], start_step: int) -> None:
         import trackio
 
-        project = os.environ.get("TRACKIO_PROJECT", "strop")
-        self._run = trackio.init(project=project, name=run_dir.name, resume="allow", config=dict(config))
+        project, resume = os.environ.get("TRACKIO_PROJECT", "strop"), "allow" if start_step else "never"
+        self._run = trackio.init(project=project, name=run_dir.name, resume=resume, config=dict(config))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
@@ -415,8 +415,8 @@ def open_sinks(
 ) -> list[Sink]:
     """Open the sinks named by --report-to, which check_sinks has checked."""
     tensorboard = [TensorboardSink(run_dir, start_step)] if "tensorboard" in report_to else []
-    others: dict[str, Callable[[Path, Mapping[str, Any]], Sink]] = {"wandb": WandbSink, "trackio": TrackioSink}
-    return tensorboard + [sink(run_dir, config) for name, sink in others.items() if name in report_to]
+    wandb = [WandbSink(run_dir, config)] if "wandb" in report_to else []
+    return [*tensorboard, *wandb, *([TrackioSink(run_dir, config, start_step)] if "trackio" in report_to else [])]
 
 
 class Timer:

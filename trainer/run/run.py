@@ -59,7 +59,7 @@ from trainer.config.learning_rates import far_off
 from trainer.config.old_flags import without_old_defaults
 from trainer.files.atomic_folder import remove_folder, remove_leftovers
 from trainer.files.tensor_files import TensorFiles
-from trainer.metrics.console import NUMBERS, Console, evaluation_lines
+from trainer.metrics.console import Console, evaluation_lines
 from trainer.metrics.health import Watch, replay
 from trainer.metrics.metrics import JsonlLog, Sink, check_sinks, open_sinks, read_jsonl, truncate_after
 from trainer.parallel.comm import any_rank, from_main, on_main, world_size
@@ -235,11 +235,6 @@ class Run:
         tree = self._config_tree()
         self._sinks = open_sinks(self.cfg.run.report_to, self.dir, tree, start_step=self.start_step)
         self._console = Console(self.total_steps, self.start_step, self._title, self.cfg.run.logging_steps, config=tree)
-        if self._console.is_notebook:
-            from trainer.metrics.figure import LiveFigure
-
-            names = [name for _, name in NUMBERS if name not in ("optim/grad_norm", "perf/tokens_per_s")]
-            self._console.figure = LiveFigure(names, self.total_steps)
         self._console.start()
         if text := far_off(self.cfg, sum(p.numel() for p in policy.model.parameters())):
             self.note(text)

@@ -48,17 +48,15 @@ NO_WARMUP = 10_000  # steps until inverse_sqrt falls to sqrt(1/2) without a warm
 def build_optimizer(model: nn.Module, cfg: OptimConfig, total_steps: int) -> tuple[Optimizer, LambdaLR]:
     trained = [p for p in model.parameters() if p.requires_grad]
     rates = {id(p): group_rates(cfg, name, p.ndim >= 2) for name, p in model.named_parameters()}
-    usual = (cfg.learning_rate, cfg.weight_decay)
 
-    def kind_of(p: nn.Parameter) -> tuple[float, float, bool]:
+    def kind_of(p: nn.Parameter) -> tuple[bool, bool, float, float, bool]:
+        rate, decay = rates[id(p)]
         # A scorer's head is not sharded, and torch's fused step takes either sharded or plain tensors.
-        return *rates[id(p)], is_dtensor(p)
+        return rate != cfg.learning_rate, p.ndim < 2, rate, decay, not is_dtensor(p)
 
-    ordered = sorted(trained, key=lambda p: (rates[id(p)] not in (usual, (usual[0], 0.0)), p.ndim < 2))
-    kinds = dict.fromkeys((p.ndim >= 2, *kind_of(p)) for p in ordered)
     groups = [
-        {"params": [p for p in trained if (p.ndim >= 2, *kind_of(p)) == kind], "lr": kind[1], "weight_decay": kind[2]}
-        for kind in kinds
+        {"params": [p for p in trained if kind_of(p) == kind], "lr": kind[2], "weight_decay": kind[3]}
+        for kind in sorted({kind_of(p) for p in trained})  # the first group's rate is logged
     ]
     if cfg.optim == "muon":
         optimizer = muon_and_adamw(model, groups, cfg)

@@ -21,10 +21,15 @@ from rollout.model_folder import TINY
 from trainer import train
 from trainer.__main__ import main
 from trainer.config.blocks import OptimConfig
+from trainer.methods import grpo
 from trainer.policy.optim import build_optimizer, check_groups
 from trainer.run.callbacks import Callback
 
 ROWS = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(8)]
+
+
+class OwnConfig(grpo.Config):
+    """Its module has no train(cfg)."""
 
 
 @dataclass
@@ -133,16 +138,18 @@ class Record(Callback):
 
 def test_callbacks_stop_a_run_and_the_best_weights_are_exported(tmp_path):
     rows = [{"prompt": f"{a}+1=", "completion": str(a + 1)} for a in range(4)]
-    record, options = Record(), {"lora_r": 2, "loraplus_lr_ratio": 4.0, "eval_steps": 1, "max_steps": 9}
-    made = train(
-        "sft", model="builtin:tiny", data=rows, eval_data=rows, callbacks=[record], output_dir=str(tmp_path / "run"),
-        learning_rate=5.0, metric_for_best_model="eval/nll", load_best_model_at_end=True, **options,
-    )  # fmt: skip
+    record, folder = Record(), str(tmp_path / "run")
+    options = {"data": rows, "eval_data": rows, "lora_r": 2, "loraplus_lr_ratio": 4.0, "eval_steps": 1,
+               "learning_rate": 5.0, "metric_for_best_model": "eval/nll", "load_best_model_at_end": True}  # fmt: skip
+    made = train("sft", model="builtin:tiny", callbacks=[record], max_steps=9, output_dir=folder, **options)
     assert record.calls == [("eval", 0), ("eval", 1), ("step", 1), ("eval", 2), ("step", 2), ("save", "step-00000002"),
                             ("end", 2)]  # fmt: skip
     nll = made.metrics["eval/nll"]
     assert nll[0] < min(nll[1:]) and (made.dir / "final").is_dir()  # the rate is far too high: step 0 was best
-    assert all((p == 0).all() for name, p in made.model.named_parameters() if "lora_B" in name)
+    again = train("sft", model="builtin:tiny", max_steps=3, resume=folder, **options)  # the checkpoint has the weights
+    assert list(again.metrics["step"]) == [0, 1, 2, 3]
+    for finished in (made, again):
+        assert all((p == 0).all() for name, p in finished.model.named_parameters() if "lora_B" in name)
 
 
 def test_parameters_have_their_own_rates():
@@ -174,7 +181,8 @@ def test_parameters_have_their_own_rates():
     ({"param_groups": {"x": {"lr": 1.0}}}, ["param_groups=x", "learning_rate"]),
     ({"lora_q": 1, "max_stepz": 2}, ["lora_q", "lora.r", "max_stepz", "max_steps"]),
     ({"beta": "x"}, ["beta=x", "a number"]),
-    ({"temperature": -1.0}, ["temperature=-1"]),
+    ({"temperature": -1.0, "method": grpo.Config}, ["temperature=-1"]),
+    ({"method": OwnConfig}, ["tests.test_api", "train(cfg)"]),
     ({"data": {"train": [], "test": []}}, ["data", "dataset['train']"]),
     ({"data": 3}, ["data", "not int"]),
     ({"train_dataset": ROWS}, ["train_dataset", "data"]),

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from data.command.config_file import load_config
@@ -57,8 +58,8 @@ def train(
 
     `method`: a name such as "grpo" or a Config class, with `settings`; or a Config alone. `model`: a hub id, a folder,
     or a loaded transformers or peft model, which is trained in place. `data` and `eval_data`: as on the command line,
-    or rows (a list of dicts, a datasets.Dataset, a data frame, any iterable). `config`: a YAML file below the keywords.
-    `args`, `peft_config`, `train_dataset`, `eval_dataset` and `processing_class`: as in TRL's trainers.
+    or rows (a list of dicts, a datasets.Dataset, a data frame, any iterable). `config`: a YAML file, which keywords
+    override. `args`, `peft_config`, `train_dataset`, `eval_dataset` and `processing_class`: as in TRL's trainers.
     """
     if isinstance(method, MethodConfig):
         given = {**settings, "args": args, "peft_config": peft_config, "config": config}
@@ -87,7 +88,8 @@ def train(
     if peft_config is not None:
         layers.append(({"lora": _lora_settings(peft_config)}, "peft_config"))
     module = sys.modules[method.__module__] if isinstance(method, type) else load_method(name)
-    return _run(module, parse_settings(module, name, [*layers, (plain, SOURCE)], objects))
+    chosen = method if isinstance(method, type) else module.Config
+    return _run(module, parse_settings(module, chosen, name, [*layers, (plain, SOURCE)], objects))
 
 
 # objects ---------------------------------------------------------------------------------------------------------
@@ -207,7 +209,7 @@ def _lora_settings(theirs: Any) -> dict[str, Any]:
 # the run ---------------------------------------------------------------------------------------------------------
 
 
-def _run(module: Any, cfg: MethodConfig) -> Run:
+def _run(module: ModuleType, cfg: MethodConfig) -> Run:
     from trainer.parallel.comm import process_group
     from trainer.plan import is_out_of_memory, out_of_memory
     from trainer.policy.load import release
@@ -235,7 +237,7 @@ def _run(module: Any, cfg: MethodConfig) -> Run:
         for training in opened:
             release(training.policy)
     if not opened:
-        raise UserError(f"{cfg.run.method}: its train() made no Training, so there is no run to return; call it itself")
+        raise UserError(f"{cfg.run.method}: its train(cfg) made no Training; call it directly")
     return Run(opened[-1].run.dir, opened[-1].policy, opened[-1].cfg)
 
 

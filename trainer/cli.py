@@ -136,14 +136,15 @@ def parse(argv: Sequence[str], *, starts_run: bool = False) -> tuple[ModuleType,
 
 
 def parse_settings(
-    module: ModuleType, name: str, layers: Sequence[tuple[Mapping[str, Any], str]], objects: Mapping[str, Any]
-) -> MethodConfig:
-    """Return the method's Config for settings from Python, with the checks and defaults of parse().
+    module: ModuleType, config: type[MethodConfig], name: str, layers: Sequence[tuple[Mapping[str, Any], str]],
+    objects: Mapping[str, Any],
+) -> MethodConfig:  # fmt: skip
+    """Return a Config of the method for settings from Python, with the checks and defaults of parse().
 
     A layer is a mapping as in a YAML file, and its name in messages; later layers win. `objects`: values by key that
     are not plain data, such as functions. lora_r is read as lora.r.
     """
-    table = flag_table(module.Config)
+    table = flag_table(config)
     dotted = {key.replace(".", "_"): key for key in table if "." in key and key.replace(".", "_") not in table}
     values: Values = {}
     mistakes: list[str] = []
@@ -158,7 +159,7 @@ def parse_settings(
         recipe = _recipe_values(module, name, table, values | dict.fromkeys(objects, FlagValue(("",))))
         values = _over({key: given for key, given in recipe.items() if key not in objects}, values, table, mistakes)
     values |= read_tree({"method": name}, table, "method")
-    cfg = build(module.Config, values, table, f"train({name!r})", mistakes, objects)
+    cfg = build(config, values, table, f"train({name!r})", mistakes, objects)
     return cfg if "learning_rate" in values else with_default_rate(cfg)
 
 

@@ -1,4 +1,4 @@
-"""Print what --dry-run adds on stderr: the first row as the model sees it, and a plan of memory and time.
+"""Print on stderr, for --dry-run, the first row as the model sees it and a plan of memory and time.
 
 describe(cfg)        # reads the data, the tokenizer, reward functions and config.json, but no weights
 """

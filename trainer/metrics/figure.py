@@ -28,7 +28,7 @@ class Curves:
     def __init__(self, series: Mapping[str, Series], last_step: int, title: str = "") -> None:
         width, height = SMALL
         top = HEAD if title else 0
-        parts = [f'<text class="name" x="14" y="14">{escape(title)}</text>']
+        parts = [f'<text class="name" x="14" y="14">{escape(title)}</text>'] if title else []
         for i, (name, (steps, values)) in enumerate(series.items()):
             chart = curve_svg(steps, values, label=name, step_range=(0, last_step), smoothed=name not in EXACT)
             left, y = i * (width + GAP), top + HEAD

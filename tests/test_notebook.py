@@ -68,7 +68,11 @@ def test_the_quickstart_learns_and_answers(tmp_path):
 
 
 def test_pairs_from_python_are_trained(tmp_path):
-    shorter = {"max_steps=20": "max_steps=2", "eval_steps=5": "eval_steps=2", "range(10, 90) if a": "range(10, 20) if a"}
+    shorter = {
+        "max_steps=20": "max_steps=2",
+        "eval_steps=5": "eval_steps=2",
+        "range(10, 90) if a": "range(10, 20) if a",
+    }
     printed, shown = run_cells(OTHERS / "dpo.ipynb", tmp_path, shorter)
     assert "of 20 are right" in printed and shown["curves"].startswith("<svg") and "my_model" in shown["save"]
 

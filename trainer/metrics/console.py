@@ -76,7 +76,8 @@ class Console:
         self._sample_at = -float("inf")
         self._rich: Any = None
         self._live: Any = None
-        self._figure: Any = None  # in a notebook
+        self.is_notebook = type(self._stream).__module__.startswith("ipykernel.")
+        self.figure: Any = None  # LiveFigure in a notebook; its module imports this one
 
     def start(self) -> None:
         """Show the title and, on a terminal, the live display; start the clock for the time left."""
@@ -86,10 +87,6 @@ class Console:
         self._step_ends.append((self._start_step, self._started_at))
         if self._stream.isatty():
             self._start_live()
-        elif type(self._stream).__module__.startswith("ipykernel."):
-            from trainer.metrics.figure import LiveFigure
-
-            self._figure = LiveFigure(self.total_steps)
         resumed = f", resumed after step {self._start_step}" if self._start_step else ""
         steps = "1 step" if self.total_steps == 1 else f"{self.total_steps} steps"
         self._print(f"{self.title}: {steps}{resumed}", "bold")
@@ -103,9 +100,9 @@ class Console:
             self._step_ends.append((step, time.monotonic()))
             self._headline_name = self._headline_name or next((name for _, name in NUMBERS if name in values), "")
             self._headline += [values[self._headline_name]] if self._headline_name in values else []
-            if self._figure is not None:
+            if self.figure is not None:
                 shown = [name for label, name in NUMBERS if name in values and label not in self._hidden()]
-                self._figure.add(step, {name: values[name] for name in shown}, self._step_line())
+                self.figure.add(step, {name: values[name] for name in shown}, self._step_line())
             elif self._live is None and (step % self.logging_steps == 0 or step == self.total_steps):
                 self._print(self._step_line())
         elif step == self._start_step:
@@ -143,9 +140,9 @@ class Console:
             self._sample = None
             self._live.stop()
             self._live = None
-        if self._figure is not None:
-            self._figure.draw()
-            self._figure = None
+        if self.figure is not None:
+            self.figure.draw()
+            self.figure = None
 
     def _start_live(self) -> None:
         import rich.console

@@ -235,6 +235,10 @@ class Run:
         tree = self._config_tree()
         self._sinks = open_sinks(self.cfg.run.report_to, self.dir, tree, start_step=self.start_step)
         self._console = Console(self.total_steps, self.start_step, self._title, self.cfg.run.logging_steps, config=tree)
+        if self._console.is_notebook:
+            from trainer.metrics.figure import LiveFigure
+
+            self._console.figure = LiveFigure(self.total_steps)
         self._console.start()
         if text := far_off(self.cfg, sum(p.numel() for p in policy.model.parameters())):
             self.note(text)

@@ -27,6 +27,7 @@ from trainer.metrics.console import (
     sparkline,
     train_decoding,
 )  # fmt: skip
+from trainer.metrics.figure import LiveFigure
 from trainer.metrics.health import Finding
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -207,6 +208,8 @@ def test_one_live_figure_in_a_notebook(monkeypatch):
     monkeypatch.setattr("trainer.metrics.figure.REDRAWN_S", 0.0)
     out = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
     console = Console(3, 0, "t", stream=out)
+    assert console.is_notebook
+    console.figure = LiveFigure(3)
     console.start()
     for step in (1, 2, 3):
         values = {"loss/total": step / 8, "reward/mean": step / 2, "optim/grad_norm": math.nan}

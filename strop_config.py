@@ -32,11 +32,16 @@ def config_for(kind: str, flags: Mapping[str, Any]) -> MethodConfig:
 
 def config_from(path: str, flags: Mapping[str, Any]) -> tuple[MethodConfig, str, dict[str, Any]]:
     """Return the config of a YAML file, overridden by flags; the kind of its rows; and the config as a tree."""
+    cfg = _parse(["--config", path, *_words(flags)])
+    return cfg, *kind_and_tree(cfg)
+
+
+def kind_and_tree(cfg: MethodConfig) -> tuple[str, dict[str, Any]]:
+    """Return the kind of rows that a run reads, and its config as a tree."""
     from data.command.flags import config_to_tree
 
-    cfg = _parse(["--config", path, *_words(flags)])
     tree = config_to_tree(cfg)
-    return cfg, "documents" if tree.get("mode") == "strided" else getattr(cfg, "rows", "auto"), tree
+    return "documents" if tree.get("mode") == "strided" else getattr(cfg, "rows", "auto"), tree
 
 
 def _parse(argv: list[str]) -> MethodConfig:

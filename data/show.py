@@ -13,11 +13,11 @@ import contextlib
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO
 
 from data.chat import Trained, set_chat_template, set_special_tokens
 from data.command.flags import parse_command, run_command
@@ -152,7 +152,14 @@ def with_training(cfg: ShowConfig) -> tuple[ShowConfig, Any]:
             return cfg, None
         kind = kind_of(cfg) if cfg.kind == "auto" else cfg.kind
         return replace(cfg, kind=kind), config_for(kind, {"model": cfg.model, **passed})
-    training, kind, tree = config_from(cfg.config, passed)
+    return with_settings(cfg, *config_from(cfg.config, passed), flags)
+
+
+def with_settings(
+    cfg: ShowConfig, training: Any, kind: Kind, tree: Mapping[str, Any], flags: Collection[str] = ()
+) -> tuple[ShowConfig, Any]:
+    """Return the settings of a training config, overridden by flags, and that config."""
+    default = ShowConfig()
     # Only a flag may allow a model's code to run, not a file.
     copied = [f.name for f in fields(cfg) if f.name in tree and f.name not in (*flags, "trust_remote_code")]
     values = {name: tree[name] for name in copied}
@@ -325,12 +332,13 @@ def _show_labelled(row: Labelled) -> ShownRow:
     return ShownRow(row.source, [segment], lengths)
 
 
-def show(rows: Sequence[ShownRow], tokenizer: Any, num_rows: int) -> None:
+def show(rows: Sequence[ShownRow], tokenizer: Any, num_rows: int, file: TextIO | None = None) -> None:
+    """Print the first rows and the length quantiles of all rows. `file`: default standard output."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, file=file)
     if rows[:num_rows]:
         console.print(LEGEND + "\n")
     for row in rows[:num_rows]:

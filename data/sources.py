@@ -23,6 +23,7 @@ import re
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -34,6 +35,7 @@ from data.format_options import FormatOptions
 from data.hints import suggest
 from data.hub import check_hub
 from data.limits import input_limit
+from data.user_code import PythonObject, refuse_python_object
 
 TASK_OPTIONS: dict[str, Callable[[str], Any]] = {"size": int, "seed": int, "difficulty": int, "sloppy": float,
                                                   "boxed": float}  # fmt: skip
@@ -63,6 +65,7 @@ class DataSpec:
     split: str | None = None
     name: str | None = None  # configuration of a hub dataset
     weight: float = 1.0
+    rows: Sequence[Any] | None = None  # rows passed from Python; `path` is only their name
     options: dict[str, Any] = field(default_factory=dict)  # task options: size, seed, difficulty, sloppy, boxed, ...
     format_options: dict[str, str] = field(default_factory=dict)  # FormatOptions of this entry
 
@@ -102,6 +105,9 @@ def _numbered(path: str, table: Iterable[dict[str, Any]]) -> list[Row]:
 
 def parse_spec(text: str) -> DataSpec:
     """Parse PATH[:key=value,...]; the path ends at the first `:key=`. A comma inside a value is written \\,"""
+    if isinstance(text, PythonObject):
+        return DataSpec(path=str(text), rows=text.value)
+    refuse_python_object(text, "data")
     path, *rest = _FIRST_OPTION.split(text, maxsplit=1)
     path = path.strip()
     if not path:
@@ -151,7 +157,10 @@ def spec_entry(text: str) -> str | dict[str, Any]:
 
 def load_rows(spec: DataSpec) -> Sequence[Row]:
     """Return all rows of the spec's split, in order; an invalid line raises when it is accessed."""
-    if spec.path.startswith(TASKS):
+    if (table := spec.rows) is not None:
+        clean = without_fillers if hasattr(table, "features") else copy  # a Dataset has a schema
+        rows = LazyRows(spec.path.rpartition(":")[2], lambda index: clean(table[index]), range(1, len(table) + 1))
+    elif spec.path.startswith(TASKS):
         rows = _task_rows(spec)
     elif is_hub(spec.path):
         rows = _hub_rows(spec)

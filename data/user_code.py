@@ -31,11 +31,28 @@ from strop_names import NAMES, ROOT, is_ours, module_file
 
 R = TypeVar("R")
 LIBRARY = str(Path(importlib.__file__).parent)
-PYTHON = "python"  # prefix of callables that cannot be imported by name
+PYTHON = "python"  # prefix of objects that cannot be imported by name
+
+
+class PythonObject(str):
+    """A setting that was passed as an object from Python: its name, as config.yaml stores it, and the object."""
+
+    value: Any
+
+    def __new__(cls, name: str, value: Any) -> PythonObject:
+        self = super().__new__(cls, name)
+        self.value = value
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PythonObject, (str(self), self.value)
 
 
 def find_callable(spec: str, label: str) -> tuple[str, Any]:
     """Return (name, function or class) for FILE.py:fn, or my_module.fn in the working folder or installed."""
+    if isinstance(spec, PythonObject):
+        return getattr(spec.value, "__name__", type(spec.value).__name__), spec.value
+    refuse_python_object(spec, label.partition("=")[0])
     path, colon, attribute = spec.rpartition(":")
     if colon and path.endswith(".py"):
         module = load_file(Path(path).expanduser().resolve(), label)
@@ -142,7 +159,7 @@ def refuse_python_object(spec: str, flag: str) -> None:
     if spec.startswith(f"{PYTHON}:"):
         raise UserError(
             f"{flag}={spec}: a Python object that cannot be imported; resume from the program that started the run, "
-            f"with RunConfig(resume=FOLDER), or pass another --{flag.replace('_', '-')}"
+            f"with resume=FOLDER, or pass another --{flag.replace('_', '-')}"
         )
 
 

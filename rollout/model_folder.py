@@ -13,6 +13,7 @@ from typing import Any
 from data.errors import UserError
 from data.hub import check_hub, is_path
 from data.limits import input_limit
+from data.user_code import refuse_python_object
 
 TINY = Path(__file__).resolve().parents[1] / "trainer" / "tiny"
 ONE_FILE = "model.safetensors"
@@ -28,6 +29,7 @@ def resolve_model(name: str) -> str:
     """Return the hub id, or the folder with weights or an adapter, of a --model value."""
     if name in BUILTIN:
         return str(BUILTIN[name])
+    refuse_python_object(name, "model")
     if name.startswith("builtin:"):
         raise UserError(f"model={name}: unknown built-in model; use one of {', '.join(BUILTIN)}")
     folder = Path(name).expanduser()
@@ -58,6 +60,7 @@ def find_base(path: str, revision: str | None = None) -> tuple[str, str | None]:
 
 def find_tokenizer(name: str) -> str:
     """Return the hub id or the absolute folder of a --tokenizer value; of a finished run, its final/."""
+    refuse_python_object(name, "tokenizer")
     folder = Path(BUILTIN.get(name, name)).expanduser()
     folder = folder / "final" if (folder / "final").is_dir() else folder
     if folder.is_dir():

@@ -27,9 +27,10 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("kernels", "losses", "data", "rollout", "trainer", "bench")
 ENTRIES = (
     "data/show.py", "rollout/serve.py", "rollout/rewards/__main__.py",
-    "trainer/__init__.py", "trainer/__main__.py", "trainer/cli.py", "trainer/plan.py", "trainer/export.py",
-    "trainer/report.py", "trainer/generate.py", "trainer/evaluate.py", "trainer/harness.py", "trainer/push.py",
-    "trainer/notebook.py", "trainer/from_trl.py", "trainer/translate/__main__.py", "trainer/tiny/build.py",
+    "trainer/__init__.py", "trainer/__main__.py", "trainer/api.py", "trainer/cli.py", "trainer/plan.py",
+    "trainer/dry_run.py", "trainer/export.py", "trainer/report.py", "trainer/generate.py", "trainer/evaluate.py",
+    "trainer/harness.py", "trainer/push.py", "trainer/notebook.py", "trainer/from_trl.py",
+    "trainer/translate/__main__.py", "trainer/tiny/build.py",
 )  # fmt: skip
 
 # Goals.

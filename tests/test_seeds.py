@@ -9,9 +9,11 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
 from data.rows.pairs import load_pairs
 from data.rows.prompts import load_prompts
@@ -19,6 +21,7 @@ from data.rows.stepwise import load_steps
 from data.rows.targets import load_targets
 from data.rows.transforms import BUILT_IN
 from data.rows.unpaired import load_labelled
+from rollout.model_folder import TINY
 from rollout.rewards.__main__ import main as check
 from tests.data.conftest import make_tokenizer
 from tests.entry import metrics
@@ -428,3 +431,34 @@ def test_fields_that_yaml_names(seeds, snippets):
     data = write_rows(snippets / "steps.jsonl", {"prompt": "q", "completions": ["a"], "labels": [True]})
     (steps,) = load_steps([data], tokenizer, data_format="stepwise_supervised")
     assert steps.labels[-1] == 1
+
+
+@pytest.mark.slow
+def test_the_trl_script_runs_with_other_import_constructor_and_save_lines(seeds, snippets):
+    """The script with model and data of this machine, where flash-attn, torchao and wandb are not installed."""
+    found = {lines[0]: lines for text in seeds for _, lines in blocks(text, "python")}
+    script = [*found["from trl import GRPOConfig"], *found["import torch"]]
+    changed = {
+        "from trl import GRPOConfig": "from trainer import train",
+        "from trl import GRPOTrainer": "",
+        "training_args = GRPOConfig(": "training_args = dict(",
+        "trainer = GRPOTrainer(": 'trainer = train("grpo",',
+        "trainer.train()": "",
+        'trainer.save_model("final_model")': 'trainer.save("final_model")',
+        'model_name = "Qwen/Qwen2.5-1.5B-Instruct"': 'model_name = "model"',
+        **{line: "" for line in script if re.match("attn_implementation|optim=|report_to", line)},
+    }
+    assert changed.keys() <= set(script) and len(changed) == 10
+    shutil.copytree(TINY, "model")
+    config = json.loads(Path("model/config.json").read_text())
+    Path("model/config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
+    rows = [{"prompt": [{"role": "user", "content": f"{n}+1="}], "answer": str(n + 1)} for n in range(2)]
+    space = {"dataset": Dataset.from_list(rows), "extract_final_answer": str.strip}
+    for name in ("partial_format", "format", "correctness"):
+        exec(SNIPPETS[name], space)
+    exec("\n".join(changed.get(line, line) for line in script), space)
+    assert list(space["trainer"].metrics["step"]) == [1, 2] and Path("final_model/adapter_config.json").is_file()
+    # The document's export and inference.
+    space["trainer"].model.merge_and_unload().save_pretrained("production_model")
+    space["tokenizer"].save_pretrained("production_model")
+    exec("\n".join(found["from transformers import pipeline"]), space | {"SYSTEM_PROMPT": "Add."})

@@ -1,6 +1,10 @@
 """Composes losses, rollout, kernels and data into training runs.
 
-A run from Python, in one process, with no flags and no environment variables:
+A run from Python (docs/python.md), and the same with a typed Config:
+
+    from trainer import train
+
+    run = train("grpo", model="builtin:tiny", data="task:addition", reward_funcs=["exact_match", short], max_steps=10)
 
     from rollout.rewards.options import RewardConfig
     from trainer.config.blocks import ModelConfig, PromptConfig, RunConfig
@@ -21,6 +25,23 @@ run, as does `python -m trainer --resume runs/short` if each function can be imp
 module.function, or python:module.function if it cannot be (a lambda, a function of the script itself).
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import strop_names
 
+if TYPE_CHECKING:
+    from trainer.api import Run, train
+
+__all__ = ["Run", "train"]
 strop_names.take()
+
+
+def __getattr__(name: str) -> Any:
+    """Import train and Run when they are used: other modules of the package need neither."""
+    if name in __all__:
+        from trainer import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from data.command.flags import error_lines
 from data.errors import UserError
-from trainer.cli import parse
+from trainer.cli import DRY_RUN, parse
 from trainer.config.blocks import MethodConfig
 from trainer.config.errors import one_line
 from trainer.metrics.startup import keep_compiled_code, startup
@@ -37,7 +37,13 @@ def main(argv: list[str] | None = None) -> int:
     startup.begin()
     with end_on_sigterm() as stop:
         try:
-            module, cfg, _ = parse(sys.argv[1:] if argv is None else argv, starts_run=True)
+            argv = sys.argv[1:] if argv is None else argv
+            module, cfg, _ = parse(argv, starts_run=True)
+            if DRY_RUN in argv:
+                from trainer.dry_run import describe  # imports torch
+
+                describe(cfg)
+                return 0
             stop.grace_s = cfg.run.stop_grace_s
             return train(module, cfg, tell=lambda: not (debug or stop.signalled))
         except Stopped as stopped:

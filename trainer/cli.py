@@ -7,7 +7,7 @@
 
 Later layers win: dataclass default < tiny recipe (only if nothing names a model) < saved config of the run to resume <
 --config < flag. The method is read first, because it decides which flags exist. --dry-run prints the settings of the
-file and the flags as YAML for --config, and exits.
+file and the flags as YAML for --config; then, on stderr, the first row and a plan (trainer/dry_run.py), and exits.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from data.command.flags import (
     HELP,
     REPEATABLE,
     Flag,
+    FlagValue,
     Mistakes,
     Values,
     build,
@@ -128,9 +129,38 @@ def parse(argv: Sequence[str], *, starts_run: bool = False) -> tuple[ModuleType,
         values |= read_tree({"output_dir": str(resume.run_dir), "resume": resume.checkpoint}, table, "--resume")
     cfg = build(module.Config, values, table, prog, mistakes)
     if is_dry_run:
-        print(_as_yaml(cfg, values), end="")
-        raise SystemExit(0)
+        print(_as_yaml(cfg, values), end="", flush=True)
+        if not starts_run:  # otherwise trainer/__main__.py shows the first row and a plan
+            raise SystemExit(0)
     return module, cfg if "learning_rate" in values else with_default_rate(cfg), str(name)
+
+
+def parse_settings(
+    module: ModuleType, config: type[MethodConfig], name: str, layers: Sequence[tuple[Mapping[str, Any], str]],
+    objects: Mapping[str, Any],
+) -> MethodConfig:  # fmt: skip
+    """Return a Config of the method for settings from Python, with the checks and defaults of parse().
+
+    A layer is a mapping as in a YAML file, and its name in messages; later layers win. `objects`: values by key that
+    are not plain data, such as functions. lora_r is read as lora.r.
+    """
+    table = flag_table(config)
+    dotted = {key.replace(".", "_"): key for key in table if "." in key and key.replace(".", "_") not in table}
+    values: Values = {}
+    mistakes: list[str] = []
+    for tree, source in layers:
+        tree = {dotted.get(key, key): value for key, value in tree.items() if key != "method"}
+        read = read_tree(tree, with_old_flags(table), source, mistakes, methods_with)
+        values = _over(values, read, table, mistakes)
+    objects = {dotted.get(key, key): value for key, value in objects.items()}
+    read_tree(dict.fromkeys(objects, "object"), table, layers[-1][1], mistakes, methods_with)  # unknown keys
+    values = {key: given for key, given in values.items() if key not in objects}
+    if "model" not in (*values, *objects) and not mistakes:
+        recipe = _recipe_values(module, name, table, values | dict.fromkeys(objects, FlagValue(("",))))
+        values = _over({key: given for key, given in recipe.items() if key not in objects}, values, table, mistakes)
+    values |= read_tree({"method": name}, table, "method")
+    cfg = build(config, values, table, f"train({name!r})", mistakes, objects)
+    return cfg if "learning_rate" in values else with_default_rate(cfg)
 
 
 def _check_before_import(name: str, argv: Sequence[str], file_tree: Mapping[str, Any], *, files: bool) -> None:
@@ -366,7 +396,7 @@ def _as_yaml(cfg: MethodConfig, values: Values) -> str:
 def _recipe_values(module: ModuleType, name: str, table: dict[str, Flag], given: Values) -> Values:
     """Read the tiny model's recipe, in trainer/recipes/ or next to a custom module; a mode may have its own."""
     stem = name.rpartition(".")[2]
-    folder = RECIPES if name in method_names() else Path(str(module.__file__)).parent
+    folder = RECIPES if name in method_names() else Path(getattr(module, "__file__", "")).parent
     recipe = folder / f"{stem}_tiny.yaml"
     if "mode" in given:
         mode_recipe = folder / f"{stem}_{given['mode'].words[0]}_tiny.yaml"

@@ -85,13 +85,15 @@ def generate(cfg: GenerateConfig) -> None:
 class ChatModel:
     """A model with the prompt settings it was trained with."""
 
-    def __init__(self, cfg: GenerateConfig) -> None:
-        print(f"loading {cfg.source}", file=sys.stderr, flush=True)  # importing torch takes seconds
+    def __init__(self, cfg: GenerateConfig, loaded: tuple[Any, Any] | None = None) -> None:
+        """`loaded`: the model and tokenizer, if they are in memory."""
+        if loaded is None:
+            print(f"loading {cfg.source}", file=sys.stderr, flush=True)  # importing torch takes seconds
         from rollout.engines.load import load_model
         from rollout.engines.local import LocalEngine
 
         run = run_settings(cfg.source)
-        model, self.tokenizer = load_model(cfg.source, trust_remote_code=cfg.trust_remote_code)
+        model, self.tokenizer = loaded or load_model(cfg.source, trust_remote_code=cfg.trust_remote_code)
         set_special_tokens(self.tokenizer, {}, allow_in_text=bool(run.get("allow_special_tokens")))
         self.is_chat = bool(self.tokenizer.chat_template) and not cfg.plain and not trained_on_text(cfg.source)
         if cfg.system_prompt is not None and not self.is_chat:

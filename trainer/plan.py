@@ -43,6 +43,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from data.command.flags import parse_command, run_command
 from data.errors import UserError
 from data.hub import check_hub
+from data.user_code import PythonObject
 from rollout.model_folder import find_base, resolve_model
 from trainer.cli import load_method, method_names
 from trainer.config.checks import check_numbers
@@ -608,6 +609,8 @@ def meta_model(model: str, revision: str | None = None, *, trust_remote_code: bo
     """Build the model on the meta device."""
     from transformers import AutoConfig
 
+    if isinstance(model, PythonObject):
+        return build(model.value.config.get_text_config())
     path, revision = find_base(resolve_model(model), revision)
     if not Path(path).is_dir():
         check_hub("model", path)
@@ -705,7 +708,8 @@ def blocks_to_recompute(cfg: MethodConfig) -> int:
     from trainer.parallel.comm import all_max, is_main
     from trainer.parallel.watch import log
 
-    if cfg.model.gradient_checkpointing != "auto" or cfg.model.activation_offloading or device_here() == "cpu":
+    model = getattr(cfg, "model", None)  # a custom method may not have the block
+    if model is None or model.gradient_checkpointing != "auto" or model.activation_offloading or device_here() == "cpu":
         return 0
     try:
         num, line = recompute_choice(cfg)

@@ -354,6 +354,8 @@ def config_to_tree(block: Any) -> dict[str, Any]:
 def _saved(item: Any) -> Any:
     if isinstance(item, (enum.Enum, Path)):
         return item.name if isinstance(item, enum.Enum) else str(item)
+    if isinstance(item, str):
+        return str(item)  # a PythonObject is its name
     return import_name(item) if callable(item) else item  # a function passed from Python
 
 
@@ -376,9 +378,16 @@ def _text(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.Primit
     )
 
 
-def build(config: type, values: Values, table: Mapping[str, Flag], prog: str, mistakes: Sequence[str] = ()) -> Any:
-    """Return an instance of the Config class, or raise all mistakes, including those found before."""
-    missing = [flag for flag in table.values() if flag.required and flag.key not in values]
+def build(
+    config: type, values: Values, table: Mapping[str, Flag], prog: str, mistakes: Sequence[str] = (),
+    objects: Mapping[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    """Return an instance of the Config class, or raise all mistakes, including those found before.
+
+    `objects`: values by key that are not parsed, such as functions passed from Python.
+    """
+    objects = objects or {}
+    missing = [flag for flag in table.values() if flag.required and flag.key not in (*values, *objects)]
     if missing and not mistakes:
         names = " and ".join(flag.key.upper() if flag.is_positional else flag.name for flag in missing)
         mistakes = [f"{names}: required; {prog} --help lists all flags"]
@@ -388,7 +397,7 @@ def build(config: type, values: Values, table: Mapping[str, Flag], prog: str, mi
         wrong = [_explain(given, table[key]) for key, given in values.items() if not _is_valid(table[key], given)]
         _report([*mistakes, *wrong] or [f"{prog}: tyro rejects {' '.join(words)}"])
     try:
-        return _check(config, parsed)
+        return _check(config, parsed, objects)
     except UserError as error:
         raise Mistakes([_with_file(line, values) for line in error_lines(error)]) from None
 
@@ -468,14 +477,18 @@ def _only(config: type, keys: Container[str]) -> type:
     return dataclasses.make_dataclass(config.__name__, fields)
 
 
-def _check(config: type, parsed: Any) -> Any:
-    """Construct the blocks and the Config from what tyro parsed and defaults; each checks its fields."""
+def _check(config: type, parsed: Any, objects: Mapping[str, Any]) -> Any:
+    """Construct the blocks and the Config from what tyro parsed, objects and defaults; each checks its fields."""
     fields: dict[str, Any] = {}
     mistakes: list[str] = []
-    for field, _, block, _ in config_fields(config):
+    for field, _, block, prefix in config_fields(config):
         value, default = getattr(parsed, field.name, dataclasses.MISSING), default_of(field)
-        if block is not None and (value is not dataclasses.MISSING or default is dataclasses.MISSING):
-            values = {} if value is dataclasses.MISSING else vars(value)
+        names = [field.name] if block is None else [x.name for x in dataclasses.fields(block)]
+        given = {name: objects[prefix + name] for name in names if prefix + name in objects}
+        if block is None:
+            value = given.get(field.name, value)
+        elif given or value is not dataclasses.MISSING or default is dataclasses.MISSING:
+            values = ({} if value is dataclasses.MISSING else vars(value)) | given
             try:
                 value = block(**values) if default is dataclasses.MISSING else dataclasses.replace(default, **values)
             except ValueError as error:  # from a check in __post_init__, including a custom Config's

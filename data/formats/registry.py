@@ -40,7 +40,7 @@ from data.formats.fields import (
 from data.hints import other_methods, suggest
 from data.sources import DataSpec, Row, load_rows, parse_spec
 from data.types import Messages
-from data.user_code import attribute_of, describe_error, load_module
+from data.user_code import describe_error, find_callable
 
 Format = Callable[[Columns], Columns]
 # Settings of datasets.map that a transform may return. NO_EFFECT settings only change its speed and are ignored.
@@ -304,10 +304,7 @@ def _with_entry_options(spec: DataSpec, name: str, formats: Mapping[str, Format]
 
 def load_transform(name: str, then: Format, tokenizer: Any, cfg: object, dataset_idx: int) -> Format | Batched:
     """Load a user's transform by dotted name: module.factory(cfg) -> fn, or (fn, {"remove_columns": [...]})."""
-    module, _, attribute = name.rpartition(".")
-    factory = attribute_of(load_module(module, f"data_format={name}"), attribute, f"data_format={name}")
-    if not callable(factory):
-        raise UserError(f"data_format={name}: must be a function of the config, not {type(factory).__name__}")
+    factory = find_callable(name, f"data_format={name}")[1]
     try:
         result = factory(cfg, dataset_idx=dataset_idx) if _takes(factory, "dataset_idx") else factory(cfg)
     except Exception as error:  # the user's code may raise anything

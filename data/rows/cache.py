@@ -69,6 +69,8 @@ def cache_key(load: Callable[..., Any], specs: Sequence[str], tokenizer: Any, op
 
 def _content(spec: DataSpec) -> tuple[str, int] | None:
     """Return a hash of the rows' source and its size in bytes; None if its rows may change without notice."""
+    if spec.rows is not None:
+        return None
     if spec.path.startswith("task:"):
         return "", 0  # determined by the spec and _code()
     if is_hub(spec.path):

@@ -252,7 +252,7 @@ class Rewards:
         if self._pool is not None:
             self._pool.close()
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(_end, self._loop)
             self._loop = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -396,7 +396,7 @@ class Rewards:
         return self._start(_awaited(returned)).result() if inspect.isawaitable(returned) else returned
 
     async def _run_async(self, function: RewardFunction, scoring: Scoring, log: CallLog) -> Any:
-        return await self._call(function, scoring, log, 0, None)
+        return await _awaited(self._call(function, scoring, log, 0, None))
 
     def _start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Run the coroutine on an event loop that lives as long as this object, so clients can keep connections."""
@@ -429,7 +429,16 @@ class Scoring:
 
 
 async def _awaited(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
+    try:
+        return await awaitable
+    except (KeyboardInterrupt, SystemExit) as error:  # would end the loop, and the caller would wait forever
+        raise RuntimeError(f"{type(error).__name__} in an async function") from error
+
+
+def _end(loop: asyncio.AbstractEventLoop) -> None:
+    for task in asyncio.all_tasks(loop):  # left over after Ctrl-C
+        task.cancel()
+    loop.call_soon(loop.stop)
 
 
 def _total(values: list[float | None], weights: list[float]) -> float | None:

@@ -223,7 +223,7 @@ def test_bad_flags(fork):
         (["--gamma", "x"], "--gamma=x: expected a number"),
         (["--max-steps", "1.5"], "--max-steps=1.5: expected a whole number or None"),
         (["--dtype", "f16"], "--dtype=f16: must be one of auto, float32, bfloat16"),
-        (["--report-to", "none", "x"], "--report-to=x: must be one of tensorboard, wandb, none"),
+        (["--report-to", "none", "x"], "--report-to=x: must be one of tensorboard, wandb, trackio, none"),
         (["--packing", "maybe"], "--packing=maybe: expected true or false"),
         (["--chat-template-kwargs", "[1]"], "--chat-template-kwargs=[1]: expected a JSON object"),
         (["--no-packing", "x"], "--no-packing: takes no value; remove x"),

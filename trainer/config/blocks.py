@@ -21,7 +21,7 @@ from data.command.flags import Common
 from data.errors import UserError
 from data.formats.template_settings import JsonObject
 from rollout.servers.options import SyncConfig, VllmConfig
-from trainer.config.checks import check_numbers, reject_unused
+from trainer.config.checks import check_number, check_numbers, reject_unused
 from trainer.parallel.ranks import TIMEOUT_S, world_size
 
 T = TypeVar("T")
@@ -402,6 +402,14 @@ class OptimConfig:
         "Optimizer. adamw_8bit: both moments in 8 bits, a quarter of the memory (needs torchao). muon: torch's Muon "
         "for the matrices of the blocks, scaled to AdamW's learning rate, and AdamW for all other weights."
     )
+    loraplus_lr_ratio: float | None = None
+    """LoRA+ (arXiv:2402.12354): learning rate of the adapters' B matrices divided by that of A; 16 is typical."""
+    param_groups: JsonObject = dataclasses.field(default_factory=dict)
+    (
+        "Learning rate and weight decay of some parameters: a JSON object (a mapping in YAML) of regular expressions "
+        "that are searched in names; the first match counts. "
+        '\'{"embed_tokens": {"learning_rate": 1e-5, "weight_decay": 0}}\', for example.'
+    )
     max_grad_norm: float = 1.0
     """Clip the gradient to this global norm. 0: no clipping."""
     nan_policy: Literal["stop", "skip"] = "stop"
@@ -413,7 +421,7 @@ class OptimConfig:
         check_numbers(
             self,
             {
-                "above 0 and finite": "learning_rate",
+                "above 0 and finite": "learning_rate loraplus_lr_ratio",
                 "between 0 and 1": "warmup_ratio min_lr_ratio",
                 "above 0 and at most 1": "decay_ratio",
                 "0 or more": "warmup_steps",
@@ -424,6 +432,19 @@ class OptimConfig:
             },
         )
         self._check_schedule()
+        for pattern, options in self.param_groups.items():
+            check_regex("param_groups", pattern)
+            if not isinstance(options, dict) or not options or options.keys() - {"learning_rate", "weight_decay"}:
+                raise UserError(f"param_groups={pattern}: needs learning_rate, weight_decay or both, not {options}")
+            for name, value in options.items():
+                try:
+                    number = float(value)  # YAML reads 1e-5 as text
+                except (TypeError, ValueError):
+                    raise UserError(f"param_groups={pattern}: {name}={value} is not a number") from None
+                rule = "above 0 and finite" if name == "learning_rate" else "0 or above"
+                check_number(f"param_groups={pattern}: {name}", number, rule)
+        if self.optim == "muon" and (self.param_groups or self.loraplus_lr_ratio):
+            raise UserError("optim=muon: not supported with param_groups and loraplus_lr_ratio; use --optim adamw")
         if self.nan_policy == "stop":
             reject_unused(self, "with nan_policy=stop; set --nan-policy skip", ("nan_skip_limit",))
 
@@ -498,7 +519,17 @@ class RunConfig:
     """Save and stop if loss/total exceeds this for loss_watchdog_patience consecutive steps. None: never."""
     loss_watchdog_patience: int = 3
     """Consecutive steps with a loss above loss_watchdog_threshold that stop the run."""
-    report_to: Common[tuple[Literal["tensorboard", "wandb", "none"], ...]] = ("none",)
+    callbacks: tuple[str, ...] = ()
+    """Classes or objects to call during the run (docs/python.md): my_module.MyCallback or FILE.py:MyCallback."""
+    metric_for_best_model: str | None = None
+    """Metric of the evaluation that decides which weights are best, such as eval/reward/mean."""
+    greater_is_better: bool | None = None
+    """Whether a higher metric_for_best_model is better. None: unless its name contains loss, nll or cfm."""
+    load_best_model_at_end: bool = False
+    """Export the weights of the best evaluation instead of the last; keeps a copy of the trained weights in memory."""
+    early_stopping_patience: int | None = None
+    """Stop after this many evaluations in a row without a better metric_for_best_model. None: never."""
+    report_to: Common[tuple[Literal["tensorboard", "wandb", "trackio", "none"], ...]] = ("none",)
     """Services to send metrics to, in addition to metrics.jsonl and report.html."""
 
     def __post_init__(self) -> None:
@@ -506,7 +537,7 @@ class RunConfig:
             self,
             {
                 "1 or more": "per_device_train_batch_size gradient_accumulation_steps max_tokens_per_micro_batch "
-                "save_total_limit logging_steps max_steps loss_watchdog_patience",
+                "save_total_limit logging_steps max_steps loss_watchdog_patience early_stopping_patience",
                 "0 (off) or more": "save_steps eval_steps saves_per_epoch evals_per_epoch",
                 "0 or above": "stop_grace_s",
                 "above 0 and finite": "num_train_epochs",
@@ -526,6 +557,20 @@ class RunConfig:
         elif math.isnan(self.loss_watchdog_threshold):
             raise UserError("loss_watchdog_threshold=nan: must be a number")
 
+        if self.metric_for_best_model is None:
+            names = ("greater_is_better", "load_best_model_at_end", "early_stopping_patience")
+            reject_unused(self, "without a metric; set --metric-for-best-model", names)
+        elif not self.load_best_model_at_end and self.early_stopping_patience is None:
+            raise UserError(f"metric_for_best_model={self.metric_for_best_model}: has no effect alone; add "
+                            "--load-best-model-at-end or --early-stopping-patience")  # fmt: skip
+
+    @property
+    def is_greater_better(self) -> bool:
+        """Whether a higher metric_for_best_model is better."""
+        if self.greater_is_better is not None:
+            return self.greater_is_better
+        return not re.search("loss|nll|cfm", str(self.metric_for_best_model))
+
     @property
     def sequences_per_step(self) -> int:
         """Sequences per optimizer step, over all ranks."""
@@ -544,7 +589,7 @@ def steps_per_epoch(rows_per_epoch: int, rows_per_step: int, steps_per_batch: in
 def check_evaluation(data: DataConfig, run: RunConfig) -> None:
     """Reject evaluation intervals without held-out rows."""
     if not data.holds_out:
-        reject_unused(run, NO_HELD_OUT, ("eval_steps",))
+        reject_unused(run, NO_HELD_OUT, ("eval_steps", "metric_for_best_model"))
         if run.evals_per_epoch:
             reject_unused(run, NO_HELD_OUT, ("evals_per_epoch",))
 

@@ -1,4 +1,4 @@
-"""Console output: a live display on a terminal, one live line in a notebook, a line per logged step elsewhere."""
+"""Console output: a live display on a terminal, one live figure in a notebook, a line per logged step elsewhere."""
 
 from __future__ import annotations
 
@@ -76,9 +76,8 @@ class Console:
         self._sample_at = -float("inf")
         self._rich: Any = None
         self._live: Any = None
-        # Jupyter's stream is not a terminal, but "\r" returns to the start of its line.
-        self._overwrites = type(self._stream).__module__.partition(".")[0] == "ipykernel"
-        self._open_line = 0  # characters of an unfinished line
+        self.is_notebook = type(self._stream).__module__.startswith("ipykernel.")
+        self.figure: Any = None  # LiveFigure in a notebook; its module imports this one
 
     def start(self) -> None:
         """Show the title and, on a terminal, the live display; start the clock for the time left."""
@@ -101,8 +100,11 @@ class Console:
             self._step_ends.append((step, time.monotonic()))
             self._headline_name = self._headline_name or next((name for _, name in NUMBERS if name in values), "")
             self._headline += [values[self._headline_name]] if self._headline_name in values else []
-            if self._live is None and (step % self.logging_steps == 0 or step == self.total_steps):
-                self._print(self._step_line(), ends=not self._overwrites)
+            if self.figure is not None:
+                shown = [name for label, name in NUMBERS if name in values and label not in self._hidden()]
+                self.figure.add(step, {name: values[name] for name in shown}, self._step_line())
+            elif self._live is None and (step % self.logging_steps == 0 or step == self.total_steps):
+                self._print(self._step_line())
         elif step == self._start_step:
             self._step_ends.clear()  # the pace excludes the evaluation before the first step
             self._step_ends.append((step, time.monotonic()))
@@ -138,9 +140,9 @@ class Console:
             self._sample = None
             self._live.stop()
             self._live = None
-        if self._open_line:
-            print(file=self._stream, flush=True)
-            self._open_line = 0
+        if self.figure is not None:
+            self.figure.draw()
+            self.figure = None
 
     def _start_live(self) -> None:
         import rich.console
@@ -153,12 +155,9 @@ class Console:
         self._live = rich.live.Live(get_renderable=self._render, console=self._rich, refresh_per_second=4)
         self._live.start()
 
-    def _print(self, text: str, style: str = "", *, ends: bool = True) -> None:
-        """Print a line; the next one overwrites it if not `ends`."""
+    def _print(self, text: str, style: str = "") -> None:
         if self._rich is None:
-            overwritten, self._open_line = self._open_line, 0 if ends else len(text)
-            line = ("\r" if overwritten else "") + text.ljust(overwritten)
-            print(line, end="\n" if ends else "", file=self._stream, flush=True)
+            print(text, file=self._stream, flush=True)
         else:
             from rich.text import Text
 
@@ -172,11 +171,13 @@ class Console:
             parts.append(f"left {duration(left)}")
         return "  ".join(parts)
 
+    def _hidden(self) -> set[str]:
+        return {label for label, better in REPLACED_BY.items() if any(name in self._latest for name in better)}
+
     def _shown_numbers(self) -> list[tuple[str, str]]:
         """Return (label, value) pairs of the last step; for a step without signal, the reason replaces its zeros."""
         values, reason = self._latest, nothing_to_learn(self._latest)
-        hidden = {label for label, better in REPLACED_BY.items() if any(name in values for name in better)}
-        hidden |= {"entropy", "grad norm", "tokens/s"} if reason else set()
+        hidden = self._hidden() | ({"entropy", "grad norm", "tokens/s"} if reason else set())
         shown = [
             (label, shown_value(values, name)) for label, name in NUMBERS if name in values and label not in hidden
         ]

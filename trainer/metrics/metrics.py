@@ -328,6 +328,9 @@ def truncate_after(path: Path, step: int) -> None:
         os.close(folder)
 
 
+SINKS = ("tensorboard", "wandb", "trackio")  # extras of the same names
+
+
 class Sink(Protocol):
     """A service that receives the metrics."""
 
@@ -381,11 +384,27 @@ class WandbSink:
         self._run.finish()
 
 
+class TrackioSink:
+    """A trackio run with the name of the run folder, or a new name if that is taken; a resume continues it."""
+
+    def __init__(self, run_dir: Path, config: Mapping[str, Any], start_step: int) -> None:
+        import trackio
+
+        project, resume = os.environ.get("TRACKIO_PROJECT", "strop"), "allow" if start_step else "never"
+        self._run = trackio.init(project=project, name=run_dir.name, resume=resume, config=dict(config))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
 def check_sinks(report_to: Iterable[str]) -> None:
     """Raise for an unknown service or a missing package, before a run folder is created."""
     for name in set(report_to) - {"none"}:
-        if name not in ("tensorboard", "wandb"):
-            raise UserError(f"report_to={name}: unknown service; use tensorboard, wandb or none")
+        if name not in SINKS:
+            raise UserError(f"report_to={name}: unknown service; use {', '.join(SINKS)} or none")
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # a folder wandb/ from earlier runs has no origin
             raise UserError(f"report_to={name}: not installed; pip install {name}, or use --report-to none")
@@ -396,7 +415,8 @@ def open_sinks(
 ) -> list[Sink]:
     """Open the sinks named by --report-to, which check_sinks has checked."""
     tensorboard = [TensorboardSink(run_dir, start_step)] if "tensorboard" in report_to else []
-    return tensorboard + ([WandbSink(run_dir, config)] if "wandb" in report_to else [])
+    wandb = [WandbSink(run_dir, config)] if "wandb" in report_to else []
+    return [*tensorboard, *wandb, *([TrackioSink(run_dir, config, start_step)] if "trackio" in report_to else [])]
 
 
 class Timer:

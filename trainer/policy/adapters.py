@@ -122,6 +122,29 @@ def continue_adapter(model: nn.Module, adapter: str, lora: LoraConfig) -> Any:
     return attach_adapter(model, adapter, is_trainable=True)
 
 
+def continue_object(model: Any, lora: LoraConfig, *, with_reference: bool) -> str | None:
+    """Continue the adapter of a peft model from Python; return the name of a frozen copy of it `with_reference`."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    known = model.peft_config.get(ADAPTER)
+    if known is None or known.peft_type.value != "LORA" or known.r != lora.r:
+        raise UserError(
+            f"model: the peft model needs a LoRA adapter named {ADAPTER!r} of rank lora.r={lora.r}; it has "
+            f"{', '.join(f'{name} ({kind.peft_type.value})' for name, kind in model.peft_config.items())}"
+        )
+    model.set_adapter(ADAPTER)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    if not with_reference:
+        return None
+    model.add_adapter("reference", known)
+    weights = get_peft_model_state_dict(model, adapter_name=ADAPTER)
+    set_peft_model_state_dict(model, {name: x.clone() for name, x in weights.items()}, adapter_name="reference")
+    model.set_adapter(ADAPTER)
+    return "reference"
+
+
 def freeze_except(model: nn.Module, patterns: Sequence[str]) -> None:
     """Freeze the parameters whose names match no pattern from their start; without patterns, change nothing."""
     if not patterns:

@@ -120,8 +120,13 @@ class RouterLoss:
         self.top_k = config.num_experts_per_tok
         self.counting = False
         self._reset()
-        self.lm.base_model.register_forward_pre_hook(self._ask, with_kwargs=True)
-        self.lm.base_model.register_forward_hook(self._add, with_kwargs=True)
+        body = self.lm.base_model
+        self.hooks = (body.register_forward_pre_hook(self._ask, with_kwargs=True),
+                      body.register_forward_hook(self._add, with_kwargs=True))  # fmt: skip
+
+    def close(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
 
     def _reset(self) -> None:
         self.masks: dict[int, Tensor] = {}  # address of a micro-batch's ids -> (R * T,) bool, True at tokens

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from data.chat import stop_ids
 from data.errors import UserError
 from data.packing import Batch, Item
+from data.user_code import PythonObject
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.metrics.startup import startup
 from trainer.policy.adapters import attach_adapter, freeze_except, wrap
@@ -85,6 +86,8 @@ def load_scorer(
         raise UserError(
             "load_in_4bit=True: a reward model is exported merged, which needs the full base; remove --load-in-4bit"
         )
+    if isinstance(cfg.model, PythonObject):
+        raise UserError(f"model={cfg.model}: a scoring head is added to files; pass the model's folder or hub id")
     compute_dtype = pick_dtype(cfg.dtype, device)
     path, base, adapter, revision = find_model(cfg.model, cfg.revision)
     cfg = replace(cfg, revision=revision)

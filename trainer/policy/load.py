@@ -23,6 +23,7 @@ adapters to it, initialised from the same random numbers as for a loaded paramet
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import json
@@ -41,6 +42,7 @@ from data.chat import set_chat_template, set_special_tokens
 from data.errors import UserError
 from data.formats.template_settings import check_kwargs
 from data.hub import check_hub
+from data.user_code import PYTHON, PythonObject
 from kernels.attention import share_graphs
 from kernels.fp8 import Linear8, has_tensor_cores
 from kernels.fp8 import fits as fits_fp8
@@ -67,7 +69,14 @@ from trainer.metrics.startup import startup
 from trainer.parallel.comm import context_size, is_main, world_size
 from trainer.parallel.dtensor import local, local_slices
 from trainer.parallel.watch import log
-from trainer.policy.adapters import add_adapter, attach_adapter, continue_adapter, freeze_except, read_by_kernels
+from trainer.policy.adapters import (
+    add_adapter,
+    attach_adapter,
+    continue_adapter,
+    continue_object,
+    freeze_except,
+    read_by_kernels,
+)
 from trainer.policy.attention import choose_attention, load_name
 from trainer.policy.experts import use_grouped_matmuls
 from trainer.policy.fuse import fuse, unfuse
@@ -101,7 +110,8 @@ def load_policy(
     base_dtype = trained_dtype(cfg, compute_dtype) if trains_base else compute_dtype
     tokenizer = load_tokenizer(path, cfg)
     # Quantising, merging, DoRA magnitudes and copied modules need the weights now.
-    needs_all = cfg.load_in_4bit or cfg.fp8_base or (adapter and trains_base) or not lora.plain
+    is_object = isinstance(cfg.model, PythonObject)
+    needs_all = is_object or cfg.load_in_4bit or cfg.fp8_base or (adapter and trains_base) or not lora.plain
     later = world_size() > 1 and not load_now and not needs_all
     model, files = load_hollow(base, cfg, base_dtype, device) if later else (None, None)
     if files is None:
@@ -113,7 +123,10 @@ def load_policy(
         model=model, tokenizer=tokenizer, source=base, revision=revision, device=device, compute_dtype=compute_dtype,
         files=files,
     )  # fmt: skip
-    if adapter and trains_base:
+    if isinstance(cfg.model, PythonObject) and hasattr(cfg.model.value, "peft_config"):
+        policy.model = cfg.model.value
+        policy.reference_adapter = continue_object(policy.model, lora, with_reference=with_reference)
+    elif adapter and trains_base:
         # peft freezes the base when it attaches the adapter, and leaves it frozen.
         policy.model = attach_adapter(model, adapter).merge_and_unload().requires_grad_(True)
     elif adapter:
@@ -126,7 +139,7 @@ def load_policy(
     freeze_except(policy.model, cfg.trained_parameters)
     if with_reference and trains_base:
         if files is None:
-            policy.reference = load_causal_lm(base, cfg, compute_dtype, device)
+            policy.reference = load_causal_lm(base, cfg, compute_dtype, device, is_copy=True)
         else:
             policy.reference, _ = load_hollow(base, cfg, compute_dtype, device)
         if adapter:
@@ -161,6 +174,9 @@ def import_libraries(lora: LoraConfig) -> None:
 
 def find_model(name: str, revision: str | None = None) -> tuple[str, str, str | None, str | None]:
     """Return the model's folder or hub id, that of its base weights, its adapter folder, and the base's revision."""
+    if isinstance(name, PythonObject):
+        base = name.removeprefix(f"{PYTHON}:")
+        return base, base, None, revision
     path = resolve_model(name)
     base, revision = find_base(path, revision)
     return path, base, None if base == path else path, revision
@@ -244,6 +260,8 @@ def load_tokenizer(path: str, cfg: ModelConfig) -> Any:
 
     revision = cfg.revision
     label = f"model={cfg.model}" if revision is None else f"model={cfg.model} (revision={revision})"
+    if isinstance(cfg.tokenizer, PythonObject):
+        return finish_tokenizer(copy.deepcopy(cfg.tokenizer.value), cfg)  # its template and tokens may change
     if cfg.tokenizer is not None:
         path, label, revision = find_tokenizer(cfg.tokenizer), f"tokenizer={cfg.tokenizer}", None
     elif not Path(path).is_dir():
@@ -251,7 +269,12 @@ def load_tokenizer(path: str, cfg: ModelConfig) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=cfg.trust_remote_code)
     except Exception as error:  # the tokenizers library raises a bare Exception for a damaged file
-        raise UserError(f"{label}: the tokenizer could not be loaded: {load_error(error, path)}") from None
+        also = "; pass tokenizer=" if isinstance(cfg.model, PythonObject) else ""
+        raise UserError(f"{label}: the tokenizer could not be loaded: {load_error(error, path)}{also}") from None
+    return finish_tokenizer(tokenizer, cfg)
+
+
+def finish_tokenizer(tokenizer: Any, cfg: ModelConfig) -> Any:
     set_special_tokens(tokenizer, cfg.special_tokens, cfg.eot_tokens, allow_in_text=cfg.allow_special_tokens)
     set_chat_template(tokenizer, cfg.chat_template)
     check_kwargs(tokenizer, cfg.chat_template_kwargs)
@@ -269,9 +292,15 @@ def check_tokenizer(cfg: ModelConfig, tokenizer: Any, lm: Any) -> None:
 
 
 def load_causal_lm(
-    path: str, cfg: ModelConfig, dtype: torch.dtype, device: torch.device, *, on_meta: bool = False
-) -> nn.Module:
-    """Load the model in main memory, or on the meta device, with the attention that `device` will use."""
+    path: str, cfg: ModelConfig, dtype: torch.dtype, device: torch.device, *, on_meta: bool = False,
+    is_copy: bool = False,
+) -> nn.Module:  # fmt: skip
+    """Load the model in main memory, or on the meta device, with the attention that `device` will use.
+
+    A model object from Python is not loaded but changed in place, unless `is_copy`.
+    """
+    if isinstance(cfg.model, PythonObject):
+        return adopt(cfg.model.value, cfg, dtype, device, is_copy=is_copy)
     options = {"device_map": "meta"} if on_meta else {}
     model, mismatched = load_model("AutoModelForCausalLM", path, cfg, dtype, device, **options)
     reject_mismatched(cfg, mismatched)
@@ -314,15 +343,56 @@ def load_model(
         raise UserError(f"model={cfg.model}: could not be loaded: {load_error(error, path)}") from None
     if dequantised:
         finish_dequantised(model, dtype)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
+    prepare_modules(model, cfg, device)
+    return model, sorted(info["missing_keys"]) + sorted(name for name, *_ in info["mismatched_keys"])
+
+
+def prepare_modules(model: Any, cfg: ModelConfig, device: torch.device) -> None:
+    """Turn dropout off, and choose the attention and the experts' matmuls."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and "lora_dropout" not in name:
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
     choose_attention(model, cfg.attn_implementation, device)
     if expert_blocks(model):
         use_grouped_matmuls()
-    return model, sorted(info["missing_keys"]) + sorted(name for name, *_ in info["mismatched_keys"])
+
+
+@torch.no_grad()
+def adopt(given: Any, cfg: ModelConfig, dtype: torch.dtype, device: torch.device, *, is_copy: bool) -> nn.Module:
+    """Prepare a model object from Python as load_model() prepares a loaded model; the object itself is trained."""
+    lm = given.get_base_model() if hasattr(given, "peft_config") else given
+    if not hasattr(lm, "get_output_embeddings") or lm.get_output_embeddings() is None:
+        raise UserError(f"model={cfg.model}: {type(lm).__name__} is not a causal language model of transformers")
+    reject_quantised(cfg.model, lm.config.to_dict())
+    if len(devices := {str(place) for place in getattr(lm, "hf_device_map", {}).values()}) > 1:
+        raise UserError(f"model={cfg.model}: split over {', '.join(sorted(devices))} by device_map; load it without")
+    if kind := carried_state(lm.config, type(lm)):
+        reject_context(cfg.model, f"{kind} layers of model_type={lm.config.model_type} carry state between tokens")
+    lm = copy.deepcopy(lm) if is_copy else lm
+    for parameter in lm.parameters():  # not .to(dtype), which would round the buffers (rotary frequencies)
+        is_trained = parameter.requires_grad and lm is not given and not is_copy  # an adapter, always float32
+        parameter.data = parameter.data.to(torch.float32 if is_trained else dtype)
+    if lm is given:
+        lm.requires_grad_(True)
+    lm.set_attn_implementation(load_name(cfg.attn_implementation, device, has_sdpa=getattr(lm, "_supports_sdpa", True)))
+    prepare_modules(lm, cfg, device)
+    return lm
+
+
+def release(policy: Policy) -> None:
+    """Undo what speeds up training, so that the model is an ordinary transformers or peft model again."""
+    lm = causal_lm(policy.model)
+    unfuse(lm)
+    for block in blocks_of(lm, policy.source) if policy.is_compiled else ():
+        vars(block).pop("forward", None)
+    lm.gradient_checkpointing_disable()
+    if policy.reference_adapter is not None:
+        policy.model.delete_adapter(policy.reference_adapter)
+    policy.reference, policy.reference_adapter = None, None
+    policy.companions.clear()
+    policy.model.eval()
 
 
 def reject_mismatched(cfg: ModelConfig, names: list[str]) -> None:

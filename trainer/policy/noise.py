@@ -9,6 +9,7 @@ generator, whose state is in checkpoints; like dropout it depends on how rows ar
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from trainer.parallel.comm import context_size
 from trainer.policy.logps import Policy, causal_lm
 
 
-def add_noise(policy: Policy, alpha: float) -> None:
-    """Add a hook to the model's embedding."""
+def add_noise(policy: Policy, alpha: float) -> ExitStack:
+    """Add a hook to the model's embedding; closing the result removes it."""
     if context_size() > 1:
         raise UserError(
             f"neftune_noise_alpha={alpha:g} is not supported with parallel.context={context_size()}; remove one of the "
@@ -36,7 +37,9 @@ def add_noise(policy: Policy, alpha: float) -> None:
         noise = torch.rand(embedded.shape, device=embedded.device) * 2 - 1  # (R, T, D)
         return embedded + (noise * scale.unsqueeze(-1)).to(embedded.dtype)
 
-    causal_lm(policy.model).get_input_embeddings().register_forward_hook(with_noise)
+    stack = ExitStack()
+    stack.callback(causal_lm(policy.model).get_input_embeddings().register_forward_hook(with_noise).remove)
+    return stack
 
 
 def sequence_lengths(positions: Tensor) -> Tensor:  # (R, T) -> (R, T) float32

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -46,14 +47,16 @@ NO_WARMUP = 10_000  # steps until inverse_sqrt falls to sqrt(1/2) without a warm
 
 def build_optimizer(model: nn.Module, cfg: OptimConfig, total_steps: int) -> tuple[Optimizer, LambdaLR]:
     trained = [p for p in model.parameters() if p.requires_grad]
-    # A scorer's head is not sharded, and torch's fused step takes either sharded or plain tensors.
-    kinds = dict.fromkeys((p.ndim >= 2, is_dtensor(p)) for p in sorted(trained, key=lambda p: p.ndim < 2))
+    rates = {id(p): group_rates(cfg, name, p.ndim >= 2) for name, p in model.named_parameters()}
+
+    def kind_of(p: nn.Parameter) -> tuple[bool, bool, float, float, bool]:
+        rate, decay = rates[id(p)]
+        # A scorer's head is not sharded, and torch's fused step takes either sharded or plain tensors.
+        return rate != cfg.learning_rate, p.ndim < 2, rate, decay, not is_dtensor(p)
+
     groups = [
-        {
-            "params": [p for p in trained if (p.ndim >= 2, is_dtensor(p)) == kind],
-            "weight_decay": cfg.weight_decay if kind[0] else 0.0,
-        }
-        for kind in kinds
+        {"params": [p for p in trained if kind_of(p) == kind], "lr": kind[2], "weight_decay": kind[3]}
+        for kind in sorted({kind_of(p) for p in trained})  # the first group's rate is logged
     ]
     if cfg.optim == "muon":
         optimizer = muon_and_adamw(model, groups, cfg)
@@ -65,6 +68,25 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig, total_steps: int) -> tup
         betas = (cfg.adam_beta1, cfg.adam_beta2)
         optimizer = AdamW(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.adam_epsilon, fused=fused)
     return optimizer, LambdaLR(optimizer, lr_factor(cfg, total_steps))
+
+
+def group_rates(cfg: OptimConfig, name: str, is_matrix: bool) -> tuple[float, float]:
+    """Return the learning rate and weight decay of a parameter."""
+    rate, decay = cfg.learning_rate, cfg.weight_decay if is_matrix else 0.0
+    if cfg.loraplus_lr_ratio is not None and re.search(r"\.lora_(embedding_)?B\.", name):
+        rate *= cfg.loraplus_lr_ratio
+    options = next((given for pattern, given in cfg.param_groups.items() if re.search(pattern, name)), {})
+    return float(options.get("learning_rate", rate)), float(options.get("weight_decay", decay))
+
+
+def check_groups(model: nn.Module, cfg: OptimConfig) -> None:
+    """Raise if a group of --param-groups or LoRA+ has no parameters."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for pattern in cfg.param_groups:
+        if not any(re.search(pattern, name) for name in names):
+            raise UserError(f"param_groups={pattern}: matches no trained parameter; names are such as {names[0]}")
+    if cfg.loraplus_lr_ratio is not None and not hasattr(model, "peft_config"):
+        raise UserError(f"loraplus_lr_ratio={cfg.loraplus_lr_ratio:g}: there are no adapters; set --lora.r")
 
 
 def lr_factor(cfg: OptimConfig, total_steps: int) -> Callable[[int], float]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from data.errors import UserError
+from data.user_code import PYTHON
 from rollout.engine import Engine
 from rollout.engines.local import LocalEngine
 from rollout.engines.vllm import VllmEngine, check_start
@@ -105,13 +106,13 @@ def start_servers(cfg: GroupConfig, policy: Policy, run: Run, local: LocalEngine
 
 
 def connected(cfg: GroupConfig, policy: Policy, run: Run, local: LocalEngine, longest: int) -> VllmEngine:
-    dtype = serving_dtype(cfg, policy)
+    dtype, tokenizer = serving_dtype(cfg, policy), cfg.model.tokenizer
     engine = VllmEngine(
         servers_for(cfg),
         cfg.sync,
         model=policy.source,
         revision=policy.revision,
-        tokenizer=None if cfg.model.tokenizer is None else find_tokenizer(cfg.model.tokenizer),
+        tokenizer=tokenizer and find_tokenizer(tokenizer.removeprefix(f"{PYTHON}:")),
         source=(SharedWeights if policy.is_sharded else PolicyWeights)(policy, getattr(torch, dtype)),
         local=AllRanksLogps(policy, local) if policy.is_sharded else local,
         device=policy.device,

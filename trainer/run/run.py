@@ -236,6 +236,10 @@ class Run:
         tree = self._config_tree()
         self._sinks = open_sinks(self.cfg.run.report_to, self.dir, tree, start_step=self.start_step)
         self._console = Console(self.total_steps, self.start_step, self._title, self.cfg.run.logging_steps, config=tree)
+        if self._console.is_notebook:
+            from trainer.metrics.figure import LiveFigure
+
+            self._console.figure = LiveFigure(self.total_steps)
         self._console.start()
         if text := far_off(self.cfg, sum(p.numel() for p in policy.model.parameters())):
             self.note(text)
@@ -335,9 +339,10 @@ class Run:
         self._closed_at_end.append(resource)
         return resource
 
-    def maybe_save(self, step: int, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> None:
+    def maybe_save(self, step: int, policy: Policy, optimizer: Optimizer, schedule: LambdaLR, state: State) -> bool:
         """Save if a multiple of save_steps was passed since the last save, and at the last step, so that a finished
-        run can be extended. A method with several steps per rollout calls this only between rollouts.
+        run can be extended. Return whether it saved. A method with several steps per rollout calls this only between
+        rollouts.
 
         After SIGTERM, or if the loss stays above loss_watchdog_threshold, always save and end the run. Raise if the
         previous save failed.
@@ -366,6 +371,7 @@ class Run:
                 self.save(step, policy, optimizer, schedule, state)
             self._saver.wait()
             raise stop.Stopped(f"stopped by SIGTERM after step {step}, saved; continue with --resume {self.dir}")
+        return bool(due or last)
 
     def _watch_loss(self, metrics: Mapping[str, float]) -> None:
         """Count consecutive steps with a loss above the threshold; a resume recounts them from metrics.jsonl."""

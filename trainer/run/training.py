@@ -16,6 +16,7 @@ A source supplies the batches: Rows (trainer/offline/rows.py) for fixed rows, on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -25,18 +26,20 @@ from data.loader import Loader
 from trainer.config.blocks import MethodConfig, MovingReferenceConfig, OptimConfig, steps_per_epoch
 from trainer.metrics.metrics import Counters, MetricSums, Timer
 from trainer.metrics.startup import startup
-from trainer.parallel.comm import all_count, pick_device, rank, world_size
+from trainer.parallel.comm import all_count, any_rank, pick_device, rank, world_size
 from trainer.policy.compile_choice import resolve_compile
 from trainer.policy.experts import RouterLoss
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy
 from trainer.policy.noise import add_noise
-from trainer.policy.optim import BadSteps, PendingStep, TrainedModule, build_optimizer, launch_step
+from trainer.policy.optim import BadSteps, PendingStep, TrainedModule, build_optimizer, check_groups, launch_step
 from trainer.policy.reference import MovingReference
 from trainer.policy.sharding import parallelize
+from trainer.run.callbacks import Best, Callback, load_callbacks
 from trainer.run.run import Run
 
 Evaluate = Callable[[], dict[str, float]]
+OPENED: ContextVar[list[Training] | None] = ContextVar("OPENED", default=None)  # read by train() in trainer/api.py
 
 
 class Source(Protocol):
@@ -106,18 +109,21 @@ class Training:
         moving: MovingReferenceConfig | None = None,
     ) -> None:
         self.run, self.policy, self.source, self.step = run, policy, source, 0
+        if (opened := OPENED.get()) is not None:
+            opened.append(self)
         self.evaluate = (evaluate or source.evaluate) if source.holds_out else None
         pairs = {name: x if isinstance(x, tuple) else (x, cfg.optim) for name, x in (modules or {}).items()}
         cfg = source.resolve([module.to(policy.device) for module, _ in pairs.values()])
         if cfg.model.neftune_noise_alpha is not None:
-            add_noise(policy, cfg.model.neftune_noise_alpha)
+            run.keep(add_noise(policy, cfg.model.neftune_noise_alpha))
         if cfg.model.router_aux_loss_coef is not None:
-            policy.router = RouterLoss(policy, cfg.model.router_aux_loss_coef)
+            policy.router = run.keep(RouterLoss(policy, cfg.model.router_aux_loss_coef))
         # The noise scale depends on the length of each sequence, and the router's loss is a mean over all tokens.
         policy.shares_prompts = cfg.model.neftune_noise_alpha is None and policy.router is None
         sizes = (source.loader.rows_per_epoch, source.rows_per_batch, source.steps_per_batch)
         self.total_steps, self.steps_per_epoch = cfg.run.total_steps(*sizes), steps_per_epoch(*sizes)
         self.cfg = run.cfg = resolve_compile(cfg, policy, self.total_steps)
+        check_groups(policy.model, cfg.optim)
         self.optimizer, self.schedule = build_optimizer(policy.model, cfg.optim, self.total_steps)
         self.modules = [
             TrainedModule(name, module, optim, self.total_steps, run.note) for name, (module, optim) in pairs.items()
@@ -131,6 +137,13 @@ class Training:
         if moving is not None and moving.sync_ref_model:  # --sync-ref-model
             self.moving = MovingReference(policy, moving.ref_model_mixup_alpha, moving.ref_model_sync_steps)
             self.state["reference"] = self.moving
+        self.callbacks: list[Callback] = load_callbacks(cfg.run.callbacks)
+        self.best: Best | None = None
+        if cfg.run.metric_for_best_model is not None:
+            self.best = Best(cfg.run, self)
+            self.callbacks.append(self.best)
+            self.state["best"] = self.best
+        self._stop = ""  # why a callback stops the run
         self._pending: PendingStep | None = None  # the last optimizer step
         # On one GPU the host reads during the next step whether this one was finite, unless more depends on it.
         self._defers = not self.modules and self.moving is None and world_size() == 1
@@ -140,11 +153,29 @@ class Training:
         self.begin()
         while self.step < self.total_steps:
             self.timer = Timer()
-            yield self.source.next()
+            batch = self.source.next()
+            if hasattr(self.source, "rollout"):
+                self._call("on_rollout", batch)
+            yield batch
             self.source.finish()
-            self.run.maybe_save(self.step, self.policy, self.optimizer, self.schedule, self.state)
+            if self.callbacks and any_rank(bool(self._stop)):
+                self.run.note(f"stopped after step {self.step}: {self._stop}")
+                self.total_steps = self.run.total_steps = self.step
+            if self.run.maybe_save(self.step, self.policy, self.optimizer, self.schedule, self.state):
+                self._call("on_save", self.run.dir / "checkpoints" / f"step-{self.step:08d}")
         self._wait()
+        if self.best is not None and self.best.keeps:
+            self.best.restore()
         self.run.finish(self.policy)
+        self._call("on_end")
+
+    def stop(self, why: str) -> None:
+        """End the run after the current batch, saved and exported as at its normal end."""
+        self._stop = why or "by a callback"
+
+    def _call(self, point: str, *values: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, point)(self, *values)
 
     def steps(self) -> Iterator[Any]:
         """Yield batches with one optimizer step each."""
@@ -154,7 +185,9 @@ class Training:
 
     def begin(self) -> None:
         """Create the run folder, or restore the checkpoint; evaluate the initial model as step 0."""
-        self.run.begin(self.total_steps, f"{self.run.method} {self.cfg.model.model}", self.steps_per_epoch)
+        self.run.begin(
+            self.total_steps, f"{self.run.method} {self.cfg.model.model.removeprefix('python:')}", self.steps_per_epoch
+        )
         self.source.start()
         self.step = self.run.restore(self.policy, self.optimizer, self.schedule, self.state)
         startup.lap("run folder and engine")
@@ -169,6 +202,7 @@ class Training:
         self.policy.model.eval()
         metrics = self.evaluate()
         self.policy.model.train()
+        self._call("on_eval", metrics)
         return metrics
 
     def clip_and_step(self, sums: MetricSums) -> None:
@@ -215,9 +249,12 @@ class Training:
         if startup.parts is not None:
             pending.wait()  # the device has finished the step
             self.run.note(startup.end())
-        if self.evaluate is not None and self.run.eval_due(self.step):
+        is_due = self.evaluate is not None and self.run.eval_due(self.step)
+        if is_due or self.callbacks:
             self.run.write_pending()
-            self.run.log(self.step, metrics() | self._evaluate() | self.source.engine_metrics())
+            line = metrics() | (self._evaluate() if is_due else {}) | self.source.engine_metrics()
+            self.run.log(self.step, line)
+            self._call("on_step", line)
         else:
             engine = self.source.engine_metrics()
             self.run.log_later(self.step, lambda: metrics() | engine)

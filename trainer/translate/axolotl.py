@@ -417,7 +417,7 @@ class _Axolotl:
         if optimizer not in keys.OPTIMIZERS:
             raise UserError(f"optimizer={optimizer}: is not supported; {suggest(str(optimizer), keys.OPTIMIZERS)}")
         self.set("optim", None if keys.OPTIMIZERS[optimizer] == "adamw" else keys.OPTIMIZERS[optimizer])
-        for key in ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"):
+        for key in ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "loraplus_lr_ratio"):
             self.copy_number(key)
 
     def _saves_and_evals(self) -> None:
@@ -445,6 +445,9 @@ class _Axolotl:
             if not every:
                 raise UserError("eval_strategy=steps: has no eval_steps; add eval_steps, or write evals_per_epoch")
             self.set("eval_steps", every)
+        patience = self.number("early_stopping_patience", int)
+        if wrong := keys.set_best(self.made, self.take, held_out=self.held_out, patience=patience):
+            raise UserError(wrong)
 
     def _every(self, what: str, steps: Any, per_epoch: Any) -> None:
         """Set the steps between saves or evaluations.
@@ -475,8 +478,10 @@ class _Axolotl:
                                   ("wandb_mode", "WANDB_MODE")):  # fmt: skip
                 if self.take(key):
                     self.made.environment[variable] = str(self.take(key))
-        if self.take("use_tensorboard"):
-            services.append("tensorboard")
+        services += [name for name in ("tensorboard", "trackio") if self.take(f"use_{name}")]
+        for key, variable in (("trackio_project_name", "TRACKIO_PROJECT"), ("trackio_space_id", "TRACKIO_SPACE_ID")):
+            if self.take(key):
+                self.made.environment[variable] = str(self.take(key))
         self.set("report_to", services or None)
         for name in listed(self.theirs.tree.get("plugins")):
             if not any(known in str(name) for known in IDLE_PLUGINS):

@@ -180,14 +180,17 @@ RUN: dict[str, Key] = {
     "wandb_entity": to("the variable WANDB_ENTITY"),
     "wandb_mode": to("the variable WANDB_MODE"),
     "use_tensorboard": to("report_to: tensorboard"),
-    **each("wandb_name wandb_run_id", idle("a run has the name of its folder")),
+    "use_trackio": to("report_to: trackio"),
+    "trackio_project_name": to("the variable TRACKIO_PROJECT"),
+    "trackio_space_id": to("the variable TRACKIO_SPACE_ID"),
+    **each("wandb_name wandb_run_id trackio_run_name", idle("a run has the name of its folder")),
     **each("wandb_watch wandb_log_model swanlab_experiment_name swanlab_project swanlab_description swanlab_mode "
            "swanlab_workspace swanlab_log_model swanlab_log_completions swanlab_completion_log_interval "
            "swanlab_completion_max_buffer swanlab_api_key swanlab_web_host swanlab_api_host swanlab_lark_webhook_url "
            "swanlab_lark_secret use_swanlab use_mlflow mlflow_tracking_uri mlflow_experiment_name mlflow_run_name "
            "hf_mlflow_log_artifacts use_comet comet_api_key comet_workspace comet_project_name comet_experiment_key "
-           "comet_mode comet_online comet_experiment_config.* use_trackio trackio_project_name trackio_run_name "
-           "trackio_space_id use_otel_metrics otel_metrics_host otel_metrics_port profiler_steps "
+           "comet_mode comet_online comet_experiment_config.* "
+           "use_otel_metrics otel_metrics_host otel_metrics_port profiler_steps "
            "profiler_steps_start include_tokens_per_second include_tkps generate_samples num_generation_samples "
            "generation_max_new_tokens generation_temperature generation_top_p generation_top_k "
            "generation_prompt_ratio generation_do_sample eval_table_size eval_max_new_tokens logging_nan_inf_filter "
@@ -201,19 +204,18 @@ RUN: dict[str, Key] = {
     "eval_sequence_len": rejected("held-out rows have the limit of all rows; remove it, or use sequence_len"),
     **each("eval_batch_size auto_find_batch_size", idle(Why.SPEED)),
     **each("hub_model_id hub_strategy hub_revision", idle(Why.HUB)),
-    "early_stopping_patience": rejected("a run has the length you give it; remove it, and choose a checkpoint later"),
-    **each("load_best_model_at_end metric_for_best_model greater_is_better",
-           rejected("the final model is the last one; remove it, and choose a checkpoint by its evaluation")),
+    **each("early_stopping_patience load_best_model_at_end greater_is_better loraplus_lr_ratio", SAME),
+    "metric_for_best_model": to("metric_for_best_model: a name in metrics.jsonl, such as eval/nll for loss"),
     **each("do_bench_eval bench_dataset bench_split do_causal_lm_eval eval_causal_lm_metrics",
            rejected("trainer.evaluate looks at a finished run; remove it")),
-    **each("optim_args optim_target_modules lr_groups lr_groups[].* embedding_lr embedding_lr_scale loraplus_lr_ratio "
+    **each("optim_args optim_target_modules lr_groups lr_groups[].* embedding_lr embedding_lr_scale "
            "lr_quadratic_warmup cosine_constant_lr_ratio lr_div_factor adam_beta3 adam_epsilon2 jagged_restart_steps "
            "jagged_restart_warmup_steps jagged_restart_anneal_steps dion_lr dion_momentum dion_rank_fraction "
            "dion_rank_multiple_of", rejected("this setting of an optimizer or schedule is not supported; remove it")),
     **each("relora relora_prune_ratio relora_cpu_offload relora_steps relora_warmup_steps lisa_n_layers "
            "lisa_step_interval lisa_layers_attribute", rejected(_TRAINS_OTHERWISE)),
     "relora_prune_method": idle("part of relora"),
-    "loraplus_lr_embedding": idle("part of LoRA+"),
+    "loraplus_lr_embedding": idle("adapters of an embedding have the rates of other adapters"),
     **each("torchdistx_path qgalore_rank qgalore_update_proj_gap qgalore_scale qgalore_proj_type qgalore_proj_quant "
            "qgalore_proj_bits qgalore_proj_group_size qgalore_cos_threshold qgalore_gamma_proj qgalore_queue_size",
            idle(OPTIMIZER)),

@@ -41,6 +41,13 @@ UNRESTRICTED = {**FILTERS, "repetition_penalty": (1,)}  # the full distribution
 # Fields of TRL's use_adaptive_entropy: our flag, and TRL's default.
 ADAPTIVE = {"entropy_target": ("entropy_target", 0.2), "entropy_coef_delta": ("entropy_coef_step", 0.005),
             "entropy_coef_max": ("entropy_coef_max", 1.0)}  # fmt: skip
+SERVICES = ("wandb", "tensorboard", "trackio")
+BEST = ("load_best_model_at_end", "metric_for_best_model", "greater_is_better")
+# Metrics of an evaluation. The held-out loss: HELD_OUT_LOSS of the method, or eval/loss.
+METRICS = {"reward": "eval/reward/mean", "rewards/margins": "eval/reward/margin", "accuracy": "eval/reward/accuracy",
+           "rewards/accuracies": "eval/reward/accuracy", "rewards/chosen": "eval/reward/chosen"}  # fmt: skip
+HELD_OUT_LOSS = {**dict.fromkeys(("sft", "ebft"), "eval/nll"),
+                 **dict.fromkeys(("grpo", "rloo", "online_dpo", "ppo"), "eval/reward/mean")}  # fmt: skip
 EMPTY = (None, False, "", [], {})  # values for which a rejected or idle key has no effect
 
 
@@ -223,6 +230,33 @@ def set_adaptive_entropy(made: Translation, take: Callable[[str], Any]) -> str |
         made.set(ours, default if given is None else given)
     lowest = take("entropy_coef_min")
     return f"entropy_coef_min={lowest}: the weight falls to 0 here" if lowest else None
+
+
+def set_best(
+    made: Translation, take: Callable[[str], Any], *, held_out: bool, patience: int | None = None
+) -> str | None:
+    """Translate which weights are exported, and early stopping; return what has no equivalent."""
+    keeps, metric, greater = (take(name) for name in BEST)
+    if not keeps and patience is None:
+        return None
+    if not held_out:
+        made.note("load_best_model_at_end and early stopping: there are no held-out rows, so the run trains to its end")
+        return None
+    name, method = str(metric or "loss").removeprefix("eval_"), made.tree["method"]
+    ours = name if name.startswith("eval/") else METRICS.get(name)
+    if name == "loss":
+        ours = HELD_OUT_LOSS.get(method, "eval/loss")
+        if ours == "eval/reward/mean":
+            made.note(f"metric_for_best_model=loss: --method {method} has no held-out loss; {ours} is compared")
+            greater = None
+    elif name.startswith("rewards/") and name.endswith("/mean"):  # one reward function
+        ours = f"eval/{name.removeprefix('rewards/')}"
+    if ours is None:
+        return f"metric_for_best_model={metric}: is not a metric here; write its name in metrics.jsonl (eval/...)"
+    for key, value in (("load_best_model_at_end", keeps or None), ("metric_for_best_model", ours),
+                       ("greater_is_better", greater), ("early_stopping_patience", patience)):  # fmt: skip
+        made.set(key, value)
+    return None
 
 
 def set_cispo_cap(made: Translation) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,8 @@ TABLE: dict[str, Key] = {
     "optim": to("optim: adamw, adamw_8bit or muon"),
     **each("save_steps save_strategy", to("save_steps, saves_per_epoch")),
     **each("eval_steps eval_strategy evaluation_strategy", to("eval_steps, evals_per_epoch")),
+    **each("load_best_model_at_end greater_is_better", SAME),
+    "metric_for_best_model": to("metric_for_best_model: a name in metrics.jsonl, such as eval/nll for loss"),
     "torch_compile": to("compile"),
     "activation_offloading": to("activation_offloading, with gradient_checkpointing"),
     "resume_from_checkpoint": to("resume"),
@@ -280,8 +283,6 @@ TABLE: dict[str, Key] = {
     "whiten_rewards": rejected("rewards are not whitened, advantages are"),
     "stop_token_id": rejected("name the text of the token with --stop"),
     "lora_target_parameters": rejected("adapters are on whole linear layers"),
-    **each("load_best_model_at_end metric_for_best_model greater_is_better",
-           rejected("the final model is the last one; choose a checkpoint by its evaluation")),
     **each("fsdp fsdp_config.* parallelism_config.* deepspeed",
            rejected("start with torchrun, and add --parallel.mode fsdp")),
     **each("generation_kwargs.* vllm_structured_outputs_regex vllm_guided_decoding_regex", rejected(FULL)),
@@ -292,15 +293,20 @@ TABLE: dict[str, Key] = {
 }  # fmt: skip
 
 
-def translate(tree: Mapping[str, Any], kind: str) -> tuple[Translation, list[str]]:
-    """Return the translation, and a sentence for each field without an equivalent."""
-    work = _Trl(tree, kind)
+def translate(
+    tree: Mapping[str, Any], kind: str, *, held_out: bool = False, ranks: int | None = None
+) -> tuple[Translation, list[str]]:
+    """Return the translation, and a sentence for each field without an equivalent.
+
+    `held_out`: held-out rows are passed separately. `ranks`: number of processes, if it is known.
+    """
+    work = _Trl(tree, kind, held_out, ranks)
     return work.made, [*work.theirs.rejections, *work.without]
 
 
-def ranks_for_groups(tree: Mapping[str, Any]) -> int:
-    """Return the number of processes that a step of whole groups needs."""
-    step = tree.get("per_device_train_batch_size", 8) * tree.get("gradient_accumulation_steps", 1)
+def ranks_for_groups(tree: Mapping[str, Any], ranks: int = 1) -> int:
+    """Return the factor on the number of processes with which a step has whole groups."""
+    step = tree.get("per_device_train_batch_size", 8) * tree.get("gradient_accumulation_steps", 1) * ranks
     return math.lcm(step, tree.get("num_generations", 8 if tree["method"] == "grpo" else 1)) // step
 
 
@@ -315,8 +321,8 @@ def _experts_loss(model: str | None) -> float | None:
 class _Trl:
     """One file; each method translates a section of it."""
 
-    def __init__(self, tree: Mapping[str, Any], kind: str) -> None:
-        self.made, self.kind = Translation(), kind
+    def __init__(self, tree: Mapping[str, Any], kind: str, held_out: bool, ranks: int | None) -> None:
+        self.made, self.kind, self.held_out, self.ranks = Translation(), kind, held_out, ranks
         self.set, self.note = self.made.set, self.made.note
         dropped = ("config_class", *(() if tree.get("use_adaptive_entropy") else (*keys.ADAPTIVE, "entropy_coef_min")))
         tree = {name: None if value in PLACEHOLDERS else value for name, value in tree.items() if name not in dropped}
@@ -438,7 +444,6 @@ class _Trl:
                 entry |= {"format": "completion", "field_text": self.take("dataset_text_field")}
         entries = [{key: value for key, value in entry.items() if value is not None} for entry in entries]
         self.set("data", entries or None)
-        self.held_out = False
         if self.kind in DISTILLING and self._evaluates():
             self.without.append("eval_strategy: evaluation measures rewards, which distillation has not")
             return
@@ -516,11 +521,13 @@ class _Trl:
             rows, split = self.take("dataset_name"), self.take("dataset_test_split") or "test"
             why = f"{rows} is one file, without a split {split}" if rows else "the config names no held-out rows"
             self.note(f"eval_strategy={strategy}: {why}; add --eval-data FILE or --val-set-size 0.1, and {when}")
+        best = keys.set_best(self.made, self.take, held_out=self.held_out)
+        self.without += [best] if best else []
         services = listed(self.take("report_to"))
-        known = [name for name in services if name in ("wandb", "tensorboard")]
+        known = [name for name in services if name in keys.SERVICES]
         self.without += [f"report_to={name}: is not supported" for name in services
                          if name not in (*known, "none", "all")]  # fmt: skip
-        self.set("report_to", (["wandb", "tensorboard"] if "all" in services else known) or None)
+        self.set("report_to", ([*filter(find_spec, keys.SERVICES)] if "all" in services else known) or None)
         resume = self.take("resume_from_checkpoint")
         self.set("resume", "latest" if resume is True else resume or None)
         if self.take("full_determinism"):
@@ -614,16 +621,25 @@ class _Trl:
             )
 
     def _groups(self) -> None:
-        """Report steps of incomplete groups, which the trainer rejects."""
-        tree = self.made.tree
-        if self.kind in GROUPED and (ranks := ranks_for_groups(tree)) > 1:
-            micro, size = tree.get("per_device_train_batch_size", 8), tree.get("num_generations", 8)
-            step = micro * tree.get("gradient_accumulation_steps", 1)
+        """Report steps of incomplete groups, which both trainers reject; accumulate more if `ranks` is known."""
+        tree, ranks = self.made.tree, self.ranks or 1
+        if self.kind not in GROUPED or (times := ranks_for_groups(tree, ranks)) == 1:
+            return
+        micro, size = tree.get("per_device_train_batch_size", 8), tree.get("num_generations", 8)
+        step = micro * tree.get("gradient_accumulation_steps", 1) * ranks
+        what = (
+            f"num_generations={size}: {step} completions per step (per_device_train_batch_size x "
+            "gradient_accumulation_steps x processes) are not whole groups"
+        )
+        if self.ranks is None:
+            fitting = math.lcm(size, micro) // micro
             self.note(
-                f"num_generations={size}: {step} completions per step (per_device_train_batch_size x "
-                f"gradient_accumulation_steps) are not whole groups on one process; start a multiple of {ranks} "
-                f"processes with torchrun, or set --gradient-accumulation-steps {math.lcm(size, micro) // micro}"
+                f"{what} on one process; start a multiple of {times} processes with torchrun, or set "
+                f"--gradient-accumulation-steps {fitting}"
             )
+        else:
+            self.set("gradient_accumulation_steps", times * tree.get("gradient_accumulation_steps", 1))
+            self.note(f"{what}; gradient_accumulation_steps={tree['gradient_accumulation_steps']} is used")
 
     def _unused(self) -> None:
         """List fields that the class has in TRL and that nothing above read."""

@@ -338,6 +338,7 @@ BAD_SCORES = [
 def test_bad_scores_report_the_function_and_the_row(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cases = [("def", *case) for case in BAD_SCORES] + [("async def", *BAD_SCORES[number]) for number in (0, 3, 7)]
+    cases.append(("async def", "raise SystemExit(3)", "raised RuntimeError: SystemExit"))
     for i, (kind, body, message) in enumerate(cases):
         write(tmp_path / f"bad_{i}.py", f"{kind} bad(completions):\n    {body}\n")
         rewards = load_rewards(["exact_match", f"bad_{i}.bad"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import pty
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,6 +27,7 @@ from trainer.metrics.console import (
     sparkline,
     train_decoding,
 )  # fmt: skip
+from trainer.metrics.figure import LiveFigure
 from trainer.metrics.health import Finding
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -196,23 +199,26 @@ def test_evaluation_lines_compare_first_and_last():
     assert eval_line(ties, {}) == "eval: reward/accuracy all ties  reward/margin 0  loss 0.500"
 
 
-def test_one_live_line_in_a_notebook():
-    """Jupyter's stream is not a terminal, but overwrites a line after a carriage return."""
+def test_one_live_figure_in_a_notebook(monkeypatch):
+    drawn = []
+    handle = SimpleNamespace(update=drawn.append)
+    display = SimpleNamespace(display=lambda curves, display_id: drawn.append(curves) or handle)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=display))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    monkeypatch.setattr("trainer.metrics.figure.REDRAWN_S", 0.0)
     out = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
     console = Console(3, 0, "t", stream=out)
+    assert console.is_notebook
+    console.figure = LiveFigure(3)
     console.start()
     for step in (1, 2, 3):
-        console.step(step, {"loss/total": step / 8, "optim/grad_norm": 1.0, **({"eval/nll": 0.5} if step == 2 else {})})
+        values = {"loss/total": step / 8, "reward/mean": step / 2, "optim/grad_norm": math.nan}
+        console.step(step, values | ({"eval/nll": 0.5} if step == 2 else {}))
     console.stop()
     console.note("done")
-    lines = [line.split("\r") for line in out.getvalue()[:-1].split("\n")]
-    assert [[text.split("  left")[0].rstrip() for text in line] for line in lines] == [
-        ["t: 3 steps"],
-        ["step 1/3  loss 0.125  grad norm 1.00", "step 2/3  loss 0.250  grad norm 1.00", "step 2/3  eval: nll 0.500"],
-        ["step 3/3  loss 0.375  grad norm 1.00"],
-        ["done"],
-    ]
-    assert all(len(b) >= len(a) for line in lines for a, b in zip(line, line[1:], strict=False))  # nothing is left over
+    assert out.getvalue().splitlines() == ["t: 3 steps", "step 2/3  eval: nll 0.500", "done"]
+    assert len(drawn) == 4 and "step 1/3" in drawn[0].svg and "reward/mean: 1.5" in drawn[-1].svg
+    assert "loss/total" not in drawn[-1].svg  # near zero by construction
 
 
 SCRIPT = """

@@ -190,9 +190,8 @@ def test_tensorboard_can_read_its_sink(tmp_path):
 
 
 def test_sinks_that_cannot_be_opened(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    for name in ("wandb", "tensorboard"):
+    for name in ("wandb", "tensorboard", "trackio"):
+        monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(ValueError, match=f"report_to={name}: .*pip install {name}"):
             check_sinks(("none", name))
     with pytest.raises(ValueError, match="report_to=mlflow"):
@@ -225,3 +224,19 @@ def test_wandb_resumes_the_same_run_and_plots_against_the_logged_step(tmp_path, 
     assert json.loads(json.dumps(inits[0]["config"])) == {"beta": 0.0}
     assert ("define", ("*",), {"step_metric": "step"}) in calls
     assert calls.count(("log", {"step": 5, "reward/mean": 0.5})) == 2 and calls.count(("finish",)) == 2
+
+
+def test_trackio_continues_a_resumed_run(tmp_path, monkeypatch):
+    calls = []
+    run = types.SimpleNamespace(log=lambda *given, **named: calls.append((given, named)), finish=lambda: None)
+    fake = types.ModuleType("trackio")
+    fake.init = lambda **kwargs: calls.append(kwargs) or run
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    monkeypatch.setenv("TRACKIO_PROJECT", "p")
+    for start_step, resume in ((0, "never"), (4, "allow")):
+        (sink,) = open_sinks(("trackio",), tmp_path, {"beta": 0.0}, start_step=start_step)
+        sink.write(5, {"reward/mean": 0.5})
+        sink.close()
+        begun, logged = calls[-2:]
+        assert begun == {"project": "p", "name": tmp_path.name, "resume": resume, "config": {"beta": 0.0}}
+        assert logged == (({"reward/mean": 0.5},), {"step": 5})

@@ -460,7 +460,14 @@ def test_the_bound_of_cispo():
         ({"model_config": {"output_router_logits": True}}, {"router_aux_loss_coef": 0.001}),
         ({"chat_template": "jinja", "chat_template_jinja": "{{ messages }}"}, {"chat_template": "{{ messages }}"}),
         ({"special_tokens": {"pad_token": "<p>", "eos_token": None}}, {"special_tokens": {"pad_token": "<p>"}}),
-        ({"use_tensorboard": True}, {"report_to": ["tensorboard"]}),
+        ({"use_tensorboard": True, "use_trackio": True}, {"report_to": ["tensorboard", "trackio"]}),
+        ({"adapter": "lora", "lora_target_linear": True, "loraplus_lr_ratio": 16}, {"loraplus_lr_ratio": 16}),
+        ({"early_stopping_patience": 3, "val_set_size": 0.1},
+         {"early_stopping_patience": 3, "metric_for_best_model": "eval/nll"}),
+        ({"rl": "dpo", "load_best_model_at_end": True, "greater_is_better": False, "val_set_size": 0.1},
+         {"load_best_model_at_end": True, "metric_for_best_model": "eval/loss", "greater_is_better": False}),
+        ({"rl": "grpo", "load_best_model_at_end": True, "metric_for_best_model": "eval_rewards/short/mean",
+          "val_set_size": 0.1}, {"metric_for_best_model": "eval/short/mean"}),
         ({"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True, "peft_use_rslora": True},
          {"lora": {"r": 4, "alpha": 8, "rslora": True}}),
         ({"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ".*_proj"},
@@ -562,7 +569,8 @@ def test_deepspeed_runs_on_fsdp(deepspeed, parallel, tmp_path, monkeypatch):
         ({"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "plugins=axolotl.integrations.kd.KDPlugin: may change"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: is not supported"),
         ({"fp16": True}, "fp16=True: float16 is not supported; use bf16: true"),
-        ({"early_stopping_patience": 3}, "early_stopping_patience=3: a run has the length you give it; remove it"),
+        ({"load_best_model_at_end": True, "metric_for_best_model": "f1", "val_set_size": 0.1},
+         "metric_for_best_model=f1: "),
         ({"dataset_shard_num": 4, "dataset_shard_idx": 0}, "dataset_shard_num=4: a part of the shuffled rows"),
         ({"datasets": [{**CHAT, "train_on_eot": "none"}], "eot_tokens": ["<|im_end|>"]},
          "datasets[0].train_on_eot=none: train_on_eos is turn"),
@@ -646,10 +654,10 @@ def test_the_default_warmup_is_at_most_100_steps():
     assert made.tree["warmup_ratio"] == 0.03
 
 
-def test_wandb_gets_its_project_by_the_environment():
-    made = translate({**BASE, "wandb_project": "p", "wandb_entity": "team", "wandb_name": "n"})
+def test_services_get_their_project_by_the_environment():
+    made = translate({**BASE, "wandb_project": "p", "wandb_entity": "team", "trackio_space_id": "s"})
     assert made.tree["report_to"] == ["wandb"]
-    assert made.environment == {"WANDB_PROJECT": "p", "WANDB_ENTITY": "team"}
+    assert made.environment == {"WANDB_PROJECT": "p", "WANDB_ENTITY": "team", "TRACKIO_SPACE_ID": "s"}
 
 
 # sampling

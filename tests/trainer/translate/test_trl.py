@@ -273,6 +273,12 @@ def test_the_command_and_the_file_are_the_same_config(tmp_path, monkeypatch, cap
         ("sft", {"model_init_kwargs": {"dtype": "bfloat16"}}, {"trained_dtype": "bfloat16", "dtype": "bfloat16"}),
         ("sft", {"router_aux_loss_coef": 0.01}, {"router_aux_loss_coef": 0.01}),
         ("sft", {"activation_offloading": True}, {"activation_offloading": True}),
+        ("grpo", {"report_to": "trackio"}, {"report_to": ["trackio"]}),
+        ("dpo", {"dataset_name": "d", "eval_strategy": "epoch", "load_best_model_at_end": True,
+                 "metric_for_best_model": "eval_rewards/accuracies"},
+         {"load_best_model_at_end": True, "metric_for_best_model": "eval/reward/accuracy"}),
+        ("grpo", {"dataset_name": "d", "eval_strategy": "epoch", "load_best_model_at_end": True,
+                  "greater_is_better": False}, {"metric_for_best_model": "eval/reward/mean"}),
     ],
 )  # fmt: skip
 def test_kinds_that_rename_fields(kind, fields, ours):
@@ -293,6 +299,8 @@ def test_kinds_that_rename_fields(kind, fields, ours):
         ("grpo", {"router_aux_loss_coef": 0.01}, "router_aux_loss_coef=0.01"),
         ("sft", {"packing": True, "packing_strategy": "wrapped"}, "packing_strategy=wrapped"),
         ("sft", {"num_processes": 4, "accelerate_config": "zero2"}, "num_processes=4"),
+        ("sft", {"load_best_model_at_end": True, "metric_for_best_model": "f1", "test_split_size": 0.1,
+                 "datasets": [{"path": "a"}]}, "metric_for_best_model=f1"),
     ],
 )  # fmt: skip
 def test_fields_without_equivalent_are_listed(kind, fields, reported):
@@ -306,6 +314,7 @@ def test_notes():
                  ("--max-turns 5", "use_bias_correction_kl", "dtype=auto")),
         "dpo": ({"router_aux_loss_coef": 0.001, "datasets": [{"path": "a"}], "dataset_name": "b"},
                 ("router_aux_loss_coef=0.001", "dataset_name=b")),
+        "sft": ({"load_best_model_at_end": True}, ("load_best_model_at_end",)),
         "gkd": ({"temperature": 0.7}, ("temperature=0.7",)), "ppo": ({}, ("stop_token", "value_model")),
     }  # fmt: skip
     for kind, (fields, notes) in texts.items():

@@ -1,6 +1,7 @@
 """An HTTP server on the loopback interface whose model is the policy in training, with either engine.
 
     endpoint = Endpoint(engine, tokenizer)
+    endpoint.open()
     endpoint.url -> "http://127.0.0.1:40123/v1"
     with endpoint.session(sampling, seed=7) as (session, key):     # key: the API key of its clients
         ...                                                        # clients send requests
@@ -44,9 +45,7 @@ Reply = tuple[int, bytes, str]  # status, body, content type
 
 
 class Endpoint:
-    def __init__(
-        self, engine: Any, tokenizer: Any, *, port: int = 0, token: str | None = None, tool_format: str = "auto"
-    ) -> None:
+    def __init__(self, engine: Any, tokenizer: Any, *, token: str | None = None, tool_format: str = "auto") -> None:
         self.engine = engine
         self.token = token or secrets.token_urlsafe(16)
         self.loop = Loop("endpoint")
@@ -61,21 +60,33 @@ class Endpoint:
         )  # fmt: skip
         self._sessions: dict[str, Session] = {}
         self._numbers = itertools.count(1)
+        self._server: asyncio.Server | None = None
+        self._sampling: Sampling | None = None  # of the latest session
+        self.url = ""
+
+    def open(self, port: int = 0) -> None:
+        """Listen for clients in other processes; 0: on any free port."""
         try:
-            self._server = self.loop.run(self._open(port))
+            self._server = self.loop.run(asyncio.start_server(self._connection, HOST, port))
         except OSError as error:
-            self.loop.close()
             reason = f"the endpoint cannot listen there ({error.strerror}); choose another"
             raise UserError(f"port={port}: {reason}") from None
         self.url = f"http://{HOST}:{self._server.sockets[0].getsockname()[1]}/v1"
 
+    def attach(self, engine: Any) -> None:
+        """Sample with another engine of the same policy: of all ranks instead of this one."""
+        self.engine = engine
+        if self.local is not None:
+            self.local.engine = engine
+
     @contextlib.contextmanager
     def session(
-        self, sampling: Sampling, *, seed: int, settings: Mapping[str, Any] | None = None
+        self, sampling: Sampling, *, seed: int, settings: Mapping[str, Any] | None = None, number: str | None = None
     ) -> Iterator[tuple[Session, str]]:
-        """Accept requests of one episode, with the API key that is returned. Called in `loop`."""
-        number, session = str(next(self._numbers)), Session(self.model, sampling, seed=seed, settings=settings)
-        self._sessions[number] = session
+        """Accept requests of one episode, with the API key that is returned. number: a name instead of a number."""
+        number = number or str(next(self._numbers))
+        session = Session(self.model, sampling, seed=seed, settings=settings)
+        self._sessions[number], self._sampling = session, sampling
         try:
             yield session, f"{self.token}.{number}"
         finally:
@@ -94,11 +105,9 @@ class Endpoint:
             self.loop.run(self._close())
         self.loop.close()
 
-    async def _open(self, port: int) -> asyncio.Server:
-        return await asyncio.start_server(self._connection, HOST, port, limit=2**16)
-
     async def _close(self) -> None:
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
 
     async def _ask(self, request: Request, sampling: Sampling) -> Completion:
         if self.local is not None:
@@ -155,7 +164,9 @@ class Endpoint:
                 return 401, error_body("the API key is not that of this run", is_anthropic), JSON
             if (method, route) == ("GET", "models"):
                 return 200, dump({"object": "list", "data": [{"id": "policy", "object": "model"}]}), JSON
-            session = self._sessions.get(number or headers.get(SESSION) or str(body.get(SESSION_FIELD)))
+            session = self._sessions.get(number or headers.get(SESSION) or str(body.get(SESSION_FIELD, "")))
+            if session is None and not number and SESSION_FIELD not in body and self._sampling is not None:
+                session = Session(self.model, self._sampling, seed=secrets.randbits(32))  # a judge's: not trained
             if session is None:
                 return 404, error_body("the episode of this API key is not running", is_anthropic), JSON
             if method != "POST" or route not in ROUTES:
@@ -196,6 +207,22 @@ class Endpoint:
         reply = protocols.messages_reply(turn, body, secrets.token_hex(12))
         return answer(reply, body, protocols.messages_events, named=True)
 
+    async def _generate(self, session: Session, body: Json) -> Reply:
+        """The token route of vLLM, which the package verifiers uses."""
+        if body.get("features") or body.get("content_parts"):
+            session.error = UserError("images are not supported; only text is")
+            raise session.error
+        params = body.get("sampling_params") or {}
+        prompt, limits = body.get("token_ids"), (params.get("stop_token_ids") or [], [params.get("max_tokens") or 1])
+        if not all(isinstance(ids, list) and all(type(x) is int for x in ids) for ids in (prompt, *limits)):
+            raise UserError("token_ids, stop_token_ids, max_tokens: must be integers")
+        turn = await session.complete(prompt, max_tokens=params.get("max_tokens"), stop_ids=limits[0])
+        pairs = zip(turn.completion.ids, turn.completion.logps, strict=True)
+        content = [{"token": f"token_id:{token}", "logprob": logp, "top_logprobs": []} for token, logp in pairs]
+        choice = {"index": 0, "token_ids": turn.completion.ids, "logprobs": {"content": content}}
+        choice["finish_reason"] = turn.completion.finish_reason
+        return 200, dump({"request_id": secrets.token_hex(8), "choices": [choice]}), JSON
+
     async def _count_tokens(self, session: Session, body: Json) -> Reply:
         ask = protocols.read_messages(body)
         return 200, dump({"input_tokens": len(session.prompt_ids(ask.messages, session.settings | ask.settings))}), JSON
@@ -207,6 +234,7 @@ ROUTES: dict[str, Callable[[Endpoint, Session, Json], Any]] = {
     "responses": Endpoint._responses,
     "messages": Endpoint._messages,
     "messages/count_tokens": Endpoint._count_tokens,
+    "generate": Endpoint._generate,
 }
 JSON, EVENTS = "application/json", "text/event-stream"
 REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 413: "Content Too Large"}
@@ -216,7 +244,7 @@ def key_and_route(path: str, headers: Mapping[str, str]) -> tuple[str, str]:
     """Return the API key, which may also be the first part of the path, and the route after /v1/."""
     before, _, route = path.partition("/v1/")
     key = headers.get("authorization", "").removeprefix("Bearer ").strip() or headers.get("x-api-key", "")
-    return before.strip("/") or key, route
+    return before.removesuffix("/inference").strip("/") or key, route
 
 
 def answer(

@@ -107,7 +107,7 @@ def start_servers(cfg: GroupConfig, policy: Policy, run: Run, local: LocalEngine
 def connected(cfg: GroupConfig, policy: Policy, run: Run, local: LocalEngine, longest: int) -> VllmEngine:
     dtype = serving_dtype(cfg, policy)
     engine = VllmEngine(
-        servers_for(cfg),
+        cfg.vllm,
         cfg.sync,
         model=policy.source,
         revision=policy.revision,
@@ -128,16 +128,6 @@ def connected(cfg: GroupConfig, policy: Policy, run: Run, local: LocalEngine, lo
     )
     run.keep(engine)
     return engine
-
-
-def servers_for(cfg: GroupConfig) -> VllmConfig:
-    """Settings of the servers; a gym that the run starts must be able to find them."""
-    gym = getattr(cfg, "nemo_gym", None)
-    if gym is None or not gym.auto_start:
-        return cfg.vllm
-    from rollout.gyms.auto_start import known_servers
-
-    return known_servers(cfg.vllm)
 
 
 def serving_dtype(cfg: GroupConfig, policy: Policy) -> str:

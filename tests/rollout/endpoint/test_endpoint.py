@@ -51,9 +51,10 @@ def scripted(monkeypatch):
     monkeypatch.setattr("rollout.endpoint.server.POLL_S", 0.01)
     opened = []
 
-    def make(reply: Callable[[str, int], str], **options: Any) -> Endpoint:
+    def make(reply: Callable[[str, int], str], port: int = 0, **options: Any) -> Endpoint:
         engine = ScriptedEngine(reply)
         opened.append(Endpoint(engine, engine.tokenizer, **options))
+        opened[-1].open(port)
         return opened[-1]
 
     yield make
@@ -95,6 +96,7 @@ def test_trained_ids_are_sampled_ids_in_many_conversations(make_model, monkeypat
         return run
 
     endpoint = Endpoint(engine, tokenizer)
+    endpoint.open()
     try:
         results = play(endpoint, *map(episode, range(24)))
     finally:
@@ -137,6 +139,7 @@ def test_requests_join_a_running_batch(make_model, monkeypatch):
             await client.post("/completions", json={"prompt": [7, 8], "max_tokens": 3})
 
     endpoint = Endpoint(engine, tokenizer)
+    endpoint.open()
     try:
         play(endpoint, long, short, sampling=Sampling(max_tokens=300, for_training=True))
     finally:

@@ -70,9 +70,9 @@ class Harness:
             assert endpoint is not None
             return await self._play(endpoint, sampling, request)
 
-        loop, advance = (None, lambda: False) if endpoint is None else (endpoint.loop, endpoint.advance)
+        loop = None if endpoint is None else endpoint.loop
         return GymSource(
-            play, loop, advance, flag="harness", title="harness", log_once=self.log_once, all_may_fail=False,
+            play, loop, endpoint, flag="harness", title="harness", log_once=self.log_once, all_may_fail=False,
             hint="run the program by hand, or see the first failure of each kind in the run's log",
         )  # fmt: skip
 

@@ -99,6 +99,11 @@ class Endpoint:
         self.local.sample(POLL_S)
         return True
 
+    def wake(self) -> None:
+        """End the wait of advance(): an episode has ended."""
+        if self.local is not None:
+            self.local.wake()
+
     def close(self) -> None:
         """May be called twice."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -281,6 +286,7 @@ class ArrivingRequests:
         self.engine = engine
         self._waiting: deque[tuple[Request, Sampling, Future[Completion]]] = deque()
         self._arrived = threading.Condition()
+        self._woken = False
 
     def submit(self, request: Request, sampling: Sampling) -> Future[Completion]:
         future: Future[Completion] = Future()
@@ -289,10 +295,17 @@ class ArrivingRequests:
             self._arrived.notify()
         return future
 
-    def sample(self, timeout: float) -> None:
-        """Wait for a request, then sample until none is left."""
+    def wake(self) -> None:
         with self._arrived:
-            if not self._arrived.wait_for(lambda: self._waiting, timeout):
+            self._woken = True
+            self._arrived.notify()
+
+    def sample(self, timeout: float) -> None:
+        """Wait for a request or wake(), then sample until no request is left."""
+        with self._arrived:
+            self._arrived.wait_for(lambda: self._waiting or self._woken, timeout)
+            self._woken = False
+            if not self._waiting:
                 return
             sampling = self._waiting[0][1]
         futures: list[Future[Completion]] = []

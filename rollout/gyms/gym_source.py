@@ -1,6 +1,6 @@
 """Episodes that an environment or a program plays with the policy as its model: failures, and rewrites of history.
 
-    source = GymSource(play, loop, endpoint.advance, flag="nemo_gym", title="NeMo Gym", log_once=log_once, hint="...")
+    source = GymSource(play, loop, endpoint, flag="nemo_gym", title="NeMo Gym", log_once=log_once, hint="...")
 
 play(request, index in its group) returns a Completion, usually of a session of the endpoint (endpoint/session.py).
 """
@@ -15,6 +15,7 @@ from typing import Any, Literal
 from data.errors import UserError
 from data.types import Prompt
 from data.user_code import printable
+from rollout.endpoint.server import Endpoint
 from rollout.endpoint.session import masked_completion
 from rollout.engine import Completion, Request
 from rollout.rewards.calls import MAX_REWARD
@@ -63,8 +64,8 @@ class GymSource:
     def __init__(
         self,
         play: Callable[[Request, int], Awaitable[Completion]],
-        loop: Loop | None,  # None on ranks that never start an episode
-        advance: Callable[[], bool] = lambda: False,  # samples in process, while the training thread waits
+        loop: Loop | None,
+        endpoint: Endpoint | None,  # None on ranks that never start an episode
         *,
         flag: str,  # prefix of the environment's flags, for error messages: nemo_gym
         title: str,  # name of the environment, for the log
@@ -73,7 +74,7 @@ class GymSource:
         prefix_mismatch: PrefixMismatch = "train",
         all_may_fail: bool = True,
     ) -> None:
-        self.play, self.loop, self.advance, self.flag, self.title = play, loop, advance, flag, title
+        self.play, self.loop, self.endpoint, self.flag, self.title = play, loop, endpoint, flag, title
         self.prefix_mismatch, self.log_once, self.hint = prefix_mismatch, log_once, hint
         self._running: set[Future[Any]] = set()
         self._num_failures = self._num_first = 0
@@ -81,7 +82,7 @@ class GymSource:
 
     def start(self, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
         """Start all episodes; return one future per group, with completions in request order."""
-        assert self.loop is not None
+        assert self.loop is not None and self.endpoint is not None
         self._num_first = sum(map(len, groups))
         futures = []
         for group in groups:
@@ -89,7 +90,12 @@ class GymSource:
             futures.append(future := self.loop.start(together(episodes)))
             self._running.add(future)
             future.add_done_callback(self._running.discard)
+            future.add_done_callback(lambda _: self.endpoint.wake())
         return futures
+
+    def advance(self) -> bool:
+        """Sample in process what the episodes have requested; False: the engine samples in the background."""
+        return self.endpoint is not None and self.endpoint.advance()
 
     def close(self) -> None:
         """Cancel running episodes. The owner of the environment closes it."""

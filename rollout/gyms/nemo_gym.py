@@ -96,11 +96,11 @@ class RunSource(GymSource):
     def __init__(self, gym: GymClient, sampling: Sampling, endpoint: Endpoint | None) -> None:
         """endpoint: None on ranks that never start an episode."""
         super().__init__(
-            self._run, gym.loop, (lambda: False) if endpoint is None else endpoint.advance, flag="nemo_gym",
+            self._run, gym.loop, endpoint, flag="nemo_gym",
             title="NeMo Gym", prefix_mismatch=gym.cfg.prefix_mismatch, log_once=gym.log_once,
             hint="see the logs of the gym's agent and model server",
         )  # fmt: skip
-        self.gym, self.sampling, self.endpoint = gym, sampling, endpoint
+        self.gym, self.sampling = gym, sampling
 
     async def _run(self, request: Request, index: int) -> Completion:
         assert self.endpoint is not None and request.prompt is not None

@@ -83,8 +83,8 @@ class OpenEnvEpisode:
             with endpoint.session(sampling, seed=request.seed, settings=settings) as (session, _):
                 return await self.play(session, request.prompt)
 
-        loop, advance = (None, lambda: False) if endpoint is None else (endpoint.loop, endpoint.advance)
-        return GymSource(play, loop, advance, flag="openenv", title="OpenEnv", log_once=lambda *_: None, hint="")
+        loop = None if endpoint is None else endpoint.loop
+        return GymSource(play, loop, endpoint, flag="openenv", title="OpenEnv", log_once=lambda *_: None, hint="")
 
     async def play(self, session: Session, prompt: Prompt) -> Completion:
         """Play one episode; its turns are the session's."""

@@ -116,7 +116,7 @@ class VerifiersEnv:
             return await self._play(endpoint, request, sampling)
 
         return GymSource(
-            play, self.loop, (lambda: False) if endpoint is None else endpoint.advance, flag="verifiers",
+            play, self.loop, endpoint, flag="verifiers",
             title="verifiers", prefix_mismatch=self.cfg.prefix_mismatch, log_once=self.log_once,
             hint="see the first failure of each kind in the run's log",
         )  # fmt: skip

@@ -265,7 +265,7 @@ def test_run_starts_the_gym_and_its_agents_use_the_runs_vllm(gym_python, vllm_py
 def check_weather(group: list[Completion], prompt: Prompt, tokenizer: Any) -> None:
     for completion in group:
         assert completion.columns["env_reward"] == 1.0
-        assert completion.columns["num_turns"] == 2 and completion.columns["left_out_turns"] == 0
+        assert completion.columns["num_turns"] == 2 and completion.columns["branches"] == 0
         assert completion.columns["tool_calls"] == 1
         assert completion.prompt_ids == render_prompt(
             tokenizer, [prompt.prompt[0] | {"role": "system"}, prompt.prompt[1]]

@@ -30,7 +30,7 @@ def test_two_grpo_steps_in_a_verifiers_environment(vllm_python, tmp_path, capfd)
     assert rows[0]["eval/rows"] == 2 and "eval/env/mean" in rows[-1]
     for row in rows[1:]:
         assert row["rollout/num_turns"] == 2 and row["rollout/env_failed"] == 0
-        assert row["rollout/left_out_turns"] < 1
+        assert row["rollout/branches"] < 1
         assert 1.0 <= row["reward/env/mean"] <= 2.0 and row["reward/std"] > 0
         assert row["optim/grad_norm"] > 0
         assert row["policy/behaviour_gap"] < 1e-4

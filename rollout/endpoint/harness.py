@@ -91,9 +91,7 @@ class Harness:
             self._slots = asyncio.Semaphore(self.cfg.harness_max_concurrent)
         async with self._slots:
             parent = self.folder / str(next(self._numbers))
-            folder = Folder(parent / "work")
-            weakref.finalize(folder, shutil.rmtree, parent, ignore_errors=True)
-            os.makedirs(folder)
+            folder = new_folder(parent)
             with endpoint.session(sampling, seed=request.seed, settings=request.prompt.settings) as (session, key):
                 await self._run(request.prompt, parent, endpoint.url, key)
         if session.error is not None:
@@ -131,6 +129,14 @@ class Harness:
         if status:
             cause = cause_of(read_tail(parent / "stderr.txt") or "it wrote nothing to stderr")
             raise EpisodeError(f"exit status {status} ({printable(cause[:300])})", kind=f"exit {status}")
+
+
+def new_folder(parent: Path) -> Folder:
+    """Create the folder `work` in parent; parent is deleted when nothing refers to the returned object."""
+    folder = Folder(parent / "work")
+    os.makedirs(folder)
+    weakref.finalize(folder, shutil.rmtree, parent, ignore_errors=True)
+    return folder
 
 
 def read_command(command: str) -> list[str]:

@@ -6,8 +6,9 @@
 
 The program gets the endpoint's address and key in its environment (OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
 ANTHROPIC_API_KEY) and in the placeholders {base_url} and {api_key}; {row} is a JSON file with the row's prompt and
-columns. It runs without a shell, in a new folder. Reward functions get its output and its folder as the columns
-`stdout` and `folder`; the folder is deleted when the rollout is. A program that fails or runs too long has no reward.
+columns, {prompt} the text of the prompt's last message. It runs without a shell, in a new folder. Reward functions get
+its output and its folder as the columns `stdout` and `folder`; the folder is deleted when the rollout is. A program
+that fails or runs too long has no reward.
 
 Each program is a child of servers/worker/strop_guard.py, so it ends with the run, even after kill -9, together with all
 processes of its group.
@@ -20,6 +21,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -27,7 +29,6 @@ import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from data.errors import UserError
 from data.types import Prompt
@@ -42,7 +43,7 @@ from rollout.servers.command import WORKER
 from rollout.servers.launch import cause_of, read_tail
 
 COLUMNS = ("num_turns", "tool_calls", "branches", "env_failed", "stdout", "folder")
-PLACEHOLDERS = ("{base_url}", "{api_key}", "{row}")
+PLACEHOLDERS = ("{base_url}", "{api_key}", "{row}", "{prompt}")
 
 
 class Folder(str):
@@ -103,7 +104,8 @@ class Harness:
         """Run the program to its end; raise if it fails or runs too long."""
         row = {name: value for name, value in prompt.columns.items() if is_json(value)} | {"prompt": prompt.prompt}
         (parent / "row.json").write_text(json.dumps(row))
-        values = dict(zip(PLACEHOLDERS, (url, key, str(parent / "row.json")), strict=True))
+        text = prompt.prompt if isinstance(prompt.prompt, str) else prompt.prompt[-1]["content"]
+        values = dict(zip(PLACEHOLDERS, (url, key, str(parent / "row.json"), text), strict=True))
         env = clean_env() | {
             "OPENAI_BASE_URL": url, "OPENAI_API_BASE": url, "OPENAI_API_KEY": key,
             "ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key,
@@ -154,8 +156,6 @@ def read_command(command: str) -> list[str]:
 
 
 def fill(argv: list[str], values: dict[str, str]) -> list[str]:
-    """Replace the placeholders in each word; other braces stay."""
-    filled: list[Any] = list(argv)
-    for name, value in values.items():
-        filled = [word.replace(name, value) for word in filled]
-    return filled
+    """Replace the placeholders in each word; other braces, and those in the values, stay."""
+    pattern = re.compile("|".join(map(re.escape, values)))
+    return [pattern.sub(lambda match: values[match[0]], word) for word in argv]

@@ -30,8 +30,9 @@ class ToolConfig:
     """Function that samples instead of the engine: my_module.fn or FILE.py:fn. Its signature decides the kind."""
     harness: str | None = None
     (
-        "Program that plays a row with the policy as its model: a command with {row}, {base_url} and {api_key}, which "
-        "are also in its environment (OPENAI_BASE_URL, ...). Rewards get its stdout and folder."
+        "Program that plays a row with the policy as its model: a command with {row} (a JSON file), {prompt}, "
+        "{base_url} and {api_key}, which are also in its environment (OPENAI_BASE_URL, ...). Rewards get its stdout "
+        "and folder."
     )
     harness_timeout: float = 600.0
     """Seconds that the program may take. After that it is ended and has no reward."""

@@ -206,6 +206,9 @@ def chat_reply(turns: Sequence[Turn], body: Json, key: str, tokenizer: Any) -> J
         message = turn.message | {"refusal": None}
         if message.get("tool_calls") and not message["content"]:
             message["content"] = None
+        if body.get("return_tokens_as_token_ids"):  # NeMo Gym's model server, which looks for these fields
+            ids = {"prompt_token_ids": turn.completion.prompt_ids, "generation_token_ids": turn.completion.ids}
+            message |= ids | {"generation_log_probs": turn.completion.logps}
         logprobs = None
         if body.get("logprobs"):
             entries = zip(_token_texts(turn, tokenizer), turn.completion.logps, strict=True)

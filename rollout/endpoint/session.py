@@ -192,7 +192,7 @@ class Session:
             self.on_full()
             raise OutOfTokens(
                 f"max_completion_length={self.sampling.max_tokens}: a prompt of {len(ids)} tokens leaves no tokens for "
-                f"an answer (context {self.model.context})"
+                f"an answer (context length {self.model.context})"
             )
         limit = left if max_tokens is None else max(1, min(left, max_tokens))
         stops = dict.fromkeys((*self.sampling.stop, *stop)), dict.fromkeys((*self.sampling.stop_ids, *stop_ids))

@@ -318,7 +318,7 @@ def test_text_completions_continue_the_sampled_ids(scripted):
             400,
             "json_object",
         ),
-        ("/chat/completions", {"messages": [user("x" * 600)]}, 400, "context 512"),
+        ("/chat/completions", {"messages": [user("x" * 600)]}, 400, "context length 512"),
         ("/completions", {"prompt": [10**6]}, 400, "vocabulary"),
         ("/completions", {"prompt": {}}, 400, "prompt: "),
         ("/responses", {"input": "x", "previous_response_id": "resp_1"}, 400, "previous_response_id=resp_1"),
@@ -352,10 +352,13 @@ def test_only_clients_of_this_run_and_of_running_episodes_are_answered(scripted)
         in_path = await client.post(url, json=body, headers={"authorization": "none"})
         shared = {"authorization": key.rpartition(".")[0]}  # one key for all, and a field for the episode
         field = await client.post("/chat/completions", json=body | {"strop_session": "1"}, headers=shared)
+        named = await client.post("/chat/completions", json=body | {"return_tokens_as_token_ids": True})
+        message = named.json()["choices"][0]["message"]  # as NeMo Gym's model server reads it
+        assert message["generation_token_ids"][-1] == 2 and len(message["generation_log_probs"]) == 2
         return [reply.status_code for reply in (models, *bad, unknown, in_path, field)]
 
     ((session, statuses),) = play(endpoint, episode)
-    assert statuses == [200, 401, 401, 404, 200, 200] and len(session.turns) == 2
+    assert statuses == [200, 401, 401, 404, 200, 200] and len(session.turns) == 3
 
 
 def test_a_client_that_disconnects_leaves_no_turn(scripted):

@@ -2,7 +2,7 @@
 
     source = GymSource(play, loop, endpoint, flag="nemo_gym", title="NeMo Gym", log_once=log_once, hint="...")
 
-play(request, index in its group) returns a Completion, usually of a session of the endpoint (endpoint/session.py).
+play(request, index in its group) returns a Completion, usually of a session of the endpoint (episodes/session.py).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, Literal
 from data.errors import UserError
 from data.types import Prompt
 from data.user_code import printable
-from rollout.endpoint.server import Endpoint
-from rollout.endpoint.session import masked_completion
 from rollout.engine import Completion, Request
+from rollout.episodes.endpoint import Endpoint
+from rollout.episodes.session import masked_completion
 from rollout.rewards.calls import MAX_REWARD
 from rollout.servers.loop import Loop, together
 
@@ -26,11 +26,11 @@ PrefixMismatch = Literal["train", "drop", "stop", "last"]  # last: an earlier na
 
 
 class EpisodeError(Exception):
-    """One episode failed; `kind` groups similar failures."""
+    """One episode failed; `kind` groups similar failures. columns: for rewards, which are called but not used."""
 
-    def __init__(self, text: str, *, kind: str) -> None:
+    def __init__(self, text: str, *, kind: str, columns: dict[str, Any] | None = None) -> None:
         super().__init__(text)
-        self.kind = kind
+        self.kind, self.columns = kind, columns or {}
 
 
 class UnusableError(UserError):
@@ -110,7 +110,7 @@ class GymSource:
             raise
         except (EpisodeError, ValueError) as error:
             kind = error.kind if isinstance(error, EpisodeError) else str(error).partition(":")[0]
-            return self._failed(request.prompt, kind, str(error))
+            return self._failed(request.prompt, kind, str(error), getattr(error, "columns", {}))
         if completion.branches and self.prefix_mismatch in ("drop", "stop"):
             return self._mismatched(request.prompt, completion)
         self._num_failures, self._limit = 0, MAX_FAILURES
@@ -126,7 +126,7 @@ class GymSource:
             )
         return self._failed(prompt, "prefix", what)
 
-    def _failed(self, prompt: Prompt, kind: str, reason: str) -> Completion:
+    def _failed(self, prompt: Prompt, kind: str, reason: str, columns: dict[str, Any] | None = None) -> Completion:
         self._num_failures += 1
         limit = self._limit or min(self._num_first, MAX_FAILURES)
         if self._num_failures >= limit:
@@ -135,5 +135,5 @@ class GymSource:
                 f"{self.flag}: {number} episodes failed, the last one {prompt.source} ({reason}); {self.hint}"
             )
         self.log_once(kind, f"{self.title}: {prompt.source}: {reason}; failed episodes are not trained on")
-        columns = {"env_reward": None, "env_failed": 1.0, "num_turns": 0, "tool_calls": 0, "branches": 0}
-        return masked_completion(prompt.ids, columns, [])
+        counts = {"env_reward": None, "env_failed": 1.0, "num_turns": 0, "tool_calls": 0, "branches": 0}
+        return masked_completion(prompt.ids, counts | (columns or {}), [])

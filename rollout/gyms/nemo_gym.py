@@ -5,7 +5,7 @@
     set_up_rewards(rewards, gym, on_error)                      # `nemo_gym:verify`, one POST /verify per completion
     source = RunSource(gym, sampling, endpoint)                 # multi_turn: one POST /run per completion
 
-With multi_turn the run's endpoint (endpoint/server.py) samples the tokens: the gym's model server (its vllm_model)
+With multi_turn the run's endpoint (episodes/endpoint.py) samples the tokens: the gym's model server (its vllm_model)
 forwards the agents' requests to it. With auto_start the run starts the gym's servers (auto_start.py) and configures the
 address. Otherwise the endpoint has a fixed port, --nemo-gym.endpoint-port, and the token in STROP_VLLM_TOKEN:
 
@@ -32,8 +32,8 @@ from data.errors import UserError
 from data.hints import suggest
 from data.types import Messages, Prompt
 from data.user_code import printable
-from rollout.endpoint.server import SESSION_FIELD, Endpoint
 from rollout.engine import Completion, Request, Sampling
+from rollout.episodes.endpoint import SESSION_FIELD, Endpoint
 from rollout.gyms.auto_start import GymServers, check_files
 from rollout.gyms.gym_source import EpisodeError, GymSource, UnusableError, read_reward, shorten
 from rollout.gyms.options import NemoGymConfig

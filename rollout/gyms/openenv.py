@@ -41,9 +41,9 @@ from data.errors import UserError
 from data.limits import thread_clock, wait_for_thread
 from data.types import Messages, Prompt
 from data.user_code import attribute_of, describe_error, load_file, load_module, where_raised
-from rollout.endpoint.server import Endpoint
-from rollout.endpoint.session import OutOfTokens, Session, masked_completion
 from rollout.engine import Completion, Request, Sampling
+from rollout.episodes.endpoint import Endpoint
+from rollout.episodes.session import OutOfTokens, Session, masked_completion
 from rollout.episodes.tools import without_surrogates
 from rollout.episodes.turns import Continuation
 from rollout.gyms.gym_source import GymSource, UnusableError, read_reward, shorten

@@ -7,7 +7,7 @@
     -> Completion(ids=[turns and the tokens between them], columns={"env_reward": 1.0, "num_turns": 2, ...})
 
 The package renders each turn's prompt to token ids (TrainClient, with the package renderers) and requests a completion
-of these ids from the endpoint (endpoint/server.py, its route `generate`).
+of these ids from the endpoint (episodes/endpoint.py, its route `generate`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from data.rows.prompts import fits, log_left_out, tokenise_prompt
 from data.sources import Row
 from data.types import Messages, Prompt
 from data.user_code import describe_error, load_file, load_module, where_raised
-from rollout.endpoint.server import Endpoint
-from rollout.endpoint.session import Session
 from rollout.engine import Completion, Request, Sampling
+from rollout.episodes.endpoint import Endpoint
+from rollout.episodes.session import Session
 from rollout.gyms.gym_source import EpisodeError, GymSource, UnusableError, read_reward
 from rollout.gyms.verifiers_options import VerifiersConfig
 from rollout.servers.loop import Loop

@@ -27,7 +27,6 @@ from rollout.engines.local import LocalEngine
 from rollout.rewards.table import Rewards
 from rollout.routes import expert_blocks
 from rollout.schedule.planner import Order
-from rollout.servers.command import TOKEN
 from trainer.config.blocks import RolloutConfig
 from trainer.config.checks import reject_unused
 from trainer.config.groups import GroupConfig
@@ -50,7 +49,7 @@ class RolloutSetup:
         self.endpoint: Any = None  # on rank 0, once the engine has started
         self.harness: Any = None
         if cfg.tools.harness:
-            from rollout.endpoint.harness import Harness
+            from rollout.gyms.harness import Harness
 
             self.harness = Harness(cfg.tools, log=log)
         self.toolset: Any = None
@@ -97,7 +96,7 @@ class RolloutSetup:
 
             return COLUMNS
         if self.harness is not None:
-            from rollout.endpoint.harness import COLUMNS
+            from rollout.gyms.harness import COLUMNS
 
             return COLUMNS
         if self.toolset is not None:
@@ -145,7 +144,8 @@ class RolloutSetup:
         gym = self.cfg.nemo_gym
         verifies = self.gym is not None and gym.auto_start and engine.concurrent  # with the policy, maybe
         if self.harness or self.verifiers or self.openenv or gym.multi_turn or verifies:
-            from rollout.endpoint.server import Endpoint
+            from rollout.episodes.endpoint import Endpoint
+            from rollout.servers.command import TOKEN
 
             token = os.environ.get(TOKEN) if gym.multi_turn else None
             tool_format = self.cfg.tools.tool_format

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from data.chat import render_conversation
-from rollout.endpoint.server import Endpoint
 from rollout.engine import Completion, Sampling
 from rollout.engines.local import LocalEngine
+from rollout.episodes.endpoint import Endpoint
 from tests.entry import metrics, run_ok
 from tests.rollout.scripted_engine import TINY
 
@@ -186,7 +186,7 @@ def test_a_run_with_an_unmodified_agent_finishes(client_python, caller, tmp_path
     run_ok(
         "--method", "grpo", "--model", caller, "--data", "rows.jsonl", "--reward-funcs", "reward.py:solved",
         "--harness", command, "--harness-max-concurrent", 2, "--num-generations", 4, "--temperature", 1.2,
-        "--per-device-train-batch-size", 4, "--max-completion-length", 300, "--learning-rate", 1e-4, "--max-steps", 2,
+        "--per-device-train-batch-size", 4, "--max-completion-length", 400, "--learning-rate", 1e-4, "--max-steps", 2,
         "--output-dir", tmp_path / "run", "--rollout.engine", "local", cwd=tmp_path, timeout=900,
         MSWEA_COST_TRACKING="ignore_errors", MSWEA_CONFIGURED="true", MSWEA_GLOBAL_CONFIG_DIR=str(tmp_path),
         MSWEA_SILENT_STARTUP="1",

@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout.endpoint.server import Endpoint
-from rollout.endpoint.session import Session
 from rollout.engine import Completion, Sampling
 from rollout.engines.local import LocalEngine
+from rollout.episodes.endpoint import Endpoint
+from rollout.episodes.session import Session
 from tests.rollout.scripted_engine import ScriptedEngine, tiny_tokenizer
 
 SAMPLING = Sampling(max_tokens=200, stop_ids=(2,), for_training=True)
@@ -48,7 +48,7 @@ def play(endpoint: Endpoint, *episodes: Callable[[httpx.AsyncClient], Awaitable[
 @pytest.fixture
 def scripted(monkeypatch):
     """scripted(reply) -> an endpoint whose model answers reply(text so far, seed)."""
-    monkeypatch.setattr("rollout.endpoint.server.POLL_S", 0.01)
+    monkeypatch.setattr("rollout.episodes.endpoint.POLL_S", 0.01)
     opened = []
 
     def make(reply: Callable[[str, int], str], port: int = 0, **options: Any) -> Endpoint:
@@ -70,7 +70,7 @@ def trained_ids(completion: Completion) -> list[int]:
 
 def test_trained_ids_are_sampled_ids_in_many_conversations(make_model, monkeypatch):
     """A random model samples any bytes, which clients get as text: tokenised again, they would be other ids."""
-    monkeypatch.setattr("rollout.endpoint.server.POLL_S", 0.01)
+    monkeypatch.setattr("rollout.episodes.endpoint.POLL_S", 0.01)
     tokenizer = tiny_tokenizer()
     engine = LocalEngine(make_model(vocab_size=len(tokenizer), max_position_embeddings=512), tokenizer)
     sampled: list[Completion] = []
@@ -125,7 +125,7 @@ def test_trained_ids_are_sampled_ids_in_many_conversations(make_model, monkeypat
 
 
 def test_requests_join_a_running_batch(make_model, monkeypatch):
-    monkeypatch.setattr("rollout.endpoint.server.POLL_S", 0.01)
+    monkeypatch.setattr("rollout.episodes.endpoint.POLL_S", 0.01)
     tokenizer = tiny_tokenizer()
     engine = LocalEngine(make_model(vocab_size=len(tokenizer), max_position_embeddings=512), tokenizer)
     calls, stream = [], engine.stream

@@ -12,8 +12,8 @@ import pytest
 
 from data.rows.nemo_gym import nemo_gym_columns
 from data.types import Prompt
-from rollout.endpoint.server import Endpoint
 from rollout.engine import Completion, Request, Sampling, run_groups
+from rollout.episodes.endpoint import Endpoint
 from rollout.gyms.nemo_gym import (
     GymClient,
     RunSource,

@@ -24,9 +24,9 @@ import pytest
 
 from data.chat import render_conversation, render_prompt
 from data.types import Prompt
-from rollout.endpoint.server import Endpoint
 from rollout.engine import Completion, Request, Sampling, run_groups
 from rollout.engines.local import LocalEngine
+from rollout.episodes.endpoint import Endpoint
 from rollout.gyms.openenv import (
     EnvironmentFailure,
     RemoteSession,

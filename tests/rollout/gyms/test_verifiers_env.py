@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from rollout.endpoint.server import Endpoint
 from rollout.engine import Completion, Request, Sampling, run_groups
+from rollout.episodes.endpoint import Endpoint
 from rollout.gyms import verifiers_env
 from rollout.gyms.gym_source import EpisodeError, UnusableError
 from rollout.gyms.verifiers_env import (

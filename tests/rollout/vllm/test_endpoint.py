@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rollout.endpoint.server import Endpoint
 from rollout.engine import Completion, Sampling
+from rollout.episodes.endpoint import Endpoint
 from tests.rollout.endpoint.test_clients import check_conversations, client_python, converse  # noqa: F401
 from tests.rollout.vllm.test_engine import make_engine, make_policy
 

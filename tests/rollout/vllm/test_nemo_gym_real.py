@@ -21,9 +21,9 @@ import yaml
 from data.chat import render_conversation, render_prompt
 from data.rows.nemo_gym import load_nemo_gym
 from data.types import Prompt
-from rollout.endpoint.server import Endpoint
 from rollout.engine import Completion, Request, Sampling, run_groups
 from rollout.engines.local import LocalEngine
+from rollout.episodes.endpoint import Endpoint
 from rollout.gyms.nemo_gym import GymClient, RunSource, set_up_rewards
 from rollout.gyms.options import NemoGymConfig
 from rollout.rewards.table import load_rewards

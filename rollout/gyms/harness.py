@@ -8,7 +8,7 @@ The program gets the endpoint's address and key in its environment (OPENAI_BASE_
 ANTHROPIC_API_KEY) and in the placeholders {base_url} and {api_key}; {row} is a JSON file with the row's prompt and
 columns, {prompt} the text of the prompt's last message. It runs without a shell, in a new folder. Reward functions get
 its output and its folder as the columns `stdout` and `folder`; the folder is deleted when the rollout is. A program
-that fails or runs too long has no reward.
+that fails or runs too long has no reward, unless it had used up the tokens of its conversation.
 
 Each program is a child of servers/worker/strop_guard.py, so it ends with the run, even after kill -9, together with all
 processes of its group.
@@ -33,8 +33,8 @@ from pathlib import Path
 from data.errors import UserError
 from data.types import Prompt
 from data.user_code import printable
-from rollout.endpoint.server import Endpoint
 from rollout.engine import Completion, Request, Sampling
+from rollout.episodes.endpoint import Endpoint
 from rollout.episodes.options import ToolConfig
 from rollout.gyms.auto_start import clean_env
 from rollout.gyms.gym_source import EpisodeError, GymSource, UnusableError
@@ -94,14 +94,16 @@ class Harness:
             parent = self.folder / str(next(self._numbers))
             folder = new_folder(parent)
             with endpoint.session(sampling, seed=request.seed, settings=request.prompt.settings) as (session, key):
-                await self._run(request.prompt, parent, endpoint.url, key)
+                failure = await self._run(request.prompt, parent, endpoint.url, key)
         if session.error is not None:
             raise UnusableError(str(session.error)) from session.error
-        columns = {"stdout": read_tail(parent / "stdout.txt"), "folder": folder, "env_failed": 0.0}
-        return session.completion(request.prompt.ids, columns)
+        columns = {"stdout": read_tail(parent / "stdout.txt"), "folder": folder}
+        if failure is not None and not session.is_full:  # otherwise it failed because it got no more tokens
+            raise EpisodeError(failure[1], kind=failure[0], columns=columns)
+        return session.completion(request.prompt.ids, columns | {"env_failed": 0.0})
 
-    async def _run(self, prompt: Prompt, parent: Path, url: str, key: str) -> None:
-        """Run the program to its end; raise if it fails or runs too long."""
+    async def _run(self, prompt: Prompt, parent: Path, url: str, key: str) -> tuple[str, str] | None:
+        """Run the program to its end; return a kind and a text if it fails or runs too long."""
         row = {name: value for name, value in prompt.columns.items() if is_json(value)} | {"prompt": prompt.prompt}
         (parent / "row.json").write_text(json.dumps(row))
         text = prompt.prompt if isinstance(prompt.prompt, str) else prompt.prompt[-1]["content"]
@@ -120,17 +122,16 @@ class Harness:
             async with asyncio.timeout(self.cfg.harness_timeout):
                 status = await process.wait()
         except TimeoutError:
-            raise EpisodeError(
-                f"the program exceeded harness_timeout={self.cfg.harness_timeout:g} s", kind="late"
-            ) from None
+            return "late", f"the program exceeded harness_timeout={self.cfg.harness_timeout:g} s"
         finally:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(signal.SIGINT)  # the guard ends the whole group within a second or so
                 await process.wait()
-        if status:
-            cause = cause_of(read_tail(parent / "stderr.txt") or "it wrote nothing to stderr")
-            raise EpisodeError(f"exit status {status} ({printable(cause[:300])})", kind=f"exit {status}")
+        if not status:
+            return None
+        cause = cause_of(read_tail(parent / "stderr.txt") or "it wrote nothing to stderr")
+        return f"exit {status}", f"exit status {status} ({printable(cause[:300])})"
 
 
 def new_folder(parent: Path) -> Folder:

@@ -31,10 +31,10 @@ from typing import Any
 
 from data.errors import UserError
 from data.user_code import describe_error
-from rollout.endpoint import protocols
-from rollout.endpoint.protocols import Ask, Json
-from rollout.endpoint.session import ChatModel, OutOfTokens, Session, Turn
 from rollout.engine import POLL_S, Completion, Request, Sampling
+from rollout.episodes import protocols
+from rollout.episodes.protocols import Ask, Json
+from rollout.episodes.session import ChatModel, OutOfTokens, Session, Turn
 from rollout.servers.loop import Loop, together
 
 HOST = "127.0.0.1"
@@ -123,13 +123,10 @@ class Endpoint:
     # HTTP.
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
+        # The client may disconnect at any time, or be no HTTP client.
+        with contextlib.closing(writer), contextlib.suppress(OSError, EOFError, asyncio.LimitOverrunError, ValueError):
             while await self._exchange(reader, writer):
                 pass
-        except (OSError, EOFError, asyncio.LimitOverrunError, ValueError):  # the client has gone, or is no HTTP client
-            pass
-        finally:
-            writer.close()
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Answer one request; return whether the connection stays open."""

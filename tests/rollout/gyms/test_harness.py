@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from rollout.endpoint.harness import Harness
-from rollout.endpoint.server import Endpoint
 from rollout.engine import Completion, Request, Sampling, run_groups
+from rollout.episodes.endpoint import Endpoint
 from rollout.episodes.options import ToolConfig
+from rollout.gyms.harness import Harness
 from tests.entry import processes_with
 from tests.rollout.scripted_engine import ScriptedEngine, user_prompt
 
@@ -81,7 +81,7 @@ def test_programs_play_rows_and_rewards_get_their_results(play):
 
 
 def test_a_folder_is_deleted_with_the_last_reference(tmp_path):
-    from rollout.endpoint import harness
+    from rollout.gyms import harness
 
     parent = tmp_path / "1"
     folder = harness.new_folder(parent)

@@ -115,7 +115,8 @@ class Session:
         self.stored: dict[str, Messages] = {}  # conversations that a client may continue by id
         self.truncated = False  # the last turn was truncated, or there was no room for another
         self.error: Exception | None = None  # of the engine, not of a client
-        self.on_full: Callable[[], object] = lambda: None  # called when there is no room for another turn
+        self.is_full = False  # a request was rejected because there was no room for an answer
+        self.on_full: Callable[[], object] = lambda: None  # called then
         self._asked = 0
 
     async def chat(
@@ -188,7 +189,7 @@ class Session:
         if self.model.context is not None:
             left = min(left, self.model.context - len(ids))
         if left < 1:
-            self.truncated = True
+            self.truncated = self.is_full = True
             self.on_full()
             raise OutOfTokens(
                 f"max_completion_length={self.sampling.max_tokens}: a prompt of {len(ids)} tokens leaves no tokens for "

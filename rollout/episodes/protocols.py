@@ -20,7 +20,7 @@ from typing import Any
 from data.errors import UserError
 from data.rows.nemo_gym import input_messages
 from data.types import Messages
-from rollout.endpoint.session import Turn
+from rollout.episodes.session import Turn
 
 Json = dict[str, Any]
 MAX_CHOICES = 64

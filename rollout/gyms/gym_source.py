@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from numbers import Real
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from rollout.rewards.calls import MAX_REWARD
 from rollout.servers.loop import Loop, together
 
 MAX_FAILURES = 100  # consecutive failures that stop the run
-PrefixMismatch = Literal["train", "drop", "stop", "last"]  # last: an earlier name of train
+PrefixMismatch = Literal["branch", "last", "drop", "stop"]
 
 
 class EpisodeError(Exception):
@@ -71,7 +72,7 @@ class GymSource:
         title: str,  # name of the environment, for the log
         log_once: Callable[[str, str], None],  # (kind, text)
         hint: str,  # what to check if episodes fail
-        prefix_mismatch: PrefixMismatch = "train",
+        prefix_mismatch: PrefixMismatch = "branch",
         all_may_fail: bool = True,
     ) -> None:
         self.play, self.loop, self.endpoint, self.flag, self.title = play, loop, endpoint, flag, title
@@ -113,6 +114,8 @@ class GymSource:
             return self._failed(request.prompt, kind, str(error), getattr(error, "columns", {}))
         if completion.branches and self.prefix_mismatch in ("drop", "stop"):
             return self._mismatched(request.prompt, completion)
+        if self.prefix_mismatch == "last":
+            completion = replace(completion, branches=())
         self._num_failures, self._limit = 0, MAX_FAILURES
         return completion
 
@@ -122,7 +125,7 @@ class GymSource:
         if self.prefix_mismatch == "stop":
             raise UserError(
                 f"{self.flag}.prefix_mismatch=stop: {prompt.source}: {what}; use an agent that does not change earlier "
-                "turns, or set prefix_mismatch to train or drop"
+                "turns, or set prefix_mismatch to branch, last or drop"
             )
         return self._failed(prompt, "prefix", what)
 

@@ -50,8 +50,8 @@ class NemoGymConfig:
     """Let the gym's agents run whole episodes (/run) with the policy as their model. Use --reward-funcs env."""
     endpoint_port: int | None = None
     """With multi_turn: port at which the gym's model server finds the policy. None: 11001, or any with auto_start."""
-    prefix_mismatch: Literal["train", "drop", "stop", "last"] = "train"
-    """If an agent rewrites earlier turns. train: all branches (formerly last); drop: the row; stop: the run."""
+    prefix_mismatch: Literal["branch", "last", "drop", "stop"] = "branch"
+    """If an agent rewrites earlier turns. branch: train all branches; last: the last one; drop: the row; stop."""
     model_name: str = "policy"
     """Model name sent to /verify."""
 

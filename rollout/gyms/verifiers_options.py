@@ -37,8 +37,8 @@ class VerifiersConfig:
         'Renderer of messages to tokens, named as in the package renderers: \'{"name": "qwen3"}\'. Empty: chosen by '
         "model name; for an unknown model, the chat template without tool calls."
     )
-    prefix_mismatch: Literal["train", "drop", "stop", "last"] = "train"
-    """If an agent rewrites earlier turns. train: all branches (formerly last); drop: the row; stop: the run."""
+    prefix_mismatch: Literal["branch", "last", "drop", "stop"] = "branch"
+    """If an agent rewrites earlier turns. branch: train all branches; last: the last one; drop: the row; stop."""
 
     def __post_init__(self) -> None:
         if self.env is None:

@@ -369,8 +369,8 @@ class AllRanksRewards(Rewards):
 
     def submit(self, prompts: Sequence[Prompt], completions: Sequence[Completion], *, step: int = 0) -> Any:
         """Score the batch now, on all ranks; the future has its result."""
-        sent = [(*packed(c)[:-1], None) for c in completions]  # rewards need no routes and sets
-        for completion, (*_, messages, columns, _) in zip(completions, sent, strict=True):
+        sent = [(*packed(c)[:-2], [], None) for c in completions]  # rewards need no branches, routes and sets
+        for completion, (*_, messages, columns, _, _) in zip(completions, sent, strict=True):
             lost = [name for name in completion.columns if name not in columns]
             if lost or (messages is None and completion.messages is not None):
                 raise UserError(

@@ -385,7 +385,7 @@ def sampled_parts(completion: Completion) -> list[list[int]]:
 
 
 @needs_package
-@pytest.mark.parametrize("rule", ["train", "drop", "stop"])
+@pytest.mark.parametrize("rule", ["branch", "drop", "stop"])
 def test_prefix_mismatch_decides_about_a_prompt_that_does_not_continue(engine, rule):
     env = load({"agent": {"harness": {"id": "toy_verifiers", "rewrites": True}}}, rows=1, prefix_mismatch=rule)
     if rule == "stop":
@@ -393,7 +393,7 @@ def test_prefix_mismatch_decides_about_a_prompt_that_does_not_continue(engine, r
             run(env, engine)
         return
     ((completion, _),) = run(env, engine)
-    if rule == "train":
+    if rule == "branch":
         assert completion.columns["branches"] == 1 and completion.trained == completion.branches[0].trained == 2
         assert "hm<|im_end|>" in tiny_tokenizer().decode(completion.prompt_ids)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from rollout.engine import Completion, Request, Sampling, run_groups
 from rollout.episodes.endpoint import Endpoint
 from rollout.episodes.options import ToolConfig
 from rollout.gyms.harness import Harness
-from tests.entry import processes_with
+from tests.entry import environment, processes_with
 from tests.rollout.scripted_engine import ScriptedEngine, user_prompt
 
 AGENT = """
@@ -49,12 +50,12 @@ def play(tmp_path, monkeypatch):
     endpoint.open()
     lines: list[str] = []
 
-    def run(does: list[str], **settings: Any) -> list[Completion]:
+    def run(does: list[str], max_tokens: int = 90, **settings: Any) -> list[Completion]:
         command = f"{sys.executable} -S -I agent.py {{row}} {{base_url}}/x"
         harness = Harness(ToolConfig(harness=command, **settings), log=lines.append)
         harness.open(tmp_path / "programs")
         try:
-            source = harness.source(endpoint, Sampling(max_tokens=90, stop_ids=(2,)))
+            source = harness.source(endpoint, Sampling(max_tokens=max_tokens, stop_ids=(2,)))
             prompts = [user_prompt("hi", f"rows.jsonl:{i + 1}", does=does[i]) for i in range(len(does))]
             groups = run_groups(source, [[Request.of(prompt, i)] for i, prompt in enumerate(prompts)])
             return [completion for (completion,) in groups]
@@ -95,14 +96,23 @@ def test_a_folder_is_deleted_with_the_last_reference(tmp_path):
     assert not parent.exists()
 
 
-def test_a_program_that_fails_or_hangs_has_no_reward_and_leaves_no_process(play):
-    good, failed, late = play(["ends", "fails", "hangs"], harness_timeout=3.0)
-    for completion in (failed, late):
-        assert completion.columns["env_failed"] == 1.0 and completion.columns["env_reward"] is None
-        assert completion.trained == 0
+def test_a_program_that_fails_has_no_reward(play):
+    good, failed = play(["ends", "fails"])
+    assert failed.columns["env_failed"] == 1.0 and failed.columns["env_reward"] is None and failed.trained == 0
+    assert failed.columns["stdout"] == "" and failed.columns["folder"].endswith("/work")  # rewards are called anyway
     assert good.trained == 6
     assert sum("rows.jsonl:2: exit status 1 (no such tool)" in line for line in play.lines) == 1
-    assert sum("rows.jsonl:3: the program exceeded harness_timeout=3 s" in line for line in play.lines) == 1
+
+
+def test_a_program_that_hangs_ends_with_all_its_processes(play):
+    with pytest.raises(ValueError, match=r"all 1 episodes failed, .* \(the program exceeded harness_timeout=1 s\)"):
+        play(["hangs"], harness_timeout=1.0)
+
+
+def test_a_program_without_tokens_left_is_rewarded_as_truncated(play):
+    (completion,) = play(["ends"], max_tokens=12)
+    assert completion.columns["num_turns"] == 1 and completion.columns["env_failed"] == 0.0
+    assert completion.finish_reason == "length" and completion.trained == 3
 
 
 def test_a_run_in_which_every_program_fails_ends(play):
@@ -127,3 +137,24 @@ def test_bad_commands_are_rejected():
         with pytest.raises(ValueError, match=message):
             ToolConfig(**settings)
     assert ToolConfig(harness="x", tool_format="hermes").tool_format == "hermes"
+
+
+@pytest.mark.slow
+def test_programs_end_with_a_killed_run(tmp_path):
+    (tmp_path / "agent.py").write_text("import time; open('started', 'w').close(); time.sleep(600)\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "hi"}]}\n')
+    (tmp_path / "reward.py").write_text("def none(completions, **columns): return [0.0] * len(completions)\n")
+    argv = ("-m", "trainer", "--method", "grpo", "--model", "builtin:tiny", "--data", "rows.jsonl", "--num-generations",
+            "2", "--per-device-train-batch-size", "2", "--learning-rate", "1e-4", "--max-steps", "2", "--harness",
+            f"{sys.executable} agent.py", "--reward-funcs", "reward.py:none", "--output-dir", "run")  # fmt: skip
+    env = environment() | {"STROP_TEST_HARNESS": str(tmp_path)}
+    run = subprocess.Popen([sys.executable, *argv], cwd=tmp_path, env=env, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 240
+    while len(list(tmp_path.glob("run/harness/*/work/started"))) < 2:
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(0.2)
+    run.kill()
+    run.wait()
+    while left := processes_with(f"STROP_TEST_HARNESS={tmp_path}"):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)

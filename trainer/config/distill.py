@@ -126,7 +126,8 @@ class OpdConfig(SamplingConfig):
                 "remove --temperature, or load the teacher with --teacher"
             )
         writers = {"rollout_func": self.tools.rollout_func, "harness": self.tools.harness,
-                   "openenv.env": self.openenv.env, "nemo_gym.multi_turn": self.nemo_gym.multi_turn, "verifiers.env": self.verifiers.env}  # fmt: skip
+                   "openenv.env": self.openenv.env, "nemo_gym.multi_turn": self.nemo_gym.multi_turn,
+                   "verifiers.env": self.verifiers.env}  # fmt: skip
         if cfg.teacher_prompt is not None and any(writers.values()):
             name, value = next((name, value) for name, value in writers.items() if value)
             raise UserError(f"teacher_prompt={cfg.teacher_prompt}: conflicts with {name}={value}, which writes prompts")

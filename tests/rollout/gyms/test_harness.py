@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from rollout.engine import Completion, Request, Sampling, run_groups
 from rollout.episodes.endpoint import Endpoint
 from rollout.episodes.options import ToolConfig
 from rollout.gyms.harness import Harness
-from tests.entry import environment, processes_with
+from tests.entry import environment, metrics, processes_with, run_ok
 from tests.rollout.scripted_engine import ScriptedEngine, user_prompt
 
 AGENT = """
@@ -158,3 +159,34 @@ def test_programs_end_with_a_killed_run(tmp_path):
     while left := processes_with(f"STROP_TEST_HARNESS={tmp_path}"):
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_a_killed_and_resumed_run_trains_every_group_once(tmp_path):
+    """The same rows, rewards and samples as an unbroken run."""
+    (tmp_path / "agent.py").write_text(AGENT)
+    rows = [{"prompt": [{"role": "user", "content": f"{i}+{i}="}], "does": "ends"} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "reward.py").write_text("def size(stdout, **columns): return [len(text) % 7 for text in stdout]\n")
+    argv = ("--method", "grpo", "--model", "builtin:tiny", "--data", "rows.jsonl", "--num-generations", 2,
+            "--per-device-train-batch-size", 4, "--learning-rate", 1e-3, "--max-steps", 4, "--save-steps", 1,
+            "--harness", f"{sys.executable} -S -I agent.py {{row}} x", "--max-completion-length", 60,
+            "--reward-funcs", "reward.py:size")  # fmt: skip
+    run_ok(*argv, "--output-dir", "whole", cwd=tmp_path)
+    words = [sys.executable, "-m", "trainer", *map(str, argv), "--output-dir", "broken"]
+    run = subprocess.Popen(words, cwd=tmp_path, env=environment(), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while not list(tmp_path.glob("broken/harness/9/work")):  # in the third rollout
+        assert run.poll() is None
+        time.sleep(0.02)
+    run.kill()
+    run.wait()
+    run_ok("--resume", "--output-dir", "broken", cwd=tmp_path)
+    # Not the loss: requests arrive in another order, and batches of another shape round differently.
+    names = ("step", "reward/mean", "rollout/num_turns", "data/prompts_total", "data/tokens_total")
+    whole, broken = ([[row[name] for name in names] for row in metrics(tmp_path / run)] for run in ("whole", "broken"))
+    assert len(whole) == 4 and whole == broken
+    whole, broken = ((tmp_path / run / "samples.jsonl").read_text().splitlines() for run in ("whole", "broken"))
+    names = ("step", "source", "completion", "messages", "rewards")
+    assert [[json.loads(line)[name] for name in names] for line in whole] == [
+        [json.loads(line)[name] for name in names] for line in broken
+    ]

@@ -261,6 +261,8 @@ def test_the_seeds_recommended_configuration_runs(gym_python, vllm_python, rows,
     (seed,) = [yaml.safe_load(indented(lines)) for headings, lines in blocks(text, "yaml")
                if "Multi-Turn with Async GRPO" in headings[-1]]  # fmt: skip
     name = "example_single_tool_call"
+    settings = json.loads((caller / "config.json").read_text()) | {"max_position_embeddings": 2048}
+    (caller / "config.json").write_text(json.dumps(settings))
     shutil.copy(rows / name / "data" / "example.jsonl", tmp_path / "rows.jsonl")
     seed |= {"base_model": str(caller), "nemo_gym_head_port": HEAD_PORT, "output_dir": "run", "max_steps": 6}
     seed |= {"nemo_gym_datasets": [{"path": str(tmp_path / "rows.jsonl"), "server_name": name}], "learning_rate": 1e-5}

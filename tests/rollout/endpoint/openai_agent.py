@@ -14,7 +14,7 @@ row = json.load(open(sys.argv[1]))
 @function_tool
 def lookup(key: str) -> str:
     """Return the value of a key."""
-    return {"a": "37", "b": "52"}[key]
+    return row.get("table", {"a": "37"}).get(key, "unknown")
 
 
 agent = Agent(name="agent", instructions="Use the tool.", tools=[lookup], model="policy")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import socket
 from collections.abc import Awaitable, Callable
@@ -15,6 +16,7 @@ from rollout.engine import Completion, Sampling
 from rollout.engines.local import LocalEngine
 from rollout.episodes.endpoint import Endpoint
 from rollout.episodes.session import Session
+from tests.entry import ROOT
 from tests.rollout.scripted_engine import ScriptedEngine, tiny_tokenizer
 
 SAMPLING = Sampling(max_tokens=200, stop_ids=(2,), for_training=True)
@@ -243,6 +245,23 @@ def test_tool_calls_in_all_protocols(scripted):
         assert whole.columns == {"num_turns": 2 + retry, "tool_calls": 1, "branches": retry}
         assert [message["role"] for message in whole.messages] == ["assistant", "tool", "assistant"] or retry
         assert CALL in tiny_tokenizer().decode(whole.prompt_ids + whole.ids)
+
+
+def test_a_template_that_drops_thoughts_keeps_the_sampled_ids(scripted):
+    """Qwen3's template shows earlier turns without their thoughts; the next turn still follows the sampled ids."""
+    endpoint = scripted(lambda text, seed: f"<think>\nhm\n</think>\n\n{text.count('assistant')}")
+    endpoint.model.tokenizer = copy.deepcopy(endpoint.model.tokenizer)
+    endpoint.model.tokenizer.chat_template = (ROOT / "data" / "templates" / "qwen3.jinja").read_text()
+
+    async def episode(client):
+        messages = [user("1")]
+        for text in ("2", "3"):
+            reply = await client.post("/chat/completions", json={"messages": messages})
+            messages += [reply.json()["choices"][0]["message"], user(text)]
+
+    ((session, _),) = play(endpoint, episode)
+    whole = session.completion([1], {})
+    assert whole.columns["branches"] == 0 and tiny_tokenizer().decode(whole.ids).count("<think>") == 2
 
 
 def test_the_tokenizers_response_template_parses_calls(scripted):

@@ -3,7 +3,7 @@
     python -m bench.runs.agents --model MODEL_FOLDER --python VENV/bin/python --folder runs/agents
 
 VENV has openai-agents and mini-swe-agent. The rows ask for the value of a key, which only a tool has, or for a file
-with a number. First SFT on trajectories written here, of which most give up without the tool; it teaches the formats.
+with a number. First SFT on trajectories written here, of which most give up without the tool, for the formats.
 Then GRPO with the agent as --harness, over the in-process engine. Prints one JSON line per agent.
 """
 
@@ -96,11 +96,11 @@ def write_rows(cfg: Settings, agent: str, folder: Path) -> None:
     rng = random.Random(0)
     keys = rng.sample(range(100, 1000), 512 + cfg.eval_rows)
     rows = [row_of(agent, key, rng.randrange(10, 100)) for key in keys]
-    taught = [
+    trajectories = [
         {"messages": trajectory(agent, row, key, solved=rng.random() < cfg.solved)}
         for row, key in zip(rows, keys, strict=True)
     ]
-    files = {"train": rows[: -cfg.eval_rows], "test": rows[-cfg.eval_rows :], "sft": taught[: -cfg.eval_rows]}
+    files = {"train": rows[: -cfg.eval_rows], "test": rows[-cfg.eval_rows :], "sft": trajectories[: -cfg.eval_rows]}
     for name, content in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
     (folder / "template.jinja").write_text(TEMPLATE)

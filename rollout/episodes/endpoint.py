@@ -166,9 +166,10 @@ class Endpoint:
                 return 401, error_body("the API key is not that of this run", is_anthropic), JSON
             if (method, route) == ("GET", "models"):
                 return 200, dump({"object": "list", "data": [{"id": "policy", "object": "model"}]}), JSON
-            session = self._sessions.get(number or headers.get(SESSION) or str(body.get(SESSION_FIELD, "")))
-            if session is None and not number and SESSION_FIELD not in body and self._sampling is not None:
-                session = Session(self.model, self._sampling, seed=secrets.randbits(32))  # a judge's: not trained
+            name = number or headers.get(SESSION) or body.get(SESSION_FIELD)
+            session = self._sessions.get(str(name))
+            if name is None and self._sampling is not None:  # of a server of a gym that verifies: not trained
+                session = Session(self.model, self._sampling, seed=secrets.randbits(32))
             if session is None:
                 return 404, error_body("the episode of this API key is not running", is_anthropic), JSON
             if method != "POST" or route not in ROUTES:

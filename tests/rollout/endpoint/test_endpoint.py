@@ -371,6 +371,9 @@ def test_only_clients_of_this_run_and_of_running_episodes_are_answered(scripted)
         in_path = await client.post(url, json=body, headers={"authorization": "none"})
         shared = {"authorization": key.rpartition(".")[0]}  # one key for all, and a field for the episode
         field = await client.post("/chat/completions", json=body | {"strop_session": "1"}, headers=shared)
+        anonymous = await client.post("/chat/completions", json=body, headers=shared)  # a gym's verifier: not trained
+        ended = await client.post("/chat/completions", json=body, headers=shared | {"x-session-id": "9"})
+        assert (anonymous.status_code, ended.status_code) == (200, 404)
         named = await client.post("/chat/completions", json=body | {"return_tokens_as_token_ids": True})
         message = named.json()["choices"][0]["message"]  # as NeMo Gym's model server reads it
         assert message["generation_token_ids"][-1] == 2 and len(message["generation_log_probs"]) == 2

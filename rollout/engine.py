@@ -81,10 +81,11 @@ class Completion:
     columns: dict[str, Any] = field(default_factory=dict)  # episode columns for rewards: env_reward, num_turns, ...
     routes: np.ndarray | None = field(default=None, compare=False)  # (prompt and ids, L, k) experts: rollout/routes.py
     sets: np.ndarray | None = field(default=None, compare=False)  # ids that top-k, top-p or min-p kept: rollout/sets.py
+    branches: tuple[Completion, ...] = ()  # other branches of the episode; each sampled token is trained in one of them
 
     @property
     def trained(self) -> int:
-        """Number of tokens that the model sampled."""
+        """Number of tokens that the model sampled, without those of other branches."""
         return len(self.ids) if self.mask is None else sum(self.mask)
 
 

@@ -199,6 +199,7 @@ def check_single_turn(run: dict[str, Any]) -> None:
     for name, value in (
         ("tools", " ".join(run.get("tools") or ())),
         ("rollout_func", run.get("rollout_func")),
+        ("harness", run.get("harness")),
         ("openenv.env", (run.get("openenv") or {}).get("env")),
         ("nemo_gym.datasets", " ".join(gym.get("datasets") or ())),
         ("verifiers.env", (run.get("verifiers") or {}).get("env")),

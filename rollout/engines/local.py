@@ -134,36 +134,40 @@ class LocalEngine:
         in_order = (completions[i] for i in range(len(requests)))
         return [[next(in_order) for _ in group] for group in groups]
 
-    def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[tuple[int, Completion]]]:
-        """Yield completions as they finish, each with the index of its request."""
-        return self._stream(requests, sampling, lambda ended: False)
+    def stream(
+        self, requests: Sequence[Request], sampling: Sampling, more: Callable[[], Sequence[Request]] = tuple
+    ) -> Iterator[list[tuple[int, Completion]]]:
+        """Yield completions as they finish, each with the index of its request.
+
+        `more` returns requests that have arrived since it was last called; they join the batch. Their indices continue
+        those of `requests`.
+        """
+        return self._stream(requests, sampling, lambda ended: False, more)
 
     def _stream(
-        self, requests: Sequence[Request], sampling: Sampling, enough: Callable[[Sequence[int]], bool]
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        enough: Callable[[Sequence[int]], bool],
+        more: Callable[[], Sequence[Request]] = tuple,
     ) -> Iterator[list[tuple[int, Completion]]]:
         """As stream(); once enough(indices that have just finished) is true, yield the unfinished ones and return."""
         check_sampling(sampling)
-        limits = [sampling.max_tokens if request.max_tokens is None else request.max_tokens for request in requests]
-        if min(limits, default=1) < 1:
-            raise UserError(f"max_tokens={min(limits)} (request {limits.index(min(limits))}): must be 1 or more")
-        self._check_requests([request.prompt_ids for request in requests], limits)
-        if not requests:
+        jobs = self._jobs(requests, sampling, 0)
+        if not jobs:
             return
-        jobs = [
-            Job(request.prompt_ids, signed_64(request.seed), limit, request.conversation, index=i)
-            for i, (request, limit) in enumerate(zip(requests, limits, strict=True))
-        ]
-        for job, request in zip(jobs, requests, strict=True):
-            if (so_far := request.so_far) is not None:
-                job.ids, job.logps, job.versions = list(so_far.ids), list(so_far.logps), so_far.versions
-                job.own_routes += [] if so_far.routes is None else [(0, so_far.routes)]
-                job.own_sets += [] if so_far.sets is None else [so_far.sets]
         stop = StopCheck(self.tokenizer, sampling)
         self.choose_forward()
         # Longest first, so shorter prompts fill the gaps. Equal prompts are adjacent and share a tile.
         jobs.sort(key=lambda job: (not job.ids, -len(job.prompt_ids), job.prompt_ids))
+
+        def arriving() -> list[Job]:
+            new = self._jobs(more(), sampling, len(jobs))
+            jobs.extend(new)
+            return new
+
         sample = self._sample_growing if self._uses_growing_cache else self._sample_paged
-        run = sample(jobs, sampling, stop)
+        run = sample(jobs, sampling, stop, arriving)
         try:
             while True:
                 # Not around the yield: the caller must see gradients and training mode unchanged.
@@ -180,14 +184,55 @@ class LocalEngine:
         finally:
             run.close()
 
-    def _sample_paged(self, jobs: Sequence[Job], sampling: Sampling, stop: StopCheck) -> Iterator[Sequence[Job]]:
-        """Run the scheduler. A generator, so that even _prepare_scheduler() runs inside `evaluating`."""
-        yield from self._prepare_scheduler(jobs).run(jobs, sampling, stop)
+    def _jobs(self, requests: Sequence[Request], sampling: Sampling, first: int) -> list[Job]:
+        """Check the requests and return their jobs, with indices from `first`."""
+        limits = [sampling.max_tokens if request.max_tokens is None else request.max_tokens for request in requests]
+        if min(limits, default=1) < 1:
+            raise UserError(f"max_tokens={min(limits)} (request {limits.index(min(limits))}): must be 1 or more")
+        self._check_requests([request.prompt_ids for request in requests], limits)
+        jobs = [
+            Job(request.prompt_ids, signed_64(request.seed), limit, request.conversation, index=i)
+            for i, (request, limit) in enumerate(zip(requests, limits, strict=True), first)
+        ]
+        for job, request in zip(jobs, requests, strict=True):
+            if (so_far := request.so_far) is not None:
+                job.ids, job.logps, job.versions = list(so_far.ids), list(so_far.logps), so_far.versions
+                job.own_routes += [] if so_far.routes is None else [(0, so_far.routes)]
+                job.own_sets += [] if so_far.sets is None else [so_far.sets]
+        return jobs
 
-    def _sample_growing(self, jobs: Sequence[Job], sampling: Sampling, stop: StopCheck) -> Iterator[Sequence[Job]]:
-        for start in range(0, len(jobs), self.max_batch_size):
-            chunk = jobs[start : start + self.max_batch_size]
-            yield from sample_growing(self.model, chunk, sampling, stop)
+    def _sample_paged(
+        self, jobs: Sequence[Job], sampling: Sampling, stop: StopCheck, more: Callable[[], list[Job]] = list
+    ) -> Iterator[Sequence[Job]]:
+        """Run the scheduler. A generator, so that even _prepare_scheduler() runs inside `evaluating`."""
+        waiting = list(jobs)
+        while waiting:
+            scheduler, late = self._prepare_scheduler(waiting), []  # late: too long for the cache as it is
+            longest = max(len(job.prompt_ids) + job.limit for job in waiting)
+            limits = 1 << (longest - 1).bit_length(), scheduler.decoder.cache.num_pages  # as cover() rounds
+
+            def fitting(late: list[Job] = late, limits: tuple[int, int] = limits) -> list[Job]:
+                new = more()
+                sizes = [(len(job.prompt_ids) + job.limit, self._least_pages(job)) for job in new]
+                fits = [length <= limits[0] and pages <= limits[1] for length, pages in sizes]
+                late += [job for job, fit in zip(new, fits, strict=True) if not fit]
+                return [job for job, fit in zip(new, fits, strict=True) if fit]
+
+            yield from scheduler.run(waiting, sampling, stop, fitting)
+            waiting = late
+
+    def _sample_growing(
+        self, jobs: Sequence[Job], sampling: Sampling, stop: StopCheck, more: Callable[[], list[Job]] = list
+    ) -> Iterator[Sequence[Job]]:
+        waiting = list(jobs)
+        while waiting:
+            for start in range(0, len(waiting), self.max_batch_size):
+                chunk = waiting[start : start + self.max_batch_size]
+                yield from sample_growing(self.model, chunk, sampling, stop)
+            waiting = more()
+
+    def _least_pages(self, job: Job) -> int:
+        return cache_pages([job], page=PAGE[self.kind], rows=1)[0]
 
     def _completions(self, jobs: Sequence[Job], stop: StopCheck, *, with_routes: bool) -> list[tuple[int, Completion]]:
         if not all(math.isfinite(sum(job.logps)) for job in jobs):

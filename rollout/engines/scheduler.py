@@ -11,7 +11,7 @@ The decoder runs windows of `steps_per_sync` tokens. Up to `lag` windows run on 
 window before them, looks for stop strings and plans the next window, so the device need not wait. A row that ends by a
 stop is then found `lag` windows late, and what it sampled since is dropped; a row at its limit leaves immediately. The
 device runs everything in order, so pages and states are reused as soon as the host frees them. Plans depend on the
-windows read, never on time, so a run is repeatable.
+windows read, never on time, so a run is repeatable, unless jobs arrive while it runs.
 
 If pages run out, the scheduler evicts unused prefixes, then idle conversations, then (after reading all windows) the
 row admitted last. That row returns to the queue with its sampled tokens, which are prefilled again later. One row
@@ -24,7 +24,7 @@ starts from it. Conversations keep only their prefix: a row may have run past it
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -121,8 +121,14 @@ class Scheduler:
         self.free_states = list(range(zero + decoder.num_prefixes, zero, -1))
         self.num_evicted = 0
 
-    def run(self, jobs: Sequence[Job], sampling: Sampling, stop: StopCheck) -> Iterator[list[Job]]:
-        """Sample all jobs to their end; yield jobs as they end."""
+    def run(
+        self,
+        jobs: Sequence[Job],
+        sampling: Sampling,
+        stop: StopCheck,
+        more: Callable[[], Iterable[Job]] = tuple,  # jobs that have arrived since the last call
+    ) -> Iterator[list[Job]]:
+        """Sample all jobs to their end, also those that arrive meanwhile; yield jobs as they end."""
         waiting, active = deque(jobs), []
         windows: deque[tuple[list[Job], int, Window]] = deque()  # jobs, steps; not read yet
         num_old = 0  # rows that were in the last window
@@ -131,7 +137,10 @@ class Scheduler:
         if sampling.temperature == 0:
             top = TopFilter()
         try:
-            while waiting or active or windows:
+            while True:
+                waiting.extend(more())
+                if not (waiting or active or windows):
+                    break
                 if len(windows) <= self.lag:
                     self._admit(waiting, active, must=not windows)
                     steps = min(self.steps_per_sync, max((job.left - job.in_flight for job in active), default=0))

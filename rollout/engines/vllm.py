@@ -104,12 +104,11 @@ class VllmEngine:
                     trust_remote_code=trust_remote_code, grouped=not samples_ahead, log=log,
                 ))  # fmt: skip
             wait_ready(self.launched, cfg.startup_timeout, log)
-            # (url, token) per server; the gyms read it
-            self.places = [(s.url, s.token) for s in self.launched] or [(url, find_token(url)) for url in cfg.url]
+            places = [(s.url, s.token) for s in self.launched] or [(url, find_token(url)) for url in cfg.url]
             owner = owner or Owner.here()
             servers = [
                 VllmServer(url, token=token, timeout=cfg.timeout, vocab_size=vocab_size, owner=owner)
-                for url, token in self.places
+                for url, token in places
             ]
             self.pool = Pool(
                 servers, max_in_flight=cfg.max_in_flight, timeout=cfg.timeout, log=log, seeded=cfg.seeded,

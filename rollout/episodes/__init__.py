@@ -1,1 +1,1 @@
-"""Completions of several turns: tools, targets, user rollout functions."""
+"""Completions of several turns: tools, targets, user rollout functions, and clients of the endpoint."""

@@ -14,7 +14,7 @@ ToolFormat = Literal["auto", "hermes", "llama3_json", "pythonic", "harmony"]
 
 @dataclass(frozen=True, kw_only=True)
 class ToolConfig:
-    """Tools that the model may call over several turns, or a function that produces the completions."""
+    """Tools that the model may call over several turns, or a function or program that produces the completions."""
 
     tools: Common[tuple[str, ...]] = ()
     """Tools the model may call: calculator, lookup, my_module.fn, FILE.py:fn, or a class (one object per episode)."""
@@ -28,15 +28,37 @@ class ToolConfig:
     """Seconds that one tool call may work or wait before the model gets an error. Waiting for a core does not count."""
     rollout_func: str | None = None
     """Function that samples instead of the engine: my_module.fn or FILE.py:fn. Its signature decides the kind."""
+    harness: str | None = None
+    (
+        "Program that plays a row with the policy as its model: a command with {row} (a JSON file), {prompt}, "
+        "{base_url} and {api_key}, which are also in its environment (OPENAI_BASE_URL, ...). Rewards get its stdout "
+        "and folder."
+    )
+    harness_timeout: float = 600.0
+    """Seconds that the program may take. After that it is ended and has no reward."""
+    harness_max_concurrent: int = 16
+    """Maximum programs that run at the same time."""
 
     def __post_init__(self) -> None:
+        if not self.harness:
+            for name in ("harness_timeout", "harness_max_concurrent"):
+                if (value := getattr(self, name)) != getattr(ToolConfig, name):
+                    raise UserError(f"{name}={value}: has no effect without a program; set --harness")
+        if self.harness == "":
+            raise UserError("harness='': empty; pass a command such as 'python agent.py {row}'")
+        if not 0 < self.harness_timeout < math.inf:
+            raise UserError(f"harness_timeout={self.harness_timeout}: must be a number of seconds above 0")
+        if self.harness_max_concurrent < 1:
+            raise UserError(f"harness_max_concurrent={self.harness_max_concurrent}: must be 1 or more")
         if self.tools and self.rollout_func:
             raise UserError(
                 f"rollout_func={self.rollout_func}: never calls tools={' '.join(self.tools)}; use one of the two flags"
             )
         for field in fields(self):
             value = getattr(self, field.name)
-            if not self.tools and field.name not in ("tools", "rollout_func") and value != field.default:
+            others = ("tools", "rollout_func", *(("tool_format",) if self.harness else ()))
+            is_other = field.name in others or field.name.startswith("harness")
+            if not self.tools and not is_other and value != field.default:
                 raise UserError(f"{field.name}={value}: has no effect without tools; set --tools")
         if "" in self.tools:
             raise UserError("tools='': empty name; pass calculator, lookup, my_module.fn or FILE.py:fn")

@@ -112,8 +112,9 @@ class Continuation:
     rewrites earlier turns: the model would be trained on a conversation that it never sees at inference.
     """
 
-    def __init__(self, tokenizer: Any, role: Literal["tool", "user"] = "tool") -> None:
-        self.tokenizer, self.role = tokenizer, role
+    def __init__(self, tokenizer: Any, role: Literal["tool", "user"] = "tool", *, may_rewrite: bool = False) -> None:
+        """may_rewrite: accept a template that shows earlier turns differently; sampled turns keep their ids."""
+        self.tokenizer, self.role, self.may_rewrite = tokenizer, role, may_rewrite
         self.end_id = end_of_turn_id(tokenizer)
         if self.end_id is None:
             raise UserError(
@@ -162,6 +163,9 @@ class Continuation:
 
     def _check_prefix(self, opening: Messages) -> None:
         results = [self._message(text) for text in ("first result", "second result")]
+        if self.may_rewrite:
+            self._after(opening, results[:1])
+            return
         # Without the generation prompt: some templates open a thinking block with it that later turns drop.
         shown = [opening[:1], [*opening, results[0]], [*opening, results[0], opening[1], results[1]]]
         start, once, twice = (self._render(messages, generation_prompt=False) for messages in shown)

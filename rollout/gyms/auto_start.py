@@ -9,13 +9,12 @@ kill -9. All servers listen on 127.0.0.1 and free ports, whatever the files cont
 because it starts ray, which listens on every interface.
 
 The agents use the model in training: every model server that an agent refers to, and every ${policy_base_url}, points
-to the run's vLLM servers.
+to the run's endpoint.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import copy
 import json
 import os
@@ -23,7 +22,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +30,8 @@ import yaml
 
 from data.errors import UserError
 from rollout.gyms.options import NemoGymConfig
-from rollout.servers.command import BASE, DROPPED, TOKEN, WORKER
+from rollout.servers.command import DROPPED, TOKEN, WORKER
 from rollout.servers.launch import STOP_WAIT, cause_of, read_tail, reserve
-from rollout.servers.options import VllmConfig
 
 HOST = "127.0.0.1"
 LAUNCHER = Path(__file__).with_name("launcher.py")
@@ -64,10 +61,10 @@ class GymServers:
         self.running: list[GymServer] = []
         self._owner = os.getpid()
 
-    def start(self, names: Collection[str], model: Sequence[tuple[str, str | None]], log_dir: Path) -> None:
+    def start(self, names: Collection[str], model: tuple[str, str] | None, log_dir: Path) -> None:
         """Start the named servers and all servers they refer to; a UserError names a server that does not start.
 
-        `model`: (address, token) of the run's vLLM servers.
+        `model`: (address, token) of the run's endpoint; None: it cannot answer while the servers verify.
         """
         names = with_references(self.tree, names)
         self.tree = with_model(self.tree, names, model)
@@ -264,31 +261,27 @@ def with_references(tree: dict[str, Any], names: Collection[str]) -> list[str]:
     return closure
 
 
-def with_model(tree: dict[str, Any], names: Sequence[str], model: Sequence[tuple[str, str | None]]) -> dict[str, Any]:
-    """Return the configuration with the run's vLLM servers in place of the placeholders."""
+def with_model(tree: dict[str, Any], names: Sequence[str], model: tuple[str, str] | None) -> dict[str, Any]:
+    """Return the configuration with the run's endpoint in place of the placeholders."""
     tree = copy.deepcopy(tree)
     servers = servers_of(tree)
     agents = [servers[name] for name in names if server_entry(tree[name])[0] == "responses_api_agents"]
     referenced = {name for fields in agents for kind, name in references(fields) if kind == MODELS and name in servers}
     waiting = [name for name in names if name in referenced or PLACEHOLDER in json.dumps(servers[name])]
-    if waiting and not model:
+    if waiting and model is None:
         raise UserError(
-            f"rollout.engine=local: the gym's server {waiting[0]} uses the model in training and requires a vLLM "
-            "server; use --rollout.engine vllm"
+            f"rollout.engine=local: the gym's server {waiting[0]} uses the model in training to verify, while the "
+            "in-process engine waits for it; use --rollout.engine vllm"
         )
-    if len(tokens := {token for _, token in model}) > 1:
-        raise UserError(
-            f"vllm.url={' '.join(url for url, _ in model)}: their tokens differ, but the gym's model server uses one "
-            f"token; start them with the same {TOKEN}"
-        )
-    vllm = {"base_url": [f"{url}/v1" for url, _ in model], "api_key": next(iter(tokens), None) or "none", "model": BASE}
+    url, token = model or ("", "")
+    values = {"base_url": [url], "api_key": token, "model": "policy"}
     for name in referenced:
         (folder, fields), *_ = tree[name][MODELS].items()
         if folder == "dummy_model":  # the files contain no model server
             tree[name][MODELS] = {"vllm_model": fields}
             fields["uses_reasoning_parser"] = False
-        fields |= vllm | {"return_token_id_information": True}
-    return _replace(tree, {f"{PLACEHOLDER}{key}": value for key, value in vllm.items()})
+        fields |= values | {"return_token_id_information": False}  # the endpoint keeps the ids
+    return _replace(tree, {f"{PLACEHOLDER}{key}": value for key, value in values.items()})
 
 
 def _replace(value: Any, values: dict[str, Any]) -> Any:
@@ -297,25 +290,3 @@ def _replace(value: Any, values: dict[str, Any]) -> Any:
     if isinstance(value, list):
         return [_replace(inner, values) for inner in value]
     return values.get(value, value) if isinstance(value, str) else value
-
-
-# vLLM servers ----------------------------------------------------------------------------------------------------
-
-
-def known_servers(cfg: VllmConfig) -> VllmConfig:
-    """Fix the ports of the vLLM servers, because the gym's model server could not find one that restarts elsewhere."""
-    if cfg.url:
-        return cfg
-    if cfg.replicas > 1 and not os.environ.get(TOKEN):
-        raise UserError(
-            f"vllm.replicas={cfg.replicas}: the gym's model server uses one token for all servers; set it with "
-            f"export {TOKEN}=$(python -c 'import secrets; print(secrets.token_urlsafe(32))')"
-        )
-    while not cfg.port:
-        with contextlib.ExitStack() as reserved:
-            first = reserved.enter_context(reserve(cfg.host, 0)).getsockname()[1]
-            with contextlib.suppress(ValueError, OverflowError):  # a following port is in use
-                for offset in range(1, cfg.replicas):
-                    reserved.enter_context(reserve(cfg.host, first + offset))
-                cfg = replace(cfg, port=first)
-    return cfg

@@ -3,19 +3,16 @@
     gym = GymClient(cfg.nemo_gym)
     gym.connect(prompts, multi_turn=cfg.nemo_gym.multi_turn)
     set_up_rewards(rewards, gym, on_error)                      # `nemo_gym:verify`, one POST /verify per completion
-    source = RunSource(gym, sampling, version=lambda: engine.version)      # multi_turn: one POST /run per completion
+    source = RunSource(gym, sampling, endpoint)                 # multi_turn: one POST /run per completion
 
-With multi_turn the run's vLLM server samples the tokens: the gym's model server (its vllm_model) forwards the agents'
-requests to it. With auto_start the run starts the gym's servers (auto_start.py) and configures the address. Otherwise
-the vLLM server needs a fixed address:
+With multi_turn the run's endpoint (episodes/endpoint.py) samples the tokens: the gym's model server (its vllm_model)
+forwards the agents' requests to it. With auto_start the run starts the gym's servers (auto_start.py) and configures the
+address. Otherwise the endpoint has a fixed port, --nemo-gym.endpoint-port, and the token in STROP_VLLM_TOKEN:
 
-    STROP_VLLM_TOKEN=... python -m rollout.serve --model M --vllm.port 8000 \\
-        --vllm.extra-args="--enable-auto-tool-choice --tool-call-parser hermes"
-    policy_model.responses_api_models.vllm_model: base_url http://127.0.0.1:8000/v1, api_key the token, model base,
-        return_token_id_information true
+    policy_model.responses_api_models.vllm_model: base_url http://127.0.0.1:11001/v1, api_key the token, model policy,
+        return_token_id_information false
 
-The trainer's temperature, length limit, seed and stop ids override the row's. An agent's reply to /run becomes
-one Completion (gym_source.py).
+Sampling settings are the trainer's.
 """
 
 from __future__ import annotations
@@ -33,24 +30,22 @@ from typing import Any, Literal
 
 from data.errors import UserError
 from data.hints import suggest
-from data.rows.nemo_gym import item_messages
 from data.types import Messages, Prompt
 from data.user_code import printable
 from rollout.engine import Completion, Request, Sampling
+from rollout.episodes.endpoint import SESSION_FIELD, Endpoint
 from rollout.gyms.auto_start import GymServers, check_files
-from rollout.gyms.gym_source import EpisodeError, GymSource, TurnChain, UnusableError, last_chain, read_reward, shorten
+from rollout.gyms.gym_source import EpisodeError, GymSource, UnusableError, read_reward, shorten
 from rollout.gyms.options import NemoGymConfig
 from rollout.servers.loop import Loop, together
 
 # Columns of a RunSource's completions, for rewards and metrics. reward_components is optional.
-COLUMNS = ("env_reward", "env_failed", "num_turns", "tool_calls", "left_out_turns", "reward_components")
-SEED_MASK = 2**63 - 1
+COLUMNS = ("env_reward", "env_failed", "num_turns", "tool_calls", "branches", "reward_components")
 CONNECT_S = 10.0
 POLL_S = 1.0
 RESOURCE_SERVERS = "resources_servers"
 AGENTS = "responses_api_agents"
 ALL_INTERFACES = ("0.0.0.0", "::", "localhost", "")  # a server with one of these hosts runs on the head server's host
-LOGP_SLACK = 1e-3  # logit minus logsumexp may round to just above 0
 MAX_REPLY = 2**28  # bytes, more than any valid reply
 MAX_DEPTH = 100  # nested lists and objects of a reply; writing them to samples.jsonl is recursive
 
@@ -96,46 +91,33 @@ class VerifyReward:
 
 
 class RunSource(GymSource):
-    """Source of episodes run by the gym's agents: one POST /run per request.
+    """Source of episodes run by the gym's agents: one POST /run per request. The endpoint samples their turns."""
 
-    version() returns the version of the server's weights.
-    """
-
-    def __init__(
-        self, gym: GymClient, sampling: Sampling, *, version: Callable[[], int], vocab_size: int | None = None,
-        seeded: bool = True,
-    ) -> None:  # fmt: skip
+    def __init__(self, gym: GymClient, sampling: Sampling, endpoint: Endpoint | None) -> None:
+        """endpoint: None on ranks that never start an episode."""
         super().__init__(
-            self._run, gym.loop, flag="nemo_gym", title="NeMo Gym", prefix_mismatch=gym.cfg.prefix_mismatch,
-            log_once=gym.log_once, hint="see the logs of the gym's agent and model server",
+            self._run, gym.loop, endpoint, flag="nemo_gym",
+            title="NeMo Gym", prefix_mismatch=gym.cfg.prefix_mismatch, log_once=gym.log_once,
+            hint="see the logs of the gym's agent and model server",
         )  # fmt: skip
-        self.gym, self.sampling, self.version = gym, sampling, version
-        self.vocab_size, self.seeded = vocab_size, seeded
+        self.gym, self.sampling = gym, sampling
 
     async def _run(self, request: Request, index: int) -> Completion:
-        prompt, version = request.prompt, self.version()
+        assert self.endpoint is not None and request.prompt is not None
+        prompt = request.prompt
         name, url = self.gym.agent_of(prompt.columns["nemo_gym_ref"])
-        reply = await self.gym.run(self.body(prompt, name, request.seed, index), name, url)
-        limits = {"max_tokens": self.sampling.max_tokens, "vocab_size": self.vocab_size}
-        return read_episode(reply, prompt_ids=prompt.ids, version=version, **limits)
+        with self.endpoint.session(self.sampling, seed=request.seed, settings=prompt.settings) as (session, key):
+            reply = await self.gym.run(self.body(prompt, name, key.rpartition(".")[2], index), name, url)
+        if session.error is not None:
+            raise UnusableError(str(session.error)) from session.error
+        return session.completion(prompt.ids, read_reply(reply, has_turns=bool(session.turns), url=self.endpoint.url))
 
-    def body(self, prompt: Prompt, agent: str, seed: int, index: int) -> dict[str, Any]:
-        """Return the row with the run's sampling settings; the gym's model server adds `metadata` to its request."""
+    def body(self, prompt: Prompt, agent: str, session: str, index: int) -> dict[str, Any]:
+        """Return the row; the gym's model server adds the fields of metadata.extra_body to its requests."""
         row = row_body(prompt.columns["verify_extra"], prompt.prompt)
         params = {key: value for key, value in row["responses_create_params"].items() if value is not None}
         metadata = dict(params.get("metadata") or {})
-        if prompt.settings:
-            metadata["chat_template_kwargs"] = json.dumps(prompt.settings)
-        extra = json.loads(metadata.get("extra_body") or "{}")
-        # As in the run's own requests: stop at these ids instead of those in the model's generation_config.
-        extra |= {"stop_token_ids": list(self.sampling.stop_ids), "ignore_eos": True}
-        if self.seeded:
-            extra["seed"] = seed & SEED_MASK
-        if self.sampling.top_k:
-            extra["top_k"] = self.sampling.top_k
-        limit = self.sampling.max_tokens
-        params |= {"temperature": self.sampling.temperature, "top_p": self.sampling.top_p}
-        params["max_output_tokens"] = min(params.get("max_output_tokens") or limit, limit)  # per turn
+        extra = json.loads(metadata.get("extra_body") or "{}") | {SESSION_FIELD: session}
         params["metadata"] = metadata | {"extra_body": json.dumps(extra)}
         return row | {
             "responses_create_params": params,
@@ -224,7 +206,7 @@ class GymClient:
         kind = "agents" if multi_turn else "resource servers"
         self.log(f"NeMo Gym: {kind} {', '.join(f'{name} at {url}' for name, url in sorted(needed.items()))}")
 
-    def start(self, model: Sequence[tuple[str, str | None]], log_dir: Path) -> None:
+    def start(self, model: tuple[str, str] | None, log_dir: Path) -> None:
         """With auto_start, after connect(): start the servers that the rows need. `model`: see GymServers.start."""
         assert self.servers is not None, "connect() comes before start()"
         self.servers.start(self._needed, model, log_dir)
@@ -466,42 +448,20 @@ def error_text(body: bytes) -> str:
 # requests and replies: pure functions ----------------------------------------------------------------------------
 
 
-def read_turns(items: Sequence[Any], vocab_size: int | None, version: int) -> list[TurnChain]:
-    """Return the model's turns from the items of a response. The last item of a turn contains its ids."""
-    turns, has_text = [], False
-    for index, item in enumerate(items):
-        if not isinstance(item, dict):
-            raise UserError(f"output[{index}]: a {type(item).__name__}, not an object")
-        if item.get("generation_token_ids") is None:
-            has_text = has_text or item.get("type") == "function_call" or _has_text(item)
-            continue
-        turns.append(_turn(item, index, vocab_size, version))
-    turns = [turn for turn in turns if turn.ids]
-    if has_text and not turns:
-        raise UnusableError(
-            "nemo_gym.multi_turn=True: episodes have no token ids; set return_token_id_information: true in the gym's "
-            "model server"
-        )
-    return turns
-
-
-def read_episode(
-    reply: dict[str, Any], *, prompt_ids: list[int], max_tokens: int, version: int, vocab_size: int | None = None
-) -> Completion:
-    """Convert an agent's reply to a Completion."""
+def read_reply(reply: dict[str, Any], *, has_turns: bool, url: str) -> dict[str, Any]:
+    """Return the columns of an episode from the agent's reply."""
     response = reply.get("response")
     if not isinstance(response, dict) or not isinstance(response.get("output"), list):
         raise UserError("response: no output")
-    items = response["output"]
-    reward = read_reward(reply.get("reward"))
-    turns = read_turns(items, vocab_size, version)
-    columns: dict[str, Any] = {"env_reward": reward, "env_failed": 0.0}
+    if not has_turns and any(_has_text(item) for item in response["output"]):
+        raise UnusableError(
+            f"nemo_gym.multi_turn=True: episodes have text, but none of their turns was requested from this run; set "
+            f"base_url of the gym's model server to {url}"
+        )
+    columns: dict[str, Any] = {"env_reward": read_reward(reply.get("reward")), "env_failed": 0.0}
     if isinstance(reply.get("reward_components"), dict):
         columns["reward_components"] = reply["reward_components"]
-    truncated = bool(response.get("incomplete_details")) or response.get("status") == "incomplete"
-    messages = item_messages(items, "output")
-    limits = {"prompt_ids": prompt_ids, "max_tokens": max_tokens}
-    return last_chain(turns, **limits, truncated=truncated, messages=messages, columns=columns)
+    return columns
 
 
 def response_of(messages: Sequence[dict[str, Any]], model: str) -> dict[str, Any]:
@@ -525,31 +485,11 @@ def response_of(messages: Sequence[dict[str, Any]], model: str) -> dict[str, Any
     return head | {"output": output, "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
 
 
-def _turn(item: dict[str, Any], index: int, vocab_size: int | None, version: int) -> TurnChain:
-    try:
-        ids, prompt_ids = ([_token_id(x) for x in item[key]] for key in ("generation_token_ids", "prompt_token_ids"))
-    except (KeyError, TypeError, ValueError):
-        ids, prompt_ids = [], []
-    logps = item.get("generation_log_probs")
-    if not prompt_ids or not isinstance(logps, list) or len(logps) != len(ids):
-        raise UserError(f"output[{index}]: token ids and log-probs do not match")
-    if not all(isinstance(logp, (int, float)) and -sys.float_info.max <= logp <= LOGP_SLACK for logp in logps):
-        raise UserError(f"output[{index}]: invalid log-prob")
-    if min(prompt_ids + ids) < 0 or (vocab_size is not None and max(prompt_ids + ids) >= vocab_size):
-        raise UserError(f"output[{index}]: token id outside the vocabulary of {vocab_size}; check the server's model")
-    logps = [min(float(logp), 0.0) for logp in logps]
-    return TurnChain(prompt_ids, ids, logps, [True] * len(ids), versions=((version, len(ids)),))
-
-
-def _token_id(value: Any) -> int:
-    """Return a token id, which some versions of the gym send as text."""
-    if type(value) not in (int, str):
-        raise TypeError(value)
-    return int(value)
-
-
-def _has_text(item: dict[str, Any]) -> bool:
+def _has_text(item: Any) -> bool:
+    if not isinstance(item, dict):
+        raise UserError(f"output: a {type(item).__name__}, not an object")
     content = item.get("content")
     parts = content if isinstance(content, list) else []
     texts = [content] if isinstance(content, str) else [p.get("text") for p in parts if isinstance(p, dict)]
-    return item.get("type") == "message" and any(isinstance(text, str) and text.strip() for text in texts)
+    has_text = item.get("type") == "message" and any(isinstance(text, str) and text.strip() for text in texts)
+    return has_text or item.get("type") == "function_call"

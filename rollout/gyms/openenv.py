@@ -1,7 +1,6 @@
 """Episodes in an OpenEnv environment: the model's turns are actions, the turns in between are observations.
 
-    episode = load_episode(cfg.openenv, tokenizer)                  # OpenEnvEpisode: async (client, prompt, seed)
-    source = OpenEnvSource(engine, sampling, episode)               # a Source, for both engines
+    source = load_episode(cfg.openenv, tokenizer).source(endpoint, sampling)
     -> Completion(ids=[turns and observations], mask=[True for the model's turns], columns={"env_reward": 1.0, ...})
 
 The first observation is appended to the prompt, in the user's turn. All episodes of a group start with the same
@@ -30,24 +29,24 @@ import queue
 import threading
 import time
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import httpx
 
-from data.chat import render_prompt
 from data.errors import UserError
 from data.limits import thread_clock, wait_for_thread
 from data.types import Messages, Prompt
 from data.user_code import attribute_of, describe_error, load_file, load_module, where_raised
-from rollout.engine import Completion, Request, Sampling, finished
-from rollout.episodes.episode import Client, EpisodeSource
+from rollout.engine import Completion, Request, Sampling
+from rollout.episodes.endpoint import Endpoint
+from rollout.episodes.session import OutOfTokens, Session, masked_completion
 from rollout.episodes.tools import without_surrogates
-from rollout.episodes.turns import Continuation, Transcript, turn_seed
-from rollout.gyms.gym_source import read_reward, shorten
+from rollout.episodes.turns import Continuation
+from rollout.gyms.gym_source import GymSource, UnusableError, read_reward, shorten
 from rollout.gyms.options import REMOTE, OpenEnvConfig
 
 MAX_SCHEMA = 2**24  # bytes
@@ -64,60 +63,72 @@ def load_episode(cfg: OpenEnvConfig, tokenizer: Any) -> OpenEnvEpisode:
             "use 1, or set SUPPORTS_CONCURRENT_SESSIONS = True in the class if it supports them"
         )
     opener.check_reset(cfg.reset_columns)
-    return OpenEnvEpisode(cfg, opener, _adapter(cfg, opener), Continuation(tokenizer, role="user"))
+    Continuation(tokenizer, role="user")  # rejects templates that rewrite earlier turns
+    return OpenEnvEpisode(cfg, opener, _adapter(cfg, opener))
 
 
 class OpenEnvEpisode:
-    """An Episode (episodes/episode.py) in the environment; at most max_concurrent_envs run at the same time."""
+    """Episodes in the environment; at most max_concurrent_envs run at the same time."""
 
-    def __init__(self, cfg: OpenEnvConfig, opener: Opener, adapter: Any, continuation: Continuation) -> None:
-        self.cfg, self.opener, self.adapter, self.continuation = cfg, opener, adapter, continuation
-        self.limit = cfg.max_concurrent_envs
-        self._slots: WeakKeyDictionary[Any, asyncio.Semaphore] = WeakKeyDictionary()  # one per event loop
+    def __init__(self, cfg: OpenEnvConfig, opener: Opener, adapter: Any) -> None:
+        self.cfg, self.opener, self.adapter = cfg, opener, adapter
+        self._slots: asyncio.Semaphore | None = None
 
-    async def __call__(self, client: Client, prompt: Prompt, seed: int) -> Completion:
-        loop = asyncio.get_running_loop()
-        async with self._slots.setdefault(loop, asyncio.Semaphore(self.limit)):
+    def source(self, endpoint: Endpoint | None, sampling: Sampling) -> GymSource:
+        """Return a source of episodes; `endpoint` is None on ranks that never start one."""
+
+        async def play(request: Request, index: int) -> Completion:
+            assert endpoint is not None and request.prompt is not None
+            settings = request.prompt.settings
+            with endpoint.session(sampling, seed=request.seed, settings=settings) as (session, _):
+                return await self.play(session, request.prompt)
+
+        loop = None if endpoint is None else endpoint.loop
+        return GymSource(play, loop, endpoint, flag="openenv", title="OpenEnv", log_once=lambda *_: None, hint="")
+
+    async def play(self, session: Session, prompt: Prompt) -> Completion:
+        """Play one episode; its turns are the session's."""
+        self._slots = self._slots or asyncio.Semaphore(self.cfg.max_concurrent_envs)
+        async with self._slots:
             try:
-                session = self.opener.open()
+                environment = self.opener.open()
                 try:
-                    return await self._run_episode(session, client, prompt, seed)
+                    return await self._run_episode(environment, session, prompt)
                 finally:
-                    await session.close()
+                    await environment.close()
             except EnvironmentFailure as error:
                 if self.cfg.on_error == "stop":
                     message = f"openenv.env={self.cfg.env}: {error}, at {prompt.source}"
-                    raise UserError(f"{message}; fix the environment or set --openenv.on-error none") from None
-                transcript = Transcript(prompt.ids)
-                transcript.insert([self.continuation.end_id])  # masked; a completion cannot be empty
+                    raise UnusableError(f"{message}; fix the environment or set --openenv.on-error none") from None
                 columns = {"env_reward": None, "num_turns": 0, "env_failed": 1.0}
-                return transcript.completion("stop", text="", messages=[], columns=columns)
+                return replace(masked_completion(prompt.ids, columns, []), finish_reason="stop")
+            except ValueError as error:  # of the prompt or the engine
+                raise UnusableError(str(error)) from None
 
-    async def _run_episode(self, session: Any, client: Client, prompt: Prompt, seed: int) -> Completion:
+    async def _run_episode(self, environment: Any, session: Session, prompt: Prompt) -> Completion:
         columns = {name: prompt.columns.get(name) for name in self.cfg.reset_columns}
-        first = await session.reset(seed=environment_seed(prompt), **columns)
+        first = await environment.reset(seed=environment_seed(prompt), **columns)
         messages = opening(prompt, self._shown(first))
-        transcript = Transcript(render_prompt(client.tokenizer, messages, settings=prompt.settings))
         record = EpisodeRecord(self.cfg.reward)
         finish, text = "length", ""
         for turn in range(self.cfg.max_turns):
-            tokens_left = client.sampling.max_tokens - len(transcript)
-            completion = await client.generate(transcript.ids, turn_seed(seed, turn), max_tokens=tokens_left)
-            transcript.add(completion)
-            text = completion.text
+            try:
+                reply = await session.chat(messages)
+            except OutOfTokens:
+                if not turn:
+                    raise
+                break
+            text = reply.completion.text
             record.add("assistant", text)
-            if completion.finish_reason == "length":
+            if reply.completion.finish_reason == "length":
                 break  # do not take a truncated action
-            answer = await self._act(session, text, record)
+            answer = await self._act(environment, text, record)
             if record.done:
                 finish = "stop"
                 break
-            reply = [{"role": "user", "content": answer}]
-            between = self.continuation.ids(reply, transcript.last_id, prompt.settings)
-            if turn + 1 == self.cfg.max_turns or len(transcript) + len(between) >= client.sampling.max_tokens:
-                break  # no turn can follow
-            transcript.insert(between)
-        return transcript.completion(finish, text=text, messages=record.messages, columns=record.columns())
+            messages = [*reply.messages, {"role": "user", "content": answer}]
+        completion = session.completion(prompt.ids, record.columns())
+        return replace(completion, finish_reason=finish, text=text, messages=record.messages)
 
     def _shown(self, step: Step) -> str:
         try:
@@ -191,33 +202,6 @@ def opening(prompt: Prompt, observation: str) -> Messages:
     if last["role"] != "user":
         return [*prompt.prompt, {"role": "user", "content": observation}]
     return [*before, {**last, "content": f"{last['content']}\n\n{observation}"}]
-
-
-class OpenEnvSource:
-    """Source of episodes in an environment.
-
-    With the in-process engine, episodes run in lockstep, so an episode that waited for a free environment would block
-    all episodes. They start in chunks of max_concurrent_envs instead.
-    """
-
-    def __init__(self, engine: Any, sampling: Sampling, episode: OpenEnvEpisode) -> None:
-        self.episode = episode
-        self._inner = EpisodeSource(engine, sampling, episode)
-        self._in_chunks = not engine.concurrent
-
-    def start(self, groups: Sequence[Sequence[Request]]) -> list[Future[list[Completion]]]:
-        if not self._in_chunks:
-            return self._inner.start(groups)
-        requests = [request for group in groups for request in group]
-        completions: list[Completion] = []
-        for start in range(0, len(requests), self.episode.limit):
-            chunk = requests[start : start + self.episode.limit]
-            completions += [future.result()[0] for future in self._inner.start([[request] for request in chunk])]
-        remaining = iter(completions)
-        return [finished([next(remaining) for _ in group]) for group in groups]
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 # adapters: between the model's text and the environment's objects ------------------------------------------------

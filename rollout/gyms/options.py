@@ -14,6 +14,7 @@ from data.errors import UserError
 
 VERIFY = "nemo_gym:verify"  # a resource server scores each completion
 ENV = "env"  # the episode provides the reward
+ENDPOINT_PORT = 11001  # next to the head server's
 REMOTE = ("http://", "https://", "ws://", "wss://")
 
 
@@ -46,9 +47,11 @@ class NemoGymConfig:
     max_connections: int = 64
     """Maximum concurrent requests."""
     multi_turn: bool = False
-    """Let the gym's agents run whole episodes (/run) with the run's vLLM server. Use --reward-funcs env."""
-    prefix_mismatch: Literal["last", "drop", "stop"] = "last"
-    """If a turn's prompt does not continue the previous turns. last: train on the turns since; drop: the row; stop."""
+    """Let the gym's agents run whole episodes (/run) with the policy as their model. Use --reward-funcs env."""
+    endpoint_port: int | None = None
+    """With multi_turn: port at which the gym's model server finds the policy. None: 11001, or any with auto_start."""
+    prefix_mismatch: Literal["branch", "last", "drop", "stop"] = "branch"
+    """If an agent rewrites earlier turns. branch: train all branches; last: the last one; drop: the row; stop."""
     model_name: str = "policy"
     """Model name sent to /verify."""
 
@@ -58,6 +61,9 @@ class NemoGymConfig:
         for name in ("server_timeout", "verify_timeout", "run_timeout"):
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"nemo_gym.{name}={getattr(self, name)}: must be above 0 and finite")
+        if self.endpoint_port is not None and not (self.multi_turn and 0 < self.endpoint_port < 65536):
+            reason = "must be between 1 and 65535" if self.multi_turn else "has no effect without nemo_gym.multi_turn"
+            raise UserError(f"nemo_gym.endpoint_port={self.endpoint_port}: {reason}")
         if self.retries < 0:
             raise UserError(f"nemo_gym.retries={self.retries}: must be 0 or more")
         if self.max_connections < 1:
@@ -82,22 +88,17 @@ class NemoGymConfig:
             )
 
     @property
+    def policy_port(self) -> int:
+        """Port of the endpoint; 0: any."""
+        return self.endpoint_port or (0 if self.auto_start or not self.multi_turn else ENDPOINT_PORT)
+
+    @property
     def startup_s(self) -> float:
         """Seconds that the servers may take to answer."""
         return self.server_timeout or (360.0 if self.auto_start else 30.0)
 
 
-def check_nemo_gym(
-    cfg: NemoGymConfig,
-    *,
-    reward_funcs: Sequence[str],
-    engine: str,
-    vllm_url: Sequence[str],
-    vllm_port: int,
-    lora_sync: bool,  # weight sync sends adapters by name
-    in_flight: bool,  # weights may change while completions are sampled
-    stop: Sequence[str] = (),
-) -> None:
+def check_nemo_gym(cfg: NemoGymConfig, *, reward_funcs: Sequence[str]) -> None:
     """Raise for unsupported combinations with other settings of a sampling method."""
     if VERIFY in reward_funcs and not cfg.datasets:
         raise UserError(f"reward_funcs={VERIFY}: requires rows of the gym; set --nemo-gym.datasets")
@@ -108,27 +109,6 @@ def check_nemo_gym(
             f"reward_funcs={VERIFY}: with nemo_gym.multi_turn the agent verifies the episode already; use "
             f"--reward-funcs {ENV}"
         )
-    if engine == "local":  # auto becomes vllm
-        raise UserError(
-            f"rollout.engine={engine}: nemo_gym.multi_turn requires a vLLM server; use --rollout.engine vllm"
-        )
-    if not vllm_url and not vllm_port and not cfg.auto_start:
-        raise UserError(
-            "vllm.port=0: the gym's model server must know the vLLM server's port; set --vllm.port, --vllm.url (of a "
-            "running server) or --nemo-gym.auto-start"
-        )
-    if lora_sync:
-        raise UserError(
-            "sync.backend=lora: every adapter version has a new name, but the gym's model server uses one model name; "
-            "use --sync.backend process_group or filesystem"
-        )
-    if in_flight:
-        raise UserError(
-            "async_prefetch=True: a weight sync would end the requests of the agents in nemo_gym.multi_turn; remove "
-            "--async-prefetch"
-        )
-    if stop:
-        raise UserError(f"stop={' '.join(stop)}: has no effect with nemo_gym.multi_turn; remove --stop")
 
 
 @dataclass(frozen=True, kw_only=True)

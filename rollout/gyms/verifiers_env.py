@@ -1,24 +1,21 @@
-"""Environments of the package verifiers (0.4, its `verifiers.v1`): rows, episodes and rewards, sampled by the run's
-vLLM servers.
+"""Environments of the package verifiers (0.4, its `verifiers.v1`): rows, episodes and rewards, sampled by the policy.
 
     env = VerifiersEnv(cfg.verifiers, model=policy.source, log=run.note)
     prompts = env.prompts(tokenizer)                   # one per row (Task) of the environment
-    env.open()                                         # start shared services: tool servers, the token server below
-    source = env.source(engine, sampling)              # a Source: one episode per request
+    env.open()                                         # start shared services, such as tool servers
+    source = env.source(endpoint, sampling)            # a Source: one episode per request
     -> Completion(ids=[turns and the tokens between them], columns={"env_reward": 1.0, "num_turns": 2, ...})
 
 The package renders each turn's prompt to token ids (TrainClient, with the package renderers) and requests a completion
-of these ids from TokenServer, which listens on the loopback interface and passes each request to the engine. Therefore
-a turn has exactly the token ids and log-probs that vLLM returned, weight versions are known, several servers and
-adapters work, and the trainer's sampling settings apply. gym_source.py joins the turns.
+of these ids from the endpoint (episodes/endpoint.py, its route `generate`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib.metadata
-import secrets
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -32,12 +29,13 @@ from data.sources import Row
 from data.types import Messages, Prompt
 from data.user_code import describe_error, load_file, load_module, where_raised
 from rollout.engine import Completion, Request, Sampling
-from rollout.episodes.turns import turn_seed
-from rollout.gyms.gym_source import EpisodeError, GymSource, TurnChain, UnusableError, last_chain, read_reward
+from rollout.episodes.endpoint import Endpoint
+from rollout.episodes.session import Session
+from rollout.gyms.gym_source import EpisodeError, GymSource, UnusableError, read_reward
 from rollout.gyms.verifiers_options import VerifiersConfig
 from rollout.servers.loop import Loop
 
-COLUMNS = ("env_reward", "env_failed", "num_turns", "tool_calls", "left_out_turns", "reward_components")
+COLUMNS = ("env_reward", "env_failed", "num_turns", "tool_calls", "branches", "reward_components")
 INDEX = "verifiers_index"  # column: index of the row in the environment
 INSTALL = "pip install -e '.[verifiers]'"
 # Names that this file uses; a version of the package without one of them is rejected.
@@ -46,8 +44,7 @@ NEEDED = (
     "SamplingConfig", "Taskset.take", "Trace.stop", "TrainClientConfig", "load_environment", "load_harness",
     "resolve_env_config",
 )  # fmt: skip
-MODEL = "policy"  # model name in requests; TokenServer has one model
-SESSION = "X-Session-ID"  # request header with the trace id
+MODEL = "policy"  # model name in requests; the endpoint has one model
 OUT_OF_TOKENS = "max_completion_length"  # stop condition of an episode that has used up its tokens
 CLOSE_S = 30.0
 
@@ -72,7 +69,6 @@ class VerifiersEnv:
         except ValueError as error:
             raise UserError(f"verifiers.renderer={cfg.renderer}: {describe_error(error)}") from None
         self.loop: Loop | None = None
-        self._server: TokenServer | None = None
         self._slots: asyncio.Semaphore | None = None
         self._serving: asyncio.Task[None] | None = None
         self._reported: set[str] = set()
@@ -112,20 +108,17 @@ class VerifiersEnv:
             self.close()
             raise UserError(f"verifiers.env={self.cfg.env}: failed to start ({describe_error(error)})") from None
 
-    def source(self, engine: Any, sampling: Sampling) -> GymSource:
-        """Return a source of episodes sampled by this engine, which has vLLM servers."""
-        assert self.loop is not None, "open() comes before source()"
-        context = min(member.server.info.model_len for member in engine.pool.members)
-
-        async def ask(request: Request, sampling: Sampling) -> Completion:
-            return await asyncio.wrap_future(engine.loop.start(engine.complete(request, sampling)))
+    def source(self, endpoint: Endpoint | None, sampling: Sampling) -> GymSource:
+        """Return a source of episodes; `endpoint` is None on ranks that never start one."""
 
         async def play(request: Request, index: int) -> Completion:
-            return await self._play(request, lambda trace: AgentTurns(trace, request.seed, sampling, context, ask))
+            assert endpoint is not None
+            return await self._play(endpoint, request, sampling)
 
         return GymSource(
-            play, self.loop, flag="verifiers", title="verifiers", prefix_mismatch=self.cfg.prefix_mismatch,
-            log_once=self.log_once, hint="see the first failure of each kind in the run's log",
+            play, self.loop, endpoint, flag="verifiers",
+            title="verifiers", prefix_mismatch=self.cfg.prefix_mismatch, log_once=self.log_once,
+            hint="see the first failure of each kind in the run's log",
         )  # fmt: skip
 
     def log_once(self, kind: str, text: str) -> None:
@@ -159,13 +152,16 @@ class VerifiersEnv:
                 "tools requires --verifiers.renderer",
             )
 
-    async def _open(self) -> None:
-        self._server = TokenServer()
-        self._slots = asyncio.Semaphore(self.cfg.max_concurrent)
+    def context(self, endpoint: Endpoint) -> Any:
+        """Return the package's settings of its model; the URL contains the endpoint's token."""
         settings = {"chat_template_kwargs": self.template_kwargs} if self.template_kwargs else {}
-        client = self._client.model_copy(update={"base_url": await self._server.open()})
-        sampling = self.vf.SamplingConfig(**settings)  # AgentTurns sets everything else
-        self._context = self.vf.ModelContext(model=MODEL, client=client, sampling=sampling)
+        url = endpoint.url.replace("/v1", f"/{endpoint.token}/v1")
+        client = self._client.model_copy(update={"base_url": url})
+        sampling = self.vf.SamplingConfig(**settings)  # the session sets everything else
+        return self.vf.ModelContext(model=MODEL, client=client, sampling=sampling)
+
+    async def _open(self) -> None:
+        self._slots = asyncio.Semaphore(self.cfg.max_concurrent)
         # In a separate task, because the task that enters serving() must also exit it.
         ready, self._end = asyncio.get_running_loop().create_future(), asyncio.Event()
         self._serving = asyncio.ensure_future(self._serve(ready))
@@ -183,33 +179,31 @@ class VerifiersEnv:
         if self._serving is not None:
             self._end.set()
             await asyncio.wait([self._serving])
-        if self._server is not None:
-            await self._server.close()
-        if self._serving is not None:
             self._serving.result()
 
-    async def _play(self, request: Request, begin: Callable[[Any], AgentTurns]) -> Completion:
-        assert self._server is not None and self._slots is not None
-        prompt, agents = request.prompt, {}
+    async def _play(self, endpoint: Endpoint, request: Request, sampling: Sampling) -> Completion:
+        assert self._slots is not None and request.prompt is not None
+        prompt, sessions = request.prompt, {}
 
-        def on_trace(trace: Any) -> None:
-            agents[trace.id] = self._server.agents[trace.id] = begin(trace)
+        with contextlib.ExitStack() as open_sessions:
 
-        try:
-            (slot,) = self.env.slots(self.tasks[prompt.columns[INDEX]])
-            async with self._slots, asyncio.timeout(self.cfg.timeout):
-                episode = await self.env.run_slot(slot, self._context, on_trace=on_trace)
-        except TimeoutError:
-            raise EpisodeError(f"the episode exceeded timeout={self.cfg.timeout:g} s", kind="late") from None
-        except Exception as error:  # the environment's code may raise anything
-            raise EpisodeError(f"{describe_error(error)}{where_raised(error)}", kind=type(error).__name__) from None
-        finally:
-            for trace_id in agents:
-                self._server.agents.pop(trace_id, None)
-        for agent_turns in agents.values():
-            if agent_turns.error is not None:  # of the vLLM servers, not of the environment
-                raise UnusableError(str(agent_turns.error)) from agent_turns.error
-        return read_episode(episode, agents, self.cfg, prompt_ids=prompt.ids)
+            def on_trace(trace: Any) -> None:
+                opened = endpoint.session(sampling, seed=request.seed, number=trace.id)
+                sessions[trace.id], _ = open_sessions.enter_context(opened)
+                sessions[trace.id].on_full = lambda: trace.stop(OUT_OF_TOKENS)  # the environment scores the episode
+
+            try:
+                (slot,) = self.env.slots(self.tasks[prompt.columns[INDEX]])
+                async with self._slots, asyncio.timeout(self.cfg.timeout):
+                    episode = await self.env.run_slot(slot, self.context(endpoint), on_trace=on_trace)
+            except TimeoutError:
+                raise EpisodeError(f"the episode exceeded timeout={self.cfg.timeout:g} s", kind="late") from None
+            except Exception as error:  # the environment's code may raise anything
+                raise EpisodeError(f"{describe_error(error)}{where_raised(error)}", kind=type(error).__name__) from None
+        for session in sessions.values():
+            if session.error is not None:  # of the engine, not of the environment
+                raise UnusableError(str(session.error)) from session.error
+        return read_episode(episode, sessions, self.cfg, prompt_ids=prompt.ids)
 
 
 @functools.cache
@@ -347,117 +341,11 @@ def _has(module: Any, dotted: str) -> bool:
     return module is not None
 
 
-# token requests, and the episode from them -----------------------------------------------------------------------
-
-
-class AgentTurns:
-    """Turns of one agent in one episode (a Trace), sampled by the engine."""
-
-    def __init__(
-        self,
-        trace: Any,
-        seed: int,
-        sampling: Sampling,  # max_tokens limits the whole episode
-        context: int,  # maximum tokens per sequence on the servers
-        ask: Callable[[Request, Sampling], Any],
-    ) -> None:
-        self.trace, self.seed, self.sampling, self.context, self.ask = trace, seed, sampling, context, ask
-        self.turns: list[TurnChain] = []
-        self.truncated = False  # the last turn was truncated, or no tokens were left for another turn
-        self.error: ValueError | None = None  # error of the vLLM servers
-
-    async def answer(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Return the status and reply of vLLM's token route; of the parameters, use only max_tokens and stop ids."""
-        if body.get("features") or body.get("content_parts"):
-            self.error = UnusableError("verifiers: images are not supported; only text is")
-            return 400, {"error": {"message": str(self.error)}}
-        prompt_ids, params = body.get("token_ids"), body.get("sampling_params")
-        params = params if isinstance(params, dict) else {}
-        if not is_ids(prompt_ids) or not prompt_ids:
-            return 400, {"error": {"message": "token_ids: not a list of ids"}}
-        limit, stop_ids = params.get("max_tokens"), params.get("stop_token_ids") or []
-        if not is_ids(stop_ids) or not is_ids([limit or 1]):
-            return 400, {"error": {"message": "sampling_params: stop_token_ids or max_tokens is not a number"}}
-        if self.turns and self.turns[-1].prompt_ids == prompt_ids:
-            self.turns.pop()  # a retry: the previous reply was not used
-        before = len(prompt_ids) - len(self.turns[0].prompt_ids) if self.turns else 0
-        tokens_left = min(self.sampling.max_tokens - max(before, 0), self.context - len(prompt_ids))
-        if tokens_left < 1:
-            self.trace.stop(OUT_OF_TOKENS)  # the environment ends and scores the episode
-            self.truncated = True
-            return 400, {"error": {"message": f"{OUT_OF_TOKENS}={self.sampling.max_tokens}: no tokens are left"}}
-        sampling = replace(
-            self.sampling,
-            max_tokens=min(limit or tokens_left, tokens_left),
-            stop_ids=tuple(dict.fromkeys((*self.sampling.stop_ids, *stop_ids))),
-        )
-        request = Request(prompt_ids=prompt_ids, seed=turn_seed(self.seed, len(self.turns)))
-        try:
-            completion = await self.ask(request, sampling)
-        except ValueError as error:
-            self.error = error
-            return 400, {"error": {"message": str(error)}}
-        ids, logps = completion.ids, completion.logps
-        mask, versions = [True] * len(ids), tuple(completion.versions)
-        self.turns.append(TurnChain(prompt_ids, ids, logps, mask, versions=versions))
-        self.truncated = completion.finish_reason == "length"
-        pairs = zip(ids, logps, strict=True)
-        content = [{"token": f"token_id:{token}", "logprob": logp, "top_logprobs": []} for token, logp in pairs]
-        choice = {"index": 0, "token_ids": ids, "logprobs": {"content": content}}
-        choice["finish_reason"] = completion.finish_reason
-        return 200, {"request_id": secrets.token_hex(8), "choices": [choice]}
-
-
-def is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(x) is int and x >= 0 for x in value)
-
-
-class TokenServer:
-    """vLLM's token route on the loopback interface; a request header identifies the agent and episode.
-
-    The URL contains a secret, so that other users of the machine cannot send requests.
-    """
-
-    def __init__(self) -> None:
-        self.agents: dict[str, AgentTurns] = {}
-        self._runner: Any = None
-
-    async def open(self) -> str:
-        """Start to listen and return the base URL."""
-        from aiohttp import web  # a dependency of verifiers
-
-        secret = secrets.token_urlsafe(16)
-        app = web.Application(client_max_size=2**28)
-        app.router.add_post(f"/{secret}/inference/v1/generate", self._generate)
-        # If the client disconnects, cancel the request, including on the vLLM server.
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        return f"http://127.0.0.1:{self._runner.addresses[0][1]}/{secret}/v1"
-
-    async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
-
-    async def _generate(self, request: Any) -> Any:
-        from aiohttp import web
-
-        agent_turns = self.agents.get(request.headers.get(SESSION, ""))
-        if agent_turns is None:  # the episode has ended
-            return web.json_response({"error": {"message": "no such episode"}}, status=400)
-        try:
-            body = await request.json()
-        except (ValueError, RecursionError):
-            body = None
-        if not isinstance(body, dict):
-            return web.json_response({"error": {"message": "the body is not a JSON object"}}, status=400)
-        status, reply = await agent_turns.answer(body)
-        return web.json_response(reply, status=status)
+# the episode ------------------------------------------------------------------------------------------------------
 
 
 def read_episode(
-    episode: Any, agents: Mapping[str, AgentTurns], cfg: VerifiersConfig, *, prompt_ids: list[int]
+    episode: Any, sessions: Mapping[str, Session], cfg: VerifiersConfig, *, prompt_ids: list[int]
 ) -> Completion:
     """Convert an episode to a Completion: the turns and the reward of the trained agent."""
     if not episode.ok:
@@ -472,17 +360,16 @@ def read_episode(
             f"an agent ({names}) that runs once per episode"
         )
     (trace,) = traces
-    reward = read_reward(trace.reward)
-    agent = agents[trace.id]
     nodes = trace.branches[-1].nodes if trace.branches else []
     first = next((i for i, node in enumerate(nodes) if node.sampled), len(nodes))
-    columns = {
-        "env_reward": reward,
+    messages = [message_of(node.message) for node in nodes[first:]]
+    completion = sessions[trace.id].completion(prompt_ids, {
+        "env_reward": read_reward(trace.reward),
         "env_failed": 0.0,
         "reward_components": {name: one.score for name, one in trace.rewards.items() if one is not None},
-    }
-    return last_chain(
-        agent.turns, prompt_ids=prompt_ids, max_tokens=agent.sampling.max_tokens,
-        truncated=agent.truncated or trace.is_truncated, columns=columns,
-        messages=[message_of(node.message) for node in nodes[first:]],
-    )  # fmt: skip
+    })  # fmt: skip
+    columns = completion.columns | {"tool_calls": sum(len(message.get("tool_calls") or ()) for message in messages)}
+    text = next((m["content"] for m in reversed(messages) if m["role"] == "assistant"), "")
+    finish = "length" if trace.is_truncated else completion.finish_reason
+    messages = messages or completion.messages
+    return replace(completion, finish_reason=finish, columns=columns, text=text, messages=messages)

@@ -37,8 +37,8 @@ class VerifiersConfig:
         'Renderer of messages to tokens, named as in the package renderers: \'{"name": "qwen3"}\'. Empty: chosen by '
         "model name; for an unknown model, the chat template without tool calls."
     )
-    prefix_mismatch: Literal["last", "drop", "stop"] = "last"
-    """If a turn's prompt does not continue the previous turns. last: train on the turns since; drop: the row; stop."""
+    prefix_mismatch: Literal["branch", "last", "drop", "stop"] = "branch"
+    """If an agent rewrites earlier turns. branch: train all branches; last: the last one; drop: the row; stop."""
 
     def __post_init__(self) -> None:
         if self.env is None:
@@ -57,9 +57,7 @@ class VerifiersConfig:
             raise UserError(f"verifiers.timeout={self.timeout}: must be a number of seconds above 0")
 
 
-def check_verifiers(
-    cfg: VerifiersConfig, *, has_data: bool, engine: str, system_prompt: str | None, chat_template: str
-) -> None:
+def check_verifiers(cfg: VerifiersConfig, *, has_data: bool, system_prompt: str | None, chat_template: str) -> None:
     """Raise for unsupported combinations. has_data: data, eval_data or nemo_gym.datasets is set."""
     if cfg.env is None:
         return
@@ -69,8 +67,6 @@ def check_verifiers(
             f"{name}: provides the rows; remove --data, --eval-data and --nemo-gym.datasets, and hold out rows with "
             "--val-set-size"
         )
-    if engine == "local":  # auto becomes vllm
-        raise UserError(f"rollout.engine=local: {name} requires vLLM servers; use --rollout.engine vllm")
     if system_prompt is not None:
         raise UserError(f"system_prompt={system_prompt}: {name} has its own prompts; remove --system-prompt")
     if chat_template != "tokenizer_default":

@@ -91,6 +91,7 @@ def as_json(completion: Completion) -> dict[str, Any]:
     saved = asdict(completion)
     saved["versions"] = [list(span) for span in completion.versions]
     saved |= {"routes": encode(completion.routes), "sets": encode(completion.sets)}
+    saved["branches"] = list(map(as_json, completion.branches))
     saved["columns"] = {name: value for name, value in completion.columns.items() if is_json(value)}
     return saved | ({} if is_json(completion.messages) else {"messages": None})
 
@@ -104,11 +105,12 @@ def is_json(value: Any) -> bool:
 
 def completion_of(saved: dict[str, Any]) -> Completion:
     """Convert JSON back to a completion; version spans become tuples again."""
-    saved = {"routes": None, "sets": None, **saved}  # older checkpoints have none
+    saved = {"routes": None, "sets": None, "branches": [], **saved}  # older checkpoints have none
     assert saved.keys() == {field.name for field in fields(Completion)}, sorted(saved)
     versions = [(version, count) for version, count in saved["versions"]]
     arrays = {name: decode(saved[name]) for name in ("routes", "sets")}
-    return Completion(**(saved | {"versions": versions} | arrays))
+    branches = tuple(map(completion_of, saved["branches"]))
+    return Completion(**(saved | {"versions": versions, "branches": branches} | arrays))
 
 
 def encode(array: np.ndarray | None) -> list[Any] | None:

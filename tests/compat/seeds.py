@@ -20,6 +20,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
@@ -27,6 +28,7 @@ import yaml
 from data.show import main as show
 from rollout.rewards.__main__ import main as check
 from rollout.serve import parse as serve
+from rollout.servers.command import TOKEN
 from tests.data.conftest import make_tokenizer
 from tests.entry import ROOT, metrics, run_python, run_ranks
 from tests.rollout.gyms.nemo_replay import Replay
@@ -55,7 +57,8 @@ class Gym(Replay):
         if route == "/verify":
             return 200, {"reward": float(len(json.dumps(body["response"]["output"])) % 2)}, None
         if route == "/run":
-            return 200, reply_of(item([1, 7, 9], [5, 6]), reward=len(self.requests) % 2), None
+            self.ask(json.loads(body["responses_create_params"]["metadata"]["extra_body"]))
+            return 200, reply_of(item(), reward=len(self.requests) % 2), None
         return super().answer(route, body, cookies)
 
 
@@ -81,6 +84,8 @@ def whole(config: dict[str, Any], configs: list[dict[str, Any]]) -> dict[str, An
 def train(number: int, config: dict[str, Any], gym: Gym, here: Path, with_vllm: bool) -> str:
     """Two steps in FOLDER/out-NUMBER, and the address that rollout.serve reads from the same file."""
     made = local(config) | {"base_model": str(here / "tiny"), "output_dir": f"out-{number}"}
+    os.environ[TOKEN] = "seed"  # of the endpoint, at which the gym's model server expects the model
+    gym.endpoint = SimpleNamespace(token="seed", url="http://127.0.0.1:8000/v1")
     for rows in made.get("nemo_gym_datasets", ()):
         made |= {"nemo_gym_head_port": gym.port, "nemo_gym_dir": str(here)}
         question = {"input": [{"role": "user", "content": "2+2="}]}

@@ -37,13 +37,16 @@ class ScriptedEngine:
     def __init__(self, reply: Callable[[str, int], str], context: int = 512) -> None:
         self.reply, self.version = reply, 3
         self.tokenizer = tiny_tokenizer()
-        config = SimpleNamespace(max_position_embeddings=context)
+        config = SimpleNamespace(max_position_embeddings=context, vocab_size=len(self.tokenizer))
         self.model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config))
         self.batches: list[list[Request]] = []
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         self.batches.append(list(requests))
         return [self._one(request, sampling) for request in requests]
+
+    def stream(self, requests: Sequence[Request], sampling: Sampling, more: Callable[[], Any] = tuple) -> Any:
+        yield list(enumerate(self.generate(requests, sampling)))
 
     def forget(self) -> None:
         """Do nothing: no conversation is cached."""

@@ -125,8 +125,9 @@ class OpdConfig(SamplingConfig):
                 f"temperature={self.temperature}: a server at teacher_url computes log-probs at temperature 1; "
                 "remove --temperature, or load the teacher with --teacher"
             )
-        writers = {"rollout_func": self.tools.rollout_func, "openenv.env": self.openenv.env,
-                   "nemo_gym.multi_turn": self.nemo_gym.multi_turn, "verifiers.env": self.verifiers.env}  # fmt: skip
+        writers = {"rollout_func": self.tools.rollout_func, "harness": self.tools.harness,
+                   "openenv.env": self.openenv.env, "nemo_gym.multi_turn": self.nemo_gym.multi_turn,
+                   "verifiers.env": self.verifiers.env}  # fmt: skip
         if cfg.teacher_prompt is not None and any(writers.values()):
             name, value = next((name, value) for name, value in writers.items() if value)
             raise UserError(f"teacher_prompt={cfg.teacher_prompt}: conflicts with {name}={value}, which writes prompts")
@@ -183,6 +184,6 @@ class OpdConfig(SamplingConfig):
                 f"num_generations={self.num_generations}: {fraction} replaces the sampled completions by the one in "
                 "the row; use 1"
             )
-        environments = (self.openenv.env, self.nemo_gym.datasets, self.verifiers.env)
+        environments = (self.openenv.env, self.nemo_gym.datasets, self.verifiers.env, self.tools.harness)
         if self.tools.tools or self.tools.rollout_func or any(environments):
             raise UserError(f"{fraction}: completions in rows have no tools and no environment")

@@ -218,11 +218,6 @@ class GroupConfig(MethodConfig):
     )
 
     @property
-    def server_environments(self) -> dict[str, object]:
-        """Environment settings that need vLLM servers, by name; methods with environments override this."""
-        return {}
-
-    @property
     def prompts_per_step(self) -> int:
         return self.run.sequences_per_step // self.num_generations
 
@@ -315,4 +310,4 @@ def servers_asked(cfg: GroupConfig) -> str | None:
     for name in SERVER_FIELDS:
         if (value := getattr(cfg.overlap, name)) != getattr(AsyncConfig, name):
             return f"{name}={value}"
-    return next((f"{name}={value}" for name, value in cfg.server_environments.items() if value), None)
+    return None

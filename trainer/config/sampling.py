@@ -38,10 +38,6 @@ class RewardedConfig(GroupConfig):
     nemo_gym: NemoGymConfig = field(default_factory=NemoGymConfig)
     verifiers: VerifiersConfig = field(default_factory=VerifiersConfig)
 
-    @property
-    def server_environments(self) -> dict[str, object]:
-        return {"nemo_gym.multi_turn": self.nemo_gym.multi_turn, "verifiers.env": self.verifiers.env}
-
     def __post_init__(self) -> None:
         check_evaluation(self.data, self.run)
         check_rollout_setup(self)
@@ -91,10 +87,8 @@ class SamplingConfig(RewardedConfig, PolicyGradientConfig):
         check_numbers(self, {"0 (off) or more": "top_k", "above 0 and at most 1": "top_p", "in [0, 1)": "min_p"})
         if self.top_k > LIMIT:
             raise UserError(f"top_k={self.top_k}: at most {LIMIT:,} ids per token can be recorded; lower --top-k")
-        elsewhere = {"rollout_func": self.tools.rollout_func, "nemo_gym.multi_turn": self.nemo_gym.multi_turn,
-                     "verifiers.env": self.verifiers.env}  # fmt: skip
-        writer = next((f"{name}={value}" for name, value in elsewhere.items() if value), None)
-        if writer is not None:
+        if self.tools.rollout_func:
+            writer = f"rollout_func={self.tools.rollout_func}"
             self.reject_filters(f"{writer}, whose samples come without the ids they were limited to")
 
     def reject_filters(self, what: str) -> None:
@@ -109,6 +103,7 @@ def check_rollout_setup(cfg: RewardedConfig) -> None:
     sources = {
         "tools": bool(cfg.tools.tools),
         "rollout_func": cfg.tools.rollout_func is not None,
+        "harness": cfg.tools.harness is not None,
         "openenv.env": cfg.openenv.env is not None,
         "nemo_gym.multi_turn": gym.multi_turn,
         "verifiers.env": cfg.verifiers.env is not None,
@@ -122,7 +117,6 @@ def check_rollout_setup(cfg: RewardedConfig) -> None:
     check_verifiers(
         cfg.verifiers,
         has_data=bool(cfg.data.data or cfg.data.eval_data or gym.datasets),
-        engine=cfg.rollout.engine,
         system_prompt=cfg.model.system_prompt,
         chat_template=cfg.model.chat_template,
     )
@@ -135,13 +129,4 @@ def check_rollout_setup(cfg: RewardedConfig) -> None:
         )
     if gym.datasets and cfg.data.val_set_size:
         raise UserError(f"val_set_size={cfg.data.val_set_size:g}: cannot hold out rows of a gym; use --eval-data")
-    check_nemo_gym(
-        gym,
-        reward_funcs=cfg.reward.reward_funcs,
-        engine=cfg.rollout.engine,
-        vllm_url=cfg.vllm.url,
-        vllm_port=cfg.vllm.port,
-        lora_sync=cfg.sync.backend == "lora" or (cfg.lora.r > 0 and cfg.sync.backend == "auto"),
-        in_flight=cfg.overlap.async_prefetch,
-        stop=cfg.stop,
-    )
+    check_nemo_gym(gym, reward_funcs=cfg.reward.reward_funcs)

@@ -115,7 +115,7 @@ GLOSSARY: dict[str, str] = {
     "rollout/env_done": "Fraction of episodes that the environment ended.",
     "rollout/env_refused": "Actions in an episode that could not be parsed; mean over episodes.",
     "rollout/env_failed": "Fraction of episodes lost because their environment failed; they are not trained on.",
-    "rollout/left_out_turns": "Turns per episode that are not in the trained sequence; mean over episodes.",
+    "rollout/branches": "Branches per episode: how often a client rewrote its history; mean over episodes.",
     "rollout/retokenised_frac": "Fraction of completions that a rollout function returned as text, tokenised again.",
     "rollout/anchors": "Positions in the step's documents from which completions were sampled.",
     "rollout/servers_ready": "Servers that accept requests at the end of the step.",

@@ -14,7 +14,7 @@ from rollout.engine import Completion, Engine, Request, Source, run_groups
 from rollout.rewards.table import Rewards, RewardTable
 from trainer.parallel.comm import all_count
 
-EPISODE_COLUMNS = ("num_turns", "tool_calls", "tool_errors", "env_done", "env_refused", "env_failed", "left_out_turns",
+EPISODE_COLUMNS = ("num_turns", "tool_calls", "tool_errors", "env_done", "env_refused", "env_failed", "branches",
                    "retokenised")  # fmt: skip
 
 

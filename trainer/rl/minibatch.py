@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.errors import UserError
 from data.packing import Batch, Item, empty_batch, make_batches, to_device
 from kernels.linear_logprob import TokenLogps
 from rollout.engine import Completion
@@ -127,6 +128,20 @@ def pack(
     """
     options = cfg.policy_loss
     assert len(advantage) == len(completions), f"{len(advantage)} advantages for {len(completions)} completions"
+    owner = [row for row, c in enumerate(completions) for _ in (c, *c.branches)]  # completion of each row
+    if len(owner) > len(completions):  # branches are rows of their own
+        if not isinstance(advantage, Tensor) or extra:
+            raise UserError(
+                f"completions: {len(owner) - len(completions)} branches (a client has rewritten its history), but this "
+                "method has one number per token, which only the last branch has; use a method with one per completion"
+            )
+        completions, advantage = [part for c in completions for part in (c, *c.branches)], advantage[owner]
+        if replayed_logps is not None:
+            pairs = zip(owner, completions, strict=True)
+            replayed_logps = [None if replayed_logps[row] is None else part.logps for row, part in pairs]
+    length = [0] * len(owner)  # trained tokens of each completion with its branches
+    for row, c in zip(owner, completions, strict=True):
+        length[row] += c.trained
     trained = [
         row
         for row, c in enumerate(completions)
@@ -147,7 +162,8 @@ def pack(
     computed = {i for batch, skip in zip(batches, idle, strict=True) if not skip for i in batch.rows}
     num_tokens = sum(completions[row].trained for row in trained)
     num_micro_batches = sum(len(batch.target) > 0 for batch in batches)  # excluding padding micro-batches
-    counts = torch.tensor([num_tokens, len(trained), num_micro_batches], dtype=torch.float32)
+    num_completions = len({owner[row] for row in trained})
+    counts = torch.tensor([num_tokens, num_completions, num_micro_batches], dtype=torch.float32)
     counts = to_device(counts, policy.device)
     totals = all_sum(counts)
     replayed = [None if replayed_logps is None else replayed_logps[row] for row in rows]
@@ -163,7 +179,8 @@ def pack(
         def flat(values: Sequence[Sequence[float]]) -> Tensor:
             return per_token(policy, kept, batch, values)
 
-        lengths = to_device(torch.tensor([kept[row].trained for row in batch.rows]), batch.target.device)
+        lengths = torch.tensor([length[owner[rows[row]]] for row in batch.rows])
+        lengths = to_device(lengths, batch.target.device)
         return {
             "advantage": flat(of_ids) if of_completion is None else of_completion[batch.sequence],
             "length": lengths[batch.slot],
@@ -175,10 +192,11 @@ def pack(
     packed = [MicroBatch(batch, skip, **columns(batch)) for batch, skip in zip(batches, idle, strict=True)]
     return MiniBatch(
         micro_batches=Passes(policy, packed) if isinstance(batches, Passes) else packed,
-        completions=kept, rows=rows, has_replays=has_replays, entropy_coef=options.entropy_coef,
+        completions=kept, rows=[owner[row] for row in rows], has_replays=has_replays, entropy_coef=options.entropy_coef,
         num_tokens=totals[0], num_completions=totals[1], num_micro_batches=totals[2], num_uncertain=totals[0],
         rank_tokens=counts[0], rank_completions=counts[1],
-        skipped=len(trained) - len(computed), skipped_tokens=num_tokens - sum(kept[i].trained for i in computed),
+        skipped=num_completions - len({owner[rows[i]] for i in computed}),
+        skipped_tokens=num_tokens - sum(kept[i].trained for i in computed),
     )  # fmt: skip
 
 

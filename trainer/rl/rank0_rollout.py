@@ -79,7 +79,7 @@ class Rank0Rollout:
         """Assign rank 0's groups to mini-batches and ranks; `rollout.sampled` stays complete on rank 0."""
         dealt: list[list[list[int]]] = []
         if rollout is not None:
-            sizes = [sum(len(c.prompt_ids) + len(c.ids) for c in group.completions) for group in rollout.groups]
+            sizes = [sum(map(num_tokens, group.completions)) for group in rollout.groups]
             dealt = deal(sizes, num_minibatches, comm.data_size())
         if comm.world_size() == 1:
             assert rollout is not None
@@ -200,6 +200,10 @@ def shares_of(rollout: Rollout, dealt: Sequence[Sequence[Sequence[int]]]) -> lis
     return shares
 
 
+def num_tokens(c: Completion) -> int:
+    return len(c.prompt_ids) + len(c.ids) + sum(map(num_tokens, c.branches))
+
+
 def other_prompts(group: Group) -> list[list[int]] | None:
     """Return the prompt ids of each completion, equal ids as one object; None if all are the ids of the row."""
     known = [group.prompt.ids]
@@ -216,15 +220,17 @@ def packed(c: Completion) -> tuple[Any, ...]:
     """
     columns = {name: json.loads(json.dumps(value)) for name, value in c.columns.items() if is_json(value)}
     messages = json.loads(json.dumps(c.messages)) if c.messages is not None and is_json(c.messages) else None
-    return c.ids, c.logps, c.finish_reason, c.text, c.versions, c.mask, messages, columns, (c.routes, c.sets)
+    branches = [(branch.prompt_ids, packed(branch)) for branch in c.branches]
+    return c.ids, c.logps, c.finish_reason, c.text, c.versions, c.mask, messages, columns, branches, (c.routes, c.sets)
 
 
 def unpacked(fields: Sequence[Any], prompt_ids: list[int]) -> Completion:
-    ids, logps, finish_reason, text, versions, mask, messages, columns, arrays = fields
+    ids, logps, finish_reason, text, versions, mask, messages, columns, branches, arrays = fields
     routes, sets = arrays or (None, None)
     return Completion(
         prompt_ids=prompt_ids, ids=ids, logps=logps, finish_reason=finish_reason, text=text, versions=versions,
         mask=mask, messages=messages, columns=columns, routes=routes, sets=sets,
+        branches=tuple(unpacked(part, prompt) for prompt, part in branches),
     )  # fmt: skip
 
 
@@ -287,8 +293,10 @@ class AllRanksEngine(AllRanksLogps):
             completions.append([unpacked(each, r.prompt_ids) for each, r in zip(reply, requests, strict=True)])
         return completions
 
-    def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[tuple[int, Completion]]]:
-        """Yield all completions together: ranks send their shares when all of them are done."""
+    def stream(
+        self, requests: Sequence[Request], sampling: Sampling, more: Callable[[], Sequence[Request]] = tuple
+    ) -> Iterator[list[tuple[int, Completion]]]:
+        """Yield all completions together: ranks send their shares when all of them are done. `more` must wait."""
         yield list(enumerate(self.generate(requests, sampling)))
 
     def load(self, version: int) -> None:
@@ -361,8 +369,8 @@ class AllRanksRewards(Rewards):
 
     def submit(self, prompts: Sequence[Prompt], completions: Sequence[Completion], *, step: int = 0) -> Any:
         """Score the batch now, on all ranks; the future has its result."""
-        sent = [(*packed(c)[:-1], None) for c in completions]  # rewards need no routes and sets
-        for completion, (*_, messages, columns, _) in zip(completions, sent, strict=True):
+        sent = [(*packed(c)[:-2], [], None) for c in completions]  # rewards need no branches, routes and sets
+        for completion, (*_, messages, columns, _, _) in zip(completions, sent, strict=True):
             lost = [name for name in completion.columns if name not in columns]
             if lost or (messages is None and completion.messages is not None):
                 raise UserError(

@@ -176,7 +176,7 @@ class Rollouts:
         rows = [*self.prompts, *self.held_out]
         engine = setup.start_engine(cfg, self.policy, run, rows, extra_tokens=self.extra_tokens)
         if is_main() and self.setup is not None:
-            self.setup.start(engine, run.dir / "logs")
+            self.setup.start(engine, run.dir)
         self.rank0 = Rank0Rollout(self.policy, engine, self.prompts)
         self.engine = self.rank0.engine
         if cfg.rollout.engine == "vllm":

@@ -108,7 +108,7 @@ def start_servers(cfg: GroupConfig, policy: Policy, run: Run, local: LocalEngine
 def connected(cfg: GroupConfig, policy: Policy, run: Run, local: LocalEngine, longest: int) -> VllmEngine:
     dtype, tokenizer = serving_dtype(cfg, policy), cfg.model.tokenizer
     engine = VllmEngine(
-        servers_for(cfg),
+        cfg.vllm,
         cfg.sync,
         model=policy.source,
         revision=policy.revision,
@@ -129,16 +129,6 @@ def connected(cfg: GroupConfig, policy: Policy, run: Run, local: LocalEngine, lo
     )
     run.keep(engine)
     return engine
-
-
-def servers_for(cfg: GroupConfig) -> VllmConfig:
-    """Settings of the servers; a gym that the run starts must be able to find them."""
-    gym = getattr(cfg, "nemo_gym", None)
-    if gym is None or not gym.auto_start:
-        return cfg.vllm
-    from rollout.gyms.auto_start import known_servers
-
-    return known_servers(cfg.vllm)
 
 
 def serving_dtype(cfg: GroupConfig, policy: Policy) -> str:

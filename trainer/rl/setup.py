@@ -10,6 +10,7 @@ Edges (servers, episodes, gyms) attach here and are imported only by runs that u
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,13 @@ class RolloutSetup:
     """Tools, functions, environments and gyms of one run."""
 
     def __init__(self, cfg: RewardedConfig, policy: Policy, log: Callable[[str], None]) -> None:
-        self.cfg, self.policy = cfg, policy
+        self.cfg, self.policy, self.log = cfg, policy, log
+        self.endpoint: Any = None  # on rank 0, once the engine has started
+        self.harness: Any = None
+        if cfg.tools.harness:
+            from rollout.gyms.harness import Harness
+
+            self.harness = Harness(cfg.tools, log=log)
         self.toolset: Any = None
         self.episode: Any = None
         if cfg.tools.tools:
@@ -69,10 +76,11 @@ class RolloutSetup:
 
             kwargs = cfg.model.chat_template_kwargs
             self.verifiers = VerifiersEnv(cfg.verifiers, model=policy.source, chat_template_kwargs=kwargs, log=log)
+        self.openenv: Any = None
         if cfg.openenv.env is not None:
             from rollout.gyms.openenv import load_episode  # its package is an extra
 
-            self.episode = load_episode(cfg.openenv, policy.tokenizer)
+            self.openenv = load_episode(cfg.openenv, policy.tokenizer)
 
     @property
     def columns(self) -> Sequence[str] | None:
@@ -87,16 +95,18 @@ class RolloutSetup:
             from rollout.gyms.verifiers_env import COLUMNS
 
             return COLUMNS
+        if self.harness is not None:
+            from rollout.gyms.harness import COLUMNS
+
+            return COLUMNS
         if self.toolset is not None:
             return ("num_turns", *(["env_reward"] if self.toolset.pays else []))
-        return ("num_turns", "env_reward") if self.episode is not None else ()
+        return ("num_turns", "env_reward") if self.openenv is not None else ()
 
     @property
     def extra_tokens(self) -> int:
         """Tokens that a sequence may have in addition to its prompt and completion."""
-        if self.cfg.nemo_gym.multi_turn:
-            return self.cfg.max_completion_length  # agents request a full answer in every turn, including the last
-        given = (self.cfg.openenv.env, self.function, self.verifiers)
+        given = (self.openenv, self.function, self.verifiers, self.harness, self.cfg.nemo_gym.multi_turn or None)
         return MAX_ENV_TOKENS if any(one is not None for one in given) else 0
 
     def prompts(self, specs: Sequence[str], *, held_out: bool = False) -> list[Prompt]:
@@ -129,27 +139,39 @@ class RolloutSetup:
         if self.verifiers is not None:
             self.verifiers.open()
 
-    def start(self, engine: Engine, log_dir: Path) -> None:
-        """Start the gym's servers if the run owns them; their agents query the servers of `engine`."""
-        if self.gym is not None and self.cfg.nemo_gym.auto_start:
-            self.gym.start(getattr(engine, "places", []), log_dir)
+    def start(self, engine: Engine, run_dir: Path) -> None:
+        """Start what the run owns: the endpoint, and the gym's servers, whose agents query it."""
+        gym = self.cfg.nemo_gym
+        verifies = self.gym is not None and gym.auto_start and engine.concurrent  # with the policy, maybe
+        if self.harness or self.verifiers or self.openenv or gym.multi_turn or verifies:
+            from rollout.episodes.endpoint import Endpoint
+            from rollout.servers.command import TOKEN
+
+            token = os.environ.get(TOKEN) if gym.multi_turn else None
+            tool_format = self.cfg.tools.tool_format
+            self.endpoint = Endpoint(engine, self.policy.tokenizer, tool_format=tool_format, token=token)
+            if self.openenv is None:
+                self.endpoint.open(gym.policy_port)
+        if self.harness is not None:
+            self.harness.open(run_dir / "harness")
+        if self.gym is not None and gym.auto_start:
+            model = None if self.endpoint is None else (self.endpoint.url, self.endpoint.token)
+            self.gym.start(model, run_dir / "logs")
 
     def source(self, engine: Engine, sampling: Sampling) -> Source:
+        if self.endpoint is not None:
+            self.endpoint.attach(engine)
         if self.cfg.nemo_gym.multi_turn:
             assert self.gym is not None
             from rollout.gyms.nemo_gym import RunSource
 
-            vocab_size, seeded = causal_lm(self.policy.model).config.get_text_config().vocab_size, self.cfg.vllm.seeded
-            return RunSource(self.gym, sampling, version=lambda: engine.version, vocab_size=vocab_size, seeded=seeded)
-        if self.verifiers is not None:
-            return self.verifiers.source(engine, sampling)
+            return RunSource(self.gym, sampling, self.endpoint)
+        for environment in (self.verifiers, self.openenv, self.harness):
+            if environment is not None:
+                return environment.source(self.endpoint, sampling)
         if self.function is not None:
             settings = {"chat_template_kwargs": self.cfg.model.chat_template_kwargs}
             return self.function.source(engine, sampling, num_generations=self.cfg.num_generations, **settings)
-        if self.cfg.openenv.env is not None:
-            from rollout.gyms.openenv import OpenEnvSource
-
-            return OpenEnvSource(engine, sampling, self.episode)
         if self.episode is not None:
             from rollout.episodes.episode import EpisodeSource
 
@@ -158,9 +180,9 @@ class RolloutSetup:
         return EngineSource(engine, sampling, streams=streams)
 
     def close(self) -> None:
-        for environment in (self.gym, self.verifiers):
-            if environment is not None:
-                environment.close()
+        for part in (self.gym, self.verifiers, self.harness, self.endpoint):
+            if part is not None:
+                part.close()
 
 
 def load_curriculum(spec: str | None) -> Order | None:

@@ -765,25 +765,25 @@ class _Axolotl:
 
     def _servers(self, engine: str | None) -> None:
         wanted = self.take("trl.use_vllm")
+        client = {name: self.take(f"trl.vllm_server_{name}") for name in ("host", "port")}
+        server = {name: self.take(f"vllm.{name}") for name in ("host", "port")}
+        port = number(client["port"] or server["port"], "trl.vllm_server_port", int)
+        by_gym = self.gym and self.take("nemo_gym_multi_turn") and self.take("nemo_gym_auto_start") is False
+        if by_gym:  # its model server expects the model there; the endpoint forwards its requests to the run's servers
+            self.set("nemo_gym.endpoint_port", port or 8000)
         if engine == "local" or not wanted:
             self.set("rollout.engine", "local" if engine is None else engine)
             return
         asynchronous = self.take("trl.async_prefetch")
         self.set("rollout.engine", "vllm")
-        turns = self.gym and self.take("nemo_gym_multi_turn")
-        client = {name: self.take(f"trl.vllm_server_{name}") for name in ("host", "port")}
-        server = {name: self.take(f"vllm.{name}") for name in ("host", "port")}
         host = client["host"] or server["host"] or "0.0.0.0"
-        port = number(client["port"] or server["port"], "trl.vllm_server_port", int)
         if str(host) in keys.LOCAL_HOSTS:
-            self.set("vllm.port", port)
+            self.set("vllm.port", None if by_gym else port)
             for key in SAME_VLLM:
                 self.copy(f"vllm.{key}", f"vllm.{key}", unless="auto" if key == "dtype" else None)
             self.copy("vllm.data_parallel_size", "vllm.replicas")
             if self.take("trl.vllm_mode") == "colocate":
                 self.set("vllm.colocate", True)
-            if turns:  # axolotl's users start their server with these
-                self.set("vllm.extra_args", "--enable-auto-tool-choice --tool-call-parser hermes")
         else:
             self.set("vllm.url", [f"http://{host}:{port or 8000}"])
         self.copy_number("trl.vllm_server_timeout", "vllm.timeout")
@@ -792,13 +792,9 @@ class _Axolotl:
             ("async_prefetch", "async_prefetch", True),
             ("vllm_lora_sync", "sync.backend", "lora"),
         ):
-            if self.take(f"trl.{key}") and turns:
-                self.note(f"trl.{key}: not supported with the gym's agents; dropped")
-            elif self.take(f"trl.{key}"):
+            if self.take(f"trl.{key}"):
                 self.set(name, value)
-        if turns and self.take("adapter"):
-            self.set("sync.backend", "process_group")  # adapters are sent by names that change
-        if asynchronous and not turns:
+        if asynchronous:
             self.copy("trl.prefetch_depth", unless=1)
         self._correction()
 

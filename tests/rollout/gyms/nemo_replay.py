@@ -17,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import yaml
 
 ROUTES = {"seed_session": "/seed_session", "verify": "/verify", "run": "/run"}
@@ -34,6 +35,8 @@ class Replay:
         self.requests: list[tuple[str, dict[str, Any], str]] = []  # (route, body, cookies)
         self.faults: deque[Any] = deque()  # for the next POSTs: None, a status, seconds to sleep, bytes, or CLOSE
         self.places: dict[str, Any] | None = None
+        self.endpoint: Any = None  # if set, the agent requests a turn from it for each message list in `turns`
+        self.turns: list[list[dict[str, str]]] = [[{"role": "user", "content": "q"}]]
         self.sessions = 0
         self.at_once = self.most_at_once = 0
         self.lock = threading.Lock()
@@ -59,6 +62,14 @@ class Replay:
             request["response"] = {"output": [{"content": [{"text": text}]}]}
         self.exchanges.append((route, {"request": request, "status": 200, "response": reply}))
 
+    def ask(self, extra: dict[str, Any]) -> None:
+        """Do what the gym's agent and model server do."""
+        headers = {"authorization": f"Bearer {self.endpoint.token}"}
+        for messages in self.turns:
+            body = {"messages": messages, "model": "policy", **extra}
+            url = f"{self.endpoint.url}/chat/completions"
+            httpx.post(url, json=body, headers=headers, timeout=60, trust_env=False).raise_for_status()
+
     def config(self) -> dict[str, Any]:
         """Return the head server's configuration in the real format; servers listen on every interface."""
         place = {"entrypoint": "app.py", "host": "0.0.0.0", "port": self.port}
@@ -80,6 +91,8 @@ class Replay:
         for known, exchange in self.exchanges:
             if known == route and fingerprint(exchange["request"]) == fingerprint(body):
                 reply = exchange["response"]
+                if route == "/run" and self.endpoint is not None:
+                    self.ask(json.loads(body["responses_create_params"]["metadata"]["extra_body"]))
                 if route == "/verify" and "expected_count" in body and "session=" not in cookies:
                     reply = reply | {"reward": 0.0}
                 return exchange["status"], reply, None

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,16 +18,15 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout.gyms.auto_start import GymServers, known_servers, servers_of, with_model, with_references
+from rollout.gyms.auto_start import GymServers, servers_of, with_model, with_references
 from rollout.gyms.nemo_gym import GymClient
 from rollout.gyms.options import NemoGymConfig
 from rollout.servers.command import TOKEN
-from rollout.servers.options import VllmConfig
 from tests.entry import ROOT, environment, metrics, processes_with, run_ok
 from tests.rollout.gyms.small_gym import make_gym, write_config
 from tests.rollout.gyms.test_nemo_gym import completion_of, math_row, prompt_of, rewards_of
 
-VLLM = [("http://127.0.0.1:8000", "secret")]
+ENDPOINT = ("http://127.0.0.1:8000/v1", "secret")
 ROWS = [json.dumps(math_row(f"1{n}+2=", answer=str(12 + n))) + "\n" for n in range(8)]
 
 
@@ -61,7 +59,7 @@ def test_the_needed_servers_and_their_references_start_on_loopback_and_stop(gym,
     monkeypatch.setenv("STROP_TEST_GYM", str(tmp_path))
     lines: list[str] = []
     servers = GymServers(config(gym), lines.append)
-    servers.start({"sums_agent"}, VLLM, tmp_path / "logs")
+    servers.start({"sums_agent"}, ENDPOINT, tmp_path / "logs")
     try:
         urls = {server.name: server.url for server in servers.running}
         assert sorted(urls) == ["policy_model", "sums", "sums_agent"]  # others is not needed
@@ -73,8 +71,12 @@ def test_the_needed_servers_and_their_references_start_on_loopback_and_stop(gym,
         assert Path(shown["cwd"]) == gym / "resources_servers" / "sums"
         assert TOKEN not in shown["environ"] and str(ROOT) not in shown["environ"]["PYTHONPATH"]
         proxy = servers_of(shown["config"])["policy_model"]
-        assert (proxy["base_url"], proxy["api_key"], proxy["model"]) == (["http://127.0.0.1:8000/v1"], "secret", "base")
-        assert proxy["return_token_id_information"] is True
+        assert (proxy["base_url"], proxy["api_key"], proxy["model"]) == (
+            ["http://127.0.0.1:8000/v1"],
+            "secret",
+            "policy",
+        )
+        assert proxy["return_token_id_information"] is False
         assert len(processes_with(f"STROP_TEST_GYM={tmp_path}")) == 6  # each with its guard
         assert servers.ended() is None
         assert lines[0] == f"NeMo Gym: starting sums_agent, policy_model, sums, logs in {tmp_path}/logs/gym-*.log"
@@ -92,7 +94,7 @@ from rollout.gyms.auto_start import GymServers
 from rollout.gyms.options import NemoGymConfig
 cfg = NemoGymConfig(auto_start=True, datasets=("x",), dir=sys.argv[1], config_paths=("configs/all.yaml",))
 servers = GymServers(cfg)
-servers.start({"sums"}, [], Path(sys.argv[1]) / "logs")
+servers.start({"sums"}, None, Path(sys.argv[1]) / "logs")
 print("up", flush=True)
 if sys.argv[2] == "raise":
     raise ValueError("the run fails")
@@ -119,7 +121,7 @@ def test_the_servers_end_with_the_process_that_started_them(gym, tmp_path, how):
 def test_a_server_ends_with_its_guard(gym, tmp_path, monkeypatch):
     monkeypatch.setenv("STROP_TEST_GYM", str(tmp_path))
     servers = GymServers(config(gym), lambda text: None)
-    servers.start({"others"}, [], tmp_path / "logs")
+    servers.start({"others"}, None, tmp_path / "logs")
     os.kill(servers.running[0].guard.pid, signal.SIGKILL)
     await_none(f"STROP_TEST_GYM={tmp_path}")
     servers.stop()
@@ -160,7 +162,7 @@ def test_a_server_that_does_not_start_is_reported_with_its_log(gym, tmp_path, mo
     write_config(gym, behaves=behaves)
     servers = GymServers(config(gym, server_timeout=2.0 if behaves == "hangs" else 60.0), lambda text: None)
     with pytest.raises(ValueError) as caught:
-        servers.start({"sums", "others"}, [], tmp_path / "logs")
+        servers.start({"sums", "others"}, None, tmp_path / "logs")
     assert message in str(caught.value)
     assert str(caught.value).endswith(f"see {tmp_path}/logs/gym-sums.log")
     assert behaves != "hangs" or "'loading the puzzles'" in str(caught.value)
@@ -171,13 +173,13 @@ def test_missing_server_code_is_reported(gym, tmp_path):
     (gym / "resources_servers" / "sums" / "app.py").unlink()
     servers = GymServers(config(gym), lambda text: None)
     with pytest.raises(ValueError, match="nemo_gym.dir=.*resources_servers/sums/app.py"):
-        servers.start({"sums"}, [], tmp_path / "logs")
+        servers.start({"sums"}, None, tmp_path / "logs")
 
 
 # the configuration -----------------------------------------------------------------------------------------------
 
 
-def test_the_vllm_servers_replace_the_placeholders():
+def test_the_endpoint_replaces_the_placeholders():
     agent = {"entrypoint": "app.py", "model_server": {"type": "responses_api_models", "name": "policy_model"}}
     judge = {"entrypoint": "app.py", "judges": [{"type": "responses_api_models", "name": "other"}]}
     tree = {
@@ -189,34 +191,16 @@ def test_the_vllm_servers_replace_the_placeholders():
     }
     assert with_references(tree, {"agent"}) == ["agent", "policy_model"]
     assert with_references(tree, {"judge", "agent"}) == ["agent", "judge", "policy_model", "other"]
-    replaced = with_model(tree, ["agent", "policy_model"], VLLM)
+    replaced = with_model(tree, ["agent", "policy_model"], ENDPOINT)
     assert replaced["policy_model"] == {"responses_api_models": {"vllm_model": {
-        "entrypoint": "app.py", "base_url": ["http://127.0.0.1:8000/v1"], "api_key": "secret", "model": "base",
-        "return_token_id_information": True, "uses_reasoning_parser": False,
+        "entrypoint": "app.py", "base_url": ["http://127.0.0.1:8000/v1"], "api_key": "secret", "model": "policy",
+        "return_token_id_information": False, "uses_reasoning_parser": False,
     }}}  # fmt: skip
     assert servers_of(replaced)["other"]["base_url"] == ["http://127.0.0.1:8000/v1"]
     assert "dummy_model" in tree["policy_model"]["responses_api_models"]  # the argument is unchanged
-    for names, model, message in [
-        (["agent", "policy_model"], [], "rollout.engine=local: the gym's server policy_model"),
-        (["judge", "other"], [], "rollout.engine=local: the gym's server other"),
-        (["agent", "policy_model"], [*VLLM, ("http://127.0.0.1:8001", "another")], "vllm.url=.* tokens differ"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            with_model(tree, names, model)
-
-
-def test_vllm_servers_get_fixed_ports(monkeypatch):
-    monkeypatch.delenv(TOKEN, raising=False)
-    chosen = known_servers(VllmConfig())
-    assert chosen.port > 0
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", chosen.port))
-    assert known_servers(VllmConfig(port=8123)).port == 8123
-    assert known_servers(VllmConfig(url=("http://127.0.0.1:8000",))).port == 0
-    with pytest.raises(ValueError, match="vllm.replicas=2"):
-        known_servers(VllmConfig(replicas=2))
-    monkeypatch.setenv(TOKEN, "secret")
-    assert known_servers(VllmConfig(replicas=3)).port > 0
+    for names, name in [(["agent", "policy_model"], "policy_model"), (["judge", "other"], "other")]:
+        with pytest.raises(ValueError, match=f"rollout.engine=local: the gym's server {name}"):
+            with_model(tree, names, None)
 
 
 # the client and whole runs ---------------------------------------------------------------------------------------
@@ -229,7 +213,7 @@ def test_completions_are_verified_and_a_dead_server_is_reported(gym, tmp_path):
             client.connect([prompt_of(math_row("q"), "sum")], multi_turn=False)
         prompt = prompt_of(math_row("1+2=", answer="3"), "sums")
         client.connect([prompt], multi_turn=False)
-        client.start([], tmp_path / "logs")
+        client.start(None, tmp_path / "logs")
         assert [server.name for server in client.servers.running] == ["sums"]
         rewards = rewards_of(client)
         assert rewards.score([prompt, prompt], [completion_of("= 3"), completion_of("4")]).values == [[1.0], [0.0]]

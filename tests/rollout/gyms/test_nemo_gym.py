@@ -13,20 +13,21 @@ import pytest
 from data.rows.nemo_gym import nemo_gym_columns
 from data.types import Prompt
 from rollout.engine import Completion, Request, Sampling, run_groups
-from rollout.gyms.gym_source import TurnChain, join_turns
+from rollout.episodes.endpoint import Endpoint
 from rollout.gyms.nemo_gym import (
     GymClient,
     RunSource,
     error_text,
     join_cookies,
     read_addresses,
-    read_episode,
+    read_reply,
     response_of,
     set_up_rewards,
 )
 from rollout.gyms.options import NemoGymConfig, check_nemo_gym
 from rollout.rewards.table import Rewards, load_rewards
 from tests.rollout.gyms.nemo_replay import CLOSE, LATE, Replay
+from tests.rollout.scripted_engine import ScriptedEngine, tiny_tokenizer
 
 SAMPLING = Sampling(max_tokens=64, stop_ids=(2,), for_training=True)
 
@@ -67,10 +68,8 @@ def math_row(question: str, **fields: Any) -> dict[str, Any]:
     return {"responses_create_params": {"input": [{"role": "user", "content": question}]}, **fields}
 
 
-def item(prompt: list[int], ids: list[int] | None, text: str = "hm", **fields: Any) -> dict[str, Any]:
-    content = [{"type": "output_text", "text": text}]
-    tokens = {"prompt_token_ids": prompt, "generation_token_ids": ids, "generation_log_probs": [-0.5] * len(ids or [])}
-    return {"type": "message", "role": "assistant", "content": content, **tokens, **fields}
+def item(text: str = "hm") -> dict[str, Any]:
+    return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
 
 
 def reply_of(*items: dict[str, Any], reward: Any = 1.0, **response: Any) -> dict[str, Any]:
@@ -81,10 +80,6 @@ def rewards_of(gym: GymClient, on_error: str = "stop") -> Rewards:
     rewards = load_rewards(["nemo_gym:verify"], on_error=on_error, log=lambda text: None)
     set_up_rewards(rewards, gym, on_error)
     return rewards
-
-
-def read(reply: dict[str, Any], **settings: Any) -> Completion:
-    return read_episode(reply, **{"prompt_ids": [1, 7, 9], "max_tokens": 64, "version": 4, **settings})
 
 
 # single turn -----------------------------------------------------------------------------------------------------
@@ -290,99 +285,20 @@ def test_error_text_is_short():
 # episodes --------------------------------------------------------------------------------------------------------
 
 
-def test_consecutive_turns_become_one_sequence_with_environment_tokens_masked():
-    items = [item([10, 20], [30, 31]), item([10, 20, 30, 31, 100, 101, 102], [40, 41], text="done")]
-    components = {"correctness": 1.0, "format": 0.5}
-    completion = read(reply_of(*items, reward=0.5) | {"reward_components": components})
-    assert completion.prompt_ids == [10, 20]
-    assert completion.ids == [30, 31, 100, 101, 102, 40, 41]
-    assert completion.mask == [True, True, False, False, False, True, True]
-    assert completion.logps == [-0.5, -0.5, 0.0, 0.0, 0.0, -0.5, -0.5]
-    assert completion.trained == 4
-    assert completion.finish_reason == "stop"
-    assert completion.text == "done"
-    assert completion.versions == [(4, 4)]  # sampled tokens only
-    assert completion.columns == {
-        "env_reward": 0.5, "env_failed": 0.0, "num_turns": 2, "tool_calls": 0, "left_out_turns": 0,
-        "reward_components": components,
-    }  # fmt: skip
-
-
-def test_the_recorded_episode_of_one_turn_keeps_its_ids_and_log_probs(recordings):
-    reply = json.loads((recordings / "reasoning_gym_agent_run.json").read_text())["response"]
-    completion = read(reply)
-    assert completion.ids == [36, 731, 216, 35, 446, 216, 33, 2]
-    assert completion.mask == [True] * 8
-    assert completion.logps[0] == -1.3550559282302856
-    assert len(completion.prompt_ids) == 44
-    assert completion.messages == [{"role": "assistant", "content": "4 - 3 = 1"}]
-    assert completion.columns["env_reward"] == 1 / 9
-
-
-def test_a_turn_that_the_next_prompt_omits_is_not_trained(recordings):
-    """SmolLM2's template omits tool calls: the second prompt continues the first prompt, not the call."""
-    reply = json.loads((recordings / "single_tool_call_agent_run.json").read_text())["response"]
-    completion = read(reply)
-    assert completion.columns["left_out_turns"] == 1
-    assert completion.columns["num_turns"] == 2
-    assert completion.columns["tool_calls"] == 1
-    assert len(completion.prompt_ids) == 71
-    assert completion.ids[:3] == [504, 3947, 281] and len(completion.ids) == 16
-    assert completion.finish_reason == "length"
-    assert [message["role"] for message in completion.messages] == ["assistant", "tool", "assistant"]
-    assert completion.messages[0]["tool_calls"][0]["function"]["name"] == "get_weather"
-
-
-def test_a_new_chain_starts_if_a_prompt_differs_by_a_token():
-    turns = [
-        TurnChain([1, 2], [3], [-1.0], [True]),
-        TurnChain([1, 2, 3, 4], [5], [-1.0], [True]),
-        TurnChain([1, 2, 3, 4, 6], [7], [-1.0], [True]),  # 5 came back as 6
-        TurnChain([1, 2, 3, 4, 6, 7], [8], [-1.0], [True]),  # nothing in between
-        TurnChain([1, 2, 3], [9], [-1.0], [True]),  # shorter than what was seen
-    ]
-    assert [(c.prompt_ids, c.ids, c.num_turns) for c in join_turns(turns)] == [
-        ([1, 2], [3, 4, 5], 2),
-        ([1, 2, 3, 4, 6], [7, 8], 2),
-        ([1, 2, 3], [9], 1),
-    ]
-
-
-def test_a_long_episode_is_truncated_after_a_sampled_token():
-    items = [item([1], [2, 3]), item([1, 2, 3, 50, 51, 52], [4, 5])]
-    cut = read(reply_of(*items), max_tokens=4)
-    assert (cut.ids, cut.mask, cut.finish_reason) == ([2, 3], [True, True], "length")
-    whole = read(reply_of(*items), max_tokens=7)
-    assert (len(whole.ids), whole.finish_reason) == (7, "stop")
-    assert read(reply_of(item([1], [2]), incomplete_details={"reason": "max_output_tokens"})).finish_reason == "length"
-
-
-def test_an_episode_without_tokens_keeps_its_reward_and_is_not_trained():
-    for output in ([], [item([], [], text="") | {"generation_token_ids": None}]):
-        completion = read(reply_of(*output, reward=0.25, incomplete_details={"reason": "max_output_tokens"}))
-        assert completion.mask == [False] and completion.trained == 0
-        assert completion.prompt_ids == [1, 7, 9]
-        assert completion.columns["env_reward"] == 0.25
-
-
-def test_read_episode_rejects():
+def test_read_reply():
+    reply = reply_of(item("done"), reward=0.5) | {"reward_components": {"format": 0.5}}
+    columns = {"env_reward": 0.5, "env_failed": 0.0, "reward_components": {"format": 0.5}}
+    assert read_reply(reply, has_turns=True, url="u") == columns
+    assert read_reply(reply_of(item("")), has_turns=False, url="u")["env_reward"] == 1.0
     for reply, message in [
         ({"reward": 1.0}, "response: no output"),
-        (reply_of(item([1], [2]), reward=None), "reward=None"),
-        (reply_of(item([1], [2], generation_log_probs=[])), r"output\[0\]: token ids and log-probs"),
-        (reply_of(item([], [2])), r"output\[0\]: token ids and log-probs"),
-        (reply_of(item([1], [2], generation_log_probs=[0.5])), r"output\[0\]: invalid log-prob"),
-        (reply_of(item([1], [2], generation_log_probs=[-(10**400)])), r"output\[0\]: invalid log-prob"),
-        (reply_of(item([1], [300])), r"output\[0\]: .*vocabulary of 275"),
-        (reply_of(item([1], [2.5])), r"output\[0\]: token ids and log-probs"),
-        (reply_of(item([1], [float("inf")])), r"output\[0\]: token ids and log-probs"),
-        (reply_of(item([1], [2], role=["assistant"])), r"output\[0\]: has no role"),
-        (reply_of(item([1], [2], type="\x1b[31m" + "x" * 999)), r"output\[0\]: type=\\x1b\[31mx{10,60} is"),
-        (reply_of("text"), r"output\[0\]: a str"),
-        (reply_of(item([1], None)), "return_token_id_information: true"),
+        (reply_of(item(""), reward=None), "reward=None"),
+        (reply_of("text"), "output: a str"),
+        (reply_of(item("x")), "nemo_gym.multi_turn=True: .*base_url .* u$"),
+        (reply_of({"type": "function_call"}), "base_url"),
     ]:
         with pytest.raises(ValueError, match=message):
-            read(reply, vocab_size=275)
+            read_reply(reply, has_turns=False, url="u")
 
 
 def test_messages_become_items_of_a_response():
@@ -401,65 +317,70 @@ def test_messages_become_items_of_a_response():
 # multi turn ------------------------------------------------------------------------------------------------------
 
 
-def source_of(gym: GymClient, prompts: list[Prompt], **settings: Any) -> RunSource:
+@pytest.fixture
+def endpoint(replay):
+    """An endpoint that the replayed agents use; its model answers `1`, `2`, ..."""
+    engine = ScriptedEngine(lambda text, seed: str(text.count("assistant")))
+    replay.endpoint = Endpoint(engine, engine.tokenizer)
+    replay.endpoint.open()
+    yield replay.endpoint
+    replay.endpoint.close()
+
+
+def source_of(gym: GymClient, prompts: list[Prompt], endpoint: Endpoint) -> RunSource:
     gym.connect(prompts, multi_turn=True)
-    return RunSource(gym, SAMPLING, version=lambda: 4, **settings)
+    return RunSource(gym, SAMPLING, endpoint)
 
 
-def test_episodes_return_in_order_and_every_request_has_the_sampling_settings(replay):
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def test_episodes_return_in_order_with_the_turns_of_their_session(replay, endpoint):
     prompts = [prompt_of(math_row(q, x=1), "reasoning_gym", i) for i, q in enumerate(("q", "r"))]
+    replay.turns = [[user("q")], [user("q"), {"role": "assistant", "content": "1"}, user("sure?")]]
     for question, reward in (("q", 1.0), ("r", 0.5)):
-        replay.add("/run", question, reply_of(item([1, 2], [3]), reward=reward))
+        replay.add("/run", question, reply_of(item("2"), reward=reward))
     gym = client(replay, max_connections=3)
-    source = source_of(gym, prompts)
+    source = source_of(gym, prompts, endpoint)
     replay.faults.extend([0.3, 0.0, 0.2])
     groups = run_groups(source, [[Request.of(prompt, seed=2**63 + i) for i in range(3)] for prompt in prompts])
     source.close()
     gym.close()
     assert [[c.columns["env_reward"] for c in group] for group in groups] == [[1.0] * 3, [0.5] * 3]
+    for completion in (c for group in groups for c in group):
+        assert completion.columns["num_turns"] == 2 and completion.columns["branches"] == 0
+        assert [m["role"] for m in completion.messages] == ["assistant", "user", "assistant"]
+        assert tiny_tokenizer().decode(completion.ids).startswith("1<|im_end|>") and completion.text == "2"
+        assert completion.trained == 4 and completion.versions == [(3, 4)]
     assert not source._running
-    bodies = sorted(
-        (body for _, body, _ in replay.requests), key=lambda b: (b["_ng_task_index"], b["_ng_rollout_index"])
-    )
-    assert [(b["_ng_task_index"], b["_ng_rollout_index"]) for b in bodies] == [
-        (i, k) for i in range(2) for k in range(3)
-    ]
+    bodies = [body for _, body, _ in replay.requests]
+    indices = sorted((body["_ng_task_index"], body["_ng_rollout_index"]) for body in bodies)
+    assert indices == [(i, k) for i in range(2) for k in range(3)]
     first = bodies[0]
     assert first["x"] == 1
     assert first["agent_ref"] == {"type": "responses_api_agents", "name": "reasoning_gym_simple_agent"}
-    params = first["responses_create_params"]
-    assert (params["temperature"], params["top_p"], params["max_output_tokens"]) == (1.0, 1.0, 64)
-    assert json.loads(params["metadata"]["extra_body"]) == {"stop_token_ids": [2], "ignore_eos": True, "seed": 0}
-    assert [json.loads(b["responses_create_params"]["metadata"]["extra_body"])["seed"] for b in bodies[:3]] == [0, 1, 2]
+    sessions = [json.loads(b["responses_create_params"]["metadata"]["extra_body"])["strop_session"] for b in bodies]
+    assert len(set(sessions)) == 6
 
 
-def test_a_row_may_set_shorter_turns_and_extra_parameters(replay):
+def test_a_row_may_set_extra_parameters(replay):
     row = math_row("q")
-    row["responses_create_params"] |= {
-        "max_output_tokens": 16, "temperature": 0.0, "user": None,
-        "metadata": {"extra_body": '{"min_p": 0.0, "seed": 1}', "chat_template_kwargs": "{}"},
-    }  # fmt: skip
-    prompt = prompt_of(row, "reasoning_gym")
+    row["responses_create_params"] |= {"user": None, "metadata": {"extra_body": '{"max_tokens": 9}', "x": "{}"}}
     gym = client(replay)
-    source = RunSource(gym, SAMPLING, version=lambda: 0, seeded=False)
-    params = source.body(prompt, "agent", 5, 0)["responses_create_params"]
+    params = RunSource(gym, SAMPLING, None).body(prompt_of(row, "reasoning_gym"), "agent", "5", 0)
     gym.close()
-    assert (params["max_output_tokens"], params["temperature"]) == (16, 1.0)
-    assert "user" not in params
-    assert params["metadata"]["chat_template_kwargs"] == "{}"
-    styled = replace(prompt, settings={"enable_thinking": False})
-    metadata = source.body(styled, "agent", 5, 0)["responses_create_params"]["metadata"]
-    assert json.loads(metadata["chat_template_kwargs"]) == {"enable_thinking": False}
-    extra = json.loads(params["metadata"]["extra_body"])
-    assert extra == {"min_p": 0.0, "seed": 1, "stop_token_ids": [2], "ignore_eos": True}
+    params = params["responses_create_params"]
+    assert "user" not in params and params["metadata"]["x"] == "{}"
+    assert json.loads(params["metadata"]["extra_body"]) == {"max_tokens": 9, "strop_session": "5"}
 
 
-def test_a_failed_episode_is_not_trained_and_logged_once(replay):
-    replay.add("/run", "q", reply_of(item([1, 2], [3])))
+def test_a_failed_episode_is_not_trained_and_logged_once(replay, endpoint):
+    replay.add("/run", "q", reply_of(item("1")))
     prompt = prompt_of(math_row("q"), "reasoning_gym")
     for fault, why in ((500, "answered 500 (inner failure)"), (LATE, "did not answer within 0.5 s"), (CLOSE, "failed")):
         gym = client(replay, retries=0, run_timeout=0.5 if fault == LATE else 60.0)
-        source = source_of(gym, [prompt])
+        source = source_of(gym, [prompt], endpoint)
         for _ in range(2):
             replay.faults.append(fault)
             ((completion,),) = run_groups(source, [[Request.of(prompt, 1)]])
@@ -474,51 +395,53 @@ def test_a_failed_episode_is_not_trained_and_logged_once(replay):
         gym.close()
 
 
-def test_consecutive_failures_stop_the_run(replay, monkeypatch):
+REWRITES = [[user("q")], [user("q"), {"role": "assistant", "content": "other"}, user("sure?")]]
+
+
+def test_consecutive_failures_stop_the_run(replay, endpoint, monkeypatch):
     monkeypatch.setattr("rollout.gyms.gym_source.MAX_FAILURES", 5)
-    replay.add("/run", "q", reply_of(item([1, 2], [3]), item([1, 2, 4], [5, 6])))
+    replay.add("/run", "q", reply_of(item("1")))
     prompts = [prompt_of(math_row(question), "reasoning_gym") for question in ("q", "unknown")]
     gym = client(replay, retries=0, prefix_mismatch="drop")
+    replay.turns = REWRITES
     for prompt in prompts:  # dropped, rejected
-        source = source_of(gym, [prompt])
+        source = source_of(gym, [prompt], endpoint)
         with pytest.raises(ValueError, match="nemo_gym: 5 consecutive episodes failed, .*rows.jsonl:1"):
             run_groups(source, [[Request.of(prompt, i) for i in range(5)]])
-    replay.add("/run", "r", reply_of(item([1], None)))
-    prompt = prompt_of(math_row("r"), "reasoning_gym")  # no episode can be trained on: stops immediately
-    with pytest.raises(ValueError, match="return_token_id_information: true"):
-        run_groups(source_of(gym, [prompt]), [[Request.of(prompt, 1)]])
+    replay.turns = []
+    with pytest.raises(ValueError, match=f"base_url of the gym's model server to {endpoint.url}"):
+        run_groups(source_of(gym, [prompts[0]], endpoint), [[Request.of(prompts[0], 1)]])
     gym.close()
 
 
-def test_prefix_mismatch_decides_about_a_prompt_that_does_not_continue(replay):
-    for rule in ["last", "drop", "stop"]:
-        replay.add("/run", "q", reply_of(item([1, 2], [3]), item([1, 2, 4], [5, 6])))
-        prompt = prompt_of(math_row("q"), "reasoning_gym")
-        gym = client(replay, prefix_mismatch=rule)
-        source = source_of(gym, [prompt])
-        try:
-            if rule == "stop":
-                with pytest.raises(ValueError, match="nemo_gym.prefix_mismatch=stop: rows.jsonl:1: "):
-                    run_groups(source, [[Request.of(prompt, 1)]])
-                continue
-            ((completion,),) = run_groups(source, [[Request.of(prompt, 1)]])
-            assert sum("the prompt of a turn" in line for line in gym.lines) == 1
-            if rule == "last":
-                assert (completion.prompt_ids, completion.ids) == ([1, 2, 4], [5, 6])
-                assert completion.columns["env_reward"] == 1.0
-                assert completion.columns["left_out_turns"] == 1
-            else:
-                assert completion.trained == 0
-                assert completion.columns["env_reward"] is None
-        finally:
-            gym.close()
+@pytest.mark.parametrize("rule", ["branch", "last", "drop", "stop"])
+def test_prefix_mismatch_decides_about_rewritten_history(replay, endpoint, rule):
+    replay.add("/run", "q", reply_of(item("1")))
+    replay.turns = REWRITES
+    prompt = prompt_of(math_row("q"), "reasoning_gym")
+    gym = client(replay, prefix_mismatch=rule)
+    source = source_of(gym, [prompt], endpoint)
+    try:
+        if rule == "stop":
+            with pytest.raises(ValueError, match="nemo_gym.prefix_mismatch=stop: rows.jsonl:1: "):
+                run_groups(source, [[Request.of(prompt, 1)]])
+            return
+        ((completion,),) = run_groups(source, [[Request.of(prompt, 1)]])
+        if rule == "drop":
+            assert completion.trained == 0 and completion.columns["env_reward"] is None
+            assert sum("do not continue" in line for line in gym.lines) == 1
+        else:
+            assert completion.columns["branches"] == 1 and completion.trained == 2
+            assert [branch.trained for branch in completion.branches] == ([2] if rule == "branch" else [])
+    finally:
+        gym.close()
 
 
-def test_closing_the_source_cancels_running_episodes(replay):
-    replay.add("/run", "q", reply_of(item([1, 2], [3])))
+def test_closing_the_source_cancels_running_episodes(replay, endpoint):
+    replay.add("/run", "q", reply_of(item("1")))
     prompt = prompt_of(math_row("q"), "reasoning_gym")
     gym = client(replay)
-    source = source_of(gym, [prompt])
+    source = source_of(gym, [prompt], endpoint)
     replay.faults.extend([LATE] * 4)
     futures = source.start([[Request.of(prompt, i) for i in range(4)]])
     time.sleep(0.2)
@@ -542,6 +465,8 @@ def test_nemo_gym_config_rejects():
         ({"run_timeout": 0.0}, "nemo_gym.run_timeout=0.0"),
         ({"retries": -1}, "nemo_gym.retries=-1"),
         ({"max_connections": 0}, "nemo_gym.max_connections=0"),
+        ({"endpoint_port": 5}, "nemo_gym.endpoint_port=5: has no effect"),
+        ({"endpoint_port": 70000, "multi_turn": True}, "nemo_gym.endpoint_port=70000"),
         ({"datasets": (), "multi_turn": True}, "nemo_gym.multi_turn=True: has no effect"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -549,23 +474,14 @@ def test_nemo_gym_config_rejects():
 
 
 def test_check_nemo_gym_rejects():
-    cfg = NemoGymConfig(datasets=("rows.jsonl",), multi_turn=True)
-    good: dict[str, Any] = {
-        "reward_funcs": ("env",), "engine": "vllm", "vllm_url": ("http://127.0.0.1:8000",), "vllm_port": 0,
-        "lora_sync": False, "in_flight": False,
-    }  # fmt: skip
-    verify = {"reward_funcs": ("nemo_gym:verify",)}
-    check_nemo_gym(cfg, **good)
-    for settings, changes, message in [
-        (cfg, verify, "reward_funcs=nemo_gym:verify: .*--reward-funcs env"),
-        (cfg, {"engine": "local"}, "rollout.engine=local"),
-        (cfg, {"vllm_url": (), "vllm_port": 0}, "vllm.port=0"),
-        (cfg, {"lora_sync": True}, "sync.backend=lora"),
-        (cfg, {"in_flight": True}, "async_prefetch=True"),
-        (cfg, {"stop": ("</a>",)}, "stop=</a>"),
-        (NemoGymConfig(), verify, "reward_funcs=nemo_gym:verify: .*--nemo-gym.datasets"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            check_nemo_gym(settings, **good | changes)
-    started = NemoGymConfig(datasets=("rows.jsonl",), multi_turn=True, auto_start=True, config_paths=("a.yaml",))
-    check_nemo_gym(started, **good | {"vllm_url": (), "vllm_port": 0})  # the run chooses the port
+    cfg, verify = NemoGymConfig(datasets=("rows.jsonl",), multi_turn=True), ("nemo_gym:verify",)
+    check_nemo_gym(cfg, reward_funcs=("env",))
+    for settings, message in [(cfg, "--reward-funcs env"), (NemoGymConfig(), "--nemo-gym.datasets")]:
+        with pytest.raises(ValueError, match=f"reward_funcs=nemo_gym:verify: .*{message}"):
+            check_nemo_gym(settings, reward_funcs=verify)
+
+
+def test_the_port_of_the_endpoint():
+    assert NemoGymConfig(datasets=("x",), multi_turn=True).policy_port == 11001
+    assert NemoGymConfig(datasets=("x",), multi_turn=True, auto_start=True, config_paths=("a",)).policy_port == 0
+    assert NemoGymConfig(datasets=("x",), multi_turn=True, endpoint_port=9).policy_port == 9

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -27,9 +26,9 @@ from data.chat import render_conversation, render_prompt
 from data.types import Prompt
 from rollout.engine import Completion, Request, Sampling, run_groups
 from rollout.engines.local import LocalEngine
+from rollout.episodes.endpoint import Endpoint
 from rollout.gyms.openenv import (
     EnvironmentFailure,
-    OpenEnvSource,
     RemoteSession,
     environment_seed,
     find_environment,
@@ -168,6 +167,8 @@ class Served(ScriptedEngine):
     def __init__(self, reply: Any) -> None:
         super().__init__(reply)
         self.loop, self.local = Loop(), self
+        info = SimpleNamespace(model_len=512)
+        self.pool = SimpleNamespace(members=[SimpleNamespace(server=SimpleNamespace(info=info))])
 
     async def complete(self, request: Request, sampling: Sampling) -> Completion:
         await asyncio.sleep(0.01)
@@ -193,13 +194,27 @@ def a_prompt(tokenizer: Any, seed: int | None = 7, **columns: Any) -> Prompt:
     return Prompt(source="rows.jsonl:3", prompt=messages, ids=render_prompt(tokenizer, messages), columns=given)
 
 
+def source_of(engine: Any, sampling: Sampling, cfg: OpenEnvConfig, tokenizer: Any) -> Any:
+    source = load_episode(cfg, tokenizer).source(Endpoint(engine, tokenizer), sampling)
+    close = source.close
+
+    def close_both() -> None:
+        close()
+        source.loop.close()
+
+    source.close = close_both
+    return source
+
+
 def play(tiny, turns: list[str], *, max_tokens: int = 200, prompt: Prompt | None = None, **settings: Any):
     _, tokenizer = tiny
     engine = saying(turns)
     cfg = OpenEnvConfig(**{"env": f"{HERE}HigherLower", **settings})
-    source = OpenEnvSource(engine, Sampling(max_tokens=max_tokens), load_episode(cfg, tokenizer))
-    ((completion,),) = run_groups(source, [[Request.of(prompt or a_prompt(tokenizer), 11)]])
-    source.close()
+    source = source_of(engine, Sampling(max_tokens=max_tokens), cfg, tokenizer)
+    try:
+        ((completion,),) = run_groups(source, [[Request.of(prompt or a_prompt(tokenizer), 11)]])
+    finally:
+        source.close()
     return completion, engine
 
 
@@ -308,13 +323,12 @@ def test_max_concurrent_envs_with_the_in_process_engine(tiny):
     for env, limit in (("HigherLower", 3), ("Alone", 1)):
         cfg = OpenEnvConfig(env=f"{HERE}{env}", max_concurrent_envs=limit, max_turns=2)
         sampling = Sampling(max_tokens=24, stop_ids=(2,))
-        source = OpenEnvSource(LocalEngine(model, tokenizer), sampling, load_episode(cfg, tokenizer))
+        source = source_of(LocalEngine(model, tokenizer), sampling, cfg, tokenizer)
         loaded(env).open = loaded(env).most = 0
-        futures = source.start(jobs)
-        assert all(isinstance(future, Future) and future.done() for future in futures)
+        groups = run_groups(source, jobs)
         source.close()
         assert loaded(env).most == limit and loaded(env).open == 0
-        made.append([[completion.ids for completion in future.result()] for future in futures])
+        made.append([[completion.ids for completion in group] for group in groups])
     assert made[0] == made[1], "concurrent episodes do not affect each other"
     assert [len(group) for group in made[0]] == [2, 2]
 
@@ -324,7 +338,7 @@ def test_max_concurrent_envs_with_servers(tiny):
     limit = 3
     engine = Served(lambda so_far, seed: ["3", "9", "7"][so_far.count("<|im_start|>assistant") - 1])
     cfg = OpenEnvConfig(env=f"{HERE}HigherLower", max_concurrent_envs=limit)
-    source = OpenEnvSource(engine, Sampling(max_tokens=200), load_episode(cfg, tokenizer))
+    source = source_of(engine, Sampling(max_tokens=200), cfg, tokenizer)
     loaded().open = loaded().most = 0
     try:
         groups = run_groups(
@@ -526,9 +540,9 @@ def test_a_server_runs_episodes_concurrently_up_to_its_capacity(tiny, server):
     jobs = [[Request.of(a_prompt(tokenizer, seed=n), 10 * n + k) for k in range(2)] for n in range(3)]
     sampling = Sampling(max_tokens=40, stop_ids=(2,))
 
-    def source(limit: int) -> OpenEnvSource:
+    def source(limit: int) -> Any:
         cfg = OpenEnvConfig(env=url, max_concurrent_envs=limit, max_turns=3)
-        return OpenEnvSource(LocalEngine(model, tokenizer), sampling, load_episode(cfg, tokenizer))
+        return source_of(LocalEngine(model, tokenizer), sampling, cfg, tokenizer)
 
     one, two = ([[c.ids for c in group] for group in run_groups(source(limit), jobs)] for limit in (1, 2))
     assert one == two
@@ -573,7 +587,7 @@ def test_prompt_settings_apply_to_all_turns(tiny):
     engine = saying(["3", "7"])
     engine.tokenizer = tokenizer
     cfg = OpenEnvConfig(env=f"{HERE}HigherLower")
-    source = OpenEnvSource(engine, Sampling(max_tokens=200), load_episode(cfg, tokenizer))
+    source = source_of(engine, Sampling(max_tokens=200), cfg, tokenizer)
     prompt = dataclasses.replace(a_prompt(tokenizer), settings={"style": "!"})
     ((completion,),) = run_groups(source, [[Request.of(prompt, 11)]])
     source.close()

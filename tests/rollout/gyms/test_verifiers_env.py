@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +17,11 @@ from typing import Any
 import pytest
 
 from rollout.engine import Completion, Request, Sampling, run_groups
+from rollout.episodes.endpoint import Endpoint
 from rollout.gyms import verifiers_env
 from rollout.gyms.gym_source import EpisodeError, UnusableError
 from rollout.gyms.verifiers_env import (
     OUT_OF_TOKENS,
-    AgentTurns,
     VerifiersEnv,
     import_verifiers,
     message_of,
@@ -59,7 +60,7 @@ def parse(*argv: str, method: str = "grpo") -> Any:
 def test_flags_yaml_and_the_required_engine(tmp_path):
     cfg = parse("--verifiers.args", '{"agent": {"max_turns": 4}}', "--verifiers.rows", "5", "--val-set-size", "2")
     assert cfg.verifiers.args == {"agent": {"max_turns": 4}} and cfg.verifiers.rows == 5
-    assert cfg.rollout.engine == "auto" and servers_asked(cfg) == "verifiers.env=toy"
+    assert cfg.rollout.engine == "auto" and servers_asked(cfg) is None
     path = tmp_path / "run.yaml"
     path.write_text("method: grpo\nmodel: m\nreward_funcs: [env]\nverifiers: {env: toy, args: {taskset: {rows: 3}}}\n")
     assert cli.parse(["--config", str(path)])[1].verifiers.args == {"taskset": {"rows": 3}}
@@ -71,7 +72,6 @@ TEACHER = ("--teacher", "t")
 @pytest.mark.parametrize(
     ("method", "argv", "message"),
     [
-        ("grpo", ("--rollout.engine", "local"), "rollout.engine=local: verifiers.env=toy"),
         ("grpo", ("--data", "rows.jsonl"), "verifiers.env=toy: "),
         ("grpo", ("--tools", "calculator"), "tools, verifiers.env: "),
         ("grpo", ("--system-prompt", "be"), "system_prompt=be: verifiers.env=toy"),
@@ -142,32 +142,40 @@ class Trace(SimpleNamespace):
         self.stopped = condition
 
 
-def talk_of(reply: Any = "0", *, trace: Trace | None = None, context: int = 256, **sampling: Any) -> AgentTurns:
-    """Return turns from an engine that answers `reply`; `asked` collects (request, sampling)."""
-    engine, asked = ScriptedEngine(lambda text, seed: reply), []
+class Talk:
+    """A session of an endpoint that answers `reply`; `asked` collects (request, sampling)."""
 
-    async def ask(request: Request, sampling: Sampling) -> Completion:
-        asked.append((request, sampling))
-        if isinstance(reply, Exception):
-            raise reply
-        return engine._one(request, sampling)
+    def __init__(self, reply: Any = "0", *, trace: Trace | None = None, context: int = 256, **sampling: Any) -> None:
+        self.trace, self.asked, engine = trace or Trace(), [], ScriptedEngine(lambda text, seed: reply, context)
 
-    settings = {"max_tokens": 40, "stop_ids": (0,), "for_training": True, **sampling}
-    talk = AgentTurns(trace or Trace(), 7, Sampling(**settings), context, ask)
-    talk.asked = asked
-    return talk
+        async def ask(request: Request, sampling: Sampling) -> Completion:
+            self.asked.append((request, sampling))
+            if isinstance(reply, Exception):
+                raise reply
+            return engine._one(request, sampling)
+
+        settings = {"max_tokens": 40, "stop_ids": (0,), "for_training": True, **sampling}
+        self.endpoint, self.sampling = Endpoint(engine, engine.tokenizer), Sampling(**settings)
+        self.endpoint.model.ask = ask
+
+    def answer(self, *bodies: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+        with self.endpoint.session(self.sampling, seed=7, number=self.trace.id) as (self.session, _):
+            self.session.on_full = lambda: self.trace.stop(OUT_OF_TOKENS)
+            path, headers = f"/{self.endpoint.token}/inference/v1/generate", {"x-session-id": self.trace.id}
+            work = [self.endpoint._answer("POST", path, headers, json.dumps(body).encode()) for body in bodies]
+            replies = [self.endpoint.loop.run(one) for one in work]
+        self.endpoint.close()
+        return [(status, json.loads(body)) for status, body, _ in replies]
 
 
-def answer(talk: AgentTurns, *bodies: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
-    async def all_of_them() -> list[tuple[int, dict[str, Any]]]:
-        return [await talk.answer(body) for body in bodies]
-
-    return asyncio.run(all_of_them())
+def read_one(talk: Talk) -> Completion:
+    sessions = {talk.trace.id: talk.session}
+    return read_episode(episode_of(talk.trace), sessions, VerifiersConfig(env="x"), prompt_ids=[9])
 
 
 def test_recorded_requests_get_the_engine_tokens_and_become_one_sequence():
-    talk = talk_of()
-    (status, reply), _ = answer(talk, *RECORDED)
+    talk = Talk()
+    (status, reply), _ = talk.answer(*RECORDED)
     (choice,) = reply["choices"]
     assert status == 200 and choice["token_ids"] == [18, 2] and choice["finish_reason"] == "stop"
     assert choice["logprobs"]["content"] == [
@@ -176,8 +184,8 @@ def test_recorded_requests_get_the_engine_tokens_and_become_one_sequence():
     (first, sampling), (second, _) = talk.asked
     assert first.prompt_ids == PROMPT and first.seed == 7 and second.seed != 7
     assert sampling.stop_ids == (0, 2)  # the run's and the renderer's
-    assert sampling.max_tokens == 40 and talk.asked[1][1].max_tokens == 40 - 2 - len(BETWEEN)
-    completion = read_episode(episode_of(talk.trace), {"t": talk}, VerifiersConfig(env="x"), prompt_ids=[9])
+    assert first.max_tokens == 40 and second.max_tokens == 40 - 2 - len(BETWEEN)
+    completion = read_one(talk)
     assert completion.prompt_ids == PROMPT and completion.ids == [18, 2, *BETWEEN, 18, 2]
     assert completion.mask == [True, True, *[False] * len(BETWEEN), True, True]
     assert completion.logps == [-0.5, -0.5, *[0.0] * len(BETWEEN), -0.5, -0.5]
@@ -185,44 +193,44 @@ def test_recorded_requests_get_the_engine_tokens_and_become_one_sequence():
     assert completion.columns["env_reward"] == 1.5 and completion.columns["num_turns"] == 2
 
 
-def test_a_request_may_lower_the_limit_and_a_retry_counts_once():
-    talk = talk_of("12345")
+def test_a_request_may_lower_the_limit_and_a_retry_is_a_branch():
+    talk = Talk("12345")
     truncated = RECORDED[0] | {"sampling_params": {"max_tokens": 3, "temperature": 0.1}}
-    answer(talk, truncated, truncated)
-    assert [sampling.max_tokens for _, sampling in talk.asked] == [3, 3] and talk.truncated
+    talk.answer(truncated, truncated)
+    assert [request.max_tokens for request, _ in talk.asked] == [3, 3] and talk.session.truncated
     assert {sampling.temperature for _, sampling in talk.asked} == {1.0}
-    assert len(talk.turns) == 1 and talk.asked[0][0] == talk.asked[1][0]
+    assert len(read_one(talk).branches) == 1
 
 
 def test_an_episode_without_tokens_left_is_stopped_and_scored():
     for limits in ({"max_tokens": 15}, {"context": len(PROMPT) + 15}):
-        talk = talk_of(**limits)
-        (_, (status, reply)) = answer(talk, *RECORDED)
+        talk = Talk(**limits)
+        (_, (status, reply)) = talk.answer(*RECORDED)
         assert status == 400 and OUT_OF_TOKENS in reply["error"]["message"]
         assert talk.trace.stopped == OUT_OF_TOKENS
-        completion = read_episode(episode_of(talk.trace), {"t": talk}, VerifiersConfig(env="x"), prompt_ids=[9])
+        completion = read_one(talk)
         assert completion.ids == [18, 2] and completion.finish_reason == "length"
 
 
 def test_a_request_that_is_not_one_is_rejected():
-    for change in (
+    changes = [
         {"token_ids": None}, {"token_ids": []}, {"token_ids": "12"}, {"token_ids": [1.5]}, {"token_ids": [-1]},
-        {"sampling_params": {"max_tokens": "9"}}, {"sampling_params": {"max_tokens": -1}},
-        {"sampling_params": {"stop_token_ids": 5}}, {"sampling_params": {"stop_token_ids": [None]}},
-    ):  # fmt: skip
-        talk = talk_of()
-        ((status, reply),) = answer(talk, RECORDED[0] | change)
-        assert status == 400 and next(iter(change)) in reply["error"]["message"], change
-        assert not talk.asked and talk.error is None
+        {"sampling_params": {"max_tokens": "9"}}, {"sampling_params": {"stop_token_ids": 5}},
+        {"sampling_params": {"stop_token_ids": [None]}},
+    ]  # fmt: skip
+    talk = Talk()
+    for status, reply in talk.answer(*(RECORDED[0] | change for change in changes)):
+        assert status == 400 and reply["error"]["message"]
+    assert not talk.asked and talk.session.error is None
 
 
 def test_a_server_error_and_an_image_stop_the_run():
-    talk = talk_of(ValueError("vllm: no server is left"))
-    ((status, _),) = answer(talk, RECORDED[0])
-    assert status == 400 and str(talk.error) == "vllm: no server is left" and not talk.turns
-    talk = talk_of()
-    ((status, _),) = answer(talk, RECORDED[0] | {"features": {"mm_hashes": {}}})
-    assert status == 400 and "images are not supported" in str(talk.error) and not talk.asked
+    talk = Talk(ValueError("vllm: no server is left"))
+    ((status, _),) = talk.answer(RECORDED[0])
+    assert status == 400 and str(talk.session.error) == "vllm: no server is left" and not talk.session.turns
+    talk = Talk()
+    ((status, _),) = talk.answer(RECORDED[0] | {"features": {"mm_hashes": {}}})
+    assert status == 400 and "images are not supported" in str(talk.session.error) and not talk.asked
 
 
 # episodes --------------------------------------------------------------------------------------------------------
@@ -237,10 +245,12 @@ def node(message: Any, sampled: bool = False) -> Any:
 
 
 def read(*traces: Trace, agent: str | None = None, **settings: Any) -> Completion:
-    talks = {trace.id: talk_of(trace=trace) for trace in traces}
+    talks = {trace.id: Talk(trace=trace) for trace in traces}
     for talk in talks.values():
-        answer(talk, RECORDED[0])
-    return read_episode(episode_of(*traces, **settings), talks, VerifiersConfig(env="x", agent=agent), prompt_ids=[9])
+        talk.answer(RECORDED[0])
+    sessions = {name: talk.session for name, talk in talks.items()}
+    cfg = VerifiersConfig(env="x", agent=agent)
+    return read_episode(episode_of(*traces, **settings), sessions, cfg, prompt_ids=[9])
 
 
 def test_messages_start_with_the_first_model_turn():
@@ -302,8 +312,11 @@ def test_a_row_starts_with_the_messages_that_the_model_sees():
 class Engine:
     """A scripted engine with the interface of an engine with servers."""
 
+    concurrent = True
+
     def __init__(self, reply: Any) -> None:
         self.loop, self.scripted = Loop(), ScriptedEngine(reply)
+        self.local = self.scripted
         info = SimpleNamespace(model_len=256)
         self.pool = SimpleNamespace(members=[SimpleNamespace(server=SimpleNamespace(info=info))])
 
@@ -328,13 +341,16 @@ def load(args: dict[str, Any] | None = None, env: str = str(TOY), **settings: An
 def run(env: VerifiersEnv, engine: Engine, copies: int = 2, sampling: Sampling = SAMPLING) -> list[list[Completion]]:
     prompts = env.prompts(tiny_tokenizer())
     env.open()
+    endpoint = Endpoint(engine, tiny_tokenizer())
+    endpoint.open()
     try:
-        source = env.source(engine, sampling)
+        source = env.source(endpoint, sampling)
         groups = [[Request.of(prompt, 10 * i + c) for c in range(copies)] for i, prompt in enumerate(prompts)]
         return run_groups(source, groups)
     finally:
         env.close()
         env.close()
+        endpoint.close()
 
 
 @needs_package
@@ -354,7 +370,7 @@ def test_a_toy_environment_plays_its_rows_in_two_turns(engine):
             odd = sum(text[0] in "13579" for text in (first, second)) / 2
             assert completion.columns["reward_components"] == {"odd": odd, "rounds": 2.0}
             assert completion.columns["env_reward"] == odd + 0.5 * 2
-            assert completion.columns["left_out_turns"] == 0
+            assert completion.columns["branches"] == 0
     assert "--verifiers.renderer" in env.lines[0]
 
 
@@ -369,7 +385,7 @@ def sampled_parts(completion: Completion) -> list[list[int]]:
 
 
 @needs_package
-@pytest.mark.parametrize("rule", ["last", "drop", "stop"])
+@pytest.mark.parametrize("rule", ["branch", "drop", "stop"])
 def test_prefix_mismatch_decides_about_a_prompt_that_does_not_continue(engine, rule):
     env = load({"agent": {"harness": {"id": "toy_verifiers", "rewrites": True}}}, rows=1, prefix_mismatch=rule)
     if rule == "stop":
@@ -377,12 +393,12 @@ def test_prefix_mismatch_decides_about_a_prompt_that_does_not_continue(engine, r
             run(env, engine)
         return
     ((completion, _),) = run(env, engine)
-    if rule == "last":
-        assert completion.columns["left_out_turns"] == 1 and completion.trained == 2
+    if rule == "branch":
+        assert completion.columns["branches"] == 1 and completion.trained == completion.branches[0].trained == 2
         assert "hm<|im_end|>" in tiny_tokenizer().decode(completion.prompt_ids)
     else:
         assert completion.columns["env_failed"] == 1.0 and completion.trained == 0
-    assert sum("the prompt of a turn" in line for line in env.lines) == 1
+        assert sum("do not continue" in line for line in env.lines) == 1
 
 
 @needs_package

@@ -24,6 +24,7 @@ def group(row: int) -> Group:
         )
         for i in range(2)
     ]  # fmt: skip
+    completions[1] = replace(completions[1], branches=(completions[0],))
     return Group(10 + row, PROMPTS[row], row, "fresh", completions, values=[[1.0], [None]])
 
 

@@ -11,26 +11,27 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from data.chat import render_conversation, render_prompt
 from data.rows.nemo_gym import load_nemo_gym
 from data.types import Prompt
 from rollout.engine import Completion, Request, Sampling, run_groups
 from rollout.engines.local import LocalEngine
+from rollout.episodes.endpoint import Endpoint
 from rollout.gyms.nemo_gym import GymClient, RunSource, set_up_rewards
 from rollout.gyms.options import NemoGymConfig
 from rollout.rewards.table import load_rewards
-from rollout.servers.command import device_of
-from rollout.servers.launch import Launched, launch, wait_ready
-from rollout.servers.options import VllmConfig
+from rollout.servers.command import TOKEN
 from tests.entry import metrics, processes_with, run_ok
 from tests.rollout.vllm.conftest import TINY
+from tests.test_seeds import blocks
+from tests.trainer.translate.test_seed_configs import indented
 
 HEAD_PORT = 18100
 END = 2
@@ -102,23 +103,12 @@ def caller(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def policy(vllm_python: str, caller: Path, tmp_path_factory) -> Iterator[Launched]:
-    device = device_of(vllm_python)
-    extra = "--enable-auto-tool-choice --tool-call-parser hermes"
-    cfg = VllmConfig(max_model_len=512, dtype="float32", extra_args=extra)
-    server = launch(cfg, model=str(caller), lora_rank=0, log_dir=tmp_path_factory.mktemp("logs"), device=device)
-    try:
-        wait_ready([server], cfg.startup_timeout)
-        yield server
-    finally:
-        server.stop()
-
-
-def start_gym(python: str, tool: Path, log: Path) -> subprocess.Popen[bytes]:
+def start_gym(python: str, tool: Path, log: Path, **env: str) -> subprocess.Popen[bytes]:
     script = Path(__file__).parents[1] / "gyms" / "nemo_servers.py"
     with log.open("wb") as out:
-        process = subprocess.Popen([python, str(script), str(tool)], stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [python, str(script), str(tool)], stdout=out, stderr=subprocess.STDOUT, env=os.environ | env
+        )
     deadline = time.monotonic() + 180
     while "READY" not in log.read_text():
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-2000:]
@@ -172,34 +162,37 @@ def test_gym_servers_verify_their_example_rows(gym_python, rows, asset, tmp_path
         stop(gym_process)
 
 
-def test_agent_plays_an_episode_with_a_vllm_server(gym_python, rows, tmp_path, policy, caller):
+def test_agent_plays_an_episode_with_the_endpoint(gym_python, rows, tmp_path, caller):
+    """The gym's agent and model server, unmodified, over the in-process engine."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     name = "example_single_tool_call"
     started = {"auto_start": True, "python": gym_python, "dir": str(rows.parent), "head_port": 11000}
     started["config_paths"] = (f"resources_servers/{name}/configs/{name}.yaml",)
     tokenizer = AutoTokenizer.from_pretrained(caller)
-    model = AutoModelForCausalLM.from_pretrained(caller, dtype=torch.float32)
+    local = LocalEngine(AutoModelForCausalLM.from_pretrained(caller, dtype=torch.float32), tokenizer)
     lines: list[str] = []
     gym = GymClient(config(multi_turn=True, prefix_mismatch="stop", **started), lines.append)
+    endpoint = Endpoint(local, tokenizer)
+    endpoint.open()
     try:
         dataset = f"{rows}/{name}/data/example.jsonl:split=train[:1]@{name}"
         prompts = load_nemo_gym([dataset], tokenizer, multi_turn=True)
         gym.connect(prompts, multi_turn=True)
-        gym.start([(policy.url, policy.token)], tmp_path)
+        gym.start((endpoint.url, endpoint.token), tmp_path)
         sampling = Sampling(temperature=0.5, max_tokens=256, stop_ids=(END,), for_training=True)
-        source = RunSource(gym, sampling, version=lambda: 7, vocab_size=275)
+        source = RunSource(gym, sampling, endpoint)
         groups = run_groups(source, [[Request.of(prompts[0], seed) for seed in (1, 2, 1)]])
         check_weather(groups[0], prompts[0], tokenizer)
-        assert groups[0][0].ids == groups[0][2].ids  # the seed reaches vLLM
+        assert groups[0][0].ids == groups[0][2].ids  # the seed reaches the engine
         assert not [line for line in lines if "failed" in line or "answered" in line]
-        local = LocalEngine(model, tokenizer)
         for completion in groups[0]:
             (expected,) = local.logps([(completion.prompt_ids, completion.ids)], temperature=0.5)
             gaps = [abs(a - b) for a, b, m in zip(expected, completion.logps, completion.mask, strict=True) if m]
             assert max(gaps) < 1e-3, gaps
     finally:
         gym.close()
+        endpoint.close()
 
 
 # auto start ------------------------------------------------------------------------------------------------------
@@ -219,7 +212,7 @@ def test_auto_start_starts_only_the_servers_that_rows_need(gym_python, rows, tmp
         datasets = [f"{rows}/{folder}/data/example.jsonl@{name}" for folder, name in names.items()]
         prompts = load_nemo_gym(datasets, tokenizer_of_tiny)
         gym.connect(prompts, multi_turn=False)
-        gym.start([], tmp_path)
+        gym.start(None, tmp_path)
         assert sorted(server.name for server in gym.servers.running) == sorted(names.values())
         rewards = load_rewards(["nemo_gym:verify"])
         set_up_rewards(rewards, gym, "stop")
@@ -262,15 +255,41 @@ def test_run_starts_the_gym_and_its_agents_use_the_runs_vllm(gym_python, vllm_py
     assert processes_with(f"STROP_TEST_RUN={tmp_path}") == []
 
 
+def test_the_seeds_recommended_configuration_runs(gym_python, vllm_python, rows, caller, asset, tmp_path):
+    """Multi-turn with async GRPO: prefetch, adapter sync, and the real gym servers. Only paths and sizes differ."""
+    text = asset("seeds/002_14ba509aee02deeb.txt").read_text(encoding="utf-8")
+    (seed,) = [yaml.safe_load(indented(lines)) for headings, lines in blocks(text, "yaml")
+               if "Multi-Turn with Async GRPO" in headings[-1]]  # fmt: skip
+    name = "example_single_tool_call"
+    settings = json.loads((caller / "config.json").read_text()) | {"max_position_embeddings": 2048}
+    (caller / "config.json").write_text(json.dumps(settings))
+    shutil.copy(rows / name / "data" / "example.jsonl", tmp_path / "rows.jsonl")
+    seed |= {"base_model": str(caller), "nemo_gym_head_port": HEAD_PORT, "output_dir": "run", "max_steps": 6}
+    seed |= {"nemo_gym_datasets": [{"path": str(tmp_path / "rows.jsonl"), "server_name": name}], "learning_rate": 1e-5}
+    seed["vllm"].pop("gpu_memory_utilization")
+    assert seed["trl"]["async_prefetch"] and seed["trl"]["vllm_lora_sync"] and seed["trl"]["vllm_sync_interval"] == 5
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(seed))
+    policy = {"POLICY_URL": "http://127.0.0.1:8000/v1", "POLICY_API_KEY": "seed", "WITH_AGENTS": "1"}
+    gym = start_gym(gym_python, asset("tools/nemo_gym_servers.py"), tmp_path / "gym.log", **policy)
+    try:
+        run_ok("--config", "config.yaml", "--dtype", "float32", cwd=tmp_path, timeout=900, **{TOKEN: "seed"})
+    finally:
+        stop(gym)
+    steps = [row for row in metrics(tmp_path / "run") if "loss/total" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(row["rollout/env_failed"] == 0 and row["rollout/num_turns"] >= 1 for row in steps), steps
+    assert max(row["rollout/staleness_max"] for row in steps) > 0
+
+
 def check_weather(group: list[Completion], prompt: Prompt, tokenizer: Any) -> None:
     for completion in group:
         assert completion.columns["env_reward"] == 1.0
-        assert completion.columns["num_turns"] == 2 and completion.columns["left_out_turns"] == 0
+        assert completion.columns["num_turns"] == 2 and completion.columns["branches"] == 0
         assert completion.columns["tool_calls"] == 1
         assert completion.prompt_ids == render_prompt(
             tokenizer, [prompt.prompt[0] | {"role": "system"}, prompt.prompt[1]]
         )
-        assert completion.versions == [(7, completion.trained)]
+        assert completion.versions == [(0, completion.trained)]
         assert [m["role"] for m in completion.messages] == ["assistant", "tool", "assistant"]
         assert completion.messages[1]["content"] == RESULT
         assert completion.text == "It is cold."

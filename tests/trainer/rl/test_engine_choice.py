@@ -65,13 +65,6 @@ def test_settings_that_need_servers_decide_on_any_device(argv, asked):
     replace(cfg, rollout=replace(cfg.rollout, engine="local" if asked is None else "vllm"))  # is accepted
 
 
-def test_a_gym_that_needs_a_server_decides():
-    cfg = SimpleNamespace(**{name: getattr(parse(), name) for name in ("vllm", "sync", "overlap")})
-    for environments, expected in (({}, None), ({"nemo_gym.multi_turn": True}, "nemo_gym.multi_turn=True")):
-        cfg.server_environments = environments
-        assert servers_asked(cfg) == expected
-
-
 def test_memory_decides_on_a_gpu():
     cfg = parse()
     assert choose(cfg, None, no_vllm) == ("local", "")

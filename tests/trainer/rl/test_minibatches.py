@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,6 +82,27 @@ def test_each_minibatch_is_divided_by_its_own_count(loss_type):
         policy.model.zero_grad(set_to_none=True)
         backward(cfg, policy, prepare(cfg, policy, make_completions()[rows], ADVANTAGE[rows]))
         assert close(vector, gradient(policy.model)), rows
+
+
+def test_branches_are_trained_with_the_advantage_of_their_completion():
+    """A completion with a branch has the gradient of two rows, and counts once."""
+    one, two, *others = make_completions()[:4]
+    whole, flat = [replace(one, branches=(two,)), *others], [one, two, *others]
+    advantage = ADVANTAGE[[0, 2, 3]]
+    cfg, vectors = make_config(loss_type="dapo", num_iterations=1), []
+    for completions, numbers in ((whole, advantage), (flat, ADVANTAGE[[0, 0, 2, 3]])):
+        policy = make_policy()
+        policy.model.zero_grad(set_to_none=True)
+        batch = prepare(cfg, policy, completions, numbers)
+        backward(cfg, policy, batch)
+        vectors.append(gradient(policy.model))
+    assert close(*vectors)
+    batch = prepare(cfg, make_policy(), whole, advantage)
+    assert batch.rows == [0, 0, 1, 2] and batch.num_completions == 3
+    lengths = sorted(length for mb in batch.micro_batches for length in mb.length.tolist())
+    assert lengths == sorted([10] * 10 + [4] * 4 + [2] * 2)  # a mean over the completion includes its branches
+    with pytest.raises(ValueError, match="1 branches"):
+        prepare(cfg, make_policy(), whole, [[1.0] * len(c.ids) for c in whole])
 
 
 def test_rows_select_completions_by_their_index_in_the_rollout():

@@ -723,8 +723,11 @@ def test_nemo_gym():
         "datasets": ["a.jsonl:split=train[:9]@s"], "dir": "gym", "auto_start": True, "config_paths": ["a.yaml"],
         "multi_turn": True, "server_timeout": 360,
     }  # fmt: skip
-    assert turns.tree["reward_funcs"] == ["env"] and "tool-call-parser" in turns.tree["vllm"]["extra_args"]
-    assert "async_prefetch" not in turns.tree and len(turns.notes) == 2
+    assert turns.tree["reward_funcs"] == ["env"] and "vllm" not in turns.tree and not turns.notes
+    assert turns.tree["async_prefetch"] is True and turns.tree["sync"] == {"backend": "lora"}
+    trl = {"use_vllm": True, "vllm_server_port": 8001, "max_completion_length": 8}
+    served = translate({**BASE, "rl": "grpo", **gym, "nemo_gym_multi_turn": True, "trl": trl})
+    assert served.tree["nemo_gym"]["endpoint_port"] == 8001 and "vllm" not in served.tree
     started = translate({**BASE, "rl": "grpo", **gym, "nemo_gym_auto_start": True, "nemo_gym_head_port": 12000})
     assert "head_port" not in started.tree["nemo_gym"] and "need no head server" in started.notes[0]
     assert translate({**BASE, "rl": "grpo", **gym, "nemo_gym_head_port": 12000}).tree["nemo_gym"]["head_port"] == 12000

@@ -166,8 +166,8 @@ def test_the_gyms_configs_use_the_gym(seeds, folder):
     assert cfg.reward.reward_funcs == ("nemo_gym:verify",) and not cfg.data.data
     Path("turns.yml").write_text(yaml.safe_dump(local(turns)))
     _, cfg, _ = parse(["--config", "turns.yml"])
-    assert cfg.nemo_gym.multi_turn and cfg.reward.reward_funcs == ("env",) and cfg.vllm.port == 8000
-    assert not cfg.overlap.async_prefetch and cfg.sync.backend == "process_group"
+    assert cfg.nemo_gym.multi_turn and cfg.reward.reward_funcs == ("env",) and cfg.nemo_gym.endpoint_port == 8000
+    assert cfg.overlap.async_prefetch and cfg.sync.backend == "lora" and cfg.overlap.vllm_sync_interval == 5
 
 
 FAST = (6,)  # number of the config, from 0: KTO with fields of the user's

@@ -2,6 +2,7 @@
 
     group               A = (r - mean_g r) / (std_g r + 1e-4)                           (GRPO, arXiv:2402.03300)
     leave_one_out       A = r - mean of the other rewards of the group                  (RLOO, arXiv:2402.14740)
+    max_rl              A = (r - mean_g r) / mean_g r, for rewards of 0 or 1            (MaxRL, arXiv:2602.02710)
     normalize_then_sum  z_k = (R_k - mean_g R_k) / (std_g R_k + 1e-4),  a = sum_k w_k z_k
                         A = (a - mean a) / (std a + 1e-4) over the whole rollout        (GDPO, arXiv:2601.05242)
 
@@ -122,7 +123,9 @@ class AdvantageEstimator:
     estimate: Callable[..., Advantage]
     """(Rewards, *, options) -> (P, G), or one tensor per completion with a number for each of its ids."""
     reads_total: bool = True
-    """False: it reads each reward separately, so kl_in_reward, which changes their sum, has no effect."""
+    """False: kl_in_reward, which changes the sum of rewards, is rejected."""
+    nonnegative: bool = False
+    """True: rewards below 0 are rejected."""
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:
@@ -142,6 +145,17 @@ def leave_one_out(r: Rewards) -> Tensor:  # (P, G)
     return leave_one_out_advantage(r.reward)
 
 
+def max_rl(r: Rewards) -> Tensor:  # (P, G)
+    """(r_j - p) / p with p = mean_g r, 0 if p = 0: MaxRL (Tajwar et al. 2026, arXiv:2602.02710, Algorithm 1, line 8).
+
+    With rewards of 0 and 1, p is the group's success rate. The mean of A grad log pi over the N completions of a group
+    estimates the gradient of sum_k pass@k / k over k <= N without bias (Theorem 2); for N -> inf that sum is log p plus
+    a constant. GRPO's divisor is sqrt(p (1 - p)), so MaxRL gives prompts that rarely succeed more weight.
+    """
+    mean = r.reward.nanmean(dim=1, keepdim=True)
+    return torch.where(has_signal(r.reward).unsqueeze(1), (r.reward - mean) / mean, 0.0).nan_to_num(nan=0.0)
+
+
 def gdpo(r: Rewards) -> Tensor:  # (P, G)
     summed = normalize_then_sum(r.rewards, r.weights)
     advantage = normalize_batch(summed, r.all_sum(moments(summed)))
@@ -151,6 +165,7 @@ def gdpo(r: Rewards) -> Tensor:  # (P, G)
 ADVANTAGE_ESTIMATORS = {
     "group": AdvantageEstimator(group),
     "leave_one_out": AdvantageEstimator(leave_one_out),
+    "max_rl": AdvantageEstimator(max_rl, reads_total=False, nonnegative=True),
     "normalize_then_sum": AdvantageEstimator(gdpo, reads_total=False),
 }
 

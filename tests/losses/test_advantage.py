@@ -20,6 +20,7 @@ from losses.advantage import (
     group_advantage,
     has_signal,
     leave_one_out_advantage,
+    max_rl,
     mean_of,
     moments,
     nan_std,
@@ -227,6 +228,20 @@ def test_leave_one_out_is_the_scaled_centred_reward_and_ignores_missing_ones():
     expected = group_advantage(reward, scale="none") * 3 / 2
     torch.testing.assert_close(got[:1], expected[:1], atol=1e-12, rtol=1e-12)
     assert torch.equal(got[1:], torch.zeros(2, 4, dtype=torch.float64))
+
+
+def estimator_input(rewards: list[list[float]], lengths: list[list[int]] | None = None) -> Any:
+    """One reward of weight 1, and completions of these lengths."""
+    made = rewards_of(torch.tensor(rewards, dtype=torch.float64).unsqueeze(2), torch.ones(1))
+    made.completions = [SimpleNamespace(trained=n) for row in lengths or () for n in row]
+    return made
+
+
+def test_max_rl_golden_values():
+    """prime-rl pull request 2778 has [1, 0, 0, 0] -> [3, -1, -1, -1]."""
+    r = estimator_input([[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1], [1, NAN, 0, NAN], [NAN] * 3 + [1]])
+    third = 1 / 3
+    close(max_rl(r), [[3, -1, -1, -1], [third, third, third, -1], [0] * 4, [0] * 4, [1, 0, -1, 0], [0] * 4], atol=1e-12)
 
 
 def test_gdpo_golden_values():

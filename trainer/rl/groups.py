@@ -227,6 +227,12 @@ class Groups:
         return self._estimate(rollout)
 
     def _estimate(self, rollout: Rollout) -> Advantages:
+        if self.cfg.advantage.record.nonnegative and (rollout.reward < 0).any():
+            found = rollout.reward[rollout.reward < 0].min().item()
+            raise UserError(
+                f"advantage_estimator={self.cfg.advantage.advantage_estimator}: divides by the mean reward of a group, "
+                f"so rewards must be 0 or above (found {found:g}); use rewards of 0 and 1, or another estimator"
+            )
         # A method's own estimator calls the one of --advantage-estimator if the flag is set.
         function = self.estimate if self.cfg.advantage.is_default else self.cfg.advantage.estimate
         return checked_advantage(self.estimate(rollout), rollout, function)

@@ -114,6 +114,8 @@ REJECTED: list[tuple[Any, dict[str, Any], str]] = [
     (AdvantageConfig, {"advantage_estimator": "normalize_then_sum", "scale_rewards": "batch"},
      "scale_rewards=batch: has no effect with advantage_estimator=normalize_then_sum"),
     (AdvantageConfig, {"advantage_estimator": "normalize_then_sum", "kl_in_reward": True}, "kl_in_reward=True: "),
+    (AdvantageConfig, {"advantage_estimator": "max_rl", "kl_in_reward": True}, "kl_in_reward=True: advantage_est"),
+    (AdvantageConfig, {"advantage_estimator": "max_rl", "scale_rewards": "none"}, "scale_rewards=none: has no ef"),
     (AdvantageConfig, {"advantage_kwargs": {"keep": 1}},
      "advantage_kwargs.keep: not an option of advantage_estimator=group"),
     (AsyncConfig, {"prefetch_depth": 0}, "prefetch_depth=0: must be 1 or more"),

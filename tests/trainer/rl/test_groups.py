@@ -170,6 +170,11 @@ def test_the_sum_ignores_rewards_that_do_not_apply():
     assert advantages(settings(), rollout).tolist() == [[0.0, 0.0, 0.0]]
 
 
+def test_max_rl_rejects_rewards_below_0():
+    with pytest.raises(UserError, match=r"advantage_estimator=max_rl: .* 0 or above \(found -0.5\)"):
+        advantages(settings(AdvantageConfig(advantage_estimator="max_rl")), rollout_of([[[1.0], [-0.5]]], [1.0]))
+
+
 def test_advantages_are_nan_only_where_a_reward_is_missing():
     def fill(value):
         return lambda r: torch.where(r.reward.isnan(), math.nan, value)

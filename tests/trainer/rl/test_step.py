@@ -9,6 +9,7 @@ import copy
 import itertools
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -40,6 +41,7 @@ from tests.trainer.rl.group_cases import (
     step,
 )
 from tests.trainer.rl.naive_groups import padded, padded_logps
+from trainer.config.groups import AdvantageConfig
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.methods import grpo
 from trainer.methods.grpo import backward
@@ -112,6 +114,30 @@ def test_the_gradient_does_not_depend_on_micro_batches_or_order(kind, monkeypatc
             want, loss = by_hand(cfg, [[ORDER[row] for row in rows] for rows in micro_batch_rows(batch)])
             assert close(got, want), (level, cut)
             assert logged["loss/total"] == pytest.approx(loss, rel=1e-5, abs=1e-6), (level, cut)
+
+
+REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]]  # of three groups
+
+
+def plain_max_rl(group: list[float]) -> list[float]:
+    return [(r - sum(group) / 4) / (sum(group) / 4) for r in group]
+
+
+PLAIN_ADVANTAGES = {"max_rl": lambda: [plain_max_rl(group) for group in REWARDS]}
+
+
+@pytest.mark.parametrize("name", PLAIN_ADVANTAGES)
+def test_the_gradient_of_an_estimator_matches_its_formula_for_every_cut(name):
+    """Rewards -> --advantage-estimator -> the clipped loss of a second step, against the formula in plain Python."""
+    reward = torch.tensor(REWARDS, dtype=torch.float64)
+    r = SimpleNamespace(reward=reward, completions=make_completions(), all_sum=lambda x: x)
+    advantage = AdvantageConfig(advantage_estimator=name).estimate(r)
+    expected = torch.tensor(PLAIN_ADVANTAGES[name](), dtype=torch.float64)
+    torch.testing.assert_close(advantage, expected, atol=1e-12, rtol=1e-12)
+    want, loss = by_hand(make_config(), advantage=expected.flatten())
+    for cut in CUTS:
+        got, logged, _ = step(make_config(cut), advantage=advantage.flatten())
+        assert close(got, want) and logged["loss/total"] == pytest.approx(loss, rel=1e-5, abs=1e-6), cut
 
 
 def test_only_bnpo_depends_on_micro_batches():

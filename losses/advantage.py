@@ -2,6 +2,7 @@
 
     group               A = (r - mean_g r) / (std_g r + 1e-4)                           (GRPO, arXiv:2402.03300)
     leave_one_out       A = r - mean of the other rewards of the group                  (RLOO, arXiv:2402.14740)
+    opo                 A = r - sum_g l r / sum_g l, l trained tokens of a completion   (OPO, arXiv:2505.23585)
     max_rl              A = (r - mean_g r) / mean_g r, for rewards of 0 or 1            (MaxRL, arXiv:2602.02710)
     normalize_then_sum  z_k = (R_k - mean_g R_k) / (std_g R_k + 1e-4),  a = sum_k w_k z_k
                         A = (a - mean a) / (std a + 1e-4) over the whole rollout        (GDPO, arXiv:2601.05242)
@@ -108,7 +109,7 @@ class Rewards(Protocol):
     @property
     def rewards(self) -> Tensor: ...  # (P, G, K) each reward of each completion; NaN = it does not apply
     @property
-    def completions(self) -> Sequence[Any]: ...  # B completions in group order: ids, mask, text, columns
+    def completions(self) -> Sequence[Any]: ...  # B completions in group order: ids, mask, trained, text
     @property
     def all_sum(self) -> Callable[[Tensor], Tensor]: ...  # sums a tensor over the ranks that have groups of the rollout
 
@@ -145,6 +146,17 @@ def leave_one_out(r: Rewards) -> Tensor:  # (P, G)
     return leave_one_out_advantage(r.reward)
 
 
+def opo(r: Rewards) -> Tensor:  # (P, G)
+    """r - b with b = sum l r / sum l over the group, l the trained tokens of a completion: OPO's optimal baseline.
+
+    Hao et al. 2025 (arXiv:2505.23585; `opo` in verl): the baseline with the least gradient variance weights each reward
+    by |grad log pi(y)|^2. That is proportional to l if tokens have orthogonal gradients of equal size.
+    """
+    length = torch.where(r.reward.isnan(), 0.0, trained_tokens(r))
+    baseline = (length * r.reward).nansum(dim=1, keepdim=True) / length.sum(dim=1, keepdim=True)
+    return torch.where(has_signal(r.reward).unsqueeze(1), r.reward - baseline, 0.0).nan_to_num(nan=0.0)
+
+
 def max_rl(r: Rewards) -> Tensor:  # (P, G)
     """(r_j - p) / p with p = mean_g r, 0 if p = 0: MaxRL (Tajwar et al. 2026, arXiv:2602.02710, Algorithm 1, line 8).
 
@@ -162,9 +174,14 @@ def gdpo(r: Rewards) -> Tensor:  # (P, G)
     return torch.where(advantage.abs() < NOTHING, 0.0, advantage)  # the mean is 0 only up to rounding
 
 
+def trained_tokens(r: Rewards) -> Tensor:  # (P, G)
+    return torch.tensor([float(c.trained) for c in r.completions]).view_as(r.reward).to(r.reward)
+
+
 ADVANTAGE_ESTIMATORS = {
     "group": AdvantageEstimator(group),
     "leave_one_out": AdvantageEstimator(leave_one_out),
+    "opo": AdvantageEstimator(opo),
     "max_rl": AdvantageEstimator(max_rl, reads_total=False, nonnegative=True),
     "normalize_then_sum": AdvantageEstimator(gdpo, reads_total=False),
 }

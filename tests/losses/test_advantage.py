@@ -26,6 +26,7 @@ from losses.advantage import (
     nan_std,
     normalize_batch,
     normalize_then_sum,
+    opo,
     overlong_penalty,
     std_of,
     weighted_sum,
@@ -242,6 +243,15 @@ def test_max_rl_golden_values():
     r = estimator_input([[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1], [1, NAN, 0, NAN], [NAN] * 3 + [1]])
     third = 1 / 3
     close(max_rl(r), [[3, -1, -1, -1], [third, third, third, -1], [0] * 4, [0] * 4, [1, 0, -1, 0], [0] * 4], atol=1e-12)
+
+
+def test_opo_golden_values():
+    """The baseline of the first group is (1 * 10 + 0 * 30) / 40."""
+    rewards = [[1, 0], [1, NAN], [1, 1], [1, 0]]
+    r = estimator_input([[*row, NAN] for row in rewards], [[10, 30, 5], [2, 9, 9], [3, 4, 5], [0, 0, 0]])
+    close(opo(r), [[0.75, -0.25, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]], atol=1e-12)
+    equal = [[3.0, 1.0, 0.5]]
+    close(opo(estimator_input(equal, [[7] * 3])), group_advantage(torch.tensor(equal), scale="none").tolist())
 
 
 def test_gdpo_golden_values():

@@ -123,7 +123,19 @@ def plain_max_rl(group: list[float]) -> list[float]:
     return [(r - sum(group) / 4) / (sum(group) / 4) for r in group]
 
 
-PLAIN_ADVANTAGES = {"max_rl": lambda: [plain_max_rl(group) for group in REWARDS]}
+def plain_opo(group: list[float], lengths: list[int]) -> list[float]:
+    return [r - sum(n * x for n, x in zip(lengths, group, strict=True)) / sum(lengths) for r in group]
+
+
+def trained_lengths() -> list[list[int]]:
+    trained = [sum(c.mask) if c.mask else len(c.ids) for c in make_completions()]
+    return [trained[i : i + 4] for i in (0, 4, 8)]
+
+
+PLAIN_ADVANTAGES = {
+    "max_rl": lambda: [plain_max_rl(group) for group in REWARDS],
+    "opo": lambda: [plain_opo(*x) for x in zip(REWARDS, trained_lengths(), strict=True)],
+}
 
 
 @pytest.mark.parametrize("name", PLAIN_ADVANTAGES)

@@ -4,18 +4,22 @@
     leave_one_out       A = r - mean of the other rewards of the group                  (RLOO, arXiv:2402.14740)
     opo                 A = r - sum_g l r / sum_g l, l trained tokens of a completion   (OPO, arXiv:2505.23585)
     max_rl              A = (r - mean_g r) / mean_g r, for rewards of 0 or 1            (MaxRL, arXiv:2602.02710)
+    reinforce_plus_plus A = (r - mean r) / (std r + 1e-4) over all tokens of the rollout
+                        ..._baseline: of r - mean_g r instead of r                      (REINFORCE++, arXiv:2501.03262)
     normalize_then_sum  z_k = (R_k - mean_g R_k) / (std_g R_k + 1e-4),  a = sum_k w_k z_k
                         A = (a - mean a) / (std a + 1e-4) over the whole rollout        (GDPO, arXiv:2601.05242)
 
 r is the weighted sum of the rewards R_k. Summing first cannot tell mixtures of rewards with the same sum apart; GDPO
 normalises each reward first. With a single reward GDPO still differs from GRPO: as more groups become all equal, its
 last line enlarges the remaining advantages. Means and sample standard deviations (ddof = 1) ignore completions without
-a reward (NaN). Their advantage is 0, and so is that of a group with fewer than two rewards, or all equal ones.
+a reward (NaN). Their advantage is 0, and so is that of a group with fewer than two rewards, or all equal ones, except
+in reinforce_plus_plus, which compares all completions of a rollout.
 
 An estimator is a function of Rewards that returns (P, G), or for advantages per token a list with one tensor of
 len(completion.ids) per completion. Its keyword-only parameters are keys of --advantage-kwargs. To add one, enter it
 into ADVANTAGE_ESTIMATORS, or name it on the command line: `--advantage-estimator my_module.my_estimator`. Dynamic
-sampling and replay use the same function to find groups without signal and to rank groups.
+sampling and replay use the same function to find groups without signal and to rank groups, each group alone unless the
+record has across_groups.
 
 A statistic over a whole rollout takes two steps: each rank sums into `moments(x) = [sum w, sum w x, sum w x^2]`, a (3,)
 float64 tensor; Rewards.all_sum adds those over ranks, and mean_of, std_of and effective_sample_frac read the total.
@@ -127,6 +131,10 @@ class AdvantageEstimator:
     """False: kl_in_reward, which changes the sum of rewards, is rejected."""
     nonnegative: bool = False
     """True: rewards below 0 are rejected."""
+    across_groups: bool = False
+    """True: a group alone does not determine its advantages; dynamic sampling and replay pass the whole rollout."""
+    fewest_generations: int = 2
+    """1: a completion need not be compared with others of its prompt."""
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:
@@ -168,6 +176,27 @@ def max_rl(r: Rewards) -> Tensor:  # (P, G)
     return torch.where(has_signal(r.reward).unsqueeze(1), (r.reward - mean) / mean, 0.0).nan_to_num(nan=0.0)
 
 
+def reinforce_plus_plus(r: Rewards) -> Tensor:  # (P, G)
+    """(r - mean r) / std r, mean and deviation over all tokens of the rollout: REINFORCE++ without a KL.
+
+    Hu et al. 2025 (arXiv:2501.03262; `reinforce_plus_plus` in verl, with a discount of 1). Each token has the advantage
+    of its completion and counts once, so the statistics weight a reward by the length of its completion. A group of
+    equal rewards has signal if other groups of the rollout have other rewards.
+    """
+    return _normalize_tokens(r, r.reward)
+
+
+def reinforce_plus_plus_baseline(r: Rewards) -> Tensor:  # (P, G)
+    """reinforce_plus_plus of r - mean_g r: REINFORCE++ with a group baseline, the variant for reasoning tasks."""
+    return _normalize_tokens(r, r.reward - r.reward.nanmean(dim=1, keepdim=True))
+
+
+def _normalize_tokens(r: Rewards, x: Tensor) -> Tensor:  # (P, G)
+    total = r.all_sum(moments(x, weight=trained_tokens(r)))
+    advantage = normalize_batch(x, total)
+    return torch.where(advantage.abs() < NOTHING, 0.0, advantage)  # equal rewards differ from their mean by rounding
+
+
 def gdpo(r: Rewards) -> Tensor:  # (P, G)
     summed = normalize_then_sum(r.rewards, r.weights)
     advantage = normalize_batch(summed, r.all_sum(moments(summed)))
@@ -183,6 +212,12 @@ ADVANTAGE_ESTIMATORS = {
     "leave_one_out": AdvantageEstimator(leave_one_out),
     "opo": AdvantageEstimator(opo),
     "max_rl": AdvantageEstimator(max_rl, reads_total=False, nonnegative=True),
+    "reinforce_plus_plus": AdvantageEstimator(
+        reinforce_plus_plus, reads_total=False, across_groups=True, fewest_generations=1
+    ),
+    "reinforce_plus_plus_baseline": AdvantageEstimator(
+        reinforce_plus_plus_baseline, reads_total=False, across_groups=True
+    ),
     "normalize_then_sum": AdvantageEstimator(gdpo, reads_total=False),
 }
 

@@ -28,6 +28,8 @@ from losses.advantage import (
     normalize_then_sum,
     opo,
     overlong_penalty,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
     std_of,
     weighted_sum,
     zero_std_frac,
@@ -252,6 +254,34 @@ def test_opo_golden_values():
     close(opo(r), [[0.75, -0.25, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]], atol=1e-12)
     equal = [[3.0, 1.0, 0.5]]
     close(opo(estimator_input(equal, [[7] * 3])), group_advantage(torch.tensor(equal), scale="none").tolist())
+
+
+def test_reinforce_plus_plus_golden_values():
+    """Tokens of the first case: three of reward 1, one of 0, two of 1. Their mean is 5/6, their deviation 0.40825."""
+    r = estimator_input([[1, 0], [1, NAN]], [[3, 1], [2, 9]])
+    high, low = (1 - 5 / 6) / (math.sqrt(1 / 6) + EPSILON), -5 / 6 / (math.sqrt(1 / 6) + EPSILON)
+    close(reinforce_plus_plus(r), [[high, low], [high, 0]], atol=1e-12)  # a group with one reward has signal
+    tokens = [0.5, 0.5, 0.5, -0.5, 0.0, 0.0]
+    mean, deviation = statistics.fmean(tokens), statistics.stdev(tokens) + EPSILON
+    expected = [[(0.5 - mean) / deviation, (-0.5 - mean) / deviation], [-mean / deviation, 0]]
+    close(reinforce_plus_plus_baseline(r), expected, atol=1e-12)
+    for estimate in (reinforce_plus_plus, reinforce_plus_plus_baseline):
+        equal = estimate(estimator_input([[0.7] * 3] * 2, [[3, 5, 7]] * 2))
+        assert torch.equal(equal, torch.zeros(2, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("estimate", [reinforce_plus_plus, reinforce_plus_plus_baseline])
+def test_reinforce_plus_plus_of_ranks_is_that_of_the_whole_rollout(estimate):
+    rewards, lengths = [[1, 0, 0.5], [0, 0, 1]], [[3, 1, 4], [2, 9, 6]]
+    ranks = [estimator_input([r], [n]) for r, n in zip(rewards, lengths, strict=True)]
+    sums: list[torch.Tensor] = []
+    for rank in ranks:
+        rank.all_sum = lambda x: sums.append(x) or x
+        estimate(rank)
+    for rank in ranks:
+        rank.all_sum = lambda _: sum(sums)
+    parts, whole = torch.cat([estimate(rank) for rank in ranks]), estimate(estimator_input(rewards, lengths))
+    torch.testing.assert_close(parts, whole, atol=1e-12, rtol=1e-12)
 
 
 def test_gdpo_golden_values():

@@ -44,8 +44,8 @@ class AdvantageConfig:
     (
         "How rewards become advantages. group: reward minus the group mean; leave_one_out: minus the mean of the other "
         "completions (RLOO); normalize_then_sum: normalize each reward in its group, sum, normalize over the batch "
-        "(GDPO); opo: minus the mean reward of a token; max_rl: (reward - mean) / mean (MaxRL); or "
-        "my_module.my_estimator."
+        "(GDPO); opo: minus the mean reward of a token; max_rl: (reward - mean) / mean (MaxRL); reinforce_plus_plus: "
+        "normalize over all tokens of the batch, _baseline: minus the group mean first; or my_module.my_estimator."
     )
     advantage_kwargs: JsonObject = field(default_factory=dict)
     """Options of a custom estimator that are not flags, as a JSON object."""

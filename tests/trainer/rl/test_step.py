@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import statistics
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
@@ -127,6 +128,14 @@ def plain_opo(group: list[float], lengths: list[int]) -> list[float]:
     return [r - sum(n * x for n, x in zip(lengths, group, strict=True)) / sum(lengths) for r in group]
 
 
+def plain_normalized(values: list[list[float]]) -> list[list[float]]:
+    """Mean and deviation over tokens, each with the value of its completion."""
+    both = zip(sum(values, []), sum(trained_lengths(), []), strict=True)
+    tokens = [x for x, n in both for _ in range(n)]
+    mean, deviation = statistics.fmean(tokens), statistics.stdev(tokens) + 1e-4
+    return [[(x - mean) / deviation for x in group] for group in values]
+
+
 def trained_lengths() -> list[list[int]]:
     trained = [sum(c.mask) if c.mask else len(c.ids) for c in make_completions()]
     return [trained[i : i + 4] for i in (0, 4, 8)]
@@ -135,6 +144,8 @@ def trained_lengths() -> list[list[int]]:
 PLAIN_ADVANTAGES = {
     "max_rl": lambda: [plain_max_rl(group) for group in REWARDS],
     "opo": lambda: [plain_opo(*x) for x in zip(REWARDS, trained_lengths(), strict=True)],
+    "reinforce_plus_plus": lambda: plain_normalized(REWARDS),
+    "reinforce_plus_plus_baseline": lambda: plain_normalized([[r - sum(g) / 4 for r in g] for g in REWARDS]),
 }
 
 

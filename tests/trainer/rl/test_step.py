@@ -214,6 +214,8 @@ def test_the_cases_are_not_trivial():
         assert 0.05 < logged[f"policy/{name}"] < 0.95, (name, logged[f"policy/{name}"])
     _, logged, _ = step(make_config(loss_type="cispo"))
     assert 0.1 < logged["policy/cispo_cap_frac"] < 0.9
+    for kind in ("dppo_tv", "dppo_kl"):
+        assert 0.05 < step(make_config(loss_type=kind))[1]["policy/dppo_masked_frac"] < 0.9, kind
     gradients = [
         step(make_config(num_iterations=iterations(kind), loss_type=kind, importance_sampling_level=level))[0]
         for kind, level in LEVELS

@@ -65,8 +65,8 @@ class PolicyLoss:
     """(t, *, options) -> (n,) loss of each token, and metrics if it has any. None: PPO's clip."""
     average: Literal["tokens", "completions", "completion_sums", "budget", "micro_batch"] = "tokens"
     """Divisor of the sum over the step, and the weight of each token (token_share and step_divisor in grpo.py)."""
-    ratio: Literal["token", "completion", "weight", "none"] = "token"
-    """token: log_ratio per token, or GSPO's mean. completion: log_ratio of the whole completion. weight: the loss reads
+    ratio: Literal["token", "token_only", "completion", "weight", "none"] = "token"
+    """token: log_ratio per token, or GSPO's mean. token_only: log_ratio per token. completion: log_ratio of the whole completion. weight: the loss reads
     total_log_ratio, which includes the gap to the engine. none: no ratio; one step per rollout."""
 
     @property
@@ -191,7 +191,7 @@ def dppo_kl(t: Tokens, *, dppo_threshold: float = 0.05) -> tuple[Tensor, Metrics
 
 
 def _token_logps(t: Tokens) -> tuple[Tensor, Tensor]:  # (n,) each
-    """log p and log mu of each token, even if t.log_ratio is that of its completion."""
+    """log p and log mu of each token."""
     here = wide(t.logp.detach())
     return here, here if t.old_logp is None else torch.where(t.old_logp.isnan(), here, t.old_logp)
 
@@ -218,8 +218,8 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "cispo": PolicyLoss(cispo),
     "sapo": PolicyLoss(sapo, average="completions"),
     "vespo": PolicyLoss(vespo, ratio="weight"),
-    "dppo_tv": PolicyLoss(dppo_tv),
-    "dppo_kl": PolicyLoss(dppo_kl),
+    "dppo_tv": PolicyLoss(dppo_tv, ratio="token_only"),
+    "dppo_kl": PolicyLoss(dppo_kl, ratio="token_only"),
     "reinforce": PolicyLoss(log_likelihood, average="completion_sums", ratio="none"),
 }
 

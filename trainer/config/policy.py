@@ -19,6 +19,7 @@ from losses.policy import OPTIONS, POLICY_LOSSES, PolicyLoss
 from trainer.config.checks import check_number, check_numbers, reject_unused
 
 NO_SEQUENCE_LEVEL = {
+    "token_only": "its mask is per token",
     "completion": "its ratio is per completion",
     "weight": "its weight is per completion",
     "none": "it has no ratio",

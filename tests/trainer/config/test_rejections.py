@@ -94,7 +94,9 @@ REJECTED: list[tuple[Any, dict[str, Any], str]] = [
      "epsilon=0.1: has no effect with loss_type=sapo; it is for grpo"),
     *((PolicyLossConfig, {"loss_type": kind, "importance_sampling_level": "sequence"},
        f"importance_sampling_level=sequence: has no effect with loss_type={kind}")
-      for kind in ("rloo", "vespo", "reinforce")),
+      for kind in ("rloo", "vespo", "reinforce", "dppo_tv")),
+    (PolicyLossConfig, {"loss_type": "dppo_kl", "epsilon": 0.1}, "epsilon=0.1: has no effect with loss_type=dppo_kl"),
+    (PolicyLossConfig, {"loss_type": "dppo_tv", "loss_kwargs": {"dppo_threshold": 0}}, "loss_kwargs.dppo_threshold=0"),
     (PolicyLossConfig, {"kl_estimator": "k2"}, "kl_estimator=k2: has no effect with beta=0"),
     (PolicyLossConfig, {"use_bias_correction_kl": False}, "use_bias_correction_kl=False: has no effect with beta=0"),
     (CorrectionConfig, {"vllm_importance_sampling_cap": 0.0}, "vllm_importance_sampling_cap=0.0: must be above 0"),

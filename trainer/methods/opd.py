@@ -16,6 +16,8 @@ beyond, and no pass before the training pass is needed. MiniLLM's credit for the
 the two heads (kernels/linear_kl.py); --student-data-fraction may then mix in given completions, as in GKD.
 
 The teacher is another model, a server, or the student's initial weights with another prompt: trainer/rl/teacher.py.
+With --teacher-update-rate a these weights follow the student, teacher <- (1 - a) teacher + a student after each step:
+the EMA teacher of SDPO (Huebotter et al. 2026, arXiv:2601.20802; `teacher_model_kind="ema"` in TRL 1.16).
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def train(cfg: Config) -> None:
         teacher = run.keep(open_teacher(cfg, policy))
         rollouts = Rollouts(run, cfg, policy, rewards, **given_completions(cfg, policy))
         teacher.read_prompts(rollouts.prompts)  # --teacher-prompt
-        training = Training(run, cfg, policy, rollouts, moving=cfg.moving)
+        training = Training(run, cfg, policy, rollouts, moving=cfg.moving_teacher)  # --teacher-update-rate
         for rollout in training.batches():
             if cfg.distill.jsd_beta is None:
                 advantage: Advantages = teacher_advantage(cfg, rollouts, rollout, teacher.logps(rollout.groups))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from data.errors import UserError
 from data.packing import Batch, Item, make_batches, to_device
+from losses.types import wide
 from rollout.model_folder import resolve_model
 from trainer.config.blocks import LoraConfig, ModelConfig, ParallelConfig, ReferenceConfig, RunConfig
 from trainer.files.atomic_folder import sync
@@ -45,11 +46,13 @@ class MovingReference:
 
         reference <- (1 - alpha) reference + alpha policy,   every `every` steps
 
-    Its weights are in the checkpoint, because the base model cannot restore them.
+    Its weights are in the checkpoint, because the base model cannot restore them. `exact` averages in float32: bfloat16
+    would round the small steps of an exponential moving average away.
     """
 
-    def __init__(self, policy: Policy, alpha: float, every: int) -> None:
+    def __init__(self, policy: Policy, alpha: float, every: int, *, exact: bool = False) -> None:
         self.policy, self.alpha, self.every = policy, alpha, every
+        self._average = {name: wide(x.detach()) for name, x in self._weights().items()} if exact else None
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
@@ -58,6 +61,7 @@ class MovingReference:
             trained = dict(self.policy.model.named_parameters())
             for name, parameter in self.tensors().items():
                 parameter.lerp_(trained[name].to(parameter.dtype), self.alpha)
+            self._round()
 
     def state_dict(self) -> dict[str, float]:
         return {"alpha": self.alpha, "every": self.every}
@@ -66,13 +70,22 @@ class MovingReference:
         """Ignore the saved values: both come from the config, and only the tensors are restored."""
 
     def tensors(self) -> dict[str, Tensor]:
-        reshard(self.policy.reference)  # there was no backward pass to do it
-        return dict(self.policy.reference.named_parameters())
+        return self._weights() if self._average is None else self._average
 
     @torch.no_grad()
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         for name, parameter in self.tensors().items():
             copy_into_shard(parameter, tensors[name])
+        self._round()
+
+    def _weights(self) -> dict[str, Tensor]:
+        reshard(self.policy.reference)  # there was no backward pass to do it
+        return dict(self.policy.reference.named_parameters())
+
+    def _round(self) -> None:
+        """Copy the float32 average to the reference."""
+        for name, parameter in self._weights().items() if self._average is not None else ():
+            parameter.copy_(self._average[name])
 
 
 def wants_copy(cfg: ReferenceConfig, lora: LoraConfig) -> bool:

@@ -7,8 +7,8 @@
 
 Teacher and student may see different prompts; the ids of the completion are the same, so log-probs align by completion
 token. In process, the teacher is frozen, in the compute dtype, and sharded if the policy is. `self` is the policy's
-reference: its initial weights, or with LoRA the base without the adapter. Checkpoints do not contain the teacher; its
-name is in config.yaml.
+reference: its initial weights, or with LoRA the base without the adapter. Checkpoints do not contain the teacher, only
+its name in config.yaml, unless --teacher-update-rate moves it.
 """
 
 from __future__ import annotations
@@ -111,9 +111,9 @@ class TeacherPrompts:
     def close(self) -> None:
         """Nothing to close in process."""
 
-    def _of_row(self, prompt: Prompt) -> list[int]:
+    def _of_row(self, prompt: Prompt, **more: Any) -> list[int]:
         assert self.function is not None
-        row = {**copy.deepcopy(prompt.columns), "prompt": copy.deepcopy(prompt.prompt)}
+        row = {**copy.deepcopy(prompt.columns), **more, "prompt": copy.deepcopy(prompt.prompt)}
         try:
             answer = self.function(row)
         except Exception as error:  # the user's code may raise anything
@@ -147,11 +147,12 @@ class Teacher(TeacherPrompts):
 
     def logps(self, groups: Sequence[Group]) -> list[list[float]]:
         """For each completion one log-prob per id; 0 for ids that the student did not sample."""
+        return self.item_logps(self.items(groups))
 
+    def item_logps(self, items: Sequence[Item]) -> list[list[float]]:
         def of_batch(batch: Batch) -> Tensor:
             return reference_logps(self.policy, batch, temperature=self.cfg.temperature).cpu()
 
-        items = self.items(groups)
         logps = []
         for item, trained in zip(items, self._passes(items, of_batch), strict=True):
             numbers = iter(trained.tolist())

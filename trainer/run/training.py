@@ -127,7 +127,8 @@ class Training:
         self.state |= {f"trained.{module.name}": module for module in self.modules}
         self.moving: MovingReference | None = None
         if moving is not None and moving.sync_ref_model:  # --sync-ref-model
-            self.moving = MovingReference(policy, moving.ref_model_mixup_alpha, moving.ref_model_sync_steps)
+            settings = moving.ref_model_mixup_alpha, moving.ref_model_sync_steps
+            self.moving = MovingReference(policy, *settings, exact=moving.exact)
             self.state["reference"] = self.moving
         self._pending: PendingStep | None = None  # the last optimizer step
         # On one GPU the host reads during the next step whether this one was finite, unless more depends on it.

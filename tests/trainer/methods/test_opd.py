@@ -91,6 +91,16 @@ REJECTED = {
         ("--sync-ref-model",), ("--teacher", "self", "--teacher-prompt", "a.b"),
         "sync_ref_model=True: the reference is also teacher=self",
     ),
+    "updates of another": (("--teacher-update-rate", "0.1"), None, "teacher_update_rate=0.1: has no effect"),
+    "updates with LoRA": (
+        ("--teacher-update-rate", "0.1", "--lora.r", "4"), ("--teacher", "self", "--teacher-prompt", "a.b"),
+        "teacher_update_rate=0.1: with LoRA",
+    ),
+    "updates and a KL": (
+        ("--teacher-update-rate", "1", "--beta", "0.1"), ("--teacher", "self", "--teacher-prompt", "a.b"),
+        "teacher_update_rate=1.0: beta=0.1",
+    ),
+    "update rate 0": (("--teacher-update-rate", "0"), None, "teacher_update_rate=0.0: must be above 0"),
     "no rewards": (("--reward-coef", "0.5"), None, "reward_coef=0.5: has no effect"),
     "reward weights": (("--reward-weights", "2"), None, "reward_weights=2: has no effect"),
     "estimator": (("--scale-rewards", "none"), None, "scale_rewards=none: has no effect"),
@@ -512,7 +522,8 @@ RUNS = {
                                 "--num-iterations", "2"),
     "self, lora": (*SMALL, *MEASURED, "--lora.r", "4", "--learning-rate", "1e-3", "--teacher", "self",
                    "--teacher-prompt", "hints.shown"),
-    "self, full, jsd": (*SMALL, *MEASURED, "--teacher", "self", "--teacher-prompt", "hints.shown", "--jsd-beta", "1"),
+    "self, full, jsd": (*SMALL, *MEASURED, "--teacher", "self", "--teacher-prompt", "hints.shown", "--jsd-beta", "1",
+                        "--teacher-update-rate", "0.2"),
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -290,6 +291,27 @@ def test_when_a_copy_is_needed():
     assert wants_copy(ReferenceConfig(ref="copy"), OFF) and wants_copy(ReferenceConfig(ref="adapter_off"), RANK4)
     for settings in ({"ref": "precomputed"}, {"ref_model": "x"}, {"ref": "copy", "ref_model": "x"}):
         assert not wants_copy(ReferenceConfig(**settings), OFF)
+
+
+def test_an_exact_reference_averages_in_float32():
+    """Steps of 1e-3 times a weight are rounded away in bfloat16, and again after each restore."""
+    weights = {"w": torch.full((4,), 1.0)}
+    student, teacher = torch.nn.ParameterDict(weights), torch.nn.ParameterDict(weights).bfloat16()
+    policy = SimpleNamespace(model=student, reference=teacher.requires_grad_(False))
+    rounded = MovingReference(SimpleNamespace(model=student, reference=copy.deepcopy(teacher)), alpha=0.05, every=1)
+    exact, average = MovingReference(policy, alpha=0.05, every=1, exact=True), 1.0
+    for step in range(60):
+        student["w"].data += 1e-3
+        average += 0.05 * (student["w"][0].item() - average)
+        exact.after_step(step)
+        rounded.after_step(step)
+        if step == 30:
+            saved = {name: x.clone() for name, x in exact.tensors().items()}
+            exact = MovingReference(policy, alpha=0.05, every=1, exact=True)
+            exact.load_tensors(saved)
+    torch.testing.assert_close(exact.tensors()["w"], torch.full((4,), average))
+    assert teacher["w"].dtype == torch.bfloat16 and torch.equal(teacher["w"], exact.tensors()["w"].bfloat16())
+    assert average > 1.03 and rounded.tensors()["w"].max() < 1.01
 
 
 def test_moving_reference_moves_by_alpha_every_n_steps():

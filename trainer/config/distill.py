@@ -22,7 +22,7 @@ class DistillConfig:
     teacher: Common[str | None] = None
     (
         "Teacher, in any form that --model accepts (a hub id, a model folder, a finished run, a LoRA adapter), or "
-        "self: the initial weights of this run. It must have the student's vocabulary."
+        "self: the initial weights of this run. If its vocabulary differs, spans of text are compared."
     )
     teacher_url: Common[str | None] = None
     (
@@ -156,11 +156,6 @@ class OpdConfig(SamplingConfig):
     def _check_moving_teacher(self, setting: str) -> None:
         if self.distill.teacher != "self":
             raise UserError(f"{setting}: has no effect with a teacher other than self; remove --teacher-update-rate")
-        if self.lora.r:
-            raise UserError(
-                f"{setting}: with LoRA the teacher is the base without its adapter, which cannot move; set "
-                "--teacher-update-rate None or remove --lora.r"
-            )
         if self.policy_loss.beta > 0:
             raise UserError(f"{setting}: beta={self.policy_loss.beta} is a KL to the same weights; set --beta 0")
 

@@ -314,6 +314,24 @@ def test_an_exact_reference_averages_in_float32():
     assert average > 1.03 and rounded.tensors()["w"].max() < 1.01
 
 
+def test_with_lora_a_second_adapter_follows_the_trained_one():
+    policy, _, _ = load(lora=RANK4)
+    moving = MovingReference(policy, alpha=0.25, every=1, exact=True)
+    trained = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
+    before = {name: x.clone() for name, x in moving.tensors().items()}
+    assert set(before) == set(trained) and all(torch.equal(before[name], p) for name, p in trained.items())
+    with torch.no_grad():
+        for p in trained.values():
+            p.add_(0.1)
+    moving.after_step(1)
+    for name, x in moving.tensors().items():
+        torch.testing.assert_close(x, 0.75 * before[name] + 0.25 * trained[name])
+    with as_reference(policy) as model:
+        assert model.active_adapter == policy.reference_adapter
+    assert policy.model.active_adapter == "default" and all(p.requires_grad for p in trained.values())
+    assert not any(x.requires_grad for x in moving.tensors().values())
+
+
 def test_moving_reference_moves_by_alpha_every_n_steps():
     policy, reference, _ = load()
     moving = MovingReference(policy, alpha=0.6, every=3)

@@ -17,3 +17,8 @@ def distance(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | 
         said = find_last_number(text_of(completion))
         scores.append(-float(FARTHEST if said is None else min(abs(said - int(gold)), FARTHEST)))
     return scores
+
+
+def same_answer(row):
+    """For SDPO on sums: an easier sum with the same answer."""
+    return [{"role": "user", "content": f"{row['solution']}+0="}]

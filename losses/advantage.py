@@ -168,9 +168,10 @@ def opo(r: Rewards) -> Tensor:  # (P, G)
 def max_rl(r: Rewards) -> Tensor:  # (P, G)
     """(r_j - p) / p with p = mean_g r, 0 if p = 0: MaxRL (Tajwar et al. 2026, arXiv:2602.02710, Algorithm 1, line 8).
 
-    With rewards of 0 and 1, p is the group's success rate. The mean of A grad log pi over the N completions of a group
-    estimates the gradient of sum_k pass@k / k over k <= N without bias (Theorem 2); for N -> inf that sum is log p plus
-    a constant. GRPO's divisor is sqrt(p (1 - p)), so MaxRL gives prompts that rarely succeed more weight.
+    With rewards of 0 and 1, p is the success rate of the N completions. The mean of r / p grad log pi, over successes
+    alone, is an unbiased estimate of the gradient of sum_k pass@k / k over k <= N (Theorem 2), for N -> inf that of
+    log p; the rest is a control variate. GRPO's divisor is sqrt(p (1 - p)), so MaxRL gives prompts that rarely succeed
+    more weight.
     """
     mean = r.reward.nanmean(dim=1, keepdim=True)
     return torch.where(has_signal(r.reward).unsqueeze(1), (r.reward - mean) / mean, 0.0).nan_to_num(nan=0.0)
@@ -188,7 +189,8 @@ def reinforce_plus_plus(r: Rewards) -> Tensor:  # (P, G)
 
 def reinforce_plus_plus_baseline(r: Rewards) -> Tensor:  # (P, G)
     """reinforce_plus_plus of r - mean_g r: REINFORCE++ with a group baseline, the variant for reasoning tasks."""
-    return _normalize_tokens(r, r.reward - r.reward.nanmean(dim=1, keepdim=True))
+    centred = group_advantage(r.reward, scale="none")  # exactly 0 if all rewards are equal
+    return _normalize_tokens(r, torch.where(r.reward.isnan(), torch.nan, centred))
 
 
 def _normalize_tokens(r: Rewards, x: Tensor) -> Tensor:  # (P, G)

@@ -66,8 +66,9 @@ class PolicyLoss:
     average: Literal["tokens", "completions", "completion_sums", "budget", "micro_batch"] = "tokens"
     """Divisor of the sum over the step, and the weight of each token (token_share and step_divisor in grpo.py)."""
     ratio: Literal["token", "token_only", "completion", "weight", "none"] = "token"
-    """token: log_ratio per token, or GSPO's mean. token_only: log_ratio per token. completion: log_ratio of the whole completion. weight: the loss reads
-    total_log_ratio, which includes the gap to the engine. none: no ratio; one step per rollout."""
+    """token: log_ratio per token, or GSPO's mean. token_only: not the mean. completion: log_ratio of the whole
+    completion. weight: the loss reads total_log_ratio, which includes the gap to the engine. none: no ratio; one step
+    per rollout."""
 
     @property
     def is_clipped(self) -> bool:

@@ -266,8 +266,9 @@ def test_reinforce_plus_plus_golden_values():
     expected = [[(0.5 - mean) / deviation, (-0.5 - mean) / deviation], [-mean / deviation, 0]]
     close(reinforce_plus_plus_baseline(r), expected, atol=1e-12)
     for estimate in (reinforce_plus_plus, reinforce_plus_plus_baseline):
-        equal = estimate(estimator_input([[0.7] * 3] * 2, [[3, 5, 7]] * 2))
-        assert torch.equal(equal, torch.zeros(2, 3, dtype=torch.float64))
+        equal = estimator_input([[0.7] * 7] * 2, [[3, 5, 7, 1, 1, 2, 9]] * 2)
+        equal.reward = equal.reward.float()  # 0.7 - mean is not 0
+        assert torch.equal(estimate(equal), torch.zeros(2, 7))
 
 
 @pytest.mark.parametrize("estimate", [reinforce_plus_plus, reinforce_plus_plus_baseline])

@@ -297,8 +297,10 @@ def test_an_exact_reference_averages_in_float32():
     """Steps of 1e-3 times a weight are rounded away in bfloat16, and again after each restore."""
     weights = {"w": torch.full((4,), 1.0)}
     student, teacher = torch.nn.ParameterDict(weights), torch.nn.ParameterDict(weights).bfloat16()
-    policy = SimpleNamespace(model=student, reference=teacher.requires_grad_(False))
-    rounded = MovingReference(SimpleNamespace(model=student, reference=copy.deepcopy(teacher)), alpha=0.05, every=1)
+    plain = {"is_lora": False, "reference_adapter": None}
+    policy = SimpleNamespace(model=student, reference=teacher.requires_grad_(False), **plain)
+    frozen = SimpleNamespace(model=student, reference=copy.deepcopy(teacher), **plain)
+    rounded = MovingReference(frozen, alpha=0.05, every=1)
     exact, average = MovingReference(policy, alpha=0.05, every=1, exact=True), 1.0
     for step in range(60):
         student["w"].data += 1e-3

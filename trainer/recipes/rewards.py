@@ -20,5 +20,6 @@ def distance(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | 
 
 
 def same_answer(row):
-    """For SDPO on sums: an easier sum with the same answer."""
-    return [{"role": "user", "content": f"{row['solution']}+0="}]
+    """For SDPO on sums: a sum with the same answer that needs no carry, 32+10= for 17+25=; above 99 the question."""
+    solution = int(row["solution"])
+    return [{"role": "user", "content": f"{solution - 10}+10="}] if 20 <= solution < 100 else row["prompt"]

@@ -40,20 +40,17 @@ OBJECTIVES: dict[str, tuple[str, ...]] = {
 def train(name: str, seed: int, max_steps: int, eval_steps: int) -> dict[int, float]:
     """Run the demo; return the held-out accuracy by step."""
     with tempfile.TemporaryDirectory() as scratch:
-        steps = ("--max-steps", str(max_steps), "--eval-steps", str(eval_steps), "--save-steps", "0")
-        command = [
-            sys.executable,
-            "-m",
-            "trainer",
-            *OBJECTIVES[name],
-            *steps,
-            "--seed",
-            str(seed),
-            "--output-dir",
-            "run",
-        ]
+        settings = {
+            "max-steps": max_steps,
+            "eval-steps": eval_steps,
+            "save-steps": 0,
+            "seed": seed,
+            "output-dir": "run",
+        }
+        flags = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "-m", "trainer", *OBJECTIVES[name], *flags]
         subprocess.run(command, cwd=scratch, env=env, check=True, stdout=subprocess.DEVNULL)
         return {row["step"]: row[METRIC] for row in read_jsonl(Path(scratch, "run", "metrics.jsonl")) if METRIC in row}
 

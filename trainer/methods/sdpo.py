@@ -33,7 +33,7 @@ from trainer.config.blocks import Flat
 from trainer.config.checks import reject_unused
 from trainer.config.distill import DistillConfig, OpdConfig
 from trainer.methods.grpo import backward, logps_at_start
-from trainer.methods.opd import backward_jsd, reverse_kl_loss
+from trainer.methods.opd import backward_jsd, minus_engine_logps, reverse_kl_loss
 from trainer.policy.logps import Policy
 from trainer.rl.groups import Rollout
 from trainer.rl.minibatch import Advantages
@@ -90,7 +90,7 @@ def train(cfg: Config) -> None:
             advantage = teacher_advantage(cfg, teacher, rollout, items, rows)
             batches = rollouts.pack(rollout, advantage, rows=rows)
             logps_at_start(cfg, policy, batches, rollouts.steps_per_batch)
-            rollouts.keep_samples(rollout, torch.tensor([float(item is not None) for item in items]))
+            rollouts.keep_samples(rollout, for_samples(advantage, rollout, items))
             for batch in rollouts.updates(*batches):
                 if cfg.distill.jsd_beta is None:
                     sums = backward(cfg, policy, batch, loss=reverse_kl_loss)
@@ -110,6 +110,14 @@ def teacher_advantage(
         return torch.zeros(len(items))
     logps = dict(zip(rows, teacher.item_logps([item for item in items if item is not None]), strict=True))
     return [logps.get(row, [0.0] * len(c.ids)) for row, c in enumerate(rollout.completions)]
+
+
+def for_samples(advantage: Advantages, rollout: Rollout, items: Sequence[Item | None]) -> Advantages:
+    """As in opd, minus the engine's log-probs; 0 for completions that are not trained."""
+    if isinstance(advantage, torch.Tensor):
+        return advantage
+    both = zip(minus_engine_logps(advantage, rollout), items, strict=True)
+    return [[0.0] * len(values) if item is None else values for values, item in both]
 
 
 class SelfTeacher(Teacher):

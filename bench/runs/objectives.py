@@ -1,7 +1,7 @@
 """Objectives on the demo: held-out accuracy over the first steps, one thread per run, on a CPU.
 
-    python -m bench.objectives --jobs 8               # three seeds each; prints the table of docs/grpo.md
-    python -m bench.objectives --only grpo max_rl --seeds 0
+    python -m bench.runs.objectives --jobs 8               # three seeds each; prints the table of docs/grpo.md
+    python -m bench.runs.objectives --only grpo max_rl --seeds 0
 
 The demo needs about 20 steps, so the table shows how fast each objective learns, not where it ends. DPPO masks nothing
 while the ratio is 1, so it and the GRPO run next to it take four optimizer steps per rollout.

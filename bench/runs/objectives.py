@@ -67,7 +67,7 @@ def line(name: str, runs: Sequence[dict[int, float]]) -> str:
 
 def main(
     only: tuple[str, ...] = tuple(OBJECTIVES), seeds: tuple[int, ...] = (0, 1, 2), max_steps: int = 20,
-    eval_steps: int = 5, jobs: int = 1,
+    eval_steps: int = 10, jobs: int = 1,
 ) -> None:  # fmt: skip
     """Train and print a table.
 

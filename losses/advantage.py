@@ -2,18 +2,24 @@
 
     group               A = (r - mean_g r) / (std_g r + 1e-4)                           (GRPO, arXiv:2402.03300)
     leave_one_out       A = r - mean of the other rewards of the group                  (RLOO, arXiv:2402.14740)
+    opo                 A = r - sum_g l r / sum_g l, l trained tokens of a completion   (OPO, arXiv:2505.23585)
+    max_rl              A = (r - mean_g r) / mean_g r, for rewards of 0 or 1            (MaxRL, arXiv:2602.02710)
+    reinforce_plus_plus A = (r - mean r) / (std r + 1e-4) over all tokens of the rollout
+                        ..._baseline: of r - mean_g r instead of r                      (REINFORCE++, arXiv:2501.03262)
     normalize_then_sum  z_k = (R_k - mean_g R_k) / (std_g R_k + 1e-4),  a = sum_k w_k z_k
                         A = (a - mean a) / (std a + 1e-4) over the whole rollout        (GDPO, arXiv:2601.05242)
 
 r is the weighted sum of the rewards R_k. Summing first cannot tell mixtures of rewards with the same sum apart; GDPO
 normalises each reward first. With a single reward GDPO still differs from GRPO: as more groups become all equal, its
 last line enlarges the remaining advantages. Means and sample standard deviations (ddof = 1) ignore completions without
-a reward (NaN). Their advantage is 0, and so is that of a group with fewer than two rewards, or all equal ones.
+a reward (NaN). Their advantage is 0, and so is that of a group with fewer than two rewards, or all equal ones, except
+in reinforce_plus_plus, which compares all completions of a rollout.
 
 An estimator is a function of Rewards that returns (P, G), or for advantages per token a list with one tensor of
 len(completion.ids) per completion. Its keyword-only parameters are keys of --advantage-kwargs. To add one, enter it
 into ADVANTAGE_ESTIMATORS, or name it on the command line: `--advantage-estimator my_module.my_estimator`. Dynamic
-sampling and replay use the same function to find groups without signal and to rank groups.
+sampling and replay use the same function to find groups without signal and to rank groups, each group alone unless the
+record has across_groups.
 
 A statistic over a whole rollout takes two steps: each rank sums into `moments(x) = [sum w, sum w x, sum w x^2]`, a (3,)
 float64 tensor; Rewards.all_sum adds those over ranks, and mean_of, std_of and effective_sample_frac read the total.
@@ -107,7 +113,7 @@ class Rewards(Protocol):
     @property
     def rewards(self) -> Tensor: ...  # (P, G, K) each reward of each completion; NaN = it does not apply
     @property
-    def completions(self) -> Sequence[Any]: ...  # B completions in group order: ids, mask, text, columns
+    def completions(self) -> Sequence[Any]: ...  # B completions in group order: ids, mask, trained, text
     @property
     def all_sum(self) -> Callable[[Tensor], Tensor]: ...  # sums a tensor over the ranks that have groups of the rollout
 
@@ -122,7 +128,13 @@ class AdvantageEstimator:
     estimate: Callable[..., Advantage]
     """(Rewards, *, options) -> (P, G), or one tensor per completion with a number for each of its ids."""
     reads_total: bool = True
-    """False: it reads each reward separately, so kl_in_reward, which changes their sum, has no effect."""
+    """False: kl_in_reward, which changes the sum of rewards, is rejected."""
+    nonnegative: bool = False
+    """True: rewards below 0 are rejected."""
+    across_groups: bool = False
+    """True: a group alone does not determine its advantages; dynamic sampling and replay pass the whole rollout."""
+    fewest_generations: int = 2
+    """1: a completion need not be compared with others of its prompt."""
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:
@@ -142,15 +154,72 @@ def leave_one_out(r: Rewards) -> Tensor:  # (P, G)
     return leave_one_out_advantage(r.reward)
 
 
+def opo(r: Rewards) -> Tensor:  # (P, G)
+    """r - b with b = sum l r / sum l over the group, l the trained tokens of a completion: OPO's optimal baseline.
+
+    Hao et al. 2025 (arXiv:2505.23585; `opo` in verl): the baseline with the least gradient variance weights each reward
+    by |grad log pi(y)|^2. That is proportional to l if tokens have orthogonal gradients of equal size.
+    """
+    length = torch.where(r.reward.isnan(), 0.0, trained_tokens(r))
+    baseline = (length * r.reward).nansum(dim=1, keepdim=True) / length.sum(dim=1, keepdim=True)
+    return torch.where(has_signal(r.reward).unsqueeze(1), r.reward - baseline, 0.0).nan_to_num(nan=0.0)
+
+
+def max_rl(r: Rewards) -> Tensor:  # (P, G)
+    """(r_j - p) / p with p = mean_g r, 0 if p = 0: MaxRL (Tajwar et al. 2026, arXiv:2602.02710, Algorithm 1, line 8).
+
+    With rewards of 0 and 1, p is the success rate of the N completions. The mean of r / p grad log pi, over successes
+    alone, is an unbiased estimate of the gradient of sum_k pass@k / k over k <= N (Theorem 2), for N -> inf that of
+    log p; the rest is a control variate. GRPO's divisor is sqrt(p (1 - p)), so MaxRL gives prompts that rarely succeed
+    more weight.
+    """
+    mean = r.reward.nanmean(dim=1, keepdim=True)
+    return torch.where(has_signal(r.reward).unsqueeze(1), (r.reward - mean) / mean, 0.0).nan_to_num(nan=0.0)
+
+
+def reinforce_plus_plus(r: Rewards) -> Tensor:  # (P, G)
+    """(r - mean r) / std r, mean and deviation over all tokens of the rollout: REINFORCE++ without a KL.
+
+    Hu et al. 2025 (arXiv:2501.03262; `reinforce_plus_plus` in verl, with a discount of 1). Each token has the advantage
+    of its completion and counts once, so the statistics weight a reward by the length of its completion. A group of
+    equal rewards has signal if other groups of the rollout have other rewards.
+    """
+    return _normalize_tokens(r, r.reward)
+
+
+def reinforce_plus_plus_baseline(r: Rewards) -> Tensor:  # (P, G)
+    """reinforce_plus_plus of r - mean_g r: REINFORCE++ with a group baseline, the variant for reasoning tasks."""
+    centred = group_advantage(r.reward, scale="none")  # exactly 0 if all rewards are equal
+    return _normalize_tokens(r, torch.where(r.reward.isnan(), torch.nan, centred))
+
+
+def _normalize_tokens(r: Rewards, x: Tensor) -> Tensor:  # (P, G)
+    total = r.all_sum(moments(x, weight=trained_tokens(r)))
+    advantage = normalize_batch(x, total)
+    return torch.where(advantage.abs() < NOTHING, 0.0, advantage)  # equal rewards differ from their mean by rounding
+
+
 def gdpo(r: Rewards) -> Tensor:  # (P, G)
     summed = normalize_then_sum(r.rewards, r.weights)
     advantage = normalize_batch(summed, r.all_sum(moments(summed)))
     return torch.where(advantage.abs() < NOTHING, 0.0, advantage)  # the mean is 0 only up to rounding
 
 
+def trained_tokens(r: Rewards) -> Tensor:  # (P, G)
+    return torch.tensor([float(c.trained) for c in r.completions]).view_as(r.reward).to(r.reward)
+
+
 ADVANTAGE_ESTIMATORS = {
     "group": AdvantageEstimator(group),
     "leave_one_out": AdvantageEstimator(leave_one_out),
+    "opo": AdvantageEstimator(opo),
+    "max_rl": AdvantageEstimator(max_rl, reads_total=False, nonnegative=True),
+    "reinforce_plus_plus": AdvantageEstimator(
+        reinforce_plus_plus, reads_total=False, across_groups=True, fewest_generations=1
+    ),
+    "reinforce_plus_plus_baseline": AdvantageEstimator(
+        reinforce_plus_plus_baseline, reads_total=False, across_groups=True
+    ),
     "normalize_then_sum": AdvantageEstimator(gdpo, reads_total=False),
 }
 

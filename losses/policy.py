@@ -12,6 +12,8 @@
     cispo      -sg[min(r, cap)] A logp           tokens of the step                           (arXiv:2506.13585)
     sapo       -A sigmoid(tau (r - 1)) 4 / tau   tokens of a completion, then completions     (arXiv:2511.20347)
     vespo      -sg[phi] A logp                   tokens of the step                           (arXiv:2602.10693)
+    dppo_tv    -M r A                            tokens of the step                           (arXiv:2602.04879)
+    dppo_kl    the same with another mask M      tokens of the step
     reinforce  -A logp                           completions, their tokens summed
 
 trainer/methods/grpo.py writes out the clip, the averages and everything around them; here are the other losses.
@@ -63,9 +65,10 @@ class PolicyLoss:
     """(t, *, options) -> (n,) loss of each token, and metrics if it has any. None: PPO's clip."""
     average: Literal["tokens", "completions", "completion_sums", "budget", "micro_batch"] = "tokens"
     """Divisor of the sum over the step, and the weight of each token (token_share and step_divisor in grpo.py)."""
-    ratio: Literal["token", "completion", "weight", "none"] = "token"
-    """token: log_ratio per token, or GSPO's mean. completion: log_ratio of the whole completion. weight: the loss reads
-    total_log_ratio, which includes the gap to the engine. none: no ratio; one step per rollout."""
+    ratio: Literal["token", "token_only", "completion", "weight", "none"] = "token"
+    """token: log_ratio per token, or GSPO's mean. token_only: not the mean. completion: log_ratio of the whole
+    completion. weight: the loss reads total_log_ratio, which includes the gap to the engine. none: no ratio; one step
+    per rollout."""
 
     @property
     def is_clipped(self) -> bool:
@@ -169,6 +172,38 @@ def vespo(
     return -phi * t.advantage * t.logp, {"policy/vespo_phi": (phi.sum(), len(phi))}
 
 
+def dppo_tv(t: Tokens, *, dppo_threshold: float = 0.15) -> tuple[Tensor, Metrics]:
+    """-M r A with a mask M instead of a clip (Qi et al. 2026, arXiv:2602.04879, Eq. 11 to 13; defaults as in verl).
+
+    M = 0 where A pushes the token away from mu (A > 0 and p > mu, or A < 0 and p < mu) and D > dppo_threshold, with p
+    and mu the token's probability under the policy and the old policy. D = |p - mu| is the total variation between the
+    distributions over this token and all others. Clipping r instead masks rare tokens too early, frequent ones too
+    late. mu is the engine in the paper: --proximal-policy behaviour.
+    """
+    log_p, log_mu = _token_logps(t)
+    return _masked(t, (log_p.exp() - log_mu.exp()).abs() > dppo_threshold)
+
+
+def dppo_kl(t: Tokens, *, dppo_threshold: float = 0.05) -> tuple[Tensor, Metrics]:
+    """dppo_tv with the KL of the same two outcomes, D = mu log(mu / p) + (1 - mu) log((1 - mu) / (1 - p)) (Eq. 14)."""
+    log_p, log_mu = _token_logps(t)
+    mu, rest_p, rest_mu = log_mu.exp(), *((-torch.expm1(x)).clamp(min=1e-8) for x in (log_p, log_mu))
+    return _masked(t, mu * (log_mu - log_p) + rest_mu * (rest_mu / rest_p).log() > dppo_threshold)
+
+
+def _token_logps(t: Tokens) -> tuple[Tensor, Tensor]:  # (n,) each
+    """log p and log mu of each token."""
+    here = wide(t.logp.detach())
+    return here, here if t.old_logp is None else torch.where(t.old_logp.isnan(), here, t.old_logp)
+
+
+def _masked(t: Tokens, far: Tensor) -> tuple[Tensor, Metrics]:
+    log_p, log_mu = _token_logps(t)
+    masked = far & torch.where(t.advantage > 0, log_p > log_mu, (t.advantage < 0) & (log_p < log_mu))
+    loss = torch.where(masked, 0.0, -t.log_ratio.exp() * t.advantage)
+    return loss, {"policy/dppo_masked_frac": (masked.to(loss.dtype).sum(), len(masked))}
+
+
 def log_likelihood(t: Tokens) -> Tensor:
     """-A logp: no ratio and no clip, valid on policy only."""
     return -t.advantage * t.logp
@@ -184,6 +219,8 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "cispo": PolicyLoss(cispo),
     "sapo": PolicyLoss(sapo, average="completions"),
     "vespo": PolicyLoss(vespo, ratio="weight"),
+    "dppo_tv": PolicyLoss(dppo_tv, ratio="token_only"),
+    "dppo_kl": PolicyLoss(dppo_kl, ratio="token_only"),
     "reinforce": PolicyLoss(log_likelihood, average="completion_sums", ratio="none"),
 }
 
@@ -212,4 +249,5 @@ OPTIONS = {
     "vespo_lambda_pos": Option("VESPO: decay of the weight, advantages of 0 and above.", above=0),
     "vespo_k_neg": Option("VESPO: power of the weight, advantages below 0.", above=0),
     "vespo_lambda_neg": Option("VESPO: decay of the weight, advantages below 0.", above=0),
+    "dppo_threshold": Option("DPPO: divergence beyond which a token is not pushed further away.", above=0),
 }

@@ -55,13 +55,13 @@ METHODS = {
     "sft": ("--method", "sft", *rows_of("addition", "sft", 8)),
     **{name: ("--method", name, *PAIRS) for name in ("dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm")},
     "prm": ("--method", "prm", *rows_of("steps", "train", 8)),
-    **{name: ("--method", name, *GROUPS) for name in ("grpo", "gdpo", "rloo", "opd", "online_dpo", "ppo")},
+    **{name: ("--method", name, *GROUPS) for name in ("grpo", "gdpo", "rloo", "opd", "sdpo", "online_dpo", "ppo")},
     "ebft-structured": ("--method", "ebft", "--mode", "structured", *GROUPS),
     "ebft-strided": ("--method", "ebft", "--mode", "strided", *rows_of("steps", "sft", 4, ",difficulty=5")),
 }
 FAMILIES = ("sft", "grpo", "ebft-structured")  # offline, groups, features
 # Sampling methods draw other tokens in bfloat16.
-SAMPLES = {"grpo", "gdpo", "rloo", "opd", "online_dpo", "ppo", "ebft-structured", "ebft-strided"}
+SAMPLES = {"grpo", "gdpo", "rloo", "opd", "sdpo", "online_dpo", "ppo", "ebft-structured", "ebft-strided"}
 REFERENCED = {"dpo", "ipo", "kto"}
 
 EXACT = ("--dtype", "float32")

@@ -670,6 +670,9 @@ def work_of(cfg: MethodConfig, s: Sizes, device: str | None = None) -> Work:
         compiled=device == "cuda" and cfg.model.compile is not False and cfg.parallel.context == 1,
         triton=device == "cuda" and (not has_gpu or torch.cuda.get_device_capability()[0] in TRITON_HEAD),
     )  # fmt: skip
+    moves = getattr(getattr(cfg, "distill", None), "teacher_update_rate", None) is not None
+    if moves and compute < 4 and not cfg.lora.r:
+        work = replace(work, other_bytes=work.other_bytes + 4 * s.params)  # the teacher's average in float32
     if facts.critic:
         work = replace(work, critic=critic_bytes(s, work, cfg.value_model and sizes_for(cfg, cfg.value_model)))
     shards = shards_of(cfg, s, work, device)

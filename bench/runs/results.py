@@ -123,7 +123,8 @@ TASKS = {
         "On-policy distillation: arithmetic",
         "The student is the initial model of the GRPO arithmetic run, with the same rows, batch size and learning "
         "rate; rewards are only measured. The teacher is the first GRPO run above, or the student itself with the "
-        "answer in its prompt.",
+        "answer in its prompt, with its initial weights or their moving average (ema). SDPO's teacher sees a correct "
+        "completion of the student instead of the answer.",
         {"eval/exact_match/mean": Metric("accuracy")},
     ),
 }
@@ -154,12 +155,20 @@ EBFT = SOLUTIONS | {
 }  # fmt: skip
 
 # By priority: a run starts when a job slot is free and the runs it needs have finished.
+# Other objectives for the same task; the ratio of DPPO differs from 1 only after the first step on a rollout.
+OBJECTIVES: dict[str, Flags] = {
+    "max-rl": {"advantage-estimator": "max_rl"},
+    "opo": {"advantage-estimator": "opo"},
+    "reinforce-plus-plus": {"advantage-estimator": "reinforce_plus_plus"},
+    "dppo-tv": {"loss-type": "dppo_tv", "proximal-policy": "behaviour", "num-iterations": 2},
+}
 RUNS = (
     Run("start", "start", "sft", COMMON | {
         "model": "{model}", "data": "{data}/start.jsonl", "max-steps": 8, "per-device-train-batch-size": 32,
         "learning-rate": 3e-5, "lr-scheduler-type": "constant",
     }),
     Run("grpo-arithmetic", "arithmetic", "grpo", ARITHMETIC, SEEDS),
+    *(Run(f"{name}-arithmetic", "arithmetic", "grpo", ARITHMETIC | flags, SEEDS) for name, flags in OBJECTIVES.items()),
     Run("grpo-needle", "needle", "grpo", SAMPLED | {
         "data": "{data}/needle_train.jsonl", "eval-data": "{data}/needle_eval.jsonl", "reward-funcs": "exact_match",
         "max-completion-length": 16, "max-steps": 80,
@@ -182,6 +191,10 @@ RUNS = (
     Run("opd-self", "distillation", "opd", ARITHMETIC | {
         "teacher": "self", "teacher-prompt": HINT, "reward-coef": 0, "max-steps": 40,
     }),
+    Run("opd-self-ema", "distillation", "opd", ARITHMETIC | {
+        "teacher": "self", "teacher-prompt": HINT, "teacher-update-rate": 0.05, "reward-coef": 0, "max-steps": 40,
+    }, SEEDS),
+    Run("sdpo-arithmetic", "distillation", "sdpo", ARITHMETIC | {"max-steps": 40}, SEEDS),
     Run("dpo-harmless", "harmless", "dpo", PAIRS | {
         "data": "{data}/harmless_train.jsonl", "eval-data": "{data}/harmless_eval.jsonl",
         "per-device-train-batch-size": 32, "max-steps": 100,

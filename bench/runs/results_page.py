@@ -21,7 +21,7 @@ import tyro
 from bench.runs.results import RUNS, TASKS, Metric, Run, all_jobs
 from bench.runs.smollm2 import read
 
-COLOURS = ("#00798c", "#d1495b", "#edae49", "#66a182")
+COLOURS = ("#00798c", "#d1495b", "#edae49", "#66a182", "#6a4c93")
 NOISE = 2.0  # standard errors
 RANGE = 3.3  # 95% bound on the range of three seeds, in standard errors
 

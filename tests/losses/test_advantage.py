@@ -20,12 +20,16 @@ from losses.advantage import (
     group_advantage,
     has_signal,
     leave_one_out_advantage,
+    max_rl,
     mean_of,
     moments,
     nan_std,
     normalize_batch,
     normalize_then_sum,
+    opo,
     overlong_penalty,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
     std_of,
     weighted_sum,
     zero_std_frac,
@@ -227,6 +231,58 @@ def test_leave_one_out_is_the_scaled_centred_reward_and_ignores_missing_ones():
     expected = group_advantage(reward, scale="none") * 3 / 2
     torch.testing.assert_close(got[:1], expected[:1], atol=1e-12, rtol=1e-12)
     assert torch.equal(got[1:], torch.zeros(2, 4, dtype=torch.float64))
+
+
+def estimator_input(rewards: list[list[float]], lengths: list[list[int]] | None = None) -> Any:
+    """One reward of weight 1, and completions of these lengths."""
+    made = rewards_of(torch.tensor(rewards, dtype=torch.float64).unsqueeze(2), torch.ones(1))
+    made.completions = [SimpleNamespace(trained=n) for row in lengths or () for n in row]
+    return made
+
+
+def test_max_rl_golden_values():
+    """prime-rl pull request 2778 has [1, 0, 0, 0] -> [3, -1, -1, -1]."""
+    r = estimator_input([[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1], [1, NAN, 0, NAN], [NAN] * 3 + [1]])
+    third = 1 / 3
+    close(max_rl(r), [[3, -1, -1, -1], [third, third, third, -1], [0] * 4, [0] * 4, [1, 0, -1, 0], [0] * 4], atol=1e-12)
+
+
+def test_opo_golden_values():
+    """The baseline of the first group is (1 * 10 + 0 * 30) / 40."""
+    rewards = [[1, 0], [1, NAN], [1, 1], [1, 0]]
+    r = estimator_input([[*row, NAN] for row in rewards], [[10, 30, 5], [2, 9, 9], [3, 4, 5], [0, 0, 0]])
+    close(opo(r), [[0.75, -0.25, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]], atol=1e-12)
+    equal = [[3.0, 1.0, 0.5]]
+    close(opo(estimator_input(equal, [[7] * 3])), group_advantage(torch.tensor(equal), scale="none").tolist())
+
+
+def test_reinforce_plus_plus_golden_values():
+    """Tokens of the first case: three of reward 1, one of 0, two of 1. Their mean is 5/6, their deviation 0.40825."""
+    r = estimator_input([[1, 0], [1, NAN]], [[3, 1], [2, 9]])
+    high, low = (1 - 5 / 6) / (math.sqrt(1 / 6) + EPSILON), -5 / 6 / (math.sqrt(1 / 6) + EPSILON)
+    close(reinforce_plus_plus(r), [[high, low], [high, 0]], atol=1e-12)  # a group with one reward has signal
+    tokens = [0.5, 0.5, 0.5, -0.5, 0.0, 0.0]
+    mean, deviation = statistics.fmean(tokens), statistics.stdev(tokens) + EPSILON
+    expected = [[(0.5 - mean) / deviation, (-0.5 - mean) / deviation], [-mean / deviation, 0]]
+    close(reinforce_plus_plus_baseline(r), expected, atol=1e-12)
+    for estimate in (reinforce_plus_plus, reinforce_plus_plus_baseline):
+        equal = estimator_input([[0.7] * 7] * 2, [[3, 5, 7, 1, 1, 2, 9]] * 2)
+        equal.reward = equal.reward.float()  # 0.7 - mean is not 0
+        assert torch.equal(estimate(equal), torch.zeros(2, 7))
+
+
+@pytest.mark.parametrize("estimate", [reinforce_plus_plus, reinforce_plus_plus_baseline])
+def test_reinforce_plus_plus_of_ranks_is_that_of_the_whole_rollout(estimate):
+    rewards, lengths = [[1, 0, 0.5], [0, 0, 1]], [[3, 1, 4], [2, 9, 6]]
+    ranks = [estimator_input([r], [n]) for r, n in zip(rewards, lengths, strict=True)]
+    sums: list[torch.Tensor] = []
+    for rank in ranks:
+        rank.all_sum = lambda x: sums.append(x) or x
+        estimate(rank)
+    for rank in ranks:
+        rank.all_sum = lambda _: sum(sums)
+    parts, whole = torch.cat([estimate(rank) for rank in ranks]), estimate(estimator_input(rewards, lengths))
+    torch.testing.assert_close(parts, whole, atol=1e-12, rtol=1e-12)
 
 
 def test_gdpo_golden_values():

@@ -67,6 +67,12 @@ GOLDEN = [
     ("luspo", "sequence", -0.532896, [-0.452419, -0.452419, -0.452419, 0.824361]),
     ("dapo", "sequence", -0.266448, [-0.226209, -0.226209, -0.226209, 0.412180]),
 ]
+GOLDEN_DPPO = [  # by hand: |p - mu| of the first token is 0.0667, its KL 0.00985; the others are not pushed away
+    ("dppo_tv", 0.15, -0.294803, [-0.305351, -0.25, -0.151633, 0.412180]),
+    ("dppo_tv", 0.05, 0.010548, [0, -0.25, -0.151633, 0.412180]),
+    ("dppo_kl", 0.0099, -0.294803, [-0.305351, -0.25, -0.151633, 0.412180]),
+    ("dppo_kl", 0.0098, 0.010548, [0, -0.25, -0.151633, 0.412180]),
+]
 GOLDEN_OPTIONS = [
     ({"delta": 1.5}, -0.326633, [0, -0.25, -0.151633, 0]),
     ({"dual_clip": 1.5}, -0.326633, [0, -0.25, -0.151633, 0]),
@@ -81,6 +87,11 @@ def test_golden_values():
     for options, loss, gradient in GOLDEN_OPTIONS:
         case = golden()
         check(case, case.loss("dapo", **CLIP | options)[0], loss, gradient, options)
+    for name, threshold, loss, gradient in GOLDEN_DPPO:
+        case = golden()
+        value, metrics = case.loss(name, dppo_threshold=threshold)
+        check(case, value, loss, gradient, (name, threshold))
+        assert metrics["policy/dppo_masked_frac"][0].item() == (gradient[0] == 0), (name, threshold)
     case = golden()
     case.old = case.logp.detach()  # on policy
     check(case, case.loss("dapo", **CLIP)[0], -0.5, [-0.25, -0.25, -0.25, 0.25])
@@ -168,6 +179,12 @@ def naive(case: Tokens, name: str, level: str) -> Tensor:
         elif name == "sapo":
             tau = 1.0 if a > 0 else 1.05
             loss = -a * torch.sigmoid(tau * (r - 1)) * 4 / tau
+        elif name.startswith("dppo"):
+            p, mu = case.logp[n].exp().item(), case.old[n].exp().item()
+            rest_p, rest_mu = max(1 - p, 1e-8), max(1 - mu, 1e-8)  # the case has probabilities above 1
+            kl = mu * math.log(mu / p) + rest_mu * math.log(rest_mu / rest_p)
+            far = abs(p - mu) > 0.15 if name == "dppo_tv" else kl > 0.05
+            loss = -r * a * (0.0 if far and (p - mu) * a > 0 else 1.0)
         elif name == "vespo":
             k, lam = (2, 3) if a >= 0 else (3, 2)
             loss = -(lam + k * r.detach().log() - lam * r.detach()).exp() * a * case.logp[n]
@@ -175,7 +192,7 @@ def naive(case: Tokens, name: str, level: str) -> Tensor:
             loss = -a * case.logp[n]
         weight = 1.0 if case.weight is None or name == "vespo" else case.weight[n]
         total = total + loss * weight / (lengths[case.sequence[n]] if name in ("grpo", "sapo", "rloo") else 1)
-    divisors = {"dapo": len(case.logp), "bnpo": len(case.logp), "cispo": len(case.logp), "vespo": len(case.logp)}
+    divisors = dict.fromkeys(("dapo", "bnpo", "cispo", "vespo", "dppo_tv", "dppo_kl"), len(case.logp))
     return total / divisors.get(name, 4 * MAX_LENGTH if name == "dr_grpo" else 4)
 
 
@@ -188,6 +205,20 @@ def test_loss_and_gradient_agree_with_a_float64_loop(level):
         got, expected = case.loss(name, level=level, **CLIP)[0], naive(case, name, level)
         assert got.item() == pytest.approx(expected.item(), rel=1e-12), name
         torch.testing.assert_close(case.gradient(got), case.gradient(expected), atol=1e-13, rtol=1e-10, msg=name)
+
+
+def test_dppo_masks_some_tokens_of_the_random_case():
+    """Otherwise the loop above would not test the mask."""
+    for name in ("dppo_tv", "dppo_kl"):
+        masked, count = random_case().loss(name)[1]["policy/dppo_masked_frac"]
+        assert 0 < masked.item() < count / 2, name
+
+
+def test_dppo_kl_of_certain_tokens_is_finite():
+    for logp, log_ratio, advantage, masked in ((0.0, 0.0, 1.0, 0), (0.0, 3.0, 1.0, 1), (-3.0, -3.0, -1.0, 1)):
+        case = one([logp], log_ratio, [advantage])
+        loss, metrics = case.loss("dppo_kl")
+        assert loss.isfinite() and metrics["policy/dppo_masked_frac"][0].item() == masked, (logp, log_ratio)
 
 
 def test_gspo_of_one_token_is_token_level():

@@ -689,6 +689,8 @@ class ReferenceConfig:
 class MovingReferenceConfig:
     """A reference that follows the policy (TR-DPO)."""
 
+    exact: ClassVar[bool] = False  # average in float32
+
     sync_ref_model: bool = False
     """Move the reference towards the policy every ref_model_sync_steps steps."""
     ref_model_mixup_alpha: float = 0.6

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import ClassVar
 
 from data.command.flags import Common
 from data.errors import UserError
-from trainer.config.blocks import Flat
+from trainer.config.blocks import Flat, MovingReferenceConfig
 from trainer.config.checks import check_numbers, reject_unused
 from trainer.config.policy import PolicyLossConfig
 from trainer.config.sampling import SamplingConfig
@@ -21,7 +22,7 @@ class DistillConfig:
     teacher: Common[str | None] = None
     (
         "Teacher, in any form that --model accepts (a hub id, a model folder, a finished run, a LoRA adapter), or "
-        "self: the initial weights of this run. It must have the student's vocabulary."
+        "self: the initial weights of this run. If its vocabulary differs, spans of text are compared."
     )
     teacher_url: Common[str | None] = None
     (
@@ -32,6 +33,11 @@ class DistillConfig:
     (
         "A function that returns a different prompt for the teacher: module.fn or FILE.py:fn(row) -> text or messages. "
         "The row contains its prompt and all its columns, such as the answer."
+    )
+    teacher_update_rate: float | None = None
+    (
+        "teacher=self: after every optimizer step, move the teacher towards the student by this fraction, which is "
+        "then an exponential moving average of the student (0.05 is typical). None: the initial weights."
     )
     jsd_beta: Common[float | None] = None
     (
@@ -45,6 +51,7 @@ class DistillConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self, {"between 0 and 1": "jsd_beta student_data_fraction", "0 or above": "reward_coef"})
+        check_numbers(self, {"above 0 and at most 1": "teacher_update_rate"})
         if self.teacher is None and self.teacher_url is None:
             raise UserError("--teacher: required; pass a model, a finished run or self, or a server with --teacher-url")
         if self.teacher is not None and self.teacher_url is not None:
@@ -67,6 +74,12 @@ def _policy_loss() -> PolicyLossConfig:
     return PolicyLossConfig(loss_type=LOSS, skip_zero_advantage_batches=False)
 
 
+class MovingTeacher(MovingReferenceConfig):
+    """teacher_update_rate, as the settings of the reference that teacher=self is."""
+
+    exact: ClassVar[bool] = True
+
+
 @dataclass(frozen=True, kw_only=True)
 class OpdConfig(SamplingConfig):
     """Flags of on-policy distillation."""
@@ -84,6 +97,13 @@ class OpdConfig(SamplingConfig):
     @property
     def has_reference(self) -> bool:
         return self.distill.teacher == "self" or self.policy_loss.beta > 0
+
+    @property
+    def moving_teacher(self) -> MovingReferenceConfig:
+        """How the reference moves: as teacher=self with teacher_update_rate, otherwise as sync_ref_model says."""
+        if (rate := self.distill.teacher_update_rate) is None:
+            return self.moving
+        return MovingTeacher(sync_ref_model=True, ref_model_mixup_alpha=rate, ref_model_sync_steps=1)
 
     @property
     def fewest_generations(self) -> int:  # type: ignore[override]
@@ -117,9 +137,11 @@ class OpdConfig(SamplingConfig):
             )
         if cfg.teacher == "self" and self.moving.sync_ref_model:
             raise UserError(
-                "sync_ref_model=True: the reference is also teacher=self, which must keep the initial weights; remove "
-                "--sync-ref-model"
+                "sync_ref_model=True: the reference is also teacher=self; remove --sync-ref-model, or set "
+                "--teacher-update-rate to move both"
             )
+        if cfg.teacher_update_rate is not None:
+            self._check_moving_teacher(f"teacher_update_rate={cfg.teacher_update_rate}")
         if cfg.teacher_url is not None and self.temperature != 1:
             raise UserError(
                 f"temperature={self.temperature}: a server at teacher_url computes log-probs at temperature 1; "
@@ -131,6 +153,12 @@ class OpdConfig(SamplingConfig):
         if cfg.teacher_prompt is not None and any(writers.values()):
             name, value = next((name, value) for name, value in writers.items() if value)
             raise UserError(f"teacher_prompt={cfg.teacher_prompt}: conflicts with {name}={value}, which writes prompts")
+
+    def _check_moving_teacher(self, setting: str) -> None:
+        if self.distill.teacher != "self":
+            raise UserError(f"{setting}: has no effect with a teacher other than self; remove --teacher-update-rate")
+        if self.policy_loss.beta > 0:
+            raise UserError(f"{setting}: beta={self.policy_loss.beta} is a KL to the same weights; set --beta 0")
 
     def _check_rewards(self) -> None:
         if not self.reward.reward_funcs:

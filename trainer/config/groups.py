@@ -35,7 +35,8 @@ ESTIMATOR_NAMES = f"{{{','.join(ADVANTAGE_ESTIMATORS)}}}|MODULE.FUNCTION"
 class AdvantageConfig:
     """From rewards to advantages."""
 
-    _estimate: ClassVar[partial[Advantage]]  # set from advantage_estimator, not a flag
+    record: ClassVar[AdvantageEstimator]  # set from advantage_estimator, not flags
+    _estimate: ClassVar[partial[Advantage]]
 
     scale_rewards: Common[Literal["group", "batch", "none"] | bool] = "group"
     """Divide advantages by the standard deviation of the group (or true), of the batch, or not (none, or false)."""
@@ -43,7 +44,8 @@ class AdvantageConfig:
     (
         "How rewards become advantages. group: reward minus the group mean; leave_one_out: minus the mean of the other "
         "completions (RLOO); normalize_then_sum: normalize each reward in its group, sum, normalize over the batch "
-        "(GDPO); or my_module.my_estimator."
+        "(GDPO); opo: minus the mean reward of a token; max_rl: (reward - mean) / mean (MaxRL); reinforce_plus_plus: "
+        "normalize over all tokens of the batch, _baseline: minus the group mean first; or my_module.my_estimator."
     )
     advantage_kwargs: JsonObject = field(default_factory=dict)
     """Options of a custom estimator that are not flags, as a JSON object."""
@@ -70,7 +72,9 @@ class AdvantageConfig:
         if not is_read and self.scale_rewards not in (AdvantageConfig.scale_rewards, *unscaled):
             raise UserError(f"scale_rewards={self.scale_rewards}: has no effect with advantage_estimator={name}")
         if self.kl_in_reward and not record.reads_total:
-            raise UserError(f"kl_in_reward=True: advantage_estimator={name} has no sum of rewards to subtract it from")
+            raise UserError(
+                f"kl_in_reward=True: advantage_estimator={name} needs rewards without a KL; remove the flag"
+            )
         flags = {"scale_rewards": self.scale_rewards} if is_read else {}
         option = record.options.get("scale_rewards")
         if option is not None and option.default is not option.empty and self.scale_rewards == "group":
@@ -83,6 +87,7 @@ class AdvantageConfig:
         missing = [key for key, p in record.options.items() if p.default is p.empty and key not in options]
         if missing:
             raise UserError(f"advantage_estimator={name}: needs {missing[0]}; set it in --advantage-kwargs")
+        object.__setattr__(self, "record", record)
         object.__setattr__(self, "_estimate", partial(record.estimate, **options))
 
     @property

@@ -19,6 +19,7 @@ from losses.policy import OPTIONS, POLICY_LOSSES, PolicyLoss
 from trainer.config.checks import check_number, check_numbers, reject_unused
 
 NO_SEQUENCE_LEVEL = {
+    "token_only": "its mask is per token",
     "completion": "its ratio is per completion",
     "weight": "its weight is per completion",
     "none": "it has no ratio",
@@ -40,7 +41,7 @@ class PolicyLossConfig:
     (
         "Options of the loss that are not flags, as a JSON object (a mapping in YAML): '{\"cispo_cap\": 5}'. Built in: "
         "cispo_cap; sapo_temperature_pos, sapo_temperature_neg; vespo_k_pos, vespo_k_neg, vespo_lambda_pos, "
-        "vespo_lambda_neg. For a custom loss, its keyword arguments."
+        "vespo_lambda_neg; dppo_threshold. For a custom loss, its keyword arguments."
     )
     epsilon: Common[float] = 0.2
     """Clip range of the importance ratio, below and above 1."""

@@ -62,6 +62,10 @@ class SamplingConfig(RewardedConfig, PolicyGradientConfig):
 
     advantage: Flat[AdvantageConfig] = field(default_factory=AdvantageConfig)
 
+    @property
+    def fewest_generations(self) -> int:  # type: ignore[override]
+        return self.advantage.record.fewest_generations
+
     top_k: int = 0
     """Sample only from this many most likely tokens. 0: all. The loss takes log-probs over the same tokens."""
     top_p: float = 1.0

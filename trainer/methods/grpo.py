@@ -150,7 +150,7 @@ def policy_loss(
         if cap is not None:  # --delta, --dual-clip: bound the loss of a bad token that became far more likely
             loss = torch.where(advantage < 0, torch.minimum(loss, -cap * advantage), loss)
         metrics = clip_metrics(ratio, advantage, low=low, high=high, cap=cap)
-    else:  # --loss-type cispo, sapo, vespo, reinforce, or yours: losses/policy.py
+    else:  # --loss-type cispo, sapo, vespo, dppo_tv, dppo_kl, reinforce, or yours: losses/policy.py
         loss, metrics = call_loss(options.loss, logp.shape, t, **options.loss_options)
 
     weight = torch.ones_like(here)  # (n,) without gradient
@@ -189,13 +189,13 @@ def token_share(cfg: PolicyGradientConfig, t: MicroBatch) -> Tensor:  # (n,)
         return one / t.length
     if average == "micro_batch":  # bnpo: the mean over the tokens of a micro-batch, then over micro-batches
         return one / t.num_trained
-    return one  # dapo, dr_grpo, luspo, cispo, vespo, reinforce: the sum over tokens
+    return one  # dapo, dr_grpo, luspo, cispo, vespo, dppo, reinforce: the sum over tokens
 
 
 def step_divisor(cfg: PolicyGradientConfig, batch: MiniBatch) -> Tensor:  # ()
     """What the sum over the step is divided by, once: counted over all ranks before the first pass."""
     count = {
-        "tokens": batch.num_tokens,  # dapo, cispo, vespo
+        "tokens": batch.num_tokens,  # dapo, cispo, vespo, dppo
         "completions": batch.num_completions,  # grpo, sapo, rloo
         "completion_sums": batch.num_completions,  # luspo, reinforce
         "budget": batch.num_completions * cfg.max_completion_length,  # dr_grpo

@@ -16,6 +16,8 @@ beyond, and no pass before the training pass is needed. MiniLLM's credit for the
 the two heads (kernels/linear_kl.py); --student-data-fraction may then mix in given completions, as in GKD.
 
 The teacher is another model, a server, or the student's initial weights with another prompt: trainer/rl/teacher.py.
+With --teacher-update-rate a these weights follow the student, teacher <- (1 - a) teacher + a student after each step:
+the EMA teacher of SDPO (Huebotter et al. 2026, arXiv:2601.20802; `teacher_model_kind="ema"` in TRL 1.16).
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from trainer.rl.groups import Rollout
 from trainer.rl.minibatch import Advantages, MicroBatch, MiniBatch
 from trainer.rl.mixed_source import MixedSource, rows_of
 from trainer.rl.rollouts import Rollouts, open_rewards
-from trainer.rl.teacher import Teacher, load_teacher
+from trainer.rl.teacher import CrossTeacher, Teacher, fill_spans, load_teacher
 from trainer.run.run import open_run
 from trainer.run.training import Training, open_policy
 
@@ -59,19 +61,27 @@ def train(cfg: Config) -> None:
         rewards = open_rewards(cfg, run) if cfg.reward.reward_funcs else NoRewards()
         policy = open_policy(cfg, with_reference=cfg.has_reference)
         teacher = run.keep(open_teacher(cfg, policy))
+        if isinstance(teacher, CrossTeacher):
+            run.note(
+                f"teacher={cfg.distill.teacher}: another tokenizer, compared by spans of text (docs/distillation.md)"
+            )
         rollouts = Rollouts(run, cfg, policy, rewards, **given_completions(cfg, policy))
         teacher.read_prompts(rollouts.prompts)  # --teacher-prompt
-        training = Training(run, cfg, policy, rollouts, moving=cfg.moving)
+        training = Training(run, cfg, policy, rollouts, moving=cfg.moving_teacher)  # --teacher-update-rate
         for rollout in training.batches():
+            spans: dict[str, list[list[float]]] = {}
             if cfg.distill.jsd_beta is None:
-                advantage: Advantages = teacher_advantage(cfg, rollouts, rollout, teacher.logps(rollout.groups))
+                logps, spans = teacher.compare(rollout.groups)  # spans: of a CrossTeacher
+                advantage: Advantages = teacher_advantage(cfg, rollouts, rollout, logps)
             else:  # --jsd-beta: the whole distribution needs no advantage
                 advantage = torch.zeros(len(rollout.completions))
                 items = teacher.items(rollout.groups)
-            batches = rollouts.pack(rollout, advantage)
+            batches = rollouts.pack(rollout, advantage, extra=spans)
             logps_at_start(cfg, policy, batches, rollouts.steps_per_batch)
             rollouts.keep_samples(rollout, minus_engine_logps(advantage, rollout))
             for batch in rollouts.updates(*batches):
+                if spans:
+                    fill_spans(cfg, policy, batch)
                 if cfg.distill.jsd_beta is None:
                     sums = backward(cfg, policy, batch, loss=reverse_kl_loss)
                 else:
@@ -88,8 +98,11 @@ def reverse_kl_loss(
     policy/reverse_kl is the k1 estimator: unbiased while the ratio is 1, and possibly negative for few tokens.
     """
     t.advantage = t.advantage - t.logp.detach()
+    share = torch.ones_like(t.advantage)
+    if "rest" in t.extra:  # of a CrossTeacher
+        t.advantage, share = t.advantage - t.extra["rest"], t.extra["share"]
     loss, metrics = policy_loss(cfg, t, batch, divisor)
-    return loss, {**metrics, "policy/reverse_kl": (-t.advantage.sum(), len(t.advantage))}
+    return loss, {**metrics, "policy/reverse_kl": (-(t.advantage * share).sum(), len(t.advantage))}
 
 
 def teacher_advantage(

@@ -55,6 +55,8 @@ GLOSSARY: dict[str, str] = {
     "policy/clip_low_frac": "Fraction of trained tokens clipped for a ratio below the range (advantage below 0).",
     "policy/clip_high_frac": "Fraction of trained tokens clipped for a ratio above the range (advantage above 0).",
     "policy/clip_capped_frac": "Fraction of trained tokens beyond delta or dual_clip (advantage below 0).",
+    "rollout/reprompted_frac": "SDPO: fraction of completions with a solution or feedback for the teacher.",
+    "policy/dppo_masked_frac": "Fraction of tokens beyond dppo_threshold that their advantage pushes further away.",
     "policy/cispo_cap_frac": "Fraction of tokens whose ratio is above cispo_cap, which bounds their weight.",
     "policy/vespo_phi": "VESPO's weight of a completion; mean over tokens.",
     "policy/behaviour_ratio": "Trainer vs. engine: exp(old_logp - behaviour_logp) before any bound; token mean.",

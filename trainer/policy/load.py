@@ -96,6 +96,9 @@ COMPILER_OPTIONS = {
 # the policy ------------------------------------------------------------------------------------------------------
 
 
+REFERENCE = "reference"  # name of a second adapter, which is not trained
+
+
 def load_policy(
     cfg: ModelConfig, lora: LoraConfig, device: torch.device, *, with_reference: bool, load_now: bool = False
 ) -> Policy:
@@ -132,8 +135,8 @@ def load_policy(
     elif adapter:
         policy.model = continue_adapter(model, adapter, lora)
         if with_reference:  # a frozen copy of the adapter, not the base
-            policy.model.load_adapter(adapter, "reference", is_trainable=False)
-            policy.reference_adapter = "reference"
+            policy.model.load_adapter(adapter, REFERENCE, is_trainable=False)
+            policy.reference_adapter = REFERENCE
     elif not trains_base:
         policy.model = add_adapter(model, lora, revision)
     freeze_except(policy.model, cfg.trained_parameters)

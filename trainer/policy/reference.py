@@ -16,12 +16,14 @@ from torch import Tensor
 
 from data.errors import UserError
 from data.packing import Batch, Item, make_batches, to_device
+from losses.types import wide
 from rollout.model_folder import resolve_model
 from trainer.config.blocks import LoraConfig, ModelConfig, ParallelConfig, ReferenceConfig, RunConfig
 from trainer.files.atomic_folder import sync
 from trainer.parallel.comm import all_count, all_gather, balanced_shards, data_rank, data_size, is_main, world_size
 from trainer.parallel.dtensor import copy_into_shard, gather, reshard
-from trainer.policy.load import load_policy
+from trainer.policy.adapters import ADAPTER
+from trainer.policy.load import REFERENCE, load_policy
 from trainer.policy.logps import Policy, causal_lm, reference_logps, share_batches, token_logps
 from trainer.policy.sharding import parallelize, to_device_and_pad
 
@@ -45,11 +47,15 @@ class MovingReference:
 
         reference <- (1 - alpha) reference + alpha policy,   every `every` steps
 
-    Its weights are in the checkpoint, because the base model cannot restore them.
+    Its weights are in the checkpoint, because the base model cannot restore them. `exact` averages in float32: bfloat16
+    would round the small steps of an exponential moving average away. With LoRA the reference is a second adapter.
     """
 
-    def __init__(self, policy: Policy, alpha: float, every: int) -> None:
+    def __init__(self, policy: Policy, alpha: float, every: int, *, exact: bool = False) -> None:
         self.policy, self.alpha, self.every = policy, alpha, every
+        if policy.is_lora and policy.reference_adapter is None:
+            add_reference_adapter(policy)
+        self._average = {name: wide(x.detach()) for name, x in self._weights().items()} if exact else None
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
@@ -58,6 +64,7 @@ class MovingReference:
             trained = dict(self.policy.model.named_parameters())
             for name, parameter in self.tensors().items():
                 parameter.lerp_(trained[name].to(parameter.dtype), self.alpha)
+            self._round()
 
     def state_dict(self) -> dict[str, float]:
         return {"alpha": self.alpha, "every": self.every}
@@ -66,13 +73,50 @@ class MovingReference:
         """Ignore the saved values: both come from the config, and only the tensors are restored."""
 
     def tensors(self) -> dict[str, Tensor]:
-        reshard(self.policy.reference)  # there was no backward pass to do it
-        return dict(self.policy.reference.named_parameters())
+        return self._weights() if self._average is None else self._average
 
     @torch.no_grad()
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         for name, parameter in self.tensors().items():
             copy_into_shard(parameter, tensors[name])
+        self._round()
+
+    def _weights(self) -> dict[str, Tensor]:
+        """The weights of the reference, by the names of the trained weights."""
+        if self.policy.reference_adapter is not None:
+            return adapter_copies(self.policy)
+        reshard(self.policy.reference)  # there was no backward pass to do it
+        return dict(self.policy.reference.named_parameters())
+
+    def _round(self) -> None:
+        """Copy the float32 average to the reference."""
+        for name, parameter in self._weights().items() if self._average is not None else ():
+            parameter.copy_(self._average[name])
+
+
+def add_reference_adapter(policy: Policy) -> None:
+    """Add a frozen copy of the adapter under training."""
+    if policy.is_sharded:
+        raise UserError(
+            "teacher_update_rate: an adapter of a sharded model cannot be copied; use --parallel.mode replicate"
+        )
+    policy.model.add_adapter(REFERENCE, policy.model.peft_config[ADAPTER])
+    policy.model.set_adapter(ADAPTER)
+    policy.reference_adapter = REFERENCE
+    trained = dict(policy.model.named_parameters())
+    for name, copy in adapter_copies(policy).items():
+        copy.data.copy_(trained[name].data)
+        copy.requires_grad_(False)
+
+
+def adapter_copies(policy: Policy) -> dict[str, Tensor]:
+    """Parameters of the reference adapter, by the names of the trained ones."""
+    parts = ((name.split("."), parameter) for name, parameter in policy.model.named_parameters())
+    return {
+        ".".join(ADAPTER if part == policy.reference_adapter else part for part in name): parameter
+        for name, parameter in parts
+        if policy.reference_adapter in name
+    }
 
 
 def wants_copy(cfg: ReferenceConfig, lora: LoraConfig) -> bool:
@@ -127,7 +171,15 @@ def named_as(setting: str) -> Iterator[None]:
         raise UserError(f"{setting}={text[6:]}" if text.startswith("model=") else text) from None
 
 
-def load_frozen(setting: str, name: str, model: ModelConfig, policy: Policy, parallel: ParallelConfig | None) -> Policy:
+def load_frozen(
+    setting: str,
+    name: str,
+    model: ModelConfig,
+    policy: Policy,
+    parallel: ParallelConfig | None,
+    *,
+    same_tokens: bool = True,
+) -> Policy:
     """Load another model, frozen, in the policy's compute_dtype; sharded if the policy is sharded."""
     with named_as(setting):
         is_adapter = (Path(resolve_model(name)) / "adapter_config.json").exists()
@@ -137,7 +189,8 @@ def load_frozen(setting: str, name: str, model: ModelConfig, policy: Policy, par
     if is_adapter:  # merge in float32, then round once; buffers (rotary frequencies) keep their precision
         for parameter in source.model.parameters():
             parameter.data = parameter.data.to(policy.compute_dtype)
-    check_same_tokens(policy, source, f"{setting}={name}", model.model)
+    if same_tokens:
+        check_same_tokens(policy, source, f"{setting}={name}", model.model)
     source.model.requires_grad_(False)
     if policy.is_sharded:
         source = parallelize(dataclasses.replace(parallel, mode="fsdp"), source)

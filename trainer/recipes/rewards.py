@@ -17,3 +17,9 @@ def distance(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | 
         said = find_last_number(text_of(completion))
         scores.append(-float(FARTHEST if said is None else min(abs(said - int(gold)), FARTHEST)))
     return scores
+
+
+def same_answer(row):
+    """For SDPO on sums: a sum with the same answer that needs no carry, 32+10= for 17+25=; above 99 the question."""
+    solution = int(row["solution"])
+    return [{"role": "user", "content": f"{solution - 10}+10="}] if 20 <= solution < 100 else row["prompt"]

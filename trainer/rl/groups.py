@@ -4,8 +4,9 @@
     rollout = groups.next(step, engine.version)   # P groups: sampled, rewarded, and resampled or replayed if enabled
     advantage = groups.advantage(rollout)         # (B,), or one number per id: the estimator of the run
 
-Dynamic sampling and replay use the same estimator to find groups without signal. Statistics over a rollout
-(scale_rewards batch, GDPO's last stage) cover all its groups on all ranks, including replayed and resampled groups.
+Dynamic sampling and replay use the same estimator to find groups without signal: on each group alone, or on the whole
+rollout if the estimator compares groups (REINFORCE++). Statistics over a rollout (scale_rewards batch, GDPO's last
+stage) cover all its groups on all ranks, including replayed and resampled groups.
 """
 
 from __future__ import annotations
@@ -141,12 +142,14 @@ class Groups:
         sampled = list(groups)
         overlap = self.cfg.overlap
         for _ in range(overlap.dynamic_sampling_max_rounds if overlap.dynamic_sampling else 0):
-            flat = [index for index, group in enumerate(groups) if not self._has_signal(group)]
+            flat = [index for index, size in enumerate(self._sizes(groups)) if not size]
             if not flat:
                 break
             fresh = self._rewarded(self.producer.more(len(flat)), step)
             sampled += fresh
-            for index, group in zip(flat, [g for g in fresh if self._has_signal(g)], strict=False):
+            kept = [group for index, group in enumerate(groups) if index not in flat]
+            useful = [group for group, size in zip(fresh, self._sizes([*fresh, *kept]), strict=False) if size]
+            for index, group in zip(flat, useful, strict=False):
                 groups[index] = group
         if self.missing_rewards is not None:
             # The overlong penalty, the last column, does not count as a reward.
@@ -227,18 +230,26 @@ class Groups:
         return self._estimate(rollout)
 
     def _estimate(self, rollout: Rollout) -> Advantages:
+        if self.cfg.advantage.record.nonnegative and (rollout.reward < 0).any():
+            found = rollout.reward[rollout.reward < 0].min().item()
+            raise UserError(
+                f"advantage_estimator={self.cfg.advantage.advantage_estimator}: divides by the mean reward of a group, "
+                f"so rewards must be 0 or above (found {found:g}); use rewards of 0 and 1, or another estimator"
+            )
         # A method's own estimator calls the one of --advantage-estimator if the flag is set.
         function = self.estimate if self.cfg.advantage.is_default else self.cfg.advantage.estimate
         return checked_advantage(self.estimate(rollout), rollout, function)
 
-    def _advantage_alone(self, group: Group) -> Tensor:  # (any,)
-        """The advantage of a single group, on rank 0."""
-        advantage = self._estimate(self._rollout([group]))
-        return advantage if isinstance(advantage, Tensor) else torch.tensor([x for values in advantage for x in values])
-
-    def _has_signal(self, group: Group) -> bool:
-        """True if any completion has a nonzero advantage."""
-        return bool(self._advantage_alone(group).count_nonzero())
+    def _sizes(self, groups: Sequence[Group]) -> list[float]:
+        """Sum of |advantage| over each group, on rank 0; 0: no signal. Each group alone, unless they are compared."""
+        parts = [groups] if self.cfg.advantage.record.across_groups else [[group] for group in groups]
+        sizes = []
+        for part in parts:
+            advantage = iter(self._estimate(self._rollout(list(part))))  # of each completion
+            for group in part:
+                values = [torch.as_tensor(next(advantage)).flatten() for _ in group.completions]
+                sizes.append(torch.cat(values).abs().sum().item())
+        return sizes
 
     def _update_planner(self, group: Group) -> None:
         """Replan a prompt that earned nothing, and report the mean reward to the curriculum."""
@@ -254,13 +265,12 @@ class Groups:
         """Replace groups without signal by stored groups, then store the groups of this rollout that have signal."""
         if not self.replay.size:
             return {}
-        fresh = [group for group in groups if self._has_signal(group)]
-        for index, group in enumerate(groups):
-            stored = None if self._has_signal(group) else self.replay.draw(step=step, number=index)
+        fresh, sizes = list(groups), self._sizes(groups)
+        for index, (group, size) in enumerate(zip(fresh, sizes, strict=True)):
+            stored = None if size else self.replay.draw(step=step, number=index)
             groups[index] = stored or group
-        for group in fresh:
+        for group, size in zip(fresh, sizes, strict=True):
             spread = nan_std(self._rollout([group]).rewards[0].T, dim=1).nansum().item()  # summed over rewards
-            size = self._advantage_alone(group).abs().sum().item()
             # Rewards may be equal, or too few for a deviation, while the estimator still tells completions apart.
             score = (spread or 1.0) * size
             if score > 0:

@@ -135,7 +135,8 @@ class Training:
         startup.lap("rows")
         self.moving: MovingReference | None = None
         if moving is not None and moving.sync_ref_model:  # --sync-ref-model
-            self.moving = MovingReference(policy, moving.ref_model_mixup_alpha, moving.ref_model_sync_steps)
+            settings = moving.ref_model_mixup_alpha, moving.ref_model_sync_steps
+            self.moving = MovingReference(policy, *settings, exact=moving.exact)
             self.state["reference"] = self.moving
         self.callbacks: list[Callback] = load_callbacks(cfg.run.callbacks)
         self.best: Best | None = None

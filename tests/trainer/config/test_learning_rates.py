@@ -19,6 +19,7 @@ PUBLISHED = {  # (all weights, LoRA), as docs/quickstart.md has them
     "sft": (2e-5, 2e-4), "dpo": (1e-6, 5e-6), "ipo": (1e-6, 5e-6), "kto": (1e-6, 5e-6), "orpo": (8e-6, 8e-5),
     "cpo": (1e-6, 1e-5), "simpo": (1e-6, 1e-5), "rm": (1e-5, 1e-4), "prm": (1e-5, 1e-4), "grpo": (1e-6, 1e-5),
     "gdpo": (1e-6, 1e-5), "rloo": (1e-6, 1e-5), "ebft": (1e-6, 1e-5), "online_dpo": (1e-6, 5e-6), "opd": (1e-6, 1e-5),
+    "sdpo": (1e-6, 1e-5),
     "ppo": (1e-6, 1e-5),
 }  # fmt: skip
 

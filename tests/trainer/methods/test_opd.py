@@ -91,6 +91,12 @@ REJECTED = {
         ("--sync-ref-model",), ("--teacher", "self", "--teacher-prompt", "a.b"),
         "sync_ref_model=True: the reference is also teacher=self",
     ),
+    "updates of another": (("--teacher-update-rate", "0.1"), None, "teacher_update_rate=0.1: has no effect"),
+    "updates and a KL": (
+        ("--teacher-update-rate", "1", "--beta", "0.1"), ("--teacher", "self", "--teacher-prompt", "a.b"),
+        "teacher_update_rate=1.0: beta=0.1",
+    ),
+    "update rate 0": (("--teacher-update-rate", "0"), None, "teacher_update_rate=0.0: must be above 0"),
     "no rewards": (("--reward-coef", "0.5"), None, "reward_coef=0.5: has no effect"),
     "reward weights": (("--reward-weights", "2"), None, "reward_weights=2: has no effect"),
     "estimator": (("--scale-rewards", "none"), None, "scale_rewards=none: has no effect"),
@@ -232,7 +238,9 @@ def test_a_different_vocabulary_is_rejected(tmp_path):
     vocab = saved["model"]["vocab"]
     vocab["A"], vocab["B"] = vocab["B"], vocab["A"]
     path.write_text(json.dumps(saved))
-    cfg, tokenizer = parse(teacher=("--teacher", str(tmp_path / "t"))), tiny_policy().tokenizer
+    cfg = parse("--jsd-beta", "0", teacher=("--teacher", str(tmp_path / "t")))  # which compares vocabularies
+    tokenizer = tiny_policy().tokenizer
+    assert not check_vocabulary(parse(teacher=("--teacher", str(tmp_path / "t"))), tokenizer)
     with pytest.raises(ValueError, match=r"teacher=.*275 tokens.*275.*: '[AB]' is id \d+ there and id \d+ here"):
         check_vocabulary(cfg, tokenizer)
     longer = copy.deepcopy(tokenizer)
@@ -511,8 +519,9 @@ RUNS = {
     "rewards, two iterations": (*SMALL, *MEASURED, "--reward-coef", "0.5", "--num-generations", "4",
                                 "--num-iterations", "2"),
     "self, lora": (*SMALL, *MEASURED, "--lora.r", "4", "--learning-rate", "1e-3", "--teacher", "self",
-                   "--teacher-prompt", "hints.shown"),
-    "self, full, jsd": (*SMALL, *MEASURED, "--teacher", "self", "--teacher-prompt", "hints.shown", "--jsd-beta", "1"),
+                   "--teacher-prompt", "hints.shown", "--teacher-update-rate", "0.2"),
+    "self, full, jsd": (*SMALL, *MEASURED, "--teacher", "self", "--teacher-prompt", "hints.shown", "--jsd-beta", "1",
+                        "--teacher-update-rate", "0.2"),
 }  # fmt: skip
 
 

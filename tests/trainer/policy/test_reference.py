@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -290,6 +291,47 @@ def test_when_a_copy_is_needed():
     assert wants_copy(ReferenceConfig(ref="copy"), OFF) and wants_copy(ReferenceConfig(ref="adapter_off"), RANK4)
     for settings in ({"ref": "precomputed"}, {"ref_model": "x"}, {"ref": "copy", "ref_model": "x"}):
         assert not wants_copy(ReferenceConfig(**settings), OFF)
+
+
+def test_an_exact_reference_averages_in_float32():
+    """Steps of 1e-3 times a weight are rounded away in bfloat16, and again after each restore."""
+    weights = {"w": torch.full((4,), 1.0)}
+    student, teacher = torch.nn.ParameterDict(weights), torch.nn.ParameterDict(weights).bfloat16()
+    plain = {"is_lora": False, "reference_adapter": None}
+    policy = SimpleNamespace(model=student, reference=teacher.requires_grad_(False), **plain)
+    frozen = SimpleNamespace(model=student, reference=copy.deepcopy(teacher), **plain)
+    rounded = MovingReference(frozen, alpha=0.05, every=1)
+    exact, average = MovingReference(policy, alpha=0.05, every=1, exact=True), 1.0
+    for step in range(60):
+        student["w"].data += 1e-3
+        average += 0.05 * (student["w"][0].item() - average)
+        exact.after_step(step)
+        rounded.after_step(step)
+        if step == 30:
+            saved = {name: x.clone() for name, x in exact.tensors().items()}
+            exact = MovingReference(policy, alpha=0.05, every=1, exact=True)
+            exact.load_tensors(saved)
+    torch.testing.assert_close(exact.tensors()["w"], torch.full((4,), average))
+    assert teacher["w"].dtype == torch.bfloat16 and torch.equal(teacher["w"], exact.tensors()["w"].bfloat16())
+    assert average > 1.03 and rounded.tensors()["w"].max() < 1.01
+
+
+def test_with_lora_a_second_adapter_follows_the_trained_one():
+    policy, _, _ = load(lora=RANK4)
+    moving = MovingReference(policy, alpha=0.25, every=1, exact=True)
+    trained = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
+    before = {name: x.clone() for name, x in moving.tensors().items()}
+    assert set(before) == set(trained) and all(torch.equal(before[name], p) for name, p in trained.items())
+    with torch.no_grad():
+        for p in trained.values():
+            p.add_(0.1)
+    moving.after_step(1)
+    for name, x in moving.tensors().items():
+        torch.testing.assert_close(x, 0.75 * before[name] + 0.25 * trained[name])
+    with as_reference(policy) as model:
+        assert model.active_adapter == policy.reference_adapter
+    assert policy.model.active_adapter == "default" and all(p.requires_grad for p in trained.values())
+    assert not any(x.requires_grad for x in moving.tensors().values())
 
 
 def test_moving_reference_moves_by_alpha_every_n_steps():

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from losses.policy import POLICY_LOSSES
 from rollout.engine import Completion
 from tests.trainer.rl.naive_groups import Padded, naive_loss, padded, padded_logps
 from trainer.config.blocks import RunConfig
@@ -33,6 +34,8 @@ ADVANTAGE = torch.tensor([1.3, -0.4, -1.1, 0.2, -0.7, 0.9, 0.0, 1.6, 0.0, 0.0, 0
 TWO_TURNS, FAILED, TRUNCATED, NO_LOGP = 4, 11, (4, 9), (1, 2)
 TOTAL = sum(PROMPT_LENGTHS) + sum(LENGTHS)
 WHOLE = (8 * TOTAL, 1, "packed")
+# Options low enough that some tokens are beyond them.
+BINDING = {"cispo": {"cispo_cap": 1.05}, "dppo_tv": {"dppo_threshold": 0.002}, "dppo_kl": {"dppo_threshold": 2e-4}}
 # Micro-batch size, accumulation, layout.
 CUTS = [
     (1, 1, "packed"), (TOTAL // 2, 2, "padded"), (TOTAL // 3, 1, "shared"), (8 * TOTAL, 1, "shared"),
@@ -116,8 +119,8 @@ def make_config(cut: tuple[int, int, str] = WHOLE, *, num_iterations: int = 2, c
         per_device_train_batch_size=len(LENGTHS) // accumulation, gradient_accumulation_steps=accumulation,
         max_tokens_per_micro_batch=budget, packing=layout != "padded",
     )  # fmt: skip
-    options = {"epsilon": 0.1} if loss.get("loss_type", "dapo") not in ("cispo", "sapo", "vespo", "reinforce") else {}
-    options |= {"loss_kwargs": {"cispo_cap": 1.05}} if loss.get("loss_type") == "cispo" else {}  # low enough to bind
+    options = {"epsilon": 0.1} if "epsilon" in POLICY_LOSSES[loss.get("loss_type", "dapo")].options else {}
+    options |= {"loss_kwargs": BINDING[loss["loss_type"]]} if loss.get("loss_type") in BINDING else {}
     return SimpleNamespace(
         policy_loss=PolicyLossConfig(**{**options, **loss}), correction=CorrectionConfig(**(correction or {})), run=run,
         advantage=SimpleNamespace(kl_in_reward=False), temperature=TEMPERATURE, share_prompt=layout == "shared",

@@ -97,6 +97,8 @@ def naive_loss(
         "cispo": lambda: -ratio.detach().clamp(max=loss_option(options, "cispo_cap")) * a * logp,
         "sapo": lambda: -a * gate(ratio, a, *(loss_option(options, f"sapo_temperature_{x}") for x in ("pos", "neg"))),
         "vespo": lambda: -phi(options, ((fixed - proximal) * mask + log_weight).sum(1, keepdim=True), a) * a * logp,
+        "dppo_tv": lambda: -ratio * a * ~far(options, fixed.exp(), proximal.exp(), a),
+        "dppo_kl": lambda: -ratio * a * ~far(options, fixed.exp(), proximal.exp(), a),
         "reinforce": lambda: -a * logp,
         "rloo": lambda: clipped(options, ((logp - proximal) * mask).sum(1, keepdim=True).exp(), a),
     }.get(options.loss_type, lambda: clipped(options, ratio, a))()
@@ -146,6 +148,14 @@ def loss_option(options: Any, name: str) -> float:
 def gate(ratio: Tensor, a: Tensor, tau_pos: float, tau_neg: float) -> Tensor:
     tau = torch.where(a > 0, tau_pos, tau_neg * torch.ones_like(a))
     return torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+
+
+def far(options: Any, p: Tensor, mu: Tensor, a: Tensor) -> Tensor:  # (B, T) bool
+    """DPPO: pushed away from mu although the divergence is above the threshold."""
+    d = (p - mu).abs()
+    if options.loss_type == "dppo_kl":
+        d = mu * (mu / p).log() + (1 - mu) * ((1 - mu) / (1 - p)).log()
+    return (d > loss_option(options, "dppo_threshold")) & ((p - mu) * a > 0)
 
 
 def phi(options: Any, log_w: Tensor, a: Tensor) -> Tensor:

@@ -102,6 +102,20 @@ def test_dynamic_sampling_replaces_groups_without_signal():
     assert groups.producer.metrics()["rollout/resampled_groups"] == 3
 
 
+def test_dynamic_sampling_and_replay_see_the_statistics_of_the_batch():
+    """Alone, a group of equal rewards has no signal; in a batch with other rewards REINFORCE++ trains on it."""
+    cfg = AdvantageConfig(advantage_estimator="reinforce_plus_plus")
+    groups = groups_of(settings(cfg, dynamic_sampling=True), ["nn", "ny", "yy"])
+    assert words(groups.next(0, 0)) == ["nn", "ny", "yy"] and len(groups.producer.source.prompts) == 3
+    # All equal: all replaced. A new group has signal if the new groups differ from each other.
+    groups = groups_of(settings(cfg, dynamic_sampling=True), ["nn", "nn", "nn", "yy", "yy", "nn"])
+    assert words(groups.next(0, 0)) == ["yy", "yy", "nn"]
+    groups = groups_of(settings(cfg, replay_buffer_size=4), ["nn", "yn", "yy", "nn", "nn", "nn"])
+    assert groups.next(0, 0).metrics["rollout/replay_size"] == 3
+    groups.producer.done()
+    assert sum(group.replayed for group in groups.next(1, 1).groups) == 3
+
+
 def test_dynamic_sampling_stops_after_its_rounds_and_keeps_the_number_of_groups():
     groups = groups_of(settings(dynamic_sampling=True, dynamic_sampling_max_rounds=2), ["nn"] * 20)
     assert words(groups.next(0, 0)) == ["nn"] * 3
@@ -168,6 +182,11 @@ def test_the_sum_ignores_rewards_that_do_not_apply():
     rollout = rollout_of([[[1.0, None], [0.0, 2.0], [None, None]]], [1.0, 0.5])
     assert rollout.reward[0, :2].tolist() == [1.0, 1.0] and math.isnan(rollout.reward[0, 2])
     assert advantages(settings(), rollout).tolist() == [[0.0, 0.0, 0.0]]
+
+
+def test_max_rl_rejects_rewards_below_0():
+    with pytest.raises(UserError, match=r"advantage_estimator=max_rl: .* 0 or above \(found -0.5\)"):
+        advantages(settings(AdvantageConfig(advantage_estimator="max_rl")), rollout_of([[[1.0], [-0.5]]], [1.0]))
 
 
 def test_advantages_are_nan_only_where_a_reward_is_missing():

@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import statistics
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -40,6 +42,7 @@ from tests.trainer.rl.group_cases import (
     step,
 )
 from tests.trainer.rl.naive_groups import padded, padded_logps
+from trainer.config.groups import AdvantageConfig
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.methods import grpo
 from trainer.methods.grpo import backward
@@ -114,6 +117,52 @@ def test_the_gradient_does_not_depend_on_micro_batches_or_order(kind, monkeypatc
             assert logged["loss/total"] == pytest.approx(loss, rel=1e-5, abs=1e-6), (level, cut)
 
 
+REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]]  # of three groups
+
+
+def plain_max_rl(group: list[float]) -> list[float]:
+    return [(r - sum(group) / 4) / (sum(group) / 4) for r in group]
+
+
+def plain_opo(group: list[float], lengths: list[int]) -> list[float]:
+    return [r - sum(n * x for n, x in zip(lengths, group, strict=True)) / sum(lengths) for r in group]
+
+
+def plain_normalized(values: list[list[float]]) -> list[list[float]]:
+    """Mean and deviation over tokens, each with the value of its completion."""
+    both = zip(sum(values, []), sum(trained_lengths(), []), strict=True)
+    tokens = [x for x, n in both for _ in range(n)]
+    mean, deviation = statistics.fmean(tokens), statistics.stdev(tokens) + 1e-4
+    return [[(x - mean) / deviation for x in group] for group in values]
+
+
+def trained_lengths() -> list[list[int]]:
+    trained = [sum(c.mask) if c.mask else len(c.ids) for c in make_completions()]
+    return [trained[i : i + 4] for i in (0, 4, 8)]
+
+
+PLAIN_ADVANTAGES = {
+    "max_rl": lambda: [plain_max_rl(group) for group in REWARDS],
+    "opo": lambda: [plain_opo(*x) for x in zip(REWARDS, trained_lengths(), strict=True)],
+    "reinforce_plus_plus": lambda: plain_normalized(REWARDS),
+    "reinforce_plus_plus_baseline": lambda: plain_normalized([[r - sum(g) / 4 for r in g] for g in REWARDS]),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN_ADVANTAGES)
+def test_the_gradient_of_an_estimator_matches_its_formula_for_every_cut(name):
+    """Rewards -> --advantage-estimator -> the clipped loss of a second step, against the formula in plain Python."""
+    reward = torch.tensor(REWARDS, dtype=torch.float64)
+    r = SimpleNamespace(reward=reward, completions=make_completions(), all_sum=lambda x: x)
+    advantage = AdvantageConfig(advantage_estimator=name).estimate(r)
+    expected = torch.tensor(PLAIN_ADVANTAGES[name](), dtype=torch.float64)
+    torch.testing.assert_close(advantage, expected, atol=1e-12, rtol=1e-12)
+    want, loss = by_hand(make_config(), advantage=expected.flatten())
+    for cut in CUTS:
+        got, logged, _ = step(make_config(cut), advantage=advantage.flatten())
+        assert close(got, want) and logged["loss/total"] == pytest.approx(loss, rel=1e-5, abs=1e-6), cut
+
+
 def test_only_bnpo_depends_on_micro_batches():
     gradients = [step(make_config(cut, loss_type="bnpo"))[0] for cut in (WHOLE, (TOTAL // 3, 1, "packed"))]
     assert (gradients[0] - gradients[1]).norm() > 0.01 * gradients[0].norm()
@@ -165,6 +214,8 @@ def test_the_cases_are_not_trivial():
         assert 0.05 < logged[f"policy/{name}"] < 0.95, (name, logged[f"policy/{name}"])
     _, logged, _ = step(make_config(loss_type="cispo"))
     assert 0.1 < logged["policy/cispo_cap_frac"] < 0.9
+    for kind in ("dppo_tv", "dppo_kl"):
+        assert 0.05 < step(make_config(loss_type=kind))[1]["policy/dppo_masked_frac"] < 0.9, kind
     gradients = [
         step(make_config(num_iterations=iterations(kind), loss_type=kind, importance_sampling_level=level))[0]
         for kind, level in LEVELS

@@ -150,7 +150,9 @@ def given_completions(cfg: Config, policy: Policy) -> dict[str, Any]:
     }
 
 
-def backward_jsd(cfg: Config, policy: Policy, teacher: Teacher, batch: MiniBatch, items: Sequence[Item]) -> MetricSums:
+def backward_jsd(
+    cfg: OpdConfig, policy: Policy, teacher: Teacher, batch: MiniBatch, items: Sequence[Item]
+) -> MetricSums:
     """Gradients of the divergence between whole distributions, averaged over all trained tokens of the step.
 
     `items` are the teacher's sequences: for each completion of the batch, the teacher's prompt and the same ids.

@@ -687,7 +687,7 @@ def test_settings_of_the_chat_template_reach_the_rows_of_every_method(method, tm
         "ebft": lambda specs: ebft.targets_of(cfg, policy, network, specs),
     }
     ours |= dict.fromkeys(("dpo", "ipo", "cpo", "orpo", "simpo"), lambda specs: pairs_of(cfg, policy, specs))
-    sampling = ("grpo", "gdpo", "rloo", "opd", "online_dpo", "ppo")
+    sampling = ("grpo", "gdpo", "rloo", "opd", "online_dpo", "ppo", "sdpo")
     ours |= dict.fromkeys(sampling, lambda specs: prompts_of(cfg, policy, specs))
     (made,) = ours[method]((str(tmp_path / "rows.jsonl"),))
     ids = made.prompt_ids if hasattr(made, "prompt_ids") else made.ids

@@ -645,6 +645,7 @@ FACTS = {
     "online_dpo": FIXED._replace(reference="always", samples=True),
     "ppo": POLICY_GRADIENT._replace(critic=True),
     "ebft": POLICY_GRADIENT._replace(reference="always"),  # its frozen feature network
+    "sdpo": POLICY_GRADIENT._replace(reference="always"),  # its teacher
 }
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -29,7 +29,7 @@ from data.command.flags import Common
 from data.errors import UserError
 from data.packing import Item
 from rollout.engine import Completion, Group
-from trainer.config.blocks import Flat
+from trainer.config.blocks import Flat, MethodMemory
 from trainer.config.checks import reject_unused
 from trainer.config.distill import DistillConfig, OpdConfig
 from trainer.methods.grpo import backward, logps_at_start
@@ -47,6 +47,7 @@ from trainer.run.training import Training, open_policy
 class Config(OpdConfig):
     """Self-distillation: the model with a correct answer of its own in the prompt teaches the model without it."""
 
+    memory: ClassVar[MethodMemory] = MethodMemory("one pass", "always", samples=True)
     distill: Flat[DistillConfig] = field(
         default_factory=lambda: DistillConfig(teacher="self", teacher_update_rate=0.05, reward_coef=0.0)
     )

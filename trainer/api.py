@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 SOURCE = "train()"  # in messages, where a file would be named
 DATA = ("data", "eval_data")
+LISTS = ("reward_funcs", "tools", "callbacks")  # one object instead of a list is a list of one, as in TRL
 AS_THEY_ARE = ("reward_funcs", "loss_type", "advantage_estimator")  # settings that take functions as objects
 THEIR_NAMES = {"train_dataset": "data", "eval_dataset": "eval_data", "processing_class": "tokenizer"}  # TRL's
 PEFT = {"r": "r", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "target_modules",
@@ -100,7 +101,8 @@ def _split(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     plain: dict[str, Any] = {}
     objects: dict[str, Any] = {}
     for name, value in settings.items():
-        value = _named(name, value)
+        is_one = name in LISTS and value is not None and not isinstance(value, (list, tuple, set, str))
+        value = _named(name, [value] if is_one else value)
         items = value if isinstance(value, tuple) else (value,)
         if any(isinstance(item, PythonObject) or callable(item) for item in items):
             objects[name] = value
@@ -299,23 +301,36 @@ class Run:
         """
         from trainer.generate import ChatModel, GenerateConfig
 
+        known = [field.name for field in fields(GenerateConfig) if field.name not in ("source", "prompt")]
+        for name in options:
+            if name not in known:
+                raise UserError(f"generate(): {name}: unknown option; use one of {', '.join(known)}")
         key = tuple(sorted(options.items()))
         if key not in self._chat:
             cfg = GenerateConfig(source=str(self.dir), **options)
             self._chat = {key: ChatModel(cfg, (self.model, self.tokenizer))}
         chat = self._chat[key]
-        is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], Mapping))
-        listed: Sequence[Any] = [prompts] if is_one else prompts
+        is_one = isinstance(prompts, str) or _are_messages(prompts)
+        listed: list[Any] = [prompts] if is_one or not isinstance(prompts, Iterable) else list(prompts)
+        if not all(isinstance(p, str) or _are_messages(p) for p in listed):
+            raise UserError("generate(): prompts must be a text, messages, or a list of these; of a dataset, pass "
+                            'dataset["prompt"]')  # fmt: skip
         messages = [([], prompt) if isinstance(prompt, str) else (prompt[:-1], prompt[-1]["content"])
                     for prompt in listed]  # fmt: skip
         answers = [chat.answer(line, list(before), seed + i) for i, (before, line) in enumerate(messages)]
         return answers[0] if is_one else answers
 
     def save(self, folder: str | Path, *, merge_lora: bool = False) -> Path:
-        """Write the model and its tokenizer to a folder: the adapter of a LoRA run, unless `merge_lora`."""
+        """Write the model and its tokenizer to a folder: the adapter of a LoRA run, unless `merge_lora`.
+
+        A model in the folder is replaced.
+        """
         from trainer.run.export import export_model
 
         folder, policy = Path(folder).expanduser(), self._policy
+        is_model = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+        if folder.exists() and not is_model and (folder.is_file() or any(folder.iterdir())):
+            raise UserError(f"save(): {folder}: exists and is not a model folder; choose another name")
         export_model(policy.model, policy.tokenizer, folder, merge_lora=merge_lora, base=policy.source,
                      revision=policy.revision)  # fmt: skip
         return folder
@@ -325,3 +340,8 @@ class Run:
         from trainer.push import PushConfig, push
 
         push(PushConfig(run=str(self.dir), repo=repo, **options))
+
+
+def _are_messages(prompt: Any) -> bool:
+    is_list = isinstance(prompt, (list, tuple)) and bool(prompt)
+    return is_list and all(isinstance(message, Mapping) and "content" in message for message in prompt)

@@ -55,10 +55,15 @@ def plan_lines(cfg: MethodConfig, rows: list[ShownRow]) -> list[str]:
     parts = plan.peak_parts(s, work)
     engine = plan.engine_memory_of(cfg, s, work)
     sizes = [f"{name} {size / plan.GIB:.3g}" for name, size in parts.items() if size]
-    sizes += [f"sampling engine {sum(engine) / plan.GIB:.3g}"] if engine else []
     total, room = plan.peak_with_engine(s, work, engine, plan.memory_here()), plan.memory_here()
     limit = "" if room == float("inf") else f" of {room / plan.GIB:.3g}"
-    lines.append(f"memory: {total / plan.GIB:.3g} GiB{limit} per device at the peak of a step ({', '.join(sizes)})")
+    sampling = f"sampling engine {sum(engine) / plan.GIB:.3g}" if engine else ""
+    is_counted = bool(engine) and total > sum(parts.values())
+    sizes += [sampling] if is_counted else []
+    apart = f"; {sampling}, not during a step" if sampling and not is_counted else ""
+    lines.append(
+        f"memory: {total / plan.GIB:.3g} GiB{limit} per device at the peak of a step ({', '.join(sizes)}){apart}"
+    )
     if plan.device_here() == "cpu":
         return [*lines, "time: not estimated on a CPU"]
     name, card = plan.pick_card(plan.PlanConfig(model=cfg.model.model, gpu="here"))

@@ -41,7 +41,7 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.reward_funcs, (tuple, list)):  # from Python, a function instead of a tuple
-            raise UserError(f"reward_funcs={self.reward_funcs}: must be a tuple; write (my_function,)")
+            raise UserError(f"reward_funcs={self.reward_funcs}: must be a list; write [my_function]")
         parse_weights(self.reward_weights, len(self.reward_funcs) or 1)
         for name, zero in (("reward_num_workers", "no workers"), ("reward_none_limit", "never stop")):
             if getattr(self, name) < 0:

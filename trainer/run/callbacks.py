@@ -54,6 +54,10 @@ def load_callbacks(specs: Sequence[Any]) -> list[Callback]:
         if not isinstance(found[-1], Callback):
             kind = type(found[-1]).__name__
             raise UserError(f"callbacks={spec}: must be a trainer.run.callbacks.Callback, not {kind}")
+        for name in dir(found[-1]):
+            if name.startswith("on_") and not hasattr(Callback, name):
+                points = ", ".join(point for point in dir(Callback) if point.startswith("on_"))
+                raise UserError(f"callbacks={spec}: {name} would never be called; use one of {points}, or rename it")
     return found
 
 
@@ -94,7 +98,8 @@ class Best(Callback):
         """Copy the best weights into the model."""
         for name, parameter in self._trained() if self.weights and self.step != self.training.step else ():
             parameter.copy_(self.weights[name])
-        self.training.run.note(f"best: {self.metric} {self.sign * self.value:.4g} at step {self.step}")
+        exported = "; its weights are exported" if self.weights else ""
+        self.training.run.note(f"best: {self.metric} {self.sign * self.value:.4g} at step {self.step}{exported}")
 
     def state_dict(self) -> dict[str, float]:
         value = None if math.isinf(self.value) else self.value

@@ -132,5 +132,5 @@ def test_the_error_names_functions_given_from_python_and_the_default(tmp_path, m
 def test_a_single_function_instead_of_a_tuple_is_rejected():
     from rollout.rewards.options import RewardConfig
 
-    with pytest.raises(ValueError, match=r"reward_funcs=.*tuple"):
+    with pytest.raises(ValueError, match=r"reward_funcs=.*list"):
         RewardConfig(reward_funcs=len)

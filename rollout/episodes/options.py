@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
+from data.command.checks import check_numbers, reject_unused
 from data.command.flags import Common
 from data.errors import UserError
 
@@ -30,36 +30,32 @@ class ToolConfig:
     """Function that samples instead of the engine: my_module.fn or FILE.py:fn. Its signature decides the kind."""
     harness: str | None = None
     (
-        "Program that plays a row with the policy as its model: a command with {row} (a JSON file), {prompt}, "
-        "{base_url} and {api_key}, which are also in its environment (OPENAI_BASE_URL, ...). Rewards get its stdout "
-        "and folder."
+        "Agent program to run for each completion, with the policy as its model: a command with {row} (a JSON file), "
+        "{prompt}, {base_url} and {api_key}; the last two are also in its environment (OPENAI_BASE_URL, ...). Rewards "
+        "get its stdout and folder."
     )
     harness_timeout: float = 600.0
-    """Seconds that the program may take. After that it is ended and has no reward."""
+    """Seconds that the program may take; then it is ended, and its completion has no reward."""
     harness_max_concurrent: int = 16
-    """Maximum programs that run at the same time."""
+    """Maximum number of concurrent programs."""
 
     def __post_init__(self) -> None:
         if not self.harness:
-            for name in ("harness_timeout", "harness_max_concurrent"):
-                if (value := getattr(self, name)) != getattr(ToolConfig, name):
-                    raise UserError(f"{name}={value}: has no effect without a program; set --harness")
+            names = ("harness_timeout", "harness_max_concurrent")
+            reject_unused(self, "without a program; set --harness", names)
         if self.harness == "":
             raise UserError("harness='': empty; pass a command such as 'python agent.py {row}'")
-        if not 0 < self.harness_timeout < math.inf:
-            raise UserError(f"harness_timeout={self.harness_timeout}: must be a number of seconds above 0")
-        if self.harness_max_concurrent < 1:
-            raise UserError(f"harness_max_concurrent={self.harness_max_concurrent}: must be 1 or more")
+        check_numbers(
+            self,
+            {"a number of seconds above 0": "harness_timeout tool_timeout", "1 or more": "harness_max_concurrent"},
+        )
         if self.tools and self.rollout_func:
             raise UserError(
                 f"rollout_func={self.rollout_func}: never calls tools={' '.join(self.tools)}; use one of the two flags"
             )
-        for field in fields(self):
-            value = getattr(self, field.name)
-            others = ("tools", "rollout_func", *(("tool_format",) if self.harness else ()))
-            is_other = field.name in others or field.name.startswith("harness")
-            if not self.tools and not is_other and value != field.default:
-                raise UserError(f"{field.name}={value}: has no effect without tools; set --tools")
+        if not self.tools:
+            names = ("max_turns", "max_tool_tokens", "tool_timeout", *(() if self.harness else ("tool_format",)))
+            reject_unused(self, "without tools; set --tools", names)
         if "" in self.tools:
             raise UserError("tools='': empty name; pass calculator, lookup, my_module.fn or FILE.py:fn")
         if self.rollout_func == "":
@@ -68,5 +64,3 @@ class ToolConfig:
             raise UserError(f"max_turns={self.max_turns}: must be 2 or more, for a call and the answer after it")
         if self.max_tool_tokens is not None and self.max_tool_tokens < 1:
             raise UserError(f"max_tool_tokens={self.max_tool_tokens}: must be 1 or more, or None for no limit")
-        if not 0 < self.tool_timeout < math.inf:
-            raise UserError(f"tool_timeout={self.tool_timeout}: must be a number of seconds above 0")

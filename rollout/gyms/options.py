@@ -5,11 +5,11 @@ Separate from nemo_gym.py and openenv.py, so that flags can be parsed without im
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
+from data.command.checks import check_numbers, reject_unused
 from data.errors import UserError
 
 VERIFY = "nemo_gym:verify"  # a resource server scores each completion
@@ -49,32 +49,24 @@ class NemoGymConfig:
     multi_turn: bool = False
     """Let the gym's agents run whole episodes (/run) with the policy as their model. Use --reward-funcs env."""
     endpoint_port: int | None = None
-    """With multi_turn: port at which the gym's model server finds the policy. None: 11001, or any with auto_start."""
+    """With multi_turn: port at which the gym's model server finds the policy. None: 11001; with auto_start any."""
     prefix_mismatch: Literal["branch", "last", "drop", "stop"] = "branch"
     """If an agent rewrites earlier turns. branch: train all branches; last: the last one; drop: the row; stop."""
     model_name: str = "policy"
     """Model name sent to /verify."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.head_port < 65536:
-            raise UserError(f"nemo_gym.head_port={self.head_port}: must be between 1 and 65535")
-        for name in ("server_timeout", "verify_timeout", "run_timeout"):
-            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"nemo_gym.{name}={getattr(self, name)}: must be above 0 and finite")
-        if self.endpoint_port is not None and not (self.multi_turn and 0 < self.endpoint_port < 65536):
-            reason = "must be between 1 and 65535" if self.multi_turn else "has no effect without nemo_gym.multi_turn"
-            raise UserError(f"nemo_gym.endpoint_port={self.endpoint_port}: {reason}")
-        if self.retries < 0:
-            raise UserError(f"nemo_gym.retries={self.retries}: must be 0 or more")
-        if self.max_connections < 1:
-            raise UserError(f"nemo_gym.max_connections={self.max_connections}: must be 1 or more")
+        rules = {
+            "between 1 and 65535": "head_port endpoint_port",
+            "above 0 and finite": "server_timeout verify_timeout run_timeout",
+            "0 or more": "retries",
+            "1 or more": "max_connections",
+        }
+        check_numbers(self, rules, "nemo_gym.")
+        if not self.multi_turn:
+            reject_unused(self, "without nemo_gym.multi_turn", ("endpoint_port",), "nemo_gym.")
         if not self.datasets:
-            for field in fields(self):
-                if getattr(self, field.name) != field.default:
-                    raise UserError(
-                        f"nemo_gym.{field.name}={getattr(self, field.name)}: has no effect without rows of the gym; "
-                        "set --nemo-gym.datasets"
-                    )
+            reject_unused(self, "without rows of the gym; set --nemo-gym.datasets", prefix="nemo_gym.")
         if self.auto_start and not self.config_paths:
             raise UserError("nemo_gym.auto_start=True: no server files; set --nemo-gym.config-paths")
         if self.auto_start and (self.head_host, self.head_port) != ("127.0.0.1", 11000):
@@ -138,12 +130,7 @@ class OpenEnvConfig:
 
     def __post_init__(self) -> None:
         if self.env is None:
-            for field in fields(self):
-                if getattr(self, field.name) != field.default:
-                    raise UserError(
-                        f"openenv.{field.name}={getattr(self, field.name)}: has no effect without an environment; set "
-                        "--openenv.env"
-                    )
+            reject_unused(self, "without an environment; set --openenv.env", prefix="openenv.")
         if "" in (self.env, self.adapter):
             raise UserError("openenv.env, openenv.adapter: empty name; pass module.Class or FILE.py:Class")
         if self.adapter is not None and (self.action_field or self.observation_field):
@@ -151,10 +138,7 @@ class OpenEnvConfig:
                 f"openenv.action_field, openenv.observation_field: have no effect with openenv.adapter={self.adapter}; "
                 "remove them"
             )
-        for name in ("max_turns", "max_concurrent_envs"):
-            if getattr(self, name) < 1:
-                raise UserError(f"openenv.{name}={getattr(self, name)}: must be 1 or more")
-        if not 0 < self.timeout < math.inf:
-            raise UserError(f"openenv.timeout={self.timeout}: must be a number of seconds above 0")
+        rules = {"1 or more": "max_turns max_concurrent_envs", "a number of seconds above 0": "timeout"}
+        check_numbers(self, rules, "openenv.")
         if "seed" in self.reset_columns:
             raise UserError("openenv.reset_columns=seed: reset() always gets the seed; remove it")

@@ -5,10 +5,10 @@ Separate from verifiers_env.py, so that flags can be parsed without importing it
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
+from data.command.checks import check_numbers, reject_unused
 from data.errors import UserError
 from data.formats.template_settings import JsonObject
 
@@ -42,19 +42,11 @@ class VerifiersConfig:
 
     def __post_init__(self) -> None:
         if self.env is None:
-            for option in fields(self):
-                value = getattr(self, option.name)
-                if value != ({} if option.name in ("args", "renderer") else option.default):
-                    raise UserError(
-                        f"verifiers.{option.name}={value}: has no effect without an environment; set --verifiers.env"
-                    )
+            reject_unused(self, "without an environment; set --verifiers.env", prefix="verifiers.")
         elif not self.env.strip():
             raise UserError("verifiers.env='': empty name; pass an environment, a module or FILE.py")
-        for name in ("rows", "max_concurrent"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise UserError(f"verifiers.{name}={getattr(self, name)}: must be 1 or more")
-        if not 0 < self.timeout < math.inf:
-            raise UserError(f"verifiers.timeout={self.timeout}: must be a number of seconds above 0")
+        rules = {"1 or more": "rows max_concurrent", "a number of seconds above 0": "timeout"}
+        check_numbers(self, rules, "verifiers.")
 
 
 def check_verifiers(cfg: VerifiersConfig, *, has_data: bool, system_prompt: str | None, chat_template: str) -> None:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from data.command.checks import check_numbers
 from data.command.flags import Common
 from data.errors import UserError
 from rollout.rewards.weights import parse_weights
@@ -46,8 +47,7 @@ class RewardConfig:
         for name, zero in (("reward_num_workers", "no workers"), ("reward_none_limit", "never stop")):
             if getattr(self, name) < 0:
                 raise UserError(f"{name}={getattr(self, name)}: must be 0 ({zero}) or more")
-        if not 0 < self.reward_timeout < math.inf:
-            raise UserError(f"reward_timeout={self.reward_timeout}: must be above 0 and finite")
+        check_numbers(self, {"above 0 and finite": "reward_timeout"})
         if self.reward_memory_gb is not None and not 0 < self.reward_memory_gb < math.inf:
             raise UserError(f"reward_memory_gb={self.reward_memory_gb}: must be above 0 and finite, or None")
         if not self.reward_num_workers:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
+from data.command.checks import check_numbers, reject_unused
 from data.command.flags import Common
 from data.errors import UserError
 
@@ -59,16 +59,14 @@ class VllmConfig:
     """Additional server arguments in shell syntax, attached with =: --vllm.extra-args="--seed 4"."""
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "tensor_parallel_size", "max_in_flight"):
-            if getattr(self, name) < 1:
-                raise UserError(f"vllm.{name}={getattr(self, name)}: must be 1 or more")
-        for name in ("timeout", "startup_timeout"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"vllm.{name}={getattr(self, name)}: must be above 0 and finite")
+        rules = {
+            "1 or more": "replicas tensor_parallel_size max_in_flight",
+            "above 0 and finite": "timeout startup_timeout",
+            "above 0 and at most 1": "gpu_memory_utilization",
+        }
+        check_numbers(self, rules, "vllm.")
         if not 0 <= self.port < 65536:
             raise UserError(f"vllm.port={self.port}: must be between 0 (a free port) and 65535")
-        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
-            raise UserError(f"vllm.gpu_memory_utilization={self.gpu_memory_utilization}: must be above 0 and at most 1")
         if self.devices and len(self.devices) != self.replicas * self.tensor_parallel_size:
             raise UserError(
                 f"vllm.devices={' '.join(map(str, self.devices))}: {len(self.devices)} GPUs for replicas="
@@ -78,10 +76,7 @@ class VllmConfig:
             if not url.startswith(("http://", "https://")):
                 raise UserError(f"vllm.url={url}: must begin with http:// or https://")
         if self.url:
-            for name in LAUNCH_ONLY:
-                value = getattr(self, name)
-                if value != getattr(VllmConfig, name):  # the class attribute is the default
-                    raise UserError(f"vllm.{name}={value}: has no effect with vllm.url; pass it to rollout.serve")
+            reject_unused(self, "with vllm.url; pass it to rollout.serve", LAUNCH_ONLY, "vllm.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +100,4 @@ class SyncConfig:
     """Maximum log-prob difference. None: 1e-4 (maximum) in float32, 0.05 (mean) in bfloat16."""
 
     def __post_init__(self) -> None:
-        for name in ("bucket_mb", "probe_every"):
-            if getattr(self, name) < 1:
-                raise UserError(f"sync.{name}={getattr(self, name)}: must be 1 or more")
-        if self.probe_tolerance is not None and not 0 < self.probe_tolerance < math.inf:
-            raise UserError(f"sync.probe_tolerance={self.probe_tolerance}: must be above 0 and finite")
+        check_numbers(self, {"1 or more": "bucket_mb probe_every", "above 0 and finite": "probe_tolerance"}, "sync.")

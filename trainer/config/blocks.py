@@ -17,11 +17,11 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import tyro
 
+from data.command.checks import check_number, check_numbers, reject_unused
 from data.command.flags import Common
 from data.errors import UserError
 from data.formats.template_settings import JsonObject
 from rollout.servers.options import SyncConfig, VllmConfig
-from trainer.config.checks import check_number, check_numbers, reject_unused
 from trainer.parallel.ranks import TIMEOUT_S, world_size
 
 T = TypeVar("T")
@@ -174,7 +174,7 @@ class ModelConfig:
     )
     fp8_base: bool = False
     (
-        "Multiply with the frozen base of a LoRA run in FP8, on Hopper GPUs and later. The output of a layer is off by "
+        "Multiply with the frozen base of a LoRA run in FP8, on Hopper GPUs and later. A layer's output is off by "
         "about 4 %. Takes 2 more bytes per weight. Exports are not affected. Offline methods only."
     )
     chat_template: Common[str] = "tokenizer_default"
@@ -318,8 +318,8 @@ class DataConfig:
     )
     row_cache: str = "~/.cache/strop/rows"
     (
-        "Folder for tokenized rows; runs with the same rows, tokenizer and settings reuse them. Rows that no run has "
-        "used for 30 days are deleted. none: no cache."
+        "Folder for tokenised rows; runs with the same rows, tokenizer and settings reuse them. Rows are deleted after "
+        "30 days without use. none: no cache."
     )
 
     def __post_init__(self) -> None:
@@ -528,7 +528,7 @@ class RunConfig:
     load_best_model_at_end: bool = False
     """Export the weights of the best evaluation instead of the last; keeps a copy of the trained weights in memory."""
     early_stopping_patience: int | None = None
-    """Stop after this many evaluations in a row without a better metric_for_best_model. None: never."""
+    """Stop after this many consecutive evaluations without a better metric_for_best_model. None: never."""
     report_to: Common[tuple[Literal["tensorboard", "wandb", "trackio", "none"], ...]] = ("none",)
     """Services to send metrics to, in addition to metrics.jsonl and report.html."""
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
+from data.command.checks import check_numbers, reject_unused
 from data.command.flags import Common
 from data.errors import UserError
 from trainer.config.blocks import Flat, MovingReferenceConfig
-from trainer.config.checks import check_numbers, reject_unused
 from trainer.config.policy import PolicyLossConfig
 from trainer.config.sampling import SamplingConfig
 
@@ -36,8 +36,8 @@ class DistillConfig:
     )
     teacher_update_rate: float | None = None
     (
-        "teacher=self: after every optimizer step, move the teacher towards the student by this fraction, which is "
-        "then an exponential moving average of the student (0.05 is typical). None: the initial weights."
+        "teacher=self: after every optimizer step, move the teacher towards the student by this fraction (an "
+        "exponential moving average; 0.05 is typical). None: the teacher keeps the initial weights."
     )
     jsd_beta: Common[float | None] = None
     (
@@ -75,7 +75,7 @@ def _policy_loss() -> PolicyLossConfig:
 
 
 class MovingTeacher(MovingReferenceConfig):
-    """teacher_update_rate, as the settings of the reference that teacher=self is."""
+    """teacher_update_rate as settings of a moving reference, which the teacher then is."""
 
     exact: ClassVar[bool] = True
 
@@ -100,7 +100,7 @@ class OpdConfig(SamplingConfig):
 
     @property
     def moving_teacher(self) -> MovingReferenceConfig:
-        """How the reference moves: as teacher=self with teacher_update_rate, otherwise as sync_ref_model says."""
+        """How the reference moves: with teacher_update_rate as the teacher, otherwise by sync_ref_model."""
         if (rate := self.distill.teacher_update_rate) is None:
             return self.moving
         return MovingTeacher(sync_ref_model=True, ref_model_mixup_alpha=rate, ref_model_sync_steps=1)

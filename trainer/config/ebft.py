@@ -7,13 +7,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from data.command.checks import check_numbers, reject_unused
 from data.command.flags import Common
 from data.errors import UserError
 from data.format_options import FormatOptions
 from data.strided import StridedPlan
 from losses.ebft import layer_indices
 from trainer.config.blocks import Flat, check_evaluation, reject_offline_only
-from trainer.config.checks import check_numbers, reject_unused
 from trainer.config.groups import PolicyGradientConfig
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
+from data.command.checks import check_numbers, reject_unused
 from data.command.flags import Common, default_of
 from data.errors import UserError
 from data.formats.template_settings import JsonObject
@@ -25,7 +26,6 @@ from trainer.config.blocks import (
     check_engine,
     reject_offline_only,
 )
-from trainer.config.checks import check_numbers, reject_unused
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig, check_policy_options
 
 ESTIMATOR_NAMES = f"{{{','.join(ADVANTAGE_ESTIMATORS)}}}|MODULE.FUNCTION"
@@ -288,7 +288,10 @@ class PolicyGradientConfig(GroupConfig):
     correction: Flat[CorrectionConfig] = field(default_factory=CorrectionConfig)
 
     share_prompt: bool = True
-    """Compute a prompt once per group; the gradient is the same. No effect without packing."""
+    (
+        "Compute a group's prompt once, and also what branches of an episode share; the gradient is the same. "
+        "No effect without packing."
+    )
 
     def check_groups(self) -> None:
         super().check_groups()

@@ -67,6 +67,7 @@ def far_off(cfg: MethodConfig, num_parameters: int) -> str | None:
     if 1 / limit <= rate / default <= limit and not is_full_rate:
         return None
     factor, side = (rate / default, "above") if rate > default else (default / rate, "below")
-    which = f"with LoRA (for all weights it is {rates.full:g})" if is_lora else "for all weights"
-    which += f" and models under {SMALL_MODEL // 10**6} M parameters" if is_small else ""
+    which = "with LoRA" if is_lora else "for all weights"
+    which += f" in models under {SMALL_MODEL // 10**6} M parameters" if is_small else ""
+    which += f" (for all weights it is {rates.full:g})" if is_lora else ""
     return f"learning_rate={rate:g}: {factor:.3g} times {side} {default:g}, the usual rate of this method {which}"

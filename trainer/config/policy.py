@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
+from data.command.checks import check_number, check_numbers, reject_unused
 from data.command.flags import Common
 from data.errors import UserError
 from data.formats.template_settings import JsonObject
@@ -16,7 +17,6 @@ from data.hints import suggest
 from data.user_code import find_record
 from losses.importance import SEQUENCE_CORRECTIONS
 from losses.policy import OPTIONS, POLICY_LOSSES, PolicyLoss
-from trainer.config.checks import check_number, check_numbers, reject_unused
 
 NO_SEQUENCE_LEVEL = {
     "token_only": "its mask is per token",

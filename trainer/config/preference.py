@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from data.command.checks import check_numbers, reject_unused
 from data.command.flags import Common
 from data.errors import UserError
 from losses.preference import DIVERGENCE_LOSSES, PAIR_LOSSES
 from losses.types import options_of
 from trainer.config.blocks import Flat, LoraConfig, MovingReferenceConfig, ReferenceConfig, RunConfig
-from trainer.config.checks import check_numbers, reject_unused
 
 PairLossType = Literal[
     "sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from data.command.checks import check_numbers, reject_unused
 from data.errors import UserError
 from rollout.episodes.options import ToolConfig
 from rollout.gyms.options import NemoGymConfig, OpenEnvConfig, check_nemo_gym
@@ -17,7 +18,6 @@ from rollout.gyms.verifiers_options import VerifiersConfig, check_verifiers
 from rollout.rewards.options import RewardConfig
 from rollout.sets import LIMIT
 from trainer.config.blocks import NO_HELD_OUT, Flat, MethodMemory, PromptConfig, check_evaluation
-from trainer.config.checks import check_numbers, reject_unused
 from trainer.config.groups import AdvantageConfig, GroupConfig, PolicyGradientConfig
 
 

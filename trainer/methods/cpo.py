@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from data.command.checks import check_numbers
 from data.command.flags import Common
 from data.errors import UserError
 from data.rows.held_out import train_and_held_out
@@ -56,10 +57,7 @@ class Config(PreferenceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         used = options_of(CPO_LOSSES[self.loss_type])
-        if not self.beta > 0:
-            raise UserError(f"beta={self.beta}: must be above 0")
-        if not self.cpo_alpha >= 0:
-            raise UserError(f"cpo_alpha={self.cpo_alpha}: must be 0 or above")
+        check_numbers(self, {"above 0": "beta", "0 or above": "cpo_alpha"})
         if not 0.0 <= self.label_smoothing < 0.5:
             raise UserError(f"label_smoothing={self.label_smoothing}: must be in [0, 0.5)")
         for name, option in (("label_smoothing", "label_smoothing"), ("simpo_gamma", "gamma"), ("alpha", "alpha")):

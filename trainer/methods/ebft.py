@@ -25,6 +25,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from data.command.checks import reject_unused
 from data.errors import UserError
 from data.rows.documents import load_documents
 from data.rows.held_out import select, train_and_held_out
@@ -33,7 +34,6 @@ from data.strided import Document, require_anchors
 from data.types import TargetPrompt
 from rollout.engine import Engine, Sampling, Source
 from trainer.config.blocks import MethodMemory
-from trainer.config.checks import reject_unused
 from trainer.config.ebft import EbftConfig
 from trainer.ebft import strided, structured
 from trainer.ebft.features import FeatureNetwork, feature_policy

@@ -19,6 +19,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from data.command.checks import check_numbers
 from data.command.flags import Common
 from data.errors import UserError
 from data.packing import Batch, Item, to_device
@@ -60,11 +61,7 @@ class Config(PreferenceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.beta > 0:
-            raise UserError(f"beta={self.beta}: must be above 0")
-        for name in ("desirable_weight", "undesirable_weight"):
-            if not getattr(self, name) >= 0:
-                raise UserError(f"{name}={getattr(self, name)}: must be 0 or above")
+        check_numbers(self, {"above 0": "beta", "0 or above": "desirable_weight undesirable_weight"})
         if self.run.sequences_per_step < 2:
             raise UserError(
                 "per_device_train_batch_size=1: KTO needs at least 2 rows per step for its reference point; set "

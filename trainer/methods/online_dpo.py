@@ -22,12 +22,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from data.command.checks import check_numbers, reject_unused
 from data.command.flags import Common
 from data.errors import UserError
 from losses.advantage import Rewards
 from rollout.rewards.judge import open_judged
 from trainer.config.blocks import MethodMemory
-from trainer.config.checks import check_numbers, reject_unused
 from trainer.config.preference import PairOptions, check_pair_options
 from trainer.config.sampling import RewardedConfig
 from trainer.methods.dpo import run_pairs

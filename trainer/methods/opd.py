@@ -1,4 +1,4 @@
-"""OPD, on-policy distillation: sample from the student, compute the teacher's log-probs, pull the student to them.
+"""OPD, on-policy distillation: sample from the student, and train it towards the teacher's log-probs.
 
     prompts -> generate -> teacher's log-probs -> pack -> (logps -> loss -> backward)* -> clip and step -> log
 
@@ -9,8 +9,8 @@ any policy `old`, with r = exp(logp - old_logp),
 
     E_old[r (logp - teacher_logp) grad logp] = grad KL(student || teacher)
 
-holds with the current logp. So the advantage is exactly 0 if the student agrees with the teacher and changes sign
-beyond, and no pass before the training pass is needed. MiniLLM's credit for the KL of later tokens is omitted.
+holds with the current logp. So the advantage is exactly 0 if the student agrees with the teacher and changes sign if it
+overshoots, and no pass before the training pass is needed. MiniLLM's credit for the KL of later tokens is omitted.
 
 --jsd-beta compares the whole next-token distributions by a generalised Jensen-Shannon divergence, chunk by chunk over
 the two heads (kernels/linear_kl.py); --student-data-fraction may then mix in given completions, as in GKD.

@@ -14,8 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from data.command.checks import check_numbers
 from data.command.flags import Common
-from data.errors import UserError
 from data.packing import to_device
 from data.rows.held_out import train_and_held_out
 from data.types import Pair
@@ -49,8 +49,7 @@ class Config(PreferenceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.orpo_alpha >= 0:
-            raise UserError(f"orpo_alpha={self.orpo_alpha}: must be 0 or above")
+        check_numbers(self, {"0 or above": "orpo_alpha"})
 
 
 def train(cfg: Config) -> None:

@@ -18,6 +18,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from data.command.checks import check_numbers, reject_unused
 from data.command.flags import Common
 from data.errors import UserError
 from losses.advantage import mean_of, moments
@@ -25,7 +26,6 @@ from losses.gae import estimate_advantage, explained_variance, rewards_to_go, to
 from losses.kl import k1
 from losses.types import Metrics, wide
 from trainer.config.blocks import Flat, MethodMemory
-from trainer.config.checks import check_numbers, reject_unused
 from trainer.config.policy import PolicyLossConfig, without_skips
 from trainer.config.sampling import SamplingConfig
 from trainer.methods.grpo import backward, logps_at_start

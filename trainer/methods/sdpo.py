@@ -2,9 +2,10 @@
 
     prompts -> generate -> rewards -> reprompt -> teacher's log-probs -> pack -> (logps -> loss -> backward)* -> ...
 
-Huebotter et al. 2026 (arXiv:2601.20802; SDPOTrainer in TRL 1.16). The teacher is the model itself with another prompt:
-the question, a completion of the same group whose reward reached --success-reward, and feedback if there is any. Its
-next-token distributions on the student's completion y are the target, without gradient:
+Huebotter et al. 2026 (arXiv:2601.20802; compute_self_distillation_loss in the authors' lasgroup/SDPO; SDPOTrainer in
+TRL 1.16). The teacher is the model itself with another prompt: the question, a completion of the same group whose
+reward reached --success-reward, and feedback if there is any. Its next-token distributions on the student's completion
+y are the target, without gradient:
 
     L = mean over tokens of D(pi(. | x, y_<t) || teacher(. | reprompt(x, solution, feedback), y_<t))
 
@@ -25,12 +26,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from data.command.checks import reject_unused
 from data.command.flags import Common
 from data.errors import UserError
 from data.packing import Item
 from rollout.engine import Completion, Group
 from trainer.config.blocks import Flat, MethodMemory
-from trainer.config.checks import reject_unused
 from trainer.config.distill import DistillConfig, OpdConfig
 from trainer.methods.grpo import backward, logps_at_start
 from trainer.methods.opd import backward_jsd, minus_engine_logps, reverse_kl_loss
@@ -45,16 +46,16 @@ from trainer.run.training import Training, open_policy
 
 @dataclass(frozen=True, kw_only=True)
 class Config(OpdConfig):
-    """Self-distillation: the model with a correct answer of its own in the prompt teaches the model without it."""
+    """Self-distillation: the teacher is the model itself, with one of its own correct answers in the prompt."""
 
     memory: ClassVar[MethodMemory] = MethodMemory("one pass", "always", samples=True)
     distill: Flat[DistillConfig] = field(
         default_factory=lambda: DistillConfig(teacher="self", teacher_update_rate=0.05, reward_coef=0.0)
     )
     num_generations: Common[int] = 8
-    """Completions sampled per prompt; a successful one is the solution that the teacher sees for the others."""
+    """Completions per prompt; a successful completion is the solution that the teacher sees for the others."""
     success_reward: float = 1.0
-    """Lowest total reward of a completion that the teacher may see as the solution."""
+    """Minimum total reward of a completion that the teacher may see as the solution."""
 
     @property
     def fewest_generations(self) -> int:  # type: ignore[override]
@@ -106,7 +107,7 @@ def train(cfg: Config) -> None:
 def teacher_advantage(
     cfg: Config, teacher: Teacher, rollout: Rollout, items: Sequence[Item | None], rows: Sequence[int]
 ) -> Advantages:
-    """The teacher's log-prob of each id, as in opd; 0 for completions that are not trained, and with --jsd-beta."""
+    """Return the teacher's log-prob of each id, as in opd; 0 for untrained completions, and with --jsd-beta."""
     if cfg.distill.jsd_beta is not None:
         return torch.zeros(len(items))
     logps = dict(zip(rows, teacher.item_logps([item for item in items if item is not None]), strict=True))
@@ -114,7 +115,7 @@ def teacher_advantage(
 
 
 def for_samples(advantage: Advantages, rollout: Rollout, items: Sequence[Item | None]) -> Advantages:
-    """As in opd, minus the engine's log-probs; 0 for completions that are not trained."""
+    """Return minus the engine's log-probs, as in opd; 0 for untrained completions."""
     if isinstance(advantage, torch.Tensor):
         return advantage
     both = zip(minus_engine_logps(advantage, rollout), items, strict=True)
@@ -129,7 +130,7 @@ class SelfTeacher(Teacher):
         self.success_reward, self.function = cfg.success_reward, self.function or reprompt
 
     def reprompted(self, rollout: Rollout) -> list[Item | None]:
-        """For each completion the teacher's prompt and the completion; None without solution and feedback.
+        """Return the teacher's prompt with the completion, for each completion; None without solution and feedback.
 
         Also None if both together do not fit the model's context.
         """
@@ -153,7 +154,7 @@ class SelfTeacher(Teacher):
 
 
 def reprompt(row: dict[str, Any]) -> Any:
-    """The question with the solution and the feedback in the last user message."""
+    """Add the solution and the feedback to the question, in the last user message."""
     prompt, parts = row["prompt"], []
     if row["solution"] is not None:
         parts.append(f"A correct answer to this question:\n{row['solution']}")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from data.chat import ROLES, Trained
+from data.command.checks import reject_unused
 from data.command.flags import Common
 from data.errors import UserError
 from data.packing import Batch, Item
@@ -25,7 +26,6 @@ from data.types import Example
 from kernels.linear_logprob import TokenLogps
 from losses.types import Metrics
 from trainer.config.blocks import Flat, MethodMemory, OptimConfig, check_evaluation
-from trainer.config.checks import reject_unused
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.config import OfflineConfig
 from trainer.offline.rows import Rows, pack_items, read_rows, rows_of_this_rank

@@ -61,8 +61,8 @@ def test_a_method_that_extends_a_built_in_method_has_its_rates():
 
 
 FULL = "the usual rate of this method for all weights"
-LORA = "the usual rate of this method with LoRA (for all weights it is"
-SMALL = "and models under 50 M parameters"
+LORA = "the usual rate of this method with LoRA"
+SMALL = "in models under 50 M parameters"
 
 
 @pytest.mark.parametrize(
@@ -74,14 +74,14 @@ SMALL = "and models under 50 M parameters"
         ("sft", 0, 5e-7, 10**8, f"learning_rate=5e-07: 40 times below 2e-05, {FULL}"),
         ("grpo", 16, 1e-5, 10**8, None),
         ("grpo", 16, 2e-6, 10**8, None),
-        ("grpo", 16, 1e-6, 10**8, f"learning_rate=1e-06: 10 times below 1e-05, {LORA} 1e-06)"),
-        ("sft", 16, 1e-2, 10**8, f"learning_rate=0.01: 50 times above 0.0002, {LORA} 2e-05)"),
+        ("grpo", 16, 1e-6, 10**8, f"learning_rate=1e-06: 10 times below 1e-05, {LORA} (for all weights it is 1e-06)"),
+        ("sft", 16, 1e-2, 10**8, f"learning_rate=0.01: 50 times above 0.0002, {LORA} (for all weights it is 2e-05)"),
         ("sft", 0, 3e-4, 10**6, None),
         ("sft", 0, 2e-5, 10**6, f"learning_rate=2e-05: 15 times below 0.0003, {FULL} {SMALL}"),
         ("sft", 0, 1e-2, 10**6, f"learning_rate=0.01: 33.3 times above 0.0003, {FULL} {SMALL}"),
         ("grpo", 8, 2e-3, 10**6, None),
         ("grpo", 8, 1e-5, 10**6,
-         f"learning_rate=1e-05: 200 times below 0.002, {LORA} 0.0002) {SMALL}"),
+         f"learning_rate=1e-05: 200 times below 0.002, {LORA} {SMALL} (for all weights it is 0.0002)"),
     ],
 )  # fmt: skip
 def test_a_rate_that_is_far_off_is_told_with_both_numbers(method, rank, rate, num_parameters, text):

@@ -23,6 +23,8 @@ RULES = {  # rule, as the message states it -> whether a number satisfies it; na
     "0 or above": lambda x: 0 <= x < math.inf,
     "above 0": lambda x: 0 < x < math.inf,
     "above 0 and finite": lambda x: 0 < x < math.inf,
+    "a number of seconds above 0": lambda x: 0 < x < math.inf,
+    "between 1 and 65535": lambda x: 1 <= x <= 65535,
     "above 0 and at most 1": lambda x: 0 < x <= 1,
     "between 0 and 1": lambda x: 0 <= x <= 1,
     "in [0, 1)": lambda x: 0 <= x < 1,

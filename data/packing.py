@@ -17,12 +17,16 @@ laid out as one prompt followed by their completions:
 
 The last prompt token predicts the first token of every completion, so `index` contains it once per completion.
 Trained prompt tokens appear once per item that trains them.
+
+The items of an episode, which are its branches, share all leading ids that they have in common, and prompts with other
+episodes. Their group is laid out as a tree, depth first: each item adds the tokens after those that it shares with the
+item before it, and attends to one more prefix run for each gap on the way to its root.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -46,6 +50,7 @@ class Item:
     prompt_length: int = 0  # number of leading ids that may be shared with other items
     routes: np.ndarray | None = None  # (len(ids), L, k) experts to use (rollout/routes.py); None: the model chooses
     sets: np.ndarray | None = None  # ids that each trained token was sampled from (rollout/sets.py); None: all
+    episode: int | None = None  # items of one episode may share all leading ids; None: only those of the prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +58,13 @@ class Batch:
     """The input of one forward pass: R rows of T columns that contain whole sequences.
 
     A token attends to columns [prefix_start, prefix_stop) of its row, the shared prompt (0 and 0 if not shared), and
-    [own_start, own_stop), its own sequence up to itself. Padding attends to the padding before it.
+    [own_start, own_stop), its own sequence up to itself. In a tree there are more prefix runs, with empty ones first:
+    a power of two, so that few graphs are compiled. Padding attends to the padding before it.
     """
 
     input_ids: torch.Tensor  # (R, T) int64 token ids
     position_ids: torch.Tensor  # (R, T) int64, from 0 in every sequence, including its prompt
-    prefix_start: torch.Tensor  # (R, T) int64
-    prefix_stop: torch.Tensor  # (R, T) int64
-    own_start: torch.Tensor  # (R, T) int64
-    own_stop: torch.Tensor  # (R, T) int64
+    spans: tuple[torch.Tensor, ...]  # prefix_start, prefix_stop, ..., own_start, own_stop: (R, T) int64 each
     index: torch.Tensor  # (N,) int64 flat positions in R*T whose hidden state predicts each trained token
     target: torch.Tensor  # (N,) int64 the trained tokens, ordered by `rows`, then position
     sequence: torch.Tensor  # (N,) int64 item of each trained token, as an index into make_batches' items
@@ -78,18 +81,23 @@ class Batch:
         return self.target if self.sets is None else self.sets
 
     @property
+    def own_start(self) -> torch.Tensor:  # (R, T) int64
+        return self.spans[-2]
+
+    @property
     def num_tokens(self) -> int:
-        """Tokens of all sequences without padding; a shared prompt counts once per sequence."""
+        """Tokens of all sequences without padding; a shared token counts once per sequence."""
         return sum(self.lengths)
 
     @property
     def num_computed(self) -> int:
-        """Tokens in the forward pass: num_tokens minus the prompt copies saved by sharing."""
+        """Tokens in the forward pass: num_tokens minus the copies saved by sharing."""
         return sum(self.used)
 
     def to(self, device: torch.device | str) -> Batch:
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        return replace(self, **{name: to_device(tensor, device) for name, tensor in tensors.items()})
+        spans = tuple(to_device(bound, device) for bound in self.spans)
+        return replace(self, spans=spans, **{name: to_device(tensor, device) for name, tensor in tensors.items()})
 
 
 def empty_batch(multiple: int = 1) -> Batch:
@@ -98,8 +106,8 @@ def empty_batch(multiple: int = 1) -> Batch:
     stops = torch.arange(1, multiple + 1).unsqueeze(0)
     empty = torch.zeros(0, dtype=torch.int64)
     return Batch(
-        input_ids=zeros, position_ids=stops - 1, prefix_start=zeros, prefix_stop=zeros, own_start=zeros,
-        own_stop=stops, index=empty, target=empty, sequence=empty, slot=empty, rows=[], lengths=[], used=[0],
+        input_ids=zeros, position_ids=stops - 1, spans=(zeros, zeros, zeros, stops), index=empty, target=empty,
+        sequence=empty, slot=empty, rows=[], lengths=[], used=[0],
     )  # fmt: skip
 
 
@@ -107,7 +115,7 @@ class _Unit(NamedTuple):
     """Items that are laid out consecutively and never separated."""
 
     rows: tuple[int, ...]  # item indices
-    prompt: int  # length of the shared prompt, laid out once before the completions; 0: not shared
+    shared: tuple[int, ...]  # leading ids that each item shares with the one before; the first with all others
     size: int  # tokens in a packed row
     longest: int  # length of the longest item
 
@@ -129,8 +137,9 @@ def make_batches(
 
     Each run of `together` items (2 for pairs) stays in one micro-batch. A run longer than max_tokens gets its own
     micro-batch. Empty chunks produce no micro-batch. With packing, `share_prompt` lays out equal prompts of adjacent
-    items once; a group over max_tokens is split into chunks with one prompt each. With `together` above 1, a prompt is
-    shared only within a run. Row lengths are padded to a multiple of `multiple`, which attention kernels require.
+    items once; a group over max_tokens is split into chunks with one prompt each. Adjacent episodes that have a prompt
+    in common become a tree. With `together` above 1, a prompt is shared only within a run. Row lengths are padded to a
+    multiple of `multiple`, which attention kernels require.
 
     Packed sequences share one row, for attention kernels that skip masked blocks. With `one_row=False`, rows are only
     as long as the micro-batch's longest sequence (or prompt with all completions that share it), for attention with a
@@ -167,9 +176,10 @@ def make_batches(
     return batches
 
 
-def _unit(items: Sequence[Item], rows: Sequence[int], prompt: int = 0) -> _Unit:
+def _unit(items: Sequence[Item], rows: Sequence[int], shared: Sequence[int] | int = 0) -> _Unit:
+    shared = (shared,) * len(rows) if isinstance(shared, int) else tuple(shared)
     lengths = [len(items[row].ids) for row in rows]
-    return _Unit(tuple(rows), prompt, prompt + sum(length - prompt for length in lengths), max(lengths))
+    return _Unit(tuple(rows), shared, shared[0] + sum(lengths) - sum(shared), max(lengths))
 
 
 def _common_prompt(items: Sequence[Item], rows: Sequence[int]) -> int:
@@ -179,19 +189,80 @@ def _common_prompt(items: Sequence[Item], rows: Sequence[int]) -> int:
 
 
 def _shared_units(items: Sequence[Item], members: range, max_tokens: int) -> list[_Unit]:
-    """Join adjacent items with equal prompts into one unit, or into several with a prompt each to fit max_tokens."""
+    """Join each group into one unit, or into several to fit max_tokens, which repeat what they share."""
     units = []
-    for prompt, run in itertools.groupby(members, key=lambda row: items[row].ids[: items[row].prompt_length]):
-        completions = [_unit(items, [row]) for row in run]
-        if prompt:
-            completions = [unit._replace(size=unit.size - len(prompt)) for unit in completions]
-            chunks = _first_fit(completions, max_tokens - len(prompt))
-        else:
-            chunks = [[unit] for unit in completions]
-        for chunk in chunks:
-            rows = sorted(row for unit in chunk for row in unit.rows)
-            units.append(_unit(items, rows, len(prompt) if len(rows) > 1 else 0))
+    for rows in _groups(items, members):
+        if any(items[row].episode is not None for row in rows):
+            units += _tree_units(items, rows, max_tokens)
+            continue
+        prompt = items[rows[0]].prompt_length
+        completions = [unit._replace(size=unit.size - prompt) for unit in (_unit(items, [row]) for row in rows)]
+        for chunk in _first_fit(completions, max_tokens - prompt):
+            chosen = sorted(row for unit in chunk for row in unit.rows)
+            units.append(_unit(items, chosen, prompt if len(chosen) > 1 else 0))
     return units
+
+
+def _groups(items: Sequence[Item], members: range) -> list[list[int]]:
+    """Split items into groups: adjacent episodes that have a prompt in common."""
+    groups: list[list[int]] = []
+    last: list[list[int]] = []
+    for _, episode in itertools.groupby(members, lambda row: (items[row].episode, items[row].episode is None and row)):
+        rows = list(episode)
+        prompts = [items[row].ids[: items[row].prompt_length] for row in rows]
+        if any(prompt and prompt in last for prompt in prompts):
+            groups[-1] += rows
+        else:
+            groups.append(rows)
+        last = prompts
+    return groups
+
+
+def _tree_units(items: Sequence[Item], rows: list[int], max_tokens: int) -> list[_Unit]:
+    """Lay out a group as trees, depth first, cut into units that fit max_tokens."""
+    chunks: list[list[tuple[int, int]]] = []
+    size = 0
+    for row, shared in _depth_first(items, rows):
+        length = len(items[row].ids)
+        if not shared or size + length - shared > max_tokens:
+            chunks.append([])
+            size = shared = 0
+        chunks[-1].append((row, shared))
+        size += length - shared
+    units = []
+    for chunk in chunks:
+        chosen, shares = zip(*chunk, strict=True)
+        units.append(_unit(items, chosen, (min(shares[1:], default=0), *shares[1:])))
+    return units
+
+
+def _depth_first(items: Sequence[Item], rows: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield each row, and the number of leading ids that it shares with the row before it.
+
+    The child with most items comes first, so that a path consists of few runs.
+    """
+    keys = []  # ids, with the episode's number where its prompt ends: what follows differs from other episodes
+    for row in rows:
+        item = items[row]
+        number = 2**32 - 1 - row if item.episode is None else 2**31 + item.episode
+        keys.append(np.insert(np.array(item.ids, dtype=np.int64), item.prompt_length, number).astype(">u4"))
+    ranked = sorted(range(len(rows)), key=lambda i: keys[i].tobytes())
+    common = [0]  # leading ids that each ranked item shares with the one before it
+    for a, b in itertools.pairwise(ranked):
+        size = min(len(keys[a]), len(keys[b]))
+        same = int(np.append(keys[a][:size] == keys[b][:size], False).argmin())
+        common.append(same - (same > items[rows[a]].prompt_length))
+    last, stack = None, [(0, len(rows))]  # ranges of ranked items; those of one range have a prefix in common
+    while stack:
+        first, stop = stack.pop()
+        if stop - first == 1:
+            between = [] if last is None else common[min(first, last) + 1 : max(first, last) + 1]
+            yield rows[ranked[first]], min(between, default=0)
+            last = first
+        else:
+            least = min(common[first + 1 : stop])
+            cuts = [first, *(i for i in range(first + 1, stop) if common[i] == least), stop]
+            stack += sorted(itertools.pairwise(cuts), key=lambda cut: cut[1] - cut[0])
 
 
 def _first_fit(units: list[_Unit], max_tokens: int) -> list[list[_Unit]]:
@@ -253,53 +324,72 @@ def _build(items: Sequence[Item], rectangle: list[list[_Unit]], pad_id: int, mul
     shape = (len(rectangle), _round_up(max(used), multiple))
     # NumPy is several times faster than torch for lists and small slices.
     input_ids = np.full(shape, pad_id, dtype=np.int64)
-    position_ids, prefix_start, prefix_stop, own_start = (np.zeros(shape, dtype=np.int64) for _ in range(4))
+    position_ids, own_start = (np.zeros(shape, dtype=np.int64) for _ in range(2))
     known = next((item.routes for item in items if item.routes is not None), None)
     routes = None if known is None else np.full((*shape, *known.shape[1:]), np.iinfo(known.dtype).max, known.dtype)
     members, index, target, sequence, slot = [], [], [], [], []
+    paths = []  # row and columns of new tokens, runs on the path from the root, and first position of the tokens
     for row, units in enumerate(rectangle):
         own_start[row, used[row] :] = used[row]
         stop = 0
         for unit in units:
-            prompt = slice(stop, stop + unit.prompt)
-            stop = prompt.stop
-            input_ids[row, prompt] = items[unit.rows[0]].ids[: unit.prompt]
-            position_ids[row, prompt] = np.arange(unit.prompt)
-            own_start[row, prompt] = prompt.start
-            first = items[unit.rows[0]].routes
-            if routes is not None and first is not None:
-                routes[row, prompt] = first[: unit.prompt]
-            for member in unit.rows:
+            path: list[tuple[int, int]] = []  # runs of the last item: first position, column of its position 0
+            for member, shared in zip(unit.rows, unit.shared, strict=True):
                 ids = np.array(items[member].ids, dtype=np.int64)
-                completion = slice(stop, stop + len(ids) - unit.prompt)
-                stop = completion.stop
-                input_ids[row, completion] = ids[unit.prompt :]
-                position_ids[row, completion] = np.arange(unit.prompt, len(ids))
-                own_start[row, completion] = completion.start
-                if routes is not None and items[member].routes is not None:
-                    routes[row, completion] = items[member].routes[unit.prompt :]
-                if unit.prompt:
-                    prefix_start[row, completion], prefix_stop[row, completion] = prompt.start, prompt.stop
+                cuts = [shared, len(ids)] if path or not shared else [0, shared, len(ids)]
+                for first, last in itertools.pairwise(cuts):
+                    columns = slice(stop, stop + last - first)
+                    path = [run for run in path if run[0] < first]
+                    if first < last:
+                        paths.append((row, columns, path, first))
+                    if not path or path[-1][1] != stop - first:
+                        path = [*path, (first, stop - first)]
+                    stop = columns.stop
+                    input_ids[row, columns] = ids[first:last]
+                    position_ids[row, columns] = np.arange(first, last)
+                    own_start[row, columns] = columns.start
+                    if routes is not None and items[member].routes is not None:
+                        routes[row, columns] = items[member].routes[first:last]
                 trained = np.flatnonzero(items[member].mask)
-                before = trained - 1
-                column = before + np.where(before < unit.prompt, prompt.start, completion.start - unit.prompt)
-                index.append(row * shape[1] + column)
+                index.append(row * shape[1] + _columns(path, trained - 1))
+                if routes is not None and items[member].routes is not None and items[member].episode is not None:
+                    _merge_routes(routes[row], items[member], _columns(path, np.arange(shared)))
                 target.append(ids[trained])
                 sequence.append(np.full_like(trained, member))
                 slot.append(np.full_like(trained, len(members)))
                 members.append(member)
     own_stop = np.broadcast_to(np.arange(1, shape[1] + 1), shape).copy()
+    num_runs = 1 << (max(1, *(len(path) for _, _, path, _ in paths)) - 1).bit_length()
+    prefix = np.zeros((num_runs, 2, *shape), dtype=np.int64)
+    for row, columns, path, first in paths:
+        cuts = [*(position for position, _ in path), first]
+        for run, ((position, zero), end) in enumerate(zip(path, cuts[1:], strict=True), num_runs - len(path)):
+            prefix[run, 0, row, columns], prefix[run, 1, row, columns] = position + zero, end + zero
     tensors = {
-        "input_ids": input_ids, "position_ids": position_ids, "prefix_start": prefix_start, "prefix_stop": prefix_stop,
-        "own_start": own_start, "own_stop": own_stop, "index": np.concatenate(index), "target": np.concatenate(target),
-        "sequence": np.concatenate(sequence), "slot": np.concatenate(slot),
+        "input_ids": input_ids, "position_ids": position_ids, "index": np.concatenate(index),
+        "target": np.concatenate(target), "sequence": np.concatenate(sequence), "slot": np.concatenate(slot),
     }  # fmt: skip
     return Batch(
         **{name: torch.from_numpy(x) for name, x in tensors.items()},
+        spans=tuple(torch.from_numpy(bound) for bound in (*prefix.reshape(-1, *shape), own_start, own_stop)),
         rows=members, lengths=[len(items[member].ids) for member in members], used=used,
         routes=None if routes is None else torch.from_numpy(routes),
         sets=_padded_sets([items[member] for member in members], tensors["target"]),
     )  # fmt: skip
+
+
+def _columns(path: list[tuple[int, int]], positions: np.ndarray) -> np.ndarray:
+    if len(path) == 1:
+        return positions + path[0][1]
+    firsts, zeros = np.array(path).T
+    return positions + zeros[np.searchsorted(firsts, positions, side="right") - 1]
+
+
+def _merge_routes(routes: np.ndarray, item: Item, columns: np.ndarray) -> None:
+    """Of the routes of a shared token, keep the first, or those of the turn that sampled the next token."""
+    none, old, new = np.iinfo(routes.dtype).max, routes[columns], item.routes[: len(columns)]
+    samples = np.append(item.mask[1:], False)[: len(columns)] & (np.arange(len(columns)) >= item.prompt_length)
+    routes[columns] = np.where((old == none) | (samples[:, None, None] & (new != none)), new, old)
 
 
 def _padded_sets(items: Sequence[Item], target: np.ndarray) -> torch.Tensor | None:  # (N, K) int32

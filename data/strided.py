@@ -17,7 +17,7 @@ A document and its continuations share one row, ordered by anchor, sample and to
     prefix        -       0..3    0..6    0..9        document columns it attends to, plus its sample's earlier tokens
     predictor     -       3 12    6 14    9 16        the column whose state predicts it
 
-Attention treats this row like any packed row, with two spans per column (kernels.attention.Spans).
+Attention treats this row like any packed row, with two runs per column (kernels.attention.Spans).
 """
 
 from __future__ import annotations
@@ -127,6 +127,10 @@ class StridedBatch:
     ce_target: Tensor  # (M,) int64 tokens trained by cross-entropy
     rows: list[int]  # indices of this batch's documents in make_strided's documents, in order
     num_computed: int  # number of tokens, including generated tokens
+
+    @property
+    def spans(self) -> tuple[Tensor, ...]:
+        return self.prefix_start, self.prefix_stop, self.own_start, self.own_stop
 
     def step(self, index: int) -> tuple[Tensor, Tensor]:  # both (A * n,)
         """Return the places of token `index` of every sample, and the places whose states predict these tokens.

@@ -1,17 +1,18 @@
-"""Attention over packed rows, with the mask given as two runs of keys per query.
+"""Attention over packed rows, with the mask given as a few runs of keys per query.
 
-Packed documents, a prompt shared by many completions and the strided layout of energy-based fine-tuning have the same
-form. A query sees a run of keys before its own sequence (the shared prompt; may be empty) and a run within it:
+Packed documents, a prompt shared by many completions, a tree of conversations and the strided layout of energy-based
+fine-tuning have the same form. A query sees runs of keys before its own sequence (the shared prompt; may be empty) and
+a run within it:
 
     visible(q, k) = prefix_start[q] <= k < prefix_stop[q]  or  own_start[q] <= k < own_stop[q]
 
-A mask is therefore four integers per query, one kernel serves all layouts, and a sliding window keeps the form. There
-are two implementations:
+A mask is therefore four integers per query (more in a tree, with two for each run on the path to its root), one kernel
+serves all layouts, and a sliding window keeps the form. There are two implementations:
 - `dense_mask`: (R, 1, Q, K) booleans for scaled_dot_product_attention, or for `dense_attend`, which also has capped
   scores and sinks. Works on every device, with a backward; O(Q K) memory.
 - `block_mask` and `flex_attend`: flex_attention, CUDA only. Difference arrays turn the runs into tile lists in
-  O(R (Q + Q K / 128^2)) time; memory stays O(Q). One compiled graph serves every length and every mask. Its kernels are
-  Triton's, or after `use_flash` those of FlashAttention 4 (the package flash-attn-4).
+  O(R (Q + Q K / 128^2)) time; memory stays O(Q). One compiled graph serves every length and every mask with as many
+  runs. Its kernels are Triton's, or after `use_flash` those of FlashAttention 4 (the package flash-attn-4).
 
 Both cap scores (softcap * tanh(score / softcap), as Gemma 2 does) and have sinks: a learned logit per head that joins
 the softmax as one more key with a value of 0 (gpt-oss).
@@ -24,8 +25,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import operator
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,17 +38,10 @@ FLASH_SIZES = (64, 128)  # head sizes for which FlashAttention 4 has Hopper kern
 MAX_GRAPHS = 64  # Dynamo graphs per function
 
 
-class Spans(NamedTuple):
-    """Keys visible to each query: two half-open runs that never overlap and are not both empty.
-
-    Causal self-attention over a row has own_stop = q + 1. Padding attends to padding, because a softmax over no keys is
-    NaN.
-    """
-
-    prefix_start: Tensor  # (R, Q) int64
-    prefix_stop: Tensor  # (R, Q) int64; equal to prefix_start if there is no prefix
-    own_start: Tensor  # (R, Q) int64
-    own_stop: Tensor  # (R, Q) int64
+# Keys visible to each query, (R, Q) int64 each: start and stop of the prefix runs, then of the own run. Runs are
+# half-open and ascending, never overlap, and are not all empty; empty ones come first. Causal self-attention over a row
+# has own_stop = q + 1. Padding attends to padding, because a softmax over no keys is NaN.
+Spans = tuple[Tensor, ...]  # (prefix_start, prefix_stop, own_start, own_stop), or more prefix runs
 
 
 def with_window(spans: Spans, window: int) -> Spans:
@@ -56,19 +51,24 @@ def with_window(spans: Spans, window: int) -> Spans:
     """
     if window < 1:
         raise ValueError(f"window={window}: must be at least 1")
-    own_start = torch.maximum(spans.own_start, spans.own_stop - window)
-    num_prefix = (window - (spans.own_stop - spans.own_start)).clamp(min=0)  # prefix keys within the window
-    prefix_start = torch.maximum(spans.prefix_start, spans.prefix_stop - num_prefix)
-    return spans._replace(prefix_start=prefix_start, own_start=own_start)
+    bounds, left = list(spans), torch.full_like(spans[-1], window)  # left: keys within the window, before later runs
+    for i in range(len(spans) - 2, -1, -2):
+        start, stop = spans[i : i + 2]
+        bounds[i] = torch.maximum(start, stop - left)
+        left = (left - (stop - start)).clamp(min=0)
+    return tuple(bounds)
 
 
 def dense_mask(spans: Spans, num_keys: int) -> Tensor:  # (R, 1, Q, K) bool, True = visible
     """Return the mask for scaled_dot_product_attention."""
-    key = torch.arange(num_keys, device=spans.own_start.device)
-    start, stop = spans.prefix_start.unsqueeze(-1), spans.prefix_stop.unsqueeze(-1)  # (R, Q, 1)
-    prefix = (start <= key) & (key < stop)  # (R, Q, K)
-    own = (spans.own_start.unsqueeze(-1) <= key) & (key < spans.own_stop.unsqueeze(-1))
-    return (prefix | own).unsqueeze(1)
+    key = torch.arange(num_keys, device=spans[0].device)
+    return _visible(spans, (slice(None), slice(None), None), key).unsqueeze(1)
+
+
+def _visible(spans: Spans, at: tuple[Any, ...], key: Tensor) -> Tensor:
+    """Return whether the queries at this index see these keys."""
+    runs = [(start[at] <= key) & (key < stop[at]) for start, stop in zip(spans[::2], spans[1::2], strict=True)]
+    return functools.reduce(operator.or_, runs)
 
 
 def dense_attend(
@@ -118,15 +118,10 @@ class SpanMask:
     """
 
     def __init__(self, spans: Spans) -> None:
-        self.spans = Spans(*(bound.to(torch.int32).contiguous() for bound in spans))
+        self.spans = tuple(bound.to(torch.int32).contiguous() for bound in spans)
 
     def __call__(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:  # all (): row, head, query, key
-        return _visible(self.spans, b, q, k)
-
-
-def _visible(spans: Spans, b: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    prefix = (spans.prefix_start[b, q] <= k) & (k < spans.prefix_stop[b, q])
-    return prefix | ((spans.own_start[b, q] <= k) & (k < spans.own_stop[b, q]))
+        return _visible(self.spans, (b, q), k)
 
 
 def block_mask(spans: Spans, num_keys: int) -> BlockMask:  # shape (R, 1, Q, K)
@@ -135,21 +130,22 @@ def block_mask(spans: Spans, num_keys: int) -> BlockMask:  # shape (R, 1, Q, K)
     Build it outside inference mode, and share it between layers.
     """
     assert not torch.is_inference_mode_enabled(), "a mask built in inference mode cannot be saved for backward"
-    # Merge adjacent runs: a tile across the boundary is full although neither run covers it.
-    meet = spans.prefix_stop == spans.own_start
-    first_stop = torch.where(meet, spans.own_stop, spans.prefix_stop)
-    second_start = torch.where(meet, spans.own_stop, spans.own_start)
-    start = torch.stack([spans.prefix_start, second_start])  # (2, R, Q)
-    stop = torch.stack([first_stop, spans.own_stop])
+    starts, stops = list(spans[::2]), list(spans[1::2])
+    for i in range(len(starts) - 1, 0, -1):
+        # Merge adjacent runs: a tile across the boundary is full although neither run covers it.
+        meet = stops[i - 1] == starts[i]
+        stops[i - 1] = torch.where(meet, stops[i], stops[i - 1])
+        starts[i] = torch.where(meet, stops[i], starts[i])
+    start, stop = torch.stack(starts), torch.stack(stops)  # (runs, R, Q)
 
-    num_queries = spans.own_start.shape[1]
+    num_queries = start.shape[2]
     tiles = (-(-num_queries // TILE), -(-num_keys // TILE))
     # A run sees the tiles from its first key to its last, and covers the tiles entirely within it.
     seen_from, seen_to = start // TILE, torch.where(start < stop, (stop + TILE - 1) // TILE, 0)
     covered_from, covered_to = (start + TILE - 1) // TILE, stop // TILE
     # For each tile, the number of queries that see any of its keys, and the number that see all 128 keys.
     counts = _count(torch.stack([seen_from, covered_from]), torch.stack([seen_to, covered_to]), tiles)
-    seen, covered = counts.sum(dim=1)  # sum over both runs
+    seen, covered = counts.sum(dim=1)  # sum over the runs
     full = covered == TILE
     partial = (seen > 0) & ~full
     chosen = torch.stack([partial, full]).unsqueeze(2)  # (2, R, 1, Q/128, K/128)
@@ -210,11 +206,12 @@ def flex_attend(
 ) -> Tensor:  # (R, H, Q, K)
     """softmax(scale * query @ key.T where visible) @ value, forward and backward, without the (Q, keys) scores.
 
-    Compiled at the first call. New head sizes, dtypes and grad modes recompile; new lengths and masks do not. Raises if
-    compilation is off or fails, because uncompiled flex_attention silently runs dense.
+    Compiled at the first call. New head sizes, dtypes, grad modes and numbers of runs recompile; new lengths and masks
+    do not. Raises if compilation is off or fails, because uncompiled flex_attention silently runs dense.
     """
-    options = (block_mask.mask_mod.spans, [getattr(block_mask, name) for name in _LISTS], scale, softcap)
-    flash = _flash_is_on and can_flash(query, value, sinks)
+    spans = block_mask.mask_mod.spans
+    options = (spans, [getattr(block_mask, name) for name in _LISTS], scale, softcap)
+    flash = _flash_is_on and len(spans) == 4 and can_flash(query, value, sinks)  # its trial has no trees
     if torch.compiler.is_compiling():  # inside the graph of a block, which must not read the mask's lengths
         return _attend(query, key, value, *options, sinks, flash)
     if query.device.type != "cuda":
@@ -289,7 +286,7 @@ def _flash_error(heads: int, kv_heads: int, head_dim: int, softcap: float | None
     query, key, value, grad = (torch.randn(shape, **options) for shape in shapes)
     place = torch.arange(4 * TILE, device=device).unsqueeze(0)
     own_start = torch.where(place < TILE, 0, place - (place - TILE) % 160)
-    spans = Spans(torch.zeros_like(place), torch.where(place < TILE, 0, TILE), own_start, place + 1)
+    spans = (torch.zeros_like(place), torch.where(place < TILE, 0, TILE), own_start, place + 1)
     results = []
     for on in (False, True):
         use_flash(on)
@@ -343,7 +340,7 @@ def _attend(
     torch._check(key.shape[2] == TILE * lists[1].shape[3])
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return _visible(spans, b, q, k)
+        return _visible(spans, (b, q), k)
 
     mask = BlockMask(
         seq_lengths=(query.shape[2], key.shape[2]),

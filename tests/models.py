@@ -211,7 +211,8 @@ def train_adapter(folder: Path, **options: Any) -> str:
     stacked = [
         x for block in expert_blocks(causal_lm(policy.model)) for x in block.experts.parameters() if x.dim() == 3
     ]
-    return "except experts" if stacked else "yes"
+    are_adapted = not options and any(".experts." in name for name in changed)  # options: 4 bits
+    return "except experts" if stacked and not are_adapted else "yes"
 
 
 def sample(model: Any) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data.packing import Batch, Item, empty_batch, make_batches
-from kernels.attention import Spans, dense_mask
+from kernels.attention import dense_mask
 from tests.entry import metrics, run_ok
 from tests.test_ranks import alike, results_of, two_ok
 from trainer.config.blocks import ParallelConfig
@@ -53,7 +53,11 @@ def batches() -> list[Batch]:
             Item(first + [rng.randrange(50) for _ in range(n)], [False] * prompt + [True] * n, prompt) for n in lengths
         ]
     packed = {"max_tokens": 26, "share_prompt": True}
-    return [*make_batches(items, **packed), *make_batches(items, max_tokens=60, packing=False), empty_batch()]
+    branches = [[7, 7, *a, *b] for a in ([1, 1], [2, 2, 2]) for b in ([3], [4, 4])]
+    forks = [Item(ids, [False, False] + [True] * (len(ids) - 2), 2, episode=0) for ids in branches]
+    (tree,) = make_batches(forks, max_tokens=60, share_prompt=True)
+    assert len(tree.spans) == 6
+    return [*make_batches(items, **packed), *make_batches(items, max_tokens=60, packing=False), empty_batch(), tree]
 
 
 @pytest.mark.parametrize(("size", "multiple"), [(2, 2), (3, 128), (4, 2)])
@@ -61,19 +65,17 @@ def test_slices_cover_a_batch_and_keep_its_masks(size, multiple, monkeypatch):
     monkeypatch.setattr(context, "context_size", lambda: size)
     for batch in batches():
         num_rows, length = batch.input_ids.shape
-        whole = dense_mask(
-            Spans(batch.prefix_start, batch.prefix_stop, batch.own_start, batch.own_stop), length
-        ).squeeze(1)
+        whole = dense_mask(batch.spans, length).squeeze(1)
         tokens, covered = [], []
         for rank in range(size):
             monkeypatch.setattr(context, "context_rank", lambda rank=rank: rank)
             part = context.slice_batch(batch, multiple=multiple)
             cut, num_queries = part.batch, part.batch.input_ids.shape[1]
             assert num_queries % multiple == 0 and part.num_keys == size * num_queries
-            mask = dense_mask(Spans(cut.prefix_start, cut.prefix_stop, cut.own_start, cut.own_stop), part.num_keys)
+            mask = dense_mask(cut.spans, part.num_keys)
             assert mask.any(dim=-1).all()  # a softmax over nothing would be NaN
             # own_stop is the position after the query, in a row and in a slice
-            position = cut.own_stop - 1
+            position = cut.spans[-1] - 1
             covered.append(position)
             for row in range(num_rows):
                 real = position[row] < length

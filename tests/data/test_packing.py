@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,27 +16,39 @@ from data.packing import Item, make_batches
 
 @st.composite
 def grouped_items(draw):
-    """Groups that share a prompt. Prompts and completions may be empty. Ids are unique."""
+    """Groups that share a prompt, half of them with branches. Prompts and completions may be empty.
+
+    Ids are unique, except that branches start with ids of an earlier branch.
+    """
     items, first = [], 1
     for _ in range(draw(st.integers(1, 5))):
-        num_prompt = draw(st.integers(0, 6))
+        num_prompt, has_branches, episode = draw(st.integers(0, 6)), draw(st.booleans()), []
         prompt, first = list(range(first, first + num_prompt)), first + num_prompt
         for length in draw(st.lists(st.integers(0 if prompt else 1, 7), min_size=1, max_size=5)):
-            mask = [*[False] * num_prompt, *draw(st.lists(st.booleans(), min_size=length, max_size=length))]
-            mask[0] = False
-            items.append(Item([*prompt, *range(first, first + length)], mask, num_prompt))
+            ids = [*prompt, *range(first, first + length)]
+            if episode and draw(st.booleans()):
+                other = draw(st.sampled_from(episode)).ids
+                ids = other[: draw(st.integers(num_prompt, len(other)))] + ids[num_prompt:]
+            else:
+                episode, number = [], first if has_branches else None
+            mask = draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids)))
+            mask[: max(1, num_prompt)] = [False] * max(1, num_prompt)
+            item = Item(ids, mask, num_prompt, episode=number)
+            items.append(item)
+            episode += [item] * has_branches
             first += length
     return items
 
 
 def spans(batch):
-    return [getattr(batch, name).tolist() for name in ("prefix_start", "prefix_stop", "own_start", "own_stop")]
+    return [bound.tolist() for bound in batch.spans]
 
 
 def visible_tokens(batch, row, column):
     """Ids that a token attends to, in row order."""
-    a, b, c, d = (span[row][column] for span in spans(batch))
-    return batch.input_ids[row, a:b].tolist() + batch.input_ids[row, c:d].tolist()
+    bounds = [int(bound[row, column]) for bound in batch.spans]
+    runs = zip(bounds[::2], bounds[1::2], strict=True)
+    return [token for start, stop in runs for token in batch.input_ids[row, start:stop].tolist()]
 
 
 def is_token(batch):
@@ -117,7 +130,7 @@ def test_shared_prompts_need_the_flag_and_packing():
     items = [Item([1, 2, 3], [False, False, True], 2)] * 2
     for how in ({}, {"packing": False, "share_prompt": True}):
         (batch,) = make_batches(items, max_tokens=100, **how)
-        assert batch.num_computed == 6 and batch.prefix_stop.eq(0).all()
+        assert batch.num_computed == 6 and batch.spans[1].eq(0).all()
 
 
 def test_group_over_the_budget_is_split_with_a_prompt_each():
@@ -157,6 +170,70 @@ def test_pairs_share_a_prompt_only_within_a_pair():
     assert batch.input_ids.tolist() == [[1, 2, 5, *other]]
     for how in ({"packing": False, "share_prompt": True}, {}):
         assert make_batches(shared, max_tokens=99, together=2, **how)[0].num_computed == 6
+
+
+def branch(*ids, trained=1, prompt=2, episode=0, **options):
+    """A branch that trains its last ids."""
+    mask = [False] * (len(ids) - trained) + [True] * trained
+    return Item(list(ids), mask, prompt, episode=episode, **options)
+
+
+def test_branches_are_laid_out_as_a_tree():
+    items = [
+        branch(1, 2, 3, 4, trained=2),
+        branch(1, 2, 3, 5, 6, 7),  # 3 was sampled in the first branch
+        branch(1, 2, 3, 5, 6, 8),
+        branch(1, 2, 3, 9, episode=1),  # another episode shares the prompt only
+        branch(1, 2, 3, 9, 10, episode=1),
+    ]
+    (batch,) = make_batches(items, max_tokens=99, share_prompt=True)
+    assert batch.rows == [2, 1, 0, 4, 3]
+    assert batch.input_ids.tolist() == [[1, 2, 3, 5, 6, 8, 7, 4, 3, 9, 10]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 5, 3, 2, 3, 4]]
+    assert spans(batch) == [
+        [[0] * 11],
+        [[0, 0, 2, 2, 2, 2, 5, 3, 2, 2, 2]],
+        [[0, 0, 2, 2, 2, 2, 6, 7, 8, 8, 8]],
+        [list(range(1, 12))],
+    ]
+    assert batch.index.tolist() == [4, 4, 1, 2, 9, 8] and batch.target.tolist() == [8, 7, 3, 4, 10, 9]
+    assert batch.sequence.tolist() == [2, 1, 0, 0, 4, 3] and batch.slot.tolist() == [0, 1, 2, 2, 3, 4]
+    assert batch.num_computed == 11 and batch.num_tokens == 25
+    deeper = [*items, branch(1, 2, 3, 9, 11, episode=1), branch(1, 2, 3, 9, 11, 12, episode=1)]
+    (batch,) = make_batches(deeper, max_tokens=99, share_prompt=True)
+    assert len(batch.spans) == 6 and visible_tokens(batch, 0, 11) == [1, 2, 3, 5, 6, 7]  # two prefix runs
+    for how in ({}, {"packing": False, "share_prompt": True}):
+        assert sum(batch.num_computed for batch in make_batches(items, max_tokens=99, **how)) == 25
+
+
+def test_a_tree_over_the_budget_is_cut_between_branches():
+    items = [branch(1, 2, *range(10, 10 + n), 50 + n, 60 + n) for n in range(6)]  # leaves of 2 along a chain of 5
+    batches = make_batches(items, max_tokens=11, share_prompt=True)
+    cut = sorted((sorted(batch.rows), batch.num_computed) for batch in batches)
+    assert cut == [([0], 4), ([1, 2, 3], 11), ([4, 5], 11)]
+    assert all(batch.num_computed == 4 for batch in make_batches(items[:1], max_tokens=1, share_prompt=True))
+
+
+def test_groups_are_adjacent_episodes_with_a_prompt_in_common():
+    a = [branch(1, 2, 3), branch(7, 8, 3)]  # a sub-agent with another prompt
+    b = [branch(1, 2, 4, episode=1), branch(7, 8, 4, episode=1)]
+    other = [branch(1, 5, 3, episode=2)]
+    for items, computed in (([*a, *b], 8), ([*a, *other, *b], 15), ([*b, *other], 9)):
+        assert sum(batch.num_computed for batch in make_batches(items, max_tokens=99, share_prompt=True)) == computed
+
+
+def test_routes_of_a_shared_token_are_those_of_the_turn_that_sampled_after_it():
+    def routes(*numbers):
+        return np.array(numbers, np.uint8)[:, None, None]
+
+    items = [
+        branch(1, 2, 3, 4, trained=2, routes=routes(1, 2, 3, 255)),
+        branch(1, 2, 3, 5, 6, 7, routes=routes(11, 12, 13, 14, 15, 255)),
+        branch(1, 2, 3, 5, 6, 7, 8, routes=routes(255, 22, 23, 24, 25, 26, 255)),
+    ]
+    (batch,) = make_batches(items, max_tokens=99, share_prompt=True)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 5, 6, 7, 8, 4]]
+    assert batch.routes.flatten().tolist() == [11, 22, 3, 24, 15, 26, 255, 255]
 
 
 def test_rows_are_padded_to_a_multiple():
@@ -239,14 +316,14 @@ def test_to_moves_every_tensor():
     (batch,) = make_batches([Item([1, 2], [False, True])], max_tokens=8)
     moved = batch.to("meta")
     devices = {name: value.device.type for name, value in vars(moved).items() if isinstance(value, torch.Tensor)}
-    assert len(devices) == 10 and set(devices.values()) == {"meta"}
+    assert len(devices) == 6 and set(devices.values()) == {bound.device.type for bound in moved.spans} == {"meta"}
     assert moved.rows == batch.rows
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     items=grouped_items(),
-    budget=st.integers(1, 40),
+    budget=st.integers(1, 40) | st.just(999),
     accumulation=st.integers(1, 3),
     share_prompt=st.booleans(),
     packing=st.booleans(),
@@ -264,6 +341,8 @@ def test_every_token_attends_to_its_sequence_up_to_itself(
     if not (share_prompt and packing):  # every token once
         seen = torch.cat([batch.input_ids[is_token(batch)] for batch in batches]).tolist()
         assert sorted(seen) == sorted(token for item in items for token in item.ids)
+    elif accumulation == 1 and len(batches) == 1:
+        assert batches[0].num_computed == len({token for item in items for token in item.ids})
     for batch in batches:
         num_rows, width = batch.input_ids.shape
         if one_row or not packing:
@@ -288,7 +367,7 @@ def test_every_token_attends_to_its_sequence_up_to_itself(
                 seen = visible_tokens(batch, row, column)
                 assert seen and seen[-1] == batch.input_ids[row, column]  # itself last: nothing from later columns
                 assert all(seen) == (seen[-1] > 0) and (all(seen) or not any(seen))  # tokens attend only to tokens
-    expected = [(n, t) for n, item in enumerate(items) for t, m in zip(item.ids, item.mask, strict=True) if m]
+    expected = sorted((n, t) for n, item in enumerate(items) for t, m in zip(item.ids, item.mask, strict=True) if m)
     assert trained(batches) == expected
 
 

@@ -9,7 +9,7 @@ import torch
 
 from data.strided import Document, StridedBatch, StridedPlan, make_strided, require_anchors
 from kernels import reference
-from kernels.attention import Spans, dense_mask
+from kernels.attention import dense_mask
 from tests.kernels.layouts import strided
 
 # Lengths that are a multiple of the stride or not, exactly one block, one token too short, a single token.
@@ -38,13 +38,9 @@ def filled(batch: StridedBatch) -> StridedBatch:
     return batch.with_generated(1000 + torch.arange(batch.place.numel()).view(batch.place.shape))
 
 
-def spans_of(batch: StridedBatch) -> Spans:
-    return Spans(batch.prefix_start, batch.prefix_stop, batch.own_start, batch.own_stop)
-
-
 def visible_tokens(batch: StridedBatch, place: int) -> list[int]:
     """Ids that a place attends to, in row order."""
-    a, b, c, d = (int(bound[0, place]) for bound in spans_of(batch))
+    a, b, c, d = (int(bound[0, place]) for bound in batch.spans)
     return batch.input_ids[0, a:b].tolist() + batch.input_ids[0, c:d].tolist()
 
 
@@ -147,8 +143,8 @@ def test_documents_attend_only_to_themselves_and_padding_is_empty():
         assert width % 64 == 0 and width - batch.num_computed < 64
         for places in (batch.place, batch.predictor, batch.target_place, batch.ce_index):
             assert bool((places < batch.num_computed).all())
-        assert not dense_mask(spans_of(batch), width)[0, 0, : batch.num_computed, batch.num_computed :].any()
-        assert dense_mask(spans_of(batch), width)[0, 0].any(dim=1).all()
+        assert not dense_mask(batch.spans, width)[0, 0, : batch.num_computed, batch.num_computed :].any()
+        assert dense_mask(batch.spans, width)[0, 0].any(dim=1).all()
 
 
 def test_one_document_matches_a_layout_built_token_by_token():
@@ -160,7 +156,7 @@ def test_one_document_matches_a_layout_built_token_by_token():
                 samples=sizes.n_samples_per_prompt, multiple=8,
             )  # fmt: skip
             mask = reference.attention_mask(labels.document, labels.branch, labels.position_ids)
-            assert torch.equal(dense_mask(spans_of(batch), batch.input_ids.shape[1]), mask)
+            assert torch.equal(dense_mask(batch.spans, batch.input_ids.shape[1]), mask)
             used = batch.num_computed
             assert torch.equal(batch.position_ids[:, :used], labels.position_ids[:, :used])
             samples = [(at, prefix) for at, prefix in labels.sequences() if prefix]

@@ -16,6 +16,7 @@ from kernels import attention
 from kernels.attention import Spans, share_graphs
 
 Document = tuple[int, list[int]]  # prompt length, continuation lengths
+Tree = tuple[int, list["Tree"]]  # tokens, and the trees that continue them
 
 
 @contextmanager
@@ -60,7 +61,7 @@ def lay_out(rows: list[list[Document]], *, multiple: int = 1) -> Layout:
 
 def stack(layouts: list[Layout]) -> Layout:
     """Stack rows of equal length."""
-    spans = Spans(*(torch.cat(bounds) for bounds in zip(*(layout.spans for layout in layouts), strict=True)))
+    spans = tuple(torch.cat(bounds) for bounds in zip(*(layout.spans for layout in layouts), strict=True))
     return Layout(spans, *(torch.cat([layout[n] for layout in layouts]) for n in (1, 2, 3)))
 
 
@@ -71,10 +72,6 @@ def strided_batch(
     plan = StridedPlan(stride=stride, context_length=context, generate_max_len=generated, n_samples_per_prompt=samples)
     (batch,) = make_strided([Text(list(range(prompt_length)))], plan, max_tokens=1, multiple=multiple)
     return batch
-
-
-def spans_of(batch: StridedBatch) -> Spans:
-    return Spans(batch.prefix_start, batch.prefix_stop, batch.own_start, batch.own_stop)
 
 
 def strided(prompt_length: int, *, stride: int, context: int, generated: int, samples: int, multiple=1) -> Layout:
@@ -89,7 +86,32 @@ def strided(prompt_length: int, *, stride: int, context: int, generated: int, sa
             labels += [(0, anchor * samples + sample, anchor * stride + context + step) for step in range(generated)]
         anchor += 1
     labels += [(1, -1, position) for position in range(-len(labels) % multiple)]
-    return Layout(spans_of(batch), *torch.tensor(labels).T.unsqueeze(1))
+    return Layout(batch.spans, *torch.tensor(labels).T.unsqueeze(1))
+
+
+def tree_spans(trees: list[Tree], *, multiple: int = 1) -> tuple[Spans, Tensor, Tensor]:
+    """Lay out trees in one row, depth first. Return spans, one run per node, and the ancestors and depths of tokens."""
+    runs: list[list[tuple[int, int]]] = []  # of each token, from the root
+    chains: list[list[int]] = []  # columns of each token's sequence up to itself
+
+    def add(tree: Tree, prefix: list[tuple[int, int]], chain: list[int]) -> None:
+        start = len(runs)
+        for column in range(start, start + tree[0]):
+            runs.append([*prefix, (start, column + 1)])
+            chain = [*chain, column]
+            chains.append(chain)
+        for child in tree[1]:
+            add(child, [*prefix, (start, start + tree[0])], chain)
+
+    for tree in trees:
+        add(tree, [], [])
+    add((-len(runs) % multiple, []), [], [])
+    depth = max(map(len, runs))
+    bounds = torch.tensor([[(0, 0)] * (depth - len(each)) + each for each in runs]).flatten(1)  # (T, 2 * depth)
+    visible = torch.zeros(1, len(runs), len(runs), dtype=torch.bool)
+    for column, chain in enumerate(chains):
+        visible[0, column, chain] = True
+    return tuple(bounds.T.unsqueeze(1)), visible, torch.tensor([list(map(len, chains))])
 
 
 def _row(documents: list[Document], padding: int) -> Layout:
@@ -105,4 +127,4 @@ def _row(documents: list[Document], padding: int) -> Layout:
             spans += [(first, first + prompt, start)] * length
     prefix_start, prefix_stop, own_start = torch.tensor(spans).T.unsqueeze(1)
     own_stop = torch.arange(1, len(spans) + 1).unsqueeze(0)
-    return Layout(Spans(prefix_start, prefix_stop, own_start, own_stop), *torch.tensor(labels).T.unsqueeze(1))
+    return Layout((prefix_start, prefix_stop, own_start, own_stop), *torch.tensor(labels).T.unsqueeze(1))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels import attention, reference
 from kernels.attention import TILE, Spans, block_mask, dense_attend, dense_mask, flex_attend, with_window
-from tests.kernels.layouts import Layout, flex_settings, lay_out, spans_of, stack, strided, strided_batch
+from tests.kernels.layouts import Layout, flex_settings, lay_out, stack, strided, strided_batch, tree_spans
 
 STRIDED = [  # prompt, stride, context, generated, samples: even, ragged end, overlapping anchors, one anchor, one token
     {"prompt_length": 24, "stride": 4, "context": 4, "generated": 4, "samples": 2},
@@ -89,6 +89,21 @@ def test_window_counts_the_position_itself_and_reaches_into_the_prefix():
     ]
 
 
+def test_dense_mask_of_trees_by_hand():
+    spans, _, _ = tree_spans([(1, [(1, [(1, [])]), (1, [(1, []), (2, [])])])])
+    assert len(spans) == 6 and dense_mask(spans, 7)[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0],  # root
+        [1, 1, 0, 0, 0, 0, 0],  # its first child
+        [1, 1, 1, 0, 0, 0, 0],
+        [1, 0, 0, 1, 0, 0, 0],  # its second
+        [1, 0, 0, 1, 1, 0, 0],
+        [1, 0, 0, 1, 0, 1, 0],
+        [1, 0, 0, 1, 0, 1, 1],
+    ]
+    assert dense_mask(with_window(spans, 2), 7)[0, 0].sum(dim=1).tolist() == [1, 2, 2, 2, 2, 2, 2]
+    assert dense_mask(with_window(spans, 3), 7)[0, 0, 6].int().tolist() == [0, 0, 0, 1, 0, 1, 1]
+
+
 def test_empty_window_is_rejected():
     with pytest.raises(ValueError, match="window=0"):
         with_window(lay_out([[(3, [])]]).spans, 0)
@@ -156,33 +171,56 @@ def test_block_mask_of_strided_rows_and_of_single_steps():
     ):
         batch = strided_batch(**sizes)
         length = batch.input_ids.shape[1]
-        check_tiles(spans_of(batch), length)
-        check_tiles(spans_of(strided_batch(**sizes, multiple=TILE)), length + -length % TILE)
+        check_tiles(batch.spans, length)
+        check_tiles(strided_batch(**sizes, multiple=TILE).spans, length + -length % TILE)
         for step in (0, sizes["generated"] - 1):
             positions, _ = batch.step(step)
-            check_tiles(Spans(*(bound[:, positions] for bound in spans_of(batch))), length)
+            check_tiles(tuple(bound[:, positions] for bound in batch.spans), length)
 
 
 def test_block_mask_of_an_anchor_major_row_has_few_partial_tiles():
     # Counted entry by entry: 133 full and 79 partial tiles. Step-major order would give 28 and 520.
-    spans = spans_of(strided_batch(1024, stride=8, context=8, generated=8, samples=4, multiple=TILE))
-    mask = block_mask(spans, spans.own_start.shape[1])
+    spans = strided_batch(1024, stride=8, context=8, generated=8, samples=4, multiple=TILE).spans
+    mask = block_mask(spans, spans[0].shape[1])
     assert (mask.full_kv_num_blocks.sum().item(), mask.kv_num_blocks.sum().item()) == (133, 79)
 
 
 def test_block_mask_of_a_long_row_does_not_build_the_dense_mask():
     # 2^17 tokens: the dense mask would be 16 GiB. 32 documents of 32 tiles: full below the diagonal, partial on it.
     start = (torch.arange(1 << 17) // 4096 * 4096).unsqueeze(0)
-    mask = block_mask(Spans(start, start, start, torch.arange(1, (1 << 17) + 1).unsqueeze(0)), 1 << 17)
+    mask = block_mask((start, start, start, torch.arange(1, (1 << 17) + 1).unsqueeze(0)), 1 << 17)
     assert mask.kv_num_blocks.eq(1).all()
     assert torch.equal(mask.kv_indices[0, 0, :, 0], torch.arange(1024, dtype=torch.int32))
     assert torch.equal(mask.full_kv_num_blocks[0, 0], torch.arange(32, dtype=torch.int32).repeat(32))
 
 
+TREES = st.recursive(
+    st.tuples(st.integers(1, 200), st.just([])),
+    lambda child: st.tuples(st.integers(1, 200), st.lists(child, min_size=1, max_size=3)),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=12, deadline=None)
+@given(trees=st.lists(TREES, min_size=1, max_size=2), window=st.one_of(st.none(), st.integers(1, 300)))
+def test_masks_of_trees_show_the_path_to_the_root(trees, window):
+    spans, visible, depth = tree_spans(trees, multiple=8)
+    if window is not None:
+        visible &= depth.unsqueeze(2) - depth.unsqueeze(1) < window
+    spans, length = windowed(spans, window), depth.shape[1]
+    assert torch.equal(dense_mask(spans, length), visible.unsqueeze(1))
+    check_tiles(spans, length)
+
+
+def test_block_mask_merges_a_chain_of_runs():
+    spans, _, _ = tree_spans([(100, [(50, [(30, [(76, [])])])])])  # no run covers a tile of 128
+    assert check_tiles(spans, 256)[0, 0].int().tolist() == [[0, 0], [1, 0]]
+
+
 def test_tile_check_detects_an_off_by_one_bound():
-    for bound in Spans._fields:
+    for bound in range(4):
         layout = lay_out([[(256, [256, 128])]])
-        wrong = layout.spans._replace(**{bound: getattr(layout.spans, bound) + 1})
+        wrong = tuple(x + (i == bound) for i, x in enumerate(layout.spans))
         mask, exact = block_mask(wrong, 640), tiles_of(dense_mask(layout.spans, 640))
         got = (listed(mask.kv_num_blocks, mask.kv_indices), listed(mask.full_kv_num_blocks, mask.full_kv_indices))
         assert got != (chosen(exact[0]), chosen(exact[1]))
@@ -224,6 +262,15 @@ def test_one_graph_serves_every_length_and_mask():
         want = reference.attention(query, key, value, dense_mask(layout.spans, length), scale=0.25)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert len(graphs) == 1
+    for seed, length in enumerate([256, 512]):  # a tree: one more graph for its number of runs
+        spans, visible, _ = tree_spans([(30 + seed, [(40, [(20, []), (50, [])]), (10, [])])], multiple=length)
+        query, key, value = (torch.randn(1, heads, length, 16) for heads in (4, 2, 2))
+        mask = block_mask(spans, length)
+        with flex_settings(), torch.no_grad():
+            got = run(query, key, value, mask.mask_mod.spans, [getattr(mask, name) for name in attention._LISTS], 0.25)
+        want = reference.attention(query, key, value, visible.unsqueeze(1), scale=0.25)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert len(graphs) == 2
 
 
 @pytest.mark.parametrize("options", [{"softcap": 2.0}, {"sinks": True}, {"softcap": 2.0, "sinks": True}], ids=str)
@@ -248,11 +295,13 @@ def test_dense_attend_is_exact(options):
 
 
 @pytest.mark.slow
-def test_flex_attend_has_gradients_of_sinks_and_capped_scores(monkeypatch):
+@pytest.mark.parametrize("layout", ["group", "tree"])
+def test_flex_attend_has_gradients_of_sinks_and_capped_scores(layout, monkeypatch):
     """Traced, with the dense backward that torch rejects on a CPU; its log-sum-exp is float32."""
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
-    layout = lay_out([[(100, [57, 30]), (40, [])]], multiple=256)
-    spans = with_window(layout.spans, 50)
+    group = lay_out([[(100, [57, 30]), (40, [])]], multiple=256).spans
+    tree, _, _ = tree_spans([(30, [(40, [(20, []), (50, [(9, []), (7, [])])]), (10, [])])], multiple=256)
+    spans = with_window({"group": group, "tree": tree}[layout], 50)
     mask = block_mask(spans, 256)
     draw = torch.Generator().manual_seed(0)
     shapes = [(1, heads, 256, 24) for heads in (4, 2, 2)] + [(4,)]
@@ -363,11 +412,11 @@ def test_states_and_gradients_of_a_packed_row_match_separate_runs(model, name):
 
 
 def test_comparison_detects_an_off_by_one_bound(model):
-    for bound in ["prefix_stop", "own_start", "own_stop"]:
+    for bound in (1, 2, 3):  # prefix_stop, own_start, own_stop
         layout = LAYOUTS["strided"]
-        ids = ids_of(layout)
-        moved = getattr(layout.spans, bound) - 1
-        wrong = layout.spans._replace(**{bound: moved.clamp(min=1) if bound == "own_stop" else moved.clamp(min=0)})
+        ids, spans = ids_of(layout), list(layout.spans)
+        spans[bound] = (spans[bound] - 1).clamp(min=int(bound == 3))
+        wrong = tuple(spans)
         difference = (row_states(model, ids, layout, wrong) - separate_states(model, ids, layout)).abs().max()
         assert difference > 1e-2
 
@@ -392,7 +441,7 @@ class RowCache:
 @torch.no_grad()
 def test_generation_with_a_cache_equals_the_training_forward(model, sizes):
     batch = strided_batch(**sizes)
-    spans, length = spans_of(batch), batch.input_ids.shape[1]
+    spans, length = batch.spans, batch.input_ids.shape[1]
     draw = torch.Generator().manual_seed(3)
     ids = torch.zeros(1, length, dtype=torch.long)
     states = torch.zeros(1, length, 32)
@@ -401,7 +450,7 @@ def test_generation_with_a_cache_equals_the_training_forward(model, sizes):
     def run(positions: Tensor) -> None:
         cache.positions = positions
         states[:, positions] = model.model(
-            input_ids=ids[:, positions], attention_mask=dense_mask(Spans(*(x[:, positions] for x in spans)), length),
+            input_ids=ids[:, positions], attention_mask=dense_mask(tuple(x[:, positions] for x in spans), length),
             position_ids=batch.position_ids[:, positions], past_key_values=cache, use_cache=True,
         ).last_hidden_state  # fmt: skip
 

@@ -12,25 +12,27 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kernels import attention, reference
 from kernels.attention import TILE, Spans, block_mask, dense_mask, flex_attend, with_window
-from tests.kernels.layouts import Layout, lay_out, strided
+from tests.kernels.layouts import Layout, lay_out, strided, tree_spans
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 
 PACKED = [[(700, []), (1, []), (900, []), (333, [])]]
 SHARED = [[(500, [300, 17, 256, 400]), (200, [129])], [(900, [100] * 5)]]
+TREES = [(300, [(200, [(17, []), (400, [(100, []), (33, [])])]), (129, [])]), (90, [])]
 STRIDED = {"prompt_length": 512, "stride": 16, "context": 64, "generated": 8, "samples": 5}
 
 
 def spans_of(name: str) -> Spans:
     layouts = {"packed": lay_out(PACKED, multiple=TILE), "shared": lay_out(SHARED, multiple=TILE)}
     layouts["strided"] = strided(**STRIDED, multiple=TILE)
-    spans = layouts[name.removesuffix(", window")].spans
+    kind = name.removesuffix(", window")
+    spans = tree_spans(TREES, multiple=TILE)[0] if kind == "tree" else layouts[kind].spans
     return on_device(with_window(spans, 100) if name.endswith("window") else spans)
 
 
 def on_device(spans: Spans) -> Spans:
-    return Spans(*(bound.to(DEVICE) for bound in spans))
+    return tuple(bound.to(DEVICE) for bound in spans)
 
 
 def draw_inputs(rows: int, length: int, heads: tuple[int, int, int], dtype=torch.bfloat16) -> list[Tensor]:
@@ -69,11 +71,13 @@ def error(got: Tensor, exact: Tensor) -> float:
         ("shared", (8, 2, 64)),
         ("strided", (8, 2, 64)),
         ("strided", (4, 4, 128)),
+        ("tree", (16, 8, 128)),
+        ("tree, window", (8, 2, 64)),
     ],
 )
 def test_flex_attend_is_as_exact_as_dense_sdpa(name, heads):
     spans = spans_of(name)
-    rows, length = spans.own_start.shape
+    rows, length = spans[0].shape
     *inputs, weight = draw_inputs(rows, length, heads)
     scale = heads[2] ** -0.5
     exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
@@ -99,7 +103,7 @@ def test_flex_attend_is_as_exact_as_dense_sdpa(name, heads):
 def test_flex_attend_with_capped_scores_sinks_and_odd_heads(heads, softcap, sinks, dtype):
     for name in ("shared", "shared, window"):
         spans = spans_of(name)
-        rows, length = spans.own_start.shape
+        rows, length = spans[0].shape
         *inputs, weight = draw_inputs(rows, length, heads, dtype)
         logits = torch.linspace(-4, 4, heads[0], device=DEVICE).requires_grad_() if sinks else None
         scale, leaves = heads[2] ** -0.5, [*inputs, logits] if sinks else inputs
@@ -170,7 +174,7 @@ def test_memory_is_not_quadratic_in_length():
 
 def test_mask_and_attention_do_not_sync_with_the_host():
     spans = spans_of("packed")
-    rows, length = spans.own_start.shape
+    rows, length = spans[0].shape
     *inputs, _ = draw_inputs(rows, length, (16, 8, 128))
     first = flex_attend(*inputs, block_mask(spans, length), scale=0.125)
     torch.cuda.set_sync_debug_mode("error")  # a host sync raises
@@ -193,7 +197,7 @@ def test_flex_attend_rejects_odd_lengths_and_wrong_masks():
 
 def test_flex_attend_inside_a_compiled_function():
     spans = spans_of("strided")
-    rows, length = spans.own_start.shape
+    rows, length = spans[0].shape
     query, key, value, _ = (x.detach() for x in draw_inputs(rows, length, (16, 8, 128)))
     mask = block_mask(spans, length)
 
@@ -282,7 +286,7 @@ def test_model_over_rows_is_as_exact_as_separate_runs(checkpointing):
 def test_slices_of_queries_over_all_keys_match_the_row(name):
     """As in context parallelism: queries from both ends, keys and values as views of one tensor."""
     spans = spans_of(name)
-    rows, length = spans.own_start.shape
+    rows, length = spans[0].shape
     query, key, value, weight = draw_inputs(rows, length, (4, 2, 64))
     out = flex_attend(query, key, value, block_mask(spans, length), scale=0.125)
     whole = with_gradients(out, [query, key, value], weight)
@@ -293,7 +297,7 @@ def test_slices_of_queries_over_all_keys_match_the_row(name):
         places = torch.cat([own * piece + steps, (3 - own) * piece + steps])
         at, real = places.clamp(max=length - 1), places < length
         fill = (0, 0, places, places + 1)
-        cut = Spans(*(torch.where(real, bound[:, at], other) for bound, other in zip(spans, fill, strict=True)))
+        cut = tuple(torch.where(real, bound[:, at], other) for bound, other in zip(spans, fill, strict=True))
         both = torch.nn.functional.pad(torch.cat([key, value], dim=-1), (0, 0, 0, 4 * piece - length))
         keys, values = both.split([64, 64], dim=-1)
         part = flex_attend(query[:, :, at], keys, values, block_mask(cut, 4 * piece), scale=0.125)

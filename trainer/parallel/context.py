@@ -62,8 +62,8 @@ def slice_batch(batch: Batch, *, multiple: int) -> BatchSlice:
     sliced = replace(
         batch,
         input_ids=take(batch.input_ids, 0), position_ids=take(batch.position_ids, 0),
-        prefix_start=take(batch.prefix_start, 0), prefix_stop=take(batch.prefix_stop, 0),
-        own_start=take(batch.own_start, positions), own_stop=take(batch.own_stop, positions + 1),
+        spans=(*(take(x, 0) for x in batch.spans[:-2]), take(batch.spans[-2], positions),
+               take(batch.spans[-1], positions + 1)),
         routes=None if batch.routes is None else batch.routes[:, positions.clamp(max=length - 1)],
         sets=None if batch.sets is None else batch.sets[tokens],
         index=index[tokens], target=batch.target[tokens], sequence=batch.sequence[tokens], slot=batch.slot[tokens],

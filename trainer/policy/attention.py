@@ -166,9 +166,8 @@ def attention_masks(config: Any, batch: Batch, num_keys: int | None = None) -> A
     Block masks are kept with the batch, so that all passes of a step share them: policy, reference and old log-probs.
     Dense masks are rebuilt, because they are large.
     """
-    spans = Spans(batch.prefix_start, batch.prefix_stop, batch.own_start, batch.own_stop)
     built = vars(batch).setdefault("block_masks", {}) if uses_flex(config) else {}
-    return span_masks(config, spans, num_keys or batch.own_start.shape[1], built)
+    return span_masks(config, batch.spans, num_keys or batch.input_ids.shape[1], built)
 
 
 def span_masks(config: Any, spans: Spans, num_keys: int, built: dict[Any, Any] | None = None) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -129,11 +129,12 @@ def pack(
     options = cfg.policy_loss
     assert len(advantage) == len(completions), f"{len(advantage)} advantages for {len(completions)} completions"
     owner = [row for row, c in enumerate(completions) for _ in (c, *c.branches)]  # completion of each row
-    if len(owner) > len(completions):  # branches are rows of their own
+    has_branches = len(owner) > len(completions)
+    if has_branches:  # each branch is a separate row
         if not isinstance(advantage, Tensor) or extra:
             raise UserError(
                 f"completions: {len(owner) - len(completions)} branches (a client has rewritten its history), but this "
-                "method has one number per token, which only the last branch has; use a method with one per completion"
+                "method has an advantage per token, only for the last branch; use a method with one per completion"
             )
         completions, advantage = [part for c in completions for part in (c, *c.branches)], advantage[owner]
         if replayed_logps is not None:
@@ -156,7 +157,8 @@ def pack(
         has_signal = [any(x != 0 for x in values) for values in advantage]
     rows = [row for row in trained if not can_skip or needs_all or has_signal[row]]
     kept = [completions[row] for row in rows]
-    batches = pack_completions(cfg.run, policy, kept, share_prompt=cfg.share_prompt)
+    episodes = [owner[row] for row in rows] if has_branches else None
+    batches = pack_completions(cfg.run, policy, kept, share_prompt=cfg.share_prompt, episodes=episodes)
     can_idle = can_skip and not policy.is_sharded  # ranks of a sharded model must run the same number of passes
     idle = [can_idle and not any(has_signal[rows[i]] for i in batch.rows) for batch in batches]
     computed = {i for batch, skip in zip(batches, idle, strict=True) if not skip for i in batch.rows}
@@ -201,16 +203,35 @@ def pack(
 
 
 def pack_completions(
-    run: RunConfig, policy: Policy, completions: Sequence[Completion], *, share_prompt: bool
-) -> list[Batch]:
-    """Micro-batches of prompts and completions; only completions are trained. A group may share one prompt."""
+    run: RunConfig, policy: Policy, completions: Sequence[Completion], *, share_prompt: bool,
+    episodes: Sequence[int] | None = None,
+) -> list[Batch]:  # fmt: skip
+    """Micro-batches of prompts and completions; only completions are trained. A group may share one prompt.
+
+    `episodes`: of each completion, if some are branches of one episode, which also share their turns.
+    """
+    items = [completion_item(c) for c in completions]
     batches = make_batches(
-        [completion_item(c) for c in completions],
+        items if episodes is None else episode_items(items, episodes),
         accumulation=run.gradient_accumulation_steps,
         max_tokens=run.max_tokens_per_micro_batch,
         **policy.layout(packing=run.packing, share_prompt=share_prompt),
     )
     return to_device_and_pad(policy, batches)
+
+
+def episode_items(items: Sequence[Item], episodes: Sequence[int]) -> list[Item]:
+    """Assign items to episodes. The prompt of a branch becomes that of the first turn it continues."""
+    prompts: dict[int, list[list[int]]] = {}
+    for item, episode in zip(items, episodes, strict=True):
+        prompts.setdefault(episode, []).append(item.ids[: item.prompt_length])
+    for known in prompts.values():
+        known.sort(key=len)
+    made = []
+    for item, episode in zip(items, episodes, strict=True):
+        length = next(len(prompt) for prompt in prompts[episode] if item.ids[: len(prompt)] == prompt)
+        made.append(replace(item, episode=episode, prompt_length=length))
+    return made
 
 
 def completion_item(c: Completion) -> Item:

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from data.packing import Batch, Item, make_batches
 from kernels import reference
-from kernels.attention import Spans, block_mask, dense_mask
+from kernels.attention import block_mask, dense_mask
 from rollout.engine import Request, Sampling
 from rollout.engines.local import LocalEngine
 from tests.kernels.layouts import flex_settings
@@ -220,7 +220,7 @@ def test_flex_failure_suggests_sdpa_or_eager(monkeypatch, capsys):
 
 def test_each_implementation_gets_its_kind_of_mask():
     (batch,) = batches_of(policy_of(make_model("llama")), "shared")
-    spans = Spans(batch.prefix_start, batch.prefix_stop, batch.own_start, batch.own_stop)
+    spans = batch.spans
     want = dense_mask(spans, batch.input_ids.shape[1])
     assert torch.equal(attention_masks(make_model("llama").config, batch), want)
     eager = attention_masks(make_model("llama", "eager").config, batch)
@@ -332,7 +332,7 @@ def test_flex_on_a_cpu_is_rejected():
 def test_options_that_flex_does_not_support_are_rejected(option, flex_calls):
     x = torch.randn(1, 2, 128, 16)
     zero = torch.zeros(1, 128, dtype=torch.int64)
-    mask = block_mask(Spans(zero, zero, zero, torch.arange(1, 129).view(1, -1)), 128)
+    mask = block_mask((zero, zero, zero, torch.arange(1, 129).view(1, -1)), 128)
     with pytest.raises(ValueError, match=f"^Identity: .*{next(iter(option))}"):
         attend(torch.nn.Identity(), x, x, x, mask, scaling=0.25, **option)
     out, _ = attend(torch.nn.Identity(), x, x, x, mask)

@@ -6,6 +6,7 @@ Every loss, at every level and with every correction, is compared with its formu
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import json
 import statistics
@@ -18,6 +19,7 @@ import torch
 
 from kernels import linear_logprob
 from losses.policy import POLICY_LOSSES
+from rollout.engine import Completion
 from tests.trainer.rl.group_cases import (
     ADVANTAGE,
     CUTS,
@@ -35,6 +37,7 @@ from tests.trainer.rl.group_cases import (
     logps_of,
     make_completions,
     make_config,
+    make_llama,
     make_policy,
     micro_batch_rows,
     moved_llama,
@@ -115,6 +118,57 @@ def test_the_gradient_does_not_depend_on_micro_batches_or_order(kind, monkeypatc
             want, loss = by_hand(cfg, [[ORDER[row] for row in rows] for rows in micro_batch_rows(batch)])
             assert close(got, want), (level, cut)
             assert logged["loss/total"] == pytest.approx(loss, rel=1e-5, abs=1e-6), (level, cut)
+
+
+@functools.cache
+def episodes() -> list[Completion]:
+    """Two episodes that fork at each of 4 turns, and a completion with the first ids of one of them."""
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(length: int) -> list[int]:
+        return torch.randint(VOCAB, (length,), generator=generator).tolist()
+
+    def extend(prefix: list[int], mask: list[bool], turns: int) -> list[tuple[list[int], list[bool]]]:
+        """A first branch trains all its turns, others the turns after their fork. A turn: one id, then 2 or 3."""
+        if turns == 0:
+            return [(prefix, mask)]
+        branches = []
+        for fork in range(2):
+            turn, seen = draw(3 + turns % 2), mask if fork == 0 else [False] * len(mask)
+            branches += extend(prefix + turn, [*seen, False, *[True] * (len(turn) - 1)], turns - 1)
+        return branches
+
+    prompt = draw(3)
+    rows = [extend(prompt, [False] * 3, 4) for _ in range(2)]
+    rows.append([(rows[0][0][0][:7], [False] * 3 + [True] * 4)])
+    parts = [
+        Completion(prompt_ids=prompt, ids=ids[3:], mask=mask[3:], logps=[0.0] * (len(ids) - 3), finish_reason="stop",
+                   text="", versions=[])
+        for branches in rows for ids, mask in branches
+    ]  # fmt: skip
+    with torch.no_grad():
+        logps = padded_logps(make_llama(0), parts, TEMPERATURE).logp
+    logps = logps + 0.1 * torch.randn(logps.shape, generator=generator, dtype=torch.float64)
+    parts = [replace(part, logps=row[: len(part.ids)].tolist()) for part, row in zip(parts, logps, strict=True)]
+    return [replace(parts[0], branches=tuple(parts[1:16])), replace(parts[16], branches=tuple(parts[17:32])), parts[32]]
+
+
+@pytest.mark.parametrize("kind", POLICY_LOSSES)
+def test_the_gradient_of_a_tree_is_that_of_its_branches_as_separate_rows(kind):
+    """Prefixes are computed once at each of 4 levels, in one micro-batch or several."""
+    found, advantage = [], ADVANTAGE[:3]
+    for cut in ((9999, 1, "padded"), (9999, 1, "shared"), (60, 1, "shared")):
+        cfg = make_config(cut, num_iterations=iterations(kind), loss_type=kind, **EVERYTHING)
+        vector, logged, batch = step(cfg, episodes(), advantage)
+        found.append((vector, logged["loss/total"], sum(x.num_computed for x in batch.batches), batch.batches))
+    rows, tree, cut = found
+    assert close(tree[0], rows[0]) and tree[1] == pytest.approx(rows[1], rel=1e-9) and rows[0].norm() > 0
+    assert len(tree[3]) == 1 and len(tree[3][0].spans) == 10 and len(cut[3]) > 3
+    if kind != "bnpo":  # depends on micro-batches
+        assert close(cut[0], rows[0])
+    branches = [(n, [*part.prompt_ids, *part.ids]) for n, c in enumerate(episodes()) for part in (c, *c.branches)]
+    unique = {((n + 1) * (size > 3), *ids[:size]) for n, ids in branches for size in range(1, len(ids) + 1)}
+    assert rows[2] == sum(len(ids) for _, ids in branches) and tree[2] == len(unique) < cut[2] < rows[2]
 
 
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]]  # of three groups

@@ -1,7 +1,8 @@
-"""Fuse the norms, gated MLPs and rotations of a transformers model (kernels/block.py), and skip casts in its adapters.
+"""Fuse the norms, gated MLPs and rotations of a transformers model (kernels/block.py), and adapters with their layers.
 
-    fuse(lm)          # every module that computes one of the fused operations
-    unfuse(lm)        # before its blocks are compiled: the compiler does the fusing
+    fuse(lm)             # every module that computes one of the fused operations
+    join_adapters(lm)    # adapters of linear layers (kernels/lora.py), with or without fuse()
+    unfuse(lm)           # both; before blocks are compiled, because the compiler does the fusing
 
 A module is recognised by its output, not by its name: on random CPU inputs it must match the operation's reference bit
 for bit, in bfloat16 and in float32. A module that does not match is unchanged.
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from kernels.block import rms_norm, rms_norm_reference, rotate, rotate_reference, silu_mul, silu_mul_reference
+from kernels.lora import fits, lora_linear
 
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 ROTATION = "apply_rotary_pos_emb"  # global function that transformers' attention modules call
@@ -42,7 +44,11 @@ def fuse(lm: nn.Module) -> None:
             module.__class__ = mlp_class(type(module))
         elif rotates(type(module)):
             module.__class__ = attention_class(type(module))
-        elif is_adapter(module):
+
+
+def join_adapters(lm: nn.Module) -> None:
+    for module in lm.modules():
+        if is_adapter(module):
             module.__class__ = adapter_class(type(module))
 
 
@@ -87,18 +93,31 @@ def attention_class(cls: type) -> type:
 
 @functools.cache
 def adapter_class(cls: type) -> type:
-    """Return a LoRA layer class that does not cast its input under autocast.
+    """Return a LoRA layer class that rounds the sum of base and adapter once (kernels/lora.py).
 
-    peft casts the input to the adapter's float32, and autocast casts it back before both matmuls: two useless passes
-    over the activations, and two more over their gradients.
+    Without an adapter it gives the same bits as with B = 0. Layers that lora_linear cannot compute (FP8, several active
+    adapters) are added by peft, without its casts under autocast: they go to the adapter's float32 and back.
     """
+
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        base, names = self.base_layer, [name for name in self.active_adapters if name in self.lora_A]
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        if args or kwargs or self.merged or len(names) != 1 or not fits(base, dtype):
+            return cls.forward(self, x, *args, **kwargs)
+        name = names[0]
+        a, b, dropout = self.lora_A[name].weight, self.lora_B[name].weight, self.lora_dropout[name]
+        if self.disable_adapters:
+            return lora_linear(x, base, a[:0], b[:, :0], 0.0)
+        drops = self.training and isinstance(dropout, nn.Dropout)
+        return lora_linear(x, base, a, b, self.scaling[name], dropout(x) if drops else None)
 
     def cast(self: Any, x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         if x is not None and torch.is_autocast_enabled(x.device.type):
             return x
         return cls._cast_input_dtype(self, x, dtype)
 
-    return subclass(cls, _cast_input_dtype=cast)
+    return subclass(cls, forward=forward, _cast_input_dtype=cast)
 
 
 def rotation(unfused: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,7 +193,8 @@ def is_adapter(module: nn.Module) -> bool:
     """Return whether this is peft's plain LoRA around a linear layer. DoRA and other variants reuse the input."""
     if not hasattr(module, "lora_A") or not hasattr(module, "_cast_input_dtype") or is_fused(module):
         return False
-    return isinstance(module.get_base_layer(), nn.Linear) and not module.lora_variant
+    has_bias = any(layer.bias is not None for layer in module.lora_B.values())
+    return isinstance(module.get_base_layer(), nn.Linear) and not module.lora_variant and not has_bias
 
 
 def plain(module: nn.Module, *, parameters: set[str] = frozenset(), children: set[str] = frozenset()) -> bool:

@@ -79,7 +79,7 @@ from trainer.policy.adapters import (
 )
 from trainer.policy.attention import choose_attention, load_name
 from trainer.policy.experts import use_grouped_matmuls
-from trainer.policy.fuse import fuse, unfuse
+from trainer.policy.fuse import fuse, join_adapters, unfuse
 from trainer.policy.logps import Policy, causal_lm, check_logps, reject_context
 from trainer.policy.offload import offload_inputs, offloads
 
@@ -176,7 +176,7 @@ def import_libraries(lora: LoraConfig) -> None:
 
 
 def find_model(name: str, revision: str | None = None) -> tuple[str, str, str | None, str | None]:
-    """Return the model's folder or hub id, that of its base weights, its adapter folder, and the base's revision."""
+    """Return the folder or hub id of the model and of its base weights, its adapter folder, and the base's revision."""
     if isinstance(name, PythonObject):
         base = name.removeprefix(f"{PYTHON}:")
         return base, base, None, revision
@@ -370,7 +370,9 @@ def adopt(given: Any, cfg: ModelConfig, dtype: torch.dtype, device: torch.device
         raise UserError(f"model={cfg.model}: {type(lm).__name__} is not a causal language model of transformers")
     reject_quantised(cfg.model, lm.config.to_dict())
     if len(devices := {str(place) for place in getattr(lm, "hf_device_map", {}).values()}) > 1:
-        raise UserError(f"model={cfg.model}: split over {', '.join(sorted(devices))} by device_map; load it without")
+        raise UserError(
+            f"model={cfg.model}: split over {', '.join(sorted(devices))} by device_map; load it without device_map"
+        )
     if kind := carried_state(lm.config, type(lm)):
         reject_context(cfg.model, f"{kind} layers of model_type={lm.config.model_type} carry state between tokens")
     lm = copy.deepcopy(lm) if is_copy else lm
@@ -385,7 +387,7 @@ def adopt(given: Any, cfg: ModelConfig, dtype: torch.dtype, device: torch.device
 
 
 def release(policy: Policy) -> None:
-    """Undo what speeds up training, so that the model is an ordinary transformers or peft model again."""
+    """Undo the changes that speed up training: the result is an ordinary transformers or peft model."""
     lm = causal_lm(policy.model)
     unfuse(lm)
     for block in blocks_of(lm, policy.source) if policy.is_compiled else ():
@@ -471,7 +473,9 @@ def speed_up(lm: Any, cfg: ModelConfig, source: str, device: torch.device) -> No
     """Compile the blocks, or on a GPU fuse their small operations, which compiled blocks do not need."""
     if cfg.compile is True:  # auto is resolved when the number of steps is known (trainer/policy/compile_choice.py)
         compile_blocks(lm, source)
-    elif device.type == "cuda":
+        return
+    join_adapters(lm)
+    if device.type == "cuda":
         fuse(lm)
 
 
@@ -485,6 +489,7 @@ def compile_blocks(lm: Any, source: str) -> None:
         make_known_to_inductor()
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(is_not_inplace_reminder)
     unfuse(lm)
+    join_adapters(lm)
     for block in blocks_of(lm, source):
         if getattr(block, "gradient_checkpointing", False) and context_size() == 1 and not offloads(block):
             recompute_inside(block)

@@ -295,7 +295,7 @@ def reject_context(name: str, reason: str) -> None:
 
 
 def other_attention(lm: Any) -> str:
-    """Return the last clause of a message about a problem that may be due to flex attention."""
+    """Return a message's last clause, for problems that may be due to flex attention."""
     other = "sdpa" if getattr(lm, "_supports_sdpa", True) else "eager"
     return f"; try --attn-implementation {other}" if uses_flex(lm.config) else ""
 
@@ -382,8 +382,8 @@ def _check_logps(policy: Policy) -> None:
         torch.autocast(policy.device.type, policy.compute_dtype, enabled=policy.autocast_dtype is not None),
     ):
         logp = policy.model(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(dim=-1)
-    gap = (packed - logp.gather(2, ids[:, 1:, None]).squeeze(2)[trained]).abs()  # (N,)
-    reject_gap(policy, gap.max().item(), "packed log-probs" if policy.packs else "log-probs")
+    want = logp.gather(2, ids[:, 1:, None]).squeeze(2)[trained]  # (N,)
+    reject_gap(policy, packed, want, "packed log-probs" if policy.packs else "log-probs")
 
 
 def probe_batch(policy: Policy, items: Sequence[Item]) -> Batch:
@@ -393,10 +393,13 @@ def probe_batch(policy: Policy, items: Sequence[Item]) -> Batch:
     return batch.to(policy.device)
 
 
-def reject_gap(policy: Policy, gap: float, what: str) -> None:
-    limit = 1e-3 if policy.compute_dtype == torch.float32 else 0.25  # bfloat16 rounds log-probs of size 10 by 0.03
+def reject_gap(policy: Policy, values: Tensor, want: Tensor, what: str) -> None:  # (N,) both
+    """Raise if values differ by more than rounding, which grows with them: bfloat16 rounds 10 nats by 0.03."""
+    limit = 1e-3 if policy.compute_dtype == torch.float32 else 0.25
+    limit *= max(1.0, want.abs().max().item() / 10)
+    gap = (values - want).abs().max().item()
     if not gap < limit:
-        raise UserError(f"{what} differ from transformers' forward by {gap:.3g} (limit {limit})")
+        raise UserError(f"{what} differ from transformers' forward by {gap:.3g} (limit {limit:.3g})")
 
 
 def values_without_leak(
@@ -405,9 +408,9 @@ def values_without_leak(
     """Return function(policy, batch); raise if its values for `sequences` depend on the embeddings of others.
 
     Without a leak, their gradient is exactly 0: masked attention multiplies by 0, and other layers work per token. So
-    it needs no tolerance, unlike log-probs, whose last bits depend on matmul sizes (experts). It is computed with the
-    run's own kernels, weights and dtype; a float32 copy of the weights may not fit. bfloat16 hides no leak: it has the
-    exponents of float32, and a leak is all there is in this gradient, so it cannot be rounded away.
+    this check needs no tolerance, unlike log-probs, whose last bits depend on matmul sizes (experts). It uses the run's
+    own kernels, weights and dtype, because a float32 copy of the weights may not fit. bfloat16 does not hide a leak: it
+    has the exponents of float32, and the gradient consists of the leak alone, so it cannot be rounded away.
 
     Layers that carry state may use other kernels in training mode (mamba-ssm), so both modes are probed.
     """

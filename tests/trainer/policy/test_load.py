@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from rollout.sync.choose import check_served
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.policy import attention, logps
 from trainer.policy.load import BUILTIN, load_hollow, load_policy, recomputing, resolve_model
-from trainer.policy.logps import Policy, causal_lm, check_logps, reference_logps, token_logps
+from trainer.policy.logps import Policy, causal_lm, check_logps, reference_logps, reject_gap, token_logps
 from trainer.tiny.build import make_tokenizer
 
 CPU = torch.device("cpu")
@@ -496,6 +497,16 @@ def test_changed_logits_are_rejected(folder_of):
     for change in (lambda x: 1.1 * x, lambda x: x.clamp(max=0.5), lambda x: x.roll(1, dims=-1)):
         with pytest.raises(ValueError, match="^model=changed: log-probs .*not supported"):
             check_logps(policy_with(change))
+
+
+def test_the_accepted_rounding_grows_with_the_log_probs(folder_of):
+    policy = Policy(model=plain_model(folder_of("llama"), "sdpa"), tokenizer=None, source="tiny", device=CPU,
+                    compute_dtype=torch.float32)  # fmt: skip
+    want = torch.tensor([-3.0, -40.0])
+    reject_gap(policy, want + 3e-3, want, "log-probs")
+    for size, gap in ((-40.0, 5e-3), (-3.0, 3e-3), (-3.0, math.nan)):
+        with pytest.raises(UserError, match="differ from transformers"):
+            reject_gap(policy, torch.tensor([size + gap]), torch.tensor([size]), "log-probs")
 
 
 class Counting(nn.Module):

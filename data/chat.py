@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -57,6 +58,7 @@ _PLAIN = f"\ufdd0{secrets.token_hex(8)}\ufdd0"
 SPECIAL_NOTE = "with special tokens in the text, read as plain text (--allow-special-tokens reads them as tokens)"
 SECONDS = 10.0  # limit on the CPU time of a rendering; a long conversation takes milliseconds
 POLL_SECONDS = 0.25
+MAX_PIECES = 1000  # tokenised pieces of text to keep per tokenizer
 T = TypeVar("T")
 
 
@@ -142,7 +144,7 @@ def _check_known(vocabulary: Mapping[str, int], token: Any, what: str) -> None:
 
 
 def end_ids(tokenizer: Any) -> tuple[int, ...]:
-    """Return the ids that may close an assistant turn: the template's, also after a tool call, and --eot-tokens."""
+    """Return the ids that may close an assistant turn: the template's (even after a tool call) and --eot-tokens."""
     ids = [*getattr(tokenizer, "strop_eot_ids", ())]
     if tokenizer.chat_template:
         ids = [*_template_end_ids(tokenizer, str(tokenizer.chat_template), len(tokenizer)), *ids]
@@ -362,7 +364,7 @@ class _Conversation:
     def text_bounds(self, index: int, *, bare: bool = False) -> tuple[int, int]:
         """Return the start and end of a message's text in self.text: the part that changes if only this text changes.
 
-        bare: of all that the message adds, such as thoughts.
+        bare: the text of everything that the message adds, including thoughts.
         """
         message, texts = self.messages[index], []
         message = {"role": message["role"]} if bare else message
@@ -560,8 +562,8 @@ def clean_messages(messages: Any) -> Messages:
     """Convert messages to a form that every template accepts; raise for messages that none can render.
 
     Every content becomes text: text parts are joined, and null in a message with tool_calls becomes "". Keys with a
-    null value are removed, because templates test whether a key is present. All other keys are kept; thoughts in parts
-    are joined, too.
+    null value are removed, because templates test whether a key is present. All other keys are kept; parts of
+    thoughts are joined.
     """
     if not isinstance(messages, list) or not messages:
         raise UserError(f"messages={messages!r}: must be a list of at least one message")
@@ -716,14 +718,16 @@ def _has_null(value: Any) -> bool:
 def _check_ids(tokenizer: Any, messages: Messages) -> None:
     """Raise if the tokenizer returns no ids for the last text; the template's tokens would hide that."""
     last = messages[-1]["content"]
-    if last.strip() and not encode(tokenizer, last):
+    if last.strip() and not (encode(tokenizer, last[:40]) or encode(tokenizer, last)):
         raise UserError(_no_ids(last))
 
 
 def _check_content(tokenizer: Any, message: dict[str, Any], stops: Sequence[int], where: str) -> None:
-    ids = encode(tokenizer, message["content"])
+    content = message["content"]
     for stop in stops:
-        if stop in ids:
+        added = tokenizer.added_tokens_decoder.get(stop)
+        can_occur = added is None or added.normalized or str(added) in content
+        if can_occur and stop in encode(tokenizer, content):
             token = tokenizer.convert_ids_to_tokens(stop)
             raise UserError(f"{where}: the assistant's text contains the end-of-turn token {token!r}; remove it")
 
@@ -780,12 +784,13 @@ def encode(tokenizer: Any, text: str) -> list[int]:
         parts = re.split(f"{_PLAIN}({tokens}){_PLAIN}|{_PLAIN}", text)
     try:
         for i, part in enumerate(parts):
-            if part is None:
+            if not part:
                 continue
-            options = {"split_special_tokens": True} if i % 2 else {}
-            # not verbose: the loaders report texts that are too long
-            ids += tokenizer(part, add_special_tokens=False, verbose=False, **options)["input_ids"]
-            if options and tokenizer.convert_tokens_to_ids(part) in ids[-1:]:
+            if i % 2 == 0:
+                ids += _encode_pieces(tokenizer, part)
+                continue
+            ids += tokenizer(part, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            if tokenizer.convert_tokens_to_ids(part) in ids[-1:]:
                 raise UserError(
                     f"the text contains {part!r}, which the tokenizer cannot write as plain text; remove it"
                 )
@@ -794,6 +799,35 @@ def encode(tokenizer: Any, text: str) -> list[int]:
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise UserError("the text contains half a character (a lone surrogate such as \\ud83d); fix it") from None
         raise
+
+
+def _encode_pieces(tokenizer: Any, text: str) -> list[int]:
+    """Tokenise the pieces between added tokens, each only once: renderings of one conversation share most of them."""
+    pattern, cuts, known = _pieces(tokenizer, len(tokenizer))
+    starts = [match.start() for match in pattern.finditer(text) if match[0] in cuts]
+    pieces = [text[start:stop] for start, stop in pairwise([0, *starts, len(text)]) if start < stop]
+    found = {piece: known.get(piece) for piece in pieces}
+    if new := [piece for piece, ids in found.items() if ids is None]:
+        # not verbose: the loaders report texts that are too long
+        encoded = dict(zip(new, tokenizer(new, add_special_tokens=False, verbose=False)["input_ids"], strict=True))
+        if len(known) > MAX_PIECES:
+            known.clear()
+        known.update(encoded)
+        found |= encoded
+    return [token for piece in pieces for token in found[piece]]
+
+
+@lru_cache(maxsize=8)
+def _pieces(tokenizer: Any, num_tokens: int) -> tuple[re.Pattern[str], set[str], dict[str, list[int]]]:
+    """Return a pattern of added tokens, those at which a text can be cut, and an empty dict of pieces to ids.
+
+    A fast tokenizer first finds added tokens, the longest at each position, and then tokenises the text between them
+    piece by piece. A piece includes the token before it, because some tokenizers treat the start of a text differently.
+    """
+    tokens = list(tokenizer.added_tokens_decoder.values()) if tokenizer.is_fast else []
+    texts = sorted((str(token) for token in tokens if not token.normalized), key=len, reverse=True)
+    cuts = {str(token) for token in tokens if not (token.normalized or token.lstrip or token.single_word)}
+    return re.compile("|".join(map(re.escape, texts)) or "(?!)"), cuts, {}
 
 
 def _adds_bos(tokenizer: Any) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tokenizers import AddedToken, normalizers
 
 from data import chat
 from data.chat import (
@@ -21,6 +23,7 @@ from data.chat import (
     stop_ids,
     with_system,
 )
+from tests.data.conftest import make_metaspace_tokenizer, make_tokenizer
 
 USER = {"role": "user", "content": "2+2="}
 TURNS = [USER, {"role": "assistant", "content": "4"}, {"role": "user", "content": "and 3+3?"},
@@ -208,8 +211,12 @@ def test_a_template_may_split_its_input_at_a_special_token(templated):
 
 
 def test_a_special_token_that_is_also_a_word_is_rejected(chatml, monkeypatch):
-    ids = chatml("<|im_end|>", add_special_tokens=False)
-    monkeypatch.setattr(type(chatml), "__call__", lambda *_, **__: ids)
+    end = [chatml.convert_tokens_to_ids("<|im_end|>")]
+
+    def encode_as_end(self, text, **_):
+        return {"input_ids": end if isinstance(text, str) else [end] * len(text)}
+
+    monkeypatch.setattr(type(chatml), "__call__", encode_as_end)
     with pytest.raises(ValueError, match=r"<\|im_end\|>"):
         render_prompt(chatml, [{"role": "user", "content": "<|im_end|>"}])
 
@@ -247,6 +254,26 @@ def test_plain_text_gets_one_bos_only_if_the_tokenizer_adds_it(tokenizer_of):
     assert adding.decode(render_prompt(adding, "2+2=")) == "<|begin_of_text|>2+2="
     assert adding.decode(render_prompt(adding, "<|begin_of_text|>2+2=")) == "<|begin_of_text|>2+2="
     assert adding.decode(render_text(adding, "4")) == "4"
+
+
+NORMALIZERS = (None, normalizers.Lowercase(), normalizers.Prepend("\u2581"), normalizers.Strip())
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS, ids=str)
+@pytest.mark.parametrize("make", [make_tokenizer, make_metaspace_tokenizer])
+def test_a_text_tokenised_in_pieces_has_the_ids_of_the_whole_text(make, normalizer):
+    tokenizer = make()
+    if normalizer is not None:
+        tokenizer.backend_tokenizer.normalizer = normalizer
+    flags = [{}, {"lstrip": True}, {"rstrip": True}, {"single_word": True}, {"normalized": True}, {"special": False}]
+    names = [f"<{number}>" for number in range(len(flags))] + ["<0><1>"]  # the last contains two others
+    tokenizer.add_tokens([AddedToken(name, **{"special": True, "normalized": False, **more})
+                          for name, more in zip(names, [*flags, {}], strict=True)])  # fmt: skip
+    rng = random.Random(0)
+    words = [*names, "</s>", " ", "  ", "\n", "a", "On", "ce", "time", "bc", "+24", "<", ">"]
+    for _ in range(100):
+        text = "".join(rng.choices(words, k=rng.randrange(1, 12)))
+        assert chat.encode(tokenizer, text) == tokenizer(text, add_special_tokens=False)["input_ids"], text
 
 
 def test_a_tokenizer_that_gives_no_ids_is_rejected():

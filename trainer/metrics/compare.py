@@ -13,6 +13,7 @@ from pathlib import Path
 
 from data.errors import UserError
 from trainer.metrics.console import EVAL_HEADLINES, duration, number
+from trainer.metrics.page import page_html, text, write_page
 from trainer.metrics.report import (
     EXACT,
     LARGE,
@@ -27,13 +28,10 @@ from trainer.metrics.report import (
     definition,
     is_constant,
     load_run,
-    page_html,
     precise,
     shown_values,
     smooth,
-    text,
     top_names,
-    write_page,
 )
 
 COLOURS = 8  # in report.css; additional runs repeat them with dashed lines

@@ -10,7 +10,6 @@ and could not follow light and dark mode.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -20,7 +19,6 @@ from typing import Any
 
 from data.command.config_file import Earlier, earlier_settings, flatten, load_config
 from data.errors import UserError
-from rollout.rewards.weights import parse_weight
 from trainer.metrics.console import (
     EVAL_HEADLINES,
     NOT_SAMPLED,
@@ -34,6 +32,8 @@ from trainer.metrics.console import (
 )
 from trainer.metrics.health import Episode, replay
 from trainer.metrics.metrics import GLOSSARY, describe, read_jsonl
+from trainer.metrics.page import details_html, page_html, text, write_page
+from trainer.metrics.samples import samples_html
 
 Point = tuple[float, float]
 AREAS = ("reward", "loss", "policy", "value", "eval", "rollout", "optim")  # in this order, others after them
@@ -50,9 +50,6 @@ LOWER_IS_BETTER = ("eval/nll", "eval/loss", "eval/reward/rejected", "eval/cfm", 
 NEITHER = ("eval/len_mean", "eval/rows")
 EXACT = ("optim/lr",)  # follows a schedule: nothing to smooth
 HEALTHY = {"policy/entropy": (0.05, 0.5)}  # drawn as a shaded band
-LAST_SAMPLED_STEPS = 10  # recent steps to choose the best and worst samples from
-SHOWN_SAMPLES = 3
-MAX_TEXT = 4000  # characters of a sample's prompt or completion
 SMALL, TALL, LARGE = (360, 170), (360, 230), (560, 236)  # chart sizes
 RIGHT, TOP_MARGIN, BOTTOM = 10, 10, 24  # margins; the left margin depends on the labels
 CHARACTER = 6.4  # width of a digit in a label
@@ -106,16 +103,6 @@ def write_report(run_dir: Path, defaults: Mapping[str, Any] | None = None) -> Pa
     return write_page(Path(run_dir) / "report.html", render(load_run(Path(run_dir), defaults)))
 
 
-def write_page(path: Path, page: str) -> Path:
-    temporary = path.with_name(f".tmp-{path.name}")
-    try:
-        temporary.write_bytes(page.encode("utf-8", errors="replace"))
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); fix the permissions or copy the run") from None
-    return path
-
-
 def load_run(run_dir: Path, defaults: Mapping[str, Any] | None = None) -> RunData:
     if not (run_dir / "config.yaml").is_file():
         raise UserError(f"{run_dir}: not a run folder (no config.yaml); pass a run's --output-dir")
@@ -157,7 +144,7 @@ def render(run: RunData) -> str:
         evaluations_html(run),
         "<h2>Health</h2>",
         health_html(run, episodes),
-        samples_html(run),
+        samples_html(run.samples, run.config),
         curves_html(run, {f"health/{episode.finding.name}" for episode in episodes}),
         config_html(run),
         "<footer>Light line: every step. Strong line: centred moving average over a fifteenth of the run; the learning "
@@ -165,29 +152,6 @@ def render(run: RunData) -> str:
         "All numbers are in metrics.jsonl.</footer>",
     ]
     return page_html(f"{method} {model}: {run.name}", parts)
-
-
-def page_html(title: str, parts: Iterable[str]) -> str:
-    style = (Path(__file__).parent / "report.css").read_text(encoding="utf-8")
-    # forbid scripts and the network, in case an escape is ever missing
-    policy = "default-src 'none'; style-src 'unsafe-inline'"
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{text(title)}</title>\n<style>\n{style}</style></head>\n"
-        "<body><main>\n" + "\n".join(part for part in parts if part) + "\n</main></body></html>\n"
-    )
-
-
-def text(value: object) -> str:
-    """Escape markup and control characters."""
-    shown = "".join(c if c.isprintable() or c in "\n\t " else repr(c)[1:-1] for c in str(value))
-    return escape(shown)
-
-
-def details_html(summary: str, body: str) -> str:
-    return f"<details><summary>{summary}</summary>{body}</details>" if body else ""
 
 
 # facts, evaluation, health ---------------------------------------------------------------------------------------
@@ -445,71 +409,7 @@ def precise(value: float, spread: float) -> str:
     return f"{value:#.{min(digits, 12)}g}".rstrip(".") if digits > 3 else number(value)
 
 
-# samples and config ----------------------------------------------------------------------------------------------
-
-
-def samples_html(run: RunData) -> str:
-    """Show the best and worst samples of the last steps, and some of the first step."""
-    steps = sorted({sample["step"] for sample in run.samples})
-    if not steps:
-        return ""
-    last = steps[-LAST_SAMPLED_STEPS:]
-    recent = [sample for sample in run.samples if sample["step"] >= last[0]]
-    distinct = {(str(sample.get("prompt")), str(sample.get("completion"))): sample for sample in recent}
-    ranked = sorted(reversed(distinct.values()), key=lambda sample: -total_reward(run, sample))
-    # Completions of a solved group have no advantage: the model learns nothing from them.
-    best = sorted(ranked, key=lambda sample: sample.get("advantage") is not None and sample["advantage"] <= 0)
-    where = f"step {last[0]}" if len(last) == 1 else f"steps {last[0]} to {last[-1]}"
-    if len({total_reward(run, sample) for sample in ranked}) > 1:
-        count = min(SHOWN_SAMPLES, len(ranked) // 2)
-        worst = [sample for sample in ranked[::-1] if sample not in best[:count]]
-        tables = [(f"Best of {where}", best[:count]), (f"Worst of {where}", worst[:count])]
-    else:
-        tables = [(f"Samples of {where}, all with the same reward", best[:SHOWN_SAMPLES])]
-    if steps[0] < last[0]:
-        first = [sample for sample in run.samples if sample["step"] == steps[0]]
-        tables.append((f"For comparison: step {steps[0]}", first[:SHOWN_SAMPLES]))
-    expected = "<th>expected</th>" if any("truth" in sample for _, rows in tables for sample in rows) else ""
-    head = f"<tr><th>prompt</th><th>completion</th>{expected}<th>rewards</th><th>advantage</th></tr>"
-    return "<h2>Samples</h2>" + "\n".join(
-        f'<h3>{title}</h3><div class="card"><table class="samples">{head}'
-        f"{''.join(sample_row(sample, bool(expected)) for sample in rows)}</table></div>"
-        for title, rows in tables
-    )
-
-
-def total_reward(run: RunData, sample: Mapping[str, Any]) -> float:
-    """Return the weighted sum of a sample's rewards."""
-    rewards = list((sample.get("rewards") or {}).values())
-    specs = run.config.get("reward_weights") or []
-    weights = (
-        [parse_weight(x).at(sample["step"]) for x in specs] if len(specs) == len(rewards) else [1.0] * len(rewards)
-    )
-    return sum(weight * reward for weight, reward in zip(weights, rewards, strict=True) if reward is not None)
-
-
-def sample_row(sample: Mapping[str, Any], with_expected: bool) -> str:
-    prompt = sample.get("prompt", "")
-    if not isinstance(prompt, str):  # a list of messages
-        prompt = "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in prompt)
-    rewards = "".join(
-        f"<div><span>{text(name)}</span>{'none' if value is None else number(value)}</div>"
-        for name, value in (sample.get("rewards") or {}).items()
-    )
-    advantage = sample.get("advantage")
-    expected = text(shorten(str(sample.get("truth", ""))))
-    expected = f'<td class="expected" data-label="expected"><pre>{expected}</pre></td>' if with_expected else ""
-    return (
-        f'<tr><td class="text" data-label="prompt"><pre>{text(shorten(prompt))}</pre></td>'
-        f'<td class="text" data-label="completion"><pre>{text(shorten(str(sample.get("completion", ""))))}</pre></td>'
-        f'{expected}<td class="scores" data-label="rewards">{rewards}</td>'
-        f'<td data-label="advantage">{"" if advantage is None else f"{advantage:+.2f}"}</td></tr>'
-    )
-
-
-def shorten(long: str) -> str:
-    extra = len(long) - MAX_TEXT
-    return long if extra <= 0 else f"{long[:MAX_TEXT]}\n[{extra} more characters in samples.jsonl]"
+# config ------------------------------------------------------------------------------------------------------------
 
 
 def config_html(run: RunData) -> str:

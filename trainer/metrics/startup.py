@@ -5,7 +5,7 @@
     startup.lap("weights")             # adds the time since the last lap to a part, without compiling
     text = startup.end()               # "startup: 9.8 s to the end of the first step: imports 5.1, weights 1.2, ..."
 
-Runs started from Python do not call begin(); then lap() and end() do nothing.
+Runs from Python do not call begin(), so that lap() and end() do nothing.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Startup:
         parts, self.parts = self.parts, None
         self._listen(None)
         shown = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds >= 0.05)
-        return f"startup: {sum(parts.values()):.1f} s to the end of the first step: {shown}"
+        return f"startup: {sum(parts.values()):.1f} s to the end of the first step" + (f": {shown}" if shown else "")
 
     def _listen(self, listener: Any) -> None:
         """Let Triton report the kernels it compiles or reads, once it is imported."""

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from rollout.servers.command import BASE
 from rollout.servers.worker import strop_wire
 
 if TYPE_CHECKING:
@@ -354,3 +355,61 @@ class Link:
         if self.store is not None:
             self.store.close()
             self.store = None
+
+
+class LinkSync:
+    """Base of the backends that send buckets over a Link; a subclass defines how it joins, sends and disconnects."""
+
+    needs_pause = True
+    name: str  # in reports
+
+    def __init__(
+        self,
+        source: WeightSource,
+        loop: Loop,
+        *,
+        device: torch.device,
+        bucket_bytes: int = 512 * MIB,
+        host: str = "127.0.0.1",  # trainer address that the servers can reach
+    ) -> None:
+        self.link = Link(source, loop, device=device, bucket_bytes=bucket_bytes, host=host)
+
+    def model_name(self, version: int) -> str:
+        return BASE
+
+    def push(self, servers: Sequence[VllmServer], version: int) -> SyncReport:
+        """Replace all weights of all servers with `version`, or raise and disconnect."""
+        link, started = self.link, time.monotonic()
+        if not self._is_joined() or not link.ready(servers):
+            self._join(servers)
+        joined = time.monotonic()
+        plan = {"version": version, "buckets": link.buckets, "timeout": link.limit, "turn": link.turn()}
+        calls = Calls(link.loop, servers, "strop_receive", link.limit + 30.0, [{"plan": plan}] * len(servers))
+        try:
+            with link.transfer(calls), contextlib.closing(link.source.tensors()) as tensors:
+                self._send(tensors, plan["turn"], calls, joined + link.limit)
+                results = calls.results()
+            check_loaded(results, version, link.num_bytes)
+        except BaseException:
+            self._drop()
+            raise
+        now = time.monotonic()
+        phases = {"join": joined - started, "transfer": now - joined, **slowest(results)}
+        return SyncReport(version, self.name, link.num_bytes, now - started, phases)
+
+    def close(self) -> None:
+        self.link.close()
+        self._drop()
+
+    def _is_joined(self) -> bool:
+        raise NotImplementedError
+
+    def _join(self, servers: Sequence[VllmServer]) -> None:
+        raise NotImplementedError
+
+    def _send(self, tensors: Iterator[tuple[str, Tensor]], turn: str, calls: Calls, deadline: float) -> None:
+        """Send all buckets; `turn` is unique per push."""
+        raise NotImplementedError
+
+    def _drop(self) -> None:
+        raise NotImplementedError

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,21 +19,9 @@ import torch
 from torch import Tensor
 
 from data.errors import UserError
-from rollout.servers.command import BASE
 from rollout.servers.options import LOOPBACK
 from rollout.servers.worker import strop_wire
-from rollout.sync.base import (
-    MIB,
-    Calls,
-    Link,
-    SyncReport,
-    WeightSource,
-    buffer_size,
-    check_loaded,
-    fill,
-    slowest,
-    synchronize,
-)
+from rollout.sync.base import Calls, LinkSync, WeightSource, buffer_size, fill, synchronize
 
 if TYPE_CHECKING:
     from rollout.servers.client import VllmServer
@@ -43,46 +30,20 @@ if TYPE_CHECKING:
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
-class IpcSync:
+class IpcSync(LinkSync):
     """Sends all weights through two shared buffers."""
 
-    needs_pause = True
+    name = "ipc"
 
-    def __init__(
-        self, source: WeightSource, loop: Loop, *, device: torch.device, bucket_bytes: int = 512 * MIB
-    ) -> None:
+    def __init__(self, source: WeightSource, loop: Loop, *, device: torch.device, **options: Any) -> None:
         if device.type == "cuda":
             check_allocator()
-        self.link = Link(source, loop, device=device, bucket_bytes=bucket_bytes, host="127.0.0.1")
+        super().__init__(source, loop, device=device, **options)
         self.buffers: list[Tensor] = []
         self.world = 1
 
-    def model_name(self, version: int) -> str:
-        return BASE
-
-    def push(self, servers: Sequence[VllmServer], version: int) -> SyncReport:
-        link, started = self.link, time.monotonic()
-        if not self.buffers or not link.ready(servers):
-            self._join(servers)
-        joined = time.monotonic()
-        turn = link.turn()
-        plan = {"version": version, "buckets": link.buckets, "timeout": link.limit, "turn": turn}
-        calls = Calls(link.loop, servers, "strop_receive", link.limit + 30.0, [{"plan": plan}] * len(servers))
-        try:
-            with link.transfer(calls), contextlib.closing(link.source.tensors()) as tensors:
-                self._send(tensors, turn, calls, joined + link.limit)
-                results = calls.results()
-            check_loaded(results, version, link.num_bytes)
-        except BaseException:
-            self._drop()
-            raise
-        now = time.monotonic()
-        phases = {"join": joined - started, "transfer": now - joined, **slowest(results)}
-        return SyncReport(version, "ipc", link.num_bytes, now - started, phases)
-
-    def close(self) -> None:
-        self.link.close()
-        self._drop()
+    def _is_joined(self) -> bool:
+        return bool(self.buffers)
 
     def _send(self, tensors: Iterator[tuple[str, Tensor]], turn: str, calls: Calls, deadline: float) -> None:
         link = self.link

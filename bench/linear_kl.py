@@ -21,9 +21,10 @@ import tyro
 from torch import Tensor
 
 from bench.common import GIB, Row, alternate, emit, make_row, relative_error, require_commit
-from bench.peers import CHUNK_ROWS, FLOOR_ROWS, Made
+from bench.peers import CHUNK_ROWS, FLOOR_ROWS, Head, Made, chosen_shapes, with_gradients
 from kernels import reference
-from kernels.linear_kl import Head, linear_kl_loss
+from kernels.linear_kl import Head as TokenHead
+from kernels.linear_kl import linear_kl_loss
 from losses.distill import generalized_jsd
 
 # N, student D, teacher E, V
@@ -40,9 +41,7 @@ Section = Literal["jsd", "forward", "reverse", "frozen"]
 
 
 @dataclass(frozen=True)
-class Problem:
-    hidden: Tensor  # (N, D)
-    weight: Tensor  # (V, D)
+class Problem(Head):
     teacher_hidden: Tensor  # (N, E)
     teacher_weight: Tensor  # (V, E)
     beta: float
@@ -51,12 +50,6 @@ class Problem:
     def shape(self) -> dict[str, int]:
         sizes = (*self.hidden.shape, self.teacher_hidden.shape[1], self.weight.shape[0])
         return dict(zip(("N", "D", "E", "V"), sizes, strict=True))
-
-    def leaves(self) -> dict[str, Tensor]:
-        return {name: x for name, x in (("dX", self.hidden), ("dW", self.weight)) if x.requires_grad}
-
-    def frozen_head(self) -> Problem:
-        return replace(self, weight=self.weight.detach())
 
     def sample(self, num_rows: int) -> Problem:
         hidden = self.hidden.detach()[:num_rows].clone().requires_grad_()
@@ -77,15 +70,9 @@ def make_problem(
     return Problem(tensors[0].requires_grad_(), tensors[1].requires_grad_(), *tensors[2:], beta=0.5)
 
 
-def with_gradients(p: Problem, loss: Tensor, **values: Tensor) -> Made:
-    leaves = p.leaves()
-    grads = torch.autograd.grad(loss, list(leaves.values()))
-    return {name: x.detach() for name, x in values.items()} | dict(zip(leaves, grads, strict=True))
-
-
 def ours(p: Problem) -> Made:
     weight = torch.full((len(p.hidden),), 1 / len(p.hidden), device=p.hidden.device)
-    heads = Head(p.weight), Head(p.teacher_weight)
+    heads = TokenHead(p.weight), TokenHead(p.teacher_weight)
     out = linear_kl_loss(p.hidden, heads[0], p.teacher_hidden, heads[1], beta=p.beta, token_weight=weight)
     return with_gradients(p, out.loss, divergence=out.divergence)
 
@@ -131,12 +118,12 @@ def torch_compiled(p: Problem) -> Made:
 def exact(p: Problem) -> Made:
     """Compute in float64, in chunks of rows."""
     parts, grad_weight, count = [], torch.zeros_like(p.weight, dtype=torch.float64), len(p.hidden)
-    teacher_head = Head(p.teacher_weight.double())
+    teacher_head = TokenHead(p.teacher_weight.double())
     for start in range(0, count, CHUNK_ROWS // 2):
         part = slice(start, start + CHUNK_ROWS // 2)
         hidden, weight = (x.detach().double().requires_grad_() for x in (p.hidden[part], p.weight))
         divergence = reference.linear_kl(
-            hidden, Head(weight), p.teacher_hidden[part].double(), teacher_head, beta=p.beta
+            hidden, TokenHead(weight), p.teacher_hidden[part].double(), teacher_head, beta=p.beta
         )
         grads = torch.autograd.grad(divergence.sum() / count, (hidden, weight))
         grad_weight += grads[1]
@@ -213,12 +200,8 @@ def main(
         seconds: Minimum duration per section and shape, with at least 15 rounds (3 on a CPU).
     """
     require_commit()
-    unknown = set(shapes) - SHAPES.keys()
-    if unknown:
-        raise ValueError(f"shapes={' '.join(sorted(unknown))}: must be among {', '.join(SHAPES)}")
-    on_cuda = torch.cuda.is_available()
-    for name in shapes or (ON_CUDA if on_cuda else ON_CPU):
-        run_shape(SHAPES[name], only or (tuple(SECTIONS) if on_cuda else ("jsd",)), seconds, out)
+    for shape in chosen_shapes(shapes, SHAPES, ON_CUDA, ON_CPU):
+        run_shape(shape, only or (tuple(SECTIONS) if torch.cuda.is_available() else ("jsd",)), seconds, out)
 
 
 def run_shape(shape: tuple[int, int, int, int], sections: tuple[str, ...], seconds: float, out: Path | None) -> None:

@@ -20,7 +20,7 @@ import tyro
 
 from bench import peers
 from bench.common import Row, Timing, alternate, emit, make_row, relative_error, require_commit
-from bench.peers import Made, Problem, exact, make_problem
+from bench.peers import Made, Problem, chosen_shapes, exact, make_problem
 
 # N, D, V
 SHAPES = {
@@ -204,12 +204,9 @@ def main(
         seconds: Minimum duration per section and shape, with at least 15 rounds (3 on a CPU).
     """
     require_commit()
-    on_cuda = torch.cuda.is_available()
-    unknown = set(shapes) - SHAPES.keys()
-    if unknown:
-        raise ValueError(f"shapes={' '.join(sorted(unknown))}: must be among {', '.join(SHAPES)}")
-    for name in shapes or (ON_CUDA if on_cuda else ON_CPU):
-        run_shape(SHAPES[name], only or (tuple(SECTIONS) if on_cuda else ("forward", "loss")), seconds, out)
+    sections = only or (tuple(SECTIONS) if torch.cuda.is_available() else ("forward", "loss"))
+    for shape in chosen_shapes(shapes, SHAPES, ON_CUDA, ON_CPU):
+        run_shape(shape, sections, seconds, out)
 
 
 def run_shape(shape: tuple[int, int, int], sections: tuple[str, ...], seconds: float, out: Path | None) -> None:

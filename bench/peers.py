@@ -8,10 +8,10 @@ ImportError, which bench.common.alternate reports.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,14 +24,36 @@ FLOOR_ROWS = 4096  # rows per matrix product of the floor: enough to fill any GP
 CHUNK_ROWS = 1024
 
 Made = dict[str, Tensor]
+S = TypeVar("S")
+
+
+def chosen_shapes(
+    names: Sequence[str], shapes: Mapping[str, S], on_cuda: Sequence[str], on_cpu: Sequence[str]
+) -> list[S]:
+    """Return the named shapes; without names, those that suit this machine."""
+    if unknown := set(names) - shapes.keys():
+        raise ValueError(f"shapes={' '.join(sorted(unknown))}: must be among {', '.join(shapes)}")
+    return [shapes[name] for name in names or (on_cuda if torch.cuda.is_available() else on_cpu)]
 
 
 @dataclass(frozen=True)
-class Problem:
-    """N tokens: `num_sequences` completions of equal length."""
+class Head:
+    """Hidden states and the head, with the gradients that a solver returns."""
 
     hidden: Tensor  # (N, D)
     weight: Tensor  # (V, D)
+
+    def leaves(self) -> dict[str, Tensor]:
+        return {name: x for name, x in (("dX", self.hidden), ("dW", self.weight)) if x.requires_grad}
+
+    def frozen_head(self) -> Self:
+        return replace(self, weight=self.weight.detach())
+
+
+@dataclass(frozen=True)
+class Problem(Head):
+    """N tokens: `num_sequences` completions of equal length."""
+
     target: Tensor  # (N,)
     old_logp: Tensor  # (N,)
     advantage: Tensor  # (N,) the same for all tokens of a completion
@@ -40,12 +62,6 @@ class Problem:
     @property
     def shape(self) -> dict[str, int]:
         return {"N": self.hidden.shape[0], "D": self.hidden.shape[1], "V": self.weight.shape[0]}
-
-    def leaves(self) -> dict[str, Tensor]:
-        return {name: x for name, x in (("dX", self.hidden), ("dW", self.weight)) if x.requires_grad}
-
-    def frozen_head(self) -> Problem:
-        return replace(self, weight=self.weight.detach())
 
     def half_advantage(self) -> Problem:
         """Set the advantage of every second completion to zero."""
@@ -101,7 +117,7 @@ def surrogate(problem: Problem, logp: Tensor, index: Tensor | slice = slice(None
     return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum() / len(problem.target)
 
 
-def with_gradients(problem: Problem, loss: Tensor, **values: Tensor) -> Made:
+def with_gradients(problem: Head, loss: Tensor, **values: Tensor) -> Made:
     leaves = problem.leaves()
     grads = torch.autograd.grad(loss, list(leaves.values()))  # fresh tensors, not accumulated into .grad
     return {name: x.detach() for name, x in values.items()} | dict(zip(leaves, grads, strict=True))

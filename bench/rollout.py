@@ -2,12 +2,18 @@
 
     python -m bench.rollout --engine both [--shape qwen3-0.6b] [--cases 64x8x256x256 8x8x256x512] [--out rows.jsonl]
     python -m bench.rollout --engine local --cases 64x8x256x256 256x8x256x1024 --lengths full lognormal
+    python -m bench.rollout --engine local --cases 64x8x256x256 --lora 16
+    python -m bench.rollout --engine local --cases 64x8x256x1024 --lengths lognormal --partial 0.5
 
 A case is prompts x group x prompt tokens x completion tokens. With `full` lengths every completion has this length;
 with `lognormal` each has its own limit (median 256, sigma 0.8, at most the case's). Weights are random. `both` is
 one process: first the local engine alone on the GPU, then a vLLM server, so that ratios come from one run (uneven
 lengths only with the local engine: they take minutes on a server). Requests to vLLM have seeds; --unseeded also
 measures requests without seeds, alternately.
+
+--lora samples alternately with an adapter, whose B is 0, and without one. --partial measures completions per second of
+--rollout.partial: steps that end when as many groups as the case has prompts are complete, with more groups in flight,
+vs. steps that sample exactly these groups to their ends.
 
 The error is the gap between the engine's and the trainer's log-probs of the same tokens, over 8 completions. GiB is
 all memory in use on the GPU, including the trainer's weights. `start_s` is the time from creating the engine to its
@@ -16,15 +22,15 @@ first answer, minus the time of a later answer. A row is written when its case e
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import inspect
 import random
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -39,8 +45,8 @@ from rollout.servers.options import SyncConfig, VllmConfig
 from trainer.policy.logps import Policy
 
 MEDIAN, SIGMA = 256, 0.8  # log-normal limits
+WARMUP = 2  # steps of partial rollouts, until unfinished groups are as many as they stay
 SCORED = 8  # completions whose log-probs are compared
-HAS_LIMITS = "max_tokens" in {field.name for field in fields(Request)}  # whether requests have their own limits
 
 Lengths = Literal["full", "lognormal"]
 Generate = Callable[[], list[Completion]]
@@ -81,8 +87,8 @@ def make_work(case: Case, lengths: Lengths, vocab_size: int) -> Work:
     limits = [case.completion] * count
     if lengths == "lognormal":
         limits = [max(1, min(case.completion, round(MEDIAN * rng.lognormvariate(0, SIGMA)))) for _ in limits]
-    limit_options = [{"max_tokens": limit} if HAS_LIMITS and lengths != "full" else {} for limit in limits]
-    requests = [Request(prompt_ids=ids[i // case.group], seed=i, **limit_options[i]) for i in range(count)]
+    own = [None] * count if lengths == "full" else limits
+    requests = [Request(prompt_ids=ids[i // case.group], seed=i, max_tokens=own[i]) for i in range(count)]
     return Work(case, lengths, requests, limits)
 
 
@@ -101,6 +107,8 @@ def main(
     unseeded: bool = False,
     max_batch_size: int | None = None,
     cache_gib: float | None = None,
+    lora: int = 0,
+    partial: float = 0.0,
     vllm: VllmConfig = VllmConfig(max_in_flight=1024),  # noqa: B008  frozen
 ) -> None:
     """Print the table; append every row as JSON to `out`.
@@ -120,6 +128,8 @@ def main(
         unseeded: Also measure vLLM without seeds.
         max_batch_size: Local engine's batch size. None: its default.
         cache_gib: Local engine's cache. None: its default.
+        lora: Rank of an adapter for the local engine.
+        partial: Groups in flight in addition to those of a step, as a fraction of them.
         vllm: The server.
     """
     require_commit()
@@ -132,8 +142,8 @@ def main(
         raise ValueError(
             f"lengths={' '.join(lengths)}: {len(lengths)} for {len(chosen)} cases; pass one, or one per case"
         )
-    if engine != "vllm" and "lognormal" in lengths and not HAS_LIMITS:
-        raise ValueError("lengths=lognormal: this version's Request has no max_tokens; use --lengths full")
+    if (lora or partial) and engine != "local":
+        raise ValueError(f"engine={engine}: --lora and --partial need the local engine; use --engine local")
     held = held or ("bfloat16" if shape.rpartition("-")[2] in ("7b", "8b", "14b", "32b") else "float32")
     with scratch() as folder:
         started = time.perf_counter()
@@ -144,8 +154,11 @@ def main(
         each = lengths * len(chosen) if len(lengths) == 1 else lengths
         works = [make_work(case, kind, vocab_size) for case, kind in zip(chosen, each, strict=True)]
         bench = Bench(policy, rounds, out)
+        others = {f"local, LoRA {lora}": random_policy(shape, None, lora_rank=lora)} if lora else {}
         ways = {
-            "local": lambda: run_local(bench, works, max_batch_size=max_batch_size, cache_gib=cache_gib),
+            "local": lambda: run_local(
+                bench, works, others, partial, max_batch_size=max_batch_size, cache_gib=cache_gib
+            ),
             "vllm": lambda: run_vllm(
                 bench, [w for w in works if engine == "vllm" or w.lengths == "full"], folder, vllm, unseeded=unseeded
             ),
@@ -221,26 +234,78 @@ class Bench:
         )  # fmt: skip
 
 
-def run_local(bench: Bench, works: Sequence[Work], **options: Any) -> None:
-    taken = inspect.signature(LocalEngine).parameters
+def run_local(
+    bench: Bench, works: Sequence[Work], others: dict[str, Policy], extra_groups: float, **options: Any
+) -> None:
+    """Measure the policy and `others`, which have the same log-probs, alternately; or partial rollouts."""
     given = {name: value for name, value in options.items() if value is not None}
-    if unknown := given.keys() - taken.keys():
-        raise ValueError(f"{', '.join(unknown)}: the local engine has no such option; remove it")
     started: float | None = time.perf_counter()
-    policy = bench.policy
-    engine = LocalEngine(policy.model, policy.tokenizer, autocast_dtype=policy.autocast_dtype, **given)
-    engine.load(version=0)
-    try:
+    with contextlib.ExitStack() as stack:
+        engines = {}
+        for name, policy in ({"local": bench.policy} | others).items():
+            engine = LocalEngine(policy.model, policy.tokenizer, autocast_dtype=policy.autocast_dtype, **given)
+            engines[name] = stack.enter_context(contextlib.closing(engine))
+            engine.load(version=0)
+        engine = engines["local"]
         for work in works:
             sampling = Sampling(max_tokens=max(work.limits), for_training=True)
-            call = {"local": lambda work=work, sampling=sampling: engine.generate(work.requests, sampling)}
-            bench.measure(work, call, engine.logps, started)
+            if extra_groups:
+                measure_partial(bench, work, engine, sampling, extra_groups)
+                continue
+            calls = {
+                name: lambda engine=engine, work=work, sampling=sampling: engine.generate(work.requests, sampling)
+                for name, engine in engines.items()
+            }
+            bench.measure(work, calls, engine.logps, started)
             started = None
         metrics = {name: value for name, value in engine.metrics().items() if isinstance(value, int | float)}
         if metrics:
             print("local:", ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()), flush=True)
-    finally:
-        engine.close()
+
+
+def measure_partial(bench: Bench, work: Work, engine: LocalEngine, sampling: Sampling, extra_groups: float) -> None:
+    """Time steps with and without additional groups in flight, and write their rows."""
+    for name, fraction in (("local", 0.0), (f"local, partial {extra_groups:g}", extra_groups)):
+        in_flight: list[list[Request]] = []
+        times, ended, tokens = [], [], []
+        order, step = random.Random(0), 0
+        with watched() as used:
+            while step < WARMUP + bench.rounds:
+                while len(in_flight) < round((1 + fraction) * work.case.prompts):
+                    first = order.randrange(work.case.prompts) * work.case.group
+                    limits = order.sample(work.limits, work.case.group)
+                    own = work.requests[first : first + work.case.group]
+                    in_flight.append([
+                        replace(request, seed=order.getrandbits(32), max_tokens=limit)
+                        for request, limit in zip(own, limits, strict=True)
+                    ])  # fmt: skip
+                engine.load(version=step)
+                started = time.perf_counter()
+                sampled = engine.generate_groups(in_flight, sampling, count=work.case.prompts)
+                seconds = time.perf_counter() - started
+                pairs = [list(zip(group, done, strict=True)) for group, done in zip(in_flight, sampled, strict=True)]
+                finished = [c for group in pairs for _, c in group if c.finish_reason != "unfinished"]
+                left = [[replace(r, so_far=c) for r, c in group if c.finish_reason == "unfinished"] for group in pairs]
+                in_flight = [group for group in left if group]
+                print(f"{name}, step {step}: {len(finished)} completions in {seconds:.2f} s", flush=True)
+                if step >= WARMUP:
+                    times.append(1000 * seconds)
+                    ended.append(len(finished))
+                    tokens.append(sum(len(c.ids) for c in finished))
+                step += 1
+        mean, largest = logp_gap(engine.logps, finished[:SCORED])
+        case, config = work.case, bench.policy.model.config
+        row = make_row(
+            "rollout/partial", name, Timing(times, max(used) or None),
+            shape={"prompts": case.prompts, "G": case.group, "P": case.prompt, "R": case.completion,
+                   "layers": config.num_hidden_layers, "D": config.hidden_size},
+            dtype=str(bench.policy.compute_dtype).removeprefix("torch."), work=sum(ended) / len(ended),
+            unit="completions", errors={"logp_gap": mean, "logp_gap_max": largest},
+            extra={"tokens_per_second": 1000 * sum(tokens) / sum(times)},
+        )  # fmt: skip
+        rate = 1000 * sum(ended) / sum(times)  # steps differ in length and in completions
+        full = bench.full_rates.setdefault("partial", rate)
+        emit([replace(row, rate=rate, ratio_to={"local": full / rate} if fraction else {})], bench.out)
 
 
 def run_vllm(bench: Bench, works: Sequence[Work], folder: Path, vllm: VllmConfig, *, unseeded: bool) -> None:

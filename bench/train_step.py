@@ -1,6 +1,7 @@
 """One GRPO training step of a whole model: a prompt shared by its group vs. a prompt per completion.
 
     python -m bench.train_step [--out rows.jsonl] [--layers 28] [--group 8] [--prompt 2048] [--completion 512]
+    python -m bench.train_step --turns 8               # episodes whose turns are branches, as a tree vs. separate rows
 
 Forward, clipped policy gradient and backward, with activation checkpointing in all layouts; no optimizer. The model is
 a random Qwen3-1.7B on a GPU, a tiny model elsewhere. The rate counts logical tokens, a prompt once per
@@ -11,7 +12,7 @@ next wider float, row by row with the model's own attention.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,10 @@ WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
 
 @dataclass(frozen=True)
 class Work:
-    """G completions of one prompt, and their advantages."""
+    """G completions of one prompt, or the branches of G episodes, and their advantages."""
 
     items: list[Item]
-    advantage: Tensor  # (G,)
+    advantage: Tensor  # (G * turns,)
 
     @property
     def num_logical(self) -> int:
@@ -50,13 +51,18 @@ class Work:
         return sum(sum(item.mask) for item in self.items)
 
 
-def make_work(group: int, prompt: int, completion: int, vocab: int, device: torch.device) -> Work:
+def make_work(group: int, prompt: int, completion: int, vocab: int, device: torch.device, turns: int = 1) -> Work:
+    """A turn is a branch that continues the first halves of earlier turns, as if the client had dropped the rest."""
     generator = torch.Generator().manual_seed(0)
-    shared = torch.randint(vocab, (prompt,), generator=generator).tolist()
-    mask = [False] * prompt + [True] * completion
-    own = torch.randint(vocab, (group, completion), generator=generator).tolist()
-    items = [Item(shared + ids, mask, prompt_length=prompt) for ids in own]
-    return Work(items, torch.randn(group, generator=generator).to(device))
+    shared, items = torch.randint(vocab, (prompt,), generator=generator).tolist(), []
+    for episode, own in enumerate(torch.randint(vocab, (group, turns, completion), generator=generator).tolist()):
+        history = shared
+        for ids in own:
+            mask = [False] * len(history) + [True] * completion
+            items.append(Item(history + ids, mask, prompt, episode=episode if turns > 1 else None))
+            history = history + ids[: completion // 2]
+    advantage = torch.randn(group, generator=generator).repeat_interleave(turns)
+    return Work(items, advantage.to(device))
 
 
 def make_policy(shape: dict[str, Any], device: torch.device, dtype: torch.dtype, *, attention: str) -> Policy:
@@ -108,18 +114,22 @@ def distance(got: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     return (apart / sum(x.double().square().sum() for x in exact.values())).sqrt().item()
 
 
-def measure(shape: dict[str, Any], group: int, prompt: int, completion: int, seconds: float) -> list[Row]:
+def measure(
+    shape: dict[str, Any], group: int, prompt: int, completion: int, seconds: float, turns: int = 1
+) -> list[Row]:
     device = pick_device()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     policy = make_policy(shape, device, dtype, attention="auto")
-    work = make_work(group, prompt, completion, shape["vocab_size"], device)
+    work = make_work(group, prompt, completion, shape["vocab_size"], device, turns)
+    apart = [replace(item, episode=None) for item in work.items]
 
-    def lay(**options: Any) -> list[Batch]:
+    def lay(items: list[Item] = apart, **options: Any) -> list[Batch]:
         multiple = policy.row_multiple if options.get("packing", True) else 1
-        made = make_batches(work.items, **{"max_tokens": work.num_logical, "multiple": multiple, **options})
+        made = make_batches(items, **{"max_tokens": work.num_logical, "multiple": multiple, **options})
         return [batch.to(device) for batch in made]
 
     layouts = {
+        **({"tree": (lay(work.items, share_prompt=True), packed_states)} if turns > 1 else {}),
         "shared prompt": (lay(share_prompt=True), packed_states),
         "packed": (lay(), packed_states),
         "rows, sdpa": (lay(packing=False), plain_states),
@@ -128,9 +138,10 @@ def measure(shape: dict[str, Any], group: int, prompt: int, completion: int, sec
     timings = alternate(calls, seconds=seconds)
     wide = make_policy(shape, device, WIDER[dtype], attention="sdpa")
     wide.model.load_state_dict(policy.model.state_dict())
-    exact = step(wide, work, lay(packing=False, max_tokens=prompt + completion), plain_states)
+    exact = step(wide, work, lay(packing=False, max_tokens=max(len(item.ids) for item in apart)), plain_states)
     packed = calls["packed"]()
     sizes = {"G": group, "P": prompt, "R": completion, "layers": shape["num_hidden_layers"], "D": shape["hidden_size"]}
+    sizes |= {"turns": turns} if turns > 1 else {}
     rows = []
     for name, timing in timings.items():
         made = calls[name]()
@@ -138,7 +149,7 @@ def measure(shape: dict[str, Any], group: int, prompt: int, completion: int, sec
         rows.append(make_row(
             "train_step", name, timing, shape=sizes, dtype=str(dtype).removeprefix("torch."), work=work.num_logical,
             unit="tokens", errors={"gradient": distance(made, exact)},
-            against={other: timings.get(other) for other in ("packed", "rows, sdpa")},
+            against={other: timings[other] for other in ("shared prompt", "packed", "rows, sdpa")},
             extra={"gap_to_packed": distance(made, packed), "computed_tokens": computed},
         ))  # fmt: skip
     return rows
@@ -150,6 +161,7 @@ def main(
     group: int = 8,
     prompt: int | None = None,
     completion: int | None = None,
+    turns: int = 1,
     seconds: float = 3.0,
 ) -> None:
     """Print the table; append every row as JSON to `out`.
@@ -159,17 +171,16 @@ def main(
         layers: Depth of the model. None: 28 on a GPU, 2 elsewhere.
         group: Completions of the prompt.
         prompt: Prompt tokens. None: 2048 on a GPU, 128 elsewhere.
-        completion: Tokens per completion. None: 512 on a GPU, 32 elsewhere.
+        completion: Tokens per completion, or per turn. None: 512 on a GPU, 32 elsewhere.
+        turns: Turns of each episode.
         seconds: Minimum duration of the loop, which has at least 15 rounds (3 on a CPU).
     """
     require_commit()
     on_cuda = torch.cuda.is_available()
     shape = QWEN3_1_7B if on_cuda else TINY
     shape = shape | ({} if layers is None else {"num_hidden_layers": layers})
-    emit(
-        measure(shape, group, prompt or (2048 if on_cuda else 128), completion or (512 if on_cuda else 32), seconds),
-        out,
-    )
+    prompt, completion = prompt or (2048 if on_cuda else 128), completion or (512 if on_cuda else 32)
+    emit(measure(shape, group, prompt, completion, seconds, turns), out)
 
 
 if __name__ == "__main__":

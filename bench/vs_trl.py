@@ -65,7 +65,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -80,7 +79,7 @@ import torch
 import tyro
 
 from bench.common import ROOT, Row, Timing, emit, make_row, require_commit
-from bench.served import shape_config
+from bench.served import scratch, shape_config
 from data.loader import Loader
 from trainer.config.blocks import RunConfig
 
@@ -89,28 +88,22 @@ TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "n
 # Steps that compile, allocate and load cuBLAS kernels for most lengths: the first use of a kernel makes the host wait.
 WARMUP = {"dpo": 14, "sft": 14, "kto": 14, "grpo": 2}
 STEPS = 24  # dpo, sft and kto
-EXTRA_STEPS = {"dpo": 10, "sft": 10, "kto": 10, "grpo": 4}  # untimed, at the end, for bench/runs/kernel_times.py
+PROFILED = {"dpo": 10, "sft": 10, "kto": 10, "grpo": 4}  # untimed, at the end, for bench/runs/kernel_times.py
 PROMPT, LONGEST = 256, 1024
 PORT = 8123  # strop's server
 OURS = {
-    "ours": ["--gradient-checkpointing"],
-    "ours, no checkpointing": ["--gradient-checkpointing", "false"],
-    "ours, bf16": ["--trained-dtype", "bfloat16", "--gradient-checkpointing"],
-    "ours, bf16, no checkpointing": ["--trained-dtype", "bfloat16", "--gradient-checkpointing", "false"],
-    "ours, bf16, compile": ["--trained-dtype", "bfloat16", "--gradient-checkpointing", "--compile"],
-    "ours, bf16, compile, no checkpointing": [
-        "--trained-dtype",
-        "bfloat16",
-        "--gradient-checkpointing",
-        "false",
-        "--compile",
-    ],
-    "ours, compile": ["--gradient-checkpointing", "--compile"],
-    "ours, compile, no checkpointing": ["--gradient-checkpointing", "false", "--compile"],
-    "ours, fp8": ["--gradient-checkpointing", "--fp8-base"],
-    "ours, fp8, compile": ["--gradient-checkpointing", "--fp8-base", "--compile"],
-    "ours, 4bit": ["--gradient-checkpointing", "--load-in-4bit"],
-    "ours, 4bit, compile": ["--gradient-checkpointing", "--load-in-4bit", "--compile"],
+    "ours": "--gradient-checkpointing",
+    "ours, no checkpointing": "--gradient-checkpointing false",
+    "ours, bf16": "--trained-dtype bfloat16 --gradient-checkpointing",
+    "ours, bf16, no checkpointing": "--trained-dtype bfloat16 --gradient-checkpointing false",
+    "ours, bf16, compile": "--trained-dtype bfloat16 --gradient-checkpointing --compile",
+    "ours, bf16, compile, no checkpointing": "--trained-dtype bfloat16 --gradient-checkpointing false --compile",
+    "ours, compile": "--gradient-checkpointing --compile",
+    "ours, compile, no checkpointing": "--gradient-checkpointing false --compile",
+    "ours, fp8": "--gradient-checkpointing --fp8-base",
+    "ours, fp8, compile": "--gradient-checkpointing --fp8-base --compile",
+    "ours, 4bit": "--gradient-checkpointing --load-in-4bit",
+    "ours, 4bit, compile": "--gradient-checkpointing --load-in-4bit --compile",
 }
 SHOW_S = 10  # seconds between printed lines of a run
 RESULT = "measured: "  # prefix of result lines of the measuring process
@@ -147,73 +140,51 @@ class Case:
     per_step: int  # pairs or rows
     steps: int
     length: int | None = None  # tokens of every row; None: log-normal responses
+    profiled: int | None = None  # steps; None: PROFILED
 
 
-def dpo(
-    out: Path | None = None,
-    shape: str = "qwen3-1.7b",
-    lora: int = 0,
-    ways: tuple[str, ...] = (),
-    pairs: int = 8,
-    steps: int = STEPS,
-    length: int | None = None,
-) -> None:
-    """Preference pairs: forward of policy and reference, backward, AdamW.
+@dataclass(frozen=True)
+class Options:
+    """Flags of dpo, sft and kto."""
 
-    Args:
-        out: File to append the rows to.
-        shape: A model of trainer.plan or bench.served, or tiny.
-        lora: LoRA rank; 0 trains all weights.
-        ways: Names of the ways to run; empty: all applicable.
-        pairs: Pairs per step.
-        steps: Steps per run, the first 14 untimed.
-        length: Tokens of every sequence. None: log-normal responses.
-    """
-    measure_cases([Case("dpo", shape, lora, ways, pairs, steps, length)], out)
+    out: Path | None = None
+    """File to append the rows to."""
+    shape: str = "qwen3-1.7b"
+    """A model of trainer.plan or bench.served, or tiny."""
+    lora: int = 0
+    """LoRA rank; 0 trains all weights."""
+    ways: tuple[str, ...] = ()
+    """Names of the ways to run; empty: all applicable."""
+    rows: int | None = None
+    """Rows (dpo: pairs) per step. None: 16, or 8 pairs."""
+    steps: int = STEPS
+    """Steps per run, the first 14 untimed."""
+    length: int | None = None
+    """Tokens of every sequence. None: log-normal responses."""
+    profiled: int | None = None
+    """Untimed steps at the end that record kernels: 3 or more. None: 10."""
 
-
-def sft(
-    out: Path | None = None,
-    shape: str = "qwen3-1.7b",
-    lora: int = 0,
-    ways: tuple[str, ...] = (),
-    rows: int = 16,
-    steps: int = STEPS,
-    length: int | None = None,
-) -> None:
-    """Responses to prompts: forward, backward, AdamW.
-
-    Args:
-        out: File to append the rows to.
-        shape: A model of trainer.plan or bench.served, or tiny.
-        lora: LoRA rank; 0 trains all weights.
-        ways: Names of the ways to run; empty: all applicable.
-        rows: Rows per step.
-        steps: Steps per run, the first 14 untimed.
-        length: Tokens of every row. None: log-normal responses.
-    """
-    measure_cases([Case("sft", shape, lora, ways, rows, steps, length)], out)
+    def measure(self, method: str, rows: int) -> None:
+        sizes = (self.rows or rows, self.steps, self.length, self.profiled)
+        measure_cases([Case(method, self.shape, self.lora, self.ways, *sizes)], self.out)
 
 
-def kto(
-    out: Path | None = None,
-    shape: str = "qwen3-1.7b",
-    lora: int = 0,
-    ways: tuple[str, ...] = (),
-    rows: int = 16,
-    steps: int = STEPS,
-) -> None:
-    """Labelled responses: forward of policy and reference, including mismatched rows, backward, AdamW.
+DEFAULTS = Options()
 
-    Args:
-        out: File to append the rows to.
-        shape: A model of trainer.plan or bench.served, or tiny.
-        lora: LoRA rank; 0 trains all weights.
-        ways: Names of the ways to run; empty: all applicable.
-        rows: Rows per step.
-        steps: Steps per run, the first 14 untimed.
-    """
-    measure_cases([Case("kto", shape, lora, ways, rows, steps)], out)
+
+def dpo(options: tyro.conf.OmitArgPrefixes[Options] = DEFAULTS) -> None:
+    """Preference pairs: forward of policy and reference, backward, AdamW."""
+    options.measure("dpo", 8)
+
+
+def sft(options: tyro.conf.OmitArgPrefixes[Options] = DEFAULTS) -> None:
+    """Responses to prompts: forward, backward, AdamW."""
+    options.measure("sft", 16)
+
+
+def kto(options: tyro.conf.OmitArgPrefixes[Options] = DEFAULTS) -> None:
+    """Labelled responses: forward of policy and reference, including mismatched rows, backward, AdamW."""
+    options.measure("kto", 16)
 
 
 def offline(
@@ -254,7 +225,7 @@ def offline(
 def measure_cases(cases: list[Case], out: Path | None) -> None:
     require_commit()
     for case in cases:
-        check_steps(case.method, case.steps)
+        check_steps(case.method, case.steps, case.profiled)
     with scratch() as folder, contextlib.closing(Side()) as trl, contextlib.closing(Side()) as strop:
         config, shape, missing = None, "", []
         for case in cases:
@@ -269,7 +240,7 @@ def measure_cases(cases: list[Case], out: Path | None) -> None:
 
 def measure_case(case: Case, config: Any, folder: Path, trl: Side, strop: Side, out: Path | None) -> list[str]:
     method, per_step, name = case.method, case.per_step, "pairs" if case.method == "dpo" else "rows"
-    extra, longest = EXTRA_STEPS[method], case.length or LONGEST
+    extra, longest = case.profiled or PROFILED[method], case.length or LONGEST
     rows = make_rows(method, per_step * (case.steps + extra), case.length)
     ordered = in_our_order(rows)
     write_rows(folder / "rows.jsonl", rows)
@@ -302,6 +273,7 @@ def grpo(
     share: float = 0.3,
     trl_accumulation: int = 1,
     trl_vllm: bool = True,
+    profiled: int = PROFILED["grpo"],
     more: str = "",
 ) -> None:
     """Sampling, rewards, one optimizer step, weight sync; a new policy samples each step.
@@ -320,15 +292,16 @@ def grpo(
         trl_accumulation: Number of parts in which TRL trains a step's completions, if they do not fit together; it
             always samples them together.
         trl_vllm: Let TRL sample with vLLM on a GPU, instead of transformers.
+        profiled: Untimed steps at the end that record kernels: 3 or more.
         more: Additional strop flags, as one string.
     """
     require_commit()
-    check_steps("grpo", steps)
+    check_steps("grpo", steps, profiled)
     rows = prompts * group
     if rows % trl_accumulation:
         raise ValueError(f"trl_accumulation={trl_accumulation}: must divide the {rows} completions of a step")
     with scratch() as folder, contextlib.closing(Side()) as trl, contextlib.closing(Side()) as strop:
-        extra, longest = EXTRA_STEPS["grpo"], max(LONGEST, PROMPT + completion)
+        extra, longest = profiled, max(LONGEST, PROMPT + completion)
         config = make_model(shape, folder / "model", longest)
         texts = prompts_and_responses(prompts * (steps + extra), 0)
         write_rows(folder / "rows.jsonl", [{"prompt": text} for (text,) in texts])
@@ -410,9 +383,11 @@ def comparison(trl: dict[str, Row], strop: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def check_steps(method: str, steps: int) -> None:
+def check_steps(method: str, steps: int, profiled: int | None) -> None:
     if steps < WARMUP[method] + 2:
         raise ValueError(f"steps={steps}: the first {WARMUP[method]} are not timed; use {WARMUP[method] + 2} or more")
+    if profiled is not None and profiled < 3:
+        raise ValueError(f"profiled={profiled}: the first and the last do not count; use 3 or more")
 
 
 def exit_if_missing(missing: list[str]) -> None:
@@ -475,7 +450,7 @@ def base_of(way: str) -> str:
 
 
 def flags_of(method: str, way: str, urls: list[str]) -> list[str]:
-    flags = list(OURS[base_of(way)])
+    flags = OURS[base_of(way)].split()
     if BY_MEMORY in way:
         flags.remove("--gradient-checkpointing")
     flags += [] if "--compile" in flags else ["--compile", "false"]
@@ -582,15 +557,6 @@ def answers(request: urllib.request.Request) -> bool:
             return reply.status == 200
     except OSError:
         return False
-
-
-@contextmanager
-def scratch() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="strop-bench-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def make_model(shape: str, folder: Path, longest: int) -> Any:

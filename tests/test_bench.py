@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import math
 import os
+import runpy
+import shlex
 import signal
 import sys
 from dataclasses import asdict, fields
@@ -14,11 +18,13 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+import bench.__main__ as runner
 from bench import block, common, ebft, linear_kl, linear_logprob, offloading, peers, rollout, table, train_step, vs_trl
+from bench.claims import CLAIMS, Claim, at_least
 from bench.common import Row, Timing, alternate, emit, make_row, read_rows, relative_error
 from bench.runs import kernel_times, smollm2, vs_trl_run
 from bench.runs.kernel_times import Kernel
-from tests.entry import ROOT
+from tests.entry import ROOT, processes_with
 
 RESULTS = sorted((ROOT / "bench" / "results").rglob("*.jsonl"))
 SMALL = (64, 32, 501)  # N, D, V: a vocabulary that no block size divides
@@ -126,6 +132,62 @@ def entries() -> list[tuple[str, str]]:
     ]
 
 
+def test_commands_of_all_claims_parse(monkeypatch):
+    def unknown() -> str:
+        raise ValueError("commit: unknown")
+
+    monkeypatch.setattr(common, "commit", unknown)
+    seen = set()
+    for claim in CLAIMS:
+        for command in filter(None, (claim.command, claim.smoke)):
+            module, *words = shlex.split(command)
+            if module == "pytest":
+                assert all((ROOT / word).exists() for word in words if word.startswith("tests/")), claim.name
+                continue
+            ways = words[words.index("--ways") + 1 :] if "--ways" in words else []
+            ways = list(itertools.takewhile(lambda word: not word.startswith("--"), ways))
+            assert all(way in vs_trl.TRL or vs_trl.base_of(way) in vs_trl.OURS for way in ways), claim.name
+            assert command is claim.smoke or not ways or {t.provider for t in claim.targets} <= {*ways}, claim.name
+            key = (module, *(word for word in words if word.startswith("--")))
+            if key in seen:
+                continue
+            seen.add(key)
+            monkeypatch.setattr(sys, "argv", [module, *words, "--out", "rows.jsonl"])
+            monkeypatch.delitem(sys.modules, module, raising=False)
+            with pytest.raises((ValueError, SystemExit), match="commit: unknown"), NoWork():
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def test_claims_are_measured_once_within_the_limits(tmp_path, monkeypatch, capsys):
+    statement = "timeit -n 1 -r 1 -s 'import os, time, subprocess' {!r}".format
+    write = statement("open(os.environ['ROWS'], 'a').write(os.environ['ROW'] + chr(10))")
+    claims = (
+        Claim("a/row", "writes a row", write, 5, needs=(), targets=(at_least("ours", "x trl", 1.5),)),
+        Claim("a/slow", "is killed with its child", statement("subprocess.run(['sleep', '77.5'])"), 1, needs=()),
+        Claim("a/long", "does not fit", write, 1000, needs=()),
+        Claim("b/wrong", "fails", statement("1 / 0"), 5, needs=()),
+        Claim("b/absent", "lacks a package", write, 5, needs=("no_such_package",)),
+    )
+    out = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(runner, "CLAIMS", claims)
+    monkeypatch.setattr(runner, "commit", lambda: "test")
+    monkeypatch.setenv("ROWS", str(out))  # also marks the processes
+    made = row()
+    monkeypatch.setenv("ROW", json.dumps(asdict(made)))
+    assert runner.main(runner.Settings(only=("b/", "a/"), out=out, minutes=0.5)) == 1
+    said = capsys.readouterr().out
+    assert "b/absent: skipped, needs the package no_such_package" in said and "ZeroDivisionError" in said
+    assert "a/long: not started, takes 1000 of " in said and "2, met: x trl >= 1.5" in said
+    outcomes = {x["claim"]: x["outcome"] for x in runner.records(out) if "claim" in x}
+    assert outcomes == {"b/wrong": "failed with 1", "a/row": "done", "a/slow": "killed after 2 s"}
+    assert not processes_with(f"ROWS={out}")
+    assert read_rows([out]) == [made]
+    assert runner.main(runner.Settings(only=("a/row",), out=out)) == 0
+    assert "a/row: skipped, already measured" in capsys.readouterr().out and len(read_rows([out])) == 1
+    with pytest.raises(ValueError, match="^only=c/: no claim begins with it"):
+        runner.main(runner.Settings(only=("c/",)))
+
+
 class NoWork(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         raise AssertionError(f"{func} was called before the commit was known")
@@ -217,6 +279,13 @@ def test_train_step_gives_the_same_gradient_in_every_layout():
     for r in (shared, packed, plain):
         assert r.errors["gradient"] < 1e-5 and r.extra["gap_to_packed"] < 1e-5
     assert shared.ratio_to["packed"] == pytest.approx(shared.ms_p50 / packed.ms_p50)
+    rows = train_step.measure(shape, group=2, prompt=9, completion=4, seconds=0.0, turns=3)
+    assert [r.extra["computed_tokens"] for r in rows[:3]] == [
+        9 + 2 * 3 * 4,
+        9 + 2 * (4 + 6 + 8),
+        6 * 9 + 2 * (4 + 6 + 8),
+    ]
+    assert all(r.errors["gradient"] < 1e-5 for r in rows)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the benchmark itself is the test")
@@ -288,13 +357,13 @@ def test_vs_trl_measures_every_offline_method(tmp_path, monkeypatch):
     monkeypatch.setattr(vs_trl, "LONGEST", 40)
     out = tmp_path / "rows.jsonl"
     with pytest.raises(ValueError, match=r"^steps=6: .*14 .*16"):
-        vs_trl.dpo(out, shape="tiny", ways=("ours",), pairs=1, steps=6)
+        vs_trl.dpo(vs_trl.Options(out, shape="tiny", ways=("ours",), rows=1, steps=6))
     monkeypatch.setattr(vs_trl, "WARMUP", {"dpo": 4, "sft": 4, "kto": 4})
-    vs_trl.dpo(out, shape="tiny", ways=("ours",), pairs=1, steps=6)
-    vs_trl.sft(out, shape="tiny", ways=("ours",), rows=2, steps=6)
-    vs_trl.kto(out, shape="tiny", ways=("ours",), rows=2, steps=6)
-    vs_trl.sft(out, shape="tiny-qwen3.5", ways=("ours, rows",), rows=2, steps=6)
-    vs_trl.sft(out, shape="tiny-qwen3-moe", ways=("ours, by memory",), rows=2, steps=6, length=40)
+    vs_trl.dpo(vs_trl.Options(out, shape="tiny", ways=("ours",), rows=1, steps=6))
+    vs_trl.sft(vs_trl.Options(out, shape="tiny", ways=("ours",), rows=2, steps=6))
+    vs_trl.kto(vs_trl.Options(out, shape="tiny", ways=("ours",), rows=2, steps=6))
+    vs_trl.sft(vs_trl.Options(out, shape="tiny-qwen3.5", ways=("ours, rows",), rows=2, steps=6))
+    vs_trl.sft(vs_trl.Options(out, shape="tiny-qwen3-moe", ways=("ours, by memory",), rows=2, steps=6, length=40))
     rows = read_rows([out])
     assert rows[-1].extra["step_tokens"] == 2 * 40 and rows[-1].shape["length"] == 40
     for r, name in zip(rows, ("dpo", "sft", "kto", "sft", "sft"), strict=True):

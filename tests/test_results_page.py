@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from bench import common
-from bench.runs import results, results_page
+from bench.runs import lora_plus, objectives, results, results_page
 from tests.test_docs import check_command
 from tests.test_docs import commands as commands_of
 
@@ -163,6 +163,32 @@ def test_page_shows_every_task_and_every_command_parses(tmp_path, monkeypatch):
     results_page.write_page(all_rows(), again)
     figure = "results_word_problems.svg"
     assert (tmp_path / figure).read_text() == (tmp_path / "again" / figure).read_text()
+    with_objectives = objectives.with_section(text, [f"{objectives.TITLE}\n\nrows\n\n"])
+    page.write_text(with_objectives)
+    results_page.write_page(all_rows(**seeds), page)
+    assert page.read_text() == with_objectives
+
+
+def test_section_of_objectives():
+    rows = [
+        {"name": "max_rl", "seed": seed, "accuracy": [0.3, 0.5, x], "commit": "c", "torch": "t"}
+        for seed, x in enumerate((0.7, 0.8, 0.9))
+    ]
+    page, own = "# Page\n\n## Runs\n\n## What did not work\n", [f"{objectives.section(rows)}\n"]
+    for _ in range(2):  # replaced
+        page = objectives.with_section(page, own)
+    assert objectives.parts_of(page) == (["# Page\n\n", "## Runs\n\n", "## What did not work\n"], own)
+    assert page.endswith("\n\n## What did not work\n") and max(map(len, page.splitlines())) <= 220
+    flags = "--method grpo --advantage-estimator max_rl"
+    assert f"| MaxRL | `{flags}` | 0.300 | 0.500 | 0.800 (0.700 to 0.900) |\n" in page
+
+
+def test_table_of_lora_plus():
+    runs = [{"ratio": 16.0, "rate": 1e-4, "seed": seed, "nll": {"0": 3.0, "15": x}} for seed, x in ((0, 1.0), (1, 2.0))]
+    lines = lora_plus.table([*runs, {"ratio": 1.0, "rate": 1e-3, "seed": 0, "nll": {0: 3.0, 15: 0.5}}])
+    assert lines[0] == "| | rate of A | rate of B | seeds | step 0 | step 15 |"
+    assert lines[2] == "| LoRA | 0.001 | 0.001 | 0 | 3.000 | 0.500 |"
+    assert lines[3] == "| LoRA+, 16 | 0.0001 | 0.0016 | 0, 1 | 3.000 | 1.500 (1.000 to 2.000) |"
 
 
 def test_failures_are_detected():

@@ -1,26 +1,30 @@
 """GRPO of two unmodified agents, openai-agents and mini-swe-agent: success on held-out rows before and after.
 
-    python -m bench.runs.agents --model MODEL_FOLDER --python VENV/bin/python --folder runs/agents
+    python -m bench.runs.agents --model MODEL_FOLDER --python VENV/bin/python
 
 VENV has openai-agents and mini-swe-agent. The rows ask for the value of a key, which only a tool has, or for a file
 with a number. First SFT on trajectories written here, of which most give up without the tool, for the formats.
-Then GRPO with the agent as --harness, over the in-process engine. Prints one JSON line per agent.
+Then GRPO with the agent as --harness, over the in-process engine. The error is the gap between the log-probs of engine
+and trainer in the last step.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import tyro
 
-from bench.common import ROOT
+from bench.common import ROOT, Row, Timing, emit, make_row, require_commit
 
 HERE = ROOT / "tests" / "rollout" / "endpoint"  # the programs
 DONE = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
@@ -53,8 +57,10 @@ class Settings:
     """Model to start from."""
     python: str
     """Interpreter with openai-agents and mini-swe-agent."""
-    folder: Path
-    """Folder for rows and runs."""
+    folder: Path | None = None
+    """Folder for rows and runs. Default: a temporary folder, removed at the end."""
+    out: Path | None = None
+    """File to append the results to."""
     agents: tuple[Literal["openai", "mini"], ...] = ("openai", "mini")
     """Agents to train."""
     sft_steps: int = 60
@@ -67,6 +73,8 @@ class Settings:
     """Episodes per prompt."""
     eval_rows: int = 32
     """Held-out rows."""
+    learning_rate: float = 1e-5
+    """Learning rate of GRPO."""
     solved: float = 0.3
     """Fraction of the SFT trajectories that use the tool."""
 
@@ -111,12 +119,12 @@ def train(folder: Path, *words: Any) -> None:
     python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = {"PYTHONPATH": python_path, "MSWEA_COST_TRACKING": "ignore_errors", "MSWEA_CONFIGURED": "true"}
     env |= {"MSWEA_GLOBAL_CONFIG_DIR": str(folder), "MSWEA_SILENT_STARTUP": "1"}
+    env |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # do not download prices
     command = [sys.executable, "-m", "trainer", *map(str, words), "--chat-template", "template.jinja"]
     subprocess.run(command, cwd=folder, env=os.environ | env, check=True, stdout=sys.stderr)
 
 
-def run(cfg: Settings, agent: str) -> dict[str, Any]:
-    folder = (cfg.folder / agent).absolute()
+def run(cfg: Settings, agent: str, folder: Path) -> Row:
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(cfg, agent, folder)
     mini = Path(cfg.python).absolute().with_name("mini")
@@ -130,20 +138,30 @@ def run(cfg: Settings, agent: str) -> dict[str, Any]:
         folder, "--method", "grpo", "--model", "sft", "--data", "train.jsonl", "--eval-data", "test.jsonl",
         "--reward-funcs", "reward.py:solved", "--harness", command, "--max-steps", cfg.steps, "--eval-steps", cfg.steps,
         "--num-generations", cfg.group, "--per-device-train-batch-size", cfg.prompts * cfg.group,
-        "--max-completion-length", 300, "--learning-rate", 1e-5, "--rollout.engine", "local",
+        "--max-completion-length", 300, "--learning-rate", cfg.learning_rate, "--rollout.engine", "local",
         "--rollout.eval-temperature", 1.0, "--output-dir", "grpo",
     )  # fmt: skip
     rows = [json.loads(line) for line in (folder / "grpo" / "metrics.jsonl").read_text().splitlines()]
     scores = [row["eval/reward/mean"] for row in rows if "eval/reward/mean" in row]
     steps = [row for row in rows if "reward/mean" in row]
-    names = ("rollout/num_turns", "rollout/branches", "rollout/env_failed", "time/step_s")
-    return {"agent": agent, "before": scores[0], "after": scores[-1], **{name: steps[-1][name] for name in names}}
+    gaps = [row["policy/behaviour_gap"] for row in steps if "policy/behaviour_gap" in row]  # steps that train
+    names = ("rollout/num_turns", "rollout/branches", "rollout/env_failed")
+    return make_row(
+        "agents", agent, Timing([1000 * row["time/step_s"] for row in steps], None),
+        shape={"prompts": cfg.prompts, "G": cfg.group, "sft_steps": cfg.sft_steps, "steps": cfg.steps},
+        dtype="bfloat16" if torch.cuda.is_available() else "float32", work=cfg.prompts * cfg.group, unit="episodes",
+        errors={"logp_gap": max(gaps, default=math.nan)},
+        extra={"before": scores[0], "after": scores[-1], "gain": scores[-1] - scores[0],
+               **{name.rpartition("/")[2]: steps[-1][name] for name in names}},
+    )  # fmt: skip
 
 
 def main() -> None:
     cfg = tyro.cli(Settings)
-    for agent in cfg.agents:
-        print(json.dumps(run(cfg, agent)), flush=True)
+    require_commit()
+    with tempfile.TemporaryDirectory() as scratch:
+        for agent in cfg.agents:
+            emit([run(cfg, agent, (cfg.folder or Path(scratch)).absolute() / agent)], cfg.out)
 
 
 if __name__ == "__main__":

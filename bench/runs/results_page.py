@@ -2,6 +2,8 @@
 
     python -m bench.runs.results_page OUT/results.jsonl docs/results.md
 
+A section of bench/runs/objectives.py in an existing page is kept.
+
 Failures are detected, not selected: runs that ended early, held-out metrics that did not improve by more than
 their noise, seeds that differ by more than the noise, and EBFT if SFT ended closer.
 """
@@ -18,6 +20,7 @@ from typing import Any
 
 import tyro
 
+from bench.runs.objectives import parts_of, with_section
 from bench.runs.results import RUNS, TASKS, Metric, Run, all_jobs
 from bench.runs.smollm2 import read
 
@@ -262,7 +265,8 @@ def write_page(rows: list[Row], out: Path) -> None:
     lines += [f"- {line}" for line in failures(merged)] or [
         "Every run improved its held-out metrics (fractions by more than two standard errors)."
     ]
-    out.write_text("\n".join(wrapped(line) for line in lines) + "\n")
+    page = "\n".join(wrapped(line) for line in lines) + "\n"
+    out.write_text(with_section(page, parts_of(out.read_text())[1]) if out.exists() else page)
 
 
 def wrapped(line: str) -> str:

@@ -1,0 +1,109 @@
+"""Gradients of a hybrid model in float32: sequences packed into one row vs. one per row, both vs. float64.
+
+    python -m bench.runs.hybrid_gradients [--out rows.jsonl]          # a small Qwen3.5; needs flash-linear-attention
+
+Float64 is transformers' torch code, one sequence per row. The error of a way is the largest relative error of a
+parameter's gradient; `to_separate` is the largest distance to the gradient of separate rows. On a CPU packed rows need
+the package's kernels, too, so only separate rows are measured. TRITON_F32_DEFAULT=tf32x3 makes the package's products
+more exact than TF32.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import tyro
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from bench.common import alternate, emit, make_row, relative_error, require_commit
+from data.packing import Item, make_batches
+from trainer.parallel.comm import pick_device
+from trainer.policy.attention import choose_attention
+from trainer.policy.logps import Policy, token_logps
+
+SHAPE = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 128, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "vocab_size": 1024, "tie_word_embeddings": True,
+    "layer_types": ["linear_attention", "full_attention"] * 2, "initializer_range": 0.1,
+}  # fmt: skip
+LENGTHS = (200, 64, 130, 30)
+
+
+class InFloat64(TorchFunctionMode):
+    """Context manager: compute in float64 where a model asks for float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def wide(x: Any) -> Any:
+            return torch.float64 if x is torch.float32 else x
+
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*map(wide, args), **{name: wide(x) for name, x in (kwargs or {}).items()})
+
+
+def gradients(policy: Policy, items: list[Item], *, packing: bool) -> dict[str, Tensor]:
+    """Return, by name, the gradients of the sum of all log-probs, with weights from 1 to 2 within each sequence."""
+    policy.model.zero_grad()
+    for batch in make_batches(items, max_tokens=2**16 if packing else 1, **policy.layout(packing=packing)):
+        batch = batch.to(policy.device)
+        weight = torch.cat([torch.linspace(1, 2, sum(items[row].mask)) for row in batch.rows]).to(policy.device)
+        (token_logps(policy, batch).logp * weight).sum().backward()
+    return {name: x.grad.clone() for name, x in policy.model.named_parameters() if x.grad is not None}
+
+
+def main(out: Path | None = None, seconds: float = 1.0) -> None:
+    """Print the table; append every row as JSON to `out`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    require_commit()
+    device = pick_device()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_5_text", **SHAPE), attn_implementation="sdpa")
+    wide = copy.deepcopy(model).double()
+    policies = {}
+    for name, lm, dtype in (("float32", model.to(device), torch.float32), ("float64", wide, torch.float64)):
+        choose_attention(lm, "auto" if lm is model else "sdpa", lm.device)
+        policies[name] = Policy(model=lm, tokenizer=None, source="random", device=lm.device, compute_dtype=dtype)
+    ids = torch.randint(1024, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0)).split(LENGTHS)
+    items = [Item(x.tolist(), [False] + [True] * (len(x) - 1)) for x in ids]
+    code = sys.modules[type(model).__module__]
+    torch_code = {"torch_chunk_gated_delta_rule": inspect.unwrap(code.torch_chunk_gated_delta_rule)}
+    with patch.multiple(code, **torch_code), InFloat64():
+        exact = gradients(policies["float64"], items, packing=False)
+
+    def separate() -> dict[str, Tensor]:
+        return gradients(policies["float32"], items, packing=False)
+
+    def with_torch_code() -> dict[str, Tensor]:
+        with patch.multiple(code, **torch_code):
+            return separate()
+
+    calls = {"separate, torch": with_torch_code, "separate": separate}
+    if device.type == "cuda":
+        calls["packed"] = lambda: gradients(policies["float32"], items, packing=True)
+    alone, timings, rows = separate(), alternate(calls, seconds=seconds, rounds=2), []
+    for name, timing in timings.items():
+        found = calls[name]()
+        errors = {key: relative_error(x.cpu(), exact[key]) for key, x in found.items()}
+        apart = {key: relative_error(x, alone[key]) for key, x in found.items()}
+        worst = max(apart, key=apart.get)
+        print(f"{name}: largest error {max(errors, key=errors.get)}, farthest from separate rows {worst}", flush=True)
+        above = sum(x > 1e-3 for x in apart.values())
+        rows.append(make_row(
+            "hybrid_gradients", name, timing, dtype="float32",
+            shape={"T": sum(LENGTHS), "D": SHAPE["hidden_size"], "layers": 4},
+            work=sum(LENGTHS), unit="tokens", errors={"worst_parameter": max(errors.values())}, against=timings,
+            extra={"to_separate": apart[worst], "above_1e-3": above, "parameters": len(apart)},
+        ))  # fmt: skip
+    emit(rows, out)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

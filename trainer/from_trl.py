@@ -5,7 +5,7 @@
     python -m trainer.from_trl trl grpo --model_name_or_path ...             # a command line of TRL
     python -m trainer.from_trl accelerate launch ... trl/scripts/sft.py ...
 
-Prints the command, or with --yaml a file for --config; what has no effect or no equivalent goes to stderr.
+Prints the command, or with --yaml a file for --config; fields without effect or equivalent are listed on stderr.
 docs/from_trl.md has the tables of configs and fields.
 """
 
@@ -40,12 +40,12 @@ class FromTrlConfig:
     """Convert a TRL config, or a TRL command line (trl grpo --learning_rate 1e-6), to flags of python -m trainer."""
 
     file: tyro.conf.Positional[str]
-    """YAML or JSON with fields of a TRL config, a Python script that makes one, or TRL's command line."""
+    """YAML or JSON with the fields of a TRL config, a Python script that creates one, or TRL's command line."""
     kind: Literal[
         "auto", "grpo", "rloo", "dpo", "kto", "sft", "reward", "online_dpo", "ppo", "distillation", "gkd", "orpo",
         "cpo", "prm",
     ] = "auto"  # fmt: skip
-    """Which config it is. auto: its class, or found from its fields."""
+    """TRL config class. auto: as named in the input, otherwise inferred from the fields."""
     yaml: bool = False
     """Print a file for --config instead of a command."""
 
@@ -91,7 +91,7 @@ def _read_file(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _read_script(path: Path, notes: list[str]) -> dict[str, Any]:
-    """Return the literal arguments of the one TRL config that a script makes."""
+    """Return the literal arguments of the only TRL config that a script creates."""
     names = {entry.config for entry in KINDS.values()} | set(UNSUPPORTED)
     try:
         calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
@@ -100,7 +100,7 @@ def _read_script(path: Path, notes: list[str]) -> dict[str, Any]:
     made = [(name, call) for call in calls if (name := ast.unparse(call.func).rpartition(".")[2]) in names]
     if len(made) != 1:
         found = ", ".join(name for name, _ in made) or "none"
-        raise UserError(f"expected one config of TRL, found {len(made)} ({found}); write it to a file of its own")
+        raise UserError(f"expected one config of TRL, found {len(made)} ({found}); move it to a separate file")
     name, call = made[0]
     kind_of_class(name)  # raises for a class that strop does not have
     fields: dict[str, Any] = {"config_class": name}
@@ -110,7 +110,7 @@ def _read_script(path: Path, notes: list[str]) -> dict[str, Any]:
             fields[argument.arg] = value
         elif ast.unparse(argument.value) != "...":
             text = f"{argument.arg or ''}={ast.unparse(argument.value)}".lstrip("=")
-            notes.append(f"{text}: is not a literal with a name, and is skipped; set it by hand")
+            notes.append(f"{text}: skipped, not a literal keyword argument; set it by hand")
     notes.append(f"only the arguments of {name} are read; the script's model, data, rewards and peft_config are not")
     return fields
 
@@ -132,7 +132,7 @@ def _read_command(words: Sequence[str], kind: str, notes: list[str]) -> dict[str
     launcher = words.pop(0) if words else ""
     start = 0 if launcher == "trl" else next((i for i, word in enumerate(words) if word.endswith(".py")), None)
     if launcher not in LAUNCHERS or start is None or not words:
-        raise UserError("names no script of TRL; write trl KIND --FLAG VALUE, or python SCRIPT.py --FLAG VALUE")
+        raise UserError("not a TRL command; write trl KIND --FLAG VALUE, or python SCRIPT.py --FLAG VALUE")
     script = words[start]
     name = Path(script).stem
     if launcher in ("accelerate", "torchrun"):
@@ -150,13 +150,13 @@ def _kind_of_script(name: str) -> str:
     if "vlm" in name:
         raise UserError(f"{name}: images are not supported")
     if name == "vllm-serve":
-        raise UserError("trl vllm-serve: starts a server, use python -m rollout.serve")
+        raise UserError("trl vllm-serve: starts a server; use python -m rollout.serve")
     for unsupported in UNSUPPORTED:
         if name.replace("_", "") == unsupported.removesuffix("Config").lower():
             return kind_of_class(unsupported)
     kinds = [kind for kind in KINDS if name == kind or name.startswith(f"{kind}_")]
     if not kinds:
-        raise UserError(f"{name}: not the name of a trainer that strop has; add --kind {', '.join(KINDS)} before it")
+        raise UserError(f"{name}: not a supported TRL trainer; add --kind {', '.join(KINDS)} before it")
     return max(kinds, key=len)
 
 

@@ -137,7 +137,7 @@ class _Axolotl:
             self._nemo_gym()
         found = [f"trl.{key}" for key in ONLY_ASYNC if self.made.tree.get(key)]
         if found and not self._is_async():
-            self.note(f"{', '.join(found)}: axolotl reads this only with trl.use_data_producer or trl.async_prefetch")
+            self.note(f"{', '.join(found)}: axolotl reads only with trl.use_data_producer or trl.async_prefetch")
         self._unused()
 
     def copy(self, key: str, name: str | None = None, *, unless: Any = None) -> None:
@@ -164,7 +164,7 @@ class _Axolotl:
         adapter = self.take("lora_model_dir")
         if adapter:
             self.set("model", str(adapter))
-            self.note(f"lora_model_dir: {adapter} is trained further, on the base that it names")
+            self.note(f"lora_model_dir: training continues from {adapter}, on the base that it names")
         self.copy("trust_remote_code", unless=False)
         self._sources()
         self._unfrozen()
@@ -191,8 +191,8 @@ class _Axolotl:
         revision = self.take("revision_of_model") or self.take("model_revision")
         if self.take("base_model_config") not in (None, base):
             raise UserError(
-                f"base_model_config={self.take('base_model_config')}: is not base_model={base}, whose config is used; "
-                "remove it, and name another tokenizer in tokenizer_config"
+                f"base_model_config={self.take('base_model_config')}: differs from base_model={base}, whose config is "
+                "used; remove it, and set another tokenizer with tokenizer_config"
             )
         tokenizer = self.take("tokenizer_config")
         if tokenizer != base:
@@ -206,8 +206,8 @@ class _Axolotl:
             )
         if tokenizer not in (None, base) and not Path(str(tokenizer)).expanduser().is_dir():
             raise UserError(
-                f"revision_of_model={revision}: axolotl reads tokenizer_config={tokenizer} at this revision, and here "
-                "it is only for the model; download the tokenizer and name its folder"
+                f"revision_of_model={revision}: axolotl reads tokenizer_config={tokenizer} at this revision, strop "
+                "only the model; download the tokenizer and name its folder"
             )
 
     def _unfrozen(self) -> None:
@@ -216,12 +216,12 @@ class _Axolotl:
         for pattern in patterns:
             if re.fullmatch(r".+\[[0-9]*(:[0-9]*)?\]", pattern):
                 raise UserError(
-                    f"unfrozen_parameters={pattern}: training some rows of a parameter is not supported; name all of it"
+                    f"unfrozen_parameters={pattern}: training some rows of a parameter is not supported; remove [...]"
                 )
         if patterns and adapter:
             raise UserError(
-                f"unfrozen_parameters={keys.shown(patterns)}: not supported with adapter={adapter}, whose weights "
-                "axolotl freezes then; remove one of the two"
+                f"unfrozen_parameters={keys.shown(patterns)}: not supported with adapter={adapter}, which axolotl "
+                "then freezes; remove one of the two"
             )
         self.set("trained_parameters", [re.sub(r"\.(?!\+)", r"\.", pattern) for pattern in patterns] or None)
 
@@ -268,8 +268,8 @@ class _Axolotl:
             label = "pretraining_dataset[0]"
             trained[label] = {"type": "completion", **({"path": dataset} if isinstance(dataset, str) else dataset)}
             self.note(
-                f"{label}: is read whole, not streamed; long texts are split into chunks, with eos after the last "
-                "(axolotl: overlapping chunks with eos each, or the first without sample_packing)"
+                f"{label}: not streamed; long texts are split into chunks, with eos after the last one (axolotl: "
+                "overlapping chunks that all end with eos; without sample_packing only the first)"
             )
         entries, eval_entries = rows_of(trained, self.method), rows_of(held_out, self.method)
         self.set("data", entries or None)
@@ -282,7 +282,7 @@ class _Axolotl:
         shards = self.take("dataset_shard_num") if self.method in ("sft", "rm", "prm") else None
         if shards and self.take("dataset_shard_idx") is not None:  # axolotl's rl does not read them
             raise UserError(
-                f"dataset_shard_num={shards}: a part of the shuffled rows is not supported; remove it, and write a "
+                f"dataset_shard_num={shards}: shards of the shuffled rows are not supported; remove it, and write a "
                 "split for each dataset, such as split: train[:25%]"
             )
         if self.take("shuffle_merged_datasets") is False:
@@ -292,13 +292,13 @@ class _Axolotl:
         size = self.number("val_set_size")
         self.held_out = bool(held_out)
         if size and held_out:
-            raise UserError(f"val_set_size={size:g}: there are test_datasets, too; keep one of them")
+            raise UserError(f"val_set_size={size:g}: conflicts with test_datasets; remove one of the two")
         if size and not self.gym:
             self.set("val_set_size", size)
             self.held_out = True
 
     def _one_split(self, held_out: list[dict[str, Any]], trained: set[str]) -> None:
-        """A file has one split: split: test of a file of held-out rows is all of it."""
+        """Drop the split of held-out files: a file has one split, so `split: test` means all of its rows."""
         for entry in held_out:
             path, split = entry["path"], entry.get("split")
             if path.lower().endswith(SUFFIXES) and path not in trained and str(split).isidentifier():
@@ -340,7 +340,7 @@ class _Axolotl:
         if self.method == "sft":
             self.set("packing", packing)
             if packing:
-                self.note("sample_packing: a batch has micro_batch_size examples here, in axolotl as many full rows")
+                self.note("sample_packing: a batch has micro_batch_size sequences; in axolotl it has as many full rows")
 
     # run
 
@@ -404,7 +404,7 @@ class _Axolotl:
         steps = self.number("warmup_steps", int)
         ratio = self.number("warmup_ratio")
         if not has_warmup and (steps or ratio):
-            self.note("lr_scheduler=constant: has no warm-up in axolotl, so there is none; write constant_with_warmup")
+            self.note("lr_scheduler=constant: no warm-up, as in axolotl; write constant_with_warmup for a warm-up")
         elif steps:
             self.set("warmup_steps", steps)
         elif has_warmup and ratio is None and steps is None:
@@ -443,7 +443,7 @@ class _Axolotl:
             self.set("evals_per_epoch", 1)
         elif self.held_out and strategy == "steps":
             if not every:
-                raise UserError("eval_strategy=steps: has no eval_steps; add eval_steps, or write evals_per_epoch")
+                raise UserError("eval_strategy=steps: needs eval_steps; add it, or write evals_per_epoch")
             self.set("eval_steps", every)
         patience = self.number("early_stopping_patience", int)
         if wrong := keys.set_best(self.made, self.take, held_out=self.held_out, patience=patience):
@@ -452,8 +452,8 @@ class _Axolotl:
     def _every(self, what: str, steps: Any, per_epoch: Any) -> None:
         """Set the steps between saves or evaluations.
 
-        A fraction is a part of the run in axolotl, and it converts a number per epoch to one if the run has several:
-        with max_steps that is a number of steps, whatever an epoch is.
+        In axolotl a fraction is a fraction of the run, and a number per epoch becomes one if the run has several
+        epochs: with max_steps that is a number of steps, whatever the length of an epoch.
         """
         every, total = number(steps, f"{what}_steps"), self.max_steps or self.made.tree.get("max_steps")
         if every is None:
@@ -535,7 +535,7 @@ class _Axolotl:
             self.set(f"lora.{key}", adapter.get(f"use_{key}") or None)
         rank = self.take("lora_r")
         if rank not in (None, adapter["r"]):
-            self.note(f"lora_r={rank}: the adapter in {folder} has rank {adapter['r']}, which stays")
+            self.note(f"lora_r={rank}: ignored, the adapter in {folder} has rank {adapter['r']}")
         if adapter.get("lora_dropout") and self.method in NO_DROPOUT:
             self.note(f"lora_model_dir: its dropout of {adapter['lora_dropout']} is applied here; axolotl turns it off")
         for key in ("lora_alpha", "lora_dropout", "lora_target_linear", "lora_target_modules", "lora_modules_to_save",
@@ -543,7 +543,7 @@ class _Axolotl:
             self.take(key)
 
     def _parallel(self) -> None:
-        """With one process there is nothing to share: the settings have no effect then."""
+        """Translate sharding; with one process these settings have no effect."""
         several = world_size() > 1
         for key in ("tensor_parallel_size", "expert_parallel_size"):
             size = self.take(key)
@@ -577,7 +577,7 @@ class _Axolotl:
             self.set("parallel.cpu_offload", True)
 
     def _zero(self) -> tuple[int | None, bool]:
-        """Stage of a DeepSpeed config, and whether it offloads to the CPU: of a file here, a mapping, or by name."""
+        """Return the ZeRO stage of a DeepSpeed file, mapping or file name, and whether it offloads to the CPU."""
         given = self.theirs.tree.get("deepspeed")
         if not given:
             return None, False
@@ -596,13 +596,13 @@ class _Axolotl:
             stage, offload = int(named[1]) if named else None, "offload" in str(given)
         if stage not in (0, 1, 2, 3):
             raise UserError(
-                f"deepspeed={keys.shown(given)}: is neither a file here nor named after a ZeRO stage, such as "
+                f"deepspeed={keys.shown(given)}: neither an existing file nor named after a ZeRO stage, such as "
                 "zero2.json; remove it, or write fsdp_config"
             )
         return stage, offload
 
     def _fsdp(self, name: str) -> Any:
-        """A key of fsdp_config, which may have the prefix of old."""
+        """Take a key of fsdp_config, which may have its old prefix fsdp_."""
         new, old = self.take(f"fsdp_config.{name}"), self.take(f"fsdp_config.fsdp_{name}")
         return old if new is None else new
 
@@ -623,7 +623,7 @@ class _Axolotl:
             self.set("label_smoothing", self.number("dpo_label_smoothing") or None)
         elif self.method == "ipo" and self.theirs.tree.get("dpo_loss_type"):
             loss = keys.shown(self.theirs.tree["dpo_loss_type"])
-            raise UserError(f"dpo_loss_type={loss}: rl: ipo is a loss of its own; remove one of them, or write rl: dpo")
+            raise UserError(f"dpo_loss_type={loss}: has no effect with rl: ipo; remove it, or write rl: dpo")
         if self.method in PAIRS:
             self.copy("dpo_use_weighting", "use_weighting", unless=False)
             self.copy_number("dpo_ld_alpha", "ld_alpha")

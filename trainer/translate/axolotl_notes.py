@@ -2,8 +2,8 @@
 
     for line in differences(tree): ...       # tree: the translated config, with its data, template and tokens
 
-docs/from_axolotl.md explains the differences. The tokenizer is not loaded for this: its files are read if they are on
-disk, and a line that may apply is also returned if they are not.
+docs/from_axolotl.md explains the differences. The tokenizer's files are read if they are on disk; otherwise lines that
+may apply are returned too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from data.formats.pairs import FAMILIES
 from rollout.model_folder import read_local
 from trainer.translate.axolotl_rows import HEADINGS, PLAIN
 
-# axolotl's templates of these names differ, SFT with qwen3 excepted.
+# axolotl's templates of these names differ, except qwen3 for SFT.
 THEIR_TEMPLATES = {
     "phi_3": "starts with the bos token",
     "phi_4": "adds the system message of Phi-4-reasoning to conversations without one",
@@ -33,7 +33,7 @@ def differences(tree: Mapping[str, Any]) -> Iterator[str]:
     eos, bos = (_token(tree.get("special_tokens", {}), tokenizer, key) for key in ("eos_token", "bos_token"))
     template = _template(tree.get("model", ""), name, tokenizer)
     if name in THEIR_TEMPLATES and formats.difference(PLAIN) and (method, name) != ("sft", "qwen3"):
-        yield f"chat_template={name}: axolotl's template {THEIR_TEMPLATES[name]}; this one does not"
+        yield f"chat_template={name}: axolotl's template {THEIR_TEMPLATES[name]}; strop's does not"
     if method == "sft":
         yield from _sft(tree, formats, template, eos)
     elif method == "prm" and bos and not tokenizer.get("add_bos_token"):
@@ -49,8 +49,8 @@ def differences(tree: Mapping[str, Any]) -> Iterator[str]:
             yield f"eos_token: a response ends with its end-of-turn token; axolotl adds eos{_shown(eos)} if it differs"
         if method == "orpo" and "chat_template.argilla" in formats:
             yield (
-                "type=chat_template.argilla: a response ends with its end-of-turn token; in axolotl also with the text "
-                "that the template writes after it, and eos"
+                "type=chat_template.argilla: a response ends with its end-of-turn token; axolotl adds the text that "
+                "the template writes after it, and eos"
             )
 
 
@@ -66,7 +66,7 @@ def _sft(tree: Mapping[str, Any], formats: set[str], template: str | None, eos: 
 
 
 def _has_eos(template: str | None, eos: str | None) -> bool:
-    """Return whether a template is known to end turns with eos, by axolotl's own test."""
+    """Return whether a template is known to end turns with eos, by axolotl's test."""
     return bool(template and eos and (eos in template or "eos_token" in template))
 
 

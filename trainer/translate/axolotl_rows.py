@@ -1,8 +1,8 @@
-"""axolotl's datasets in our terms: entries of --data with a format and options each, and settings they share.
+"""Translate axolotl's datasets: entries of --data, each with a format and options, and settings they share.
 
 datasets = datasets_of(config, "datasets")       # label -> dataset
 rows_of(datasets, "dpo") == [{"path": "pairs.jsonl", "format": "chat_template.default", "field_messages": "turns"}]
-shared_of(config, datasets, "prm") == ({"step_separator": "\n\n"}, [])    # flags of the run here, and notes
+shared_of(config, datasets, "prm") == ({"step_separator": "\n\n"}, [])    # flags of the run, and notes
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainer.translate.keys import listed
 
 PACKAGE = "axolotl.prompt_strategies."
 FOLDERS = ("dpo", "kto", "orpo", "ebft")  # of that package; a type may begin with one
-# axolotl's types of rows for SFT that have a format of ours
+# axolotl's types of SFT rows -> strop's formats
 SFT_TYPES = {"alpaca": "alpaca", "chat_template": "chat_template", "completion": "completion", "pretrain": "completion",
              "sharegpt": "sharegpt", "alpaca_chat.load_qa": "question_answer",
              "alpaca_chat.load_concise": "alpaca"}  # fmt: skip
@@ -32,7 +32,7 @@ ROLE_NAMES = {"gpt": "assistant", "human": "user"}
 # Formats for SFT that axolotl renders without a chat template: plain text, and instructions with fixed headings.
 PLAIN = ("completion", "user_defined", "input_output")
 HEADINGS = ("alpaca", "question_answer")
-# Settings of a dataset that are flags of the run here, with axolotl's defaults; and those that it reads by type.
+# Settings of a dataset in axolotl that are flags of the run in strop, with axolotl's defaults.
 SHARED: dict[str, dict[str, Any]] = {
     "sft": {"roles_to_train": ["assistant"], "train_on_eos": "turn"},
     "prm": {"step_separator": "\n", "max_completion_length": None, "train_on_last_step_only": False},
@@ -63,7 +63,7 @@ def rows_of(datasets: Mapping[str, Mapping[str, Any]], method: str) -> list[dict
 def shared_of(
     config: Mapping[str, Any], datasets: Mapping[str, Mapping[str, Any]], method: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings that are one for all datasets here, and notes; raise if the datasets differ."""
+    """Return the settings that strop has once for all datasets, and notes; raise if the datasets differ."""
     shared: dict[str, Any] = {}
     notes: list[str] = []
     for label, dataset in datasets.items():
@@ -81,8 +81,8 @@ def shared_of(
         for key, value in found.items():
             if shared.setdefault(key, value) != value:
                 raise UserError(
-                    f"{label}.{key}={value!r}: another dataset has {shared[key]!r}, and {key} is one setting for all "
-                    "here; write the same for all, or train on one dataset after the other"
+                    f"{label}.{key}={value!r}: another dataset has {shared[key]!r}, but {key} applies to all datasets; "
+                    "use one value, or train on the datasets in separate runs"
                 )
         ignored = [key for key in (*TRAINED, *TEMPLATE, "weight") if dataset.get(key) is not None and key not in given]
         if str(given.get("chat_template")).startswith(f"{OWN_TEMPLATE}_fallback"):
@@ -91,13 +91,13 @@ def shared_of(
             notes.append(f"{label}: axolotl does not read {', '.join(ignored)} with this type and method; dropped")
         if given.get("weight", 1) != 1:
             notes.append(
-                f"{label}.weight={given['weight']}: every epoch trains another part of its rows, in axolotl the same"
+                f"{label}.weight={given['weight']}: each epoch trains a different part of the rows; in axolotl the same"
             )
     return shared, notes
 
 
 def _reads(name: str, method: str) -> set[str]:
-    """Return the settings of a dataset with this format that axolotl reads and that are not in its entry here."""
+    """Return the settings of a dataset with this format that axolotl reads and that its --data entry lacks."""
     if method == "prm":
         return {"weight", *SHARED["prm"]}
     if method == "sft":
@@ -107,7 +107,7 @@ def _reads(name: str, method: str) -> set[str]:
 
 
 def _train_on_eos(given: Mapping[str, Any], label: str, eot_tokens: Any) -> str:
-    """Return the end-of-turn tokens to train; without eot_tokens, axolotl's two settings are for the same token."""
+    """Return which end-of-turn tokens to train; without eot_tokens, axolotl's two settings mean the same token."""
     eos = given.get("train_on_eos", "turn")
     eot = given.get("train_on_eot", eos)
     for key, value in (("train_on_eos", eos), ("train_on_eot", eot)):
@@ -115,8 +115,8 @@ def _train_on_eos(given: Mapping[str, Any], label: str, eot_tokens: Any) -> str:
             raise UserError(f"{label}.{key}={value}: use one of {', '.join(ENDS)}")
     if eot != eos and eot_tokens:
         raise UserError(
-            f"{label}.train_on_eot={eot}: train_on_eos is {eos}, and one setting is for eos and eot_tokens here; write "
-            "the same for both"
+            f"{label}.train_on_eot={eot}: train_on_eos is {eos}, but strop has one setting for eos and eot_tokens; use "
+            "the same value for both"
         )
     return max(eos, eot, key=ENDS.index)
 
@@ -135,7 +135,7 @@ def _template(config: Mapping[str, Any], given: Mapping[str, Any], label: str, n
     found = of_run if not jinja and own is None or own == OWN_TEMPLATE else template_of(own, jinja)
     if of_run not in (None, found):
         raise UserError(
-            f"{label}.chat_template={own or jinja}: the run has {of_run}; there is one template for all here; keep one"
+            f"{label}.chat_template={own or jinja}: the run has {of_run}, which applies to all datasets; remove one"
         )
     return found or OWN_TEMPLATE
 
@@ -158,7 +158,7 @@ def _entries(dataset: Mapping[str, Any], label: str, method: str) -> list[dict[s
 def _paths(dataset: Mapping[str, Any], label: str) -> list[str]:
     path, files = dataset.get("path"), listed(dataset.get("data_files"))
     if str(path).startswith(("s3://", "gs://", "gcs://", "az://", "abfs://", "oci://")):
-        raise UserError(f"{label}.path={path}: is in a remote store; download it, and name the file")
+        raise UserError(f"{label}.path={path}: remote stores are not supported; download it, and name the file")
     if not files:
         if path is None:
             raise UserError(f"{label}: has neither path nor data_files; name a file or a dataset")
@@ -174,7 +174,7 @@ def _paths(dataset: Mapping[str, Any], label: str) -> list[str]:
 
 
 def _format_of(dataset: Mapping[str, Any], label: str, method: str) -> dict[str, Any]:
-    """The format and, of user_defined, its options."""
+    """Return the format, and for user_defined its options."""
     kind = dataset.get("type")
     if isinstance(kind, Mapping):
         return _user_defined(kind, f"{label}.type", method)
@@ -211,7 +211,7 @@ def _formats(method: str) -> Sequence[str]:
 
 
 def _sft_format(name: str, dataset: Mapping[str, Any], label: str) -> dict[str, Any]:
-    kind, _, variant = name.partition(":")  # alpaca:chat and the like name a template of old
+    kind, _, variant = name.partition(":")  # alpaca:chat and the like name an old template
     known = SFT_TYPES | {name: name for name in SFT_FORMATS}
     found = known.get(kind) or known.get(kind.removesuffix(".load"))
     if found is None and "." in kind and not _is_axolotls(kind):
@@ -231,7 +231,7 @@ def _sft_format(name: str, dataset: Mapping[str, Any], label: str) -> dict[str, 
 
 
 def _is_axolotls(name: str) -> bool:
-    """Whether a dotted type for SFT is one of axolotl's own modules rather than a file here."""
+    """Return whether a dotted type for SFT is one of axolotl's modules, not a local file."""
     head = name.partition(".")[0]
     theirs = ("alpaca_chat", "alpaca_instruct", "alpaca_w_system", "chat_template", "completion", "context_qa",
               "creative_acr", "creative_acr_summarize", "input_output", "instruct", "llama2_chat", "metharme",

@@ -12,14 +12,12 @@ LOADING = "read from the model"
 SERVING = "settings of axolotl's own server or commands"
 FLOAT32 = "trained weights are float32, unless trained_dtype is set"
 SAVES = "checkpoints are saved by steps or epochs, and can be resumed"
-PLUGIN = "setting of a plugin that is not here"
-OPTIMIZER = "setting of an optimizer that is not here"
+PLUGIN = "setting of a plugin that strop does not have"
+OPTIMIZER = "setting of an optimizer that strop does not have"
 
 
 _TRAINS_OTHERWISE = "changes what is trained, and is not supported; remove it"
-_QUANTISED_MODEL = (
-    "training a model that is stored quantised is not supported; name the unquantised model, and remove it"
-)
+_QUANTISED_MODEL = "quantised checkpoints cannot be trained; use the unquantised model, and remove it"
 _SAMPLING = f"{FULL}; remove it"
 
 MODEL: dict[str, Key] = {
@@ -42,7 +40,7 @@ MODEL: dict[str, Key] = {
     "model_config.output_router_logits": to("router_aux_loss_coef: 0.001"),
     "model_config.router_aux_loss_coef": to("router_aux_loss_coef"),
     **each("model_config.* overrides_of_model_config.*", rejected("the model's own config is used; remove it")),
-    **each("model_kwargs.* overrides_of_model_kwargs.*", rejected("loading has no other arguments here; remove it")),
+    **each("model_kwargs.* overrides_of_model_kwargs.*", rejected("loading arguments are not supported; remove it")),
     "load_in_8bit": to(EIGHT_BITS),
     **each("model_type type_of_model tokenizer_type cls_model_config tokenizer_use_fast tokenizer_legacy "
            "tokenizer_save_jinja_files is_falcon_derived_model is_llama_derived_model is_mistral_derived_model "
@@ -50,13 +48,13 @@ MODEL: dict[str, Key] = {
     "processor_type": rejected("images and audio are not supported; remove it to train on text"),
     "processor_kwargs": idle("part of processor_type"),
     **each("embeddings_skip_upcast fp32_norms fp32_norm_classes", idle(FLOAT32)),
-    "freeze_mm_modules": idle("text gives the other parts of a model no gradient"),
+    "freeze_mm_modules": idle("only the text part of a model has gradients"),
     "tokenizer_config": to("tokenizer"),
-    "base_model_config": to("the config of base_model; another one is rejected"),
+    "base_model_config": to("the config of base_model; any other is rejected"),
     **each("revision_of_model model_revision", to("revision")),
     **each("tokens added_tokens_overrides.* resize_token_embeddings_to_32x shrink_embeddings fix_untrained_tokens",
            rejected("embeddings are never resized here; use tokens that the tokenizer has")),
-    "tokenizer_use_mistral_common": rejected("only transformers' tokenizers are built in; remove it"),
+    "tokenizer_use_mistral_common": rejected("only transformers' tokenizers are supported; remove it"),
     **each("model_quantization_config model_quantization_config_kwargs.* gptq gptq_groupsize gptq_model_v1 "
            "quantize_moe_experts use_onebitllms nonexpert_quantization gemma4_fp8_nonexpert gemma4_nf4_nonexpert "
            "nvfp4_merge_aware nvfp4_merge_aware_start_step", rejected(_QUANTISED_MODEL)),
@@ -68,7 +66,7 @@ MODEL: dict[str, Key] = {
     **each("eaft_alpha eaft_k", idle("part of use_eaft")),
     **each("image_size image_resize_algorithm role_boundaries[].*", rejected("rows are text here; remove it")),
     **each("rope_scaling use_pose pose_split_on_token_ids pose_max_context_len pose_num_chunks s2_attention",
-           rejected("longer contexts by other positions are not supported; remove it")),
+           rejected("rescaled positions for longer contexts are not supported; remove it")),
     "unfrozen_parameters": to("trained_parameters; ranges of rows and adapters are rejected"),
     **each("experts_implementation use_kernels use_scattermoe use_sonicmoe llama4_linearized_experts "
            "gemma4_hybrid_attn_impl fused_attn_kernel flex_attn_compile_kwargs.* lora_mlp_kernel lora_qkv_kernel "
@@ -112,9 +110,9 @@ ROW_KEYS: dict[str, Key] = {
     **each("field_thinking template_thinking_key", to("the key reasoning_content of a message"), "datasets[]."),
     **each("preprocess_shards trust_remote_code", idle(Why.ROWS), "datasets[]."),
     **each("conversation input_format field_human field_model", idle("axolotl does not read it"), "datasets[]."),
-    **each("shards shards_idx", rejected("a part of a dataset is a split here; write split: train[:10%]"),
+    **each("shards shards_idx", rejected("select part of a dataset with a split; write split: train[:10%]"),
            "datasets[]."),
-    "datasets[].revision": rejected("the newest revision is loaded; download the one you want, and name the file"),
+    "datasets[].revision": rejected("the newest revision is loaded; download the revision you want, and name the file"),
     **each("message_field_training message_field_training_detail split_thinking input_transform "
            "logprobs_field temperature",
            rejected("rows cannot be changed this way; use a transform, type: my_module.my_transform"), "datasets[]."),
@@ -123,7 +121,7 @@ ROW_KEYS: dict[str, Key] = {
            rejected("rows of random tokens are not supported; name a file of rows"), "datasets[]."),
     "pretraining_dataset[].type": to("data: format: completion"),
     "pretraining_dataset[].field": idle("axolotl does not read it"),
-    "pretraining_dataset[].skip": rejected("rows are skipped by a split here; write split: train[1000:]"),
+    "pretraining_dataset[].skip": rejected("skip rows with a split; write split: train[1000:]"),
     "val_set_size": to("val_set_size"),
     "dataset_exact_deduplication": to("dedup"),
     **each("dataset_shard_num dataset_shard_idx", to("sft, rm, prm: rejected; axolotl's rl does not read it")),
@@ -207,7 +205,7 @@ RUN: dict[str, Key] = {
     **each("early_stopping_patience load_best_model_at_end greater_is_better loraplus_lr_ratio", SAME),
     "metric_for_best_model": to("metric_for_best_model: a name in metrics.jsonl, such as eval/nll for loss"),
     **each("do_bench_eval bench_dataset bench_split do_causal_lm_eval eval_causal_lm_metrics",
-           rejected("trainer.evaluate looks at a finished run; remove it")),
+           rejected("not supported; remove it, and run trainer.evaluate after training")),
     **each("optim_args optim_target_modules lr_groups lr_groups[].* embedding_lr embedding_lr_scale "
            "lr_quadratic_warmup cosine_constant_lr_ratio lr_div_factor adam_beta3 adam_epsilon2 jagged_restart_steps "
            "jagged_restart_warmup_steps jagged_restart_anneal_steps dion_lr dion_momentum dion_rank_fraction "
@@ -251,7 +249,7 @@ LORA: dict[str, Key] = {
 
 PARALLEL: dict[str, Key] = {
     "fsdp": to("parallel.mode: fsdp"),
-    "fsdp_config.*": idle("layers are wrapped and saved as we choose"),
+    "fsdp_config.*": idle("strop chooses how layers are wrapped and saved"),
     **each("reshard_after_forward fsdp_reshard_after_forward", to("parallel.reshard_after_forward"), "fsdp_config."),
     **each("offload_params fsdp_offload_params", to("parallel.cpu_offload"), "fsdp_config."),
     **each("activation_checkpointing fsdp_activation_checkpointing", to("gradient_checkpointing"), "fsdp_config."),

@@ -1,6 +1,6 @@
 """Outcome for each key of another library: translated, no effect here, or rejected. Shared by axolotl and TRL.
 
-    TABLE = {"rl_beta": to("beta"), "tf32": idle(SPEED), "deepspeed": rejected("not here; use ...")}
+    TABLE = {"rl_beta": to("beta"), "tf32": idle(SPEED), "deepspeed": rejected("not supported; use ...")}
     theirs = Theirs(tree, TABLE, "axolotl")     # raises an error that names all unknown and rejected keys
     beta = theirs.take("rl_beta")               # None if it is absent or null
     theirs.idle("dpo")                          # reason -> keys of the file without effect
@@ -52,21 +52,21 @@ EMPTY = (None, False, "", [], {})  # values for which a rejected or idle key has
 
 
 class Why:
-    """Reasons why a key has no effect; the console lists keys by them."""
+    """Reasons why a key has no effect; the console groups keys by reason."""
 
     QUANTISED = "settings of a 4-bit base are fixed"
-    SPEED = "speed or memory only, we choose"
+    SPEED = "affects only speed or memory"
     ROWS = "preparation and caching of rows"
-    LOGS = "logging that is not here"
+    LOGS = "logging that strop does not have"
     PROCESSES = "processes and devices, set by torchrun"
-    INSIDE = "always so here"
-    HUB = "trainer.push uploads a run"
+    INSIDE = "fixed in strop"
+    HUB = "upload the run with trainer.push"
     SAMPLES = "samples.jsonl and report.html contain them"
 
 
 class Key(NamedTuple):
     outcome: Outcome
-    text: str  # the setting here, the reason for no effect, or the reason for rejection and what to do
+    text: str  # strop's setting, the reason for no effect, or the reason for rejection and what to do
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Translation:
 
     tree: dict[str, Any] = field(default_factory=dict)  # as --config reads it
     idle: dict[str, list[str]] = field(default_factory=dict)  # reason -> keys of the file without effect
-    notes: list[str] = field(default_factory=list)  # what differs although it was translated
+    notes: list[str] = field(default_factory=list)  # differences of translated keys
     environment: dict[str, str] = field(default_factory=dict)  # variables that a service reads
 
     def set(self, name: str, value: Any) -> None:
@@ -215,7 +215,7 @@ def find(key: str, table: Mapping[str, Key]) -> Key | None:
 
 
 def nearest_key(word: str, table: Mapping[str, Key]) -> str | None:
-    """Return the key that an unknown key most likely meant; a key of a third library is found by its meaning here."""
+    """Return the key that was most likely meant; a key of a third library is found by its meaning in strop."""
     ours = KEYS.get(word.replace("-", "_").lower(), ())
     same = [key for key, entry in table.items() if key in ours or entry in [to(name) for name in ours]]
     if same:
@@ -224,12 +224,12 @@ def nearest_key(word: str, table: Mapping[str, Key]) -> str | None:
 
 
 def set_adaptive_entropy(made: Translation, take: Callable[[str], Any]) -> str | None:
-    """Translate TRL's use_adaptive_entropy; return a sentence if the weight has a minimum, which is not supported."""
+    """Translate TRL's use_adaptive_entropy; return a sentence if the weight has a minimum: not supported."""
     for name, (ours, default) in ADAPTIVE.items():
         given = number(take(name), name)
         made.set(ours, default if given is None else given)
     lowest = take("entropy_coef_min")
-    return f"entropy_coef_min={lowest}: the weight falls to 0 here" if lowest else None
+    return f"entropy_coef_min={lowest}: not supported; the weight can fall to 0" if lowest else None
 
 
 def set_best(
@@ -240,19 +240,19 @@ def set_best(
     if not keeps and patience is None:
         return None
     if not held_out:
-        made.note("load_best_model_at_end and early stopping: there are no held-out rows, so the run trains to its end")
+        made.note("load_best_model_at_end and early stopping: ignored, because there are no held-out rows")
         return None
     name, method = str(metric or "loss").removeprefix("eval_"), made.tree["method"]
     ours = name if name.startswith("eval/") else METRICS.get(name)
     if name == "loss":
         ours = HELD_OUT_LOSS.get(method, "eval/loss")
         if ours == "eval/reward/mean":
-            made.note(f"metric_for_best_model=loss: --method {method} has no held-out loss; {ours} is compared")
+            made.note(f"metric_for_best_model=loss: --method {method} has no held-out loss; {ours} is used")
             greater = None
     elif name.startswith("rewards/") and name.endswith("/mean"):  # one reward function
         ours = f"eval/{name.removeprefix('rewards/')}"
     if ours is None:
-        return f"metric_for_best_model={metric}: is not a metric here; write its name in metrics.jsonl (eval/...)"
+        return f"metric_for_best_model={metric}: not a metric of strop; use a name from metrics.jsonl (eval/...)"
     for key, value in (("load_best_model_at_end", keeps or None), ("metric_for_best_model", ours),
                        ("greater_is_better", greater), ("early_stopping_patience", patience)):  # fmt: skip
         made.set(key, value)
@@ -270,7 +270,7 @@ def set_cispo_cap(made: Translation) -> None:
     else:
         made.notes.append(
             f"loss_type=cispo: without epsilon_high TRL's bound is epsilon, {0.2 if epsilon is None else epsilon:g}, "
-            "and all tokens weigh about that much; here loss_kwargs.cispo_cap is 5"
+            "which is about every token's weight; strop's bound, loss_kwargs.cispo_cap, is 5"
         )
 
 

@@ -1,6 +1,6 @@
-"""Fields of TRL's configs in our terms: the classes in trl_kinds.KINDS.
+"""Translate the fields of TRL's config classes (trl_kinds.KINDS).
 
-    made, without = translate(tree, kind)        # `without`: fields that have no equivalent here, a sentence each
+    made, without = translate(tree, kind)        # `without`: a sentence for each field without an equivalent
 
 The file may also contain fields of TRL's ModelConfig and ScriptArguments, like the YAML of TRL's commands. If a
 missing field has a different default in TRL, TRL's default is set (DEFAULTS).
@@ -15,10 +15,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from data.command.checks import check_number
 from data.errors import UserError
 from data.sources import SUFFIXES
 from rollout.model_folder import read_local
-from trainer.config.checks import check_number
 from trainer.config.old_flags import OLD_FLAGS
 from trainer.translate import keys
 from trainer.translate.keys import (
@@ -108,7 +108,7 @@ RENAMED = {
     "gkd": {**TEACHER, "lmbda": "student_data_fraction", "max_new_tokens": "max_completion_length"},
     "orpo": {"beta": "orpo_alpha"},
 }  # fmt: skip
-# Values that TRL's own defaults have, of fields without effect here; others of those fields are listed.
+# TRL's defaults of fields without effect; only other values are reported.
 UNCHANGED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("remove_unused_columns", "disable_dropout", "dataloader_pin_memory"), (True, False)),
     **dict.fromkeys(("average_tokens_across_devices", "accelerator_config.even_batches", "log_on_each_node",
@@ -147,7 +147,7 @@ TABLE: dict[str, Key] = {
     **each(" ".join(LOSS_KWARGS), to("loss_kwargs")),
     "multi_objective_aggregation": to("advantage_estimator: normalize_then_sum"),
     "max_seq_length": to("max_length"),
-    "truncation_mode": to("keep_start: what happens here; keep_end: the same, with a note"),
+    "truncation_mode": to("rows are truncated on the right; keep_end: a note"),
     **each("num_train_epochs max_steps load_in_4bit lr_scheduler_type logging_steps report_to reward_funcs "
            "vllm_importance_sampling_correction vllm_importance_sampling_mode", SAME),
     "model_name_or_path": to("model"),
@@ -206,7 +206,7 @@ TABLE: dict[str, Key] = {
     # preferences, SFT
     "precompute_ref_log_probs": to("ref: precomputed"),
     "packing_strategy": to("bfd: longer sequences are truncated; another has no equivalent"),
-    "packing": to("packing (a batch counts sequences here, not packed rows)"),
+    "packing": to("packing (a batch counts sequences, not packed rows)"),
     "dataset_text_field": to("data: format: completion, field_text"),
     "chat_template_path": to("chat_template"),
     **each("eos_token pad_token", to("special_tokens")),
@@ -268,8 +268,8 @@ TABLE: dict[str, Key] = {
     **each("push_to_hub_model_id push_to_hub_organization push_to_hub_token", idle(Why.HUB)),
     "use_legacy_prediction_loop": idle(Why.INSIDE),
     "force_use_ref_model": to("ref: copy"),
-    **each("model_adapter_name ref_adapter_name", rejected("adapters have no names here; the reference is the base or "
-                                                            "--ref-model")),
+    **each("model_adapter_name ref_adapter_name", rejected("named adapters are not supported; the reference is the "
+                                                            "base or --ref-model")),
     "ref_model_init_kwargs.*": rejected("the model is loaded with its own config"),
     "adafactor": rejected("this optimizer is not supported; AdamW is used"),
     # no equivalent
@@ -279,17 +279,17 @@ TABLE: dict[str, Key] = {
     **each("model_init_kwargs.* teacher_model_init_kwargs.*", rejected("the model is loaded with its own config")),
     "teacher_model_revision": rejected("main is loaded"),
     **each("accelerate_config num_processes", rejected(LAUNCH)),
-    "seq_kd": rejected("completions of the teacher are not sampled; write them to the data"),
+    "seq_kd": rejected("the teacher's completions are not sampled; write them to the data"),
     "whiten_rewards": rejected("rewards are not whitened, advantages are"),
-    "stop_token_id": rejected("name the text of the token with --stop"),
-    "lora_target_parameters": rejected("adapters are on whole linear layers"),
+    "stop_token_id": rejected("pass the token's text with --stop"),
+    "lora_target_parameters": rejected("only whole linear layers have adapters"),
     **each("fsdp fsdp_config.* parallelism_config.* deepspeed",
            rejected("start with torchrun, and add --parallel.mode fsdp")),
     **each("generation_kwargs.* vllm_structured_outputs_regex vllm_guided_decoding_regex", rejected(FULL)),
     "num_generations_eval": rejected("evaluation is greedy; --num-generations-eval needs --rollout.eval-temperature"),
-    **each("normalize_advantages reward_clip_range", rejected("rewards are not clipped or scaled in RLOO here")),
+    **each("normalize_advantages reward_clip_range", rejected("RLOO does not clip or scale rewards in strop")),
     **each("datasets[].data_dir datasets[].fraction", rejected("name a file, or a part by split=train[:10%]")),
-    "max_grad_value": rejected("gradients are clipped by their norm here"),
+    "max_grad_value": rejected("gradients are clipped by their norm"),
 }  # fmt: skip
 
 
@@ -311,7 +311,7 @@ def ranks_for_groups(tree: Mapping[str, Any], ranks: int = 1) -> int:
 
 
 def _experts_loss(model: str | None) -> float | None:
-    """Return the weight of the load-balancing loss in the model's config.json; None if it has none or is not here."""
+    """Return the weight of the load-balancing loss in the model's config.json; None if it has none or is not local."""
     try:
         return json.loads(read_local(str(model), "config.json") or "{}").get("router_aux_loss_coef")
     except (ValueError, AttributeError):  # AttributeError: not a mapping
@@ -336,7 +336,7 @@ class _Trl:
             if not all(isinstance(one, item) for one in listed(tree.get(name))):
                 raise UserError(f"{name}={shown(tree[name])}: expected a list of {what}")
         if tree.get("evaluation_strategy") is not None and tree.get("eval_strategy") is None:
-            tree = {**tree, "eval_strategy": tree["evaluation_strategy"]}  # the name of before
+            tree = {**tree, "eval_strategy": tree["evaluation_strategy"]}  # the old name
         self.theirs = Theirs(tree, TABLE, "TRL", strict=False, unchanged=UNCHANGED)
         self.take, self.number = self.theirs.take, self.theirs.number
         self.without: list[str] = []
@@ -379,7 +379,7 @@ class _Trl:
             except ValueError:
                 value = self.take(name)
         if value is False and name not in ("gradient_checkpointing", "use_bias_correction_kl", "scale_rewards"):
-            return  # our default, too
+            return  # also strop's default
         self.set(ours or name, value)
 
     def _model(self) -> None:
@@ -395,11 +395,11 @@ class _Trl:
             self.set("dtype", "bfloat16")
         elif weights == "auto" and trains_base:
             self.note(
-                f"{name}=auto: TRL trains weights in the checkpoint's dtype, here they are float32; for a bfloat16 "
+                f"{name}=auto: TRL trains weights in the checkpoint's dtype, strop in float32; for a bfloat16 "
                 "checkpoint add --trained-dtype bfloat16"
             )
         elif weights not in (None, "auto", "float32"):
-            self.without.append(f"{name}={weights}: is not supported; float32 weights are trained")
+            self.without.append(f"{name}={weights}: not supported; float32 weights are trained")
         if self.take("bf16") is False and not self.theirs.tree.get("fp16") and "dtype" not in self.made.tree:
             self.set("dtype", "float32")
         kernel = self.take("attn_implementation") or self.take("model_init_kwargs.attn_implementation")
@@ -445,7 +445,7 @@ class _Trl:
         entries = [{key: value for key, value in entry.items() if value is not None} for entry in entries]
         self.set("data", entries or None)
         if self.kind in DISTILLING and self._evaluates():
-            self.without.append("eval_strategy: evaluation measures rewards, which distillation has not")
+            self.without.append("eval_strategy: evaluations measure rewards, which distillation does not have")
             return
         size, split = self.take("test_split_size"), str(self.take("dataset_test_split") or "test")
         is_file = str(name).lower().endswith(SUFFIXES)  # which has one split, train
@@ -466,19 +466,17 @@ class _Trl:
         weight = own if given is None and "router_aux_loss_coef" in KINDS[self.kind].fields else given
         if weight == 0.001 and own is None:
             advice = "it is not supported" if self.kind in SAMPLING else "add --router-aux-loss-coef 0.001"
-            self.note(f"router_aux_loss_coef=0.001: only for a model with experts; if this is one, {advice}")
+            self.note(f"router_aux_loss_coef=0.001: only for models with experts; if this model has some, {advice}")
         elif weight and self.kind in SAMPLING:
-            self.without.append(f"router_aux_loss_coef={weight}: is for methods on fixed rows here")
+            self.without.append(f"router_aux_loss_coef={weight}: only for offline methods")
         elif weight:
             self.set("router_aux_loss_coef", weight)
         if self.kind in SAMPLING and self.made.tree.pop("neftune_noise_alpha", None):
-            self.without.append(
-                f"neftune_noise_alpha={self.take('neftune_noise_alpha')}: is for methods on fixed rows here"
-            )
+            self.without.append(f"neftune_noise_alpha={self.take('neftune_noise_alpha')}: only for offline methods")
 
     def _lengths(self) -> None:
         if self.kind in ("sft", "dpo") and self.take("truncation_mode") == "keep_end":
-            self.note("truncation_mode=keep_end: a response beyond max_length loses its end here")
+            self.note("truncation_mode=keep_end: not supported; responses beyond max_length are truncated at the end")
         if self.kind == "sft" and self.take("max_seq_length") is not None and "max_length" not in self.made.tree:
             self.set("max_length", self.take("max_seq_length"))
         if self.theirs.tree.get("max_length", 0) is None and "max_length" in SAME_OF[self.kind]:
@@ -519,13 +517,13 @@ class _Trl:
         elif self._evaluates():
             when = "--evals-per-epoch 1" if strategy == "epoch" else f"--eval-steps {every or logged or 10:g}"
             rows, split = self.take("dataset_name"), self.take("dataset_test_split") or "test"
-            why = f"{rows} is one file, without a split {split}" if rows else "the config names no held-out rows"
+            why = f"{rows} is a file, which has no split {split}" if rows else "the config names no held-out rows"
             self.note(f"eval_strategy={strategy}: {why}; add --eval-data FILE or --val-set-size 0.1, and {when}")
         best = keys.set_best(self.made, self.take, held_out=self.held_out)
         self.without += [best] if best else []
         services = listed(self.take("report_to"))
         known = [name for name in services if name in keys.SERVICES]
-        self.without += [f"report_to={name}: is not supported" for name in services
+        self.without += [f"report_to={name}: not supported" for name in services
                          if name not in (*known, "none", "all")]  # fmt: skip
         self.set("report_to", ([*filter(find_spec, keys.SERVICES)] if "all" in services else known) or None)
         resume = self.take("resume_from_checkpoint")
@@ -542,7 +540,7 @@ class _Trl:
     def _schedule(self) -> None:
         name = self.take("lr_scheduler_type")
         if name is not None and str(name) not in keys.SCHEDULES:
-            self.without.append(f"lr_scheduler_type={name}: is not supported; linear is used")
+            self.without.append(f"lr_scheduler_type={name}: not supported; linear is used")
         elif name is not None:
             self.set("lr_scheduler_type", keys.SCHEDULES[str(name)])
         self.set("min_lr_ratio", self.number("lr_scheduler_kwargs.min_lr_rate"))
@@ -555,10 +553,10 @@ class _Trl:
         if str(name) == "constant" and (warmup or self.made.tree.get("warmup_ratio")):
             for key in ("warmup_ratio", "warmup_steps"):
                 self.made.tree.pop(key, None)
-            self.note("lr_scheduler_type=constant: has no warm-up in TRL, so there is none; constant_with_warmup has")
+            self.note("lr_scheduler_type=constant: no warm-up, as in TRL; use constant_with_warmup for a warm-up")
         optimizer = str(self.take("optim") or "adamw_torch_fused")
         if optimizer not in keys.OPTIMIZERS:
-            self.without.append(f"optim={optimizer}: is not supported; AdamW is used")
+            self.without.append(f"optim={optimizer}: not supported; AdamW is used")
         self.set("optim", {"adamw": None}.get(kept := keys.OPTIMIZERS.get(optimizer, "adamw"), kept))
 
     # methods
@@ -578,7 +576,7 @@ class _Trl:
         rewards = []
         for name in listed(self.take("reward_funcs")):
             if name == "reasoning_accuracy_reward":
-                self.without.append(f"reward_funcs={name}: is not supported; math_verify also reads the reasoning")
+                self.without.append(f"reward_funcs={name}: not supported; math_verify also reads the reasoning")
             else:
                 rewards.append(REWARDS.get(str(name), str(name)))
         model = self.take("reward_model_name_or_path") or self.take("reward_model_path")
@@ -606,7 +604,7 @@ class _Trl:
             tree.pop("use_bias_correction_kl", None)
         elif self.kind == "grpo" and "use_bias_correction_kl" not in tree:
             self.note(
-                "use_bias_correction_kl: is on, as in TRL 1.16; 1.10 had it off, which is --no-use-bias-correction-kl"
+                "use_bias_correction_kl: on, as in TRL 1.16; for TRL 1.10's default add --no-use-bias-correction-kl"
             )
         micro = tree.get("per_device_train_batch_size", 8)
         accumulation = tree.get("gradient_accumulation_steps", 1)
@@ -617,7 +615,7 @@ class _Trl:
             self.set("minibatches_per_rollout", int(rounds))
         elif rounds > 1:
             self.without.append(
-                f"steps_per_generation={rounds * accumulation:g}: a rollout has a whole number of steps"
+                f"steps_per_generation={rounds * accumulation:g}: not a multiple of gradient_accumulation_steps"
             )
 
     def _groups(self) -> None:
@@ -694,7 +692,7 @@ class _Trl:
         if packing and strategy not in (None, "bfd"):
             self.without.append(f"packing_strategy={strategy}: a sequence longer than max_length is truncated")
         if packing:
-            self.note("packing: a batch has per_device_train_batch_size examples here, in TRL full rows")
+            self.note("packing: a batch has per_device_train_batch_size sequences; in TRL it has as many full rows")
         if self.theirs.tree.get("loss_type") == "dft":
             self.set("sft_loss", "dft")
         self.theirs.take_all("loss_type")
@@ -708,8 +706,8 @@ class _Trl:
             self.set("train_on_inputs", True)
         elif not assistant:
             self.note(
-                "assistant_only_loss: is off in TRL, which then trains every token of messages; here only the "
-                "assistant's are trained, unless --train-on-inputs"
+                "assistant_only_loss: off by default in TRL, which then trains every token of messages; strop trains "
+                "only the assistant's unless --train-on-inputs is set"
             )
 
     def _reference(self) -> None:
@@ -735,19 +733,17 @@ class _Trl:
         if isinstance(beta, list) and beta:
             tree["beta"] = beta[0]
             if len(beta) > 1:
-                self.without.append(f"beta={beta}: one value for all epochs; {beta[0]} is used")
+                self.without.append(f"beta={beta}: a value per epoch is not supported; {beta[0]} is used")
         if self.take("loss_type") == "ipo":
-            self.note("loss_type=ipo: compares log-probs per token here, their sums in OnlineDPOTrainer")
+            self.note("loss_type=ipo: compares log-probs per token; OnlineDPOTrainer compares their sums")
         self.set("num_generations", 2)
         self.set("per_device_train_batch_size", 2 * tree.get("per_device_train_batch_size", 8))
-        self.note(
-            "per_device_train_batch_size: counts prompts in OnlineDPOConfig, completions here, which are twice as many"
-        )
+        self.note("per_device_train_batch_size: doubled, because OnlineDPOConfig counts prompts, strop completions")
 
     def _ppo(self) -> None:
         tree = self.made.tree
         if self.take("sft_model_path") and tree.get("model") not in (None, self.take("sft_model_path")):
-            self.note(f"model_name_or_path={tree['model']}: is TRL's tokenizer for PPO; sft_model_path is trained")
+            self.note(f"model_name_or_path={tree['model']}: only TRL's tokenizer for PPO; sft_model_path is trained")
         self.set("model", self.take("sft_model_path"))
         micro, accumulation = tree.get("per_device_train_batch_size", 8), tree.get("gradient_accumulation_steps", 1)
         parts = self.number("num_mini_batches", int) or 1

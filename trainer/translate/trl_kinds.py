@@ -1,9 +1,9 @@
-"""TRL's config classes: the fields of those that strop trains, and the names of those that it does not.
+"""TRL's config classes: the fields of supported classes, and the names of others.
 
     kind, note = find_kind(tree)     # from config_class, or from the fields; `note` reports what was assumed
 
-Fields are those of TRL 1.16 beyond transformers' TrainingArguments, plus fields of earlier versions. PPO and PRM were
-removed before 1.16; their fields are those of 1.10.
+Fields are TRL 1.16's, without transformers' TrainingArguments, plus fields of earlier versions. PPO and PRM, which were
+removed before 1.16, have the fields of 1.10.
 """
 
 from __future__ import annotations
@@ -174,9 +174,9 @@ def find_kind(tree: Mapping[str, Any]) -> tuple[str, str | None]:
     most = max(fits.values(), default=0)
     best = [kind for kind, count in fits.items() if count == most]
     if most == 0:
-        raise UserError(f"the fields do not say which trainer they are for; add --kind {', '.join(KINDS)}")
+        raise UserError(f"no field identifies the TRL config class; add --kind {', '.join(KINDS)}")
     if len(best) > 2:
         names = ", ".join(KINDS[kind].config for kind in best)
-        raise UserError(f"the fields fit {names}; say which with --kind, for example --kind {best[0]}")
+        raise UserError(f"the fields fit {names}; choose one with --kind, for example --kind {best[0]}")
     others = f", which has the same fields as {KINDS[best[1]].config}" if len(best) == 2 else ""
     return best[0], f"read as {KINDS[best[0]].config}{others}; if it is another, add --kind NAME"

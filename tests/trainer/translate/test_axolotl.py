@@ -248,8 +248,8 @@ def test_a_dataset_becomes_an_entry_of_data(method, dataset, entry):
     ("dataset", "message"),
     [
         ({"path": "a.jsonl", "type": "context_qa"}, "datasets[0].type=context_qa: there is no such format for sft"),
-        ({"path": "a.jsonl", "type": "alpaca", "shards": 4}, "datasets[].shards=4: a part of a dataset is a split"),
-        ({"path": "s3://x/y.jsonl"}, "datasets[0].path=s3://x/y.jsonl: is in a remote store; download it"),
+        ({"path": "a.jsonl", "type": "alpaca", "shards": 4}, "datasets[].shards=4: select part of a dataset"),
+        ({"path": "s3://x/y.jsonl"}, "datasets[0].path=s3://x/y.jsonl: remote stores are not supported; download it"),
         ({"path": "a/b", "data_files": "c.jsonl"}, "datasets[0].data_files=c.jsonl: is in the dataset a/b"),
         ({"path": "a.jsonl", "type": "chat_template", "field_tools": "functions"},
          "datasets[0].field_tools=functions: is tools here; rename it in the rows"),
@@ -279,7 +279,7 @@ def test_settings_of_datasets_that_are_one_for_the_run():
     assert tree["step_separator"] == "\n\n"
     with pytest.raises(ValueError, match="another dataset has"):
         tree_of(process_reward_model=True, datasets=[*rows, {**rows[0], "step_separator": None}])
-    with pytest.raises(ValueError, match="the run has llama3; there is one template for all here"):
+    with pytest.raises(ValueError, match="the run has llama3, which applies to all datasets"):
         tree_of(chat_template="llama3", datasets=[{**CHAT, "chat_template": "chatml"}])
     assert tree_of(chat_template="llama3", datasets=[CHAT, {**CHAT, "chat_template": "tokenizer_default"}])
 
@@ -349,7 +349,7 @@ def test_trained_tokens_of_a_dataset(dataset, ours):
         ({"datasets": [{"path": "a.jsonl", "type": "stepwise_supervised"}], "process_reward_model": True,
           "special_tokens": {"bos_token": "<s>"}}, ["bos_token: <s>"]),
         ({"datasets": [{"path": "a.jsonl", "type": "alpaca"}]}, ["type=alpaca", "headings"]),
-        ({"datasets": [{**CHAT, "weight": 0.5}]}, ["datasets[0].weight=0.5", "every epoch"]),
+        ({"datasets": [{**CHAT, "weight": 0.5}]}, ["datasets[0].weight=0.5", "each epoch"]),
         ({"datasets": [{**ROWS[0], "weight": 0.5}], "rl": "dpo"}, ["datasets[0]", "does not read weight"]),
         ({"datasets": [{"path": "a.jsonl", "type": "completion"}], "chat_template": "phi_4"}, []),
     ],
@@ -424,7 +424,7 @@ def test_entropy_and_the_asynchronous_trainer():
     made = translate({**BASE, "rl": "grpo", "trl": trl})
     assert made.tree["vllm_importance_sampling_mode"] == "token_truncate"
     assert made.notes == ["trl.chat_template_kwargs: is used here; axolotl reads it only with rl: ebft"]
-    assert made.idle == {"always so here": ["trl.use_data_producer"]}
+    assert made.idle == {"fixed in strop": ["trl.use_data_producer"]}
 
 
 def test_the_bound_of_cispo():
@@ -552,14 +552,14 @@ def test_deepspeed_runs_on_fsdp(deepspeed, parallel, tmp_path, monkeypatch):
         ({"datasets": [{**CHAT, "path": ["a.jsonl"]}]}, "datasets[].path=['a.jsonl']: must be text"),
         ({"adapter": "lora", "lora_target_modules": 3}, "lora_target_modules=3: must be a list or text"),
         ({"micro_batch_size": 2.5}, "micro_batch_size=2.5: is not a whole number"),
-        ({"deepspeed": "auto.json"}, "deepspeed=auto.json: is neither a file here nor named after a ZeRO stage"),
+        ({"deepspeed": "auto.json"}, "deepspeed=auto.json: neither an existing file nor named after a ZeRO stage"),
         ({"batch_size": 16}, "batch_size=16: has no effect in axolotl"),
-        ({"rl": "ipo", "dpo_loss_type": ["sigmoid"]}, "dpo_loss_type=['sigmoid']: rl: ipo is a loss of its own"),
+        ({"rl": "ipo", "dpo_loss_type": ["sigmoid"]}, "dpo_loss_type=['sigmoid']: has no effect with rl: ipo"),
         ({"adapter": "lora", "lora_target_linear": True, "lora_target_modules": ["q_proj", "embed_tokens"]},
          "lora_target_modules=embed_tokens: lora_target_linear adds all linear layers"),
         ({"rl": "grpo", "trl": {"use_adaptive_entropy": True, "entropy_coef_min": 0.1}}, "trl.entropy_coef_min=0.1: "),
         ({"rl": "ebft", "trl": {"scale_rewards": "batch"}}, "trl.scale_rewards=batch: is not supported by ebft"),
-        ({"eval_strategy": "steps", "val_set_size": 0.1}, "eval_strategy=steps: has no eval_steps"),
+        ({"eval_strategy": "steps", "val_set_size": 0.1}, "eval_strategy=steps: needs eval_steps"),
         ({"peft": {"loftq_config": {"loftq_bits": 4}}}, "peft.loftq_config.loftq_bits=4: adapters are"),
         ({"scaling_softmax": True}, "scaling_softmax=True: changes what is trained"),
         ({"dense_mixer": True}, "dense_mixer=True: changes what is trained"),
@@ -571,7 +571,7 @@ def test_deepspeed_runs_on_fsdp(deepspeed, parallel, tmp_path, monkeypatch):
         ({"fp16": True}, "fp16=True: float16 is not supported; use bf16: true"),
         ({"load_best_model_at_end": True, "metric_for_best_model": "f1", "val_set_size": 0.1},
          "metric_for_best_model=f1: "),
-        ({"dataset_shard_num": 4, "dataset_shard_idx": 0}, "dataset_shard_num=4: a part of the shuffled rows"),
+        ({"dataset_shard_num": 4, "dataset_shard_idx": 0}, "dataset_shard_num=4: shards of the shuffled rows"),
         ({"datasets": [{**CHAT, "train_on_eot": "none"}], "eot_tokens": ["<|im_end|>"]},
          "datasets[0].train_on_eot=none: train_on_eos is turn"),
         ({"pretraining_dataset": [{"path": "a.jsonl"}], "datasets": [CHAT]}, "pretraining_dataset: axolotl reads only"),
@@ -602,7 +602,7 @@ def test_keys_without_effect_are_listed_once_with_their_reason():
     )
     (line,) = made.remarks()
     assert line == (
-        "no effect here: tf32, group_by_length (speed or memory only, we choose); strict (always so here); "
+        "no effect here: tf32, group_by_length (affects only speed or memory); strict (fixed in strop); "
         "kto_desirable_weight (not used by dpo)"
     )
 
@@ -624,7 +624,7 @@ def test_an_adapter_that_is_trained_further_keeps_its_settings(tmp_path):
     made = translate({**BASE, "adapter": "lora", "lora_model_dir": str(tmp_path), "rl": "dpo"})
     assert "lora_model_dir: its dropout of 0.1 is applied" in made.notes[-1]
     made = translate({**BASE, "adapter": "lora", "lora_model_dir": str(tmp_path), "lora_r": 8, "lora_alpha": 8})
-    assert made.tree["lora"] == lora and any("has rank 16, which stays" in note for note in made.notes)
+    assert made.tree["lora"] == lora and any("has rank 16" in note for note in made.notes)
     with pytest.raises(ValueError, match="has no effect without an adapter; add adapter: lora"):
         tree_of(lora_model_dir=str(tmp_path))
 

@@ -162,7 +162,7 @@ def test_fields_of_older_versions():
 def test_constant_has_no_warmup():
     made, _ = translate({"lr_scheduler_type": "constant", "warmup_ratio": 0.1, "beta": 0.1}, "dpo")
     assert made.tree["lr_scheduler_type"] == "constant" and "warmup_ratio" not in made.tree
-    assert "constant_with_warmup has" in made.notes[0]
+    assert "use constant_with_warmup" in made.notes[0]
     made, _ = translate({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5}, "dpo")
     assert (made.tree["lr_scheduler_type"], made.tree["warmup_steps"]) == ("constant", 5)
 
@@ -180,13 +180,13 @@ def test_adaptive_entropy():
     ours = {"entropy_coef": 0.01, "entropy_target": 0.2, "entropy_coef_step": 0.001, "entropy_coef_max": 1.0}
     assert ours.items() <= made.tree.items() and without == []
     made, without = translate({"use_adaptive_entropy": True, "entropy_coef_min": 0.1}, "grpo")
-    assert without == ["entropy_coef_min=0.1: the weight falls to 0 here"]
+    assert without == ["entropy_coef_min=0.1: not supported; the weight can fall to 0"]
 
 
 def test_cispo_without_its_bound_is_noted():
     made, _ = translate({"loss_type": "cispo", "epsilon": 0.3}, "grpo")
     assert "epsilon" not in made.tree and "loss_kwargs" not in made.tree
-    assert "TRL's bound is epsilon, 0.3, and all tokens weigh about that much" in made.notes[0]
+    assert "TRL's bound is epsilon, 0.3, which is about every token's weight" in made.notes[0]
     made, _ = translate({"loss_type": "cispo", "epsilon_high": 4}, "grpo")
     assert made.tree["loss_kwargs"] == {"cispo_cap": 4} and made.notes == []
 
@@ -195,7 +195,7 @@ def test_a_local_file_has_no_test_split():
     fields = {"dataset_name": "rows.jsonl", "eval_strategy": "steps", "eval_steps": 50, "beta": 0.1}
     made, _ = translate(fields, "dpo")
     assert not {"eval_data", "eval_steps"} & made.tree.keys()
-    assert "rows.jsonl is one file, without a split test; add --eval-data FILE or" in made.notes[0]
+    assert "rows.jsonl is a file, which has no split test; add --eval-data FILE or" in made.notes[0]
     assert made.notes[0].endswith("--eval-steps 50")
     made, _ = translate({**fields, "dataset_test_split": "train[:10%]"}, "dpo")
     assert made.tree["eval_data"] == [{"path": "rows.jsonl", "split": "train[:10%]"}] and made.tree["eval_steps"] == 50
@@ -331,7 +331,7 @@ def test_the_load_balancing_loss_is_the_models(tmp_path):
     assert translate(fields, "sft")[0].tree["router_aux_loss_coef"] == 0.02
     assert translate({**fields, "router_aux_loss_coef": 0.001}, "sft")[0].tree["router_aux_loss_coef"] == 0.001
     assert "router_aux_loss_coef" not in translate({**fields, "router_aux_loss_coef": 0.0}, "sft")[0].tree
-    assert translate(fields, "grpo")[1] == ["router_aux_loss_coef=0.02: is for methods on fixed rows here"]
+    assert translate(fields, "grpo")[1] == ["router_aux_loss_coef=0.02: only for offline methods"]
 
 
 def test_command_lines(tmp_path, monkeypatch, capsys):
@@ -381,7 +381,7 @@ def test_scripts(tmp_path, capsys):
     assert main([str(file)]) == 0
     printed = capsys.readouterr()
     assert "--method rloo" in printed.out and "--beta 0.1" in printed.out and "--seed 42" in printed.out
-    assert "seed=x: is not a literal" in printed.err and "peft_config" in printed.err
+    assert "seed=x: skipped, not a literal" in printed.err and "peft_config" in printed.err
     for text, message in (("GRPOConfig(); DPOConfig()", "GRPOConfig, DPOConfig"), ("XPOConfig()", "XPOConfig"),
                           ("x = (", "Python")):  # fmt: skip
         file.write_text(text)

@@ -47,7 +47,7 @@ class Sampling:
 
     @property
     def set_size(self) -> int:
-        """Most ids to record for each token, for training (rollout/sets.py); 0: all are possible, so none."""
+        """Maximum ids to record per token, for training (rollout/sets.py); 0: none, because all are possible."""
         is_limited = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
         return (self.top_k or LIMIT + 1) if self.for_training and is_limited else 0
 

@@ -20,7 +20,7 @@ class Message(NamedTuple):
 
 
 def split_messages(text: str) -> list[Message]:
-    """Split a turn, decoded with its special tokens; a text without headers has no messages."""
+    """Split a turn, decoded with its special tokens, into messages; a text without headers has none."""
     messages = []
     for part in text.split("<|start|>"):
         header, found, body = part.partition("<|message|>")

@@ -230,7 +230,7 @@ def loading_options(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def finish_dequantised(model: Any, dtype: Any) -> None:
-    """Remove the traces of MXFP4: transformers leaves the experts in bfloat16, and would save them as blocks."""
+    """Make transformers save the experts in bfloat16, as it has loaded them, and not as MXFP4 blocks."""
     model.to(dtype)
     model._weight_conversions = None
 

@@ -9,8 +9,8 @@
 
 Sampler and trainer compute router logits with different rounding, so they disagree on the experts of some tokens, and
 the log-probs of such a token differ by more than rounding (arXiv:2510.11370). With forced experts the gate weights
-still come from the trainer's router logits, by the model's own code: only the result of its topk is replaced. So
-gradients reach the router as usual.
+still come from the trainer's router logits, by the model's own code: only the result of its topk is replaced. Gradients
+therefore reach the router as usual.
 
 Routes are uint8 (int16 from 255 experts). The dtype's maximum marks a token without a recorded choice, such as the last
 token of a completion, which the engine never ran; the model chooses its experts.

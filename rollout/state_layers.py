@@ -58,7 +58,7 @@ def boundaries(batch: Batch, masks: Any) -> dict[str, Any]:
 
 def separate_convolutions(lm: nn.Module) -> None:
     """Make the model's convolutions stop at boundaries, in the transformers file that defines its layers."""
-    if find_spec("causal_conv1d") is not None:  # its kernel does
+    if find_spec("causal_conv1d") is not None:  # its kernel stops at boundaries
         return
     for name in {type(module).__module__ for module in lm.modules()}:
         code = vars(sys.modules[name])

@@ -50,7 +50,7 @@ CARRIED = ("own_len", "token", "drawn", "left")  # what a step changes
 
 
 class Window(NamedTuple):
-    """What some decode steps sampled, in host memory once the device has run them."""
+    """Tokens of some decode steps, in host memory once the device has run them."""
 
     ids: torch.Tensor  # (steps, B) int64
     logps: torch.Tensor  # (steps, B) float32
@@ -203,12 +203,12 @@ class Decoder:
         return tensor.pin_memory() if self.captures else tensor
 
     def _fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor to host memory, where its values appear once the device gets to the copy."""
+        """Start copying a tensor to host memory; its values are there once the device has run the copy."""
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.captures)
         return host.copy_(tensor, non_blocking=True)
 
     def wait(self) -> None:
-        """Wait for the device, so that everything fetched has arrived."""
+        """Wait for the device, so that all fetched tensors have arrived."""
         if self.captures:
             torch.cuda.current_stream(self.device).synchronize()
 

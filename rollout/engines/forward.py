@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.attention import TILE, Spans, block_mask, dense_attend, flex_attend
+from kernels.attention import TILE, block_mask, dense_attend, flex_attend
 from kernels.decode.attention import Rows, decode_attention, supports, visible_tokens
 from kernels.decode.block import add_rms_norm, rotate_append, silu_mul
 from kernels.decode.lora import add_adapters
@@ -261,7 +261,7 @@ def _flex_prefill(
     stop = F.pad(position.long(), (0, -num_queries % TILE)) + 1  # (R, queries)
     zero = torch.zeros_like(stop)
     start = zero if window is None else (stop - window).clamp(min=0)
-    mask = block_mask(Spans(zero, zero, start, stop), key.shape[2])
+    mask = block_mask((zero, zero, start, stop), key.shape[2])
     return flex_attend(query, key, value, mask, **options)[:, :, :num_queries].transpose(1, 2)
 
 
@@ -495,7 +495,7 @@ class TransformersForward:
         if not shapes:
             raise ValueError("its layers put no states into a transformers cache")
         ends = []
-        for start in (0.0, 1e30):  # large, so that a fast decay does not hide it
+        for start in (0.0, 1e30):  # large, so that a fast decay does not hide the state
             for (entries, index), shape in zip(self._states, shapes, strict=True):
                 entries[index] = torch.zeros(1, *shape.size, dtype=shape.dtype, device=tokens.device)
             recurrent = [pair for layer in self._past.layers for pair in recurrent_of(layer)]

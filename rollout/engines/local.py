@@ -207,7 +207,7 @@ class LocalEngine:
         """Run the scheduler. A generator, so that even _prepare_scheduler() runs inside `evaluating`."""
         waiting = list(jobs)
         while waiting:
-            scheduler, late = self._prepare_scheduler(waiting), []  # late: too long for the cache as it is
+            scheduler, late = self._prepare_scheduler(waiting), []  # arrived during the run, and too long for the cache
             longest = max(len(job.prompt_ids) + job.limit for job in waiting)
             limits = 1 << (longest - 1).bit_length(), scheduler.decoder.cache.num_pages  # as cover() rounds
 
@@ -445,7 +445,7 @@ class LocalEngine:
         return self.autocast_dtype or next(self.model.parameters()).dtype
 
     def choose_forward(self, gathered: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """On the first call, choose the first forward pass whose log-probs match the trainer's.
+        """On the first call, choose the fastest forward pass whose log-probs match the trainer's.
 
         `gathered`: entered for passes of the trainer's model, whose head may be sharded.
         """

@@ -128,7 +128,7 @@ class Scheduler:
         stop: StopCheck,
         more: Callable[[], Iterable[Job]] = tuple,  # jobs that have arrived since the last call
     ) -> Iterator[list[Job]]:
-        """Sample all jobs to their end, also those that arrive meanwhile; yield jobs as they end."""
+        """Sample all jobs to their end, including jobs that arrive during the run; yield jobs as they end."""
         waiting, active = deque(jobs), []
         windows: deque[tuple[list[Job], int, Window]] = deque()  # jobs, steps; not read yet
         num_old = 0  # rows that were in the last window

@@ -92,7 +92,7 @@ class _Row:
     def __init__(self, model: Any, batch: StridedBatch, masks: Callable[[Spans, int], Any]) -> None:
         self.model, self.masks = model, masks
         self.position_ids = batch.position_ids[0]  # (T,)
-        self.spans = Spans(*(x[0] for x in (batch.prefix_start, batch.prefix_stop, batch.own_start, batch.own_stop)))
+        self.spans = tuple(x[0] for x in batch.spans)
         self.multiple = _multiple(batch.place.device)
         used = len(self.position_ids)
         self.scratch = -(-used // self.multiple) * self.multiple  # position of the first padding query
@@ -110,8 +110,8 @@ class _Row:
         num_queries, device = len(index), index.device
         scratch = self.scratch + torch.arange(-num_queries % self.multiple, device=device)
         zeros = torch.zeros_like(scratch)
-        padding = Spans(zeros, zeros, scratch, scratch + 1)
-        spans = Spans(*(torch.cat([x[index], y]).unsqueeze(0) for x, y in zip(self.spans, padding, strict=True)))
+        padding = (zeros, zeros, scratch, scratch + 1)
+        spans = tuple(torch.cat([x[index], y]).unsqueeze(0) for x, y in zip(self.spans, padding, strict=True))
         self.cache.index = torch.cat([index, scratch])
         hidden = self.model.base_model(
             input_ids=torch.cat([ids, zeros + PAD_ID]).unsqueeze(0),

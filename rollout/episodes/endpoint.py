@@ -123,7 +123,7 @@ class Endpoint:
     # HTTP.
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # The client may disconnect at any time, or be no HTTP client.
+        # The client may disconnect at any time, or not speak HTTP.
         with contextlib.closing(writer), contextlib.suppress(OSError, EOFError, asyncio.LimitOverrunError, ValueError):
             while await self._exchange(reader, writer):
                 pass
@@ -163,7 +163,7 @@ class Endpoint:
                 raise UserError("body: must be a JSON object")
             token, _, number = key.partition(".")
             if not hmac.compare_digest(token.encode(), self.token.encode()):
-                return 401, error_body("the API key is not that of this run", is_anthropic), JSON
+                return 401, error_body("the API key does not belong to this run", is_anthropic), JSON
             if (method, route) == ("GET", "models"):
                 return 200, dump({"object": "list", "data": [{"id": "policy", "object": "model"}]}), JSON
             name = number or headers.get(SESSION) or body.get(SESSION_FIELD)

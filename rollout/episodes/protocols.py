@@ -1,12 +1,12 @@
-"""Requests and replies of the endpoint's protocols. Each is a pair of pure functions, and one for its events.
+"""Requests and replies of the endpoint's protocols, each with pure functions for request, reply and events.
 
     chat        POST /v1/chat/completions      OpenAI, with tools and log-probs
     completions POST /v1/completions           OpenAI, text or ids
     responses   POST /v1/responses             OpenAI, also with previous_response_id
     messages    POST /v1/messages              Anthropic
 
-Sampling settings are the trainer's: of a request's, only its token limit and stop strings are read. A streamed reply is
-sent when the turn is complete, because its tool calls are only known then.
+Sampling settings are the trainer's; a request sets only its token limit and stop strings. A streamed reply is sent when
+the turn is complete, because its tool calls are only known then.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from data.formats.fields import user_turn
 from data.types import Prompt
 from data.user_code import describe_error, find_callable, where_raised
 from rollout.engine import Completion, Request, Sampling, Source, finished
-from rollout.engines.forward import uncompiled
+from rollout.engines.local import evaluating
 from rollout.episodes.episode import Client, Episode, EpisodeSource
 from rollout.episodes.turns import turn_seed
 
@@ -353,13 +353,7 @@ def _shown(value: Any) -> str:
 @contextmanager
 def _evaluation_mode(model: torch.nn.Module, seed: int) -> Iterator[None]:
     """Run the model in evaluation mode, uncompiled, with no gradients and with a seed that a resumed run repeats."""
-    training = [module for module in model.modules() if module.training]
     device = next(model.parameters()).device
-    model.eval()
-    try:
-        with uncompiled(model), torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(seed % 2**63)
-            yield
-    finally:
-        for module in training:
-            module.training = True
+    with evaluating(model, None), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed % 2**63)
+        yield

@@ -51,7 +51,7 @@ class Turn(NamedTuple):
 
 
 class ChatModel:
-    """What all sessions of a run share: the engine, and how messages become ids and ids a message."""
+    """Shared by all sessions of a run: the engine, and the conversion between messages and ids."""
 
     def __init__(
         self, ask: Callable[[Request, Sampling], Awaitable[Completion]], tokenizer: Any, *, context: int | None,
@@ -80,7 +80,7 @@ class ChatModel:
             return plain
         ids, special = completion.ids, self.tokenizer.all_special_ids
         ids = ids[:-1] if ids[-1] in special else ids
-        if self._parse is None:  # the tokenizer says how
+        if self._parse is None:  # the tokenizer defines how
             try:
                 parsed = self.tokenizer.parse_response(ids, prefix=completion.prompt_ids, tools=list(tools))
                 calls = [call.get("function", call) for call in parsed.get("tool_calls") or ()]

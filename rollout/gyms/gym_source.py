@@ -1,4 +1,4 @@
-"""Episodes that an environment or a program plays with the policy as its model: failures, and rewrites of history.
+"""Episodes of an environment or program whose model is the policy: failures, and rewrites of history.
 
     source = GymSource(play, loop, endpoint, flag="nemo_gym", title="NeMo Gym", log_once=log_once, hint="...")
 
@@ -23,6 +23,8 @@ from rollout.rewards.calls import MAX_REWARD
 from rollout.servers.loop import Loop, together
 
 MAX_FAILURES = 100  # consecutive failures that stop the run
+# Columns of the completions of an environment that rewards them; reward_components is optional.
+COLUMNS = ("env_reward", "env_failed", "num_turns", "tool_calls", "branches", "reward_components")
 PrefixMismatch = Literal["branch", "last", "drop", "stop"]
 
 
@@ -52,6 +54,18 @@ def shorten(value: Any) -> str:
     except (RecursionError, ValueError):  # nested too deeply; an integer with too many digits
         text = f"a {type(value).__name__}"
     return printable(text if len(text) <= 80 else f"{text[:80]}...")
+
+
+def once_per_kind(log: Callable[[str], None]) -> Callable[[str, str], None]:
+    """Return log_once(kind, text), which logs the first text of each kind."""
+    reported: set[str] = set()
+
+    def log_once(kind: str, text: str) -> None:
+        if kind not in reported:
+            reported.add(kind)
+            log(text)
+
+    return log_once
 
 
 class GymSource:

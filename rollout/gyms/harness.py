@@ -1,4 +1,4 @@
-"""--harness: a program plays each row, with the policy as the model that it calls.
+"""--harness: a program runs for each completion, with the policy as the model that it calls.
 
     harness = Harness(ToolConfig(harness="python agent.py {row}"))
     harness.open(run_dir / "harness")
@@ -7,8 +7,8 @@
 The program gets the endpoint's address and key in its environment (OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
 ANTHROPIC_API_KEY) and in the placeholders {base_url} and {api_key}; {row} is a JSON file with the row's prompt and
 columns, {prompt} the text of the prompt's last message. It runs without a shell, in a new folder. Reward functions get
-its output and its folder as the columns `stdout` and `folder`; the folder is deleted when the rollout is. A program
-that fails or runs too long has no reward, unless it had used up the tokens of its conversation.
+its output and its folder as the columns `stdout` and `folder`; the folder is deleted with the rollout. A program that
+fails or runs too long has no reward, unless its conversation has used up its tokens.
 
 Each program is a child of servers/worker/strop_guard.py, so it ends with the run, even after kill -9, together with all
 processes of its group.
@@ -37,27 +37,27 @@ from rollout.engine import Completion, Request, Sampling
 from rollout.episodes.endpoint import Endpoint
 from rollout.episodes.options import ToolConfig
 from rollout.gyms.auto_start import clean_env
-from rollout.gyms.gym_source import EpisodeError, GymSource, UnusableError
+from rollout.gyms.gym_source import EpisodeError, GymSource, UnusableError, once_per_kind
 from rollout.schedule.replay import is_json
 from rollout.servers.command import WORKER
 from rollout.servers.launch import cause_of, read_tail
 
-COLUMNS = ("num_turns", "tool_calls", "branches", "env_failed", "stdout", "folder")
 PLACEHOLDERS = ("{base_url}", "{api_key}", "{row}", "{prompt}")
 
 
 class Folder(str):
-    """The path of a program's folder, which is deleted when nothing refers to this object any more."""
+    """The path of a program's folder, which is deleted with the last reference to this object."""
 
 
 class Harness:
+    columns = ("num_turns", "tool_calls", "branches", "env_failed", "stdout", "folder")  # of the completions
+
     def __init__(self, cfg: ToolConfig, *, log: Callable[[str], None] = print) -> None:
         assert cfg.harness is not None, cfg
-        self.cfg, self.argv, self.log = cfg, read_command(cfg.harness), log
+        self.cfg, self.argv, self.log_once = cfg, read_command(cfg.harness), once_per_kind(log)
         self.folder: Path | None = None
         self._numbers = itertools.count(1)
-        self._slots: asyncio.Semaphore | None = None
-        self._reported: set[str] = set()
+        self._slots = asyncio.Semaphore(cfg.harness_max_concurrent)
 
     def open(self, folder: Path) -> None:
         """Set the folder of the programs' folders, and empty it after a run that was killed."""
@@ -77,19 +77,12 @@ class Harness:
             hint="run the program by hand, or see the first failure of each kind in the run's log",
         )  # fmt: skip
 
-    def log_once(self, kind: str, text: str) -> None:
-        if kind not in self._reported:
-            self._reported.add(kind)
-            self.log(text)
-
     def close(self) -> None:
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     async def _play(self, endpoint: Endpoint, sampling: Sampling, request: Request) -> Completion:
         assert request.prompt is not None and self.folder is not None
-        if self._slots is None:  # created here because it belongs to the loop
-            self._slots = asyncio.Semaphore(self.cfg.harness_max_concurrent)
         async with self._slots:
             parent = self.folder / str(next(self._numbers))
             folder = new_folder(parent)
@@ -135,7 +128,7 @@ class Harness:
 
 
 def new_folder(parent: Path) -> Folder:
-    """Create the folder `work` in parent; parent is deleted when nothing refers to the returned object."""
+    """Create the folder `work` in parent; parent is deleted with the last reference to the result."""
     folder = Folder(parent / "work")
     os.makedirs(folder)
     weakref.finalize(folder, shutil.rmtree, parent, ignore_errors=True)
@@ -157,6 +150,6 @@ def read_command(command: str) -> list[str]:
 
 
 def fill(argv: list[str], values: dict[str, str]) -> list[str]:
-    """Replace the placeholders in each word; other braces, and those in the values, stay."""
+    """Replace the placeholders in each word; other braces, and braces in the values, are kept."""
     pattern = re.compile("|".join(map(re.escape, values)))
     return [pattern.sub(lambda match: values[match[0]], word) for word in argv]

@@ -35,12 +35,18 @@ from data.user_code import printable
 from rollout.engine import Completion, Request, Sampling
 from rollout.episodes.endpoint import SESSION_FIELD, Endpoint
 from rollout.gyms.auto_start import GymServers, check_files
-from rollout.gyms.gym_source import EpisodeError, GymSource, UnusableError, read_reward, shorten
+from rollout.gyms.gym_source import (
+    COLUMNS,
+    EpisodeError,
+    GymSource,
+    UnusableError,
+    once_per_kind,
+    read_reward,
+    shorten,
+)
 from rollout.gyms.options import NemoGymConfig
 from rollout.servers.loop import Loop, together
 
-# Columns of a RunSource's completions, for rewards and metrics. reward_components is optional.
-COLUMNS = ("env_reward", "env_failed", "num_turns", "tool_calls", "branches", "reward_components")
 CONNECT_S = 10.0
 POLL_S = 1.0
 RESOURCE_SERVERS = "resources_servers"
@@ -160,16 +166,18 @@ class GymClient:
     Therefore each verification has its own cookies, and the client stores none.
     """
 
+    columns = COLUMNS  # of the completions with multi_turn
+
     def __init__(self, cfg: NemoGymConfig, log: Callable[[str], None] | None = None) -> None:
         self.cfg = cfg
         self.log = log or (lambda text: print(text, file=sys.stderr))
+        self.log_once = once_per_kind(self.log)
         self.loop = Loop("nemo-gym")
         self.addresses = Addresses({}, {})
         self.servers: GymServers | None = None  # with auto_start
         self._needed: set[str] = set()
         self._http: Any = None
-        self._slots: asyncio.Semaphore | None = None
-        self._reported: set[str] = set()
+        self._slots = asyncio.Semaphore(cfg.max_connections)
         if cfg.auto_start:
             check_files(cfg)
 
@@ -205,6 +213,10 @@ class GymClient:
             self.loop.run(self._wait(f"{url}/", deadline, name))
         kind = "agents" if multi_turn else "resource servers"
         self.log(f"NeMo Gym: {kind} {', '.join(f'{name} at {url}' for name, url in sorted(needed.items()))}")
+
+    def source(self, endpoint: Endpoint | None, sampling: Sampling) -> RunSource:
+        """With multi_turn: return a source of episodes; `endpoint` is None on ranks that never start one."""
+        return RunSource(self, sampling, endpoint)
 
     def start(self, model: tuple[str, str] | None, log_dir: Path) -> None:
         """With auto_start, after connect(): start the servers that the rows need. `model`: see GymServers.start."""
@@ -259,8 +271,6 @@ class GymClient:
 
     async def retried(self, once: Callable[[], Any], seconds: float, what: str) -> Any:
         """Await once() with a time limit and retries; time in the queue does not count."""
-        if self._slots is None:  # created here because it belongs to the loop
-            self._slots = asyncio.Semaphore(self.cfg.max_connections)
         for tries_left in range(self.cfg.retries, -1, -1):
             try:
                 async with self._slots, asyncio.timeout(seconds):
@@ -301,11 +311,6 @@ class GymClient:
             reason = f"not an object of at most {MAX_DEPTH} levels"
             raise GymError(f"{what} answered {content[:60]!r}, {reason}", kind=f"{what} garbage")
         return value, join_cookies(cookies, new_cookies)
-
-    def log_once(self, kind: str, text: str) -> None:
-        if kind not in self._reported:
-            self._reported.add(kind)
-            self.log(text)
 
     def close(self) -> None:
         """May be called twice."""

@@ -70,9 +70,11 @@ def load_episode(cfg: OpenEnvConfig, tokenizer: Any) -> OpenEnvEpisode:
 class OpenEnvEpisode:
     """Episodes in the environment; at most max_concurrent_envs run at the same time."""
 
+    columns = ("num_turns", "env_reward")
+
     def __init__(self, cfg: OpenEnvConfig, opener: Opener, adapter: Any) -> None:
         self.cfg, self.opener, self.adapter = cfg, opener, adapter
-        self._slots: asyncio.Semaphore | None = None
+        self._slots = asyncio.Semaphore(cfg.max_concurrent_envs)
 
     def source(self, endpoint: Endpoint | None, sampling: Sampling) -> GymSource:
         """Return a source of episodes; `endpoint` is None on ranks that never start one."""
@@ -88,7 +90,6 @@ class OpenEnvEpisode:
 
     async def play(self, session: Session, prompt: Prompt) -> Completion:
         """Play one episode; its turns are the session's."""
-        self._slots = self._slots or asyncio.Semaphore(self.cfg.max_concurrent_envs)
         async with self._slots:
             try:
                 environment = self.opener.open()

@@ -31,11 +31,10 @@ from data.user_code import describe_error, load_file, load_module, where_raised
 from rollout.engine import Completion, Request, Sampling
 from rollout.episodes.endpoint import Endpoint
 from rollout.episodes.session import Session
-from rollout.gyms.gym_source import EpisodeError, GymSource, UnusableError, read_reward
+from rollout.gyms.gym_source import COLUMNS, EpisodeError, GymSource, UnusableError, once_per_kind, read_reward
 from rollout.gyms.verifiers_options import VerifiersConfig
 from rollout.servers.loop import Loop
 
-COLUMNS = ("env_reward", "env_failed", "num_turns", "tool_calls", "branches", "reward_components")
 INDEX = "verifiers_index"  # column: index of the row in the environment
 INSTALL = "pip install -e '.[verifiers]'"
 # Names that this file uses; a version of the package without one of them is rejected.
@@ -52,12 +51,14 @@ CLOSE_S = 30.0
 class VerifiersEnv:
     """A loaded environment; raises for unsupported settings before anything is sampled."""
 
+    columns = COLUMNS
+
     def __init__(
         self, cfg: VerifiersConfig, *, model: str, chat_template_kwargs: Mapping[str, Any] | None = None,
         log: Callable[[str], None] = print,
     ) -> None:  # fmt: skip
         assert cfg.env is not None, cfg
-        self.cfg, self.log = cfg, log
+        self.cfg, self.log, self.log_once = cfg, log, once_per_kind(log)
         self.template_kwargs = dict(chat_template_kwargs or {})
         self.vf = import_verifiers(cfg.env)
         self.env, self.tasks = load_tasks(self.vf, cfg)
@@ -69,9 +70,8 @@ class VerifiersEnv:
         except ValueError as error:
             raise UserError(f"verifiers.renderer={cfg.renderer}: {describe_error(error)}") from None
         self.loop: Loop | None = None
-        self._slots: asyncio.Semaphore | None = None
+        self._slots = asyncio.Semaphore(cfg.max_concurrent)
         self._serving: asyncio.Task[None] | None = None
-        self._reported: set[str] = set()
 
     def prompts(
         self, tokenizer: Any, *, system_prompt: str | None = None,
@@ -121,11 +121,6 @@ class VerifiersEnv:
             hint="see the first failure of each kind in the run's log",
         )  # fmt: skip
 
-    def log_once(self, kind: str, text: str) -> None:
-        if kind not in self._reported:
-            self._reported.add(kind)
-            self.log(text)
-
     def close(self) -> None:
         """May be called twice."""
         loop, self.loop = self.loop, None
@@ -161,7 +156,6 @@ class VerifiersEnv:
         return self.vf.ModelContext(model=MODEL, client=client, sampling=sampling)
 
     async def _open(self) -> None:
-        self._slots = asyncio.Semaphore(self.cfg.max_concurrent)
         # In a separate task, because the task that enters serving() must also exit it.
         ready, self._end = asyncio.get_running_loop().create_future(), asyncio.Event()
         self._serving = asyncio.ensure_future(self._serve(ready))
@@ -182,7 +176,7 @@ class VerifiersEnv:
             self._serving.result()
 
     async def _play(self, endpoint: Endpoint, request: Request, sampling: Sampling) -> Completion:
-        assert self._slots is not None and request.prompt is not None
+        assert request.prompt is not None
         prompt, sessions = request.prompt, {}
 
         with contextlib.ExitStack() as open_sessions:

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 from data.chat import set_chat_template, stop_ids
+from data.command.checks import check_numbers
 from data.command.flags import parse_command, run_command
 from data.errors import UserError
 from data.formats.registry import PROMPT_FORMATS, formatted_rows
@@ -63,9 +64,7 @@ class CheckConfig:
     """Allow Python code that comes with the model, or with a reward model, to run."""
 
     def __post_init__(self) -> None:
-        for name in ("num_rows", "num_generations", "max_completion_length"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)}: must be 1 or more")
+        check_numbers(self, {"1 or more": "num_rows num_generations max_completion_length"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,7 +4,7 @@
     producer = PartialProducer(engine, sampling, planner, max_staleness=2)
 
 Sampling stops as soon as enough groups have finished, so a few long completions do not keep the engine waiting. The
-tokens of the unfinished ones stay in planner.queued, and therefore in checkpoints, with the log-prob and the weight
+tokens of unfinished completions stay in planner.queued, and therefore in checkpoints, with the log-prob and the weight
 version that sampled each. Before the next batch the engine computes their keys and values with its new weights.
 
 Of the finished groups, those with the oldest tokens are taken first. A group that would be older than max_staleness in

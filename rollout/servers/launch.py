@@ -224,21 +224,14 @@ def launch(
     cfg: VllmConfig,
     *,
     model: str,
-    revision: str | None = None,
-    tokenizer: str | None = None,
-    lora_rank: int = 0,
     log_dir: Path | None = None,
     replica: int = 0,
     device: str = "cpu",
-    max_model_len: int | None = None,
-    log: Log = print,
-    dtype: str = "auto",
-    colocate: bool = False,
     first_gpu: int = 0,
-    trust_remote_code: bool = False,
-    grouped: bool = False,
+    log: Log = print,
+    **serve: Any,
 ) -> Launched:
-    """Start one server without waiting for it; see wait_ready.
+    """Start one server without waiting for it; see wait_ready. `serve`: further arguments of serve_command.
 
     `first_gpu`: first GPU to use if --vllm.devices is empty: the GPU after the trainer's, or 0 with colocate. The token
     is STROP_VLLM_TOKEN or random. A token is always set: without it, anyone who can reach the server could replace its
@@ -248,22 +241,9 @@ def launch(
     token = os.environ.get(TOKEN) or secrets.token_urlsafe(32)
     gpus = gpus_of(cfg, replica, first_gpu) if device == "cuda" else []
     log_path = None if log_dir is None else Path(log_dir) / f"vllm-{replica}.log"
+    model = str(Path(model).resolve()) if Path(model).is_dir() else model
     server = Launched(
-        cfg,
-        replica=replica,
-        token=token,
-        log_path=log_path,
-        model=str(Path(model).resolve()) if Path(model).is_dir() else model,
-        revision=revision,
-        tokenizer=tokenizer,
-        device=device,
-        gpus=gpus,
-        lora_rank=lora_rank,
-        dtype=dtype,
-        colocate=colocate,
-        max_model_len=max_model_len,
-        trust_remote_code=trust_remote_code,
-        grouped=grouped,
+        cfg, replica=replica, token=token, log_path=log_path, model=model, device=device, gpus=gpus, **serve
     )
     on = f" on GPU {','.join(gpus)}" if gpus else ""
     log(f"vLLM server {replica}: starting{on} at {server.url}" + (f", log in {log_path}" if log_path else ""))

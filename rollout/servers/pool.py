@@ -25,7 +25,7 @@ import contextlib
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -80,30 +80,18 @@ class Member:
         return self.state == "out" and self.reason == NEEDS_WEIGHTS
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """A completion before it is decoded."""
-
-    ids: list[int]
-    logps: list[float]
-    finish_reason: Literal["stop", "length"]
-    versions: list[tuple[int, int]]  # (weight version, number of tokens it sampled), in order
-    resumes: int  # number of interruptions by a weight update
-    routes: list[np.ndarray] = field(default_factory=list)  # experts that each server reported, from the prompt on
-    sets: list[np.ndarray] = field(default_factory=list)  # of each segment: rollout/sets.py
-
-
 @dataclass(slots=True)
-class Progress:
-    """One completion in progress."""
+class Sampled:
+    """A completion before it is decoded; in progress until finish()."""
 
     ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    resumes: int = 0
+    finish_reason: Literal["stop", "length"] | None = None
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (weight version, tokens it sampled), in order
+    resumes: int = 0  # number of interruptions by a weight update
     failures: int = 0
-    routes: list[np.ndarray] = field(default_factory=list)
-    sets: list[np.ndarray] = field(default_factory=list)
+    routes: list[np.ndarray] = field(default_factory=list)  # experts that each server reported, from the prompt on
+    sets: list[np.ndarray] = field(default_factory=list)  # of each segment: rollout/sets.py
 
     def add(self, segment: Segment, version: int) -> None:
         if not segment.ids:
@@ -118,16 +106,14 @@ class Progress:
             self.versions.append((version, len(segment.ids)))
 
 
-def finish(done: Progress, reason: Literal["stop", "length"], length: int | None = None) -> Sampled:
+def finish(done: Sampled, reason: Literal["stop", "length"], length: int | None = None) -> Sampled:
     """Return the result, truncated to `length` tokens if joining the segments completed a stop string."""
-    if length is None:
-        return Sampled(done.ids, done.logps, reason, done.versions, done.resumes, done.routes, done.sets)
-    versions, left = [], length
+    versions, left = [], len(done.ids) if length is None else length
     for version, count in done.versions:
         if left > 0:
             versions.append((version, min(count, left)))
         left -= count
-    return Sampled(done.ids[:length], done.logps[:length], reason, versions, done.resumes, done.routes, done.sets)
+    return replace(done, ids=done.ids[:length], logps=done.logps[:length], finish_reason=reason, versions=versions)
 
 
 def stop_end(ids: list[int], sampling: Sampling, decode: Callable[[list[int]], str] | None) -> int | None:
@@ -290,7 +276,7 @@ class Pool:
         an interrupted completion with stop strings starts again from its prompt.
         """
         key = hash(tuple(request.prompt_ids))
-        done = Progress()
+        done = Sampled()
         while True:
             member = await self._take(key)
             try:
@@ -311,13 +297,13 @@ class Pool:
             if done.ids and done.ids[-1] in sampling.stop_ids:
                 return finish(done, "stop")
             if sampling.stop and decode is None:
-                done = Progress(failures=done.failures, resumes=done.resumes)
+                done = Sampled(failures=done.failures, resumes=done.resumes)
             if segment.ids:
                 done.resumes += 1
                 self.counts["resumed_samples"] += done.resumes == 1
 
     async def _send(
-        self, member: Member, request: Request, sampling: Sampling, done: Progress
+        self, member: Member, request: Request, sampling: Sampling, done: Sampled
     ) -> tuple[Segment | None, int]:
         """Continue a completion on one server; return (segment, weight version). A segment of None must be resent."""
         if member.state != "ready" or member.version is None:
@@ -355,7 +341,7 @@ class Pool:
             self._failed(member, ServerError("the server aborted a request by itself"), done)
         return segment, version
 
-    def _failed(self, member: Member, error: Exception, done: Progress) -> None:
+    def _failed(self, member: Member, error: Exception, done: Sampled) -> None:
         """Put a server out after a bad reply; its other requests continue until the watch has checked it."""
         done.failures += 1
         if member.state == "ready":

@@ -186,7 +186,7 @@ def test_a_killed_and_resumed_run_trains_every_group_once(tmp_path):
     whole, broken = ([[row[name] for name in names] for row in metrics(tmp_path / run)] for run in ("whole", "broken"))
     assert len(whole) == 4 and whole == broken
     whole, broken = ((tmp_path / run / "samples.jsonl").read_text().splitlines() for run in ("whole", "broken"))
-    names = ("step", "source", "completion", "messages", "rewards")
+    names = ("step", "source", "completion", "messages", "rewards", "branches")
     assert [[json.loads(line)[name] for name in names] for line in whole] == [
         [json.loads(line)[name] for name in names] for line in broken
     ]

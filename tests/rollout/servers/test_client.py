@@ -39,7 +39,7 @@ from rollout.servers.client import (
 )
 from rollout.servers.lease import LeaseError, Owner
 from rollout.servers.loop import Loop
-from rollout.servers.pool import NEEDS_WEIGHTS, SLACK, Pool, Progress, finish, stop_end
+from rollout.servers.pool import NEEDS_WEIGHTS, SLACK, Pool, Sampled, finish, stop_end
 from rollout.sets import join
 
 SAMPLING = Sampling(max_tokens=3, stop_ids=(2,))
@@ -104,7 +104,7 @@ def test_kept_ids_are_requested_and_read():
     for wrong in (None, as_text(*sets[:-2]), as_text(~9, 4, ~7, ~2)):
         with pytest.raises(ValueError, match="3 sampled ids come without"):
             read(reply_32(sets=wrong), limited)
-    done = Progress()
+    done = Sampled()
     done.add(segment, 1)
     done.add(read(reply_32((), (), "abort"), limited), 1)
     done.add(read(reply_32((5,), (-0.1,), "abort", sets=as_text(~5, 3)), limited), 2)
@@ -519,7 +519,7 @@ def test_refill_does_not_open_a_server_that_is_out():
 
 
 def test_progress_merges_and_truncates_versions():
-    done = Progress()
+    done = Sampled()
     for ids, version in (([5, 6], 1), ([7], 1), ([], 2), ([8, 9], 3)):
         done.add(Segment(ids, [-1.0] * len(ids), "abort"), version)
     assert done.versions == [(1, 3), (3, 2)]

@@ -50,7 +50,7 @@ class FormatOptions:
     field_text: str = "text"
     """Column of plain text (completion)."""
     long_text: str = "truncate"
-    """Text longer than --max-length: truncate it, or split it into several examples (completion)."""
+    """Text longer than --max-length: truncate it, or split it into several rows (completion)."""
     field_messages: str = "messages"
     """Column of the conversation; for pairs, the turns before the responses (chat_template, sharegpt)."""
     system_message: str = "keep"

@@ -101,7 +101,7 @@ ROW_KINDS: tuple[tuple[set[str], set[str], str], ...] = (
     ({"messages", "label"}, set(), "kto"),
     ({"prompt", "completion"}, {"label"}, "sft"),
     ({"messages"}, {"label"}, "sft"),
-    ({"prompt", "answer"}, {"completion"}, "grpo, rloo, gdpo, online_dpo and ppo"),
+    ({"prompt", "answer"}, {"completion"}, "grpo, rloo, gdpo, ppo, online_dpo, opd and sdpo"),
 )
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO
 
 from data.chat import Trained, set_chat_template, set_special_tokens
+from data.command.checks import check_numbers
 from data.command.flags import parse_command, run_command
 from data.errors import UserError
 from data.format_options import FormatOptions
@@ -105,8 +106,7 @@ class ShowConfig:
     format: FormatOptions = field(default_factory=FormatOptions)
 
     def __post_init__(self) -> None:
-        if self.rows < 0:
-            raise UserError(f"rows={self.rows}: must be 0 or more")
+        check_numbers(self, {"0 or more": "rows"})
 
 
 class Segment(NamedTuple):

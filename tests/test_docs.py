@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import tyro
 
-from bench.runs import smollm2
+from bench.__main__ import Settings as BenchSettings
+from bench.runs import agents, smollm2
 from data.formats.ebft import EBFT_FORMATS, EBFT_STRIDED_FORMATS
 from data.formats.pairs import PAIR_FORMATS
 from data.formats.registry import PROMPT_FORMATS, SFT_FORMATS
@@ -52,9 +53,9 @@ PLACEHOLDERS = ("run.yaml", "runs/NAME/config.yaml")  # a file of the reader's
 TORCHRUN = {"--nproc-per-node", "--max-restarts", "--nnodes", "--shutdown-timeout"} | {
     f"--rdzv-{name}" for name in ("id", "backend", "endpoint")
 }
-# Flags of other programs: vLLM (for --vllm.extra-args), tests.structure, tests.record, bench.table, pip, torchrun.
+# Flags of other programs: vLLM (for --vllm.extra-args), tests.structure, tests.record, bench, pip, torchrun.
 OTHERS = {"--dry-run", "--kind", "--yaml", "--enable-auto-tool-choice", "--tool-call-parser", "--step", "--against",
-          "--write", "--check", "--calibrate"} | TORCHRUN  # fmt: skip
+          "--write", "--check", "--calibrate", "--turns", "--list", "--minutes", "--only"} | TORCHRUN  # fmt: skip
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ROWS = re.compile(r"^```json (.+)\n((?:.+\n)+?)```$", re.MULTILINE)
 
@@ -170,7 +171,8 @@ def commands(text: str) -> list[tuple[int, str, list[str]]]:
 
 def check_command(module: str, words: list[str]) -> None:
     """Parse the command as its program would, up to what it would do."""
-    parsers = {"trainer.plan": PlanConfig, "data.show": ShowConfig, "rollout.rewards": CheckConfig, **AFTER_TRAINING}
+    parsers = {"trainer.plan": PlanConfig, "data.show": ShowConfig, "rollout.rewards": CheckConfig,
+               "bench.runs.agents": agents.Settings, **AFTER_TRAINING}  # fmt: skip
     words = [str(ROOT / "trainer/recipes/grpo_tiny.yaml") if word in PLACEHOLDERS else word for word in words]
     if module == "trainer" and words[:1] == ["--method"] and len(words) == 2:
         assert words[1] in {*method_names(), "raft"}, words  # tests/test_smoke.py runs them
@@ -213,7 +215,7 @@ def test_flags_named_in_text_exist(monkeypatch):
     known = {flag.name for name in [*method_names(), "raft"] for flag in flag_table(load_method(name).Config).values()}
     known |= {name.replace("--", "--no-", 1) for name in known}  # what switches a flag off
     known |= {"--config", "--help", "--help-all"} | OTHERS
-    blocks = (PlanConfig, ShowConfig, CheckConfig, *AFTER_TRAINING.values())
+    blocks = (PlanConfig, ShowConfig, CheckConfig, BenchSettings, agents.Settings, *AFTER_TRAINING.values())
     others = [field.name for block in blocks for field in dataclasses.fields(block)]
     known |= {"--" + name.replace("_", "-") for name in (*others, *inspect.signature(smollm2.run).parameters)}
     wrong = []

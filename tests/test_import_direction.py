@@ -41,6 +41,7 @@ ORDER = {
 EDGES = ("rollout/servers", "rollout/sync", "rollout/gyms", "rollout/episodes", "rollout/engines/vllm.py",
          "rollout/engines/weights.py", "rollout/engines/probe.py", "rollout/engines/load.py", "rollout/serve.py",
          "trainer/translate", "trainer/metrics/report.py", "trainer/metrics/compare.py", "trainer/metrics/card.py",
+         "trainer/metrics/page.py", "trainer/metrics/samples.py",
          "trainer/rl/servers.py", "trainer/rl/teacher_server.py", "trainer/policy/weights.py", "trainer/plan.py",
          "trainer/push.py", "trainer/evaluate.py", "trainer/harness.py", "trainer/generate.py", "trainer/export.py",
          "trainer/report.py", "trainer/notebook.py", "trainer/from_trl.py", "data/show.py",

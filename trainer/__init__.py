@@ -10,7 +10,7 @@ A run from Python (docs/python.md), and the same with a typed Config:
     from trainer.config.blocks import ModelConfig, PromptConfig, RunConfig
     from trainer.methods.grpo import Config, train
 
-    def short(completions, **columns):                               # of chat prompts: lists of messages
+    def short(completions, **columns):                               # for chat prompts: lists of messages
         return [-float(len(messages[0]["content"])) for messages in completions]
 
     train(Config(
@@ -20,7 +20,7 @@ A run from Python (docs/python.md), and the same with a typed Config:
         run=RunConfig(max_steps=10, output_dir="runs/short"),
     ))
 
-Every method has such a Config and train. A wrong setting is a ValueError. RunConfig(resume="runs/short") resumes the
+Every method has a Config and train. An invalid setting raises a ValueError. RunConfig(resume="runs/short") resumes the
 run, as does `python -m trainer --resume runs/short` if each function can be imported by name: config.yaml stores
 module.function, or python:module.function if it cannot be (a lambda, a function of the script itself).
 """

@@ -70,7 +70,7 @@ def train(
     for theirs, ours in THEIR_NAMES.items():
         if (value := settings.pop(theirs, None)) is not None:
             if settings.get(ours) is not None:
-                raise UserError(f"{theirs}: is another name of {ours}; pass only one of them")
+                raise UserError(f"{theirs}: means the same as {ours}; pass only one of them")
             settings[ours] = value
     name = method.__module__.removeprefix("trainer.methods.") if isinstance(method, type) else method
     layers: list[tuple[Mapping[str, Any], str]] = []
@@ -80,7 +80,7 @@ def train(
         layers.append((without_old_defaults(load_config(Path(config))), str(config)))
     name = name or next((str(tree["method"]) for tree, _ in layers[::-1] if "method" in tree), None)
     if name is None:
-        raise UserError('train(): names no method; pass it first, as in train("grpo", ...)')
+        raise UserError('train(): needs a method; pass it first, as in train("grpo", ...)')
     plain, objects = _split(settings)
     if "model" in objects and hasattr(objects["model"].value, "peft_config"):
         if peft_config is not None:
@@ -166,7 +166,7 @@ def _with_objects(cfg: MethodConfig) -> MethodConfig:
 
 
 def _trl_settings(args: Any, method: str | None, *, held_out: bool) -> dict[str, Any]:
-    """Translate a TRL config, as trainer.from_trl does; print what has no effect or no equivalent."""
+    """Translate a TRL config, as trainer.from_trl does; print the fields without effect or equivalent."""
     from trainer.translate.trl import translate
     from trainer.translate.trl_kinds import KINDS, kind_of_class
 
@@ -196,7 +196,7 @@ def _is_default(args: Any, name: str, value: Any) -> bool:
 
 
 def _lora_settings(theirs: Any) -> dict[str, Any]:
-    """Return the settings of peft's LoraConfig as ours."""
+    """Convert peft's LoraConfig to strop's settings."""
     if not hasattr(theirs, "r"):
         raise UserError(f"peft_config: {type(theirs).__name__} is not supported; pass a LoraConfig")
     default = vars(type(theirs)())
@@ -219,7 +219,7 @@ def _run(module: ModuleType, cfg: MethodConfig) -> Run:
     from trainer.run.training import OPENED, Training
 
     if getattr(module, "train", train) is train:
-        raise UserError(f"{module.__name__}: has no train(cfg) of its own; define it, and call trainer.train(...)")
+        raise UserError(f"{module.__name__}: does not define train(cfg); define it, and call trainer.train(...)")
     opened: list[Training] = []
     token = OPENED.set(opened)
     try:
@@ -240,7 +240,7 @@ def _run(module: ModuleType, cfg: MethodConfig) -> Run:
         for training in opened:
             release(training.policy)
     if not opened:
-        raise UserError(f"{cfg.run.method}: its train(cfg) made no Training; call it directly")
+        raise UserError(f"{cfg.run.method}: its train(cfg) created no Training; call it directly")
     return Run(opened[-1].run.dir, opened[-1].policy, opened[-1].cfg)
 
 
@@ -313,7 +313,7 @@ class Run:
         is_one = isinstance(prompts, str) or _are_messages(prompts)
         listed: list[Any] = [prompts] if is_one or not isinstance(prompts, Iterable) else list(prompts)
         if not all(isinstance(p, str) or _are_messages(p) for p in listed):
-            raise UserError("generate(): prompts must be a text, messages, or a list of these; of a dataset, pass "
+            raise UserError("generate(): prompts must be a text, messages, or a list of these; for a dataset, pass "
                             'dataset["prompt"]')  # fmt: skip
         messages = [([], prompt) if isinstance(prompt, str) else (prompt[:-1], prompt[-1]["content"])
                     for prompt in listed]  # fmt: skip

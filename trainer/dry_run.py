@@ -38,7 +38,7 @@ def describe(cfg: MethodConfig) -> None:
 
 
 def plan_lines(cfg: MethodConfig, rows: list[ShownRow]) -> list[str]:
-    """Return the steps of the run, and its memory and time if they can be estimated."""
+    """Return lines on the steps of the run, and on memory and time if they can be estimated."""
     num_rows = len(rows)
     if cfg.data.val_set_size:
         num_rows -= len(held_out_numbers(num_rows, cfg.data.val_set_size, cfg.run.seed))

@@ -25,6 +25,7 @@ from typing import Annotated, Any
 import tyro
 
 from data.chat import set_chat_template, set_special_tokens, stop_ids
+from data.command.checks import check_numbers
 from data.command.flags import parse_command, run_command
 from data.errors import UserError
 from data.formats.template_settings import JsonObject, check_kwargs
@@ -89,9 +90,7 @@ class EvaluateConfig:
     """Allow running the Python code that comes with the model."""
 
     def __post_init__(self) -> None:
-        for name in ("max_rows", "num_generations", "max_completion_length", "limit", "batch_size"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)}: must be 1 or more")
+        check_numbers(self, {"1 or more": "max_rows num_generations max_completion_length limit batch_size"})
         if self.num_generations > 1 and self.temperature == 0:
             raise UserError(
                 f"num_generations={self.num_generations}: greedy completions of a row are identical; set --temperature"

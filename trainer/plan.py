@@ -40,13 +40,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from data.command.checks import check_numbers
 from data.command.flags import parse_command, run_command
 from data.errors import UserError
 from data.hub import check_hub
 from data.user_code import PythonObject
 from rollout.model_folder import find_base, resolve_model
 from trainer.cli import load_method, method_names
-from trainer.config.checks import check_numbers
 from trainer.config.errors import load_error
 from trainer.parallel.ranks import world_size
 
@@ -324,8 +324,7 @@ def block_activation_bytes(s: Sizes, work: Work, *, routed: bool | None = None) 
     else:
         terms = {
             "two norms": 2 * (4 * d + 4),
-            # each matrix keeps a cast of its input; in float32, matrices with the same input share it
-            "inputs of matrices": c * (2 * d + inner if c == 4 else num_inputs * d + s.heads * s.head_dim + inner),
+            "inputs of matrices": c * (2 * d + inner),  # matrices with the same input share it
             "inside the adapters": c * (7 if inner else 4) * work.lora_r,
             "q, k norms": (4 * keys + 4 * heads) * s.qk_norm,
             "MLP": 3 * c * inner,
@@ -455,15 +454,14 @@ def step_points(s: Sizes, work: Work) -> list[StepPoint]:
     grad = work.gradient_bytes / work.shards
     head_grad = grad * s.embedding * has_head  # a tied head's gradient is kept until the embedding's is computed
     waiting, new = (0, head_grad) if is_first else (head_grad * is_tied, 0)
-    # In the MLP: gradients of product, silu and up in place of the product (an adapter casts its input to float32),
-    # the gradient of the residual stream, and one matrix's new gradient before it is accumulated.
-    wide = 2 * c + (4 if work.lora_r and c == 2 else 0)
+    # In the MLP: gradients of product, silu and up in place of the product, the gradient of the residual stream, and
+    # one matrix's new gradient before it is accumulated.
     inner, largest = s.inner, d * s.inner  # of a token, and in one weight
     if e := s.experts:
         inner, largest = e.top_k * e.inner + e.shared, 2 * d * e.inner * e.num
     matrix = largest * (w + c * (w != c)) if work.full and work.accumulates else 0
     unpacked = c * d * s.inner * work.in_4bit  # dequantised matrix in use
-    inside = n * wide * inner + matrix
+    inside = 2 * n * c * inner + matrix
     if e:  # gradients of the experts' outputs, sorted and not; later one weight's, when the outputs are freed
         inside = max(2 * n * e.top_k * d * max(c, w), matrix - n * c * e.top_k * d)
     worst = inside + n * w * d + unpacked + reduced
@@ -731,7 +729,7 @@ def recompute_choice(cfg: MethodConfig) -> tuple[int, str]:
     num, room = num_recomputed(s, work), room_to_train(cfg, s, work, device) / GIB
     whole, least = (peak(s, x) / GIB for x in (replace(work, checkpointing=False), work))
     if num == 0:
-        return 0, f"off, a micro-batch of {work.tokens:,} tokens needs {whole:.3g} of {room:.3g} GiB"
+        return 0, f"off; a micro-batch of {work.tokens:,} tokens needs {whole:.3g} of {room:.3g} GiB"
     text = f"recomputing {num} of {s.layers} blocks: a micro-batch of {work.tokens:,} tokens would need {whole:.3g} of "
     text += f"{room:.3g} GiB"
     return num, text if least <= room else f"{text}, and still needs {least:.3g}"

@@ -64,9 +64,9 @@ def optional_text(columns: Columns, name: str) -> str:
     return value or ""
 
 
-def system_turn(columns: Columns, name: str = "system") -> Messages:
+def system_turn(columns: Columns) -> Messages:
     """Return the system message of a row, or [] if the column is absent or empty."""
-    value = optional_text(columns, name)
+    value = optional_text(columns, "system")
     return [{"role": "system", "content": value}] if value else []
 
 
@@ -107,7 +107,7 @@ def conversation_of(columns: Columns, options: FormatOptions = DEFAULT, *, any_s
     """Return the messages of a row, from the column field_messages or one of CONVERSATION; a list, or one as JSON.
 
     The system column of a ShareGPT row becomes its first message, unless it is empty.
-    any_system: so does that of other rows, even if it is empty.
+    any_system: so does the system column of other rows, even if it is empty.
     """
     name = options.field_messages
     if name == DEFAULT.field_messages:

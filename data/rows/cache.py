@@ -52,7 +52,7 @@ def load_cached(
 
 
 def cache_key(load: Callable[..., Any], specs: Sequence[str], tokenizer: Any, options: dict[str, Any]) -> str | None:
-    """Return the hash of everything that determines the rows; None if they are few, or not known to be the same."""
+    """Return the hash of everything that determines the rows; None if they are few or may change without notice."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     settings = {name: value for name, value in options.items() if name != "cfg"}  # only user's transforms read it
     if backend is None or not specs or uses_transform(specs, options.get("data_format", "auto")):

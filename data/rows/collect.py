@@ -178,7 +178,7 @@ def _forked(call: Callable[[int], T], starts: Sequence[int], count: int) -> Iter
 
 @contextlib.contextmanager
 def _quiet_fork() -> Iterator[None]:
-    """Tell tokenizers not to use threads in forked processes, about which it would warn; Python warns as well."""
+    """Turn off tokenizers' threads in forked processes, and the warnings of tokenizers and Python about forking."""
     known = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:

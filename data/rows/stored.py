@@ -5,7 +5,7 @@
     rows = columns.stored()                    # a Sequence[Example]; rows[3] builds the record, with lists
     rows.save(folder, about)                   # and rows, about = open_stored(Example, folder)
 
-Fields declared as lists of int or bool become arrays, and the weight another. All other fields stay Python values, one
+Fields declared as lists of int or bool become arrays, and so do the weights. All other fields stay Python values, one
 dict per row; files store them as JSON.
 """
 

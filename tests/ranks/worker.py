@@ -28,6 +28,7 @@ from trainer.parallel.comm import context_size
 from trainer.parallel.dtensor import gather
 from trainer.policy.adapters import freeze_except
 from trainer.policy.attention import use_sliced_attention
+from trainer.policy.fuse import join_adapters
 from trainer.policy.logps import Policy, causal_lm
 from trainer.policy.reference import Reference
 from trainer.policy.sharding import OVERLAPS, parallelize, sum_gradients
@@ -125,6 +126,7 @@ def make_policy(
         # No larger than the base weights, which would amplify rounding.
         adapter = LoraConfig(r=2, lora_alpha=2, target_modules="all-linear", init_lora_weights=False, **options)
         model = get_peft_model(model, adapter).double()
+        join_adapters(model)
     frozen = make_model(kind, 1 - seed, tied=tied).eval().requires_grad_(False) if reference and not lora else None
     return to_policy(model, frozen)
 

@@ -49,6 +49,7 @@ from trainer.plan import (
 )  # fmt: skip
 from trainer.policy import sharding
 from trainer.policy.experts import use_grouped_matmuls
+from trainer.policy.fuse import join_adapters
 from trainer.policy.load import quantize_layers
 from trainer.policy.optim import build_optimizer
 from trainer.rl import engine_choice
@@ -152,6 +153,7 @@ def test_activations_match_autograd():
             wrapped = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
             assert s.adapter(8) == sum(x.numel() for x in wrapped.parameters() if x.requires_grad)
             model = wrapped.get_base_model()
+            join_adapters(model)
         saved = saved_bytes(model, 64, autocast=work.compute == 2)
         if plan.num_recomputed(s, work) == s.layers:  # the rotary table is an argument that hooks do not see
             saved += 64 * 2 * 4 * s.head_dim

@@ -77,8 +77,8 @@ GLOSSARY: dict[str, str] = {
     "policy/ratio": "Importance ratio exp(logp - old_logp); mean over trained tokens, 1 when on policy.",
     "policy/behaviour_kl": "Engine vs. trainer, k3: token mean of exp(d) - 1 - d, d = old_logp - behaviour_logp.",
     "policy/behaviour_gap": "Engine vs. trainer: mean over trained tokens of abs(old_logp - behaviour_logp).",
-    "policy/adapter_retained_frac": "Share of a LoRA adapter's effect on log-probs that the in-process engine samples "
-    "with, below float32; at steps 2, 5, 10, 20, 50, 100, 150 etc.",
+    "policy/adapter_retained_frac": "Share of a LoRA adapter's effect on log-probs that the in-process engine keeps "
+    "in less than float32; at steps 2, 5, 10, 20, 50, 100, 150 etc.",
     "policy/sync_gap": "Servers vs. trainer on fixed tokens after the last weight sync that was checked, in nats.",
     "policy/ref_kl": "KL of a completion to the reference, k1 summed over its tokens (kl_in_reward); mean over them.",
     "policy/ref_kl_k3": "KL to the reference, k3: mean over trained tokens of exp(d) - 1 - d, d = ref_logp - logp.",
@@ -137,7 +137,7 @@ GLOSSARY: dict[str, str] = {
     "mem/peak_gib": "Peak memory of a rank so far in GiB (GPU memory, or resident without a GPU); maximum over ranks.",
     "data/epoch": "Passes over the training rows so far.",
     "data/tokens_total": "Tokens trained on since the run began, prompts and completions.",
-    "data/shared_frac": "Fraction of the step's tokens saved by computing the prompt of a group or pair once.",
+    "data/shared_frac": "Fraction of the step's tokens saved by computing a shared prompt, or turns of branches, once.",
     "data/prompts_total": "Rows drawn from the training data since the run began.",
     "eval/reward/mean": "Total reward, the weighted sum over reward functions; mean over the held-out completions.",
     "eval/reward/best_of_*": "Highest total reward among a held-out row's completions; mean over rows.",

@@ -100,8 +100,8 @@ def process_group(timeout_s: float, context: int = 1) -> Iterator[None]:
 def agree_on_attempt(store: Any, this_rank: int, world: int, limit: timedelta) -> str:
     """Return a name that the ranks of this attempt share, as a prefix of their keys.
 
-    torchrun keeps its store across restarts, with the addresses of processes that died. Its restart count is not a
-    prefix: it differs between hosts, because torchrun only counts restarts that began on its own host.
+    torchrun keeps its store across restarts, with the addresses of processes that died. The restart count cannot be
+    the prefix: it differs between hosts, because each torchrun counts only the restarts that began on its host.
     """
     name = uuid.uuid4().hex
     if this_rank > 0:
@@ -114,7 +114,7 @@ def agree_on_attempt(store: Any, this_rank: int, world: int, limit: timedelta) -
     missing = list(range(1, world))
     while missing := [other for other in missing if not store.check([f"{name}/{other}"])]:
         for other in missing:
-            if store.check([f"joins/{other}"]):  # perhaps a process that died: only a live one confirms
+            if store.check([f"joins/{other}"]):  # may be from a process that died: only a live process confirms
                 store.set(f"attempt/{store.get(f'joins/{other}').decode()}", name)
         if time.monotonic() > deadline:
             raise UserError(f"ranks {missing} have not joined after {limit.total_seconds():g} s; see their logs")

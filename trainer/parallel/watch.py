@@ -83,7 +83,7 @@ class Seen(NamedTuple):
 class Watch:
     """Publishes this rank's activity from a thread, because the main thread blocks in the collective.
 
-    Another thread measures time. It never calls the store: if the host of the store disappears without closing its
+    Another thread measures time and never calls the store: if the store's host disappears without closing its
     connections, every call blocks, for about 15 minutes with Linux's defaults, and torch's timeouts do not end it.
 
     CUDA collectives return before they run: the thread times them with events, without a host sync. torch's watchdog

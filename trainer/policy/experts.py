@@ -95,7 +95,7 @@ def prepare_replay(policy: Policy, layers: Sequence[nn.Module], log: Callable[[s
             wanted = (stack(own, num_experts) + 1) % num_experts
             with recording(lm) as forced:
                 hidden_states(probed, lm, replace(batch, routes=wanted.unflatten(0, batch.input_ids.shape)))
-        problem = "" if torch.equal(stack(forced, num_experts), wanted) else "its layers choose other experts"
+        problem = "" if torch.equal(stack(forced, num_experts), wanted) else "its layers ignore them"
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         problem = first_line(error)
     if problem:

@@ -260,4 +260,4 @@ def _check_scores(scorer: Policy) -> None:
     batch = probe_batch(scorer, items)
     packed = values_without_leak(scorer, batch, batch.rows[-1:], scores_at)
     want = torch.cat([alone[i][1:] if per_token else alone[i].unsqueeze(0) for i in batch.rows])
-    reject_gap(scorer, (packed - want).abs().max().item(), "packed scores" if scorer.packs else "scores")
+    reject_gap(scorer, packed, want, "packed scores" if scorer.packs else "scores")

@@ -84,7 +84,9 @@ def check_groups(model: nn.Module, cfg: OptimConfig) -> None:
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     for pattern in cfg.param_groups:
         if not any(re.search(pattern, name) for name in names):
-            raise UserError(f"param_groups={pattern}: matches no trained parameter; names are such as {names[0]}")
+            raise UserError(
+                f"param_groups={pattern}: matches no trained parameter; use a part of a name, such as {names[0]}"
+            )
     if cfg.loraplus_lr_ratio is not None and not hasattr(model, "peft_config"):
         raise UserError(f"loraplus_lr_ratio={cfg.loraplus_lr_ratio:g}: there are no adapters; set --lora.r")
 

@@ -85,7 +85,7 @@ class MovingReference:
         """The weights of the reference, by the names of the trained weights."""
         if self.policy.reference_adapter is not None:
             return adapter_copies(self.policy)
-        reshard(self.policy.reference)  # there was no backward pass to do it
+        reshard(self.policy.reference)  # no backward pass has done it
         return dict(self.policy.reference.named_parameters())
 
     def _round(self) -> None:

@@ -15,13 +15,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from data.command.checks import reject_unused
 from data.errors import UserError
 from data.types import Prompt
 from kernels.nf4 import num_weights
 from rollout.engines.forward import shape_of
 from rollout.engines.local import PAGE
 from rollout.servers.options import VllmConfig
-from trainer.config.checks import reject_unused
 from trainer.config.groups import GroupConfig, servers_asked
 from trainer.parallel.comm import from_main, is_main, on_main
 from trainer.parallel.dtensor import local

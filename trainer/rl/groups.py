@@ -34,6 +34,7 @@ from rollout.schedule.producer import Producer
 from rollout.schedule.replay import Replay
 from trainer.config.groups import GroupConfig, PolicyGradientConfig
 from trainer.metrics.metrics import Counters
+from trainer.metrics.trajectory import branches_of
 from trainer.parallel.comm import all_sum
 from trainer.policy.logps import Policy, reference_logps
 from trainer.rl.evaluate import logged_metrics
@@ -316,25 +317,24 @@ def per_completion(advantage: Advantages) -> list[float]:
     return [statistics.fmean(values) if values else 0.0 for values in advantage]
 
 
-def sample_rows(rollout: Rollout, advantage: Sequence[float]) -> list[dict[str, Any]]:
+def sample_rows(rollout: Rollout, advantage: Advantages, tokenizer: Any) -> list[dict[str, Any]]:
     """Rows for samples.jsonl, from groups spread over the rollout."""
     prompts, completions, values, extra = rollout.prompts, rollout.completions, rollout.values, rollout.extra
-    expected = [next((prompt.columns[name] for name in EXPECTED if name in prompt.columns), None) for prompt in prompts]
-    stride = max(1, len(completions) // SAMPLES_PER_STEP)
-    return [
-        {
-            "prompt": prompts[i].prompt,
-            "completion": completions[i].text,
-            **({} if expected[i] is None else {"truth": str(expected[i])}),
-            "rewards": dict(zip(rollout.names, values[i], strict=True)),
-            "advantage": advantage[i],
-            "source": prompts[i].source,
-            "finish_reason": completions[i].finish_reason,
-            **({"messages": completions[i].messages} if completions[i].messages else {}),
-            **({"extra": extra[i]} if extra[i] else {}),
-        }
-        for i in range(0, len(completions), stride)
-    ][:SAMPLES_PER_STEP]
+    means, rows = per_completion(advantage), []
+    for i in range(0, len(completions), max(1, len(completions) // SAMPLES_PER_STEP))[:SAMPLES_PER_STEP]:
+        prompt, c = prompts[i], completions[i]
+        row: dict[str, Any] = {"prompt": prompt.prompt, "completion": c.text}
+        expected = next((prompt.columns[name] for name in EXPECTED if name in prompt.columns), None)
+        if expected is not None:
+            row["truth"] = str(expected)
+        row |= {"rewards": dict(zip(rollout.names, values[i], strict=True)), "advantage": means[i]}
+        row |= {"source": prompt.source, "finish_reason": c.finish_reason}
+        if c.messages:
+            row["messages"] = c.messages
+        if c.messages or c.mask or c.branches:  # an episode
+            row["branches"] = branches_of(c, tokenizer, None if isinstance(advantage, Tensor) else advantage[i])
+        rows.append(row | ({"extra": extra[i]} if extra[i] else {}))
+    return rows
 
 
 @torch.no_grad()

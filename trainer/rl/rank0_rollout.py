@@ -147,7 +147,7 @@ def with_groups(rollout: Rollout, groups: list[Group], minibatch_sizes: tuple[in
 
 
 class TokensElsewhere(Sequence[Any]):
-    """Ids and log-probs of a completion on rank 0, if another rank sampled it and keeps them: only their number."""
+    """Stand-in on rank 0 for the ids or log-probs of a completion that stay on another rank; has only a length."""
 
     def __init__(self, rank: int, number: int, length: int) -> None:
         self.rank, self.number, self.length = rank, number, length  # index into sampled_here of that rank
@@ -264,7 +264,7 @@ class AllRanksEngine(AllRanksLogps):
     def generate_groups(
         self, groups: Sequence[Sequence[Request]], sampling: Sampling, *, count: int, due: Collection[int] = ()
     ) -> list[list[Completion]]:
-        """Deal the groups to the ranks in turn; each stops when its share of `count` has finished."""
+        """Distribute the groups over the ranks round-robin; each stops when its share of `count` has finished."""
         world = comm.world_size()
         shares = [groups[r::world] for r in range(world)]
         limits = [(len(range(r, count, world)), [g // world for g in due if g % world == r]) for r in range(world)]
@@ -368,7 +368,7 @@ class AllRanksRewards(Rewards):
         self._prompts += prompts
 
     def submit(self, prompts: Sequence[Prompt], completions: Sequence[Completion], *, step: int = 0) -> Any:
-        """Score the batch now, on all ranks; the future has its result."""
+        """Compute the batch's rewards now, on all ranks; the future has the result."""
         sent = [(*packed(c)[:-2], [], None) for c in completions]  # rewards need no branches, routes and sets
         for completion, (*_, messages, columns, _, _) in zip(completions, sent, strict=True):
             lost = [name for name in completion.columns if name not in columns]

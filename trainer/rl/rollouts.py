@@ -34,6 +34,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
+from data.command.checks import reject_unused
 from data.errors import UserError
 from data.loader import Loader
 from data.packing import Batch
@@ -47,7 +48,6 @@ from rollout.schedule.partial import PartialProducer
 from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Producer, sync_due
 from rollout.schedule.replay import Replay
-from trainer.config.checks import reject_unused
 from trainer.config.groups import GroupConfig, PolicyGradientConfig
 from trainer.config.policy import check_policy_options
 from trainer.config.sampling import RewardedConfig
@@ -58,7 +58,7 @@ from trainer.rl import setup
 from trainer.rl.engine_choice import resolve_engine
 from trainer.rl.entropy_target import EntropyTarget
 from trainer.rl.evaluate import completion_metrics, evaluate_rewards, packing_metrics, reward_metrics
-from trainer.rl.groups import Estimator, Groups, MissingRewards, Rollout, per_completion, sample_rows, sequence_kl
+from trainer.rl.groups import Estimator, Groups, MissingRewards, Rollout, sample_rows, sequence_kl
 from trainer.rl.minibatch import Advantages, MiniBatch, pack
 from trainer.rl.rank0_rollout import AllRanksRewards, Rank0Rollout
 from trainer.run.run import Run
@@ -112,7 +112,7 @@ class Rollouts:
             kl_in_reward=cfg.advantage.kl_in_reward,
         )
         if source is not None:
-            why = "with this method, whose completions come from a source of its own"
+            why = "with this method, which has its own source of completions"
             reject_unused(cfg.rollout, why, ("partial",), "rollout.")
         self.sampling = setup.training_sampling(cfg, policy)
         self.setup: setup.RolloutSetup | None = None
@@ -302,7 +302,7 @@ class Rollouts:
 
     def keep_samples(self, rollout: Rollout, advantage: Advantages) -> None:
         """Write some completions to samples.jsonl."""
-        self.run.sample(self.training.step + 1, sample_rows(rollout, per_completion(advantage)))
+        self.run.sample(self.training.step + 1, sample_rows(rollout, advantage, self.policy.tokenizer))
 
     def updates(self, *batches: B) -> Iterator[B]:
         """Yield the mini-batches in turn for the optimizer steps on this rollout, within total_steps."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from data.chat import stop_ids
+from data.command.checks import reject_unused
 from data.errors import UserError
 from data.rows.cache import load_cached
 from data.rows.prompts import load_prompts
@@ -28,7 +29,6 @@ from rollout.rewards.table import Rewards
 from rollout.routes import expert_blocks
 from rollout.schedule.planner import Order
 from trainer.config.blocks import RolloutConfig
-from trainer.config.checks import reject_unused
 from trainer.config.groups import GroupConfig
 from trainer.config.sampling import RewardedConfig
 from trainer.parallel.comm import context_size, data_size
@@ -47,11 +47,12 @@ class RolloutSetup:
     def __init__(self, cfg: RewardedConfig, policy: Policy, log: Callable[[str], None]) -> None:
         self.cfg, self.policy, self.log = cfg, policy, log
         self.endpoint: Any = None  # on rank 0, once the engine has started
+        self.environment: Any = None  # plays whole episodes, with the endpoint as its model
         self.harness: Any = None
         if cfg.tools.harness:
             from rollout.gyms.harness import Harness
 
-            self.harness = Harness(cfg.tools, log=log)
+            self.environment = self.harness = Harness(cfg.tools, log=log)
         self.toolset: Any = None
         self.episode: Any = None
         if cfg.tools.tools:
@@ -70,44 +71,35 @@ class RolloutSetup:
             from rollout.gyms.nemo_gym import GymClient
 
             self.gym = GymClient(cfg.nemo_gym, log=log)
+            self.environment = self.gym if cfg.nemo_gym.multi_turn else None
         self.verifiers: Any = None
         if cfg.verifiers.env is not None:
             from rollout.gyms.verifiers_env import VerifiersEnv  # its package is an extra
 
             kwargs = cfg.model.chat_template_kwargs
             self.verifiers = VerifiersEnv(cfg.verifiers, model=policy.source, chat_template_kwargs=kwargs, log=log)
-        self.openenv: Any = None
+            self.environment = self.verifiers
         if cfg.openenv.env is not None:
             from rollout.gyms.openenv import load_episode  # its package is an extra
 
-            self.openenv = load_episode(cfg.openenv, policy.tokenizer)
+            self.environment = load_episode(cfg.openenv, policy.tokenizer)
 
     @property
     def columns(self) -> Sequence[str] | None:
         """Columns that completions add to the data's, for rewards; None: unknown before sampling."""
         if self.function is not None:
             return None
-        if self.cfg.nemo_gym.multi_turn:
-            from rollout.gyms.nemo_gym import COLUMNS
-
-            return COLUMNS
-        if self.verifiers is not None:
-            from rollout.gyms.verifiers_env import COLUMNS
-
-            return COLUMNS
-        if self.harness is not None:
-            from rollout.gyms.harness import COLUMNS
-
-            return COLUMNS
+        if self.environment is not None:
+            return self.environment.columns
         if self.toolset is not None:
             return ("num_turns", *(["env_reward"] if self.toolset.pays else []))
-        return ("num_turns", "env_reward") if self.openenv is not None else ()
+        return ()
 
     @property
     def extra_tokens(self) -> int:
         """Tokens that a sequence may have in addition to its prompt and completion."""
-        given = (self.openenv, self.function, self.verifiers, self.harness, self.cfg.nemo_gym.multi_turn or None)
-        return MAX_ENV_TOKENS if any(one is not None for one in given) else 0
+        has_none = self.environment is None and self.function is None
+        return 0 if has_none else MAX_ENV_TOKENS
 
     def prompts(self, specs: Sequence[str], *, held_out: bool = False) -> list[Prompt]:
         cfg, policy = self.cfg, self.policy
@@ -140,17 +132,17 @@ class RolloutSetup:
             self.verifiers.open()
 
     def start(self, engine: Engine, run_dir: Path) -> None:
-        """Start what the run owns: the endpoint, and the gym's servers, whose agents query it."""
+        """Start the endpoint, and the gym's servers, whose agents query it."""
         gym = self.cfg.nemo_gym
-        verifies = self.gym is not None and gym.auto_start and engine.concurrent  # with the policy, maybe
-        if self.harness or self.verifiers or self.openenv or gym.multi_turn or verifies:
+        verifies = self.gym is not None and gym.auto_start and engine.concurrent  # its verifiers may query the policy
+        if self.environment is not None or verifies:
             from rollout.episodes.endpoint import Endpoint
             from rollout.servers.command import TOKEN
 
             token = os.environ.get(TOKEN) if gym.multi_turn else None
             tool_format = self.cfg.tools.tool_format
             self.endpoint = Endpoint(engine, self.policy.tokenizer, tool_format=tool_format, token=token)
-            if self.openenv is None:
+            if self.cfg.openenv.env is None:
                 self.endpoint.open(gym.policy_port)
         if self.harness is not None:
             self.harness.open(run_dir / "harness")
@@ -161,14 +153,8 @@ class RolloutSetup:
     def source(self, engine: Engine, sampling: Sampling) -> Source:
         if self.endpoint is not None:
             self.endpoint.attach(engine)
-        if self.cfg.nemo_gym.multi_turn:
-            assert self.gym is not None
-            from rollout.gyms.nemo_gym import RunSource
-
-            return RunSource(self.gym, sampling, self.endpoint)
-        for environment in (self.verifiers, self.openenv, self.harness):
-            if environment is not None:
-                return environment.source(self.endpoint, sampling)
+        if self.environment is not None:
+            return self.environment.source(self.endpoint, sampling)
         if self.function is not None:
             settings = {"chat_template_kwargs": self.cfg.model.chat_template_kwargs}
             return self.function.source(engine, sampling, num_generations=self.cfg.num_generations, **settings)

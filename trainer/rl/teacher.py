@@ -247,7 +247,7 @@ class CrossTeacher(Teacher):
         self.end = self.tokenizer.eos_token_id if end is None else end
 
     def compare(self, groups: Sequence[Group]) -> tuple[list[list[float]], dict[str, list[list[float]]]]:
-        """For each completion and id: log teacher(span of the id), and the number of the span."""
+        """Return for each completion and id: log teacher(span of the id), and the number of the span."""
         pairs = [(group, c) for group in groups for c in group.completions]
         texts = [self._read(c) for _, c in pairs]
         items = []
@@ -271,19 +271,19 @@ class CrossTeacher(Teacher):
         return logps, {"span": spans}
 
     def _read(self, c: Completion) -> tuple[list[int], list[int], list[int | None]]:
-        """The teacher's ids of a completion, where each ends in the text, and where each of the student's ends."""
+        """Return the teacher's ids of a completion, and where each id of teacher and student ends in the text."""
         has_end = bool(c.ids) and c.ids[-1] in self.ends
         text, ends = token_ends(self.student, c.ids[: len(c.ids) - has_end])
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = list(encoded["input_ids"]), [end for _, end in encoded["offset_mapping"]]
-        offsets[-1:] = [len(text)] if ids else []  # a tokenizer may drop what the text ends with
+        offsets[-1:] = [len(text)] if ids else []  # a tokenizer may drop the end of the text
         if has_end:
             ids, offsets, ends = [*ids, self.end], [*offsets, len(text) + 1], [*ends, len(text) + 1]
         return ids, offsets, ends
 
 
 def token_ends(tokenizer: Any, ids: Sequence[int]) -> tuple[str, list[int | None]]:
-    """The text of the ids, and how much of it each id completes; None inside a character."""
+    """Return the text of the ids, and how much of it each id completes; None inside a character."""
     text, start, known = "", 0, 0
     ends: list[int | None] = []
     for index in range(1, len(ids) + 1):
@@ -315,7 +315,7 @@ def align(student: Sequence[int | None], teacher: Sequence[int | None]) -> tuple
 
 @torch.no_grad()
 def fill_spans(cfg: OpdConfig, policy: Policy, batch: MiniBatch) -> None:
-    """Columns of each trained token under the current weights: log-prob of the rest of its span, 1 / tokens of it."""
+    """Return columns under the current weights: log-prob of the rest of each token's span, and 1 / its tokens."""
     logps = policy_logps(policy, batch.batches, temperature=cfg.temperature)
     for mb, now in zip(batch.micro_batches, logps, strict=True):
         keys = torch.stack([mb.batch.slot.to(mb.extra["span"]), mb.extra["span"]])  # (2, N)

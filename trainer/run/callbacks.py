@@ -5,8 +5,8 @@
             if metrics["reward/mean"] > 0.95:
                 training.stop("the reward is high enough")
 
-Methods are called on every rank, with the same metrics; one that stops the run stops it on all ranks, after the current
-rollout, and the run is saved and exported as at its normal end.
+Methods are called on every rank, with the same metrics. If one calls training.stop(why), all ranks stop after the
+current rollout, and the run is saved and exported as at its normal end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainer.parallel.dtensor import copy_into_shard
 
 
 class Callback:
-    """Called at these points of a run, with its Training (trainer/run/training.py); override any of them."""
+    """Override methods to be called at these points of a run, with its Training (trainer/run/training.py)."""
 
     def on_rollout(self, training: Any, rollout: Any) -> None:
         """After completions were sampled and rewarded, before their first step."""
@@ -62,9 +62,9 @@ def load_callbacks(specs: Sequence[Any]) -> list[Callback]:
 
 
 class Best(Callback):
-    """Remembers the weights of the best evaluation, and stops the run after evaluations without improvement.
+    """Keeps a copy of the weights of the best evaluation; stops the run after evaluations without improvement.
 
-    The copy of the trained weights is on their device; checkpoints contain it.
+    The copy is on the weights' device; checkpoints contain it.
     """
 
     def __init__(self, cfg: RunConfig, training: Any) -> None:

@@ -357,20 +357,20 @@ class Run:
         last = step == self.total_steps and (every if per_epoch is None else per_epoch)
         if due or last:
             self.save(step, policy, optimizer, schedule, state)
+        end: Exception | None = None
         if watches and any_rank(self._high_losses >= settings.loss_watchdog_patience):
-            if self._save_step < step:
-                self.save(step, policy, optimizer, schedule, state)
-            self._saver.wait()
-            raise UserError(
+            end = UserError(
                 f"loss_watchdog_threshold={settings.loss_watchdog_threshold:g}: the loss was higher in "
                 f"{settings.loss_watchdog_patience} consecutive steps, up to step {step}, which is saved; check the "
                 f"data and the learning rate, then continue with --resume {self.dir}"
             )
-        if stop.asked():
+        elif stop.asked():
+            end = stop.Stopped(f"stopped by SIGTERM after step {step}, saved; continue with --resume {self.dir}")
+        if end is not None:
             if self._save_step < step:
                 self.save(step, policy, optimizer, schedule, state)
             self._saver.wait()
-            raise stop.Stopped(f"stopped by SIGTERM after step {step}, saved; continue with --resume {self.dir}")
+            raise end
         return bool(due or last)
 
     def _watch_loss(self, metrics: Mapping[str, float]) -> None:
@@ -403,16 +403,19 @@ class Run:
         self._saver.wait()
         self._console.stop()
         self._flush()
-        final, merge_lora = self.dir / "final", self.cfg.model.merge_lora
-        export_model(
-            policy.model, policy.tokenizer, final, merge_lora=merge_lora, base=policy.source, revision=policy.revision
-        )
+        self._export(policy)
         tree = self._config_tree()
         report = write_report(self.dir, default_tree(type(self.cfg), tree))
         evaluation = evaluation_lines(read_jsonl(self.dir / "metrics.jsonl"), tree, earlier_settings(self.dir))
-        for line in (*evaluation, f"model: {final}", f"report: {report}"):
+        for line in (*evaluation, f"model: {self.dir / 'final'}", f"report: {report}"):
             self._console.note(line)
         self.close()
+
+    def _export(self, policy: Policy) -> None:
+        export_model(
+            policy.model, policy.tokenizer, self.dir / "final", merge_lora=self.cfg.model.merge_lora,
+            base=policy.source, revision=policy.revision,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Release the terminal, and close files and kept resources; may be called twice."""
@@ -545,10 +548,7 @@ class OtherRank(Run):
 
     def finish(self, policy: Policy) -> None:
         self._saver.wait()
-        export_model(
-            policy.model, policy.tokenizer, self.dir / "final", merge_lora=self.cfg.model.merge_lora,
-            base=policy.source, revision=policy.revision,
-        )  # fmt: skip
+        self._export(policy)
         self.close()
 
     def _flush(self) -> None:

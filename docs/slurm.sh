@@ -21,7 +21,7 @@ cd "$SLURM_SUBMIT_DIR"
 . .venv/bin/activate
 export RUN="runs/slurm-$SLURM_JOB_ID"
 STROP_VLLM_TOKEN=$(python -c 'import secrets; print(secrets.token_urlsafe(32))')
-export STROP_VLLM_TOKEN  # whoever has it may replace weights; both steps inherit it
+export STROP_VLLM_TOKEN  # anyone who has it can replace the weights; both steps inherit it
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 urls=()

@@ -17,10 +17,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from data.command.checks import reject_unused
 from data.errors import UserError
 from losses.advantage import Rewards
 from trainer.config.blocks import Flat
-from trainer.config.checks import reject_unused
 from trainer.config.policy import CorrectionConfig, PolicyLossConfig
 from trainer.config.sampling import SamplingConfig
 from trainer.methods.grpo import backward, logps_at_start

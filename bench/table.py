@@ -105,7 +105,7 @@ def quantities(rows: list[Row]) -> Iterable[tuple[str, dict[str, str]]]:
 
 
 def step_table(rows: list[Row]) -> str:
-    lines = ["| what | shape | layout | ms | rate | GiB | error | time over |", "|---" * 8 + "|"]
+    lines = ["| what | shape | layout | ms | rate | GiB | error | time over | commit |", "|---" * 9 + "|"]
     dtypes: dict[tuple[str, str], set[str]] = {}
     for row in rows:
         dtypes.setdefault((row.bench, shape_of(row)), set()).add(row.dtype)
@@ -118,7 +118,7 @@ def step_table(rows: list[Row]) -> str:
         shown = [name for name in ("TRL", "best TRL") if "best TRL" in row.ratio_to] or list(row.ratio_to)
         ratios = "; ".join(f"{name} {row.ratio_to[name]:.2f}" for name in shown if name in row.ratio_to)
         rate = f"{row.rate:,.0f} {row.unit}/s"
-        cells = [row.bench, shape, row.provider, number(row.ms_p50), rate, peak, errors, ratios]
+        cells = [row.bench, shape, row.provider, number(row.ms_p50), rate, peak, errors, ratios, row.commit]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -554,7 +554,7 @@ def test_table_shows_the_latest_rows():
     assert "|  | gradients of any loss, ms | 3.00 | 4.00 | 1.00 | 0.75 |" in lines
     assert "|  | error of dW | 3.0e-07 | 3.0e-07 |  |  |" in lines
     assert any(line.startswith("| train_step | G=8 | shared prompt | 150 | 53 tokens/s |") for line in lines)
-    assert any(line.endswith("| packed 0.50 |") for line in lines)
+    assert any(line.endswith("| packed 0.50 | test |") for line in lines)
     assert lines[0].startswith("One ") and "commit test" in lines[0]
 
 

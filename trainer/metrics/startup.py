@@ -48,18 +48,21 @@ class Startup:
     def begin(self) -> None:
         """Start measuring; the first run of a process includes what was imported before."""
         self.last = STARTED if self.last is None else time.perf_counter()
-        self.parts = {}
+        self.parts, self.compiled = {}, self._compiled()
 
     def lap(self, name: str) -> None:
         if self.parts is None:
             return
         now, before = time.perf_counter(), self.compiled
         seconds, self.last = now - self.last, now
-        self.compiled = {"graphs": graph_seconds(), "kernels": self.kernels_s}
+        self.compiled = self._compiled()
         new = {part: total - before[part] for part, total in self.compiled.items()}
         for part, spent in {name: max(0.0, seconds - sum(new.values())), **new}.items():
             self.parts[part] = self.parts.get(part, 0.0) + spent
         self._listen(self._add_kernel)
+
+    def _compiled(self) -> dict[str, float]:
+        return {"graphs": graph_seconds(), "kernels": self.kernels_s}
 
     def end(self) -> str:
         self.lap("first step")

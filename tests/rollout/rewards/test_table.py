@@ -53,7 +53,7 @@ def test_weighted_totals_and_none(user_file):
     assert table.values == [[1.0, 1.0], [2.0, None], [3.0, 1.0]]
     assert table.totals == [1.5, 2.0, 3.5]
     assert load_rewards(["my_rewards.never"], None).score(*rows(["a", "b"])).totals == [None, None]
-    assert load_rewards(["my_rewards.never"], ()).weights == [1.0]
+    assert load_rewards(["my_rewards.never"], ()).weights_at(0) == [1.0]
     assert rewards.score([], []).totals == []
 
 

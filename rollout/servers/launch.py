@@ -173,9 +173,7 @@ class Launched:
                 self.log_path.parent.mkdir(parents=True, exist_ok=True)
             output = None if self.log_path is None else self.log_path.open("wb")
         except BaseException:
-            self._port.close()
-            if self._token_file is not None:
-                self._token_file.close()
+            self._end()
             raise
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.cfg.host, self.cfg.host)
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

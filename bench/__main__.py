@@ -15,7 +15,6 @@ fits into --minutes; it is killed with all of its processes after twice its time
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shlex
 import signal
@@ -31,7 +30,7 @@ import torch
 import tyro
 
 from bench.claims import CLAIMS, Claim, Target
-from bench.common import ROOT, Row, commit, require_commit
+from bench.common import ROOT, Row, append, commit, read, require_commit
 
 SMOKE_SECONDS = 600
 GRACE_S = 10  # from SIGTERM to SIGKILL
@@ -154,13 +153,8 @@ def run(command: list[str], root: Path, env: dict[str, str], log: Any, limit: fl
                 continue
 
 
-def append(out: Path, record: dict[str, Any]) -> None:
-    with out.open("a") as file:
-        file.write(json.dumps(record) + "\n")
-
-
 def records(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    return read(out) if out.exists() else []
 
 
 def print_table(out: Path) -> None:

@@ -19,12 +19,11 @@ import tyro
 from torch import Tensor
 
 from bench.common import QWEN3_1_7B, Row, alternate, emit, make_row, relative_error, require_commit
+from bench.train_step import TINY
 from kernels import block
 from trainer.parallel.comm import pick_device
 
 EPS = 1e-6
-TINY = QWEN3_1_7B | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
-                     "head_dim": 16}  # fmt: skip
 
 
 class Problem(NamedTuple):

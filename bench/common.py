@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import random
+import statistics
 import subprocess
 import threading
 import time
@@ -22,6 +23,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,16 +75,8 @@ class Timing:
         return torch.tensor(self.times, dtype=torch.float64).quantile(fraction).item()
 
     @property
-    def p20(self) -> float:
-        return self.at(0.2)
-
-    @property
     def p50(self) -> float:
         return self.at(0.5)
-
-    @property
-    def p80(self) -> float:
-        return self.at(0.8)
 
 
 @cache
@@ -237,8 +231,8 @@ def make_row(
     p50 = timing.p50
     others = {name: other for name, other in (against or {}).items() if other is not None and name != provider}
     return Row(
-        bench=bench, provider=provider, shape=shape, dtype=dtype, ms_p50=p50, ms_p20=timing.p20, ms_p80=timing.p80,
-        rate=1000 * work / p50, unit=unit, peak_gib=timing.peak_gib, errors=errors,
+        bench=bench, provider=provider, shape=shape, dtype=dtype, ms_p50=p50, ms_p20=timing.at(0.2),
+        ms_p80=timing.at(0.8), rate=1000 * work / p50, unit=unit, peak_gib=timing.peak_gib, errors=errors,
         floor_ms=None if floor is None else floor.p50, ratio_to_floor=None if floor is None else p50 / floor.p50,
         ratio_to={name: p50 / other.p50 for name, other in others.items()}, extra=extra or {}, hardware=hardware(),
         versions=versions(), commit=commit(), time=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -251,8 +245,7 @@ def emit(rows: Sequence[Row], out: Path | None) -> None:
         print_table(f"{bench}, {shape}, {dtype}", list(group))
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with out.open("a") as file:
-            file.writelines(json.dumps(asdict(row), allow_nan=False) + "\n" for row in rows)
+        append(out, *map(asdict, rows))
 
 
 def print_table(title: str, rows: list[Row]) -> None:
@@ -282,6 +275,17 @@ def named(values: Mapping[str, float], number: str, form: str = "{key} {value}")
     return " ".join(form.format(key=key, value=number.format(value)) for key, value in values.items())
 
 
+def append(path: Path, *records: dict[str, Any]) -> None:
+    """Append the records to a file of JSON lines."""
+    with path.open("a") as file:
+        file.writelines(json.dumps(record, allow_nan=False) + "\n" for record in records)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Read a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def read_rows(paths: Iterable[Path]) -> list[Row]:
     """Read rows that `emit` wrote, without the outcomes that `python -m bench` writes; raise on other fields."""
     rows = []
@@ -294,3 +298,31 @@ def read_rows(paths: Iterable[Path]) -> list[Row]:
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{path}:{number}: not a benchmark row ({error}); measure it again") from None
     return rows
+
+
+def mean_and_range(values: Sequence[float]) -> str:
+    if len({f"{value:.3f}" for value in values}) == 1:
+        return f"{values[0]:.3f}"
+    return f"{statistics.fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return the environment of a child process in any working folder, with additional variables."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, **more}
+
+
+def pyplot(**settings: Any) -> Any:
+    """Return matplotlib's pyplot, without a display; the same points give the same file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.hashsalt": "strop", **settings})
+    return plt
+
+
+def save_figure(fig: Any, path: Path) -> None:
+    fig.tight_layout()
+    fig.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

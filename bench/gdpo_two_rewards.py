@@ -10,8 +10,6 @@ forgets the brackets. A weight for the brackets would also help GRPO; GDPO needs
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 import subprocess
 import sys
@@ -25,7 +23,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from bench.common import ROOT
+from bench.common import ROOT, append, environment, pyplot, read, save_figure
 from data.chat import stop_ids
 from data.command.config_file import load_config
 from data.rows.prompts import load_prompts
@@ -51,9 +49,8 @@ def train(method: str, seed: int, max_steps: int | None) -> list[Row]:
         command = [sys.executable, "-m", "trainer", "--config", str(RECIPE), "--method", method, "--seed", str(seed),
                    "--save-steps", "0", "--logging-steps", "1000", "--output-dir", f"{scratch}/run"]  # fmt: skip
         command += ["--max-steps", str(max_steps)] if max_steps else []
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        subprocess.run(command, cwd=scratch, env={**os.environ, "PYTHONPATH": path}, check=True)
-        metrics = [json.loads(line) for line in Path(scratch, "run", "metrics.jsonl").read_text().splitlines()]
+        subprocess.run(command, cwd=scratch, env=environment(), check=True)
+        metrics = read(Path(scratch, "run", "metrics.jsonl"))
     return [
         {"method": method, "seed": seed, "step": row["step"], "brackets": row["eval/regex/mean"],
          "distance": -row["eval/distance/mean"]}
@@ -116,12 +113,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def draw_figure(rows: Sequence[Row], effects: dict[str, list[float]], figure: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"svg.hashsalt": "strop", "svg.fonttype": "none", "font.size": 9})  # reproducible file
+    plt = pyplot(**{"svg.fonttype": "none", "font.size": 9})
     fig, (left, middle, right) = plt.subplots(1, 3, figsize=(9.6, 3.0))
     draw_effects(left, effects)
     for axes, name, label in (
@@ -135,9 +127,8 @@ def draw_figure(rows: Sequence[Row], effects: dict[str, list[float]], figure: Pa
     middle.set_ylim(-0.03, 1.03)
     right.set_ylim(bottom=0)
     right.legend(frameon=False)
-    fig.tight_layout()
     figure.parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(figure, metadata={"Date": None} if figure.suffix == ".svg" else None)
+    save_figure(fig, figure)
     plt.close(fig)
 
 
@@ -184,11 +175,12 @@ def main(
         draw: Take the numbers from --rows instead of training.
     """
     if draw:
-        results = [json.loads(line) for line in rows.read_text().splitlines()]
+        results = read(rows)
     else:
         results = [row for seed in seeds for method in METHODS for row in train(method, seed, max_steps)]
         rows.parent.mkdir(parents=True, exist_ok=True)
-        rows.write_text("".join(json.dumps(row) + "\n" for row in results))
+        rows.unlink(missing_ok=True)
+        append(rows, *results)
     changed = effects()
     for method in METHODS:
         print(f"{method}: brackets add {statistics.median(changed[method]):.3f} to an advantage (median)")

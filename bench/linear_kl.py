@@ -20,8 +20,9 @@ import torch
 import tyro
 from torch import Tensor
 
+from bench import peers
 from bench.common import GIB, Row, alternate, emit, make_row, relative_error, require_commit
-from bench.peers import CHUNK_ROWS, FLOOR_ROWS, Head, Made, chosen_shapes, with_gradients
+from bench.peers import CHUNK_ROWS, Head, Made, chosen_shapes, with_gradients
 from kernels import reference
 from kernels.linear_kl import Head as TokenHead
 from kernels.linear_kl import linear_kl_loss
@@ -138,21 +139,13 @@ def stored_gib(p: Problem) -> float:
 
 
 def matrix_products(p: Problem) -> Callable[[], None]:
-    """Run the unavoidable products in blocks of rows."""
-    hidden, weight, rows = p.hidden.detach(), p.weight.detach(), min(FLOOR_ROWS, len(p.hidden))
-    blocks = [torch.empty(rows, len(weight), dtype=hidden.dtype, device=hidden.device) for _ in range(2)]
-    grad_hidden = torch.empty_like(hidden)
-    grad_weight = torch.empty_like(weight) if p.weight.requires_grad else None
+    """Run the unavoidable products: the student's, and the teacher's logits."""
+    student = peers.matrix_products(p, 3 if p.weight.requires_grad else 2)
+    teacher = peers.matrix_products(Head(p.teacher_hidden, p.teacher_weight), 1)
 
     def call() -> None:
-        for i in range(0, len(hidden), rows):
-            part = hidden[i : i + rows]
-            logits, others = (block[: len(part)] for block in blocks)
-            torch.mm(part, weight.T, out=logits)
-            torch.mm(p.teacher_hidden[i : i + rows], p.teacher_weight.T, out=others)
-            torch.mm(logits, weight, out=grad_hidden[i : i + rows])
-            if grad_weight is not None:
-                torch.mm(logits.T, part, out=grad_weight)
+        student()
+        teacher()
 
     return call
 

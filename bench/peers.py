@@ -266,7 +266,7 @@ def stored_gib(p: Problem) -> float:
 # Floor
 
 
-def matrix_products(p: Problem, count: int) -> Callable[[], None]:
+def matrix_products(p: Head, count: int) -> Callable[[], None]:
     """Run the first `count` unavoidable products (logits, dX, dW) in blocks of rows."""
     hidden, weight = p.hidden.detach(), p.weight.detach()
     block = torch.empty(min(FLOOR_ROWS, len(hidden)), len(weight), dtype=hidden.dtype, device=hidden.device)

@@ -98,10 +98,6 @@ def main(
     shape: str | None = None,
     cases: tuple[str, ...] = (),
     lengths: tuple[Lengths, ...] = ("full",),
-    prompts: int | None = None,
-    group: int = 8,
-    prompt: int | None = None,
-    completion: int | None = None,
     rounds: int = 3,
     held: Literal["float32", "bfloat16"] | None = None,
     unseeded: bool = False,
@@ -117,12 +113,8 @@ def main(
         out: File to append the rows to.
         engine: local, vllm, or both in one run.
         shape: A model of trainer.plan, tiny, or smollm2-135m.
-        cases: Each is prompts x group x prompt tokens x completion tokens; they replace the four flags below.
+        cases: Each is prompts x group x prompt tokens x completion tokens. None given: 64x8x256x256 on a GPU.
         lengths: Completion lengths, one value for all cases or one per case.
-        prompts: Prompts of a single case.
-        group: Completions of a prompt.
-        prompt: Tokens of a prompt.
-        completion: Tokens of a completion.
         rounds: Timed calls per case, after a warm-up call.
         held: Dtype of the trainer's weights. Default: float32, or bfloat16 from 7B parameters on.
         unseeded: Also measure vLLM without seeds.
@@ -135,9 +127,7 @@ def main(
     require_commit()
     on_cuda = torch.cuda.is_available()
     shape = shape or ("qwen3-0.6b" if on_cuda else "tiny")
-    size = (prompts or (64 if on_cuda else 4), group, prompt or (256 if on_cuda else 16))
-    only = "x".join(map(str, (*size, completion or (256 if on_cuda else 32))))
-    chosen = [Case.of(text) for text in cases or (only,)]
+    chosen = [Case.of(text) for text in cases or ("64x8x256x256" if on_cuda else "4x8x16x32",)]
     if len(lengths) not in (1, len(chosen)):
         raise ValueError(
             f"lengths={' '.join(lengths)}: {len(lengths)} for {len(chosen)} cases; pass one, or one per case"

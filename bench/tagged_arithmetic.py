@@ -1,7 +1,6 @@
-"""One-digit arithmetic with tagged answers: the rows of a small training run, and its curve.
+"""One-digit arithmetic with tagged answers: the rows of a small training run.
 
-    python -m bench.tagged_arithmetic rows FOLDER                    # sft.jsonl, train.jsonl, eval.jsonl
-    python -m bench.tagged_arithmetic plot FIGURE.svg NAME=RUN ...   # held-out accuracy of several runs
+    python -m bench.tagged_arithmetic rows FOLDER   # sft.jsonl, train.jsonl, eval.jsonl
 
 A row asks "What is 7 + 5? ..." and its answer is "<answer>12</answer>", so `exact_match` needs both the number and
 the format. The files share no problem; 7 + 5 and 5 + 7 count as one. Held-out problems are repeated, because at
@@ -40,34 +39,9 @@ def write(folder: Path) -> None:
         (folder / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(part)))
 
 
-def plot(figure: Path, runs: dict[str, Path]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    matplotlib.rcParams["svg.hashsalt"] = "strop"  # reproducible file
-    fig, axes = plt.subplots(figsize=(6, 3.4))
-    kept = []
-    for name, run in runs.items():
-        log = run / "metrics.jsonl" if run.is_dir() else run
-        points = [json.loads(line) for line in log.read_text().splitlines()]
-        points = [(row["step"], row["eval/exact_match/mean"]) for row in points if "eval/exact_match/mean" in row]
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=f"{name}: {points[-1][1]:.2f}")
-        kept += [{"run": name, "step": step, "accuracy": value} for step, value in points]
-    axes.set(xlabel="optimizer step", ylabel="held-out accuracy, T = 1", ylim=(0, 1))
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right", frameon=False)
-    fig.tight_layout()
-    fig.savefig(figure, metadata={"Date": None})
-    figure.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
-
-
 def main(argv: list[str]) -> None:
     if argv[:1] == ["rows"] and len(argv) == 2:
         return write(Path(argv[1]))
-    if argv[:1] == ["plot"] and len(argv) > 2 and all("=" in word for word in argv[2:]):
-        return plot(Path(argv[1]), {name: Path(run) for name, _, run in (word.partition("=") for word in argv[2:])})
     sys.exit(__doc__)
 
 

@@ -58,16 +58,12 @@ import contextlib
 import importlib.util
 import json
 import math
-import os
 import random
-import secrets
 import shlex
 import shutil
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -81,6 +77,8 @@ import tyro
 from bench.common import ROOT, Row, Timing, emit, make_row, require_commit
 from bench.served import scratch, shape_config
 from data.loader import Loader
+from rollout.servers.launch import launch, wait_ready
+from rollout.servers.options import VllmConfig
 from trainer.config.blocks import RunConfig
 
 TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -366,7 +364,6 @@ def measure(
     if served:
         strop.close()
         with serving(folder, job) as urls:
-            wait_for(urls)
             run_jobs(strop, strop_jobs(served, urls))
     if trl_rows:
         print(comparison(trl_rows, strop_rows), flush=True)
@@ -521,42 +518,14 @@ class Side:
 
 @contextmanager
 def serving(folder: Path, job: dict[str, Any]) -> Iterator[list[str]]:
-    """Start a strop server that can sleep; it may not be ready yet."""
-    os.environ.setdefault("STROP_VLLM_TOKEN", secrets.token_hex(8))
-    on_gpu = []
-    if torch.cuda.is_available():
-        on_gpu = ["--vllm.colocate", "True", "--vllm.devices", "0"]
-        on_gpu += [f"--vllm.extra-args=--kv-cache-memory-bytes {job['pool_bytes']}"]
-    command = [
-        sys.executable, "-m", "rollout.serve", "--model", str(folder / "model"), "--vllm.port", str(PORT),
-        "--vllm.max-model-len", str(job["longest"]), "--vllm.gpu-memory-utilization", str(job["share"]), *on_gpu,
-    ]  # fmt: skip
-    with (folder / "serve.log").open("w") as log, subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log) as serve:
-        try:
-            yield [f"http://127.0.0.1:{PORT}"]
-        finally:
-            serve.terminate()
-            if serve.wait() > 0:
-                print((folder / "serve.log").read_text()[-3000:], flush=True)
-
-
-def wait_for(urls: list[str]) -> None:
-    """Wait until the servers answer, for at most ten minutes."""
-    deadline = time.monotonic() + 600
-    for url in urls:
-        headers = {"Authorization": f"Bearer {os.environ['STROP_VLLM_TOKEN']}"}
-        while not answers(urllib.request.Request(f"{url}/health", headers=headers)):
-            if time.monotonic() > deadline:
-                raise SystemExit(f"{url}: no answer after 600 s")
-            time.sleep(0.5)
-
-
-def answers(request: urllib.request.Request) -> bool:
-    try:
-        with urllib.request.urlopen(request, timeout=2) as reply:
-            return reply.status == 200
-    except OSError:
-        return False
+    """Start a strop server that can sleep."""
+    on_gpu = torch.cuda.is_available()
+    pool = {"devices": (0,), "extra_args": f"--kv-cache-memory-bytes {job['pool_bytes']}"} if on_gpu else {}
+    cfg = VllmConfig(port=PORT, max_model_len=job["longest"], gpu_memory_utilization=job["share"], **pool)
+    device = "cuda" if on_gpu else "cpu"
+    with launch(cfg, model=str(folder / "model"), log_dir=folder, device=device, colocate=on_gpu) as server:
+        wait_ready([server], timeout=600)
+        yield [server.url]
 
 
 def make_model(shape: str, folder: Path, longest: int) -> Any:

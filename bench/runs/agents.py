@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from typing import Any, Literal
 import torch
 import tyro
 
-from bench.common import ROOT, Row, Timing, emit, make_row, require_commit
+from bench.common import ROOT, Row, Timing, emit, environment, make_row, read, require_commit
 
 HERE = ROOT / "tests" / "rollout" / "endpoint"  # the programs
 DONE = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
@@ -116,12 +115,12 @@ def write_rows(cfg: Settings, agent: str, folder: Path) -> None:
 
 
 def train(folder: Path, *words: Any) -> None:
-    python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = {"PYTHONPATH": python_path, "MSWEA_COST_TRACKING": "ignore_errors", "MSWEA_CONFIGURED": "true"}
-    env |= {"MSWEA_GLOBAL_CONFIG_DIR": str(folder), "MSWEA_SILENT_STARTUP": "1"}
-    env |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # do not download prices
+    env = environment(
+        MSWEA_COST_TRACKING="ignore_errors", MSWEA_CONFIGURED="true", MSWEA_GLOBAL_CONFIG_DIR=str(folder),
+        MSWEA_SILENT_STARTUP="1", LITELLM_LOCAL_MODEL_COST_MAP="True",  # do not download prices
+    )  # fmt: skip
     command = [sys.executable, "-m", "trainer", *map(str, words), "--chat-template", "template.jinja"]
-    subprocess.run(command, cwd=folder, env=os.environ | env, check=True, stdout=sys.stderr)
+    subprocess.run(command, cwd=folder, env=env, check=True, stdout=sys.stderr)
 
 
 def run(cfg: Settings, agent: str, folder: Path) -> Row:
@@ -141,7 +140,7 @@ def run(cfg: Settings, agent: str, folder: Path) -> Row:
         "--max-completion-length", 300, "--learning-rate", cfg.learning_rate, "--rollout.engine", "local",
         "--rollout.eval-temperature", 1.0, "--output-dir", "grpo",
     )  # fmt: skip
-    rows = [json.loads(line) for line in (folder / "grpo" / "metrics.jsonl").read_text().splitlines()]
+    rows = read(folder / "grpo" / "metrics.jsonl")
     scores = [row["eval/reward/mean"] for row in rows if "eval/reward/mean" in row]
     steps = [row for row in rows if "reward/mean" in row]
     gaps = [row["policy/behaviour_gap"] for row in steps if "policy/behaviour_gap" in row]  # steps that train

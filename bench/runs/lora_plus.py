@@ -9,17 +9,14 @@ the completion for problems that no training row contains. Runs in the file of r
 
 from __future__ import annotations
 
-import json
 import random
-import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import tyro
 
-from bench.common import commit, require_commit, versions
-from bench.runs.smollm2 import read
+from bench.common import append, commit, mean_and_range, read, require_commit, versions
 from trainer import train
 
 RATIO = 16.0  # learning rate of B divided by that of A
@@ -56,11 +53,8 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     lines.append("|" + "---|" * (4 + len(steps)))
     for ratio, rate in sorted({(row["ratio"], row["rate"]) for row in rows}):
         runs = [row for row in rows if (row["ratio"], row["rate"]) == (ratio, rate)]
-        cells = []
-        for step in steps:
-            values = [{int(s): nll for s, nll in row["nll"].items()}[step] for row in runs]
-            spread = f" ({min(values):.3f} to {max(values):.3f})" if len({f"{x:.3f}" for x in values}) > 1 else ""
-            cells.append(f"{statistics.fmean(values):.3f}{spread}")
+        courses = [{int(step): nll for step, nll in row["nll"].items()} for row in runs]
+        cells = [mean_and_range([course[step] for course in courses]) for step in steps]
         seeds = ", ".join(str(row["seed"]) for row in runs)
         name = "LoRA" if ratio == 1 else f"LoRA+, {ratio:g}"
         lines.append(f"| {name} | {rate:g} | {rate * ratio:g} | {seeds} | {' | '.join(cells)} |")
@@ -87,8 +81,7 @@ def main(
         for ratio, rate in both:
             if not any((row["ratio"], row["rate"], row["seed"]) == (ratio, rate, seed) for row in done):
                 done.append(run(model, ratio, rate, seed))
-                with rows.open("a") as file:
-                    file.write(json.dumps(done[-1]) + "\n")
+                append(rows, done[-1])
     print("\n".join(table(done)))
 
 

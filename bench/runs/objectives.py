@@ -12,9 +12,7 @@ while the ratio is 1, so it and the GRPO run next to it take four optimizer step
 from __future__ import annotations
 
 import json
-import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,8 +24,7 @@ from typing import Any
 
 import tyro
 
-from bench.common import ROOT, commit, require_commit, versions
-from bench.runs.smollm2 import read
+from bench.common import ROOT, append, commit, environment, mean_and_range, read, require_commit, versions
 from trainer.metrics.metrics import read_jsonl
 from trainer.recipes.rewards import same_answer
 
@@ -103,8 +100,7 @@ def train(name: str, seed: int, other: str) -> dict[str, Any]:
     """Run the demo; return a row with the held-out accuracy by step."""
     with tempfile.TemporaryDirectory() as scratch:
         flags = f"--max-steps {STEPS[-1]} --eval-steps {STEPS[1]} --save-steps 0 --seed {seed} --output-dir run".split()
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        env = environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
         words = [other if word == OTHER else word for word in OBJECTIVES[name][1].split()]
         command = [sys.executable, "-m", "trainer", *words, *flags]
         subprocess.run(command, cwd=scratch, env=env, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -118,10 +114,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = ["| | flags | before | after 10 steps | after 20 |", "|---|---|---|---|---|"]
     for name, (title, flags) in OBJECTIVES.items():
         runs = [row["accuracy"] for row in rows if row["name"] == name]
-        cells = []
-        for values in zip(*runs, strict=True):
-            spread = f" ({min(values):.3f} to {max(values):.3f})" if len(set(values)) > 1 else ""
-            cells.append(f"{statistics.fmean(values):.3f}{spread}")
+        cells = [mean_and_range(values) for values in zip(*runs, strict=True)]
         if runs:
             shown = flags.replace(OTHER, "FOLDER").replace(f" {EASIER}", "")
             lines.append(f"| {title} | `{shown}` | {' | '.join(cells)} |")
@@ -168,8 +161,7 @@ def main(
         save_other_teacher(Path(other))
         for row in pool.map(lambda run: train(*run, other), todo):
             done.append(row)
-            with rows.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            append(rows, row)
     print("\n".join(table(done)))
     if page is not None:
         page.write_text(with_section(page.read_text(), [f"{section(done)}\n"]))

@@ -32,9 +32,9 @@ from typing import Any
 import tyro
 
 from bench import tagged_arithmetic
-from bench.common import commit, hardware, require_commit, versions
+from bench.common import append, commit, hardware, read, require_commit, versions
 from bench.runs.distill import HINT
-from bench.runs.smollm2 import environment, read
+from bench.runs.smollm2 import environment
 from trainer.metrics.metrics import read_jsonl
 
 Flags = dict[str, Any]  # flag without dashes -> value or tuple of values; {model}, {data} and {run:NAME} are paths
@@ -488,8 +488,7 @@ def run(
             "judges": run.judges, "jobs": jobs, "quick": quick, "commit": commit(), "hardware": hardware(),
             "versions": versions(), **more,
         }  # fmt: skip
-        with results.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        append(results, row)
         if "failed" in more:
             failed.append(name)
         else:

@@ -20,9 +20,9 @@ from typing import Any
 
 import tyro
 
+from bench.common import mean_and_range, pyplot, read, save_figure
 from bench.runs.objectives import parts_of, with_section
 from bench.runs.results import RUNS, TASKS, Metric, Run, all_jobs
-from bench.runs.smollm2 import read
 
 COLOURS = ("#00798c", "#d1495b", "#edae49", "#66a182", "#6a4c93")
 NOISE = 2.0  # standard errors
@@ -131,12 +131,6 @@ def ebft_losses(rows: dict[str, Row]) -> list[str]:
     return lines
 
 
-def mean_and_range(values: list[float]) -> str:
-    if len({f"{value:.3f}" for value in values}) == 1:
-        return f"{values[0]:.3f}"
-    return f"{statistics.fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
-
-
 def table(task: str, rows: dict[str, Row]) -> list[str]:
     """Return a table line per run and metric, over seeds."""
     lines = ["| run | held out | before | after | seeds | steps | wall time |", "|---|---|---|---|---|---|---|"]
@@ -185,12 +179,6 @@ def broken(command: str) -> list[str]:
 
 def draw(task: str, rows: dict[str, Row], figure: Path) -> bool:
     """Draw a panel per metric: seeds as light lines, the mean as a strong line. Return False if there are no points."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"svg.hashsalt": "strop", "svg.fonttype": "none", "font.size": 9})  # the same file every time
     shown = {
         name: metric
         for name, metric in TASKS[task].metrics.items()
@@ -198,6 +186,7 @@ def draw(task: str, rows: dict[str, Row], figure: Path) -> bool:
     }
     if not shown:
         return False
+    plt = pyplot(**{"svg.fonttype": "none", "font.size": 9})
     fig, panels = plt.subplots(1, len(shown), figsize=(4.6 * len(shown), 3.0), squeeze=False)
     for axes, (name, metric) in zip(panels[0], shown.items(), strict=True):
         for run, colour in zip(runs_of(task), COLOURS, strict=False):
@@ -215,8 +204,7 @@ def draw(task: str, rows: dict[str, Row], figure: Path) -> bool:
             axes.set_ylim(-0.03, 1.03)
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, fontsize=8)
-    fig.tight_layout()
-    fig.savefig(figure, metadata={"Date": None})
+    save_figure(fig, figure)
     plt.close(fig)
     return True
 

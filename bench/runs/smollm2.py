@@ -16,7 +16,6 @@ the end of the first evaluation, `wall_s` from the start of the process; neither
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -30,8 +29,8 @@ from typing import Any, Literal
 import torch
 import tyro
 
-from bench import tagged_arithmetic
-from bench.common import ROOT, commit, hardware, require_commit, versions
+from bench import common, tagged_arithmetic
+from bench.common import append, commit, hardware, pyplot, read, require_commit, save_figure, versions
 from rollout.rewards.functions import exact_match
 
 SIDES = ("ours", "TRL")
@@ -103,8 +102,7 @@ class Clock:
         line = f"{self.job.side}, seed {self.job.seed}, step {step}: accuracy {accuracy:.3f}"
         print(f"{line} after {train_s:.1f} s of training, {self.start_up + train_s:.1f} s in all", flush=True)
         if self.job.out:
-            with Path(self.job.out).open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            append(Path(self.job.out), row)
         return more
 
 
@@ -179,10 +177,6 @@ def run_trl(job: Job) -> None:
     trainer.train()
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @torch.no_grad()
 def accuracy_of(model: Any, tokenizer: Any, rows: list[dict[str, Any]], settings: Settings) -> float:
     """Return the accuracy of one completion per row, with fixed random numbers."""
@@ -222,8 +216,7 @@ def prepare(model: str, folder: Path, sft_steps: int, sft_learning_rate: float) 
 
 
 def environment() -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "STROP_COMMIT": commit()}
+    return common.environment(HF_HUB_OFFLINE="1", STROP_COMMIT=commit())
 
 
 def run(
@@ -318,14 +311,8 @@ def plot(figure: tyro.conf.Positional[Path], rows: tyro.conf.Positional[Path]) -
         figure: An SVG or PNG file.
         rows: What `run` wrote.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    matplotlib.rcParams["svg.hashsalt"] = "strop"  # the same points give the same file
     made = read(rows)
-    fig, panels = plt.subplots(1, 2, figsize=(8, 3.4), sharey=True)
+    fig, panels = pyplot().subplots(1, 2, figsize=(8, 3.4), sharey=True)
     titles = {"train_s": "seconds of training", "wall_s": "seconds since the command, start-up included"}
     for axes, (name, title) in zip(panels, titles.items(), strict=True):
         for (side, seed), points in sorted(lines_of(made).items()):
@@ -337,8 +324,7 @@ def plot(figure: tyro.conf.Positional[Path], rows: tyro.conf.Positional[Path]) -
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("held-out accuracy")
     panels[0].legend(loc="lower right", frameon=False)
-    fig.tight_layout()
-    fig.savefig(figure, metadata={"Date": None} if figure.suffix == ".svg" else None)
+    save_figure(fig, figure)
     print(summary(made))
 
 

@@ -8,7 +8,6 @@ line. The error is the share of the time from the start of the process that this
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -18,7 +17,8 @@ from pathlib import Path
 
 import tyro
 
-from bench.common import ROOT, Timing, emit, make_row, require_commit
+from bench import common
+from bench.common import Timing, emit, make_row, require_commit
 
 DATA = ("--data", "task:addition:split=train,size=512", "--per-device-train-batch-size", "64")
 SHORT = ("--max-completion-length", "64", "--rollout.engine", "local", "--save-steps", "0", "--max-steps", "1")
@@ -27,11 +27,7 @@ SHORT = ("--max-completion-length", "64", "--rollout.engine", "local", "--save-s
 def startup(folder: str, *flags: str) -> tuple[float, dict[str, float]]:
     """Return the seconds to the end of the first step, and its parts."""
     command = [sys.executable, "-u", "-m", "trainer", "--method", "grpo", *DATA, *SHORT, *flags]
-    environment = {
-        **os.environ,
-        "XDG_CACHE_HOME": folder,
-        "PYTHONPATH": f"{ROOT}{os.pathsep}" + os.environ.get("PYTHONPATH", ""),
-    }
+    environment = common.environment(XDG_CACHE_HOME=folder)
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         environment.pop(name, None)
     started = time.perf_counter()

@@ -84,6 +84,7 @@ def planned(job: dict[str, Any], tokens: float) -> float:
 
 
 def run_trl(job: dict[str, Any], used: Sequence[float] = ()) -> Measured:
+    import trl
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
@@ -136,28 +137,18 @@ def run_trl(job: dict[str, Any], used: Sequence[float] = ()) -> Measured:
         )
     if offline:
         options |= {"max_length": job["longest"], "train_sampling_strategy": "sequential"}
-    if job["method"] == "dpo":
-        from trl import DPOConfig, DPOTrainer
-
-        trainer = DPOTrainer(args=DPOConfig(**options), **shared)
-    elif job["method"] == "sft":
-        from trl import SFTConfig, SFTTrainer
-
-        trainer = SFTTrainer(args=SFTConfig(**options, completion_only_loss=True), **shared)
-    elif job["method"] == "kto":
-        from trl import KTOConfig, KTOTrainer
-
-        trainer = KTOTrainer(args=KTOConfig(**options), **shared)
-    else:
-        from trl import GRPOConfig, GRPOTrainer
-
+    if job["method"] == "sft":
+        options["completion_only_loss"] = True
+    if job["method"] == "grpo":
+        shared["reward_funcs"] = [reward]
         options |= {
             "num_generations": job["group"], "max_completion_length": job["completion"], "use_vllm": job["trl_vllm"],
             "vllm_mode": "colocate", "vllm_gpu_memory_utilization": job["share"],
             "vllm_max_model_length": job["longest"],
         }  # fmt: skip
-        trainer = GRPOTrainer(args=GRPOConfig(**options), reward_funcs=[reward], **shared)
-    trainer.train()
+    name = job["method"].upper()
+    config, trainer = getattr(trl, f"{name}Config"), getattr(trl, f"{name}Trainer")
+    trainer(args=config(**options), **shared).train()
     seconds = [b - a for a, b in pairwise(ends)]
     tokens = [b - a for a, b in pairwise(counts)]
     assert len(tokens) == len(seconds), f"{len(counts)} counts of tokens for {len(ends)} steps"

@@ -181,10 +181,6 @@ class Rewards:
         """Whether a function receives the ids of completions."""
         return any(map(reads_ids, self.functions))
 
-    @property
-    def weights(self) -> list[float]:
-        return self.weights_at(0)
-
     def weights_at(self, step: int) -> list[float]:
         return [weight.at(step) for weight in self._weights]
 

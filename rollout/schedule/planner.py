@@ -51,7 +51,7 @@ class Planner:
         self.num_queued = num_queued
         self.queued: list[Group] = []  # partial rollouts: in flight but not in a batch yet; may have completions
         self.consumed = 0  # number of groups trained on
-        self._number = 0  # groups planned so far = number of the next group
+        self.planned = 0  # groups planned in this run, consumed or pending: the number of the next group
         self._batches = 0  # number of batches consumed
         self._pending: deque[tuple[list[Group], list[Group]]] = deque()  # per batch: (groups, resamples)
         self._restored: deque[Group] = deque()  # pending groups of the loaded checkpoint
@@ -61,14 +61,9 @@ class Planner:
         self._rewards: dict[int, float] = {}  # last mean reward by row, for the curriculum
 
     @property
-    def planned(self) -> int:
-        """Number of groups planned in this run, consumed or pending."""
-        return self._number
-
-    @property
     def epoch(self) -> float:
         """Epochs planned so far. With a curriculum, an epoch is rows_per_epoch draws."""
-        return self.loader.epoch if self.order is None else self._number / self.loader.rows_per_epoch
+        return self.loader.epoch if self.order is None else self.planned / self.loader.rows_per_epoch
 
     @property
     def pending(self) -> list[Group]:
@@ -155,7 +150,7 @@ class Planner:
         return {
             "loader": self.loader.state_dict(),
             "num_generations": self.num_generations,
-            "planned": self._number,
+            "planned": self.planned,
             "consumed": self.consumed,
             "batches": self._batches,
             "pending": [[group.number, group.row, group.kind] for group in (*groups, *self.queued, *self._restored)],
@@ -167,14 +162,14 @@ class Planner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a checkpoint, before anything has been planned."""
-        assert not self._number, f"{self._number} groups planned before load_state_dict()"
+        assert not self.planned, f"{self.planned} groups planned before load_state_dict()"
         if state["num_generations"] != self.num_generations:
             raise UserError(
                 f"num_generations={self.num_generations}: the checkpoint has {state['num_generations']}, which "
                 f"determines all seeds; resume with --num-generations {state['num_generations']}"
             )
         self.loader.load_state_dict(state["loader"])
-        self._number, self.consumed, self._batches = state["planned"], state["consumed"], state["batches"]
+        self.planned, self.consumed, self._batches = state["planned"], state["consumed"], state["batches"]
         self._restored, self._restored_extra = (
             deque(Group(number, self.loader.rows[row], row, kind) for number, row, kind in state[name])
             for name in ("pending", "resampled")
@@ -187,11 +182,11 @@ class Planner:
         self._reroll = deque(state["reroll"])
         self._rewards = {row: reward for row, reward in state["rewards"]}
         total = self.consumed + len(self.pending)
-        assert total == self._number, f"{self._number} groups planned, but {total} consumed or pending"
+        assert total == self.planned, f"{self.planned} groups planned, but {total} consumed or pending"
 
     def _plan(self, rows: Iterable[int], kind: Literal["fresh", "reroll", "resample"]) -> list[Group]:
-        groups = [Group(self._number + i, self.loader.rows[row], row, kind) for i, row in enumerate(rows)]
-        self._number += len(groups)
+        groups = [Group(self.planned + i, self.loader.rows[row], row, kind) for i, row in enumerate(rows)]
+        self.planned += len(groups)
         return groups
 
     def _draw(self, count: int, batch: int) -> list[int]:
@@ -206,7 +201,7 @@ class Planner:
                 f"curriculum={getattr(self.order, '__name__', self.order)}: returned {str(pool)[:60]} for batch "
                 f"{batch}; return at least one row index from 0 to {len(self.loader.rows) - 1}"
             )
-        rng = random.Random(f"{self.seed}/curriculum/{self._number}")
+        rng = random.Random(f"{self.seed}/curriculum/{self.planned}")
         rows: list[int] = []
         while len(rows) < count:  # draw from a small pool repeatedly
             rows += rng.sample(pool, min(count - len(rows), len(pool)))

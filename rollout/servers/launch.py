@@ -66,7 +66,7 @@ class Launched:
         self._token_file: TokenFile | None = None
         self._owner = os.getpid()
         self._lock = threading.Lock()
-        self._closed = False
+        self.is_stopped = False  # by stop(): the server cannot be restarted
         self._start()
 
     def __enter__(self) -> Launched:
@@ -88,11 +88,6 @@ class Launched:
     def gpus(self) -> list[str]:
         """The server's entries for CUDA_VISIBLE_DEVICES; empty on a CPU."""
         return list(self._serve.get("gpus", ()))
-
-    @property
-    def is_stopped(self) -> bool:
-        """True after stop(): the server cannot be restarted."""
-        return self._closed
 
     @property
     def pids(self) -> list[int]:
@@ -123,7 +118,7 @@ class Launched:
         """
         with self._lock:
             self._end()
-            if self.log_path is not None and not self._closed:
+            if self.log_path is not None and not self.is_stopped:
                 self.log_path = self.log_path.with_name(f"vllm-{self.replica}.{self.num_starts + 1}.log")
             self._start()
 
@@ -133,7 +128,7 @@ class Launched:
         """
         if os.getpid() != self._owner:  # a forked child that exits must not end its parent's server
             return
-        self._closed = True
+        self.is_stopped = True
         with self._lock:
             self._end()
 
@@ -166,7 +161,7 @@ class Launched:
         return read_tail(self.log_path) if self.log_path else ""
 
     def _start(self) -> None:
-        if self._closed:
+        if self.is_stopped:
             raise UserError(f"vLLM server {self.replica}: stopped and cannot be restarted")
         self._port = reserve(self.cfg.host, self.cfg.port + self.replica if self.cfg.port else 0)
         port = self._port.getsockname()[1]
@@ -178,9 +173,7 @@ class Launched:
                 self.log_path.parent.mkdir(parents=True, exist_ok=True)
             output = None if self.log_path is None else self.log_path.open("wb")
         except BaseException:
-            self._port.close()
-            if self._token_file is not None:
-                self._token_file.close()
+            self._end()
             raise
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.cfg.host, self.cfg.host)
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -273,16 +273,15 @@ class Link:
         self._members: tuple[int, ...] = ()
         self._servers: list[VllmServer] = []
         self._attempts = itertools.count()
-        self._turns = itertools.count()
-
-    def turn(self) -> str:
-        return str(next(self._turns))
+        self.turns = itertools.count()  # of pushes
 
     def ready(self, servers: Sequence[VllmServer]) -> bool:
         """Return whether all workers are still connected to this link; raise if a server does not answer."""
+        if self.prefix is None:
+            return False
         answers = Calls(self.loop, servers, "strop_info", JOIN_S, [{}] * len(servers)).results()
         linked = all(answer.get("link") == self.prefix for workers in answers for answer in workers)
-        return self.prefix is not None and self._members == tuple(map(id, servers)) and linked
+        return self._members == tuple(map(id, servers)) and linked
 
     def meet(self, servers: Sequence[VllmServer], backend: str, staging: list[Any] | None = None) -> tuple[int, Calls]:
         """Connect all workers to a new store; return (number of ranks, join calls).
@@ -380,12 +379,14 @@ class LinkSync:
     def push(self, servers: Sequence[VllmServer], version: int) -> SyncReport:
         """Replace all weights of all servers with `version`, or raise and disconnect."""
         link, started = self.link, time.monotonic()
-        if not self._is_joined() or not link.ready(servers):
-            self._join(servers)
-        joined = time.monotonic()
-        plan = {"version": version, "buckets": link.buckets, "timeout": link.limit, "turn": link.turn()}
-        calls = Calls(link.loop, servers, "strop_receive", link.limit + 30.0, [{"plan": plan}] * len(servers))
+        is_joined = link.ready(servers)
         try:
+            if not is_joined:
+                self._drop()
+                self._join(servers)
+            joined = time.monotonic()
+            plan = {"version": version, "buckets": link.buckets, "timeout": link.limit, "turn": str(next(link.turns))}
+            calls = Calls(link.loop, servers, "strop_receive", link.limit + 30.0, [{"plan": plan}] * len(servers))
             with link.transfer(calls), contextlib.closing(link.source.tensors()) as tensors:
                 self._send(tensors, plan["turn"], calls, joined + link.limit)
                 results = calls.results()
@@ -400,9 +401,6 @@ class LinkSync:
     def close(self) -> None:
         self.link.close()
         self._drop()
-
-    def _is_joined(self) -> bool:
-        raise NotImplementedError
 
     def _join(self, servers: Sequence[VllmServer]) -> None:
         raise NotImplementedError

@@ -42,9 +42,6 @@ class IpcSync(LinkSync):
         self.buffers: list[Tensor] = []
         self.world = 1
 
-    def _is_joined(self) -> bool:
-        return bool(self.buffers)
-
     def _send(self, tensors: Iterator[tuple[str, Tensor]], turn: str, calls: Calls, deadline: float) -> None:
         link = self.link
         workers = range(1, self.world)
@@ -57,7 +54,6 @@ class IpcSync(LinkSync):
             link.store.set(f"{turn}/ready/{i}")
 
     def _join(self, servers: Sequence[VllmServer]) -> None:
-        self._drop()
         size = buffer_size(self.link.buckets)
         check_devices(servers, self.link.device)
         with shared_buffers(size, self.link.device) as (buffers, paths):

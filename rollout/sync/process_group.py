@@ -41,27 +41,19 @@ class ProcessGroupSync(LinkSync):
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self.group: Any = None
 
-    def _is_joined(self) -> bool:
-        return self.group is not None
-
     def _join(self, servers: Sequence[VllmServer]) -> None:
         """Form a new process group with all workers and verify that each of them knows the secret."""
         link = self.link
-        self._drop()
         world, calls = link.meet(servers, self.backend)
-        try:
-            with link.transfer(calls):
-                self.group = strop_wire.make_group(
-                    link.store, 0, world, backend=self.backend, device=link.device, host=link.host, timeout=link.limit
-                )
-                deadline = time.monotonic() + link.limit
-                strop_wire.check_members(
-                    self.group, 0, world, link.secret, device=link.device, deadline=deadline, check=calls.check
-                )
-                calls.results()
-        except BaseException:
-            self._drop()
-            raise
+        with link.transfer(calls):
+            self.group = strop_wire.make_group(
+                link.store, 0, world, backend=self.backend, device=link.device, host=link.host, timeout=link.limit
+            )
+            deadline = time.monotonic() + link.limit
+            strop_wire.check_members(
+                self.group, 0, world, link.secret, device=link.device, deadline=deadline, check=calls.check
+            )
+            calls.results()
 
     def _send(self, tensors: Iterator[tuple[str, Tensor]], turn: str, calls: Calls, deadline: float) -> None:
         """Fill and broadcast all buckets, two of them in flight."""

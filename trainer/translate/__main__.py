@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
 
 def page_text(page: str) -> str:
     """The page with its tables as the code has them."""
-    made = {"axolotl": axolotl_tables, "trl": trl_table, "trl_defaults": trl_defaults}
+    made = {"axolotl": axolotl_tables, "trl": lambda: f"\n{_rows('field', trl.TABLE)}\n", "trl_defaults": trl_defaults}
     text = (DOCS / page).read_text(encoding="utf-8")
     return MARKED.sub(lambda found: f"{found[1]}{made[found[2]]()}{found[3]}", text)
 
@@ -43,10 +43,6 @@ def axolotl_tables() -> str:
                  if key.startswith("datasets[]") or f"datasets[]{key.partition('[]')[2]}" not in table}  # fmt: skip
         parts.append(f"\n### {title}\n\n{_rows('key', shown)}")
     return "".join(parts) + "\n"
-
-
-def trl_table() -> str:
-    return f"\n{_rows('field', trl.TABLE)}\n"
 
 
 def trl_defaults() -> str:

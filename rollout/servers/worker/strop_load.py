@@ -35,7 +35,6 @@ class Loading:
         self.config = worker.vllm_config
         self.started = False
         self.num_bytes = 0
-        self.num_tensors = 0
         self.seconds = {"wait": 0.0, "load": 0.0, "finish": 0.0}
         self._matches: list[Tensor] = []  # per piece: whether its checksum matches
         self._names: set[str] = set()
@@ -71,7 +70,6 @@ class Loading:
         """Load the tensors of one bucket, then release its buffer."""
         self._lap("wait")
         self.num_bytes += piece.num_bytes
-        self.num_tensors += len(piece.tensors)
         self._names.update(name for name, _ in piece.tensors)
         if piece.matches is not None:
             self._matches.append(piece.matches)

@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -38,7 +38,6 @@ class State:
     tag: str | None = None  # owner tag of that version, "RUN:12"
     dirty: bool = False  # a weight change has started and not finished
     link: Any = None  # GroupLink or SharedLink to the trainer
-    seconds: dict[str, float] = field(default_factory=dict)  # duration of each phase of the last change
 
 
 class Worker:
@@ -46,19 +45,13 @@ class Worker:
 
     def strop_info(self) -> dict[str, Any]:
         state = strop_state(self)
-        config = self.vllm_config.model_config
         return {
             "version": state.version,
             "tag": state.tag,
             "dirty": state.dirty,
-            "rank": self.rank,
-            "device": self.device.type,
             "device_uuid": device_uuid(self.device),
             "host_id": os.environ.get("NCCL_HOSTID"),
-            "dtype": str(config.dtype).removeprefix("torch."),
-            "lora": self.vllm_config.lora_config is not None,
             "link": state.link.prefix if state.link is not None else None,
-            "seconds": state.seconds,
         }
 
     def strop_mark(self, tag: str) -> dict[str, Any]:
@@ -120,21 +113,19 @@ def load_weights(worker: Any, pieces: Iterator[Any], version: int) -> dict[str, 
                 loading.begin()
             loading.add(piece)
         loading.finish()
-    state.dirty, state.version, state.seconds = False, version, loading.seconds
-    return {"version": version, "bytes": loading.num_bytes, "tensors": loading.num_tensors, "phases": loading.seconds}
+    state.dirty, state.version = False, version
+    return {"version": version, "bytes": loading.num_bytes, "phases": loading.seconds}
 
 
 def answer(worker: Any, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the call's reply, or {"error": reason} if it raises."""
-    start = time.monotonic()
     try:
         result = call()
     except Exception as error:  # vLLM and torch may raise anything: report it to the trainer and keep serving
         traceback.print_exc()
         text = " ".join(str(error).split()) or "no message"
         result = {"error": f"{type(error).__name__}: {text[:500]}", "peer": getattr(error, "strop_peer", False)}
-    state = strop_state(worker)
-    return {**result, "rank": worker.rank, "dirty": state.dirty, "seconds": time.monotonic() - start}
+    return {**result, "rank": worker.rank}
 
 
 def strop_state(worker: Any) -> State:

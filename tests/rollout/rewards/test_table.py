@@ -14,33 +14,15 @@ import pytest
 import torch
 
 from data.types import Prompt
-from rollout.engine import Completion
 from rollout.rewards.calls import TrainerState
 from rollout.rewards.options import RewardConfig
 from rollout.rewards.table import load_rewards, open_rewards
+from tests.rollout.rewards.test_workers import rows
 
 
 def write(path: Path, source: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(textwrap.dedent(source))
-
-
-def rows(texts: list[str], *, chat: bool = False, **columns: list) -> tuple[list[Prompt], list[Completion]]:
-    """Return one Prompt and one Completion per text; row i comes from rows.jsonl:(i + 1)."""
-    prompts = [
-        Prompt(
-            source=f"rows.jsonl:{i + 1}",
-            prompt=[{"role": "user", "content": f"q{i}"}] if chat else f"q{i}",
-            ids=[1],
-            columns={name: values[i] for name, values in columns.items()},
-        )
-        for i in range(len(texts))
-    ]
-    completions = [
-        Completion(prompt_ids=[1], ids=[7] * (len(text) + 1), logps=[], finish_reason="stop", text=text, versions=[])
-        for text in texts
-    ]
-    return prompts, completions
 
 
 @pytest.fixture
@@ -71,7 +53,7 @@ def test_weighted_totals_and_none(user_file):
     assert table.values == [[1.0, 1.0], [2.0, None], [3.0, 1.0]]
     assert table.totals == [1.5, 2.0, 3.5]
     assert load_rewards(["my_rewards.never"], None).score(*rows(["a", "b"])).totals == [None, None]
-    assert load_rewards(["my_rewards.never"], ()).weights == [1.0]
+    assert load_rewards(["my_rewards.never"], ()).weights_at(0) == [1.0]
     assert rewards.score([], []).totals == []
 
 

@@ -51,7 +51,7 @@ def test_totals_use_the_weights_of_the_step():
     assert table.totals == pytest.approx([1.6]) and table.weights == pytest.approx([0.6, 0.5])
     assert table.values == [[1.0, 2.0]], "scores are not weighted"
     assert rewards.submit([prompt], [completion], step=100).result().totals == pytest.approx([1.2])
-    assert rewards.weights == [1.0, 0.5] and rewards.weights_at(200) == [0.2, 0.5]
+    assert rewards.weights_at(0) == [1.0, 0.5] and rewards.weights_at(200) == [0.2, 0.5]
 
 
 def test_yaml_and_flags_give_the_same_weights():
@@ -61,7 +61,7 @@ def test_yaml_and_flags_give_the_same_weights():
     flags = ["--reward-funcs", "exact_match", "length", "env", "--reward-weights", "1", "0.25", "0:1.0,100:0.2"]
     assert from_yaml == tyro.cli(RewardConfig, args=flags)
     negative = build(RewardConfig, read_argv(["--reward-weights", "-0.5"], table), table, "x")
-    assert open_rewards(negative).weights == [-0.5]
+    assert open_rewards(negative).weights_at(0) == [-0.5]
     rewards = open_rewards(from_yaml)
     assert rewards.names == ["exact_match", "length", "env"]
     assert rewards.weights_at(100) == pytest.approx([1.0, 0.25, 0.2])

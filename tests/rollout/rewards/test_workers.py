@@ -24,12 +24,14 @@ from rollout.rewards.workers import shards
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def rows(texts: list[str], *, group: int = 1, **columns: list) -> tuple[list[Prompt], list[Completion]]:
-    """Row i is rows.jsonl:(i // group + 1)."""
+def rows(
+    texts: list[str], *, group: int = 1, chat: bool = False, **columns: list
+) -> tuple[list[Prompt], list[Completion]]:
+    """Return a Prompt and a Completion per text; row i comes from rows.jsonl:(i // group + 1)."""
     prompts = [
         Prompt(
             source=f"rows.jsonl:{i // group + 1}",
-            prompt=f"q{i // group}",
+            prompt=[{"role": "user", "content": f"q{i // group}"}] if chat else f"q{i // group}",
             ids=[1],
             columns={name: values[i] for name, values in columns.items()},
         )

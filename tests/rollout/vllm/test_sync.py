@@ -283,7 +283,7 @@ def test_tied_server_rejects_a_separate_head(tied, untied_server, tied_server, l
 
 def test_reload_from_a_missing_folder_changes_nothing(tied, tied_server, loop):
     (answer,) = loop.run(tied.rpc("strop_reload", timeout=30, path="/nowhere", version=99))
-    assert "path=/nowhere: " in answer["error"] and not answer["dirty"]
+    assert "path=/nowhere: " in answer["error"] and not loop.run(tied.check(timeout=30)).dirty
 
 
 KILLED = """

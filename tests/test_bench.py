@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import bench.__main__ as runner
-from bench import block, common, ebft, linear_kl, linear_logprob, peers, rollout, table, train_step, vs_trl
+from bench import block, common, ebft, linear_kl, linear_logprob, offloading, peers, rollout, table, train_step, vs_trl
 from bench.claims import CLAIMS, Claim, at_least
 from bench.common import Row, Timing, alternate, emit, make_row, read_rows, relative_error
 from bench.runs import kernel_times, smollm2, vs_trl_run
@@ -286,6 +286,17 @@ def test_train_step_gives_the_same_gradient_in_every_layout():
         6 * 9 + 2 * (4 + 6 + 8),
     ]
     assert all(r.errors["gradient"] < 1e-5 for r in rows)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the benchmark itself is the test")
+def test_offloading_bench_compares_gradients_and_memory():
+    shape = train_step.TINY | {"num_hidden_layers": 3}
+    kept, offloaded = offloading.measure(shape, num_rows=2, length=16, held=torch.float32, seconds=0.0)
+    assert (kept.provider, offloaded.provider) == ("on the GPU", "offloaded")
+    assert kept.errors == offloaded.errors == {"largest gradient difference": 0.0}
+    assert offloaded.ratio_to["on the GPU"] == pytest.approx(offloaded.ms_p50 / kept.ms_p50)
+    assert kept.extra["host_gib"] == 0 and offloaded.extra["host_gib"] == 2 * 2**-6  # a slab for each of two blocks
+    assert kept.extra["planned_gib"] >= offloaded.extra["planned_gib"] > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the benchmark itself is the test")

@@ -25,7 +25,7 @@ import json, os, sys, time, urllib.request
 row = json.load(open(sys.argv[1]))
 if row["does"] == "fails": sys.exit("no such tool")
 if row["does"] == "hangs":
-    os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "60")
+    os.spawnlp(os.P_NOWAIT, "setsid", "setsid", "sleep", "60")  # leaves the process group
     time.sleep(60)
 messages = row["prompt"]
 for turn in range(2):

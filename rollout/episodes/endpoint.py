@@ -135,7 +135,7 @@ class Endpoint:
         headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         size = int(headers.get("content-length", 0))
         if size > MAX_BODY or "transfer-encoding" in headers:
-            await write(writer, 413, error_body(f"body of {size} bytes: send at most {MAX_BODY}, with content-length"))
+            await write(writer, 413, error_body(f"body: send at most {MAX_BODY:,} bytes, with content-length"))
             return False
         if headers.get("expect", "").lower() == "100-continue":
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -176,10 +176,12 @@ class Endpoint:
                 text = f"{method} {path}: no such route; use one of {', '.join(ROUTES)}"
                 return 404, error_body(text, is_anthropic), JSON
             return await ROUTES[route](self, session, body)
-        except OutOfTokens as error:
-            return 400, error_body(str(error), is_anthropic, "context_length_exceeded"), JSON
-        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:  # of the request's fields
-            return 400, error_body(describe_error(error), is_anthropic), JSON
+        except UserError as error:
+            code = "context_length_exceeded" if isinstance(error, OutOfTokens) else None
+            return 400, error_body(str(error), is_anthropic, code), JSON
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+            text = f"body: not a request of {path} ({describe_error(error)}); check its fields"
+            return 400, error_body(text, is_anthropic), JSON
 
     async def _turns(self, session: Session, ask: Ask) -> list[Turn]:
         limits = {"max_tokens": ask.max_tokens, "stop": ask.stop}
@@ -206,7 +208,10 @@ class Endpoint:
         return answer(reply, body, protocols.responses_events, named=True)
 
     async def _messages(self, session: Session, body: Json) -> Reply:
-        (turn,) = await self._turns(session, protocols.read_messages(body))
+        ask = protocols.read_messages(body)
+        if ask.messages[-1]["role"] == "assistant":
+            raise UserError("messages: the last one is the assistant's; the start of an answer cannot be given")
+        (turn,) = await self._turns(session, ask)
         reply = protocols.messages_reply(turn, body, secrets.token_hex(12))
         return answer(reply, body, protocols.messages_events, named=True)
 
@@ -311,6 +316,8 @@ class ArrivingRequests:
         def arrived() -> list[Request]:
             """Take the requests with the same settings; others wait for the next batch."""
             with self._arrived:
+                if futures and any(item[1] != sampling for item in self._waiting):
+                    return []  # otherwise the others would wait until no agent of this batch requests another turn
                 taken = [item for item in self._waiting if item[1] == sampling]
                 self._waiting = deque(item for item in self._waiting if item[1] != sampling)
             taken = [item for item in taken if item[2].set_running_or_notify_cancel()]

@@ -91,6 +91,8 @@ class Harness:
         if session.error is not None:
             raise UnusableError(str(session.error)) from session.error
         columns = {"stdout": read_tail(parent / "stdout.txt"), "folder": folder}
+        if failure is None and not session.turns:
+            failure = "no turn", "the program ended without an answer of the policy; make it use OPENAI_BASE_URL"
         if failure is not None and not session.is_full:  # otherwise it failed because it got no more tokens
             raise EpisodeError(failure[1], kind=failure[0], columns=columns)
         return session.completion(request.prompt.ids, columns | {"env_failed": 0.0})
@@ -107,10 +109,13 @@ class Harness:
         }  # fmt: skip
         guard = [sys.executable, str(WORKER / "strop_guard.py"), "--", *fill(self.argv, values)]
         with (parent / "stdout.txt").open("wb") as out, (parent / "stderr.txt").open("wb") as err:
-            process = await asyncio.create_subprocess_exec(
-                *guard, stdin=asyncio.subprocess.PIPE, stdout=out, stderr=err, cwd=parent / "work", env=env,
-                start_new_session=True,
-            )  # fmt: skip
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *guard, stdin=asyncio.subprocess.PIPE, stdout=out, stderr=err, cwd=parent / "work", env=env,
+                    start_new_session=True,
+                )  # fmt: skip
+            except (OSError, ValueError) as error:  # a prompt that is too long for the command, or contains NUL
+                return "start", f"the program cannot be started ({error}); pass it {{row}} instead of {{prompt}}"
         try:
             async with asyncio.timeout(self.cfg.harness_timeout):
                 status = await process.wait()

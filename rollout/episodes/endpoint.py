@@ -34,7 +34,7 @@ from data.user_code import describe_error
 from rollout.engine import POLL_S, Completion, Request, Sampling
 from rollout.episodes import protocols
 from rollout.episodes.protocols import Ask, Json
-from rollout.episodes.session import ChatModel, OutOfTokens, Session, Turn
+from rollout.episodes.session import ChatModel, OutOfTokens, Session, Turn, UnusableError
 from rollout.servers.loop import Loop, together
 
 HOST = "127.0.0.1"
@@ -83,7 +83,10 @@ class Endpoint:
     def session(
         self, sampling: Sampling, *, seed: int, settings: Mapping[str, Any] | None = None, number: str | None = None
     ) -> Iterator[tuple[Session, str]]:
-        """Accept requests of one episode, with the API key that is returned. number: a name instead of a number."""
+        """Accept requests of one episode, with the API key that is returned; raise at its end if the engine failed.
+
+        number: a name instead of a number.
+        """
         number = number or str(next(self._numbers))
         session = Session(self.model, sampling, seed=seed, settings=settings)
         self._sessions[number], self._sampling = session, sampling
@@ -91,6 +94,8 @@ class Endpoint:
             yield session, f"{self.token}.{number}"
         finally:
             del self._sessions[number]
+        if session.error is not None:
+            raise UnusableError(str(session.error)) from session.error
 
     def advance(self) -> bool:
         """Sample what has been requested, in process; return False if the engine samples in the background."""

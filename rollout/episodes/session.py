@@ -31,6 +31,10 @@ from rollout.episodes.turns import Continuation, Transcript, turn_seed
 ID_LENGTH = 9  # of a tool call, as some templates require
 
 
+class UnusableError(UserError):
+    """No episode of this environment can be trained on, so the run stops."""
+
+
 class OutOfTokens(UserError):
     """The conversation has no room for another token."""
 

@@ -1,8 +1,8 @@
 """Episodes of an environment or program whose model is the policy: failures, and rewrites of history.
 
-    source = GymSource(play, loop, endpoint, flag="nemo_gym", title="NeMo Gym", log_once=log_once, hint="...")
+    source = GymSource(play, endpoint, flag="nemo_gym", title="NeMo Gym", log_once=log_once, hint="...")
 
-play(request, index in its group) returns a Completion, usually of a session of the endpoint (episodes/session.py).
+play(endpoint, request, index in its group) returns a Completion, usually of a session (episodes/session.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from data.types import Prompt
 from data.user_code import printable
 from rollout.engine import Completion, Request
 from rollout.episodes.endpoint import Endpoint
-from rollout.episodes.session import masked_completion
+from rollout.episodes.session import UnusableError, masked_completion
 from rollout.rewards.calls import MAX_REWARD
 from rollout.servers.loop import Loop, together
 
@@ -34,10 +34,6 @@ class EpisodeError(Exception):
     def __init__(self, text: str, *, kind: str, columns: dict[str, Any] | None = None) -> None:
         super().__init__(text)
         self.kind, self.columns = kind, columns or {}
-
-
-class UnusableError(UserError):
-    """No episode of this environment can be trained on, so the run stops."""
 
 
 def read_reward(value: Any) -> float:
@@ -69,7 +65,7 @@ def once_per_kind(log: Callable[[str], None]) -> Callable[[str, str], None]:
 
 
 class GymSource:
-    """Source of episodes: one call of play(request, index in its group) per request.
+    """Source of episodes: one call of play() per request.
 
     A failed episode (EpisodeError, ValueError) becomes a completion without trained tokens and without a reward. Each
     kind of failure is logged once. MAX_FAILURES consecutive failures stop the run; unless all_may_fail, so do the
@@ -78,10 +74,10 @@ class GymSource:
 
     def __init__(
         self,
-        play: Callable[[Request, int], Awaitable[Completion]],
-        loop: Loop | None,
+        play: Callable[[Endpoint, Request, int], Awaitable[Completion]],
         endpoint: Endpoint | None,  # None on ranks that never start an episode
         *,
+        loop: Loop | None = None,  # runs the episodes; None: the endpoint's
         flag: str,  # prefix of the environment's flags, for error messages: nemo_gym
         title: str,  # name of the environment, for the log
         log_once: Callable[[str, str], None],  # (kind, text)
@@ -89,7 +85,8 @@ class GymSource:
         prefix_mismatch: PrefixMismatch = "branch",
         all_may_fail: bool = True,
     ) -> None:
-        self.play, self.loop, self.endpoint, self.flag, self.title = play, loop, endpoint, flag, title
+        self.play, self.endpoint, self.flag, self.title = play, endpoint, flag, title
+        self.loop = loop or (endpoint and endpoint.loop)
         self.prefix_mismatch, self.log_once, self.hint = prefix_mismatch, log_once, hint
         self._running: set[Future[Any]] = set()
         self._num_failures = self._num_first = 0
@@ -118,9 +115,9 @@ class GymSource:
             future.cancel()
 
     async def _episode(self, request: Request, index: int) -> Completion:
-        assert request.prompt is not None
+        assert request.prompt is not None and self.endpoint is not None
         try:
-            completion = await self.play(request, index)
+            completion = await self.play(self.endpoint, request, index)
         except UnusableError:
             raise
         except (EpisodeError, ValueError) as error:

@@ -28,6 +28,7 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from data.errors import UserError
@@ -37,7 +38,7 @@ from rollout.engine import Completion, Request, Sampling
 from rollout.episodes.endpoint import Endpoint
 from rollout.episodes.options import ToolConfig
 from rollout.gyms.auto_start import clean_env
-from rollout.gyms.gym_source import EpisodeError, GymSource, UnusableError, once_per_kind
+from rollout.gyms.gym_source import EpisodeError, GymSource, once_per_kind
 from rollout.schedule.replay import is_json
 from rollout.servers.command import WORKER
 from rollout.servers.launch import cause_of, read_tail
@@ -66,14 +67,9 @@ class Harness:
 
     def source(self, endpoint: Endpoint | None, sampling: Sampling) -> GymSource:
         """Return a source; `endpoint` is None on ranks that never start it."""
-
-        async def play(request: Request, index: int) -> Completion:
-            assert endpoint is not None
-            return await self._play(endpoint, sampling, request)
-
-        loop = None if endpoint is None else endpoint.loop
         return GymSource(
-            play, loop, endpoint, flag="harness", title="harness", log_once=self.log_once, all_may_fail=False,
+            partial(self._play, sampling), endpoint, flag="harness", title="harness", log_once=self.log_once,
+            all_may_fail=False,
             hint="run the program by hand, or see the first failure of each kind in the run's log",
         )  # fmt: skip
 
@@ -81,15 +77,13 @@ class Harness:
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    async def _play(self, endpoint: Endpoint, sampling: Sampling, request: Request) -> Completion:
+    async def _play(self, sampling: Sampling, endpoint: Endpoint, request: Request, index: int) -> Completion:
         assert request.prompt is not None and self.folder is not None
         async with self._slots:
             parent = self.folder / str(next(self._numbers))
             folder = new_folder(parent)
             with endpoint.session(sampling, seed=request.seed, settings=request.prompt.settings) as (session, key):
                 failure = await self._run(request.prompt, parent, endpoint.url, key)
-        if session.error is not None:
-            raise UnusableError(str(session.error)) from session.error
         columns = {"stdout": read_tail(parent / "stdout.txt"), "folder": folder}
         if failure is None and not session.turns:
             failure = "no turn", "the program ended without an answer of the policy; make it use OPENAI_BASE_URL"

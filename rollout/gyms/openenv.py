@@ -32,7 +32,6 @@ import typing
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -40,7 +39,7 @@ import httpx
 from data.errors import UserError
 from data.limits import thread_clock, wait_for_thread
 from data.types import Messages, Prompt
-from data.user_code import attribute_of, describe_error, load_file, load_module, where_raised
+from data.user_code import describe_error, find_attribute, where_raised
 from rollout.engine import Completion, Request, Sampling
 from rollout.episodes.endpoint import Endpoint
 from rollout.episodes.session import OutOfTokens, Session, masked_completion
@@ -79,14 +78,12 @@ class OpenEnvEpisode:
     def source(self, endpoint: Endpoint | None, sampling: Sampling) -> GymSource:
         """Return a source of episodes; `endpoint` is None on ranks that never start one."""
 
-        async def play(request: Request, index: int) -> Completion:
-            assert endpoint is not None and request.prompt is not None
-            settings = request.prompt.settings
-            with endpoint.session(sampling, seed=request.seed, settings=settings) as (session, _):
+        async def play(endpoint: Endpoint, request: Request, index: int) -> Completion:
+            assert request.prompt is not None
+            with endpoint.session(sampling, seed=request.seed, settings=request.prompt.settings) as (session, _):
                 return await self.play(session, request.prompt)
 
-        loop = None if endpoint is None else endpoint.loop
-        return GymSource(play, loop, endpoint, flag="openenv", title="OpenEnv", log_once=lambda *_: None, hint="")
+        return GymSource(play, endpoint, flag="openenv", title="OpenEnv", log_once=lambda *_: None, hint="")
 
     async def play(self, session: Session, prompt: Prompt) -> Completion:
         """Play one episode; its turns are the session's."""
@@ -290,13 +287,7 @@ def find_environment(spec: str, timeout: float) -> Opener:
 
 def load_class(spec: str, label: str) -> Any:
     """Load module.Class or FILE.py:Class."""
-    path, colon, attribute = spec.rpartition(":")
-    if colon and path.endswith(".py"):
-        return attribute_of(load_file(Path(path).expanduser().resolve(), label), attribute, label)
-    name, dot, attribute = spec.rpartition(".")
-    if not dot or colon:
-        raise UserError(f"{label}: not the name of a class; pass module.Class or FILE.py:Class")
-    return attribute_of(load_module(name, label), attribute, label)
+    return find_attribute(spec, label, "not the name of a class; pass module.Class or FILE.py:Class")[1]
 
 
 class InProcess:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from numbers import Real
-from typing import Any, Literal
+from typing import Any
 
 from data.errors import UserError
 from data.types import Prompt
@@ -19,13 +19,13 @@ from data.user_code import printable
 from rollout.engine import Completion, Request
 from rollout.episodes.endpoint import Endpoint
 from rollout.episodes.session import UnusableError, masked_completion
+from rollout.gyms.options import PrefixMismatch
 from rollout.rewards.calls import MAX_REWARD
 from rollout.servers.loop import Loop, together
 
 MAX_FAILURES = 100  # consecutive failures that stop the run
 # Columns of the completions of an environment that rewards them; reward_components is optional.
 COLUMNS = ("env_reward", "env_failed", "num_turns", "tool_calls", "branches", "reward_components")
-PrefixMismatch = Literal["branch", "last", "drop", "stop"]
 
 
 class EpisodeError(Exception):

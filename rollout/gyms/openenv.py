@@ -104,29 +104,46 @@ class OpenEnvEpisode:
                 raise UnusableError(str(error)) from None
 
     async def _run_episode(self, environment: Any, session: Session, prompt: Prompt) -> Completion:
-        columns = {name: prompt.columns.get(name) for name in self.cfg.reset_columns}
-        first = await environment.reset(seed=environment_seed(prompt), **columns)
-        messages = opening(prompt, self._shown(first))
-        record = EpisodeRecord(self.cfg.reward)
-        finish, text = "length", ""
+        settings = {name: prompt.columns.get(name) for name in self.cfg.reset_columns}
+        first = await environment.reset(seed=environment_seed(prompt), **settings)
+        asked = opening(prompt, self._shown(first))
+        messages: Messages = []  # after the prompt and the first observation
+        rewards: list[float] = []
+        finish, text, done, num_rejected = "length", "", False, 0
         for turn in range(self.cfg.max_turns):
             try:
-                reply = await session.chat(messages)
+                reply = await session.chat(asked)
             except OutOfTokens:
                 if not turn:
                     raise
                 break
             text = reply.completion.text
-            record.add("assistant", text)
+            messages.append({"role": "assistant", "content": text})
             if reply.completion.finish_reason == "length":
                 break  # do not take a truncated action
-            answer = await self._act(environment, text, record)
-            if record.done:
+            try:
+                action = self.adapter.action(text)
+            except Exception as error:  # user code may raise anything, and the model gets the error
+                shown = str(error) if isinstance(error, ValueError) else describe_error(error)
+                num_rejected += 1
+            else:
+                step = await environment.step(action)
+                shown, done = self._shown(step), step.done
+                rewards += [] if step.reward is None else [step.reward]
+            messages.append({"role": "user", "content": shown})
+            if done:
                 finish = "stop"
                 break
-            messages = [*reply.messages, {"role": "user", "content": answer}]
-        completion = session.completion(prompt.ids, record.columns())
-        return replace(completion, finish_reason=finish, text=text, messages=record.messages)
+            asked = [*reply.messages, messages[-1]]
+        total = rewards[-1] if self.cfg.reward == "last" and rewards else sum(rewards)
+        columns = {
+            "env_reward": float(total),  # 0 without any reward, e.g. if the episode ran out of turns
+            "num_turns": sum(message["role"] == "assistant" for message in messages),
+            "env_done": float(done),
+            "env_refused": num_rejected,
+            "env_failed": 0.0,
+        }
+        return replace(session.completion(prompt.ids, columns), finish_reason=finish, text=text, messages=messages)
 
     def _shown(self, step: Step) -> str:
         try:
@@ -138,45 +155,6 @@ class OpenEnvEpisode:
         if not isinstance(shown, str):
             raise EnvironmentFailure(f"observation() of the adapter returned a {type(shown).__name__}, not text")
         return without_surrogates(shown)
-
-    async def _act(self, session: Any, text: str, record: EpisodeRecord) -> str:
-        """Take the action and return the text that is shown to the model."""
-        try:
-            action = self.adapter.action(text)
-        except Exception as error:  # user code may raise anything, and the model gets the error
-            shown = str(error) if isinstance(error, ValueError) else describe_error(error)
-            record.num_rejected += 1
-        else:
-            step = await session.step(action)
-            shown = self._shown(step)
-            record.done = step.done
-            record.rewards += [] if step.reward is None else [step.reward]
-        record.add("user", shown)
-        return shown
-
-
-class EpisodeRecord:
-    """Record of an episode, for rewards and metrics."""
-
-    def __init__(self, reward: str) -> None:
-        self.reward = reward
-        self.messages: Messages = []
-        self.rewards: list[float] = []
-        self.num_rejected = 0
-        self.done = False
-
-    def add(self, role: str, text: str) -> None:
-        self.messages.append({"role": role, "content": text})
-
-    def columns(self) -> dict[str, Any]:
-        total = self.rewards[-1] if self.reward == "last" and self.rewards else sum(self.rewards)
-        return {
-            "env_reward": float(total),  # 0 without any reward, e.g. if the episode ran out of turns
-            "num_turns": sum(message["role"] == "assistant" for message in self.messages),
-            "env_done": float(self.done),
-            "env_refused": self.num_rejected,
-            "env_failed": 0.0,
-        }
 
 
 def environment_seed(prompt: Prompt) -> int:

@@ -215,7 +215,7 @@ class Endpoint:
     async def _messages(self, session: Session, body: Json) -> Reply:
         ask = protocols.read_messages(body)
         if ask.messages[-1]["role"] == "assistant":
-            raise UserError("messages: the last one is the assistant's; the start of an answer cannot be given")
+            raise UserError("messages: the start of an answer cannot be given; end with a message of the user")
         (turn,) = await self._turns(session, ask)
         reply = protocols.messages_reply(turn, body, secrets.token_hex(12))
         return answer(reply, body, protocols.messages_events, named=True)

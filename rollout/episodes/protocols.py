@@ -45,6 +45,7 @@ def read_chat(body: Json) -> Ask:
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     settings = dict(_object(body, "chat_template_kwargs")) | _tools(body.get("tools"), body.get("tool_choice"))
     _check_format(body.get("response_format"), "response_format")
+    _object(body, "stream_options")  # read after sampling
     messages = [_plain(message, f"messages[{i}]") for i, message in enumerate(_list(body, "messages"))]
     return Ask(messages, (), settings, _limit(limit), _stops(body.get("stop")), _count(body))
 

@@ -378,6 +378,7 @@ def test_text_completions_continue_the_sampled_ids(scripted):
             "tools[0]: only",
         ),
         ("/chat/completions", {"messages": [user("x")], "tools": [{"function": "f"}]}, 400, "tools[0]: has no name"),
+        ("/chat/completions", {"messages": [user("x")], "stream": True, "stream_options": 3}, 400, "stream_options"),
         ("/responses", {"input": [{"type": "message"}]}, 400, "input[0]: has no role"),
         ("/embeddings", {}, 404, "/v1/embeddings"),
     ],

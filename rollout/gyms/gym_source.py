@@ -118,29 +118,25 @@ class GymSource:
         assert request.prompt is not None and self.endpoint is not None
         try:
             completion = await self.play(self.endpoint, request, index)
+            if completion.branches and self.prefix_mismatch in ("drop", "stop"):
+                what = f"{len(completion.branches)} turns do not continue the messages of the previous turns"
+                if self.prefix_mismatch == "drop":
+                    raise EpisodeError(what, kind="prefix")
+                raise UnusableError(
+                    f"{self.flag}.prefix_mismatch=stop: {request.prompt.source}: {what}; use an agent that does not "
+                    "change earlier turns, or set prefix_mismatch to branch, last or drop"
+                )
         except UnusableError:
             raise
         except (EpisodeError, ValueError) as error:
             kind = error.kind if isinstance(error, EpisodeError) else str(error).partition(":")[0]
             return self._failed(request.prompt, kind, str(error), getattr(error, "columns", {}))
-        if completion.branches and self.prefix_mismatch in ("drop", "stop"):
-            return self._mismatched(request.prompt, completion)
         if self.prefix_mismatch == "last":
             completion = replace(completion, branches=())
         self._num_failures, self._limit = 0, MAX_FAILURES
         return completion
 
-    def _mismatched(self, prompt: Prompt, completion: Completion) -> Completion:
-        """Apply prefix_mismatch to an episode with a turn whose prompt does not continue the previous turns."""
-        what = f"{len(completion.branches)} turns do not continue the messages of the previous turns"
-        if self.prefix_mismatch == "stop":
-            raise UserError(
-                f"{self.flag}.prefix_mismatch=stop: {prompt.source}: {what}; use an agent that does not change earlier "
-                "turns, or set prefix_mismatch to branch, last or drop"
-            )
-        return self._failed(prompt, "prefix", what)
-
-    def _failed(self, prompt: Prompt, kind: str, reason: str, columns: dict[str, Any] | None = None) -> Completion:
+    def _failed(self, prompt: Prompt, kind: str, reason: str, columns: dict[str, Any]) -> Completion:
         self._num_failures += 1
         limit = self._limit or min(self._num_first, MAX_FAILURES)
         if self._num_failures >= limit:
@@ -150,4 +146,4 @@ class GymSource:
             )
         self.log_once(kind, f"{self.title}: {prompt.source}: {reason}; failed episodes are not trained on")
         counts = {"env_reward": None, "env_failed": 1.0, "num_turns": 0, "tool_calls": 0, "branches": 0}
-        return masked_completion(prompt.ids, counts | (columns or {}), [])
+        return masked_completion(prompt.ids, counts | columns, [])

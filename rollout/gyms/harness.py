@@ -43,8 +43,6 @@ from rollout.schedule.replay import is_json
 from rollout.servers.command import WORKER
 from rollout.servers.launch import cause_of, read_tail
 
-PLACEHOLDERS = ("{base_url}", "{api_key}", "{row}", "{prompt}")
-
 
 class Folder(str):
     """The path of a program's folder, which is deleted with the last reference to this object."""
@@ -96,7 +94,7 @@ class Harness:
         row = {name: value for name, value in prompt.columns.items() if is_json(value)} | {"prompt": prompt.prompt}
         (parent / "row.json").write_text(json.dumps(row))
         text = prompt.prompt if isinstance(prompt.prompt, str) else prompt.prompt[-1]["content"]
-        values = dict(zip(PLACEHOLDERS, (url, key, str(parent / "row.json"), text), strict=True))
+        values = {"{base_url}": url, "{api_key}": key, "{row}": str(parent / "row.json"), "{prompt}": text}
         env = clean_env() | {
             "OPENAI_BASE_URL": url, "OPENAI_API_BASE": url, "OPENAI_API_KEY": key,
             "ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key,

@@ -53,18 +53,23 @@ def find_callable(spec: str, label: str) -> tuple[str, Any]:
     if isinstance(spec, PythonObject):
         return getattr(spec.value, "__name__", type(spec.value).__name__), spec.value
     refuse_python_object(spec, label.partition("=")[0])
-    path, colon, attribute = spec.rpartition(":")
-    if colon and path.endswith(".py"):
-        module = load_file(Path(path).expanduser().resolve(), label)
-    else:
-        name, dot, attribute = spec.rpartition(".")
-        if not dot or colon:
-            raise UserError(f"{label}: not a function name; use my_module.function or path/to/file.py:function")
-        module = load_module(name, label)
-    value = attribute_of(module, attribute, label)
+    attribute, value = find_attribute(
+        spec, label, "not a function name; use my_module.function or path/to/file.py:function"
+    )
     if not callable(value):
         raise UserError(f"{label}: must be a function, not {type(value).__name__}")
     return attribute, value
+
+
+def find_attribute(spec: str, label: str, otherwise: str) -> tuple[str, Any]:
+    """Return (name, value) for FILE.py:name or my_module.name; `otherwise`: the error for other texts."""
+    path, colon, attribute = spec.rpartition(":")
+    if colon and path.endswith(".py"):
+        return attribute, attribute_of(load_file(Path(path).expanduser().resolve(), label), attribute, label)
+    name, dot, attribute = spec.rpartition(".")
+    if not dot or colon:
+        raise UserError(f"{label}: {otherwise}")
+    return attribute, attribute_of(load_module(name, label), attribute, label)
 
 
 def load_module(name: str, label: str) -> ModuleType:

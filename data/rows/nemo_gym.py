@@ -101,17 +101,15 @@ def nemo_gym_columns(columns: Columns, server: str | None, index: int) -> Column
     }
 
 
-def input_messages(items: Any) -> Messages:
-    """Convert a Responses API input, text or a list of items, to chat messages."""
+def input_messages(items: Any, where: str = "responses_create_params.input") -> Messages:
+    """Convert a Responses API input to chat messages: text, or a list of messages, tool calls and their outputs.
+
+    Text and calls of a turn become one message.
+    """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not isinstance(items, list) or not items:
-        raise UserError("responses_create_params.input: must be text, or a list of at least one message")
-    return item_messages(items, "responses_create_params.input")
-
-
-def item_messages(items: Sequence[Any], where: str) -> Messages:
-    """Convert messages, tool calls and their outputs to chat messages; text and calls of a turn become one message."""
+        raise UserError(f"{where}: must be text, or a list of at least one message")
     messages: Messages = []
     for index, item in enumerate(items):
         if not isinstance(item, dict):

@@ -34,7 +34,7 @@ from data.user_code import describe_error
 from rollout.engine import POLL_S, Completion, Request, Sampling
 from rollout.episodes import protocols
 from rollout.episodes.protocols import Ask, Json
-from rollout.episodes.session import ChatModel, OutOfTokens, Session, Turn
+from rollout.episodes.session import ChatModel, OutOfTokens, Session, Turn, UnusableError
 from rollout.servers.loop import Loop, together
 
 HOST = "127.0.0.1"
@@ -83,7 +83,10 @@ class Endpoint:
     def session(
         self, sampling: Sampling, *, seed: int, settings: Mapping[str, Any] | None = None, number: str | None = None
     ) -> Iterator[tuple[Session, str]]:
-        """Accept requests of one episode, with the API key that is returned. number: a name instead of a number."""
+        """Accept requests of one episode, with the API key that is returned; raise at its end if the engine failed.
+
+        number: a name instead of a number.
+        """
         number = number or str(next(self._numbers))
         session = Session(self.model, sampling, seed=seed, settings=settings)
         self._sessions[number], self._sampling = session, sampling
@@ -91,6 +94,8 @@ class Endpoint:
             yield session, f"{self.token}.{number}"
         finally:
             del self._sessions[number]
+        if session.error is not None:
+            raise UnusableError(str(session.error)) from session.error
 
     def advance(self) -> bool:
         """Sample what has been requested, in process; return False if the engine samples in the background."""
@@ -135,7 +140,7 @@ class Endpoint:
         headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         size = int(headers.get("content-length", 0))
         if size > MAX_BODY or "transfer-encoding" in headers:
-            await write(writer, 413, error_body(f"body of {size} bytes: send at most {MAX_BODY}, with content-length"))
+            await write(writer, 413, error_body(f"body: send at most {MAX_BODY:,} bytes, with content-length"))
             return False
         if headers.get("expect", "").lower() == "100-continue":
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -176,10 +181,12 @@ class Endpoint:
                 text = f"{method} {path}: no such route; use one of {', '.join(ROUTES)}"
                 return 404, error_body(text, is_anthropic), JSON
             return await ROUTES[route](self, session, body)
-        except OutOfTokens as error:
-            return 400, error_body(str(error), is_anthropic, "context_length_exceeded"), JSON
-        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:  # of the request's fields
-            return 400, error_body(describe_error(error), is_anthropic), JSON
+        except UserError as error:
+            code = "context_length_exceeded" if isinstance(error, OutOfTokens) else None
+            return 400, error_body(str(error), is_anthropic, code), JSON
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+            text = f"body: not a request of {path} ({describe_error(error)}); check its fields"
+            return 400, error_body(text, is_anthropic), JSON
 
     async def _turns(self, session: Session, ask: Ask) -> list[Turn]:
         limits = {"max_tokens": ask.max_tokens, "stop": ask.stop}
@@ -206,7 +213,10 @@ class Endpoint:
         return answer(reply, body, protocols.responses_events, named=True)
 
     async def _messages(self, session: Session, body: Json) -> Reply:
-        (turn,) = await self._turns(session, protocols.read_messages(body))
+        ask = protocols.read_messages(body)
+        if ask.messages[-1]["role"] == "assistant":
+            raise UserError("messages: the start of an answer cannot be given; end with a message of the user")
+        (turn,) = await self._turns(session, ask)
         reply = protocols.messages_reply(turn, body, secrets.token_hex(12))
         return answer(reply, body, protocols.messages_events, named=True)
 
@@ -311,6 +321,8 @@ class ArrivingRequests:
         def arrived() -> list[Request]:
             """Take the requests with the same settings; others wait for the next batch."""
             with self._arrived:
+                if futures and any(item[1] != sampling for item in self._waiting):
+                    return []  # otherwise the others would wait until no agent of this batch requests another turn
                 taken = [item for item in self._waiting if item[1] == sampling]
                 self._waiting = deque(item for item in self._waiting if item[1] != sampling)
             taken = [item for item in taken if item[2].set_running_or_notify_cancel()]

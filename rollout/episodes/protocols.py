@@ -45,6 +45,7 @@ def read_chat(body: Json) -> Ask:
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     settings = dict(_object(body, "chat_template_kwargs")) | _tools(body.get("tools"), body.get("tool_choice"))
     _check_format(body.get("response_format"), "response_format")
+    _object(body, "stream_options")  # read after sampling
     messages = [_plain(message, f"messages[{i}]") for i, message in enumerate(_list(body, "messages"))]
     return Ask(messages, (), settings, _limit(limit), _stops(body.get("stop")), _count(body))
 
@@ -66,7 +67,7 @@ def read_responses(body: Json, stored: Mapping[str, Messages]) -> Ask:
             raise UserError(f"previous_response_id={previous}: not a response of this episode")
         messages = list(stored[previous])
     _check_format((body.get("text") or {}).get("format"), "text.format")
-    messages += [_plain(message, "input") for message in input_messages(body.get("input"))]
+    messages += [_plain(message, "input") for message in input_messages(body.get("input"), "input")]
     if isinstance(body.get("instructions"), str):
         messages = [{"role": "system", "content": body["instructions"]}, *_without_system(messages, previous)]
     settings = _tools(body.get("tools"), body.get("tool_choice"))
@@ -79,11 +80,11 @@ def read_messages(body: Json) -> Ask:
         messages.append({"role": "system", "content": _text(body["system"], "system")})
     for index, message in enumerate(_list(body, "messages")):
         messages += _from_anthropic(message, f"messages[{index}]")
+    kinds = {None: "function", "custom": "function"}  # other tools are run by Anthropic, or have no schema
     tools = [
-        {"type": "function", "function": {"name": tool.get("name"), "description": tool.get("description") or "",
-                                          "parameters": tool.get("input_schema") or {}}}
+        tool | {"type": kinds.get(tool.get("type")), "parameters": tool.get("input_schema")}
         for tool in body.get("tools") or ()
-    ]  # fmt: skip
+    ]
     choice = (body.get("tool_choice") or {}).get("type")
     limit, stop = _limit(body.get("max_tokens")), _stops(body.get("stop_sequences"))
     return Ask(messages, (), _tools(tools, choice), limit, stop)
@@ -152,9 +153,9 @@ def _tools(tools: Any, choice: Any) -> Json:
         if not isinstance(tool, dict) or tool.get("type", "function") != "function":
             raise UserError(f"tools[{index}]: only tools of type function are supported")
         function = tool.get("function") or {key: tool.get(key) for key in ("name", "description", "parameters")}
-        function = {key: value for key, value in function.items() if key != "strict" and value is not None}
-        if not isinstance(function.get("name"), str):
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise UserError(f"tools[{index}]: has no name")
+        function = {key: value for key, value in function.items() if key != "strict" and value is not None}
         read.append({"type": "function", "function": {"description": "", "parameters": {}} | function})
     return {"tools": read}
 

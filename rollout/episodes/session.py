@@ -25,10 +25,14 @@ from data.chat import clean_messages, encode, render_prompt
 from data.errors import UserError
 from data.types import Messages
 from rollout.engine import Completion, Request, Sampling
-from rollout.episodes.tool_calls import Parsed, find_format
+from rollout.episodes.tool_calls import Parsed, find_format, parse_turn
 from rollout.episodes.turns import Continuation, Transcript, turn_seed
 
 ID_LENGTH = 9  # of a tool call, as some templates require
+
+
+class UnusableError(UserError):
+    """No episode of this environment can be trained on, so the run stops."""
 
 
 class OutOfTokens(UserError):
@@ -78,30 +82,28 @@ class ChatModel:
         plain = {"role": "assistant", "content": completion.text}
         if not tools or completion.finish_reason == "length" or not completion.ids:
             return plain
-        ids, special = completion.ids, self.tokenizer.all_special_ids
-        ids = ids[:-1] if ids[-1] in special else ids
         if self._parse is None:  # the tokenizer defines how
+            ids = completion.ids[:-1] if completion.ids[-1] in self.tokenizer.all_special_ids else completion.ids
             try:
                 parsed = self.tokenizer.parse_response(ids, prefix=completion.prompt_ids, tools=list(tools))
-                calls = [call.get("function", call) for call in parsed.get("tool_calls") or ()]
-                content = parsed.get("content") or ""
+                content, found = parsed.get("content") or "", parsed.get("tool_calls") or ()
+                functions = [call.get("function", call) for call in found]
+                functions = [{"name": one["name"], "arguments": json.dumps(one["arguments"])} for one in functions]
             except Exception:  # the model wrote something else
                 return plain
         else:
-            text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            content, found = self._parse(text)
+            content, found = parse_turn(completion, self._parse, self.tokenizer)
             if any(call.error or call.positional for call in found):
                 return plain
-            calls = [{"name": call.name, "arguments": call.arguments} for call in found]
-        if not calls:
+            functions = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in found]
+        if not functions:
             return plain
-        functions = [{"name": call["name"], "arguments": json.dumps(call["arguments"])} for call in calls]
-        numbered = [f"{i}/{completion.prompt_ids}/{completion.ids}" for i in range(len(calls))]
-        named = [hashlib.blake2b(text.encode()).hexdigest()[:ID_LENGTH] for text in numbered]
-        pairs = zip(named, functions, strict=True)
-        return plain | {
-            "content": content, "tool_calls": [{"id": i, "type": "function", "function": f} for i, f in pairs]
-        }  # fmt: skip
+        calls = []
+        for index, function in enumerate(functions):
+            text = f"{index}/{completion.prompt_ids}/{completion.ids}"
+            name = hashlib.blake2b(text.encode()).hexdigest()[:ID_LENGTH]
+            calls.append({"id": name, "type": "function", "function": function})
+        return plain | {"content": content, "tool_calls": calls}
 
 
 class Session:

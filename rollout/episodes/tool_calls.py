@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from data.chat import is_harmony
 from data.errors import UserError
+from rollout.engine import Completion
 from rollout.harmony import Message, split_messages
 
 CONSTANTS = {"true": True, "false": False, "null": None}  # JSON names that models also write in Python calls
@@ -99,6 +100,15 @@ def harmony(text: str) -> Parsed:
         return Parsed(text.strip(), [])
     shown = [message.text for message in messages if not message.recipient and message.channel != "analysis"]
     return Parsed("".join(shown).strip(), calls)
+
+
+def parse_turn(turn: Completion, parse: Parse, tokenizer: Any) -> Parsed:
+    """Parse the calls of a complete turn from its text with special tokens, because some formats start with one."""
+    if turn.finish_reason == "length":
+        return Parsed(turn.text, [])
+    ids = turn.ids[:-1] if turn.ids and turn.ids[-1] in tokenizer.all_special_ids else turn.ids
+    parsed = parse(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return parsed if parsed.calls else Parsed(turn.text, [])
 
 
 FORMATS: dict[str, Parse] = {

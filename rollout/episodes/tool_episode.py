@@ -26,7 +26,7 @@ from data.types import Messages, Prompt
 from rollout.engine import Completion
 from rollout.episodes.episode import Client
 from rollout.episodes.options import ToolConfig
-from rollout.episodes.tool_calls import Call, Parsed, find_format
+from rollout.episodes.tool_calls import Call, Parsed, find_format, parse_turn
 from rollout.episodes.tools import Toolset, Turns
 from rollout.episodes.turns import CALL_ID, Continuation, Transcript, turn_seed
 
@@ -69,7 +69,7 @@ class ToolEpisode:
             turns.turn = turn
             reply = await client.generate(transcript.ids, turn_seed(seed, turn), max_tokens=limit - len(transcript))
             transcript.add(reply)
-            parsed = self._read(reply)
+            parsed = parse_turn(reply, self.parse, self.tokenizer)
             messages.append(self._message(reply, parsed))
             finish_reason = reply.finish_reason
             if finish_reason == "length" or not parsed.calls:
@@ -90,15 +90,6 @@ class ToolEpisode:
             columns["env_reward"] = sum(turns.rewards.values())
             columns["turn_rewards"] = [turns.rewards.get(i, 0.0) for i in range(turn + 1)]
         return transcript.completion(finish_reason, text=reply.text, messages=messages, columns=columns)
-
-    def _read(self, reply: Completion) -> Parsed:
-        """Parse the calls of a turn from its text with special tokens, because some formats start with one."""
-        ended = reply.finish_reason == "stop" and reply.ids and reply.ids[-1] in self.tokenizer.all_special_ids
-        ids = reply.ids[:-1] if ended else reply.ids
-        if reply.finish_reason == "length":
-            return Parsed(reply.text, [])
-        parsed = self.parse(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        return parsed if parsed.calls else Parsed(reply.text, [])
 
     async def _results(self, calls: Sequence[Call], turns: Turns) -> tuple[Messages, int]:
         """Run the calls in order, because a tool may change the state that the next one reads."""

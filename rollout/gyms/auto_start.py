@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import yaml
@@ -35,14 +35,22 @@ from rollout.servers.launch import STOP_WAIT, cause_of, read_tail, reserve
 
 HOST = "127.0.0.1"
 LAUNCHER = Path(__file__).with_name("launcher.py")
-KINDS = ("resources_servers", "responses_api_agents", "responses_api_models")
-MODELS = "responses_api_models"
+AGENTS, MODELS = "responses_api_agents", "responses_api_models"
+KINDS = ("resources_servers", AGENTS, MODELS)
 PARSE_S = 1800.0  # the gym imports ray, wandb and more; about a minute on an idle machine
 POLL_S = 0.2
 # Values for the model variables in the gym's files; placeholders until the address is known.
 PLACEHOLDER = "strop:"
 POLICY = {"policy_base_url": "strop:base_url", "policy_api_key": "strop:api_key", "policy_model_name": "strop:model"}
 NO_MODEL = {"policy_model": {MODELS: {"dummy_model": {"entrypoint": "app.py"}}}}  # the gym's placeholder
+
+
+class Server(NamedTuple):
+    """A server in the gym's files."""
+
+    kind: str
+    folder: str  # of its code, within the kind
+    fields: dict[str, Any]
 
 
 class GymServers:
@@ -54,7 +62,7 @@ class GymServers:
         self.python = find_python(cfg)
         self.root, self.tree = self._read_files()
         self._ports = []  # sockets that reserve the ports
-        for fields in servers_of(self.tree).values():
+        for _, _, fields in servers_of(self.tree).values():
             self._ports.append(reserve(HOST, 0))
             fields |= {"host": HOST, "port": self._ports[-1].getsockname()[1]}
             fields.pop("num_workers", None)  # more than one process would start ray
@@ -79,7 +87,7 @@ class GymServers:
                 venv = folder / ".venv" / "bin" / "python"  # the gym's runner creates one per server
                 python = str(venv) if venv.is_file() else self.python
                 argv = [python, str(LAUNCHER), "serve", str(folder), entrypoint]
-                url = f"http://{HOST}:{servers_of(self.tree)[name]['port']}"
+                url = f"http://{HOST}:{servers_of(self.tree)[name].fields['port']}"
                 server_env = env | {"NEMO_GYM_CONFIG_PATH": name}
                 self.running.append(GymServer(name, url, argv, server_env, log_dir / f"gym-{name}.log"))
             self._wait(started_at)
@@ -123,7 +131,7 @@ class GymServers:
 
     def _code_of(self, name: str) -> tuple[Path, str]:
         """Return (folder, file) of a server's code, in the gym's folder or in the installed nemo_gym."""
-        kind, name_in_kind, fields = server_entry(self.tree[name])
+        kind, name_in_kind, fields = servers_of(self.tree)[name]
         for root in (folder_of(self.cfg), self.root):
             if (root / kind / name_in_kind / fields["entrypoint"]).is_file():
                 return root / kind / name_in_kind, fields["entrypoint"]
@@ -227,20 +235,16 @@ def clean_env() -> dict[str, str]:
 # configuration: pure functions -----------------------------------------------------------------------------------
 
 
-def server_entry(entry: Any) -> tuple[str, str, dict[str, Any]] | None:
-    """Return (kind, folder within the kind, fields) of a server's entry; None for other entries."""
-    for kind in KINDS:
-        inner = entry.get(kind) if isinstance(entry, dict) else None
-        if isinstance(inner, dict) and inner:
-            folder, fields = next(iter(inner.items()))
-            if isinstance(fields, dict) and fields.get("entrypoint"):
-                return kind, folder, fields
-    return None
-
-
-def servers_of(tree: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the fields of every server, by name."""
-    return {name: server[2] for name, entry in tree.items() if (server := server_entry(entry)) is not None}
+def servers_of(tree: dict[str, Any], required: str = "entrypoint") -> dict[str, Server]:
+    """Return every server that has the required field, by name; the other entries are settings."""
+    servers: dict[str, Server] = {}
+    for name, entry in tree.items():
+        for kind in KINDS if isinstance(entry, dict) else ():
+            inner = entry.get(kind)
+            folder, fields = next(iter(inner.items()), ("", None)) if isinstance(inner, dict) else ("", None)
+            if isinstance(fields, dict) and fields.get(required) is not None:
+                servers.setdefault(name, Server(kind, folder, fields))
+    return servers
 
 
 def references(value: Any) -> Iterator[tuple[str, str]]:
@@ -257,7 +261,7 @@ def with_references(tree: dict[str, Any], names: Collection[str]) -> list[str]:
     """Return the names of these servers and of all servers that they refer to."""
     servers, closure = servers_of(tree), sorted(names)
     for name in closure:  # grows
-        closure += sorted({other for _, other in references(servers[name]) if other in servers} - set(closure))
+        closure += sorted({other for _, other in references(servers[name].fields) if other in servers} - set(closure))
     return closure
 
 
@@ -265,9 +269,9 @@ def with_model(tree: dict[str, Any], names: Sequence[str], model: tuple[str, str
     """Return the configuration with the run's endpoint in place of the placeholders."""
     tree = copy.deepcopy(tree)
     servers = servers_of(tree)
-    agents = [servers[name] for name in names if server_entry(tree[name])[0] == "responses_api_agents"]
+    agents = [servers[name].fields for name in names if servers[name].kind == AGENTS]
     referenced = {name for fields in agents for kind, name in references(fields) if kind == MODELS and name in servers}
-    waiting = [name for name in names if name in referenced or PLACEHOLDER in json.dumps(servers[name])]
+    waiting = [name for name in names if name in referenced or PLACEHOLDER in json.dumps(servers[name].fields)]
     if waiting and model is None:
         raise UserError(
             f"rollout.engine=local: the gym's server {waiting[0]} uses the model in training to verify, while the "
@@ -276,7 +280,7 @@ def with_model(tree: dict[str, Any], names: Sequence[str], model: tuple[str, str
     url, token = model or ("", "")
     values = {"base_url": [url], "api_key": token, "model": "policy"}
     for name in referenced:
-        (folder, fields), *_ = tree[name][MODELS].items()
+        _, folder, fields = servers[name]
         if folder == "dummy_model":  # the files contain no model server
             tree[name][MODELS] = {"vllm_model": fields}
             fields["uses_reasoning_parser"] = False

@@ -1,8 +1,8 @@
 """Episodes of an environment or program whose model is the policy: failures, and rewrites of history.
 
-    source = GymSource(play, loop, endpoint, flag="nemo_gym", title="NeMo Gym", log_once=log_once, hint="...")
+    source = GymSource(play, endpoint, flag="nemo_gym", title="NeMo Gym", log_once=log_once, hint="...")
 
-play(request, index in its group) returns a Completion, usually of a session of the endpoint (episodes/session.py).
+play(endpoint, request, index in its group) returns a Completion, usually of a session (episodes/session.py).
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from numbers import Real
-from typing import Any, Literal
+from typing import Any
 
 from data.errors import UserError
 from data.types import Prompt
 from data.user_code import printable
 from rollout.engine import Completion, Request
 from rollout.episodes.endpoint import Endpoint
-from rollout.episodes.session import masked_completion
+from rollout.episodes.session import UnusableError, masked_completion
+from rollout.gyms.options import PrefixMismatch
 from rollout.rewards.calls import MAX_REWARD
 from rollout.servers.loop import Loop, together
 
 MAX_FAILURES = 100  # consecutive failures that stop the run
 # Columns of the completions of an environment that rewards them; reward_components is optional.
 COLUMNS = ("env_reward", "env_failed", "num_turns", "tool_calls", "branches", "reward_components")
-PrefixMismatch = Literal["branch", "last", "drop", "stop"]
 
 
 class EpisodeError(Exception):
@@ -34,10 +34,6 @@ class EpisodeError(Exception):
     def __init__(self, text: str, *, kind: str, columns: dict[str, Any] | None = None) -> None:
         super().__init__(text)
         self.kind, self.columns = kind, columns or {}
-
-
-class UnusableError(UserError):
-    """No episode of this environment can be trained on, so the run stops."""
 
 
 def read_reward(value: Any) -> float:
@@ -69,7 +65,7 @@ def once_per_kind(log: Callable[[str], None]) -> Callable[[str, str], None]:
 
 
 class GymSource:
-    """Source of episodes: one call of play(request, index in its group) per request.
+    """Source of episodes: one call of play() per request.
 
     A failed episode (EpisodeError, ValueError) becomes a completion without trained tokens and without a reward. Each
     kind of failure is logged once. MAX_FAILURES consecutive failures stop the run; unless all_may_fail, so do the
@@ -78,10 +74,10 @@ class GymSource:
 
     def __init__(
         self,
-        play: Callable[[Request, int], Awaitable[Completion]],
-        loop: Loop | None,
+        play: Callable[[Endpoint, Request, int], Awaitable[Completion]],
         endpoint: Endpoint | None,  # None on ranks that never start an episode
         *,
+        loop: Loop | None = None,  # runs the episodes; None: the endpoint's
         flag: str,  # prefix of the environment's flags, for error messages: nemo_gym
         title: str,  # name of the environment, for the log
         log_once: Callable[[str, str], None],  # (kind, text)
@@ -89,7 +85,8 @@ class GymSource:
         prefix_mismatch: PrefixMismatch = "branch",
         all_may_fail: bool = True,
     ) -> None:
-        self.play, self.loop, self.endpoint, self.flag, self.title = play, loop, endpoint, flag, title
+        self.play, self.endpoint, self.flag, self.title = play, endpoint, flag, title
+        self.loop = loop or (endpoint and endpoint.loop)
         self.prefix_mismatch, self.log_once, self.hint = prefix_mismatch, log_once, hint
         self._running: set[Future[Any]] = set()
         self._num_failures = self._num_first = 0
@@ -118,32 +115,28 @@ class GymSource:
             future.cancel()
 
     async def _episode(self, request: Request, index: int) -> Completion:
-        assert request.prompt is not None
+        assert request.prompt is not None and self.endpoint is not None
         try:
-            completion = await self.play(request, index)
+            completion = await self.play(self.endpoint, request, index)
+            if completion.branches and self.prefix_mismatch in ("drop", "stop"):
+                what = f"{len(completion.branches)} turns do not continue the messages of the previous turns"
+                if self.prefix_mismatch == "drop":
+                    raise EpisodeError(what, kind="prefix")
+                raise UnusableError(
+                    f"{self.flag}.prefix_mismatch=stop: {request.prompt.source}: {what}; use an agent that does not "
+                    "change earlier turns, or set prefix_mismatch to branch, last or drop"
+                )
         except UnusableError:
             raise
         except (EpisodeError, ValueError) as error:
             kind = error.kind if isinstance(error, EpisodeError) else str(error).partition(":")[0]
             return self._failed(request.prompt, kind, str(error), getattr(error, "columns", {}))
-        if completion.branches and self.prefix_mismatch in ("drop", "stop"):
-            return self._mismatched(request.prompt, completion)
         if self.prefix_mismatch == "last":
             completion = replace(completion, branches=())
         self._num_failures, self._limit = 0, MAX_FAILURES
         return completion
 
-    def _mismatched(self, prompt: Prompt, completion: Completion) -> Completion:
-        """Apply prefix_mismatch to an episode with a turn whose prompt does not continue the previous turns."""
-        what = f"{len(completion.branches)} turns do not continue the messages of the previous turns"
-        if self.prefix_mismatch == "stop":
-            raise UserError(
-                f"{self.flag}.prefix_mismatch=stop: {prompt.source}: {what}; use an agent that does not change earlier "
-                "turns, or set prefix_mismatch to branch, last or drop"
-            )
-        return self._failed(prompt, "prefix", what)
-
-    def _failed(self, prompt: Prompt, kind: str, reason: str, columns: dict[str, Any] | None = None) -> Completion:
+    def _failed(self, prompt: Prompt, kind: str, reason: str, columns: dict[str, Any]) -> Completion:
         self._num_failures += 1
         limit = self._limit or min(self._num_first, MAX_FAILURES)
         if self._num_failures >= limit:
@@ -153,4 +146,4 @@ class GymSource:
             )
         self.log_once(kind, f"{self.title}: {prompt.source}: {reason}; failed episodes are not trained on")
         counts = {"env_reward": None, "env_failed": 1.0, "num_turns": 0, "tool_calls": 0, "branches": 0}
-        return masked_completion(prompt.ids, counts | (columns or {}), [])
+        return masked_completion(prompt.ids, counts | columns, [])

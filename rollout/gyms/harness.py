@@ -28,6 +28,7 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from data.errors import UserError
@@ -37,12 +38,10 @@ from rollout.engine import Completion, Request, Sampling
 from rollout.episodes.endpoint import Endpoint
 from rollout.episodes.options import ToolConfig
 from rollout.gyms.auto_start import clean_env
-from rollout.gyms.gym_source import EpisodeError, GymSource, UnusableError, once_per_kind
+from rollout.gyms.gym_source import EpisodeError, GymSource, once_per_kind
 from rollout.schedule.replay import is_json
 from rollout.servers.command import WORKER
 from rollout.servers.launch import cause_of, read_tail
-
-PLACEHOLDERS = ("{base_url}", "{api_key}", "{row}", "{prompt}")
 
 
 class Folder(str):
@@ -66,14 +65,9 @@ class Harness:
 
     def source(self, endpoint: Endpoint | None, sampling: Sampling) -> GymSource:
         """Return a source; `endpoint` is None on ranks that never start it."""
-
-        async def play(request: Request, index: int) -> Completion:
-            assert endpoint is not None
-            return await self._play(endpoint, sampling, request)
-
-        loop = None if endpoint is None else endpoint.loop
         return GymSource(
-            play, loop, endpoint, flag="harness", title="harness", log_once=self.log_once, all_may_fail=False,
+            partial(self._play, sampling), endpoint, flag="harness", title="harness", log_once=self.log_once,
+            all_may_fail=False,
             hint="run the program by hand, or see the first failure of each kind in the run's log",
         )  # fmt: skip
 
@@ -81,16 +75,16 @@ class Harness:
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    async def _play(self, endpoint: Endpoint, sampling: Sampling, request: Request) -> Completion:
+    async def _play(self, sampling: Sampling, endpoint: Endpoint, request: Request, index: int) -> Completion:
         assert request.prompt is not None and self.folder is not None
         async with self._slots:
             parent = self.folder / str(next(self._numbers))
             folder = new_folder(parent)
             with endpoint.session(sampling, seed=request.seed, settings=request.prompt.settings) as (session, key):
                 failure = await self._run(request.prompt, parent, endpoint.url, key)
-        if session.error is not None:
-            raise UnusableError(str(session.error)) from session.error
         columns = {"stdout": read_tail(parent / "stdout.txt"), "folder": folder}
+        if failure is None and not session.turns:
+            failure = "no turn", "the program ended without an answer of the policy; make it use OPENAI_BASE_URL"
         if failure is not None and not session.is_full:  # otherwise it failed because it got no more tokens
             raise EpisodeError(failure[1], kind=failure[0], columns=columns)
         return session.completion(request.prompt.ids, columns | {"env_failed": 0.0})
@@ -100,17 +94,20 @@ class Harness:
         row = {name: value for name, value in prompt.columns.items() if is_json(value)} | {"prompt": prompt.prompt}
         (parent / "row.json").write_text(json.dumps(row))
         text = prompt.prompt if isinstance(prompt.prompt, str) else prompt.prompt[-1]["content"]
-        values = dict(zip(PLACEHOLDERS, (url, key, str(parent / "row.json"), text), strict=True))
+        values = {"{base_url}": url, "{api_key}": key, "{row}": str(parent / "row.json"), "{prompt}": text}
         env = clean_env() | {
             "OPENAI_BASE_URL": url, "OPENAI_API_BASE": url, "OPENAI_API_KEY": key,
             "ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key,
         }  # fmt: skip
         guard = [sys.executable, str(WORKER / "strop_guard.py"), "--", *fill(self.argv, values)]
         with (parent / "stdout.txt").open("wb") as out, (parent / "stderr.txt").open("wb") as err:
-            process = await asyncio.create_subprocess_exec(
-                *guard, stdin=asyncio.subprocess.PIPE, stdout=out, stderr=err, cwd=parent / "work", env=env,
-                start_new_session=True,
-            )  # fmt: skip
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *guard, stdin=asyncio.subprocess.PIPE, stdout=out, stderr=err, cwd=parent / "work", env=env,
+                    start_new_session=True,
+                )  # fmt: skip
+            except (OSError, ValueError) as error:  # a prompt that is too long for the command, or contains NUL
+                return "start", f"the program cannot be started ({error}); pass it {{row}} instead of {{prompt}}"
         try:
             async with asyncio.timeout(self.cfg.harness_timeout):
                 status = await process.wait()

@@ -34,7 +34,7 @@ from data.types import Messages, Prompt
 from data.user_code import printable
 from rollout.engine import Completion, Request, Sampling
 from rollout.episodes.endpoint import SESSION_FIELD, Endpoint
-from rollout.gyms.auto_start import GymServers, check_files
+from rollout.gyms.auto_start import AGENTS, MODELS, GymServers, check_files, servers_of
 from rollout.gyms.gym_source import (
     COLUMNS,
     EpisodeError,
@@ -49,8 +49,6 @@ from rollout.servers.loop import Loop, together
 
 CONNECT_S = 10.0
 POLL_S = 1.0
-RESOURCE_SERVERS = "resources_servers"
-AGENTS = "responses_api_agents"
 ALL_INTERFACES = ("0.0.0.0", "::", "localhost", "")  # a server with one of these hosts runs on the head server's host
 MAX_REPLY = 2**28  # bytes, more than any valid reply
 MAX_DEPTH = 100  # nested lists and objects of a reply; writing them to samples.jsonl is recursive
@@ -102,21 +100,19 @@ class RunSource(GymSource):
     def __init__(self, gym: GymClient, sampling: Sampling, endpoint: Endpoint | None) -> None:
         """endpoint: None on ranks that never start an episode."""
         super().__init__(
-            self._run, gym.loop, endpoint, flag="nemo_gym",
+            self._run, endpoint, loop=gym.loop, flag="nemo_gym",
             title="NeMo Gym", prefix_mismatch=gym.cfg.prefix_mismatch, log_once=gym.log_once,
             hint="see the logs of the gym's agent and model server",
         )  # fmt: skip
         self.gym, self.sampling = gym, sampling
 
-    async def _run(self, request: Request, index: int) -> Completion:
-        assert self.endpoint is not None and request.prompt is not None
+    async def _run(self, endpoint: Endpoint, request: Request, index: int) -> Completion:
+        assert request.prompt is not None
         prompt = request.prompt
         name, url = self.gym.agent_of(prompt.columns["nemo_gym_ref"])
-        with self.endpoint.session(self.sampling, seed=request.seed, settings=prompt.settings) as (session, key):
+        with endpoint.session(self.sampling, seed=request.seed, settings=prompt.settings) as (session, key):
             reply = await self.gym.run(self.body(prompt, name, key.rpartition(".")[2], index), name, url)
-        if session.error is not None:
-            raise UnusableError(str(session.error)) from session.error
-        return session.completion(prompt.ids, read_reply(reply, has_turns=bool(session.turns), url=self.endpoint.url))
+        return session.completion(prompt.ids, read_reply(reply, has_turns=bool(session.turns), url=endpoint.url))
 
     def body(self, prompt: Prompt, agent: str, session: str, index: int) -> dict[str, Any]:
         """Return the row; the gym's model server adds the fields of metadata.extra_body to its requests."""
@@ -127,7 +123,7 @@ class RunSource(GymSource):
         params["metadata"] = metadata | {"extra_body": json.dumps(extra)}
         return row | {
             "responses_create_params": params,
-            "agent_ref": {"type": "responses_api_agents", "name": agent},
+            "agent_ref": {"type": AGENTS, "name": agent},
             "_ng_task_index": prompt.columns["nemo_gym_index"],
             "_ng_rollout_index": index,
         }
@@ -389,23 +385,19 @@ def read_addresses(text: str, head: str, host: str) -> Addresses:
 def addresses_of(tree: dict[str, Any], host: str) -> Addresses:
     """Return the addresses in a gym configuration; `host` is the address of servers that listen on all interfaces."""
     addresses = Addresses({}, {})
-    for name, entry in tree.items():
-        for kind in (RESOURCE_SERVERS, AGENTS):
-            inner = entry.get(kind) if isinstance(entry, dict) else None
-            # One entry, named after the server's code; the outer key is the server's name.
-            fields = next(iter(inner.values()), None) if isinstance(inner, dict) else None
-            if not isinstance(fields, dict) or not isinstance(fields.get("port"), int):
-                continue
-            if not 0 < fields["port"] < 2**16:
-                raise UserError(f"nemo_gym: {name}: port={shorten(fields['port'])}: not between 1 and 65535")
-            at = str(fields.get("host") or "")
-            url = f"http://{host if at in ALL_INTERFACES else at}:{fields['port']}"
-            if kind == RESOURCE_SERVERS:
-                addresses.servers[name] = url
-            else:
-                ref = fields.get("resources_server")
-                server = ref.get("name") if isinstance(ref, dict) else None
-                addresses.agents[name] = (url, server if isinstance(server, str) else None)
+    for name, (kind, _, fields) in servers_of(tree, "port").items():
+        if not isinstance(fields["port"], int) or kind == MODELS:
+            continue
+        if not 0 < fields["port"] < 2**16:
+            raise UserError(f"nemo_gym: {name}: port={shorten(fields['port'])}: not between 1 and 65535")
+        at = str(fields.get("host") or "")
+        url = f"http://{host if at in ALL_INTERFACES else at}:{fields['port']}"
+        if kind == AGENTS:
+            ref = fields.get("resources_server")
+            server = ref.get("name") if isinstance(ref, dict) else None
+            addresses.agents[name] = (url, server if isinstance(server, str) else None)
+        else:
+            addresses.servers[name] = url
     return addresses
 
 

@@ -32,7 +32,6 @@ import typing
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -40,7 +39,7 @@ import httpx
 from data.errors import UserError
 from data.limits import thread_clock, wait_for_thread
 from data.types import Messages, Prompt
-from data.user_code import attribute_of, describe_error, load_file, load_module, where_raised
+from data.user_code import describe_error, find_attribute, where_raised
 from rollout.engine import Completion, Request, Sampling
 from rollout.episodes.endpoint import Endpoint
 from rollout.episodes.session import OutOfTokens, Session, masked_completion
@@ -79,14 +78,12 @@ class OpenEnvEpisode:
     def source(self, endpoint: Endpoint | None, sampling: Sampling) -> GymSource:
         """Return a source of episodes; `endpoint` is None on ranks that never start one."""
 
-        async def play(request: Request, index: int) -> Completion:
-            assert endpoint is not None and request.prompt is not None
-            settings = request.prompt.settings
-            with endpoint.session(sampling, seed=request.seed, settings=settings) as (session, _):
+        async def play(endpoint: Endpoint, request: Request, index: int) -> Completion:
+            assert request.prompt is not None
+            with endpoint.session(sampling, seed=request.seed, settings=request.prompt.settings) as (session, _):
                 return await self.play(session, request.prompt)
 
-        loop = None if endpoint is None else endpoint.loop
-        return GymSource(play, loop, endpoint, flag="openenv", title="OpenEnv", log_once=lambda *_: None, hint="")
+        return GymSource(play, endpoint, flag="openenv", title="OpenEnv", log_once=lambda *_: None, hint="")
 
     async def play(self, session: Session, prompt: Prompt) -> Completion:
         """Play one episode; its turns are the session's."""
@@ -107,29 +104,46 @@ class OpenEnvEpisode:
                 raise UnusableError(str(error)) from None
 
     async def _run_episode(self, environment: Any, session: Session, prompt: Prompt) -> Completion:
-        columns = {name: prompt.columns.get(name) for name in self.cfg.reset_columns}
-        first = await environment.reset(seed=environment_seed(prompt), **columns)
-        messages = opening(prompt, self._shown(first))
-        record = EpisodeRecord(self.cfg.reward)
-        finish, text = "length", ""
+        settings = {name: prompt.columns.get(name) for name in self.cfg.reset_columns}
+        first = await environment.reset(seed=environment_seed(prompt), **settings)
+        asked = opening(prompt, self._shown(first))
+        messages: Messages = []  # after the prompt and the first observation
+        rewards: list[float] = []
+        finish, text, done, num_rejected = "length", "", False, 0
         for turn in range(self.cfg.max_turns):
             try:
-                reply = await session.chat(messages)
+                reply = await session.chat(asked)
             except OutOfTokens:
                 if not turn:
                     raise
                 break
             text = reply.completion.text
-            record.add("assistant", text)
+            messages.append({"role": "assistant", "content": text})
             if reply.completion.finish_reason == "length":
                 break  # do not take a truncated action
-            answer = await self._act(environment, text, record)
-            if record.done:
+            try:
+                action = self.adapter.action(text)
+            except Exception as error:  # user code may raise anything, and the model gets the error
+                shown = str(error) if isinstance(error, ValueError) else describe_error(error)
+                num_rejected += 1
+            else:
+                step = await environment.step(action)
+                shown, done = self._shown(step), step.done
+                rewards += [] if step.reward is None else [step.reward]
+            messages.append({"role": "user", "content": shown})
+            if done:
                 finish = "stop"
                 break
-            messages = [*reply.messages, {"role": "user", "content": answer}]
-        completion = session.completion(prompt.ids, record.columns())
-        return replace(completion, finish_reason=finish, text=text, messages=record.messages)
+            asked = [*reply.messages, messages[-1]]
+        total = rewards[-1] if self.cfg.reward == "last" and rewards else sum(rewards)
+        columns = {
+            "env_reward": float(total),  # 0 without any reward, e.g. if the episode ran out of turns
+            "num_turns": sum(message["role"] == "assistant" for message in messages),
+            "env_done": float(done),
+            "env_refused": num_rejected,
+            "env_failed": 0.0,
+        }
+        return replace(session.completion(prompt.ids, columns), finish_reason=finish, text=text, messages=messages)
 
     def _shown(self, step: Step) -> str:
         try:
@@ -141,45 +155,6 @@ class OpenEnvEpisode:
         if not isinstance(shown, str):
             raise EnvironmentFailure(f"observation() of the adapter returned a {type(shown).__name__}, not text")
         return without_surrogates(shown)
-
-    async def _act(self, session: Any, text: str, record: EpisodeRecord) -> str:
-        """Take the action and return the text that is shown to the model."""
-        try:
-            action = self.adapter.action(text)
-        except Exception as error:  # user code may raise anything, and the model gets the error
-            shown = str(error) if isinstance(error, ValueError) else describe_error(error)
-            record.num_rejected += 1
-        else:
-            step = await session.step(action)
-            shown = self._shown(step)
-            record.done = step.done
-            record.rewards += [] if step.reward is None else [step.reward]
-        record.add("user", shown)
-        return shown
-
-
-class EpisodeRecord:
-    """Record of an episode, for rewards and metrics."""
-
-    def __init__(self, reward: str) -> None:
-        self.reward = reward
-        self.messages: Messages = []
-        self.rewards: list[float] = []
-        self.num_rejected = 0
-        self.done = False
-
-    def add(self, role: str, text: str) -> None:
-        self.messages.append({"role": role, "content": text})
-
-    def columns(self) -> dict[str, Any]:
-        total = self.rewards[-1] if self.reward == "last" and self.rewards else sum(self.rewards)
-        return {
-            "env_reward": float(total),  # 0 without any reward, e.g. if the episode ran out of turns
-            "num_turns": sum(message["role"] == "assistant" for message in self.messages),
-            "env_done": float(self.done),
-            "env_refused": self.num_rejected,
-            "env_failed": 0.0,
-        }
 
 
 def environment_seed(prompt: Prompt) -> int:
@@ -290,13 +265,7 @@ def find_environment(spec: str, timeout: float) -> Opener:
 
 def load_class(spec: str, label: str) -> Any:
     """Load module.Class or FILE.py:Class."""
-    path, colon, attribute = spec.rpartition(":")
-    if colon and path.endswith(".py"):
-        return attribute_of(load_file(Path(path).expanduser().resolve(), label), attribute, label)
-    name, dot, attribute = spec.rpartition(".")
-    if not dot or colon:
-        raise UserError(f"{label}: not the name of a class; pass module.Class or FILE.py:Class")
-    return attribute_of(load_module(name, label), attribute, label)
+    return find_attribute(spec, label, "not the name of a class; pass module.Class or FILE.py:Class")[1]
 
 
 class InProcess:

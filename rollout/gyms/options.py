@@ -16,6 +16,7 @@ VERIFY = "nemo_gym:verify"  # a resource server scores each completion
 ENV = "env"  # the episode provides the reward
 ENDPOINT_PORT = 11001  # next to the head server's
 REMOTE = ("http://", "https://", "ws://", "wss://")
+PrefixMismatch = Literal["branch", "last", "drop", "stop"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ class NemoGymConfig:
     """Let the gym's agents run whole episodes (/run) with the policy as their model. Use --reward-funcs env."""
     endpoint_port: int | None = None
     """With multi_turn: port at which the gym's model server finds the policy. None: 11001; with auto_start any."""
-    prefix_mismatch: Literal["branch", "last", "drop", "stop"] = "branch"
+    prefix_mismatch: PrefixMismatch = "branch"
     """If an agent rewrites earlier turns. branch: train all branches; last: the last one; drop: the row; stop."""
     model_name: str = "policy"
     """Model name sent to /verify."""

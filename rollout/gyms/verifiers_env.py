@@ -110,13 +110,8 @@ class VerifiersEnv:
 
     def source(self, endpoint: Endpoint | None, sampling: Sampling) -> GymSource:
         """Return a source of episodes; `endpoint` is None on ranks that never start one."""
-
-        async def play(request: Request, index: int) -> Completion:
-            assert endpoint is not None
-            return await self._play(endpoint, request, sampling)
-
         return GymSource(
-            play, self.loop, endpoint, flag="verifiers",
+            functools.partial(self._play, sampling), endpoint, loop=self.loop, flag="verifiers",
             title="verifiers", prefix_mismatch=self.cfg.prefix_mismatch, log_once=self.log_once,
             hint="see the first failure of each kind in the run's log",
         )  # fmt: skip
@@ -175,7 +170,7 @@ class VerifiersEnv:
             await asyncio.wait([self._serving])
             self._serving.result()
 
-    async def _play(self, endpoint: Endpoint, request: Request, sampling: Sampling) -> Completion:
+    async def _play(self, sampling: Sampling, endpoint: Endpoint, request: Request, index: int) -> Completion:
         assert request.prompt is not None
         prompt, sessions = request.prompt, {}
 
@@ -194,9 +189,6 @@ class VerifiersEnv:
                 raise EpisodeError(f"the episode exceeded timeout={self.cfg.timeout:g} s", kind="late") from None
             except Exception as error:  # the environment's code may raise anything
                 raise EpisodeError(f"{describe_error(error)}{where_raised(error)}", kind=type(error).__name__) from None
-        for session in sessions.values():
-            if session.error is not None:  # of the engine, not of the environment
-                raise UnusableError(str(session.error)) from session.error
         return read_episode(episode, sessions, self.cfg, prompt_ids=prompt.ids)
 
 

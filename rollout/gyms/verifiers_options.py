@@ -6,11 +6,11 @@ Separate from verifiers_env.py, so that flags can be parsed without importing it
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from data.command.checks import check_numbers, reject_unused
 from data.errors import UserError
 from data.formats.template_settings import JsonObject
+from rollout.gyms.options import PrefixMismatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class VerifiersConfig:
         'Renderer of messages to tokens, named as in the package renderers: \'{"name": "qwen3"}\'. Empty: chosen by '
         "model name; for an unknown model, the chat template without tool calls."
     )
-    prefix_mismatch: Literal["branch", "last", "drop", "stop"] = "branch"
+    prefix_mismatch: PrefixMismatch = "branch"
     """If an agent rewrites earlier turns. branch: train all branches; last: the last one; drop: the row; stop."""
 
     def __post_init__(self) -> None:

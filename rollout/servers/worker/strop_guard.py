@@ -1,12 +1,13 @@
-"""Run a command in its own process group and end the group when the process that started the guard is gone.
+"""Run a command in its own process group and end all its processes when the process that started the guard is gone.
 
     python strop_guard.py [--pid-fd N] [--scratch FOLDER] -- COMMAND ...
 
 The starter has the other end of the guard's stdin. When the starter closes it or dies by any signal, the guard reads
-end-of-file and sends the group TERM and, 15 seconds later, KILL. SIGTERM to the guard does the same; SIGINT shortens
-the delay to one second. If the command ends by itself, the guard returns its exit status and ends its remaining
-processes. Finally the guard removes the shared memory of a killed group and the --scratch folder. It writes the
-command's process id, which is also the group's, to file descriptor --pid-fd.
+end-of-file and sends the processes TERM and, 15 seconds later, KILL. SIGTERM to the guard does the same; SIGINT
+shortens the delay to one second. If the command ends by itself, the guard returns its exit status and ends its
+remaining processes. On Linux these include processes outside the group (setsid), because the guard adopts orphans.
+Finally the guard removes the shared memory of a killed group and the --scratch folder. It writes the command's process
+id, which is also the group's, to file descriptor --pid-fd.
 
 A killed guard cannot clean up. So it records the names of the shared memory in --scratch, where
 rollout/servers/launch.py finds them when it stops the server or starts the next one.
@@ -128,30 +129,47 @@ def record(names: set[str], recorded: set[str], scratch: str) -> set[str]:
 
 
 def signal_group(child: subprocess.Popen[bytes], number: int, seconds: float) -> bool:
-    """Send the signal; return whether the group still has a member after `seconds`."""
-    try:
-        os.killpg(child.pid, number)
-    except ProcessLookupError:
-        return False
+    """Send the signal; return whether a process is left after `seconds`."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if not is_alive(child):
-            return False
+    escaped: set[int] = set()  # processes outside the group that got the signal
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, number)
+    while is_alive(child):
+        for pid in set(descendants()) - escaped:
+            with contextlib.suppress(ProcessLookupError):
+                if os.getpgid(pid) != child.pid:
+                    os.kill(pid, number)
+                    escaped.add(pid)
+        if time.monotonic() > deadline:
+            return True
         time.sleep(0.05)
-    return True
+    return False
 
 
 def is_alive(child: subprocess.Popen[bytes]) -> bool:
-    """Return whether the group has a living member; reap dead members."""
+    """Return whether a process is left; reap dead processes."""
     if child.poll() is not None:  # not earlier: Popen must reap the child itself to get its status
         with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-child.pid, os.WNOHANG)[0]:
+            while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
     try:
         os.killpg(child.pid, 0)
     except ProcessLookupError:
-        return False
+        return bool(descendants())
     return True
+
+
+def descendants() -> list[int]:
+    """Return the processes that the guard's children started, and the children; none without Linux's /proc."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        with contextlib.suppress(OSError, ValueError, IndexError):  # not a process, or it has ended
+            with open(f"/proc/{int(name)}/stat", encoding="utf-8", errors="replace") as stat:
+                children.setdefault(int(stat.read().rpartition(")")[2].split()[1]), []).append(int(name))
+    found = [os.getpid()]
+    for pid in found:  # grows
+        found += children.get(pid, [])
+    return found[1:]
 
 
 def main(argv: list[str]) -> int:

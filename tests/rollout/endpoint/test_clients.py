@@ -185,8 +185,8 @@ def test_a_run_with_an_unmodified_agent_finishes(client_python, caller, tmp_path
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": question}]}) + "\n")
     run_ok(
         "--method", "grpo", "--model", caller, "--data", "rows.jsonl", "--reward-funcs", "reward.py:solved",
-        "--harness", command, "--harness-max-concurrent", 2, "--num-generations", 4, "--temperature", 1.2,
-        "--per-device-train-batch-size", 4, "--max-completion-length", 400, "--learning-rate", 1e-4, "--max-steps", 2,
+        "--harness", command, "--harness-max-concurrent", 2, "--num-generations", 4, "--temperature", 1.1,
+        "--per-device-train-batch-size", 4, "--max-completion-length", 400, "--learning-rate", 1e-6, "--max-steps", 2,
         "--output-dir", tmp_path / "run", "--rollout.engine", "local", cwd=tmp_path, timeout=900,
         MSWEA_COST_TRACKING="ignore_errors", MSWEA_CONFIGURED="true", MSWEA_GLOBAL_CONFIG_DIR=str(tmp_path),
         MSWEA_SILENT_STARTUP="1",
@@ -194,5 +194,5 @@ def test_a_run_with_an_unmodified_agent_finishes(client_python, caller, tmp_path
     rows = metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
-        assert row["rollout/env_failed"] == 0.0 and row["rollout/num_turns"] >= 1.5, row
+        assert row["rollout/env_failed"] == 0.0 and row["rollout/num_turns"] > 1, row
     assert sum(row["rollout/tool_calls"] for row in rows) > 0 and rows[0]["reward/mean"] > 0

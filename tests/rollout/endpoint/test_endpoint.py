@@ -7,14 +7,15 @@ import copy
 import json
 import socket
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
-from rollout.engine import Completion, Sampling
+from rollout.engine import Completion, Request, Sampling
 from rollout.engines.local import LocalEngine
-from rollout.episodes.endpoint import Endpoint
+from rollout.episodes.endpoint import ArrivingRequests, Endpoint
 from rollout.episodes.session import Session
 from tests.entry import ROOT
 from tests.rollout.scripted_engine import ScriptedEngine, tiny_tokenizer
@@ -147,6 +148,27 @@ def test_requests_join_a_running_batch(make_model, monkeypatch):
     finally:
         endpoint.close()
     assert len(calls) == 1
+
+
+def test_requests_with_other_settings_are_not_delayed_forever():
+    """An agent that always requests another turn while its batch is sampled must not starve one with a stop string."""
+    sampled: list[tuple[str, ...]] = []
+
+    class Engine:
+        def stream(self, requests, sampling, more):
+            count = 0
+            while requests and len(sampled) < 9:
+                sampled.append(sampling.stop)
+                arriving.submit(Request(prompt_ids=[1], seed=0), SAMPLING)
+                yield [(count + i, None) for i in range(len(requests))]
+                count, requests = count + len(requests), more()
+
+    arriving = ArrivingRequests(Engine())
+    arriving.submit(Request(prompt_ids=[1], seed=0), SAMPLING)
+    other = arriving.submit(Request(prompt_ids=[1], seed=0), replace(SAMPLING, stop=("END",)))
+    arriving.sample(0.0)
+    arriving.sample(0.0)
+    assert other.done() and sampled == [(), ("END",)]
 
 
 def test_a_longer_request_waits_until_the_cache_can_grow(make_model):
@@ -342,6 +364,22 @@ def test_text_completions_continue_the_sampled_ids(scripted):
         ("/completions", {"prompt": {}}, 400, "prompt: "),
         ("/responses", {"input": "x", "previous_response_id": "resp_1"}, 400, "previous_response_id=resp_1"),
         ("/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "image"),
+        ("/messages", {"messages": [user("x"), {"role": "assistant", "content": "y"}]}, 400, "start of an answer"),
+        (
+            "/messages",
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            400,
+            "not a request of /v1/messages",
+        ),
+        (
+            "/messages",
+            {"messages": [user("x")], "tools": [{"type": "bash_20250124", "name": "bash"}]},
+            400,
+            "tools[0]: only",
+        ),
+        ("/chat/completions", {"messages": [user("x")], "tools": [{"function": "f"}]}, 400, "tools[0]: has no name"),
+        ("/chat/completions", {"messages": [user("x")], "stream": True, "stream_options": 3}, 400, "stream_options"),
+        ("/responses", {"input": [{"type": "message"}]}, 400, "input[0]: has no role"),
         ("/embeddings", {}, 404, "/v1/embeddings"),
     ],
 )
@@ -354,6 +392,7 @@ def test_bad_requests_are_explained(scripted, path, body, status, message):
     ((session, reply),) = play(endpoint, episode)
     error = reply.json()["error"]
     assert reply.status_code == status and message in error["message"] and session.turns == [], reply.text
+    assert not error["message"].startswith(("UserError", "responses_create_params"))
     assert (error["code"] == "context_length_exceeded") == ("context" in message)
 
 

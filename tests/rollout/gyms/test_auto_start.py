@@ -64,13 +64,15 @@ def test_the_needed_servers_and_their_references_start_on_loopback_and_stop(gym,
         urls = {server.name: server.url for server in servers.running}
         assert sorted(urls) == ["policy_model", "sums", "sums_agent"]  # others is not needed
         shown = get(f"{urls['sums']}/config")
-        addresses = {name: (fields["host"], fields["port"]) for name, fields in servers_of(shown["config"]).items()}
+        addresses = {
+            name: (fields["host"], fields["port"]) for name, (_, _, fields) in servers_of(shown["config"]).items()
+        }
         assert all(url == "http://{}:{}".format(*addresses[name]) for name, url in urls.items())
         assert {host for host, _ in addresses.values()} == {"127.0.0.1"}  # 0.0.0.0 in the file
-        assert "num_workers" not in servers_of(shown["config"])["sums"]
+        assert "num_workers" not in servers_of(shown["config"])["sums"].fields
         assert Path(shown["cwd"]) == gym / "resources_servers" / "sums"
         assert TOKEN not in shown["environ"] and str(ROOT) not in shown["environ"]["PYTHONPATH"]
-        proxy = servers_of(shown["config"])["policy_model"]
+        proxy = servers_of(shown["config"])["policy_model"].fields
         assert (proxy["base_url"], proxy["api_key"], proxy["model"]) == (
             ["http://127.0.0.1:8000/v1"],
             "secret",
@@ -196,7 +198,7 @@ def test_the_endpoint_replaces_the_placeholders():
         "entrypoint": "app.py", "base_url": ["http://127.0.0.1:8000/v1"], "api_key": "secret", "model": "policy",
         "return_token_id_information": False, "uses_reasoning_parser": False,
     }}}  # fmt: skip
-    assert servers_of(replaced)["other"]["base_url"] == ["http://127.0.0.1:8000/v1"]
+    assert servers_of(replaced)["other"].fields["base_url"] == ["http://127.0.0.1:8000/v1"]
     assert "dummy_model" in tree["policy_model"]["responses_api_models"]  # the argument is unchanged
     for names, name in [(["agent", "policy_model"], "policy_model"), (["judge", "other"], "other")]:
         with pytest.raises(ValueError, match=f"rollout.engine=local: the gym's server {name}"):

@@ -24,8 +24,9 @@ AGENT = """
 import json, os, sys, time, urllib.request
 row = json.load(open(sys.argv[1]))
 if row["does"] == "fails": sys.exit("no such tool")
+if row["does"] == "nothing": sys.exit()
 if row["does"] == "hangs":
-    os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "60")
+    os.spawnlp(os.P_NOWAIT, "setsid", "setsid", "sleep", "60")  # leaves the process group
     time.sleep(60)
 messages = row["prompt"]
 for turn in range(2):
@@ -51,13 +52,13 @@ def play(tmp_path, monkeypatch):
     endpoint.open()
     lines: list[str] = []
 
-    def run(does: list[str], max_tokens: int = 90, **settings: Any) -> list[Completion]:
-        command = f"{sys.executable} -S -I agent.py {{row}} {{base_url}}/x"
+    def run(does: list[str], max_tokens: int = 90, text: str = "hi", **settings: Any) -> list[Completion]:
+        command = f"{sys.executable} -S -I agent.py {{row}} {{base_url}}/x {'{prompt}' * (text != 'hi')}"
         harness = Harness(ToolConfig(harness=command, **settings), log=lines.append)
         harness.open(tmp_path / "programs")
         try:
             source = harness.source(endpoint, Sampling(max_tokens=max_tokens, stop_ids=(2,)))
-            prompts = [user_prompt("hi", f"rows.jsonl:{i + 1}", does=does[i]) for i in range(len(does))]
+            prompts = [user_prompt(text, f"rows.jsonl:{i + 1}", does=does[i]) for i in range(len(does))]
             groups = run_groups(source, [[Request.of(prompt, i)] for i, prompt in enumerate(prompts)])
             return [completion for (completion,) in groups]
         finally:
@@ -119,6 +120,18 @@ def test_a_program_without_tokens_left_is_rewarded_as_truncated(play):
 def test_a_run_in_which_every_program_fails_ends(play):
     with pytest.raises(ValueError, match=r"harness: all 3 episodes failed, .* \(exit status 1 \(no such tool\)\); run"):
         play(["fails"] * 3)
+
+
+def test_a_program_that_never_asks_the_policy_has_failed(play):
+    good, failed = play(["ends", "nothing"])
+    assert (good.columns["env_failed"], failed.columns["env_failed"]) == (0.0, 1.0)
+    assert sum("without an answer of the policy; make it use OPENAI_BASE_URL" in line for line in play.lines) == 1
+
+
+@pytest.mark.parametrize("text", ["a\0b", "y" * 200_000])
+def test_a_prompt_that_no_command_can_contain_fails_only_its_row(play, text):
+    with pytest.raises(ValueError, match=r"all 1 episodes failed, .*; pass it {row} instead of {prompt}\)"):
+        play(["ends"], text=text)
 
 
 def test_bad_commands_are_rejected():

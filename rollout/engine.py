@@ -51,6 +51,11 @@ class Sampling:
         is_limited = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
         return (self.top_k or LIMIT + 1) if self.for_training and is_limited else 0
 
+    def fits(self, completion: Completion) -> bool:
+        """Return whether a completion from a checkpoint has sets if and only if new ones do: a resume may change it."""
+        parts = [part for part in (completion, *completion.branches) if part.trained]
+        return all((part.sets is None) == (self.set_size == 0) for part in parts)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:

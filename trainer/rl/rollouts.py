@@ -163,8 +163,9 @@ class Rollouts:
             num_queued=cfg.queued_groups,
         )
         self.replay = Replay(
-            size=overlap.replay_buffer_size, max_age=overlap.replay_max_age, seed=cfg.run.seed, prompts=self.prompts
-        )
+            size=overlap.replay_buffer_size, max_age=overlap.replay_max_age, seed=cfg.run.seed, prompts=self.prompts,
+            sampling=self.sampling,
+        )  # fmt: skip
         self.entropy = None if cfg.policy_loss.entropy_target is None else EntropyTarget(cfg.policy_loss)
         state = {"planner": self.planner, "replay": self.replay, "entropy": self.entropy}
         state["rewards"] = self.rewards if hasattr(self.rewards, "state_dict") else None

@@ -52,9 +52,11 @@ class Sampling:
         return (self.top_k or LIMIT + 1) if self.for_training and is_limited else 0
 
     def fits(self, completion: Completion) -> bool:
-        """Return whether a completion from a checkpoint has sets if and only if new ones do: a resume may change it."""
+        """Return whether to use or continue a completion of a checkpoint: a resume may have changed the settings."""
+        if completion.finish_reason == "unfinished" and len(completion.ids) >= self.max_tokens:
+            return False
         parts = [part for part in (completion, *completion.branches) if part.trained]
-        return all((part.sets is None) == (self.set_size == 0) for part in parts)
+        return all((part.sets is None) == (self.set_size == 0) for part in parts)  # a micro-batch has all sets or none
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,16 +56,12 @@ class PartialProducer(Producer):
 
         A group that is too old or does not fit starts again; this happens only if a resume has changed settings.
         """
-        if group.completions and not self._is_too_old(group, 0) and all(map(self._fits, group.completions)):
+        if group.completions and not self._is_too_old(group, 0) and all(map(self.sampling.fits, group.completions)):
             return group
         new = Completion(
             prompt_ids=group.prompt.ids, ids=[], logps=[], finish_reason="unfinished", text="", versions=[]
         )
         return replace(group, completions=[new] * self.planner.num_generations)
-
-    def _fits(self, completion: Completion) -> bool:
-        has_room = len(completion.ids) < self.sampling.max_tokens or not is_unfinished(completion)
-        return has_room and self.sampling.fits(completion)
 
     def _sample(self, groups: Sequence[Group], count: int) -> list[Group]:
         """Sample until `count` of the groups have finished, and those that would be too old for the next batch."""

@@ -51,6 +51,13 @@ class Sampling:
         is_limited = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
         return (self.top_k or LIMIT + 1) if self.for_training and is_limited else 0
 
+    def fits(self, completion: Completion) -> bool:
+        """Return whether to use or continue a completion of a checkpoint: a resume may have changed the settings."""
+        if completion.finish_reason == "unfinished" and len(completion.ids) >= self.max_tokens:
+            return False
+        parts = [part for part in (completion, *completion.branches) if part.trained]
+        return all((part.sets is None) == (self.set_size == 0) for part in parts)  # a micro-batch has all sets or none
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:

@@ -4,7 +4,7 @@
 
 top_k keeps the top_k most likely ids, top_p the smallest set of these with top_p of their probability, and min_p the
 ids with at least min_p times the highest probability. Ids as likely as the least likely kept id are kept too, so that a
-set does not depend on the order of equal logits. Log-probs are over the set.
+set does not depend on the order of equal logits, unless they are more than top_k. Log-probs are over the set.
 
 Only the `most` most likely ids are ranked, and only their logits are copied. Without top_k, a set of `most` ids may
 therefore be incomplete, and must be rejected. u is that of draw.py, and the CDF runs over the kept ids in increasing

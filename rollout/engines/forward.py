@@ -41,8 +41,6 @@ from rollout.routes import RouteShape, recording, stack
 from rollout.state_layers import STATEFUL
 
 NAME = "strop_paged"  # key in transformers' attention registry
-
-
 MASK = 2**26  # booleans of a dense mask; more queries are split
 JOINT_TOKENS = 8192  # per float32 product in prefill: 1 GB for the gate and up layers of an 8B model
 ATTENTION = {"full_attention", "sliding_attention", "hybrid"}  # hybrid: attention and a state

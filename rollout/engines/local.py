@@ -211,12 +211,14 @@ class LocalEngine:
             longest = max(len(job.prompt_ids) + job.limit for job in waiting)
             limits = 1 << (longest - 1).bit_length(), scheduler.decoder.cache.num_pages  # as cover() rounds
 
-            def fitting(late: list[Job] = late, limits: tuple[int, int] = limits) -> list[Job]:
+            def fits(job: Job, limits: tuple[int, int] = limits) -> bool:
+                pages, _ = cache_pages([job], page=PAGE[self.kind], rows=1)
+                return len(job.prompt_ids) + job.limit <= limits[0] and pages <= limits[1]
+
+            def fitting(late: list[Job] = late, fits: Callable[[Job], bool] = fits) -> list[Job]:
                 new = more()
-                sizes = [(len(job.prompt_ids) + job.limit, self._least_pages(job)) for job in new]
-                fits = [length <= limits[0] and pages <= limits[1] for length, pages in sizes]
-                late += [job for job, fit in zip(new, fits, strict=True) if not fit]
-                return [job for job, fit in zip(new, fits, strict=True) if fit]
+                late += [job for job in new if not fits(job)]
+                return [job for job in new if fits(job)]
 
             yield from scheduler.run(waiting, sampling, stop, fitting)
             waiting = late
@@ -230,9 +232,6 @@ class LocalEngine:
                 chunk = waiting[start : start + self.max_batch_size]
                 yield from sample_growing(self.model, chunk, sampling, stop)
             waiting = more()
-
-    def _least_pages(self, job: Job) -> int:
-        return cache_pages([job], page=PAGE[self.kind], rows=1)[0]
 
     def _completions(self, jobs: Sequence[Job], stop: StopCheck, *, with_routes: bool) -> list[tuple[int, Completion]]:
         if not all(math.isfinite(sum(job.logps)) for job in jobs):

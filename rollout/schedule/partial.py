@@ -54,9 +54,9 @@ class PartialProducer(Producer):
     def _begun(self, group: Group) -> Group:
         """Return the group with completions, to be continued or new.
 
-        A group that is too old already starts again; this happens only if a resumed run has a lower max_staleness.
+        A group that is too old or does not fit starts again; this happens only if a resume has changed settings.
         """
-        if group.completions and not self._is_too_old(group, 0):
+        if group.completions and not self._is_too_old(group, 0) and all(map(self.sampling.fits, group.completions)):
             return group
         new = Completion(
             prompt_ids=group.prompt.ids, ids=[], logps=[], finish_reason="unfinished", text="", versions=[]

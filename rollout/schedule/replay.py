@@ -1,6 +1,6 @@
 """Replay buffer of groups with signal, to replace groups whose completions all have the same reward.
 
-    replay = Replay(size=64, max_age=100, seed=0, prompts=prompts)
+    replay = Replay(size=64, max_age=100, seed=0, prompts=prompts, sampling=sampling)
     replay.add(group, score=3.2, step=12)          # keep the `size` highest scores
     group = replay.draw(step=13, number=0)         # with probability proportional to score; None if empty
 
@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 
 from data.types import Prompt
-from rollout.engine import Completion, Group
+from rollout.engine import Completion, Group, Sampling
 
 
 class Replay:
-    def __init__(self, *, size: int, max_age: int, seed: int, prompts: Sequence[Prompt]) -> None:
-        self.size, self.max_age, self.seed, self.prompts = size, max_age, seed, prompts
+    def __init__(self, *, size: int, max_age: int, seed: int, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+        self.size, self.max_age, self.seed, self.prompts, self.sampling = size, max_age, seed, prompts, sampling
         self._heap: list[tuple[float, int, int, Group]] = []  # score, -arrival index, step, group
         self._added = 0
 
@@ -75,13 +75,14 @@ class Replay:
         return {"added": self._added, "groups": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the groups; a smaller buffer keeps the highest scores."""
+        """Restore the groups that fit the current sampling; a smaller buffer keeps the highest scores."""
         self._added = state["added"]
         entries = []
         for saved in state["groups"]:
             prompt, completions = self.prompts[saved["row"]], list(map(completion_of, saved["completions"]))
             group = Group(saved["number"], prompt, saved["row"], saved["kind"], completions, saved["values"])
-            entries.append((saved["score"], saved["order"], saved["step"], group))
+            if all(map(self.sampling.fits, completions)):
+                entries.append((saved["score"], saved["order"], saved["step"], group))
         self._heap = heapq.nlargest(self.size, entries, key=lambda entry: entry[:2])
         heapq.heapify(self._heap)
 

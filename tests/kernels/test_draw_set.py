@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kernels.decode.draw import uniform
 from kernels.decode.draw_set import GAP, draw_set
@@ -55,6 +57,25 @@ def test_ids_as_likely_as_the_last_are_kept_and_wide_sets_are_seen():
     assert sorted(x if x >= 0 else ~x for x in sets[0].tolist() if x != GAP) == [0, 1, 2, 3]
     for filters, size in (({"top_p": 0.95}, 4), ({"min_p": 0.3}, 4), ({"min_p": 0.5}, 1), ({"top_p": 0.1}, 1)):
         assert (draw_set(logits, *draws, most=4, **filters)[2] != GAP).sum() == size
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(-3, 3), min_size=1, max_size=40), st.sampled_from([0, 1, 3, 30]),
+    st.sampled_from([1.0, 0.9999, 0.9, 0.5, 1e-9]), st.sampled_from([0.0, 0.01, 0.3, 0.999]), st.integers(0, 99),
+)  # fmt: skip
+def test_sets_of_equal_logits(z, top_k, top_p, min_p, seed):
+    """Many ids are equally likely: of those in a set, all are in it, unless top_k leaves some out."""
+    draws = torch.tensor([seed]), torch.tensor([0], dtype=torch.int32), torch.full((1,), 0.7)
+    filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    ids, logps, sets = draw_set(torch.tensor([z]).float(), *draws, most=top_k or 50, **filters)
+    start, *others = [x for x in sets[0].tolist() if x != GAP]
+    p = (torch.tensor(z).double() / 0.7).softmax(0).tolist()
+    kept, want = {~start, *others}, kept_by_hand(p, **filters)
+    assert ~start == ids[0] and ~start not in others
+    assert sorted(z[i] for i in kept) == sorted(z[i] for i in want)
+    assert top_k or kept == want
+    assert float(logps[0].exp()) == pytest.approx(p[ids[0]] / sum(p[i] for i in want), rel=1e-5)
 
 
 def test_draws_follow_the_distribution_and_ignore_the_batch():

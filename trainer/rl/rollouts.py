@@ -163,8 +163,9 @@ class Rollouts:
             num_queued=cfg.queued_groups,
         )
         self.replay = Replay(
-            size=overlap.replay_buffer_size, max_age=overlap.replay_max_age, seed=cfg.run.seed, prompts=self.prompts
-        )
+            size=overlap.replay_buffer_size, max_age=overlap.replay_max_age, seed=cfg.run.seed, prompts=self.prompts,
+            sampling=self.sampling,
+        )  # fmt: skip
         self.entropy = None if cfg.policy_loss.entropy_target is None else EntropyTarget(cfg.policy_loss)
         state = {"planner": self.planner, "replay": self.replay, "entropy": self.entropy}
         state["rewards"] = self.rewards if hasattr(self.rewards, "state_dict") else None
@@ -183,27 +184,20 @@ class Rollouts:
             from trainer.rl.servers import WeightCommands
 
             self.rank0.handlers |= WeightCommands(self.policy).handlers
-        for name, handler in getattr(self.rewards, "handlers", {}).items():
-            self.rank0.handlers[name] = handler
+        self.rank0.handlers |= getattr(self.rewards, "handlers", {})
         self.held_out_source = run.keep(self._source(setup.evaluation_sampling(self.sampling, cfg.rollout)))
+        limits: dict[str, Any] = {"max_staleness": overlap.max_staleness, "steps_per_batch": self.steps_per_batch}
         producer: Producer
         if cfg.rollout.partial:
-            producer = PartialProducer(
-                self.engine,
-                self.sampling,
-                self.planner,
-                max_staleness=overlap.max_staleness,
-                steps_per_batch=self.steps_per_batch,
-            )
+            producer = PartialProducer(self.engine, self.sampling, self.planner, **limits)
         else:
             producer = Producer(
                 self._source(self.sampling),
                 self.planner,
                 depth=overlap.prefetch_depth if overlap.async_prefetch else 0,
-                max_staleness=overlap.max_staleness,
-                steps_per_batch=self.steps_per_batch,
                 last_step=total_steps,
                 poll=self.engine.poll,
+                **limits,
             )
         self.producer = run.keep(producer)
         self.missing_rewards = None

@@ -11,6 +11,7 @@ import pytest
 from rollout.engine import Sampling
 from rollout.engines.local import cache_pages
 from rollout.engines.scheduler import Job, Scheduler
+from rollout.engines.stop import StopCheck
 
 
 class ToyDecoder:
@@ -115,6 +116,49 @@ def test_random_requests_over_few_pages(steps_per_sync, lag):
             turns = [(key, ids or [1]) for key, ids in turns]
         scheduler.forget()
         assert len(scheduler.free) == scheduler.decoder.cache.num_pages - 1
+
+
+def test_interrupted_runs_end_at_the_stop_strings_of_whole_texts(tokenizer, monkeypatch):
+    """Stop strings and characters of several bytes cross windows. Unfinished jobs go on in the next run; others arrive
+    during a run.
+    """
+    alphabet = [*tokenizer("ab é€")["input_ids"], 256, 257]
+    plain, rng = next_token, random.Random(0)
+    monkeypatch.setitem(globals(), "next_token", lambda *state: alphabet[plain(*state) % len(alphabet)])
+    for _ in range(100):
+        strings = rng.sample(["ab", "é", "€a", "a b", "aaa", "bé ", "<eos>"], rng.choice([0, 1, 3]))
+        sampling = Sampling(stop=tuple(strings), stop_ids=tuple(rng.sample([256, alphabet[0]], rng.choice([0, 1]))))
+        steps, page, rows = rng.choice([1, 2, 5, 8]), rng.choice([2, 16]), rng.choice([1, 2, 8])
+        prompts = [rng.choices(alphabet, k=rng.choice([1, 2, 17])) for _ in range(3)]
+        jobs = [Job(rng.choice(prompts), n, rng.choice([1, steps, 2 * steps, 23]), index=n) for n in range(9)]
+        least, _ = cache_pages(jobs, page=page, rows=rows)
+        decoder = ToyDecoder(least + rng.choice([0, 1, 5]), page, rows, rng.choice([0, 1, 4]))
+        scheduler = Scheduler(decoder, steps_per_sync=steps, lag=rng.choice([0, 1, 2]))
+        stop, late = StopCheck(tokenizer, sampling), jobs[rng.choice([3, 9]) :]
+        while left := [job for job in jobs if not job.has_ended]:
+            started = [Job(x.prompt_ids, x.seed, x.limit, index=x.index, ids=[*x.ids], logps=[*x.logps]) for x in left]
+            for job in started:
+                jobs[job.index] = job
+            late = [jobs[job.index] for job in late]
+            run = scheduler.run(
+                [job for job in started if job not in late], sampling, stop,
+                lambda late=late: [late.pop()] if late and rng.random() < 0.5 else [],
+            )  # fmt: skip
+            for ended in run:
+                assert all(job.has_ended for job in ended)
+                if rng.random() < 0.2:
+                    break
+            run.close()
+            late = []
+        for job in jobs:
+            ids, text = [], ""
+            while len(ids) < job.limit and not (ids and ids[-1] in stop.stop_ids):
+                if any(string in text for string in stop.strings):
+                    break
+                ids.append(next_token(job.prompt_ids + ids, job.seed, len(ids)))
+                text = tokenizer.decode(ids, skip_special_tokens=True)
+            is_stop = ids[-1] in stop.stop_ids or any(string in text for string in stop.strings)
+            assert (job.ids, job.stopped, len(job.logps)) == (ids, is_stop, len(ids))
 
 
 @pytest.mark.parametrize("lag", [0, 1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,11 +20,13 @@ from tests.rollout.schedule.test_producer import make_planner, take
 SAMPLING = Sampling(max_tokens=40, for_training=True, stop_ids=tuple(range(0, 258, 17)))
 
 
-def producer_of(engine: Any, state: str | None = None, **options: Any) -> PartialProducer:
+def producer_of(
+    engine: Any, state: str | None = None, sampling: Sampling = SAMPLING, **options: Any
+) -> PartialProducer:
     planner = make_planner(num_queued=2)
     if state:
         planner.load_state_dict(json.loads(state))
-    return PartialProducer(engine, SAMPLING, planner, **options)
+    return PartialProducer(engine, sampling, planner, **options)
 
 
 def change(model: Any) -> dict[str, torch.Tensor]:
@@ -179,3 +182,23 @@ def test_a_resumed_run_may_lower_the_limits_or_sample_full_rollouts():
     full.load_state_dict(json.loads(state))
     batch = full.next_batch()
     assert [group.number for group in batch[:2]] == [group.number for group in queued] and not batch[0].completions
+
+
+def test_a_resumed_run_may_change_the_limits_of_sampling(make_model, tokenizer):
+    """A queued completion without sets, or with too many tokens, starts again; others continue."""
+    engine, few = LocalEngine(make_model(), tokenizer), replace(SAMPLING, top_k=4)
+    for before, now in ((SAMPLING, few), (few, SAMPLING), (few, replace(few, max_tokens=5)), (few, few)):
+        producer, longest = producer_of(engine, sampling=before), 0
+        while longest <= 5:  # tokens of an unfinished completion
+            take(producer, 0)
+            producer.done()
+            in_flight = [c for group in producer.planner.queued for c in group.completions]
+            longest = max((len(c.ids) for c in in_flight if c.finish_reason == "unfinished"), default=0)
+        resumed = producer_of(engine, json.dumps(producer.planner.state_dict()), now)
+        engine.load(1)
+        groups = take(resumed, 1)
+        engine.load(0)
+        assert before.top_k == now.top_k or resumed.metrics()["rollout/staleness_max"] == 0
+        for c in (c for group in groups for c in group.completions):
+            assert c.finish_reason == "stop" or len(c.ids) >= now.max_tokens
+            assert (c.sets is not None and (c.sets < 0).sum() == len(c.ids)) == (now.top_k > 0)

@@ -6,10 +6,11 @@ import json
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from data.types import Prompt
-from rollout.engine import Completion, Group
+from rollout.engine import Completion, Group, Sampling
 from rollout.schedule.replay import Replay
 from trainer.run.checkpoint import check_state
 
@@ -28,8 +29,9 @@ def group(row: int) -> Group:
     return Group(10 + row, PROMPTS[row], row, "fresh", completions, values=[[1.0], [None]])
 
 
-def replay(size: int = 2, max_age: int = 100) -> Replay:
-    return Replay(size=size, max_age=max_age, seed=0, prompts=PROMPTS)
+def replay(size: int = 2, max_age: int = 100, **sampling: float) -> Replay:
+    options = {"sampling": Sampling(for_training=True, **sampling)}
+    return Replay(size=size, max_age=max_age, seed=0, prompts=PROMPTS, **options)
 
 
 def rows(buffer: Replay, step: int = 0, times: int = 200) -> Counter[int]:
@@ -113,3 +115,17 @@ def test_a_smaller_buffer_after_a_resume_keeps_the_highest_scores():
     smaller = replay(1)
     smaller.load_state_dict(buffer.state_dict())
     assert rows(smaller).keys() == {2}
+
+
+def test_a_resume_that_starts_or_ends_recording_sets_drops_groups():
+    """A micro-batch has sets for all of its tokens or for none."""
+    limited, buffer = group(2), replay()
+    sets = np.array([~7, 3], np.int32)
+    branch = replace(limited.completions[0], sets=sets)
+    limited.completions[:] = [branch, replace(limited.completions[1], sets=sets, branches=(branch,))]
+    buffer.add(group(1), score=1.0, step=0)
+    buffer.add(limited, score=1.0, step=0)
+    for filters, row in (({}, 1), ({"top_p": 0.5}, 2)):
+        resumed = replay(**filters)
+        resumed.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
+        assert rows(resumed).keys() == {row}

@@ -13,7 +13,7 @@ import torch
 from data.errors import UserError
 from data.loader import Loader
 from data.types import Prompt
-from rollout.engine import Completion
+from rollout.engine import Completion, Sampling
 from rollout.rewards.table import load_rewards
 from rollout.schedule.planner import Planner
 from rollout.schedule.producer import Producer
@@ -62,7 +62,8 @@ def groups_of(cfg: Any, script: list[str], *, num_prompts: int = 3, reroll_from:
     loader = Loader(PROMPTS, batch_size=num_prompts, seed=0)
     planner = Planner(loader, num_generations=G, seed=0, reroll_from=reroll_from)
     producer = Producer(Scripted(script, **source), planner)
-    replay = Replay(size=cfg.overlap.replay_buffer_size, max_age=100, seed=0, prompts=PROMPTS)
+    size = cfg.overlap.replay_buffer_size
+    replay = Replay(size=size, max_age=100, seed=0, prompts=PROMPTS, sampling=Sampling())
     return Groups(cfg, producer, load_rewards(["exact_match"]), replay)
 
 

@@ -66,7 +66,7 @@ def plan_lines(cfg: MethodConfig, rows: list[ShownRow]) -> list[str]:
     )
     if plan.device_here() == "cpu":
         return [*lines, "time: not estimated on a CPU"]
-    name, card = plan.pick_card(plan.PlanConfig(model=cfg.model.model, gpu="here"))
+    name, card = plan.pick_card(plan.PlanConfig(gpu="here"))
     length = sum(max(row.lengths.values()) for row in rows) / len(rows) + getattr(cfg, "max_completion_length", 0)
     rate = card.fp32 if work.compute == plan.BYTES["float32"] else card.bf16
     flops = plan.flops_per_token(s, work) * length * cfg.run.sequences_per_step * type(cfg).memory.sequences * steps

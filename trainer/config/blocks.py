@@ -53,7 +53,8 @@ class ParallelConfig:
         check_numbers(self, {"above 0": "timeout_s"}, "parallel.")
         world = world_size()
         if world == 1:
-            reject_unused(self, "with one process; start several with torchrun", prefix="parallel.")
+            why = "with one process; start several with torchrun, or plan them with trainer.plan --gpus"
+            reject_unused(self, why, prefix="parallel.")
         if self.mode == "replicate":
             names = ("shard", "reshard_after_forward", "reduce_once", "cpu_offload")
             reject_unused(self, "with parallel.mode=replicate", names, "parallel.")
@@ -708,10 +709,7 @@ class MethodMemory(NamedTuple):
     """Memory needs of a method, for trainer/plan.py."""
 
     head: Literal["one pass", "any loss", "none"] = "any loss"  # one pass: the head computes the gradient, too
-    reference: Literal["always", "with beta", "never"] = "never"
-    samples: bool = False
     sequences: int = 1  # per row
-    critic: bool = False
 
     def head_for(self, context: int) -> str:
         """Return the head's path; ranks that share a row cannot use the fused one (logps.token_loss)."""

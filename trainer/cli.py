@@ -7,7 +7,7 @@
 
 Later layers win: dataclass default < tiny recipe (only if nothing names a model) < saved config of the run to resume <
 --config < flag. The method is read first, because it decides which flags exist. --dry-run prints the settings of the
-file and the flags as YAML for --config; then, on stderr, the first row and a plan (trainer/dry_run.py), and exits.
+file and the flags as YAML for --config; then, on stderr, the first row, its rewards and a plan (trainer/dry_run.py).
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def parse(
     cfg = build(module.Config, values, table, prog, mistakes)
     if is_dry_run:
         print(_as_yaml(cfg, values), end="", flush=True)
-        if not starts_run:  # otherwise trainer/__main__.py shows the first row and a plan
+        if not starts_run:  # otherwise trainer/__main__.py calls dry_run.describe()
             raise SystemExit(0)
     return module, cfg if "learning_rate" in values else with_default_rate(cfg), str(name)
 

@@ -766,9 +766,9 @@ def shards_of(cfg: MethodConfig, s: Sizes, work: Work, device: str) -> int:
     from trainer.policy.sharding import room_for_a_copy
 
     parallel, world = cfg.parallel, world_size()
-    if world == 1 or parallel.mode == "replicate" or work.in_4bit:
+    if world == 1 or parallel.mode == "replicate" or work.in_4bit or work.fp8:
         return 1
-    if parallel.mode == "auto":
+    if not parallel.must_shard:
         replica = persistent_bytes(s, replace(work, optim="adamw", other_bytes=0.0, critic=0.0))
         if sum(replica.values()) <= room_for_a_copy(torch.device(device)):
             return 1
@@ -1153,13 +1153,13 @@ class Column(NamedTuple):
 
 def columns(cfg: MethodConfig, s: Sizes, card: Card) -> dict[str, Column]:
     """Return the columns by name: replicate and, with several GPUs, fsdp, each without and with checkpointing."""
-    mode, gpus, shards = cfg.parallel.mode, world_size(), cfg.parallel.shard or world_size()
+    parallel, gpus, shards = cfg.parallel, world_size(), cfg.parallel.shard or world_size()
     base = replace(unsharded_work(cfg, s, "cuda"), triton=card.triton_head)
     works = {}
-    if gpus == 1 or (mode != "fsdp" and cfg.parallel.shard is None):
+    if gpus == 1 or not parallel.must_shard:
         works["replicate"] = base
-    if gpus > 1 and mode != "replicate" and not (base.in_4bit or base.fp8):
-        works["fsdp"] = replace(base, shards=shards, has_copies=shards < gpus and not cfg.parallel.reduce_once)
+    if gpus > 1 and parallel.mode != "replicate" and not (base.in_4bit or base.fp8):
+        works["fsdp"] = replace(base, shards=shards, has_copies=shards < gpus and not parallel.reduce_once)
     return {
         name + suffix: column_of(
             cfg, s, replace(work, checkpointing=bool(suffix), offloading=bool(suffix) and base.offloading), card

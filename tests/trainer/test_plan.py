@@ -778,12 +778,16 @@ def test_shards_follow_the_number_of_ranks(monkeypatch, tmp_path):
     cfg = dpo.Config(model=ModelConfig(model=folder_of(tmp_path)), data=DATA)
     s = plan.sizes_for(cfg)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    for mode, shard, expected in (("auto", None, 1), ("replicate", None, 1), ("fsdp", None, 4), ("fsdp", 2, 2)):
+    for mode, shard, expected in (("auto", None, 1), ("replicate", None, 1), ("fsdp", None, 4), ("fsdp", 2, 2),
+                                  ("auto", 2, 2)):  # fmt: skip
         parallel = ParallelConfig(mode=mode, shard=shard)
         work = plan.work_of(replace(cfg, parallel=parallel), s, "cpu")
         assert (work.shards, work.has_copies) == (expected, expected == 2), (mode, shard)
     monkeypatch.setattr(sharding, "SMALL", 16 * s.params)  # room for the policy, but not for the reference
     assert plan.work_of(cfg, s, "cpu").shards == 4
+    monkeypatch.setattr(sharding, "SMALL", 0)
+    fp8 = replace(cfg, model=replace(cfg.model, fp8_base=True), lora=LoraConfig(r=4))
+    assert plan.work_of(fp8, s, "cpu").shards == 1, "FP8 weights are not sharded"
 
 
 def test_ranks_that_share_rows_split_tokens_but_not_keys(monkeypatch, tmp_path):

@@ -63,6 +63,11 @@ class ParallelConfig:
             if value is not None and (value < 1 or world % value):
                 raise UserError(f"parallel.{name}={value}: must divide the {world} processes")
 
+    @property
+    def must_shard(self) -> bool:
+        """Whether a setting needs fsdp, so that mode=auto has no choice."""
+        return self.mode == "fsdp" or self.shard is not None or self.reduce_once or self.cpu_offload
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
@@ -285,9 +290,7 @@ def check_fp8(model: ModelConfig, lora: LoraConfig, parallel: ParallelConfig | N
         raise UserError("fp8_base=True: not supported with load_in_4bit; remove one of the two flags")
     if lora.dora:
         raise UserError("fp8_base=True: not supported with lora.dora; remove one of the two flags")
-    if parallel is not None and (
-        parallel.mode == "fsdp" or parallel.shard is not None or parallel.reduce_once or parallel.cpu_offload
-    ):
+    if parallel is not None and parallel.must_shard:
         raise UserError("fp8_base=True: FSDP does not shard the FP8 weights; use --parallel.mode replicate")
 
 

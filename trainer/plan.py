@@ -36,6 +36,7 @@ import math
 import os
 import re
 import sys
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -67,8 +68,8 @@ PAGE = 64  # tokens per page of the in-process engine's cache
 ROWS = {"cuda": 512, "cpu": 256}  # default max_batch_size of the in-process engine
 LONGEST, STEP = 1 << 20, 256  # largest micro-batch tried and the step between two, in tokens
 RANK = 16  # --lora.r suggested to a run that trains all weights
+EVERY_BLOCK: dict[str, Any] = {"checkpointing": True, "recomputed": None}  # of a Work
 SHARE = 0.35  # default --vllm.gpu-memory-utilization of a colocated server
-FULL = ("--data", "task:addition", "--per-device-train-batch-size", "512")  # without --data: nothing is read
 ROWS_FROM = ("data", "nemo_gym.datasets", "verifiers.env")
 PROMPT = 768  # tokens of a prompt in a plan, without --max-prompt-length
 
@@ -518,14 +519,8 @@ def peak(s: Sizes, work: Work) -> float:
 
 def largest_micro_batch(s: Sizes, work: Work, gib: float) -> int:
     """Return the largest micro-batch in tokens that fits, a multiple of STEP; 0 if none fits."""
-    low, high = 0, LONGEST // STEP
-    while low < high:
-        middle = (low + high + 1) // 2
-        if peak(s, replace(work, tokens=middle * STEP)) <= gib * GIB:
-            low = middle
-        else:
-            high = middle - 1
-    return low * STEP
+    sizes = range(STEP, LONGEST + 1, STEP)
+    return STEP * bisect_right(sizes, gib * GIB, key=lambda tokens: peak(s, replace(work, tokens=tokens)))
 
 
 def persistent_without_gradients(s: Sizes, work: Work) -> float:
@@ -573,11 +568,12 @@ def room_for_cache(s: Sizes, work: Work, rollout: RolloutSize, room: float) -> f
 
 def rows_that_fit(s: Sizes, work: Work, rollout: RolloutSize, cache: float) -> int:
     """Return how many rows the engine can decode concurrently with this many bytes of cache."""
-    for rows in range(rollout.rows, 0, -1):
+
+    def needed(rows: int) -> int:
         fewer = rollout._replace(rows=rows, prompts=-(-rows * rollout.prompts // rollout.rows))
-        if cache_bytes(s, work.compute, fewer.tokens) <= cache:
-            return rows
-    return 0
+        return cache_bytes(s, work.compute, fewer.tokens)
+
+    return bisect_right(range(1, rollout.rows + 1), cache, key=needed)
 
 
 def fits_in_process(s: Sizes, work: Work, group: RolloutSize, room: float) -> bool:
@@ -709,7 +705,7 @@ def room_to_train(cfg: MethodConfig, s: Sizes, work: Work, device: str) -> float
     if engine is None or not engine.copy:
         has_server = device == "cuda" and engine is None and hasattr(cfg, "vllm")
         return room - ASLEEP * GIB * has_server
-    least = peak(s, replace(work, checkpointing=True, recomputed=None))
+    least = peak(s, replace(work, **EVERY_BLOCK))
     return room - sum(engine) if least + sum(engine) <= room else room
 
 
@@ -756,7 +752,7 @@ def recompute_by_memory(s: Sizes, work: Work, room: float) -> Work:
         fewer = replace(work, checkpointing=num > 0, recomputed=num or None)
         if peak(s, fewer) <= room:
             return fewer
-    return replace(work, checkpointing=True, recomputed=None)
+    return replace(work, **EVERY_BLOCK)
 
 
 def shards_of(cfg: MethodConfig, s: Sizes, work: Work, device: str) -> int:
@@ -945,12 +941,7 @@ def advice(s: Sizes, work: Work, cfg: MethodConfig) -> list[Advice]:
     can_offload = recomputes_all and not work.offloading and device_here() == "cuda"
     host = offloaded_bytes(s, replace(work, offloading=True)) / GIB
     for is_possible, flag, changed, remark_on_flag in (
-        (
-            not recomputes_all,
-            "--gradient-checkpointing",
-            {"checkpointing": True, "recomputed": None},
-            ", a third slower",
-        ),
+        (not recomputes_all, "--gradient-checkpointing", EVERY_BLOCK, ", a third slower"),
         (can_offload, "--activation-offloading", {"offloading": True}, f", uses {host:.3g} GiB of main memory"),
         (work.optim == "adamw", "--optim adamw_8bit", {"optim": "adamw_8bit"}, " of moments (needs torchao)"),
         (is_wide, "--trained-dtype bfloat16", {"weight_bytes": 2}, ", in a new run: weights, gradients and moments"),
@@ -1073,12 +1064,13 @@ def planned_run(argv: Sequence[str]) -> Iterator[tuple[PlanConfig, MethodConfig]
     own = build_config(PlanConfig, read_argv(argv, table, []), table, prog)  # parse() reports unknown flags
     if own.shape and (model := peek(argv, "model")):
         raise UserError(f"model={model}, shape={own.shape}: pass only one of --model and --shape")
-    argv += ["--model", own.shape] if own.shape else []
-    if peek(argv, "config") is None:  # later words win
-        argv = ["--method", "sft", *argv]
+    argv += [f"--model={own.shape}"] if own.shape else []
+    if peek(argv, "config") is None:
+        argv += [] if peek(argv, "method") else ["--method=sft"]
         is_complete = peek(argv, "model") is None or any(peek(argv, key) for key in ROWS_FROM)
         if not is_complete and issubclass(load_method(str(peek(argv, "method"))).Config, MethodConfig):
-            argv = [*FULL, *argv]
+            full = full_batches(peek(argv, "num_generations"))
+            argv += [f"--{key}={value}" for key, value in full.items() if peek(argv, key) is None]
     before = {name: value for name, value in os.environ.items() if name == "WORLD_SIZE"}
     os.environ["WORLD_SIZE"] = str(own.gpus)
     try:
@@ -1095,6 +1087,12 @@ def planned_run(argv: Sequence[str]) -> Iterator[tuple[PlanConfig, MethodConfig]
     finally:
         del os.environ["WORLD_SIZE"]
         os.environ |= before
+
+
+def full_batches(num_generations: str | None) -> dict[str, Any]:
+    """Return the settings of a plan without --data: no rows are read, and a step fills the engine with whole groups."""
+    group = max(1, int(num_generations)) if num_generations and num_generations.isdecimal() else 1
+    return {"data": "task:addition", "per_device_train_batch_size": -(-ROWS["cuda"] // group) * group}
 
 
 def check_loading(cfg: MethodConfig) -> None:
@@ -1134,6 +1132,7 @@ def pick_card(cfg: PlanConfig) -> tuple[str, Card]:
 class Column(NamedTuple):
     """A way to train the model, and the engine that then samples."""
 
+    name: str
     work: Work
     parts: dict[str, float]  # bytes at the peak of a step
     room: float  # GiB for the trainer's tensors
@@ -1151,36 +1150,35 @@ class Column(NamedTuple):
         return self.can_sample and self.peak <= self.room * GIB
 
 
-def columns(cfg: MethodConfig, s: Sizes, card: Card) -> dict[str, Column]:
-    """Return the columns by name: replicate and, with several GPUs, fsdp, each without and with checkpointing."""
+def columns(cfg: MethodConfig, s: Sizes, card: Card) -> list[Column]:
+    """Return the columns: replicate and, with several GPUs, fsdp, each without and with checkpointing."""
     parallel, gpus, shards = cfg.parallel, world_size(), cfg.parallel.shard or world_size()
     base = replace(unsharded_work(cfg, s, "cuda"), triton=card.triton_head)
-    works = {}
+    modes = {}
     if gpus == 1 or not parallel.must_shard:
-        works["replicate"] = base
+        modes["replicate"] = base
     if gpus > 1 and parallel.mode != "replicate" and not (base.in_4bit or base.fp8):
-        works["fsdp"] = replace(base, shards=shards, has_copies=shards < gpus and not parallel.reduce_once)
-    return {
-        name + suffix: column_of(
-            cfg, s, replace(work, checkpointing=bool(suffix), offloading=bool(suffix) and base.offloading), card
-        )
-        for name, work in works.items()
-        for suffix in ("", " + gc")
-    }
+        modes["fsdp"] = replace(base, shards=shards, has_copies=shards < gpus and not parallel.reduce_once)
+    works = {}
+    for name, work in modes.items():
+        works[name] = replace(work, checkpointing=False, offloading=False)
+        works[f"{name} + gc"] = replace(work, checkpointing=True)
+    return [column_of(name, cfg, s, work, card) for name, work in works.items()]
 
 
-def column_of(cfg: MethodConfig, s: Sizes, work: Work, card: Card) -> Column:
+def column_of(name: str, cfg: MethodConfig, s: Sizes, work: Work, card: Card) -> Column:
     """Choose the engine as in training."""
     parts, room, rollout = peak_parts(s, work), card.gib - RESERVE, rollout_size_of(cfg, "cuda")
     if rollout is None:
-        return Column(work, parts, room)
+        return Column(name, work, parts, room)
     memory = engine_memory_of(cfg, s, work, "cuda", room * GIB)
     if memory is None:
         share = colocated_share(cfg)
         gib = persistent_without_gradients(s, work) / GIB + share * card.gib
-        return Column(work, parts, room - ASLEEP * (share > 0), "vllm", gib, gib <= room)
+        return Column(name, work, parts, room - ASLEEP * (share > 0), "vllm", gib, gib <= room)
     least = sampling_bytes(s, work, engine_memory(s, work, rollout.group(cfg.num_generations), "cuda"))
-    return Column(work, parts, room, "local", sampling_bytes(s, work, memory) / GIB, least <= room * GIB, memory)
+    gib = sampling_bytes(s, work, memory) / GIB
+    return Column(name, work, parts, room, "local", gib, least <= room * GIB, memory)
 
 
 def colocated_share(cfg: MethodConfig) -> float:
@@ -1194,8 +1192,8 @@ def report(own: PlanConfig, cfg: MethodConfig, s: Sizes) -> list[str]:
     """Return the lines to print: two lines about the run, the table, and notes on it."""
     card_name, card = pick_card(own)
     table = columns(cfg, s, card)
-    all_columns, work = list(table.values()), next(iter(table.values())).work
-    room = " or ".join(sorted({f"{column.room:.1f}" for column in all_columns}))
+    work = table[0].work
+    room = " or ".join(sorted({f"{x.room:.1f}" for x in table}))
     trained = f", {s.adapter(cfg.lora.r):,} in adapters" if cfg.lora.r else ""
     trained = f", {sum(s.trained):,} trained" if cfg.model.trained_parameters else trained
     sharing = f" split over {work.context} GPUs" if work.context > 1 else ""
@@ -1212,72 +1210,70 @@ def report(own: PlanConfig, cfg: MethodConfig, s: Sizes) -> list[str]:
     def row(name: str, cells: Iterable[Any], form: str = "") -> None:
         lines.append(f"{name:<36}" + "".join(f"{format(cell, form):>16}" for cell in cells))
 
-    row("GiB on each GPU", table)
-    for part in all_columns[0].parts:
-        if any(column.parts[part] for column in all_columns):
-            name = "temporary buffers" if part == "buffers" else part
-            row(name, [column.parts[part] / GIB for column in all_columns], ".2f")
-    row("peak", [column.peak / GIB for column in all_columns], ".2f")
-    engines = [column.engine for column in all_columns]
+    row("GiB on each GPU", [x.name for x in table])
+    for part in table[0].parts:
+        if any(x.parts[part] for x in table):
+            row("temporary buffers" if part == "buffers" else part, [x.parts[part] / GIB for x in table], ".2f")
+    row("peak", [x.peak / GIB for x in table], ".2f")
+    engines = [x.engine for x in table]
     if "none" not in engines:
         row("engine", engines)
         names = {"local": "local cache", "vllm": "vLLM's share" if colocated_share(cfg) else "servers elsewhere"}
         where = f", {names[engines[0]]}" if len(set(engines)) == 1 else ""
-        row(f"while sampling{where}", [column.sampling for column in all_columns], ".2f")
-    row("fits", ["yes" if column.fits else "no" for column in all_columns])
+        row(f"while sampling{where}", [x.sampling for x in table], ".2f")
+    row("fits", ["yes" if x.fits else "no" for x in table])
     best = [
         # a smaller limit splits a step that was one micro-batch
         largest_micro_batch(s, x.work if x.fits else replace(x.work, accumulates=True), x.room) if x.can_sample else 0
-        for x in all_columns
+        for x in table
     ]
     row("largest max-tokens-per-micro-batch", [f"{tokens:,}" if tokens else "none" for tokens in best])
     flops = own.gpus * own.mfu * (card.bf16 if dtype == "bfloat16" else card.fp32) * 1e12
-    row("tokens/s, all GPUs, rough", [flops / flops_per_token(s, column.work) for column in all_columns], ",.0f")
+    row("tokens/s, all GPUs, rough", [flops / flops_per_token(s, x.work) for x in table], ",.0f")
     speed = f"Speed: {own.mfu:.2f} of the data sheet's peak, for training only, without sampling or waiting."
     reserve = f"{RESERVE:g} GiB are reserved for CUDA and the allocator. Formulas: trainer/plan.py."
     return [*lines, "", *explain(cfg, s, table), *explain_engine(cfg, s, table), f"{speed} {reserve}"]
 
 
-def explain(cfg: MethodConfig, s: Sizes, table: dict[str, Column]) -> Iterator[str]:
+def explain(cfg: MethodConfig, s: Sizes, table: list[Column]) -> Iterator[str]:
     """Explain the peak, the head, and gradient checkpointing."""
-    first = next(iter(table.values())).work
-    yield f"Peak of a step: {'; '.join(f'{name}: {fullest_point(s, x.work).name}' for name, x in table.items())}."
+    first = table[0].work
+    yield f"Peak of a step: {'; '.join(f'{x.name}: {fullest_point(s, x.work).name}' for x in table)}."
     if first.head != "none":
         yield (
             f"The log-prob head takes {head_bytes(s, first) / GIB:.2f} GiB if all tokens train; "
             f"stored logits would take {logits_bytes(s, first.local_trained_tokens) / GIB:.2f} GiB."
         )
-    host = [f"{name} {offloaded_bytes(s, x.work) / GIB:.2f}" for name, x in table.items() if x.work.offloading]
+    host = [f"{x.name} {offloaded_bytes(s, x.work) / GIB:.2f}" for x in table if x.work.offloading]
     if host:
         yield f"Offloaded activations take pinned main memory, in GiB per GPU: {', '.join(host)}."
     recomputes = cfg.model.gradient_checkpointing is True or cfg.model.activation_offloading
     verdict = ", ".join(
-        f"{name.removesuffix(' + gc')} {'fits' if x.fits else 'does not fit'}"
-        for name, x in table.items()
+        f"{x.name.removesuffix(' + gc')} {'fits' if x.fits else 'does not fit'}"
+        for x in table
         if x.work.checkpointing == recomputes
     )
     yield f"{'With' if recomputes else 'Without'} gradient checkpointing: {verdict}."
     by_memory = ", ".join(
-        f"{name} {num_recomputed(s, recompute_by_memory(s, x.work, USABLE * x.room * GIB)):g}"
-        for name, x in table.items()
+        f"{x.name} {num_recomputed(s, recompute_by_memory(s, x.work, USABLE * x.room * GIB))}"
+        for x in table
         if not x.work.checkpointing
     )
     yield f"Blocks that gradient_checkpointing=auto recomputes, of {s.layers}: {by_memory}."
 
 
-def explain_engine(cfg: MethodConfig, s: Sizes, table: dict[str, Column]) -> Iterator[str]:
+def explain_engine(cfg: MethodConfig, s: Sizes, table: list[Column]) -> Iterator[str]:
     """Explain the local engine's memory in the first column that has it, and whether it is freed during training."""
-    local = {name: x for name, x in table.items() if x.memory is not None and x.can_sample}
-    for name, first in list(local.items())[:1]:
-        size = first.memory
+    local = [x for x in table if x.memory is not None and x.can_sample]
+    if local:
+        first, size = local[0], local[0].memory
         rows = rows_that_fit(s, first.work, rollout_size_of(cfg, "cuda"), size.cache)
         yield (
-            f"Engine of {name}: {sum(size) / GIB:.2f} GiB (copy of the weights {size.copy / GIB:.2f}, "
+            f"Engine of {first.name}: {sum(size) / GIB:.2f} GiB (copy of the weights {size.copy / GIB:.2f}, "
             f"cache for {rows} concurrent rows {size.cache / GIB:.2f}, logits {size.logits / GIB:.2f})."
         )
-    stays = {name: x.peak + sum(x.memory) <= x.room * GIB for name, x in local.items()}
-    for verb, does_stay in (("kept", True), ("freed", False)):
-        if names := [name for name in local if stays[name] == does_stay]:
+    for verb, is_kept in (("kept", True), ("freed", False)):
+        if names := [x.name for x in local if (x.peak + sum(x.memory) <= x.room * GIB) == is_kept]:
             yield f"This memory is {verb} during training: {', '.join(names)}."
 
 

@@ -506,7 +506,7 @@ def test_columns_follow_the_parallel_flags():
     def columns_of(*argv: str) -> dict[str, Work]:
         with planned_run(["--model", "builtin:tiny", "--gpus", "8", *argv]) as (_, cfg):
             columns = plan.columns(cfg, plan.sizes_for(cfg), CARDS["h200"])
-        return {name: column.work for name, column in columns.items() if "gc" not in name}
+        return {x.name: x.work for x in columns if "gc" not in x.name}
 
     assert {name: work.shards for name, work in columns_of().items()} == {"replicate": 1, "fsdp": 8}
     assert columns_of("--parallel.mode", "replicate").keys() == {"replicate"}
@@ -539,6 +539,10 @@ def test_without_rows_or_limits_the_command_plans_full_batches():
         work = plan.unsharded_work(cfg, plan.sizes_for(cfg), "cuda")
         assert (work.tokens, work.accumulates) == (8192, True)
         assert plan.rollout_size_of(cfg, "cuda") == (512, 64, 768, 256)
+    with planned_run(["--model", "builtin:tiny", "--method", "grpo", "--num-generations", "12"]) as (_, cfg):
+        assert plan.rollout_size_of(cfg, "cuda") == (512, 43, 768, 256), "whole groups"
+    with planned_run(["--model", "builtin:tiny", "--per-device-train-batch-size", "4"]) as (_, cfg):
+        assert plan.unsharded_work(cfg, plan.sizes_for(cfg), "cuda").tokens == 4 * 1024
     argv = ["--model", "builtin:tiny", "--method", "grpo", "--data", "rows.jsonl", "--max-prompt-length", "64"]
     with planned_run(argv) as (_, cfg):
         assert plan.rollout_size_of(cfg, "cuda") == (8, 1, 64, 256)
@@ -580,6 +584,8 @@ def test_invalid_settings(capsys, tmp_path, monkeypatch):
         (["--shape", "llama-9"], "--shape=llama-9: expected one of qwen3-0.6b"),
         ([*shape, "--method", "gspo"], "--method=gspo: unknown method; it is a setting of grpo"),
         ([*shape, "--resume", "runs/a"], "--resume: a plan resumes nothing"),
+        (["grpo", *shape], "grpo: write --method grpo"),
+        (["run.yaml"], "run.yaml: write --config run.yaml"),
         ([*shape, "--method", "grpo", "--rollout.max-length", "9"], "did you mean --max-prompt-length?"),
         ([*shape, "--method", "grpo", "--value-model", "x"], "--value-model: unknown flag; it is a flag of ppo"),
         ([*shape, "--gpus", "8", "--parallel.shard", "3"], "parallel.shard=3: must divide the 8"),

@@ -33,6 +33,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("bf16", "fp16", "torch_dtype", "precision", "tf32"), ("dtype",)),
     **dict.fromkeys(("sequence_len", "max_seq_length", "max_seq_len", "seq_length", "cutoff_len", "model_max_length"),
                     ("max_length", "max_completion_length")),
+    "rollout_max_length": ("max_prompt_length",),  # of python -m trainer.plan before it took the flags of a run
     **dict.fromkeys(("sample_packing", "pad_to_sequence_len"), ("packing",)),
     **dict.fromkeys(("adapter", "use_peft", "use_lora", "lora_rank", "peft", "qlora"), ("lora.r",)),
     "lora_target_linear": ("lora.target_modules",),

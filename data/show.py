@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from data.chat import Trained, set_chat_template, set_special_tokens
 from data.command.checks import check_numbers
@@ -332,13 +332,13 @@ def _show_labelled(row: Labelled) -> ShownRow:
     return ShownRow(row.source, [segment], lengths)
 
 
-def show(rows: Sequence[ShownRow], tokenizer: Any, num_rows: int, file: TextIO | None = None) -> None:
-    """Print the first rows and the length quantiles of all rows. `file`: default standard output."""
+def show(rows: Sequence[ShownRow], tokenizer: Any, num_rows: int) -> None:
+    """Print the first rows and the length quantiles of all rows."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False, soft_wrap=True, file=file)
+    console = Console(highlight=False, soft_wrap=True)
     if rows[:num_rows]:
         console.print(LEGEND + "\n")
     for row in rows[:num_rows]:

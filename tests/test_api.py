@@ -234,6 +234,53 @@ def test_a_dry_run_shows_the_first_row_and_a_plan(method, row, words, tmp_path, 
     assert not Path("runs").exists()
 
 
+REWARDS = """
+print("imported")
+async def shouts(completions):
+    print("called")
+    return [len(text) for text in completions]
+def ids(completions, completion_ids):
+    return [10.0 * len(ids) for ids in completion_ids]
+def broken(completions):
+    raise KeyError("x")
+def solved(completions, solution):
+    raise AssertionError("not called")
+"""
+
+
+def test_a_dry_run_calls_the_rewards_on_the_first_row(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("dry_rewards.py").write_text(REWARDS)
+    Path("data.jsonl").write_text('{"prompt": "6+6=", "answer": "12"}\n{"prompt": "1+1=", "answer": "2"}\n')
+    argv = ["--method", "grpo", "--model", "builtin:tiny", "--max-steps", "1", "--dry-run", "--data"]
+    names = ["dry_rewards.shouts", "dry_rewards.ids", "dry_rewards.broken", "dry_rewards.solved", "model:none", "env"]
+    assert main([*argv, "data.jsonl", "--reward-funcs", *names]) == 0
+    shown = capsys.readouterr()
+    assert yaml.safe_load(shown.out)["reward_funcs"] == names, "what functions print goes to stderr"
+    assert all(word in shown.err.splitlines() for word in ("imported", "called"))
+    lines = [line for line in shown.err.splitlines() if line.startswith("reward")]
+    assert lines == [
+        "reward dry_rewards.shouts on data.jsonl:1: 2 with its answer as the completion",
+        "reward dry_rewards.ids on data.jsonl:1: 20 with its answer as the completion",
+        "reward_funcs=dry_rewards.broken: raised KeyError: 'x' on data.jsonl:1 (dry_rewards.py, line 9); fix it, or "
+        "return None for such rows; completions are strings, because the prompts are text",
+        "reward_funcs=dry_rewards.solved: requires 'solution', which data.jsonl:1 does not have; available: prompts, "
+        "completions, answer, completion_ids",
+        "reward model:none on data.jsonl:1: not called, because it loads a model",
+        "reward env on data.jsonl:1: not called, because the environment computes it",
+    ]
+
+    assert main([*argv, "data.jsonl", "--reward-funcs", names[3], "--tools", "calculator"]) == 0
+    assert "not called, because the row has no 'solution', which an episode may add" in capsys.readouterr().err
+    Path("chat.jsonl").write_text('{"prompt": [{"role": "user", "content": "6+6="}]}\n')
+    assert main([*argv, "chat.jsonl", "--reward-funcs", "length"]) == 0
+    assert "reward length on chat.jsonl:1: 2 with 42 as the completion" in capsys.readouterr().err
+    assert main([*argv, "chat.jsonl"]) == 0
+    assert "reward_funcs=exact_match: requires 'answer', which chat.jsonl:1" in capsys.readouterr().err
+    assert main([*argv, "data.jsonl", "--reward-funcs", "dry_rewards.missing"]) == 2
+    assert "error: reward_funcs=dry_rewards.missing" in capsys.readouterr().err
+
+
 def test_rows_from_python_and_their_errors():
     from datasets import Dataset
 

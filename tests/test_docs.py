@@ -38,7 +38,7 @@ from trainer.config.preference import PairLossType
 from trainer.evaluate import EvaluateConfig
 from trainer.generate import GenerateConfig
 from trainer.metrics.metrics import describe
-from trainer.plan import PlanConfig
+from trainer.plan import PlanConfig, planned_run
 from trainer.push import PushConfig
 from trainer.run.export import ExportConfig
 
@@ -55,7 +55,8 @@ TORCHRUN = {"--nproc-per-node", "--max-restarts", "--nnodes", "--shutdown-timeou
 }
 # Flags of other programs: vLLM (for --vllm.extra-args), tests.structure, tests.record, bench, pip, torchrun.
 OTHERS = {"--dry-run", "--kind", "--yaml", "--enable-auto-tool-choice", "--tool-call-parser", "--step", "--against",
-          "--write", "--check", "--calibrate", "--turns", "--list", "--minutes", "--only"} | TORCHRUN  # fmt: skip
+          "--write", "--check", "--calibrate", "--turns", "--list", "--minutes", "--only",
+          "--lora"} | TORCHRUN  # fmt: skip
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ROWS = re.compile(r"^```json (.+)\n((?:.+\n)+?)```$", re.MULTILINE)
 
@@ -171,7 +172,7 @@ def commands(text: str) -> list[tuple[int, str, list[str]]]:
 
 def check_command(module: str, words: list[str]) -> None:
     """Parse the command as its program would, up to what it would do."""
-    parsers = {"trainer.plan": PlanConfig, "data.show": ShowConfig, "rollout.rewards": CheckConfig,
+    parsers = {"data.show": ShowConfig, "rollout.rewards": CheckConfig,
                "bench.runs.agents": agents.Settings, **AFTER_TRAINING}  # fmt: skip
     words = [str(ROOT / "trainer/recipes/grpo_tiny.yaml") if word in PLACEHOLDERS else word for word in words]
     if module == "trainer" and words[:1] == ["--method"] and len(words) == 2:
@@ -180,6 +181,9 @@ def check_command(module: str, words: list[str]) -> None:
         words = [word for word in words if word not in ("--help", "--help-all", "--dry-run")]
         _, cfg, name = parse(words)
         assert cfg.run.method == name
+    elif module == "trainer.plan" and words:
+        with planned_run(words):
+            pass
     elif module in parsers and words and words != ["--check"]:
         tyro.cli(parsers[module], args=words)
     elif module == "trainer.export":

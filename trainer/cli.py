@@ -7,7 +7,7 @@
 
 Later layers win: dataclass default < tiny recipe (only if nothing names a model) < saved config of the run to resume <
 --config < flag. The method is read first, because it decides which flags exist. --dry-run prints the settings of the
-file and the flags as YAML for --config; then, on stderr, the first row and a plan (trainer/dry_run.py), and exits.
+file and the flags as YAML for --config; then, on stderr, the first row, its rewards and a plan (trainer/dry_run.py).
 """
 
 from __future__ import annotations
@@ -66,21 +66,24 @@ METHODS = Path(__file__).parent / "methods"
 RECIPES = Path(__file__).parent / "recipes"
 
 
-def parse(argv: Sequence[str], *, starts_run: bool = False) -> tuple[ModuleType, MethodConfig, str]:
+def parse(
+    argv: Sequence[str], *, starts_run: bool = False, skipped: dict[str, Flag] = CONFIG
+) -> tuple[ModuleType, MethodConfig, str]:
     """Return (method module, its Config, the method as the user named it); SystemExit(0) after a listing or help.
 
     Importing the method imports torch, which takes seconds. Before that, the names of flags and keys are checked and,
-    with `starts_run`, the files that they name; the console gets its first line.
+    with `starts_run`, the files that they name; the console gets its first line. `skipped`: flags that are no settings
+    of the method.
     """
     argv = _spell_out_resume(argv)
     _check_first_word(argv)
-    if _started_again() and _peek(argv, "resume") is None and _has_run_to_resume(argv):
+    if _started_again() and peek(argv, "resume") is None and _has_run_to_resume(argv):
         argv = [*argv, "--resume=latest"]
     is_dry_run, argv = DRY_RUN in argv, [word for word in argv if word != DRY_RUN]
-    config_file = _peek(argv, "config")
+    config_file = peek(argv, "config")
     file_tree = _file_tree(argv, log=True)
     wants_help = any(word in HELP for word in argv)
-    name = _peek(argv, "method") or file_tree.get("method")
+    name = peek(argv, "method") or file_tree.get("method")
     resume = None if wants_help else _resume_point(argv, file_tree, name)
     if name is None and resume is not None:
         name = resume.saved["method"]
@@ -98,7 +101,7 @@ def parse(argv: Sequence[str], *, starts_run: bool = False) -> tuple[ModuleType,
 
     check_method(str(name))
     if str(name) in method_names() and not wants_help:
-        _check_before_import(str(name), argv, file_tree, files=starts_run and not is_dry_run)
+        _check_before_import(str(name), argv, file_tree, skipped, files=starts_run and not is_dry_run)
     if starts_run and "torch" not in sys.modules:
         _log(f"loading {name} and PyTorch")
     module = load_method(str(name))
@@ -116,8 +119,8 @@ def parse(argv: Sequence[str], *, starts_run: bool = False) -> tuple[ModuleType,
         values = read_tree(resume.saved, readable, str(resume.run_dir / "config.yaml"), mistakes)
         values = _over({}, values, table, mistakes)
     values = _over(values, read_tree(file_tree, readable, str(config_file), mistakes, methods_with), table, mistakes)
-    values = _over(values, read_argv(argv, readable | CONFIG, mistakes, methods_with), table | CONFIG, mistakes)
-    values.pop("config", None)
+    values = _over(values, read_argv(argv, readable | skipped, mistakes, methods_with), table | skipped, mistakes)
+    values = {key: given for key, given in values.items() if key in table}
     if "model" not in values and not mistakes:
         values = _over(_recipe_values(module, str(name), table, values), values, table, mistakes)
     values |= read_tree({"method": str(name)}, table, "--method")
@@ -130,7 +133,7 @@ def parse(argv: Sequence[str], *, starts_run: bool = False) -> tuple[ModuleType,
     cfg = build(module.Config, values, table, prog, mistakes)
     if is_dry_run:
         print(_as_yaml(cfg, values), end="", flush=True)
-        if not starts_run:  # otherwise trainer/__main__.py shows the first row and a plan
+        if not starts_run:  # otherwise trainer/__main__.py calls dry_run.describe()
             raise SystemExit(0)
     return module, cfg if "learning_rate" in values else with_default_rate(cfg), str(name)
 
@@ -163,12 +166,14 @@ def parse_settings(
     return cfg if "learning_rate" in values else with_default_rate(cfg)
 
 
-def _check_before_import(name: str, argv: Sequence[str], file_tree: Mapping[str, Any], *, files: bool) -> None:
+def _check_before_import(
+    name: str, argv: Sequence[str], file_tree: Mapping[str, Any], skipped: dict[str, Flag], *, files: bool
+) -> None:
     """Raise for unknown flags and keys and, if `files`, for files and folders that do not exist."""
     mistakes: list[str] = []
     table = with_old_flags(source_flags(f"trainer.methods.{name}"))
-    values = read_tree(file_tree, table, str(_peek(argv, "config")), mistakes, methods_with)
-    values |= read_argv(argv, table | CONFIG, mistakes, methods_with)
+    values = read_tree(file_tree, table, str(peek(argv, "config")), mistakes, methods_with)
+    values |= read_argv(argv, table | skipped, mistakes, methods_with)
     for key, given in values.items() if files else ():
         for word in given.words:
             try:
@@ -325,18 +330,18 @@ def show_help(config: type, table: dict[str, Flag], prog: str, *, show_all: bool
 
 def _file_tree(argv: Sequence[str], *, log: bool = False) -> dict[str, Any]:
     """Return the settings of --config; translate an axolotl config and, if `log`, print what has no effect here."""
-    config_file = _peek(argv, "config")
+    config_file = peek(argv, "config")
     tree = load_config(Path(config_file)) if config_file else {}
     if not is_axolotl(tree):
         return without_old_defaults(tree)
     try:
         names = {"method": "method", "engine": "rollout.engine", "max_steps": "max_steps"}
-        translation = translate(tree, **{name: _peek(argv, key) for name, key in names.items()})
+        translation = translate(tree, **{name: peek(argv, key) for name, key in names.items()})
     except ValueError as error:
         raise UserError(f"{config_file}: {error}") from None
     for variable, value in translation.environment.items():
         os.environ.setdefault(variable, value)
-    if "model" not in translation.tree and _peek(argv, "model") is None and _peek(argv, "resume") is None:
+    if "model" not in translation.tree and peek(argv, "model") is None and peek(argv, "resume") is None:
         raise UserError(f"{config_file}: has no base_model; add it, or pass --model")
     if log:
         _log(f"{config_file}: an axolotl config, translated; --dry-run prints the result")
@@ -426,7 +431,7 @@ def _started_again() -> bool:
 def _has_run_to_resume(argv: Sequence[str]) -> bool:
     """Return whether a run was started before the restart; otherwise the command starts from the beginning."""
     tree = _file_tree(argv)
-    output_dir, method = (_peek(argv, key) or tree.get(key) for key in ("output_dir", "method"))
+    output_dir, method = (peek(argv, key) or tree.get(key) for key in ("output_dir", "method"))
     try:
         _latest_run(str(output_dir or RunConfig.output_dir), method)
     except ValueError:
@@ -447,10 +452,10 @@ class ResumePoint:
 
 
 def _resume_point(argv: Sequence[str], file_tree: dict[str, Any], method: str | None) -> ResumePoint | None:
-    given = _peek(argv, "resume") or file_tree.get("resume")
+    given = peek(argv, "resume") or file_tree.get("resume")
     if given in (None, "None"):
         return None
-    output_dir = _peek(argv, "output_dir") or file_tree.get("output_dir")
+    output_dir = peek(argv, "output_dir") or file_tree.get("output_dir")
     if given != "latest":
         run_dir = _run_of(Path(str(given)))
         if output_dir is not None and "{" not in output_dir and Path(output_dir).resolve() != run_dir.resolve():
@@ -534,7 +539,7 @@ def _spell_out_resume(argv: Sequence[str]) -> list[str]:
     return argv
 
 
-def _peek(argv: Sequence[str], key: str) -> str | None:
+def peek(argv: Sequence[str], key: str) -> str | None:
     """Return the last value of one flag, before the flag table is known."""
     value = None
     for i, word in enumerate(argv):

@@ -1,40 +1,89 @@
-"""Print on stderr, for --dry-run, the first row as the model sees it and a plan of memory and time.
+"""Print on stderr, for --dry-run, the first row as the model sees it, its rewards, and a plan of memory and time.
 
-describe(cfg)        # reads the data, the tokenizer, reward functions and config.json, but no weights
+describe(cfg)        # reads the data, the tokenizer and config.json, but no weights; calls the reward functions once
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from data.errors import UserError
+from data.formats.registry import PROMPT_FORMATS, formatted_rows
 from data.rows.held_out import held_out_numbers
+from data.rows.prompts import tokenise_prompt
 from data.show import ShowConfig, ShownRow, read, show, with_settings
-from rollout.rewards.loading import MODELS, find_reward
+from rollout.rewards.__main__ import completion_of, prompt_of
+from rollout.rewards.calls import OFFERED, required_columns
+from rollout.rewards.loading import MODELS
+from rollout.rewards.options import DEFAULT_REWARD
+from rollout.rewards.table import load_rewards
 from strop_config import kind_and_tree
 from trainer import plan
 from trainer.config.blocks import MethodConfig
+from trainer.config.sampling import RewardedConfig
 from trainer.parallel.ranks import world_size
 from trainer.policy.load import find_model, load_tokenizer
 
+NOT_CALLED = {
+    **dict.fromkeys(MODELS, "because it loads a model"),
+    "nemo_gym": "because it needs the gym's servers",
+    "env": "because the environment computes it",
+}
+
 
 def describe(cfg: MethodConfig) -> None:
-    if not cfg.data.data:
-        print("rows: from an environment, read when the run starts", file=sys.stderr)
+    with contextlib.redirect_stdout(sys.stderr):  # the user's functions may print, and stdout is the YAML
+        if not cfg.data.data:
+            print("rows: from an environment, read when the run starts")
+            return
+        path, _, _, revision = find_model(cfg.model.model, cfg.model.revision)
+        tokenizer = load_tokenizer(path, replace(cfg.model, revision=revision))
+        shown, training = with_settings(ShowConfig(), cfg, *kind_and_tree(cfg))
+        rows = read(shown, tokenizer, training)
+        if cfg.data.eval_data:
+            read(replace(shown, data=cfg.data.eval_data), tokenizer, training)
+        rewards = list(reward_lines(cfg, tokenizer)) if isinstance(cfg, RewardedConfig) else []
+        show(rows, tokenizer, 1)
+        print("\n".join([*rewards, *plan_lines(cfg, rows)]))
+
+
+def reward_lines(cfg: RewardedConfig, tokenizer: Any) -> Iterator[str]:
+    """Call each reward function on the first row, with its answer or a short text as the completion."""
+    needs_none = cfg.run.method == "opd" or getattr(cfg, "judge", None)
+    specs = cfg.reward.reward_funcs or (() if needs_none else (DEFAULT_REWARD,))
+    called = [spec for spec in specs if str(spec).partition(":")[0] not in NOT_CALLED]
+    loaded = {spec: load_rewards([spec]) for spec in called}  # a name that does not exist is an error
+    options = {"data_format": cfg.data.data_format, "tokenizer": tokenizer, "cfg": cfg}
+    row = next((row for _, row in formatted_rows(cfg.data.data, PROMPT_FORMATS, **options)), None)
+    if row is None:
         return
-    path, _, _, revision = find_model(cfg.model.model, cfg.model.revision)
-    tokenizer = load_tokenizer(path, replace(cfg.model, revision=revision))
-    shown, training = with_settings(ShowConfig(), cfg, *kind_and_tree(cfg))
-    rows = read(shown, tokenizer, training)
-    if cfg.data.eval_data:
-        read(replace(shown, data=cfg.data.eval_data), tokenizer, training)
-    for spec in cfg.reward.reward_funcs if hasattr(cfg, "reward") else ():
-        if str(spec).partition(":")[0] not in MODELS:
-            find_reward(spec)
-    show(rows, tokenizer, 1, sys.stderr)
-    for line in plan_lines(cfg, rows):
-        print(line, file=sys.stderr)
+    rendered = tokenise_prompt(row.columns, tokenizer, cfg.model.system_prompt, cfg.model.chat_template_kwargs)
+    prompt = replace(prompt_of(row), prompt=rendered.prompt, ids=rendered.ids)
+    answer = prompt.columns.get("answer")
+    text, what = ("42", "42") if answer is None else (str(answer), "its answer")
+    completion = completion_of(text, tokenizer.encode(text, add_special_tokens=False))
+    has_episodes = cfg.tools.tools or cfg.tools.rollout_func or cfg.tools.harness or cfg.openenv.env
+    for spec in specs:
+        label = f"reward {spec} on {row.source}"
+        if spec not in loaded:
+            yield f"{label}: not called, {NOT_CALLED[spec.partition(':')[0]]}"
+            continue
+        needed = required_columns(loaded[spec].functions[0])
+        missing = [name for name in needed if name not in (*OFFERED, *prompt.columns)]
+        if missing and has_episodes:
+            yield f"{label}: not called, because the row has no {missing[0]!r}, which an episode may add"
+            continue
+        try:
+            value = loaded[spec].score([prompt], [completion]).totals[0]
+            yield f"{label}: {value if value is None else format(value, '.4g')} with {what} as the completion"
+        except UserError as error:
+            yield str(error)
+        finally:
+            loaded[spec].close()
 
 
 def plan_lines(cfg: MethodConfig, rows: list[ShownRow]) -> list[str]:
@@ -66,7 +115,7 @@ def plan_lines(cfg: MethodConfig, rows: list[ShownRow]) -> list[str]:
     )
     if plan.device_here() == "cpu":
         return [*lines, "time: not estimated on a CPU"]
-    name, card = plan.pick_card(plan.PlanConfig(model=cfg.model.model, gpu="here"))
+    name, card = plan.pick_card(plan.PlanConfig(gpu="here"))
     length = sum(max(row.lengths.values()) for row in rows) / len(rows) + getattr(cfg, "max_completion_length", 0)
     rate = card.fp32 if work.compute == plan.BYTES["float32"] else card.bf16
     flops = plan.flops_per_token(s, work) * length * cfg.run.sequences_per_step * type(cfg).memory.sequences * steps

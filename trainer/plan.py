@@ -1,9 +1,8 @@
 """Estimate the memory of a training run per GPU, for the command and for the advice after an out-of-memory error.
 
-    python -m trainer.plan --model Qwen/Qwen3-1.7B --gpus 1 --method grpo
+    python -m trainer.plan --config trainer/recipes/grpo_gsm8k.yaml --gpus 4          # a run's flags and YAML
     python -m trainer.plan --shape llama-3.1-8b --gpus 8 --method dpo --gpu a100-80
     python -m trainer.plan --shape qwen3-8b --gpus 8 --parallel.context 4 --max-tokens-per-micro-batch 131072
-    python -m trainer.plan --model builtin:tiny --lora.r 16 --max-tokens-per-micro-batch 16384
 
     num_bytes = planned_peak(cfg, tokens)      # peak of a training step with this many tokens
     text = out_of_memory(error, cfg)           # flags to lower and what each would save
@@ -32,26 +31,28 @@ normalised inputs, MLPs no silu(gate)); dense masks and scores of sdpa (packed r
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import re
 import sys
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from data.command.checks import check_numbers
-from data.command.flags import parse_command, run_command
+from data.command.flags import CONFIG, HELP, flag_table, print_help, read_argv, run_command
+from data.command.flags import build as build_config
 from data.errors import UserError
 from data.hub import check_hub
 from data.user_code import PythonObject
 from rollout.model_folder import find_base, resolve_model
-from trainer.cli import load_method, method_names
+from trainer.cli import DRY_RUN, load_method, parse, peek
+from trainer.config.blocks import MethodConfig, check_4bit, check_fp8
 from trainer.config.errors import load_error
-from trainer.parallel.ranks import world_size
-
-if TYPE_CHECKING:
-    from trainer.config.blocks import MethodConfig, MethodMemory
+from trainer.parallel.ranks import is_main, world_size
 
 CHUNK, PART, SLICE = 4096, 512, 1 << 28  # as in kernels/linear_logprob_triton.py, which needs triton to import
 TRITON_HEAD = (9, 10)  # compute capabilities of that kernel: Hopper and Blackwell
@@ -67,6 +68,10 @@ PAGE = 64  # tokens per page of the in-process engine's cache
 ROWS = {"cuda": 512, "cpu": 256}  # default max_batch_size of the in-process engine
 LONGEST, STEP = 1 << 20, 256  # largest micro-batch tried and the step between two, in tokens
 RANK = 16  # --lora.r suggested to a run that trains all weights
+EVERY_BLOCK: dict[str, Any] = {"checkpointing": True, "recomputed": None}  # of a Work
+SHARE = 0.35  # default --vllm.gpu-memory-utilization of a colocated server
+ROWS_FROM = ("data", "nemo_gym.datasets", "verifiers.env")
+PROMPT = 768  # tokens of a prompt in a plan, without --max-prompt-length
 
 
 # what is counted -------------------------------------------------------------------------------------------------
@@ -191,6 +196,10 @@ class RolloutSize(NamedTuple):
         a scratch page."""
         row = whole_pages(self.completion_length + 1) + PAGE
         return self.prompts * whole_pages(self.prompt_length) + self.rows * row + PAGE
+
+    def group(self, num_generations: int) -> RolloutSize:
+        """Return the size of one group, the least that the engine needs room for."""
+        return self._replace(rows=num_generations, prompts=1)
 
 
 class EngineMemory(NamedTuple):
@@ -510,14 +519,8 @@ def peak(s: Sizes, work: Work) -> float:
 
 def largest_micro_batch(s: Sizes, work: Work, gib: float) -> int:
     """Return the largest micro-batch in tokens that fits, a multiple of STEP; 0 if none fits."""
-    low, high = 0, LONGEST // STEP
-    while low < high:
-        middle = (low + high + 1) // 2
-        if peak(s, replace(work, tokens=middle * STEP)) <= gib * GIB:
-            low = middle
-        else:
-            high = middle - 1
-    return low * STEP
+    sizes = range(STEP, LONGEST + 1, STEP)
+    return STEP * bisect_right(sizes, gib * GIB, key=lambda tokens: peak(s, replace(work, tokens=tokens)))
 
 
 def persistent_without_gradients(s: Sizes, work: Work) -> float:
@@ -565,11 +568,12 @@ def room_for_cache(s: Sizes, work: Work, rollout: RolloutSize, room: float) -> f
 
 def rows_that_fit(s: Sizes, work: Work, rollout: RolloutSize, cache: float) -> int:
     """Return how many rows the engine can decode concurrently with this many bytes of cache."""
-    for rows in range(rollout.rows, 0, -1):
+
+    def needed(rows: int) -> int:
         fewer = rollout._replace(rows=rows, prompts=-(-rows * rollout.prompts // rollout.rows))
-        if cache_bytes(s, work.compute, fewer.tokens) <= cache:
-            return rows
-    return 0
+        return cache_bytes(s, work.compute, fewer.tokens)
+
+    return bisect_right(range(1, rollout.rows + 1), cache, key=needed)
 
 
 def fits_in_process(s: Sizes, work: Work, group: RolloutSize, room: float) -> bool:
@@ -649,11 +653,8 @@ def planned_peak(cfg: MethodConfig, tokens: int, *, trained_tokens: int | None =
     return max(peak_with_engine(s, work, engine, memory_here()), sampling)
 
 
-def work_of(cfg: MethodConfig, s: Sizes, device: str | None = None) -> Work:
-    """Return the Work of this run at its largest micro-batch, on cuda or cpu. None: this machine's device."""
-    import torch
-
-    has_gpu, device = torch.cuda.is_available(), device or device_here()
+def unsharded_work(cfg: MethodConfig, s: Sizes, device: str) -> Work:
+    """Return the Work of this run at its largest micro-batch, with replicas and without automatic checkpointing."""
     facts = type(cfg).memory
     compute = BYTES[{"cuda": "bfloat16", "cpu": "float32"}[device] if cfg.model.dtype == "auto" else cfg.model.dtype]
     tokens, is_part = micro_batch(cfg)
@@ -664,15 +665,25 @@ def work_of(cfg: MethodConfig, s: Sizes, device: str | None = None) -> Work:
         offloading=cfg.model.activation_offloading,
         head=facts.head_for(cfg.parallel.context), has_reference=has_reference(cfg),
         other_bytes=compute * sum(sizes_for(cfg, name).params for name in other_models(cfg)), optim=cfg.optim.optim,
-        accumulates=is_part, context=cfg.parallel.context,
+        accumulates=is_part, context=cfg.parallel.context, triton=device == "cuda",
         compiled=device == "cuda" and cfg.model.compile is not False and cfg.parallel.context == 1,
-        triton=device == "cuda" and (not has_gpu or torch.cuda.get_device_capability()[0] in TRITON_HEAD),
     )  # fmt: skip
     moves = getattr(getattr(cfg, "distill", None), "teacher_update_rate", None) is not None
     if moves and compute < 4 and not cfg.lora.r:
         work = replace(work, other_bytes=work.other_bytes + 4 * s.params)  # the teacher's average in float32
-    if facts.critic:
+    if hasattr(cfg, "value_model"):
         work = replace(work, critic=critic_bytes(s, work, cfg.value_model and sizes_for(cfg, cfg.value_model)))
+    return work
+
+
+def work_of(cfg: MethodConfig, s: Sizes, device: str | None = None) -> Work:
+    """Return the Work of this run as it would start here, on cuda or cpu. None: this machine's device."""
+    import torch
+
+    device = device or device_here()
+    work = unsharded_work(cfg, s, device)
+    if torch.cuda.is_available():
+        work = replace(work, triton=work.triton and torch.cuda.get_device_capability()[0] in TRITON_HEAD)
     shards = shards_of(cfg, s, work, device)
     work = replace(work, shards=shards, has_copies=1 < shards < world_size() and not cfg.parallel.reduce_once)
     if cfg.model.gradient_checkpointing == "auto" and not work.offloading:
@@ -694,7 +705,7 @@ def room_to_train(cfg: MethodConfig, s: Sizes, work: Work, device: str) -> float
     if engine is None or not engine.copy:
         has_server = device == "cuda" and engine is None and hasattr(cfg, "vllm")
         return room - ASLEEP * GIB * has_server
-    least = peak(s, replace(work, checkpointing=True, recomputed=None))
+    least = peak(s, replace(work, **EVERY_BLOCK))
     return room - sum(engine) if least + sum(engine) <= room else room
 
 
@@ -741,7 +752,7 @@ def recompute_by_memory(s: Sizes, work: Work, room: float) -> Work:
         fewer = replace(work, checkpointing=num > 0, recomputed=num or None)
         if peak(s, fewer) <= room:
             return fewer
-    return replace(work, checkpointing=True, recomputed=None)
+    return replace(work, **EVERY_BLOCK)
 
 
 def shards_of(cfg: MethodConfig, s: Sizes, work: Work, device: str) -> int:
@@ -751,9 +762,9 @@ def shards_of(cfg: MethodConfig, s: Sizes, work: Work, device: str) -> int:
     from trainer.policy.sharding import room_for_a_copy
 
     parallel, world = cfg.parallel, world_size()
-    if world == 1 or parallel.mode == "replicate" or work.in_4bit:
+    if world == 1 or parallel.mode == "replicate" or work.in_4bit or work.fp8:
         return 1
-    if parallel.mode == "auto":
+    if not parallel.must_shard:
         replica = persistent_bytes(s, replace(work, optim="adamw", other_bytes=0.0, critic=0.0))
         if sum(replica.values()) <= room_for_a_copy(torch.device(device)):
             return 1
@@ -765,11 +776,7 @@ def has_reference(cfg: MethodConfig) -> bool:
     if hasattr(cfg, "reference"):
         is_free = getattr(cfg, "reference_free", False)
         return not is_free and cfg.reference.ref != "precomputed" and cfg.reference.ref_model is None
-    if not hasattr(cfg, "policy_loss"):
-        return False
-    is_feature_model = hasattr(cfg, "features") and cfg.features.feature_model is None
-    is_teacher = hasattr(cfg, "distill") and cfg.distill.teacher == "self"
-    return cfg.policy_loss.beta > 0 or is_feature_model or is_teacher
+    return getattr(cfg, "has_reference", False)
 
 
 def other_models(cfg: MethodConfig) -> Iterator[str]:
@@ -802,16 +809,18 @@ def longest_sequence(cfg: MethodConfig) -> int | None:
     return cfg.response.max_length if hasattr(cfg, "response") else getattr(cfg, "max_length", None)
 
 
-def engine_memory_of(cfg: MethodConfig, s: Sizes, work: Work, device: str | None = None) -> EngineMemory | None:
-    """Return the memory of this run's in-process engine; None if it has none."""
+def engine_memory_of(
+    cfg: MethodConfig, s: Sizes, work: Work, device: str | None = None, room: float | None = None
+) -> EngineMemory | None:
+    """Return the memory of this run's in-process engine; None if it has none. `room`: None: of this machine's GPU."""
     from trainer.config.groups import servers_asked
 
-    device, room = device or device_here(), memory_here()
+    device, room = device or device_here(), memory_here() if room is None else room
     rollout = rollout_size_of(cfg, device)
     if rollout is None or cfg.rollout.engine == "vllm":
         return None
     if cfg.rollout.engine == "auto":
-        group = rollout._replace(rows=cfg.num_generations, prompts=1)
+        group = rollout.group(cfg.num_generations)
         if servers_asked(cfg) or (device == "cuda" and not fits_in_process(s, work, group, room)):
             return None
     if device == "cpu":
@@ -932,12 +941,7 @@ def advice(s: Sizes, work: Work, cfg: MethodConfig) -> list[Advice]:
     can_offload = recomputes_all and not work.offloading and device_here() == "cuda"
     host = offloaded_bytes(s, replace(work, offloading=True)) / GIB
     for is_possible, flag, changed, remark_on_flag in (
-        (
-            not recomputes_all,
-            "--gradient-checkpointing",
-            {"checkpointing": True, "recomputed": None},
-            ", a third slower",
-        ),
+        (not recomputes_all, "--gradient-checkpointing", EVERY_BLOCK, ", a third slower"),
         (can_offload, "--activation-offloading", {"offloading": True}, f", uses {host:.3g} GiB of main memory"),
         (work.optim == "adamw", "--optim adamw_8bit", {"optim": "adamw_8bit"}, " of moments (needs torchao)"),
         (is_wide, "--trained-dtype bfloat16", {"weight_bytes": 2}, ", in a new run: weights, gradients and moments"),
@@ -956,7 +960,7 @@ def advice(s: Sizes, work: Work, cfg: MethodConfig) -> list[Advice]:
             bound, remark = engine.cache / 2 / GIB, " while sampling: fewer concurrent rows"
             options.append(Advice(f"--rollout.cache-gib {bound:.2g}", engine.cache / 2, remark))
     if torch.cuda.is_available() and hasattr(cfg, "vllm") and cfg.rollout.engine == "vllm" and not cfg.vllm.url:
-        total, share = torch.cuda.mem_get_info()[1], cfg.vllm.gpu_memory_utilization or 0.35
+        total, share = torch.cuda.mem_get_info()[1], cfg.vllm.gpu_memory_utilization or SHARE
         lower = round(max(0.1, share - 0.1), 2)
         remark = f" for a server on this GPU ({total / GIB:.3g} GiB)"
         options.append(Advice(f"--vllm.gpu-memory-utilization {lower}", (share - lower) * total, remark))
@@ -1009,191 +1013,97 @@ FIELDS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lora:
-    r: int = 0
-    """Rank of adapters on all linear layers but the head. 0: train all weights."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rollout:
-    engine: Literal["auto", "local", "vllm"] = "auto"
-    """Sampling engine: the trainer process (local) or vLLM servers. auto: local if it fits, as in training."""
-    max_batch_size: int | None = None
-    """Maximum concurrent completions of the local engine. None: 512, or as many as fit."""
-    cache_gib: float | None = None
-    """Maximum size of the local engine's KV cache in GiB. None: free memory, up to what the largest batch needs."""
-    max_length: int = 1024
-    """Tokens of prompt plus completion, for the KV cache."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Vllm:
-    colocate: bool | None = None
-    """Run the server on the trainer's GPU, asleep during training. None: only if there is one GPU."""
-    gpu_memory_utilization: float = 0.35
-    """Fraction of GPU memory that a colocated server uses while awake."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parallel:
-    mode: Literal["auto", "replicate", "fsdp"] = "auto"
-    """Replicate the model on every GPU, or shard it with FSDP. auto: the table shows both."""
-    shard: int | None = None
-    """Number of GPUs that one copy is sharded over. None: all GPUs."""
-    context: int = 1
-    """Number of GPUs that split the tokens of each micro-batch."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """Estimate the memory of a run per GPU, what fits, and a rough speed. Trains nothing and loads no weights."""
+    """Estimate the memory of a run per GPU, what fits, and a rough speed. Trains nothing and loads no weights.
 
-    model: str | None = None
-    """Model to plan for: hub id, folder with a config.json, LoRA adapter, finished run, or builtin:tiny."""
-    revision: str | None = None
-    """Branch, tag or commit of --model on the hub. None: its main branch."""
-    trained_parameters: tuple[str, ...] = ()
-    """Regular expressions for the names of the trained parameters, as for the trainer. Empty: all weights."""
-    trust_remote_code: bool = False
-    """Allow running the Python code that comes with the model."""
-    shape: str | None = None
-    """Known size to use instead of a model, without the hub: qwen3-1.7b, llama-3.1-8b, ..."""
-    gpus: int = 1
-    """Number of GPUs that train."""
+    All other flags are those of the run: python -m trainer --method NAME --help lists them. Without --method the plan
+    is for sft, without --data for 512 sequences per GPU and step, and without a limit for prompts of 768 tokens.
+    """
+
+    shape: Literal[tuple(KNOWN)] | None = None
+    """Known size to use instead of a model, without the hub."""
+    gpus: int = field(default_factory=world_size)
+    """Number of GPUs that train; torchrun sets it."""
     gpu: Literal[("here", *CARDS, *ALIASES)] | None = None
     """GPU to plan for. None: this machine's GPU, or h200 if it has none."""
     gpu_memory: float | None = None
     """Memory of one GPU in GiB. None: from --gpu."""
-    method: str = "sft"
-    """Training method; decides the reference model, the log-prob head and sampling."""
-    beta: float = 0.0
-    """KL weight of GRPO and similar methods. Above 0: adds a reference model."""
-    teacher: str | None = None
-    """opd: the teacher, in any form that --model takes, or self. None: a teacher that uses no memory here."""
-    num_generations: int = 8
-    """Completions per prompt; the local engine caches each prompt once."""
-    max_completion_length: int = 256
-    """Maximum tokens per completion, for the local engine's KV cache."""
-    value_model: str | None = None
-    """PPO's critic, if it is a separate model."""
-    ref: Literal["auto", "precomputed"] = "auto"
-    """Reference model. precomputed: read its log-probs from disk, without a copy in memory."""
-    lora: Lora = field(default_factory=Lora)
-    load_in_4bit: bool = False
-    """Store the frozen base of a LoRA run in 4 bits."""
-    max_tokens_per_micro_batch: int = 8192
-    """Maximum tokens per forward pass."""
-    gradient_checkpointing: bool = False
-    """Report whether the run fits with gradient checkpointing; the table shows both."""
-    activation_offloading: bool = False
-    """Count the block inputs saved by gradient checkpointing in main memory."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Compute dtype (matmuls)."""
-    trained_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of trained weights, their gradients and AdamW's moments; adapters are always float32."""
-    optim: Literal["adamw", "adamw_8bit"] = "adamw"
-    """Optimizer. adamw_8bit stores the two moments in 8 bits."""
-    rollout: Rollout = field(default_factory=Rollout)
-    vllm: Vllm = field(default_factory=Vllm)
-    parallel: Parallel = field(default_factory=Parallel)
     mfu: float = 0.35
     """Fraction of the GPU's peak FLOP/s to assume. A 1.7B step with checkpointing reached 0.38 on an H200."""
 
     def __post_init__(self) -> None:
-        if (self.model is None) == (self.shape is None):
-            raise UserError(f"model={self.model}, shape={self.shape}: pass exactly one of --model and --shape")
-        if self.shape is not None and self.shape not in KNOWN:
-            raise UserError(f"shape={self.shape}: unknown size; use one of {', '.join(KNOWN)}, or pass --model")
-        if self.method not in method_names():
-            raise UserError(f"method={self.method}: unknown method; use one of {', '.join(method_names())}")
-        rules = {
-            "1 or more": "gpus max_tokens_per_micro_batch num_generations max_completion_length",
-            "above 0": "gpu_memory",
-            "above 0 and at most 1": "mfu",
-        }
-        check_numbers(self, rules)
-        check_numbers(self.lora, {"0 or more": "r"}, "lora.")
-        check_numbers(self.rollout, {"1 or more": "max_batch_size max_length", "above 0": "cache_gib"}, "rollout.")
-        check_numbers(self.vllm, {"above 0 and at most 1": "gpu_memory_utilization"}, "vllm.")
-        if self.trained_dtype == "bfloat16" and (self.lora.r or self.dtype == "float32"):
-            raise UserError(
-                f"trained_dtype=bfloat16: has no effect on adapters (lora.r={self.lora.r}) and is narrower than "
-                f"dtype=float32 (dtype={self.dtype}); remove --trained-dtype"
-            )
-        if self.trained_parameters and self.lora.r:
-            raise UserError(f"trained_parameters: not supported with LoRA (lora.r={self.lora.r}); use --lora.r 0")
-        if self.activation_offloading and not self.gradient_checkpointing:
-            raise UserError(
-                "activation_offloading=True: only applies to checkpointed blocks; add --gradient-checkpointing"
-            )
-        if self.load_in_4bit:
-            if not self.lora.r:
-                raise UserError("load_in_4bit=True: 4-bit weights cannot be trained; train adapters with --lora.r 16")
-            if self.facts.head == "none":
-                raise UserError(
-                    f"load_in_4bit=True: not supported for reward models (method={self.method}); remove --load-in-4bit"
-                )
-            is_sharded = self.parallel.mode == "fsdp" or self.parallel.shard is not None
-            if is_sharded or self.parallel.context > 1:
-                name = "fsdp" if is_sharded else f"parallel.context={self.parallel.context}"
-                raise UserError(f"load_in_4bit=True: not supported with {name}; remove --load-in-4bit")
-        for name, value in (("shard", self.parallel.shard), ("context", self.parallel.context)):
-            if value is not None and (value < 1 or self.gpus % value):
-                raise UserError(f"parallel.{name}={value}: must divide the {self.gpus} GPUs")
-        if self.parallel.mode == "fsdp" and self.gpus == 1:
-            raise UserError("parallel.mode=fsdp: has no effect with one GPU; set --gpus")
-        if self.parallel.mode == "replicate" and self.parallel.shard is not None:
-            raise UserError(f"parallel.shard={self.parallel.shard}: has no effect with parallel.mode=replicate")
-        if self.beta and self.facts.reference != "with beta":
-            raise UserError(f"beta={self.beta}: has no effect on the memory of method={self.method}; remove --beta")
-        if self.teacher is not None and self.method != "opd":
-            raise UserError(f"teacher={self.teacher}: has no effect with method={self.method}; use --method opd")
-        if self.value_model and not self.facts.critic:
-            raise UserError(f"value_model={self.value_model}: {self.method} has no critic; remove --value-model")
-
-    @property
-    def facts(self) -> MethodMemory:
-        return load_method(self.method).Config.memory
-
-    @property
-    def has_reference(self) -> bool:
-        by_flags = self.facts.reference == "with beta" and (self.beta > 0 or self.teacher == "self")
-        return self.ref == "auto" and (self.facts.reference == "always" or by_flags)
-
-    @property
-    def other_bytes(self) -> float:
-        """Bytes of the teacher."""
-        if self.teacher in (None, "self"):
-            return 0.0
-        model = meta_model(self.teacher, trust_remote_code=self.trust_remote_code)
-        return BYTES[self.dtype] * sizes_of(model).params
-
-    @property
-    def colocates(self) -> bool:
-        """True if a vLLM server would share a GPU with the trainer."""
-        return self.gpus == 1 if self.vllm.colocate is None else self.vllm.colocate
-
-    @property
-    def rollout_size(self) -> RolloutSize:
-        rows = self.rollout.max_batch_size or ROWS["cuda"]
-        prompt_length = max(0, self.rollout.max_length - self.max_completion_length)
-        return RolloutSize(rows, -(-rows // self.num_generations), prompt_length, self.max_completion_length)
+        check_numbers(self, {"1 or more": "gpus", "above 0": "gpu_memory", "above 0 and at most 1": "mfu"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit status: 0, or 2 after a one-line error."""
-    return run_command(lambda: plan(parse_command(PlanConfig, argv, "python -m trainer.plan")))
+    return run_command(lambda: plan(sys.argv[1:] if argv is None else argv))
 
 
-def plan(cfg: PlanConfig) -> None:
-    if cfg.shape:
-        model = build(known_config(cfg.shape))
-    else:
-        model = meta_model(cfg.model, cfg.revision, trust_remote_code=cfg.trust_remote_code)
-    print("\n".join(report(cfg, sizes_of(model, cfg.trained_parameters), *pick_card(cfg))))
-    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+def plan(argv: Sequence[str]) -> None:
+    with planned_run(argv) as (own, cfg):
+        model = cfg.model
+        lm = meta_model(model.model, model.revision, trust_remote_code=model.trust_remote_code)
+        lines = report(own, cfg, sizes_of(lm, model.trained_parameters))
+    names = {name.rpartition(".")[2] for name, _ in lm.named_modules()}
     if not {"gate_proj", "up_proj", "down_proj", "q_proj", "o_proj"} <= names:
-        print(f"{type(model).__name__} is not built like a Llama; its activations are estimated as if it were.")
+        lines.append(f"{type(lm).__name__} is not built like a Llama; its activations are estimated as if it were.")
+    if is_main():
+        print("\n".join(lines))
+
+
+@contextlib.contextmanager
+def planned_run(argv: Sequence[str]) -> Iterator[tuple[PlanConfig, MethodConfig]]:
+    """Yield the planner's own settings and the run's, with WORLD_SIZE set as torchrun would set it."""
+    prog, table = "python -m trainer.plan", flag_table(PlanConfig)
+    argv = [word for word in argv if word != DRY_RUN]
+    if any(word in HELP for word in argv):
+        print_help(PlanConfig, prog)
+    if any(word.partition("=")[0] == "--resume" for word in argv):
+        raise UserError("--resume: a plan resumes nothing; pass the run's config.yaml with --config")
+    own = build_config(PlanConfig, read_argv(argv, table, []), table, prog)  # parse() reports unknown flags
+    if own.shape and (model := peek(argv, "model")):
+        raise UserError(f"model={model}, shape={own.shape}: pass only one of --model and --shape")
+    argv += [f"--model={own.shape}"] if own.shape else []
+    if peek(argv, "config") is None:
+        argv += [] if peek(argv, "method") else ["--method=sft"]
+        is_complete = peek(argv, "model") is None or any(peek(argv, key) for key in ROWS_FROM)
+        if not is_complete and issubclass(load_method(str(peek(argv, "method"))).Config, MethodConfig):
+            full = full_batches(peek(argv, "num_generations"))
+            argv += [f"--{key}={value}" for key, value in full.items() if peek(argv, key) is None]
+    before = {name: value for name, value in os.environ.items() if name == "WORLD_SIZE"}
+    os.environ["WORLD_SIZE"] = str(own.gpus)
+    try:
+        _, cfg, name = parse(argv, skipped=CONFIG | table)
+        if not isinstance(cfg, MethodConfig):
+            raise UserError(f"method={name}: cannot be planned, because its Config is not a MethodConfig")
+        check_loading(cfg)
+        if own.shape:
+            shape = PythonObject(own.shape, build(known_config(own.shape)))
+            cfg = replace(cfg, model=replace(cfg.model, model=shape))
+        if hasattr(cfg, "rollout") and longest_sequence(cfg) is not None and cfg.max_prompt_length is None:
+            cfg = replace(cfg, max_prompt_length=PROMPT)
+        yield own, cfg
+    finally:
+        del os.environ["WORLD_SIZE"]
+        os.environ |= before
+
+
+def full_batches(num_generations: str | None) -> dict[str, Any]:
+    """Return the settings of a plan without --data: no rows are read, and a step fills the engine with whole groups."""
+    group = max(1, int(num_generations)) if num_generations and num_generations.isdecimal() else 1
+    return {"data": "task:addition", "per_device_train_batch_size": -(-ROWS["cuda"] // group) * group}
+
+
+def check_loading(cfg: MethodConfig) -> None:
+    """Raise for settings that the run would reject when it loads its model."""
+    from trainer.policy.heads import check_scorer  # imports torch
+    from trainer.policy.load import check_adapters
+
+    check_4bit(cfg.model, cfg.lora, cfg.parallel)
+    check_fp8(cfg.model, cfg.lora, cfg.parallel)
+    check = check_scorer if type(cfg).memory.head == "none" else check_adapters
+    check(cfg.model, cfg.lora)
 
 
 def known_config(name: str) -> Any:
@@ -1219,155 +1129,152 @@ def pick_card(cfg: PlanConfig) -> tuple[str, Card]:
     return name, card if cfg.gpu_memory is None else card._replace(gib=cfg.gpu_memory)
 
 
-def columns(cfg: PlanConfig, card: Card) -> dict[str, Work]:
-    """Return the settings to compare: replicate and, with several GPUs, fsdp, each without and with checkpointing."""
-    parallel = cfg.parallel
-    base = Work(
-        tokens=cfg.max_tokens_per_micro_batch, lora_r=cfg.lora.r, in_4bit=cfg.load_in_4bit,
-        weight_bytes=BYTES[cfg.trained_dtype], compute=BYTES[cfg.dtype], has_reference=cfg.has_reference,
-        optim=cfg.optim, triton=card.triton_head, context=parallel.context, head=cfg.facts.head_for(parallel.context),
-        other_bytes=cfg.other_bytes, compiled=parallel.context == 1,
-    )  # fmt: skip
-    modes = {}
-    if cfg.gpus == 1 or (parallel.mode != "fsdp" and parallel.shard is None):
-        modes["replicate"] = base
-    if cfg.gpus > 1 and parallel.mode != "replicate" and not cfg.load_in_4bit:
-        shards = parallel.shard or cfg.gpus
-        modes["fsdp"] = replace(base, shards=shards, has_copies=shards < cfg.gpus)
-    return {
-        name + suffix: replace(work, checkpointing=bool(suffix), offloading=bool(suffix) and cfg.activation_offloading)
-        for name, work in modes.items()
-        for suffix in ("", " + gc")
-    }
+class Column(NamedTuple):
+    """A way to train the model, and the engine that then samples."""
 
-
-class Sampler(NamedTuple):
-    """The engine of one column and its effect on GPU memory, in GiB."""
-
-    engine: Literal["local", "vllm", "none"]
-    room: float  # for the trainer's tensors during training
-    sampling: float = 0.0  # total while sampling
+    name: str
+    work: Work
+    parts: dict[str, float]  # bytes at the peak of a step
+    room: float  # GiB for the trainer's tensors
+    engine: Literal["local", "vllm", "none"] = "none"
+    sampling: float = 0.0  # GiB in total while sampling
     can_sample: bool = True
     memory: EngineMemory | None = None  # of the local engine, in bytes
 
+    @property
+    def peak(self) -> float:
+        return sum(self.parts.values())
 
-def sampler_of(cfg: PlanConfig, s: Sizes, work: Work, card: Card) -> Sampler:
-    """Choose the engine of a column; auto is resolved as in training."""
-    room, group = card.gib - RESERVE, cfg.rollout_size._replace(rows=cfg.num_generations, prompts=1)
-    if not cfg.facts.samples:
-        return Sampler("none", room)
-    is_local = cfg.rollout.engine == "local"
-    if cfg.rollout.engine == "auto":
-        is_local = fits_in_process(s, work, group, room * GIB)
-    if not is_local:
-        share = cfg.vllm.gpu_memory_utilization * card.gib if cfg.colocates else 0.0
-        gib = persistent_without_gradients(s, work) / GIB + share
-        return Sampler("vllm", room - (ASLEEP if cfg.colocates else 0.0), gib, gib <= room)
-    most = math.inf if cfg.rollout.cache_gib is None else cfg.rollout.cache_gib * GIB
-    most = min(most, room_for_cache(s, work, cfg.rollout_size, room * GIB))
-    engine = engine_memory(s, work, cfg.rollout_size, "cuda", most)
-    least = sampling_bytes(s, work, engine_memory(s, work, group, "cuda"))
-    return Sampler("local", room, sampling_bytes(s, work, engine) / GIB, least <= room * GIB, engine)
+    @property
+    def fits(self) -> bool:
+        return self.can_sample and self.peak <= self.room * GIB
 
 
-def report(cfg: PlanConfig, s: Sizes, card_name: str, card: Card) -> list[str]:
+def columns(cfg: MethodConfig, s: Sizes, card: Card) -> list[Column]:
+    """Return the columns: replicate and, with several GPUs, fsdp, each without and with checkpointing."""
+    parallel, gpus, shards = cfg.parallel, world_size(), cfg.parallel.shard or world_size()
+    base = replace(unsharded_work(cfg, s, "cuda"), triton=card.triton_head)
+    modes = {}
+    if gpus == 1 or not parallel.must_shard:
+        modes["replicate"] = base
+    if gpus > 1 and parallel.mode != "replicate" and not (base.in_4bit or base.fp8):
+        modes["fsdp"] = replace(base, shards=shards, has_copies=shards < gpus and not parallel.reduce_once)
+    works = {}
+    for name, work in modes.items():
+        works[name] = replace(work, checkpointing=False, offloading=False)
+        works[f"{name} + gc"] = replace(work, checkpointing=True)
+    return [column_of(name, cfg, s, work, card) for name, work in works.items()]
+
+
+def column_of(name: str, cfg: MethodConfig, s: Sizes, work: Work, card: Card) -> Column:
+    """Choose the engine as in training."""
+    parts, room, rollout = peak_parts(s, work), card.gib - RESERVE, rollout_size_of(cfg, "cuda")
+    if rollout is None:
+        return Column(name, work, parts, room)
+    memory = engine_memory_of(cfg, s, work, "cuda", room * GIB)
+    if memory is None:
+        share = colocated_share(cfg)
+        gib = persistent_without_gradients(s, work) / GIB + share * card.gib
+        return Column(name, work, parts, room - ASLEEP * (share > 0), "vllm", gib, gib <= room)
+    least = sampling_bytes(s, work, engine_memory(s, work, rollout.group(cfg.num_generations), "cuda"))
+    gib = sampling_bytes(s, work, memory) / GIB
+    return Column(name, work, parts, room, "local", gib, least <= room * GIB, memory)
+
+
+def colocated_share(cfg: MethodConfig) -> float:
+    """Return the fraction of the trainer's GPU that a vLLM server uses while it samples; 0: servers elsewhere."""
+    vllm, is_alone = cfg.vllm, world_size() == 1 and not cfg.vllm.url and not cfg.vllm.devices
+    colocates = is_alone if vllm.colocate is None else vllm.colocate
+    return (vllm.gpu_memory_utilization or SHARE) * colocates
+
+
+def report(own: PlanConfig, cfg: MethodConfig, s: Sizes) -> list[str]:
     """Return the lines to print: two lines about the run, the table, and notes on it."""
-    works = columns(cfg, card)
-    if cfg.facts.critic:
-        model = cfg.value_model and sizes_of(meta_model(cfg.value_model, trust_remote_code=cfg.trust_remote_code))
-        works = {name: replace(work, critic=critic_bytes(s, work, model)) for name, work in works.items()}
-    samplers = [sampler_of(cfg, s, work, card) for work in works.values()]
-    room = " or ".join(sorted({f"{sampler.room:.1f}" for sampler in samplers}))
-    num_adapter = f", {s.adapter(cfg.lora.r):,} in adapters" if cfg.lora.r else ""
-    num_adapter = f", {sum(s.trained):,} trained" if cfg.trained_parameters else num_adapter
-    sharing = f" split over {cfg.parallel.context} GPUs" if cfg.parallel.context > 1 else ""
-    stored = f", weights in {cfg.trained_dtype}" if cfg.trained_dtype != "float32" else ""
-    stored = ", base in 4 bits" if cfg.load_in_4bit else stored
-    out = [
-        f"{cfg.shape or cfg.model}: {s.params:,} parameters{num_adapter}; "
-        f"{cfg.method}, {cfg.dtype}, {cfg.optim}{stored}",
-        f"{cfg.gpus} x {card_name}, {card.gib:.1f} GiB each, {room} for the trainer's tensors; "
-        f"{cfg.max_tokens_per_micro_batch} tokens per micro-batch{sharing}; gc = gradient checkpointing",
+    card_name, card = pick_card(own)
+    table = columns(cfg, s, card)
+    work = table[0].work
+    room = " or ".join(sorted({f"{x.room:.1f}" for x in table}))
+    trained = f", {s.adapter(cfg.lora.r):,} in adapters" if cfg.lora.r else ""
+    trained = f", {sum(s.trained):,} trained" if cfg.model.trained_parameters else trained
+    sharing = f" split over {work.context} GPUs" if work.context > 1 else ""
+    stored = f", weights in {cfg.model.trained_dtype}" if work.weight_bytes != 4 else ""
+    stored = ", base in 4 bits" if work.in_4bit else stored
+    dtype = next(name for name, size in BYTES.items() if size == work.compute)
+    lines = [
+        f"{cfg.model.model}: {s.params:,} parameters{trained}; {cfg.run.method}, {dtype}, {work.optim}{stored}",
+        f"{own.gpus} x {card_name}, {card.gib:.1f} GiB each, {room} for the trainer's tensors; "
+        f"{work.tokens} tokens per micro-batch{sharing}; gc = gradient checkpointing",
         "",
     ]
 
     def row(name: str, cells: Iterable[Any], form: str = "") -> None:
-        out.append(f"{name:<36}" + "".join(f"{format(cell, form):>16}" for cell in cells))
+        lines.append(f"{name:<36}" + "".join(f"{format(cell, form):>16}" for cell in cells))
 
-    row("GiB on each GPU", works)
-    parts = [peak_parts(s, work) for work in works.values()]
-    for part in parts[0]:
-        if any(sizes[part] for sizes in parts):
-            row("temporary buffers" if part == "buffers" else part, [sizes[part] / GIB for sizes in parts], ".2f")
-    peaks = [sum(sizes.values()) / GIB for sizes in parts]
-    row("peak", peaks, ".2f")
-    if cfg.facts.samples:
-        row("engine", [sampler.engine for sampler in samplers])
-        names = {"local": ", local cache", "vllm": ", vLLM's share" if cfg.colocates else ", servers elsewhere"}
-        kinds = {names[sampler.engine] for sampler in samplers}
-        row(f"while sampling{kinds.pop() if len(kinds) == 1 else ''}", [x.sampling for x in samplers], ".2f")
-    fits = [gib <= sampler.room and sampler.can_sample for gib, sampler in zip(peaks, samplers, strict=True)]
-    row("fits", ["yes" if ok else "no" for ok in fits])
+    row("GiB on each GPU", [x.name for x in table])
+    for part in table[0].parts:
+        if any(x.parts[part] for x in table):
+            row("temporary buffers" if part == "buffers" else part, [x.parts[part] / GIB for x in table], ".2f")
+    row("peak", [x.peak / GIB for x in table], ".2f")
+    engines = [x.engine for x in table]
+    if "none" not in engines:
+        row("engine", engines)
+        names = {"local": "local cache", "vllm": "vLLM's share" if colocated_share(cfg) else "servers elsewhere"}
+        where = f", {names[engines[0]]}" if len(set(engines)) == 1 else ""
+        row(f"while sampling{where}", [x.sampling for x in table], ".2f")
+    row("fits", ["yes" if x.fits else "no" for x in table])
     best = [
-        largest_micro_batch(s, work, sampler.room) if sampler.can_sample else 0
-        for work, sampler in zip(works.values(), samplers, strict=True)
+        # a smaller limit splits a step that was one micro-batch
+        largest_micro_batch(s, x.work if x.fits else replace(x.work, accumulates=True), x.room) if x.can_sample else 0
+        for x in table
     ]
     row("largest max-tokens-per-micro-batch", [f"{tokens:,}" if tokens else "none" for tokens in best])
-    flops = cfg.gpus * cfg.mfu * (card.bf16 if cfg.dtype == "bfloat16" else card.fp32) * 1e12
-    row("tokens/s, all GPUs, rough", [flops / flops_per_token(s, work) for work in works.values()], ",.0f")
-    rooms = {name: USABLE * sampler.room * GIB for name, sampler in zip(works, samplers, strict=True)}
-    *facts, rough = explain(cfg, s, works, dict(zip(works, fits, strict=True)), rooms)
-    return [*out, "", *facts, *explain_engine(cfg, s, works, dict(zip(works, samplers, strict=True))), rough]
+    flops = own.gpus * own.mfu * (card.bf16 if dtype == "bfloat16" else card.fp32) * 1e12
+    row("tokens/s, all GPUs, rough", [flops / flops_per_token(s, x.work) for x in table], ",.0f")
+    speed = f"Speed: {own.mfu:.2f} of the data sheet's peak, for training only, without sampling or waiting."
+    reserve = f"{RESERVE:g} GiB are reserved for CUDA and the allocator. Formulas: trainer/plan.py."
+    return [*lines, "", *explain(cfg, s, table), *explain_engine(cfg, s, table), f"{speed} {reserve}"]
 
 
-def explain_engine(cfg: PlanConfig, s: Sizes, works: dict[str, Work], samplers: dict[str, Sampler]) -> Iterator[str]:
-    """Explain the local engine's memory in the first column that has it, and whether it is freed during training."""
-    local = {name: sampler for name, sampler in samplers.items() if sampler.memory is not None and sampler.can_sample}
-    if not local:
-        return
-    name, first = next(iter(local.items()))
-    rows = rows_that_fit(s, works[name], cfg.rollout_size, first.memory.cache)
-    yield (
-        f"Engine of {name}: {sum(first.memory) / GIB:.2f} GiB (copy of the weights {first.memory.copy / GIB:.2f}, "
-        f"cache for {rows} concurrent rows {first.memory.cache / GIB:.2f}, logits {first.memory.logits / GIB:.2f})."
-    )
-    stay = {name for name, sampler in local.items() if peak(s, works[name]) + sum(sampler.memory) <= sampler.room * GIB}
-    for verb, names in (("kept", stay), ("freed", local.keys() - stay)):
-        if names:
-            yield f"This memory is {verb} during training: {', '.join(name for name in local if name in names)}."
-
-
-def explain(
-    cfg: PlanConfig, s: Sizes, works: dict[str, Work], fits: dict[str, bool], rooms: dict[str, float]
-) -> Iterator[str]:
-    first = next(iter(works.values()))
-    fullest = "; ".join(f"{name}: {fullest_point(s, work).name}" for name, work in works.items())
-    yield f"Peak of a step: {fullest}."
+def explain(cfg: MethodConfig, s: Sizes, table: list[Column]) -> Iterator[str]:
+    """Explain the peak, the head, and gradient checkpointing."""
+    first = table[0].work
+    yield f"Peak of a step: {'; '.join(f'{x.name}: {fullest_point(s, x.work).name}' for x in table)}."
     if first.head != "none":
         yield (
             f"The log-prob head takes {head_bytes(s, first) / GIB:.2f} GiB if all tokens train; "
             f"stored logits would take {logits_bytes(s, first.local_trained_tokens) / GIB:.2f} GiB."
         )
-    host = {name: offloaded_bytes(s, work) / GIB for name, work in works.items() if work.offloading}
+    host = [f"{x.name} {offloaded_bytes(s, x.work) / GIB:.2f}" for x in table if x.work.offloading]
     if host:
-        sizes = ", ".join(f"{name} {gib:.2f}" for name, gib in host.items())
-        yield f"Offloaded activations take pinned main memory, in GiB per GPU: {sizes}."
+        yield f"Offloaded activations take pinned main memory, in GiB per GPU: {', '.join(host)}."
+    recomputes = cfg.model.gradient_checkpointing is True or cfg.model.activation_offloading
     verdict = ", ".join(
-        f"{name.removesuffix(' + gc')} {'fits' if ok else 'does not fit'}"
-        for name, ok in fits.items()
-        if works[name].checkpointing == cfg.gradient_checkpointing
+        f"{x.name.removesuffix(' + gc')} {'fits' if x.fits else 'does not fit'}"
+        for x in table
+        if x.work.checkpointing == recomputes
     )
-    yield f"{'With' if cfg.gradient_checkpointing else 'Without'} gradient checkpointing: {verdict}."
+    yield f"{'With' if recomputes else 'Without'} gradient checkpointing: {verdict}."
     by_memory = ", ".join(
-        f"{name} {num_recomputed(s, recompute_by_memory(s, work, rooms[name])):g}"
-        for name, work in works.items()
-        if not work.checkpointing
+        f"{x.name} {num_recomputed(s, recompute_by_memory(s, x.work, USABLE * x.room * GIB))}"
+        for x in table
+        if not x.work.checkpointing
     )
     yield f"Blocks that gradient_checkpointing=auto recomputes, of {s.layers}: {by_memory}."
-    yield (
-        f"Speed: {cfg.mfu:.2f} of the data sheet's peak, for training only, without sampling or waiting. "
-        f"{RESERVE:g} GiB are reserved for CUDA and the allocator. Formulas: trainer/plan.py."
-    )
+
+
+def explain_engine(cfg: MethodConfig, s: Sizes, table: list[Column]) -> Iterator[str]:
+    """Explain the local engine's memory in the first column that has it, and whether it is freed during training."""
+    local = [x for x in table if x.memory is not None and x.can_sample]
+    if local:
+        first, size = local[0], local[0].memory
+        rows = rows_that_fit(s, first.work, rollout_size_of(cfg, "cuda"), size.cache)
+        yield (
+            f"Engine of {first.name}: {sum(size) / GIB:.2f} GiB (copy of the weights {size.copy / GIB:.2f}, "
+            f"cache for {rows} concurrent rows {size.cache / GIB:.2f}, logits {size.logits / GIB:.2f})."
+        )
+    for verb, is_kept in (("kept", True), ("freed", False)):
+        if names := [x.name for x in local if (x.peak + sum(x.memory) <= x.room * GIB) == is_kept]:
+            yield f"This memory is {verb} during training: {', '.join(names)}."
 
 
 if __name__ == "__main__":

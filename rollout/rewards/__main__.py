@@ -17,6 +17,7 @@ from data.formats.registry import PROMPT_FORMATS, formatted_rows
 from data.formats.template_settings import JsonObject, check_kwargs
 from data.rows.prompts import load_prompts
 from data.rows.transforms import uses_transform
+from data.sources import Row
 from data.types import Prompt
 from rollout.engine import Completion, Request, Sampling
 from rollout.engines.load import load_model
@@ -97,11 +98,22 @@ def _read_completions(cfg: CheckConfig) -> tuple[list[Prompt], list[Completion]]
                 f"{row.source}: no column 'completion' (columns: {', '.join(row.columns)}); add it, or pass --model to "
                 "sample completions first"
             )
-        columns = {name: value for name, value in row.columns.items() if name not in ("prompt", "completion")}
-        prompts.append(Prompt(source=row.source, prompt=row.columns["prompt"], ids=[], columns=columns))
-        text = _text(row.source, completion)
-        completions.append(Completion(prompt_ids=[], ids=[], logps=[], finish_reason="stop", text=text, versions=[]))
+        prompts.append(prompt_of(row))
+        completions.append(completion_of(_text(row.source, completion)))
     return prompts, completions
+
+
+def prompt_of(row: Row) -> Prompt:
+    """Return the prompt of a formatted row, without its ids."""
+    columns = {name: value for name, value in row.columns.items() if name not in ("prompt", "completion")}
+    return Prompt(source=row.source, prompt=row.columns["prompt"], ids=[], columns=columns)
+
+
+def completion_of(text: str, ids: Sequence[int] = ()) -> Completion:
+    """Return a completion that was not sampled."""
+    return Completion(
+        prompt_ids=[], ids=list(ids), logps=[0.0] * len(ids), finish_reason="stop", text=text, versions=[0] * len(ids)
+    )
 
 
 def _text(source: str, completion: Any) -> str:

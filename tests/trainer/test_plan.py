@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from torch import nn
 from kernels.linear_logprob import BLOCK_ELEMENTS, linear_logprob_loss
 from kernels.nf4 import BYTES_PER_WEIGHT
 from rollout.engines import local
+from rollout.servers.command import _memory_share
+from rollout.servers.options import VllmConfig
 from tests.entry import metrics
 from trainer import plan
 from trainer.__main__ import main as train
@@ -27,16 +30,13 @@ from trainer.config.blocks import (
     OptimConfig,
     ParallelConfig,
     PromptConfig,
-    RolloutConfig,
     RunConfig,
 )  # fmt: skip
-from trainer.config.groups import GroupConfig
 from trainer.methods import dpo, grpo, sft
 from trainer.plan import (
     CARDS,
     GIB,
     KNOWN,
-    Parallel,
     PlanConfig,
     Sizes,
     Work,
@@ -45,6 +45,7 @@ from trainer.plan import (
     main,
     peak,
     persistent_bytes,
+    planned_run,
     sizes_of,
 )  # fmt: skip
 from trainer.policy import sharding
@@ -421,8 +422,8 @@ def test_command_counts_offloaded_activations(capsys):
     # at least 26 block inputs, plus the attention of 28 blocks: with offloading, compiled blocks do not keep it
     attention = 28 * 65536 * 16 * (2 * 128 + 4) / plan.GIB
     assert peaks[0][0] == peaks[1][0] and 12.5 < peaks[0][1] - peaks[1][1] - attention <= 13.5
-    assert plan.main([*argv, "--activation-offloading"]) == 2
-    assert "add --gradient-checkpointing" in capsys.readouterr().err
+    assert plan.main([*argv, "--activation-offloading"]) == 0
+    assert capsys.readouterr().out == text
 
 
 def test_flops_per_token(sizes):
@@ -439,15 +440,8 @@ def test_copied_constants_match_their_source():
     triton_head = pytest.importorskip("kernels.linear_logprob_triton")
     assert (triton_head.CHUNK, triton_head.PART, triton_head.SLICE) == (plan.CHUNK, plan.PART, plan.SLICE)
     assert (BLOCK_ELEMENTS, BYTES_PER_WEIGHT) == (plan.TORCH_BLOCK, plan.PACKED)
-    assert RunConfig.max_tokens_per_micro_batch == PlanConfig.max_tokens_per_micro_batch
-    assert OptimConfig.optim == PlanConfig.optim
     assert (local.PAGE["cuda"], engine_choice.SPARE) == (plan.PAGE, plan.RESERVE * GIB)
-    assert local.ROWS == plan.ROWS
-    for name in ("engine", "max_batch_size", "cache_gib"):
-        assert getattr(RolloutConfig, name) == getattr(plan.Rollout, name)
-    for name in ("num_generations", "max_completion_length"):
-        assert getattr(GroupConfig, name) == getattr(PlanConfig, name)
-    assert ModelConfig.trained_dtype == PlanConfig.trained_dtype
+    assert (local.ROWS, _memory_share(VllmConfig(), "cuda", colocate=True)) == (plan.ROWS, plan.SHARE)
 
 
 def printed_table(text: str) -> dict[str, list[str]]:
@@ -483,7 +477,7 @@ def test_command_takes_a_folder_lora_and_a_colocated_server(capsys, tmp_path):
     text = capsys.readouterr().out
     assert "while sampling, local cache" in text and "kept during training: replicate" in text
     assert printed_table(text)["engine"] == ["local", "local"]
-    assert plan.pick_card(PlanConfig(shape="qwen3-8b", gpu="a100")) == ("a100-80", CARDS["a100-80"])
+    assert plan.pick_card(PlanConfig(gpu="a100")) == ("a100-80", CARDS["a100-80"])
 
 
 def test_command_prints_the_engine_that_auto_chooses_and_its_memory(capsys):
@@ -509,57 +503,104 @@ def test_command_prints_the_engine_that_auto_chooses_and_its_memory(capsys):
 
 
 def test_columns_follow_the_parallel_flags():
-    def columns_of(**parallel: Any) -> dict[str, Work]:
-        cfg = PlanConfig(shape="qwen3-8b", gpus=8, gpu="h200", parallel=Parallel(**parallel))
-        return {name: work for name, work in plan.columns(cfg, CARDS["h200"]).items() if "gc" not in name}
+    def columns_of(*argv: str) -> dict[str, Work]:
+        with planned_run(["--model", "builtin:tiny", "--gpus", "8", *argv]) as (_, cfg):
+            columns = plan.columns(cfg, plan.sizes_for(cfg), CARDS["h200"])
+        return {x.name: x.work for x in columns if "gc" not in x.name}
 
     assert {name: work.shards for name, work in columns_of().items()} == {"replicate": 1, "fsdp": 8}
-    assert {name: work.shards for name, work in columns_of(mode="replicate").items()} == {"replicate": 1}
-    assert [(name, x.shards, x.has_copies) for name, x in columns_of(shard=4).items()] == [("fsdp", 4, True)]
-    shared = columns_of(mode="fsdp", context=4)["fsdp"]
+    assert columns_of("--parallel.mode", "replicate").keys() == {"replicate"}
+    sharded = columns_of("--parallel.shard", "4")
+    assert [(name, x.shards, x.has_copies) for name, x in sharded.items()] == [("fsdp", 4, True)]
+    shared = columns_of("--parallel.mode", "fsdp", "--parallel.context", "4")["fsdp"]
     assert (shared.shards, shared.local_tokens, shared.head) == (8, 8192 // 4, "any loss")
+    for flag in ("--load-in-4bit", "--fp8-base"):
+        assert columns_of("--lora.r", "8", flag).keys() == {"replicate"}, "never sharded"
 
 
-IN_4BIT = {"shape": "qwen3-0.6b", "load_in_4bit": True, "lora": plan.Lora(r=8)}
+def test_the_command_takes_the_flags_of_a_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = tmp_path / "run.yaml"
+    config.write_text("method: sft\nmodel: builtin:tiny\ndata: rows.jsonl\nmax_length: 256\nlearning_rate: 1e-5\n")
+    argv = ["--config", str(config), "--per-device-train-batch-size", "2", "--dry-run"]
+    with planned_run([*argv, "--gpus", "4", "--gpu", "h100"]) as (own, cfg):
+        assert os.environ["WORLD_SIZE"] == "4" and cfg.run.sequences_per_step == 8
+        assert (own.gpu, cfg.optim.learning_rate, cfg.data.data) == ("h100", 1e-5, ("rows.jsonl",))
+        work = plan.unsharded_work(cfg, plan.sizes_for(cfg), "cuda")
+        assert (work.tokens, work.accumulates, work.compute) == (2 * 256, False, 2), "the batch of this run"
+    assert os.environ["WORLD_SIZE"] == "2"
+    assert main(argv) == 0 and "2 x h200" in capsys.readouterr().out
+    with planned_run(["--shape", "qwen3-0.6b", "--config", str(config), "--method", "sft"]) as (_, cfg):
+        assert cfg.model.model == "qwen3-0.6b" and plan.sizes_for(cfg).params == PUBLISHED["qwen3-0.6b"]
 
 
-def test_a_base_in_4_bits_is_never_sharded(capsys):
-    argv = ["--shape", "llama-3.1-8b", "--gpu", "h200", "--gpus", "8", "--lora.r", "16", "--load-in-4bit"]
-    assert main(argv) == 0
-    printed = capsys.readouterr().out
-    assert "base in 4 bits" in printed and "fsdp" not in printed
+def test_without_rows_or_limits_the_command_plans_full_batches():
+    with planned_run(["--model", "builtin:tiny", "--method", "grpo"]) as (_, cfg):
+        work = plan.unsharded_work(cfg, plan.sizes_for(cfg), "cuda")
+        assert (work.tokens, work.accumulates) == (8192, True)
+        assert plan.rollout_size_of(cfg, "cuda") == (512, 64, 768, 256)
+    with planned_run(["--model", "builtin:tiny", "--method", "grpo", "--num-generations", "12"]) as (_, cfg):
+        assert plan.rollout_size_of(cfg, "cuda") == (512, 43, 768, 256), "whole groups"
+    with planned_run(["--model", "builtin:tiny", "--per-device-train-batch-size", "4"]) as (_, cfg):
+        assert plan.unsharded_work(cfg, plan.sizes_for(cfg), "cuda").tokens == 4 * 1024
+    argv = ["--model", "builtin:tiny", "--method", "grpo", "--data", "rows.jsonl", "--max-prompt-length", "64"]
+    with planned_run(argv) as (_, cfg):
+        assert plan.rollout_size_of(cfg, "cuda") == (8, 1, 64, 256)
+    with planned_run(["--method", "sft"]) as (_, cfg):
+        assert cfg.model.model == "builtin:tiny" and cfg.run.per_device_train_batch_size == 128, "the recipe"
 
 
-def test_invalid_settings(capsys, tmp_path):
+def test_every_method_can_be_planned_without_rows(capsys):
+    for name in method_names():
+        more = ["--teacher", "builtin:tiny"] if name == "opd" else []
+        assert main(["--model", "builtin:tiny", "--method", name, *more]) == 0, name
+    assert main(["--model", "builtin:tiny", "--method", "ebft", "--mode", "strided"]) == 0
+    assert "engine" not in capsys.readouterr().out.rpartition("ebft,")[2]
+
+
+BARE = """
+from trainer.config.blocks import MethodConfig, ModelConfig, Flat, RunConfig
+from dataclasses import dataclass
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    model: Flat[ModelConfig]
+    run: Flat[RunConfig]
+def train(cfg): ...
+"""
+
+
+def test_invalid_settings(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bare_algo.py").write_text(BARE)
+    shape = ["--shape", "qwen3-0.6b"]
+    in_4bit = [*shape, "--load-in-4bit", "--lora.r", "8"]
     for argv, words in (
         (["--model", str(tmp_path)], "neither config.json"),
         (["--shap", "qwen3-8b"], "--shap: unknown flag; did you mean --shape?"),
-        (["--shape", "qwen3-8b", "--gpus", "x"], "--gpus=x: expected a whole number"),
-        (["--shape", "qwen3-8b", "--gpu", "tpu"], "--gpu=tpu: expected one of here, h200"),
-        (["--shape", "qwen3-8b", "--gpus", "0"], "gpus=0: must be 1 or more"),
+        ([*shape, "--gpus", "x"], "--gpus=x: expected a whole number"),
+        ([*shape, "--gpu", "tpu"], "--gpu=tpu: expected one of here, h200"),
+        ([*shape, "--gpus", "0"], "gpus=0: must be 1 or more"),
+        ([*shape, "--model", "a"], "model=a, shape=qwen3-0.6b: pass only one"),
+        (["--shape", "llama-9"], "--shape=llama-9: expected one of qwen3-0.6b"),
+        ([*shape, "--method", "gspo"], "--method=gspo: unknown method; it is a setting of grpo"),
+        ([*shape, "--resume", "runs/a"], "--resume: a plan resumes nothing"),
+        (["grpo", *shape], "grpo: write --method grpo"),
+        (["run.yaml"], "run.yaml: write --config run.yaml"),
+        ([*shape, "--method", "grpo", "--rollout.max-length", "9"], "did you mean --max-prompt-length?"),
+        ([*shape, "--method", "grpo", "--value-model", "x"], "--value-model: unknown flag; it is a flag of ppo"),
+        ([*shape, "--gpus", "8", "--parallel.shard", "3"], "parallel.shard=3: must divide the 8"),
+        ([*shape, "--parallel.mode", "fsdp"], "or plan them with trainer.plan --gpus"),
+        ([*shape, "--gpus", "2", "--parallel.mode", "replicate", "--parallel.shard", "2"], "parallel.shard=2"),
+        ([*shape, "--load-in-4bit"], "load_in_4bit=True: 4-bit weights cannot be trained; train adapters"),
+        ([*in_4bit, "--gpus", "2", "--parallel.mode", "fsdp"], "load_in_4bit=True: FSDP cannot shard"),
+        ([*in_4bit, "--gpus", "2", "--parallel.context", "2"], "not supported with parallel.context=2"),
+        ([*in_4bit, "--method", "rm"], "load_in_4bit=True: a reward model is exported merged"),
+        ([*shape, "--trained-dtype", "bfloat16", "--dtype", "float32"], "trained_dtype=bfloat16"),
+        ([*shape, "--method", "bare_algo"], "method=bare_algo: cannot be planned, because its Config is not a Method"),
     ):
-        assert main(argv) == 2
+        assert main(argv) == 2, argv
         error = capsys.readouterr().err
-        assert error.startswith("error: ") and words in error and error.count("\n") == 1
-    shape = {"shape": "qwen3-0.6b"}
-    for settings, words in (
-        ({"model": "a", "shape": "b"}, "model=a, shape=b"),
-        ({"shape": "llama-9"}, "shape=llama-9: .* qwen3-0.6b"),
-        (shape | {"method": "gspo"}, "method=gspo: .* grpo"),
-        (shape | {"method": "grpo", "value_model": "x"}, "value_model=x: grpo"),
-        (shape | {"beta": 0.1}, "beta=0.1: .* method=sft"),
-        (shape | {"gpus": 8, "parallel": Parallel(shard=3)}, "parallel.shard=3: .* 8"),
-        (shape | {"gpus": 8, "parallel": Parallel(context=5)}, "parallel.context=5"),
-        (shape | {"parallel": Parallel(mode="fsdp")}, "parallel.mode=fsdp: .* --gpus"),
-        (shape | {"gpus": 2, "parallel": Parallel(mode="replicate", shard=2)}, "parallel.shard=2"),
-        (shape | {"load_in_4bit": True}, "load_in_4bit=True: .* --lora.r 16"),
-        (IN_4BIT | {"gpus": 2, "parallel": Parallel(mode="fsdp")}, "load_in_4bit=True: .* fsdp"),
-        (IN_4BIT | {"gpus": 2, "parallel": Parallel(context=2)}, "load_in_4bit=True: .* parallel.context=2"),
-        (IN_4BIT | {"method": "rm"}, "load_in_4bit=True: .*method=rm"),
-        (shape | {"trained_dtype": "bfloat16", "dtype": "float32"}, "trained_dtype=bfloat16"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            PlanConfig(**settings)
+        assert error.startswith("error: ") and words in error and error.count("\n") == 1, error
 
 
 # out of memory
@@ -634,20 +675,13 @@ def test_blocks_are_recomputed_by_memory(tmp_path, monkeypatch):
     assert chosen(GIB, activation_offloading=True)[1].checkpointing
 
 
-POLICY_GRADIENT = MethodMemory("one pass", "with beta", samples=True, sequences=1, critic=False)
-FIXED = MethodMemory("any loss", "never", samples=False, sequences=1, critic=False)
+ONE_PASS, ANY_LOSS = MethodMemory("one pass"), MethodMemory("any loss")
 FACTS = {
-    "sft": FIXED._replace(head="one pass"),
-    **dict.fromkeys(("dpo", "ipo"), FIXED._replace(reference="always", sequences=2)),
-    "kto": FIXED._replace(reference="always"),
-    **dict.fromkeys(("cpo", "simpo", "orpo"), FIXED._replace(sequences=2)),
-    "rm": FIXED._replace(head="none", sequences=2),
-    "prm": FIXED._replace(head="none"),
-    **dict.fromkeys(("grpo", "gdpo", "rloo", "opd"), POLICY_GRADIENT),
-    "online_dpo": FIXED._replace(reference="always", samples=True),
-    "ppo": POLICY_GRADIENT._replace(critic=True),
-    "ebft": POLICY_GRADIENT._replace(reference="always"),  # its frozen feature network
-    "sdpo": POLICY_GRADIENT._replace(reference="always"),  # its teacher
+    **dict.fromkeys(("sft", "grpo", "gdpo", "rloo", "opd", "ppo", "ebft", "sdpo"), ONE_PASS),
+    **dict.fromkeys(("kto", "online_dpo"), ANY_LOSS),
+    **dict.fromkeys(("dpo", "ipo", "cpo", "simpo", "orpo"), ANY_LOSS._replace(sequences=2)),
+    "rm": MethodMemory("none", sequences=2),
+    "prm": MethodMemory("none"),
 }
 
 
@@ -661,7 +695,7 @@ def test_every_kind_of_method_can_be_planned(name):
     cfg = load_method(name).Config(model=ModelConfig(model="builtin:tiny"), data=data)
     s = plan.sizes_for(cfg)
     assert plan.work_of(cfg, s, "cuda").tokens > 0
-    assert (plan.engine_memory_of(cfg, s, plan.work_of(cfg, s)) is not None) == FACTS[name].samples
+    assert (plan.engine_memory_of(cfg, s, plan.work_of(cfg, s)) is not None) == (name in ("ebft", "gdpo", "grpo"))
     assert plan.planned_peak(cfg, 1000) > 0
 
 
@@ -750,12 +784,16 @@ def test_shards_follow_the_number_of_ranks(monkeypatch, tmp_path):
     cfg = dpo.Config(model=ModelConfig(model=folder_of(tmp_path)), data=DATA)
     s = plan.sizes_for(cfg)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    for mode, shard, expected in (("auto", None, 1), ("replicate", None, 1), ("fsdp", None, 4), ("fsdp", 2, 2)):
+    for mode, shard, expected in (("auto", None, 1), ("replicate", None, 1), ("fsdp", None, 4), ("fsdp", 2, 2),
+                                  ("auto", 2, 2)):  # fmt: skip
         parallel = ParallelConfig(mode=mode, shard=shard)
         work = plan.work_of(replace(cfg, parallel=parallel), s, "cpu")
         assert (work.shards, work.has_copies) == (expected, expected == 2), (mode, shard)
     monkeypatch.setattr(sharding, "SMALL", 16 * s.params)  # room for the policy, but not for the reference
     assert plan.work_of(cfg, s, "cpu").shards == 4
+    monkeypatch.setattr(sharding, "SMALL", 0)
+    fp8 = replace(cfg, model=replace(cfg.model, fp8_base=True), lora=LoraConfig(r=4))
+    assert plan.work_of(fp8, s, "cpu").shards == 1, "FP8 weights are not sharded"
 
 
 def test_ranks_that_share_rows_split_tokens_but_not_keys(monkeypatch, tmp_path):

@@ -53,7 +53,8 @@ class ParallelConfig:
         check_numbers(self, {"above 0": "timeout_s"}, "parallel.")
         world = world_size()
         if world == 1:
-            reject_unused(self, "with one process; start several with torchrun", prefix="parallel.")
+            why = "with one process; start several with torchrun, or plan them with trainer.plan --gpus"
+            reject_unused(self, why, prefix="parallel.")
         if self.mode == "replicate":
             names = ("shard", "reshard_after_forward", "reduce_once", "cpu_offload")
             reject_unused(self, "with parallel.mode=replicate", names, "parallel.")
@@ -61,6 +62,11 @@ class ParallelConfig:
             value = getattr(self, name)
             if value is not None and (value < 1 or world % value):
                 raise UserError(f"parallel.{name}={value}: must divide the {world} processes")
+
+    @property
+    def must_shard(self) -> bool:
+        """Whether a setting needs fsdp, so that mode=auto has no choice."""
+        return self.mode == "fsdp" or self.shard is not None or self.reduce_once or self.cpu_offload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,9 +290,7 @@ def check_fp8(model: ModelConfig, lora: LoraConfig, parallel: ParallelConfig | N
         raise UserError("fp8_base=True: not supported with load_in_4bit; remove one of the two flags")
     if lora.dora:
         raise UserError("fp8_base=True: not supported with lora.dora; remove one of the two flags")
-    if parallel is not None and (
-        parallel.mode == "fsdp" or parallel.shard is not None or parallel.reduce_once or parallel.cpu_offload
-    ):
+    if parallel is not None and parallel.must_shard:
         raise UserError("fp8_base=True: FSDP does not shard the FP8 weights; use --parallel.mode replicate")
 
 
@@ -708,10 +712,7 @@ class MethodMemory(NamedTuple):
     """Memory needs of a method, for trainer/plan.py."""
 
     head: Literal["one pass", "any loss", "none"] = "any loss"  # one pass: the head computes the gradient, too
-    reference: Literal["always", "with beta", "never"] = "never"
-    samples: bool = False
     sequences: int = 1  # per row
-    critic: bool = False
 
     def head_for(self, context: int) -> str:
         """Return the head's path; ranks that share a row cannot use the fused one (logps.token_loss)."""

@@ -58,7 +58,7 @@ class RewardedConfig(GroupConfig):
 class SamplingConfig(RewardedConfig, PolicyGradientConfig):
     """RewardedConfig plus a policy loss and advantages from the rewards."""
 
-    memory: ClassVar[MethodMemory] = MethodMemory("one pass", "with beta", samples=True)
+    memory: ClassVar[MethodMemory] = MethodMemory("one pass")
 
     advantage: Flat[AdvantageConfig] = field(default_factory=AdvantageConfig)
 

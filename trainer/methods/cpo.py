@@ -36,7 +36,7 @@ from trainer.run.training import Training, open_policy
 class Config(PreferenceConfig):
     """Contrastive preference optimisation: a pair loss without reference, plus likelihood of the chosen response."""
 
-    memory: ClassVar[MethodMemory] = MethodMemory("any loss", sequences=2)
+    memory: ClassVar[MethodMemory] = MethodMemory(sequences=2)
     rows: ClassVar[str] = "pairs"
     # Ten times the rate for all weights, which is TRL's (LoRA Without Regret).
     lora_learning_rate: ClassVar[float] = 1e-5

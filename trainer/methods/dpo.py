@@ -50,7 +50,7 @@ from trainer.run.training import Training, open_policy
 class Config(PairOptions, PreferenceConfig):
     """Direct preference optimisation on chosen and rejected responses, and its relatives."""
 
-    memory: ClassVar[MethodMemory] = MethodMemory("any loss", "always", sequences=2)
+    memory: ClassVar[MethodMemory] = MethodMemory(sequences=2)
     rows: ClassVar[str] = "pairs"
     # TRL's guide to PEFT, Zephyr QLoRA; all weights: TRL, the paper (2305.18290).
     lora_learning_rate: ClassVar[float] = 5e-6

@@ -50,7 +50,7 @@ from trainer.run.training import Training, open_policy
 class Config(EbftConfig):
     """Energy-based fine-tuning: match the features of true completions with those of rollouts."""
 
-    memory: ClassVar[MethodMemory] = MethodMemory("one pass", "always", samples=True)
+    memory: ClassVar[MethodMemory] = MethodMemory("one pass")
     rows: ClassVar[str] = "truths"
     lora_learning_rate: ClassVar[float] = 1e-5  # ten times the authors' rate for all weights (2603.12248)
 

@@ -27,7 +27,7 @@ from data.rows.held_out import train_and_held_out
 from data.types import Labelled
 from losses.kto import reward_auc
 from losses.types import Metrics
-from trainer.config.blocks import Flat, MethodMemory, ReferenceConfig
+from trainer.config.blocks import Flat, ReferenceConfig
 from trainer.metrics.metrics import MetricSums
 from trainer.offline.config import PreferenceConfig
 from trainer.offline.labelled import LabelledStep, Mismatched, item_of, load_rows, pack_labelled
@@ -44,7 +44,6 @@ from trainer.run.training import Training, open_policy
 class Config(PreferenceConfig):
     """Kahneman-Tversky optimisation on responses labelled desirable or undesirable."""
 
-    memory: ClassVar[MethodMemory] = MethodMemory("any loss", "always")
     rows: ClassVar[str] = "unpaired"
     lora_learning_rate: ClassVar[float] = 5e-6  # like DPO; all weights: TRL
 

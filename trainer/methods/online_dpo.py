@@ -27,7 +27,6 @@ from data.command.flags import Common
 from data.errors import UserError
 from losses.advantage import Rewards
 from rollout.rewards.judge import open_judged
-from trainer.config.blocks import MethodMemory
 from trainer.config.preference import PairOptions, check_pair_options
 from trainer.config.sampling import RewardedConfig
 from trainer.methods.dpo import run_pairs
@@ -42,7 +41,6 @@ from trainer.run.training import Training, open_policy
 class Config(PairOptions, RewardedConfig):
     """Online direct preference optimisation: the best completion of each prompt against the worst."""
 
-    memory: ClassVar[MethodMemory] = MethodMemory("any loss", "always", samples=True)
     lora_learning_rate: ClassVar[float] = 5e-6  # like DPO; TRL's default for all weights is 5e-7
 
     num_generations: Common[int] = 4

@@ -36,7 +36,7 @@ from trainer.run.training import Training, open_policy
 class Config(PreferenceConfig):
     """Odds ratio preference optimisation: fine-tuning and preference in one stage, without a reference."""
 
-    memory: ClassVar[MethodMemory] = MethodMemory("any loss", sequences=2)
+    memory: ClassVar[MethodMemory] = MethodMemory(sequences=2)
     rows: ClassVar[str] = "pairs"
     lora_learning_rate: ClassVar[float] = 8e-5  # TRL's ORPO example; all weights: the paper (2403.07691)
 

@@ -25,7 +25,7 @@ from losses.advantage import mean_of, moments
 from losses.gae import estimate_advantage, explained_variance, rewards_to_go, token_rewards, whiten
 from losses.kl import k1
 from losses.types import Metrics, wide
-from trainer.config.blocks import Flat, MethodMemory
+from trainer.config.blocks import Flat
 from trainer.config.policy import PolicyLossConfig, without_skips
 from trainer.config.sampling import SamplingConfig
 from trainer.methods.grpo import backward, logps_at_start
@@ -44,7 +44,6 @@ from trainer.run.training import Training, open_policy
 class Config(SamplingConfig):
     """Proximal policy optimisation: a critic predicts the return, and each token is compared with it."""
 
-    memory: ClassVar[MethodMemory] = MethodMemory("one pass", "with beta", samples=True, critic=True)
     fewest_generations: ClassVar[int] = 1
     refused: ClassVar = tuple("scale_rewards advantage_estimator advantage_kwargs".split())
     policy_loss: Flat[PolicyLossConfig] = field(default_factory=without_skips)

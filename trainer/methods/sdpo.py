@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -31,7 +31,7 @@ from data.command.flags import Common
 from data.errors import UserError
 from data.packing import Item
 from rollout.engine import Completion, Group
-from trainer.config.blocks import Flat, MethodMemory
+from trainer.config.blocks import Flat
 from trainer.config.distill import DistillConfig, OpdConfig
 from trainer.methods.grpo import backward, logps_at_start
 from trainer.methods.opd import backward_jsd, minus_engine_logps, reverse_kl_loss
@@ -48,7 +48,6 @@ from trainer.run.training import Training, open_policy
 class Config(OpdConfig):
     """Self-distillation: the teacher is the model itself, with one of its own correct answers in the prompt."""
 
-    memory: ClassVar[MethodMemory] = MethodMemory("one pass", "always", samples=True)
     distill: Flat[DistillConfig] = field(
         default_factory=lambda: DistillConfig(teacher="self", teacher_update_rate=0.05, reward_coef=0.0)
     )

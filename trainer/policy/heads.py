@@ -68,6 +68,17 @@ HUGE = 100.0  # weights above this are uninitialised memory, not a trained head
 NEW_PAD = "<|pad|>"
 
 
+def check_scorer(cfg: ModelConfig, lora: LoraConfig) -> None:
+    """Raise for settings that a model with a scoring head does not support."""
+    check_adapters(cfg, lora)
+    if cfg.fp8_base:
+        raise UserError("fp8_base=True: not supported for reward models; remove --fp8-base")
+    if cfg.load_in_4bit:
+        raise UserError(
+            "load_in_4bit=True: a reward model is exported merged, which needs the full base; remove --load-in-4bit"
+        )
+
+
 def load_scorer(
     cfg: ModelConfig,
     lora: LoraConfig,
@@ -78,14 +89,8 @@ def load_scorer(
 ) -> Policy:
     """Load a model with a scoring head: the checkpoint's head, or a new head (random, or zeros with `zero_head`)."""
     import_libraries(lora)
-    check_adapters(cfg, lora)
+    check_scorer(cfg, lora)
     check_offloading(cfg, device)
-    if cfg.fp8_base:
-        raise UserError("fp8_base=True: not supported for reward models; remove --fp8-base")
-    if cfg.load_in_4bit:
-        raise UserError(
-            "load_in_4bit=True: a reward model is exported merged, which needs the full base; remove --load-in-4bit"
-        )
     if isinstance(cfg.model, PythonObject):
         raise UserError(f"model={cfg.model}: a scoring head is added to files; pass the model's folder or hub id")
     compute_dtype = pick_dtype(cfg.dtype, device)

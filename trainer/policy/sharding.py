@@ -102,7 +102,7 @@ def pick_mode(cfg: ParallelConfig, policy: Policy) -> str:
     elif is_fp8(policy.model):
         assert mode != "fsdp" and cfg.shard is None, "check_fp8() rejects this"
         mode, reason = "replicate", " (FP8 weights are not sharded)"
-    elif mode == "auto" and (cfg.shard is not None or cfg.reduce_once or cfg.cpu_offload):
+    elif cfg.must_shard:
         mode = "fsdp"
     elif mode == "auto":
         # Weights, gradients and two moments, all of one dtype; 8-bit moments take less.

@@ -254,7 +254,7 @@ def test_a_dry_run_calls_the_rewards_on_the_first_row(tmp_path, monkeypatch, cap
     Path("data.jsonl").write_text('{"prompt": "6+6=", "answer": "12"}\n{"prompt": "1+1=", "answer": "2"}\n')
     argv = ["--method", "grpo", "--model", "builtin:tiny", "--max-steps", "1", "--dry-run", "--data"]
     names = ["dry_rewards.shouts", "dry_rewards.ids", "dry_rewards.broken", "dry_rewards.solved", "model:none", "env"]
-    assert main([*argv, "data.jsonl", "--reward-funcs", *names]) == 0
+    assert main([*argv, "data.jsonl", "--reward-funcs", *names]) == 2
     shown = capsys.readouterr()
     assert yaml.safe_load(shown.out)["reward_funcs"] == names, "what functions print goes to stderr"
     assert all(word in shown.err.splitlines() for word in ("imported", "called"))
@@ -269,13 +269,14 @@ def test_a_dry_run_calls_the_rewards_on_the_first_row(tmp_path, monkeypatch, cap
         "reward model:none on data.jsonl:1: not called, because it loads a model",
         "reward env on data.jsonl:1: not called, because the environment computes it",
     ]
+    assert "reward_funcs: 2 of 6 failed on the first row" in shown.err
 
     assert main([*argv, "data.jsonl", "--reward-funcs", names[3], "--tools", "calculator"]) == 0
     assert "not called, because the row has no 'solution', which an episode may add" in capsys.readouterr().err
     Path("chat.jsonl").write_text('{"prompt": [{"role": "user", "content": "6+6="}]}\n')
     assert main([*argv, "chat.jsonl", "--reward-funcs", "length"]) == 0
     assert "reward length on chat.jsonl:1: 2 with 42 as the completion" in capsys.readouterr().err
-    assert main([*argv, "chat.jsonl"]) == 0
+    assert main([*argv, "chat.jsonl"]) == 2
     assert "reward_funcs=exact_match: requires 'answer', which chat.jsonl:1" in capsys.readouterr().err
     assert main([*argv, "data.jsonl", "--reward-funcs", "dry_rewards.missing"]) == 2
     assert "error: reward_funcs=dry_rewards.missing" in capsys.readouterr().err

@@ -36,6 +36,7 @@ NOT_CALLED = {
 
 
 def describe(cfg: MethodConfig) -> None:
+    plan.check_loading(cfg)
     with contextlib.redirect_stdout(sys.stderr):  # the user's functions may print, and stdout is the YAML
         if not cfg.data.data:
             print("rows: from an environment, read when the run starts")
@@ -48,11 +49,13 @@ def describe(cfg: MethodConfig) -> None:
             read(replace(shown, data=cfg.data.eval_data), tokenizer, training)
         rewards = list(reward_lines(cfg, tokenizer)) if isinstance(cfg, RewardedConfig) else []
         show(rows, tokenizer, 1)
-        print("\n".join([*rewards, *plan_lines(cfg, rows)]))
+        print("\n".join([*map(str, rewards), *plan_lines(cfg, rows)]))
+    if failed := [line for line in rewards if isinstance(line, UserError)]:
+        raise UserError(f"reward_funcs: {len(failed)} of {len(rewards)} failed on the first row, as shown above")
 
 
-def reward_lines(cfg: RewardedConfig, tokenizer: Any) -> Iterator[str]:
-    """Call each reward function on the first row, with its answer or a short text as the completion."""
+def reward_lines(cfg: RewardedConfig, tokenizer: Any) -> Iterator[str | UserError]:
+    """Call each reward function on the first row, with its answer or a short text as the completion; yield errors."""
     needs_none = cfg.run.method == "opd" or getattr(cfg, "judge", None)
     specs = cfg.reward.reward_funcs or (() if needs_none else (DEFAULT_REWARD,))
     called = [spec for spec in specs if str(spec).partition(":")[0] not in NOT_CALLED]
@@ -81,7 +84,7 @@ def reward_lines(cfg: RewardedConfig, tokenizer: Any) -> Iterator[str]:
             value = loaded[spec].score([prompt], [completion]).totals[0]
             yield f"{label}: {value if value is None else format(value, '.4g')} with {what} as the completion"
         except UserError as error:
-            yield str(error)
+            yield error
         finally:
             loaded[spec].close()
 

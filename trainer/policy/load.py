@@ -491,7 +491,9 @@ def compile_blocks(lm: Any, source: str) -> None:
     unfuse(lm)
     join_adapters(lm)
     for block in blocks_of(lm, source):
-        if getattr(block, "gradient_checkpointing", False) and context_size() == 1 and not offloads(block):
+        drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in block.modules())
+        fits = context_size() == 1 and not offloads(block) and not drops
+        if getattr(block, "gradient_checkpointing", False) and fits:
             recompute_inside(block)
         block.forward = torch.compile(block.forward, dynamic=True, options=COMPILER_OPTIONS)
 
@@ -501,7 +503,8 @@ def recompute_inside(block: nn.Module) -> None:
 
     The compiler then does not recompute what the backward pass does not need, such as the block's last matmul. Outputs
     of flex attention are saved: they are as large as the block's input and the slowest to recompute for their size.
-    Blocks with offloaded inputs keep the outer checkpoint, and so do blocks with collectives (context parallelism).
+    Blocks with offloaded inputs keep the outer checkpoint, and so do blocks with collectives (context parallelism) or
+    an adapter's dropout: torch 2.11 fails to compile a graph that recomputes random numbers of a symbolic length.
     """
     forward, block.gradient_checkpointing = block.forward, False
     contexts = functools.partial(create_selective_checkpoint_contexts, save_attention)

@@ -206,6 +206,28 @@ def test_recomputation_inside_the_graph_skips_the_last_matmul(monkeypatch):
 
 
 @pytest.mark.slow
+def test_blocks_with_dropout_are_recomputed_with_the_same_masks(monkeypatch):
+    """By the outer checkpoint: with torch 2.11, inductor fails to compile a graph that recomputes them."""
+    plain, gradients = torch.compile, []
+    monkeypatch.setattr(torch, "compile", lambda forward, options, **o: plain(forward, backend="aot_eager", **o))
+    for recomputes in (False, True):
+        torch.manual_seed(0)
+        cfg = ModelConfig(model="builtin:tiny", dtype="float32", compile=True, gradient_checkpointing=recomputes)
+        policy = load_policy(cfg, LoraConfig(r=4, dropout=0.5), CPU, with_reference=False)
+        blocks = blocks_of(causal_lm(policy.model), "tiny")
+        assert {block.gradient_checkpointing for block in blocks} == {recomputes}
+        for length in (20, 31):
+            item = Item([i % 200 for i in range(length)], [False] + [True] * (length - 1))
+            (batch,) = make_batches([item], max_tokens=64)
+            token_logps(policy, batch).logp.sum().backward()
+        gradients.append({name: p.grad for name, p in policy.model.named_parameters() if "lora_B" in name})
+    torch._dynamo.reset()
+    assert all(gradient.any() for gradient in gradients[0].values())
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow
 def test_all_graphs_have_the_same_compiler_options_and_serve_all_blocks(monkeypatch):
     """For the policy and the reference, and for the first and later lengths."""
     import torch._inductor.compile_fx as inductor

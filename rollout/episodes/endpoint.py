@@ -217,7 +217,7 @@ class Endpoint:
         if ask.messages[-1]["role"] == "assistant":
             raise UserError("messages: the start of an answer cannot be given; end with a message of the user")
         (turn,) = await self._turns(session, ask)
-        reply = protocols.messages_reply(turn, body, secrets.token_hex(12))
+        reply = protocols.messages_reply(turn, body, secrets.token_hex(12), self.model.tokenizer)
         return answer(reply, body, protocols.messages_events, named=True)
 
     async def _generate(self, session: Session, body: Json) -> Reply:

@@ -261,8 +261,11 @@ def responses_reply(turn: Turn, body: Json, key: str) -> Json:
     }  # fmt: skip
 
 
-def messages_reply(turn: Turn, body: Json, key: str) -> Json:
-    message, content = turn.message, []
+def messages_reply(turn: Turn, body: Json, key: str, tokenizer: Any) -> Json:
+    message, content, stops, stop = turn.message, [], _stops(body.get("stop_sequences")), None
+    if stops and turn.completion.finish_reason == "stop":  # the first one in the sampled text has ended it
+        text = tokenizer.decode(turn.completion.ids)
+        stop = min((word for word in stops if word in text), key=text.index, default=None)
     if message["content"] or not message.get("tool_calls"):
         content.append({"type": "text", "text": message["content"], "citations": None})
     for call in message.get("tool_calls") or ():
@@ -270,9 +273,10 @@ def messages_reply(turn: Turn, body: Json, key: str) -> Json:
         content.append({"type": "tool_use", "id": call["id"], "name": function["name"],
                         "input": json.loads(function["arguments"])})  # fmt: skip
     reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[_finish(turn)]
+    reason = "stop_sequence" if stop is not None and reason == "end_turn" else reason
     usage = {"input_tokens": len(turn.completion.prompt_ids), "output_tokens": len(turn.completion.ids)}
     return {"id": f"msg_{key}", "type": "message", "role": "assistant", "model": body.get("model") or "policy",
-            "content": content, "stop_reason": reason, "stop_sequence": None, "usage": usage}  # fmt: skip
+            "content": content, "stop_reason": reason, "stop_sequence": stop, "usage": usage}  # fmt: skip
 
 
 def _head(key: str, kind: str, body: Json) -> Json:
@@ -353,7 +357,7 @@ def _responses_events(reply: Json) -> Iterator[Json]:
 
 def messages_events(reply: Json, body: Json) -> Iterator[Json]:
     usage = reply["usage"]
-    started = reply | {"content": [], "stop_reason": None, "usage": usage | {"output_tokens": 0}}
+    started = reply | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage | {"output_tokens": 0}}
     yield {"type": "message_start", "message": started}
     for index, block in enumerate(reply["content"]):
         if block["type"] == "text":
@@ -363,6 +367,6 @@ def messages_events(reply: Json, body: Json) -> Iterator[Json]:
         yield {"type": "content_block_start", "index": index, "content_block": block | empty}
         yield {"type": "content_block_delta", "index": index, "delta": delta}
         yield {"type": "content_block_stop", "index": index}
-    delta = {"stop_reason": reply["stop_reason"], "stop_sequence": None}
+    delta = {name: reply[name] for name in ("stop_reason", "stop_sequence")}
     yield {"type": "message_delta", "delta": delta, "usage": {"output_tokens": usage["output_tokens"]}}
     yield {"type": "message_stop"}

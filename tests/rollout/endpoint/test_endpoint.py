@@ -331,6 +331,30 @@ def test_streams(scripted):
     play(endpoint, episode)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_message_names_the_stop_sequence_that_ended_it(make_model, monkeypatch, stream):
+    monkeypatch.setattr("rollout.episodes.endpoint.POLL_S", 0.01)
+    tokenizer = tiny_tokenizer()
+    engine = LocalEngine(make_model(vocab_size=len(tokenizer), max_position_embeddings=512), tokenizer)
+    letters = [chr(code) for code in range(32, 127)]
+
+    async def episode(client):
+        body = {"messages": [user("hi")], "max_tokens": 200, "stream": stream}
+        limited = (await client.post("/messages", json=body | {"max_tokens": 1})).text
+        stopped = (await client.post("/messages", json=body | {"stop_sequences": letters})).text
+        return [events_of(text)[-2]["delta"] if stream else json.loads(text) for text in (limited, stopped)]
+
+    endpoint = Endpoint(engine, tokenizer)
+    endpoint.open()
+    try:
+        ((session, (limited, stopped)),) = play(endpoint, episode)
+    finally:
+        endpoint.close()
+    assert (limited["stop_reason"], limited["stop_sequence"]) == ("max_tokens", None)
+    last = tokenizer.decode(session.turns[-1].completion.ids[-1:])
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", last) and last in letters
+
+
 def test_text_completions_continue_the_sampled_ids(scripted):
     endpoint = scripted(lambda text, seed: "ab")
 

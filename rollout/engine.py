@@ -273,3 +273,12 @@ def run_groups(
     finally:
         for future in futures:
             future.cancel()
+
+
+def context_of(config: Any) -> int | None:
+    """Return the longest sequence that a model can run; None if it has no limit."""
+    config = config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # longer sequences would change the frequencies of all others in a pass
+        return rope["original_max_position_embeddings"]
+    return getattr(config, "max_position_embeddings", None)

@@ -117,7 +117,7 @@ SAMPLED = list(RECURRENT)[: list(RECURRENT).index("kimi_linear")]  # with pages;
 def make_model(kind: str, *, seed: int = 0, **changes: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = COMMON | (ATTENTION | RECURRENT)[kind] | changes
+    settings = COMMON | (ATTENTION | RECURRENT).get(kind, {}) | changes  # any model_type
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
 

@@ -33,7 +33,7 @@ from data.rows.held_out import train_and_held_out
 from data.rows.prompts import load_prompts
 from data.rows.transforms import uses_transform
 from data.types import Prompt
-from rollout.engine import Completion, Request, Sampling
+from rollout.engine import Completion, Request, Sampling, context_of
 from strop_config import config_for, rows_of
 from trainer.generate import run_settings
 from trainer.metrics.metrics import read_jsonl
@@ -236,7 +236,7 @@ def sample(
         system_prompt=run.get("system_prompt") if cfg.system_prompt is None else cfg.system_prompt,
         chat_template_kwargs=kwargs,
         max_prompt_length=None if cfg.data else run.get("max_prompt_length"),
-        context_length=getattr(model.config.get_text_config(), "max_position_embeddings", None),
+        context_length=context_of(model.config),
         max_completion_length=max_tokens,
         cfg=config_for("prompts", flags) if uses_transform(data, data_format) else None,
     )

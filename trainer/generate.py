@@ -24,7 +24,7 @@ from data.command.flags import parse_command, run_command
 from data.errors import UserError
 from data.formats.template_settings import check_kwargs
 from data.types import Messages
-from rollout.engine import Request, Sampling
+from rollout.engine import Request, Sampling, context_of
 from trainer.metrics.metrics import read_jsonl
 
 NEW = "/new"  # typed instead of a message: start a new conversation
@@ -101,7 +101,7 @@ class ChatModel:
         self.system_prompt = run.get("system_prompt") if cfg.system_prompt is None else cfg.system_prompt
         self.template_kwargs = run.get("chat_template_kwargs") or None
         check_kwargs(self.tokenizer, self.template_kwargs or {})
-        self.context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.context = context_of(model.config)
         self.engine = LocalEngine(model, self.tokenizer)
         self.sampling = Sampling(
             temperature=cfg.temperature,

@@ -181,9 +181,10 @@ def windows_of(lm: Any) -> list[int | None]:
 
 
 def logit_options(config: Any) -> tuple[float, float | None]:
-    """Return the logit scale and softcap of some architectures, as in training (trainer/policy/logps.py)."""
+    """Return the logit scale and cap of some architectures; xLSTM has another name for the cap."""
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-    return scale, getattr(config, "final_logit_softcapping", None)
+    caps = (getattr(config, name, None) for name in ("final_logit_softcapping", "output_logit_soft_cap"))
+    return scale, next(filter(None, caps), None)
 
 
 def attend_prefill(

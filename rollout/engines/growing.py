@@ -108,12 +108,5 @@ def _prefill(model: Any, jobs: list[Job]) -> DecodeBatch:
 
 
 def _forward(model: Any, input_ids: Tensor, mask: Tensor, position_ids: Tensor, cache: Any) -> Tensor:  # (B, V)
-    output = model(
-        input_ids=input_ids,
-        attention_mask=mask,
-        position_ids=position_ids,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    return output.logits[:, -1]
+    options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+    return model(input_ids=input_ids, attention_mask=mask, position_ids=position_ids, **options).logits[:, -1]

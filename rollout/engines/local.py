@@ -29,7 +29,7 @@ from data.errors import UserError
 from data.user_code import describe_error
 from kernels.decode.draw import signed_64
 from kernels.nf4 import num_weights
-from rollout.engine import Completion, Request, Sampling, check_sampling, finished, join_versions
+from rollout.engine import Completion, Request, Sampling, check_sampling, context_of, finished, join_versions
 from rollout.engines.adapter_share import LOW, AdapterShare, adapter_share, small_adapter
 from rollout.engines.decoder import PREFILL_STATES, PREFILL_TOKENS, Decoder
 from rollout.engines.forward import (
@@ -260,7 +260,7 @@ class LocalEngine:
     def _check_requests(self, prompts: Sequence[list[int]], limits: Sequence[int]) -> None:
         """Reject prompts that would fail deep inside the model."""
         config = self.lm.config.get_text_config()
-        context = getattr(config, "max_position_embeddings", None)
+        context = context_of(config)
         for i, (prompt, max_tokens) in enumerate(zip(prompts, limits, strict=True)):
             if not prompt:
                 raise UserError(f"prompt_ids=[] (request {i}): the prompt is empty; pass at least one token")
@@ -496,7 +496,7 @@ class LocalEngine:
     def _check_parity(self, gathered: Callable[[], AbstractContextManager[None]], *, paged: bool) -> str | None:
         """Compare a few sampled tokens with the trainer's log-probs; return the problem, or None."""
         vocab = self.lm.config.get_text_config().vocab_size
-        longest = min(20, (getattr(self.lm.config.get_text_config(), "max_position_embeddings", None) or 26) - 6)
+        longest = min(20, (context_of(self.lm.config) or 26) - 6)
         shapes = ((7, longest, 6), (7, longest, 6), (5, 3, 2))
         jobs = [
             Job([(step * i + 1) % vocab for i in range(length)], seed, limit)

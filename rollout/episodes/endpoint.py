@@ -31,7 +31,7 @@ from typing import Any
 
 from data.errors import UserError
 from data.user_code import describe_error
-from rollout.engine import POLL_S, Completion, Request, Sampling
+from rollout.engine import POLL_S, Completion, Request, Sampling, context_of
 from rollout.episodes import protocols
 from rollout.episodes.protocols import Ask, Json
 from rollout.episodes.session import ChatModel, OutOfTokens, Session, Turn, UnusableError
@@ -50,13 +50,13 @@ class Endpoint:
         self.token = token or secrets.token_urlsafe(16)
         self.loop = Loop("endpoint")
         self.local = None if engine.concurrent else ArrivingRequests(engine)
-        config = (engine if self.local else engine.local).model.config.get_text_config()
-        context = getattr(config, "max_position_embeddings", None) or math.inf
+        config = (engine if self.local else engine.local).model.config
+        context = context_of(config) or math.inf
         if self.local is None:
             context = min(context, *(member.server.info.model_len for member in engine.pool.members))
         self.model = ChatModel(
             self._ask, tokenizer, context=None if context == math.inf else int(context),
-            vocab_size=config.vocab_size, tool_format=tool_format,
+            vocab_size=config.get_text_config().vocab_size, tool_format=tool_format,
         )  # fmt: skip
         self._sessions: dict[str, Session] = {}
         self._numbers = itertools.count(1)

@@ -19,7 +19,7 @@ from data.rows.prompts import load_prompts
 from data.rows.transforms import uses_transform
 from data.sources import Row
 from data.types import Prompt
-from rollout.engine import Completion, Request, Sampling
+from rollout.engine import Completion, Request, Sampling, context_of
 from rollout.engines.load import load_model
 from rollout.rewards.functions import text_of
 from rollout.rewards.table import RewardTable, load_rewards
@@ -137,7 +137,7 @@ def _sample_completions(cfg: CheckConfig) -> tuple[list[Prompt], list[Completion
         data_format=cfg.data_format,
         system_prompt=cfg.system_prompt,
         chat_template_kwargs=cfg.chat_template_kwargs,
-        context_length=getattr(model.config.get_text_config(), "max_position_embeddings", None),
+        context_length=context_of(model.config),
         max_completion_length=cfg.max_completion_length,
         cfg=_data_config(cfg),
     )

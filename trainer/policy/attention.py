@@ -35,6 +35,7 @@ from kernels.attention import (
     use_flash,
     with_window,
 )
+from rollout.engines.forward import shape_of
 from trainer.parallel.comm import context_size
 from trainer.parallel.context import BatchSlice, gather_row, slice_batch
 
@@ -113,12 +114,9 @@ def _choose_kernel(model: Any, choice: str, device: torch.device) -> None:
 
 def _choose_flash(model: Any, choice: str) -> None:
     """Run flex attention on FlashAttention 4 if it is installed and `choice` is auto, and log the choice."""
-    text = model.config.get_text_config()
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    softcap = getattr(text, "attn_logit_softcapping", None)
-    obstacle = flash_obstacle(heads, kv_heads, head_dim, softcap) if choice == "auto" else "attn_implementation=flex"
+    text, shape = model.config.get_text_config(), shape_of(model, torch.bfloat16)
+    sizes = text.num_attention_heads, shape.num_kv_heads, shape.head_dim, getattr(text, "attn_logit_softcapping", None)
+    obstacle = flash_obstacle(*sizes) if choice == "auto" else "attn_implementation=flex"
     use_flash(not obstacle)
     _log_once(
         f"attention: flex attention with Triton's kernels ({obstacle})"

@@ -427,6 +427,11 @@ def class_of(auto: Any, path: str, cfg: ModelConfig) -> Any:
     except Exception:  # loading the model gives a better error
         return None
     model_class = auto._model_mapping.get(type(config), None)
+    if model_class is None and not hasattr(config, "auto_map"):
+        raise UserError(
+            f"model={cfg.model}: transformers has no {auto.__name__.removeprefix('AutoModelFor')} class for "
+            f"model_type={config.model_type}; use another model"
+        )
     if kind := carried_state(config, model_class):
         reject_context(cfg.model, f"{kind} layers of model_type={config.model_type} carry state between tokens")
     return model_class

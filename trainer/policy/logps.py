@@ -23,6 +23,8 @@ from data.packing import Batch, Item, make_batches
 from data.strided import StridedBatch
 from data.user_code import name_of
 from kernels.linear_logprob import LossFn, TokenLogps, linear_log_collision, linear_logprob, linear_logprob_loss
+from rollout.engine import context_of
+from rollout.engines.forward import logit_options
 from rollout.state_layers import boundaries, carried_state, separate_convolutions
 from trainer.config.errors import first_line
 from trainer.files.tensor_files import TensorFiles
@@ -63,7 +65,7 @@ class Policy:
 
     @property
     def context_length(self) -> int | None:
-        return getattr(causal_lm(self.model).config.get_text_config(), "max_position_embeddings", None)
+        return context_of(causal_lm(self.model).config)
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -274,15 +276,9 @@ def as_head_takes(policy: Policy, hidden: Tensor) -> Tensor:
 
 def head_of(lm: Any) -> dict[str, Any]:
     """Return the head arguments of the log-prob kernels: weight, bias, logit scale and logit cap."""
-    head, config = lm.get_output_embeddings(), lm.config.get_text_config()
+    head, (scale, softcap) = lm.get_output_embeddings(), logit_options(lm.config.get_text_config())
     gather = getattr(head, "gather", None) or Gatherer()  # shard_model sets head.gather
-    return {
-        "weight": gather(head.weight),
-        "bias": getattr(head, "bias", None),
-        "scale": getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0),
-        # xLSTM has another name for it.
-        "softcap": getattr(config, "final_logit_softcapping", None) or getattr(config, "output_logit_soft_cap", None),
-    }
+    return {"weight": gather(head.weight), "bias": getattr(head, "bias", None), "scale": scale, "softcap": softcap}
 
 
 def reject_context(name: str, reason: str) -> None:
@@ -323,9 +319,12 @@ def choose_layout(policy: Policy, check: Callable[[Policy], None]) -> None:
     if kind is not None:
         problems = [f"{kind} layers of model_type={lm.config.model_type} carry state from one token to the next"]
         separate_convolutions(lm)
-    layouts = [(True, True), (True, False), (False, False)]
+    layouts = [(True, True), (True, False), (False, False)][kind is not None :]
+    if window := getattr(lm.config.get_text_config(), "window_size", None):  # GPT-Neo; too long for the probe
+        problems = [f"window_size={window} of model_type={lm.config.model_type} counts positions of the row"]
+        layouts = layouts[-1:]
     try:
-        for policy.packs, policy.can_share in layouts[1:] if kind else layouts:
+        for policy.packs, policy.can_share in layouts:
             policy.model.eval()
             try:
                 check(policy)
@@ -353,11 +352,8 @@ def share_batches(policy: Policy, other: Policy) -> None:
 
 
 def check_logps(policy: Policy) -> None:
-    """Choose the layout of rows; raise if log-probs differ from transformers' forward in every layout.
-
-    Packed sequences must not leak into each other. This rejects packing for architectures that let packed sequences
-    attend to each other or depend on the adjacent position (recurrent layers), and architectures that scale logits in
-    another way.
+    """Choose the layout of rows, in which packed sequences must not leak into each other; raise if log-probs differ
+    from transformers' forward in every layout, such as for architectures that scale logits in another way.
     """
     choose_layout(policy, _check_logps)
 

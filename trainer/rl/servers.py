@@ -18,7 +18,7 @@ from rollout.engine import Engine
 from rollout.engines.local import LocalEngine
 from rollout.engines.vllm import VllmEngine, check_start
 from rollout.model_folder import find_tokenizer
-from rollout.servers.command import shares_gpu
+from rollout.servers.command import architecture, shares_gpu
 from rollout.servers.lease import Owner
 from rollout.servers.options import VllmConfig
 from rollout.sync.base import time_limit
@@ -33,6 +33,7 @@ from trainer.run.run import Run
 
 def check_servers(cfg: GroupConfig, policy: Policy, run: Run) -> None:
     """Raise if a setting has no effect here or would prevent a server from starting or answering."""
+    reject_text_part(policy)
     if world_size() > 1:
         check_several_ranks(cfg, policy)
     if is_main():
@@ -49,6 +50,17 @@ def check_servers(cfg: GroupConfig, policy: Policy, run: Run) -> None:
             "async_prefetch=True: the server shares the trainer's GPU and sleeps during training; give it another GPU "
             "with --vllm.devices or --vllm.url, or run both concurrently with --vllm.colocate False "
             "--vllm.devices 0 --vllm.gpu-memory-utilization 0.3"
+        )
+
+
+def reject_text_part(policy: Policy) -> None:
+    """Raise if servers would load another class (Qwen3.5 with its images), which has other names of weights."""
+    stored, trained = architecture(policy.source, policy.revision), type(causal_lm(policy.model)).__name__
+    if stored is not None and stored.endswith("ForConditionalGeneration") and stored != trained:
+        raise UserError(
+            f"rollout.engine=vllm: model={policy.source} is stored as {stored}, and only its text part ({trained}) is "
+            "trained; save that part and the tokenizer with transformers' AutoModelForCausalLM and AutoTokenizer and "
+            "pass their folder as --model, or use --rollout.engine local"
         )
 
 

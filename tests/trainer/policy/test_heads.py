@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from data.chat import stop_ids
 from data.packing import Item, make_batches
+from tests.models import make_model, save
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.policy.heads import KINDS, NEW_PAD, check_scores, head_of, load_scorer, marked_last, scores_at, start_head
 from trainer.policy.logps import Policy
@@ -250,6 +251,14 @@ def test_models_that_attend_ahead_are_rejected(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"^model={tmp_path}: .*not supported"):
         load(tmp_path, "token")
+
+
+def test_architectures_without_a_classification_class_are_rejected_by_name(tmp_path):
+    folder = save(make_model("lfm2"), tmp_path)
+    for kind, name in (("sequence", "Sequence"), ("token", "Token")):
+        message = f"^model={folder}: transformers has no {name}Classification class for model_type=lfm2; use another"
+        with pytest.raises(ValueError, match=message):
+            load(folder, kind)
 
 
 def test_small_leak_into_the_next_sequence_is_found(folder_of, capsys):

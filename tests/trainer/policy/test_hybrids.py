@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from data.errors import UserError
 from data.packing import Batch, Item, make_batches
 from kernels.nf4 import Linear4bit
 from rollout.engine import Request, Sampling
 from rollout.engines.local import LocalEngine
-from tests.models import RECURRENT, SAMPLED, make_model, policy_of, segment_kernels
-from trainer.config.blocks import LoraConfig
+from tests.models import COMMON, RECURRENT, SAMPLED, make_model, policy_of, save, segment_kernels
+from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.policy.adapters import add_adapter
-from trainer.policy.load import quantize_layers
+from trainer.policy.load import load_policy, quantize_layers
 from trainer.policy.logps import Policy, check_logps, share_batches, token_logps, values_without_leak
+from trainer.rl.servers import reject_text_part
 from trainer.tiny.build import make_tokenizer
 
 ALWAYS = ("lfm2", "qwen3_5_text", "nemotron_h")
@@ -150,3 +152,24 @@ def test_models_that_run_the_same_batches_share_a_layout(capsys):
     batches = make_batches(items, max_tokens=64, **policy.layout())
     assert all(len(batch.rows) == len(batch.input_ids) for batch in batches)
     assert all(token_logps(each, batch).logp.isfinite().all() for each in (policy, other) for batch in batches)
+
+
+def test_the_text_part_of_a_model_with_images_is_trained_but_not_served(tmp_path):
+    """Released Qwen3.5 files contain both parts; vLLM would load both, under other names."""
+    from transformers import AutoConfig, Qwen3_5ForConditionalGeneration
+
+    text, vision = COMMON | RECURRENT["qwen3_5_text"], dict(depth=1, hidden_size=32, num_heads=2, out_hidden_size=64)
+    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    both = Qwen3_5ForConditionalGeneration(config).eval()
+    cfg = ModelConfig(model=str(save(both, tmp_path)))
+    policy = load_policy(cfg, LoraConfig(), torch.device("cpu"), with_reference=False)
+    items = make_items()[:1]
+    (batch,) = make_batches(items, max_tokens=64, **policy.layout())
+    ids = torch.tensor([items[0].ids])
+    want = both(input_ids=ids).logits[0, :-1].log_softmax(dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+    torch.testing.assert_close(token_logps(policy, batch).logp, want)
+    with pytest.raises(UserError, match=r"^rollout.engine=vllm: .*Qwen3_5ForConditionalGeneration.*Qwen3_5ForCausalLM"):
+        reject_text_part(policy)
+    policy.model.save_pretrained(tmp_path)
+    reject_text_part(policy)

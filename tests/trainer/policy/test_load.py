@@ -18,6 +18,7 @@ from data.errors import UserError
 from data.packing import Batch, Item, make_batches
 from rollout.engines.load import load_model
 from rollout.sync.choose import check_served
+from tests.models import make_model, policy_of
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.policy import attention, logps
 from trainer.policy.load import BUILTIN, load_hollow, load_policy, recomputing, resolve_model
@@ -366,6 +367,40 @@ def test_policy_knows_its_context_and_end_ids(folder_of):
     for name, lora in itertools.product(("gpt2", "gemma3-nested"), (OFF, LoraConfig(r=RANK))):
         policy = load(folder_of(name), lora)
         assert policy.context_length == 64 and policy.generation_eos == 2 and policy.autocast_dtype is None
+
+
+def test_longrope_limits_the_context_to_the_length_of_pretraining():
+    """A longer sequence would change the log-probs of all others in its micro-batch, by their rotary frequencies."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    settings = {"rope_parameters": rope, "original_max_position_embeddings": 16, "initializer_range": 0.2}
+    policy = policy_of(make_model("phi3", **settings), "float32")
+    assert policy.context_length == 16 and policy_of(make_model("phi3"), "float32").context_length == 64
+    items = [Item([7 * i + 1 for i in range(n)], [False] + [True] * (n - 1)) for n in (10, 16, 17)]
+    want, short, long = (
+        token_logps(policy, make_batches(chosen, max_tokens=64)[0]).logp.detach()[-9:]
+        for chosen in (items[:1], items[1::-1], items[2::-2])
+    )
+    torch.testing.assert_close(short, want)
+    assert (long - want).abs().max() > 0.01
+
+
+def test_a_window_that_counts_positions_of_the_row_gets_one_sequence_per_row(capsys):
+    """GPT-Neo's own code has a window of 256 and a mask of 2048 positions, longer than the rows of the probe."""
+    settings = dict(num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], initializer_range=0.3)
+    policy = policy_of(make_model("gpt_neo", window_size=40, **settings), "float32")
+    check_logps(policy)
+    assert not policy.packs and "one sequence per row, and prompts are not shared: window_" in capsys.readouterr().err
+    prompt, ids = [(3 * i + 1) % 275 for i in range(10)], [[(k * i + 1) % 275 for i in range(20)] for k in (5, 7)]
+    items = [Item(prompt + own, [False] * 10 + [True] * 20, 10) for own in ids]
+
+    def logps(**options: Any) -> Tensor:
+        with torch.no_grad():
+            return torch.cat([token_logps(policy, batch).logp for batch in make_batches(items, **options)])
+
+    alone = logps(max_tokens=1, **policy.layout())
+    torch.testing.assert_close(logps(max_tokens=64, **policy.layout(share_prompt=True)), alone)
+    policy.packs = True
+    assert (logps(max_tokens=64, share_prompt=True) - alone).abs().max() > 0.1
 
 
 def test_resolve_model_finds_weights_adapters_runs_and_hub_ids(folder_of, adapter, tmp_path):

@@ -146,7 +146,8 @@ def make_batches(
     dense mask, which is quadratic in row length.
 
     Without packing each sequence has its own row. `max_padding` limits the padding of a micro-batch, as a fraction of
-    its tokens: rows that are too short for it go to the next micro-batch. Sequences of one run are not separated.
+    its tokens: rows that are too short for it go to the next micro-batch. Sequences of one run are not separated, and
+    the padding between them does not count.
     """
     assert min(accumulation, max_tokens, together, multiple) >= 1, (accumulation, max_tokens, together, multiple)
     assert len(items) % together == 0, (len(items), together)
@@ -302,16 +303,17 @@ def _first_fit_rows(units: list[_Unit], max_tokens: int, multiple: int) -> list[
 def _group_padded(units: list[_Unit], max_tokens: int, multiple: int, max_padding: float) -> list[list[_Unit]]:
     """Group units, longest first: the first unit of a group sets its width and the others need little padding."""
     groups: list[list[_Unit]] = []
-    size = 0  # tokens of the last group without padding
+    size = 0  # of the last group if each unit were alone: the padding within a pair cannot be avoided
     for unit in sorted(units, key=lambda unit: -unit.longest):  # stable
         width = _round_up(groups[-1][0].longest, multiple) if groups else 0
         padded = (len(groups[-1]) + 1) * len(unit.rows) * width if groups else 0
-        size += unit.size
+        alone = len(unit.rows) * unit.longest
+        size += alone
         if groups and padded <= max_tokens and padded - size <= max_padding * padded:
             groups[-1].append(unit)
         else:
             groups.append([unit])
-            size = unit.size
+            size = alone
     return groups
 
 

@@ -289,8 +289,9 @@ def test_rows_of_similar_length_limit_the_padding():
     items = [Item([0] * (256 + min(767, max(8, round(rng.lognormvariate(5.3, 0.6))))), [False]) for _ in range(64)]
     items = [replace(item, mask=[False] * len(item.ids)) for item in items]
 
-    def padding(max_padding):
-        batches = make_batches(items, max_tokens=8192, accumulation=4, packing=False, max_padding=max_padding)
+    def padding(max_padding, **options):
+        options = {"max_tokens": 8192, "accumulation": 4, "packing": False, "max_padding": max_padding} | options
+        batches = make_batches(items, **options)
         assert sorted(row for batch in batches for row in batch.rows) == list(range(64))
         parts = [1 - batch.num_tokens / batch.input_ids.numel() for batch in batches]
         total = 1 - sum(batch.num_tokens for batch in batches) / sum(batch.input_ids.numel() for batch in batches)
@@ -299,6 +300,9 @@ def test_rows_of_similar_length_limit_the_padding():
     num_batches, most, total = padding(0.1)
     assert most <= 0.1 and total < 0.1 and num_batches <= 15
     assert padding(1.0)[1] > 0.25
+    alone = padding(1.0, accumulation=32, together=2)[2]  # within each pair
+    num_batches, _, total = padding(0.1, together=2)
+    assert alone < total < alone + 0.1 and num_batches <= 15
 
 
 def test_first_token_cannot_be_trained():

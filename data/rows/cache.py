@@ -55,7 +55,8 @@ def cache_key(load: Callable[..., Any], specs: Sequence[str], tokenizer: Any, op
     """Return the hash of everything that determines the rows; None if they are few or may change without notice."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     settings = {name: value for name, value in options.items() if name != "cfg"}  # only user's transforms read it
-    if backend is None or not specs or uses_transform(specs, options.get("data_format", "auto")):
+    is_known = backend is not None and type(tokenizer).__module__.startswith("transformers.")  # not a model's own code
+    if not is_known or not specs or uses_transform(specs, options.get("data_format", "auto")):
         return None
     contents = [_content(spec) for spec in parse_specs(specs)]
     if None in contents or sum(size for _, size in contents) < MIN_BYTES:

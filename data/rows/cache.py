@@ -28,6 +28,7 @@ from data.rows.transforms import uses_transform
 from data.sources import DataSpec, hub_table, is_hub
 
 MIN_BYTES = 2**20  # smaller sources are converted in about a second
+TASK_ROW = 512  # bytes that are converted in the time of a task's row
 LIBRARIES = ("transformers", "tokenizers", "jinja2")
 
 
@@ -73,7 +74,7 @@ def _content(spec: DataSpec) -> tuple[str, int] | None:
     if spec.rows is not None:
         return None
     if spec.path.startswith("task:"):
-        return "", 0  # determined by the spec and _code()
+        return "", TASK_ROW * spec.options.get("size", 0)  # determined by the spec and _code()
     if is_hub(spec.path):
         table = hub_table(spec)
         return table._fingerprint, table.data.nbytes

@@ -123,6 +123,9 @@ def test_everything_that_changes_the_rows_is_part_of_the_key(write, chatml, toke
         return rows, len(entries(folder) - before)
 
     assert load()[1] == 1 and load()[1] == 0
+    monkeypatch.setattr(cache, "MIN_BYTES", 10 * cache.TASK_ROW)
+    assert [load(specs=(f"task:addition:size={size}",))[1] for size in (9, 10, 10)] == [0, 1, 0]
+    monkeypatch.setattr(cache, "MIN_BYTES", 1)
     other = copy.deepcopy(chatml)
     other.chat_template = chatml.chat_template.replace("<|im_start|>", "<|im_start|> ")
     merged = tokenizer_of("chatml", merges=(("x", "x"),))

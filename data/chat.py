@@ -448,7 +448,7 @@ class _Conversation:
 
     def closes(self, index: int, stops: Sequence[int]) -> bool:
         """Return whether a turn that is not the last contains its end-of-turn token."""
-        text, added = self.render(self.messages[: index + 1]), self.tokenizer.added_tokens_decoder
+        text, added = self.render(self.messages[: index + 1]), _added_tokens(self.tokenizer, len(self.tokenizer))
         is_closed = any(str(added[stop]) in text[self.opened :] for stop in stops if stop in added)
         return is_closed and self.text.startswith(text)
 
@@ -725,7 +725,7 @@ def _check_ids(tokenizer: Any, messages: Messages) -> None:
 def _check_content(tokenizer: Any, message: dict[str, Any], stops: Sequence[int], where: str) -> None:
     content = message["content"]
     for stop in stops:
-        added = tokenizer.added_tokens_decoder.get(stop)
+        added = _added_tokens(tokenizer, len(tokenizer)).get(stop)
         can_occur = added is None or added.normalized or str(added) in content
         if can_occur and stop in encode(tokenizer, content):
             token = tokenizer.convert_ids_to_tokens(stop)
@@ -803,13 +803,17 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 def _encode_pieces(tokenizer: Any, text: str) -> list[int]:
     """Tokenise the pieces between added tokens, each only once: renderings of one conversation share most of them."""
-    pattern, cuts, known = _pieces(tokenizer, len(tokenizer))
+    pattern, cuts, known, backend = _pieces(tokenizer, len(tokenizer))
     starts = [match.start() for match in pattern.finditer(text) if match[0] in cuts]
     pieces = [text[start:stop] for start, stop in pairwise([0, *starts, len(text)]) if start < stop]
     found = {piece: known.get(piece) for piece in pieces}
     if new := [piece for piece, ids in found.items() if ids is None]:
-        # not verbose: the loaders report texts that are too long
-        encoded = dict(zip(new, tokenizer(new, add_special_tokens=False, verbose=False)["input_ids"], strict=True))
+        if (backend is not None and backend.truncation is None and backend.padding is None
+                and backend.encode_special_tokens == tokenizer.split_special_tokens):  # fmt: skip
+            new_ids = [encoding.ids for encoding in backend.encode_batch_fast(new, add_special_tokens=False)]
+        else:  # not verbose: the loaders report texts that are too long
+            new_ids = tokenizer(new, add_special_tokens=False, verbose=False)["input_ids"]
+        encoded = dict(zip(new, new_ids, strict=True))
         if len(known) > MAX_PIECES:
             known.clear()
         known.update(encoded)
@@ -818,8 +822,14 @@ def _encode_pieces(tokenizer: Any, text: str) -> list[int]:
 
 
 @lru_cache(maxsize=8)
-def _pieces(tokenizer: Any, num_tokens: int) -> tuple[re.Pattern[str], set[str], dict[str, list[int]]]:
-    """Return a pattern of added tokens, those at which a text can be cut, and an empty dict of pieces to ids.
+def _added_tokens(tokenizer: Any, num_tokens: int) -> dict[int, Any]:
+    return tokenizer.added_tokens_decoder  # builds a new dict at every access
+
+
+@lru_cache(maxsize=8)
+def _pieces(tokenizer: Any, num_tokens: int) -> tuple[re.Pattern[str], set[str], dict[str, list[int]], Any]:
+    """Return a pattern of added tokens, those at which a text can be cut, an empty dict of pieces to ids, and the
+    tokenizer's Rust object if calling that gives the same ids: it need not compute the offsets of tokens.
 
     A fast tokenizer first finds added tokens, the longest at each position, and then tokenises the text between them
     piece by piece. A piece includes the token before it, because some tokenizers treat the start of a text differently.
@@ -827,7 +837,13 @@ def _pieces(tokenizer: Any, num_tokens: int) -> tuple[re.Pattern[str], set[str],
     tokens = list(tokenizer.added_tokens_decoder.values()) if tokenizer.is_fast else []
     texts = sorted((str(token) for token in tokens if not token.normalized), key=len, reverse=True)
     cuts = {str(token) for token in tokens if not (token.normalized or token.lstrip or token.single_word)}
-    return re.compile("|".join(map(re.escape, texts)) or "(?!)"), cuts, {}
+    kind = type(tokenizer)
+    is_plain = all(
+        getattr(getattr(kind, name, None), "__module__", "").startswith("transformers.tokenization_utils")
+        for name in ("__call__", "_encode_plus")
+    )
+    backend = tokenizer.backend_tokenizer if tokenizer.is_fast and is_plain else None
+    return re.compile("|".join(map(re.escape, texts)) or "(?!)"), cuts, {}, backend
 
 
 def _adds_bos(tokenizer: Any) -> bool:

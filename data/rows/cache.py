@@ -28,6 +28,7 @@ from data.rows.transforms import uses_transform
 from data.sources import DataSpec, hub_table, is_hub
 
 MIN_BYTES = 2**20  # smaller sources are converted in about a second
+TASK_ROW = 512  # bytes that are converted in the time of a task's row
 LIBRARIES = ("transformers", "tokenizers", "jinja2")
 
 
@@ -55,7 +56,8 @@ def cache_key(load: Callable[..., Any], specs: Sequence[str], tokenizer: Any, op
     """Return the hash of everything that determines the rows; None if they are few or may change without notice."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     settings = {name: value for name, value in options.items() if name != "cfg"}  # only user's transforms read it
-    if backend is None or not specs or uses_transform(specs, options.get("data_format", "auto")):
+    is_known = backend is not None and type(tokenizer).__module__.startswith("transformers.")  # not a model's own code
+    if not is_known or not specs or uses_transform(specs, options.get("data_format", "auto")):
         return None
     contents = [_content(spec) for spec in parse_specs(specs)]
     if None in contents or sum(size for _, size in contents) < MIN_BYTES:
@@ -72,7 +74,7 @@ def _content(spec: DataSpec) -> tuple[str, int] | None:
     if spec.rows is not None:
         return None
     if spec.path.startswith("task:"):
-        return "", 0  # determined by the spec and _code()
+        return "", TASK_ROW * spec.options.get("size", 0)  # determined by the spec and _code()
     if is_hub(spec.path):
         table = hub_table(spec)
         return table._fingerprint, table.data.nbytes

@@ -106,15 +106,16 @@ def using_entry(entry: Path) -> Iterator[None]:
 
 def _saved(stored: Stored[T], tally: Tally, entry: Path) -> Stored[T]:
     """Write the entry, delete old entries, and return its rows, mapped; if that fails, return the rows in memory."""
-    partial = entry.with_name(f"{entry.name}.tmp-{os.getpid()}")
+    partial = entry.with_name(f"{entry.name}.tmp")  # only the process that has the lock writes it
     try:
+        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
         partial.mkdir()
         stored.save(partial, vars(tally))
         shutil.rmtree(entry, ignore_errors=True)  # if it was damaged
         partial.rename(entry)
         with contextlib.suppress(OSError):  # another process may delete them too
             for other in entry.parent.iterdir():
-                is_entry = re.fullmatch(r"[0-9a-f]{32}(\.tmp-\d+)?", other.name)  # the folder may have other files
+                is_entry = re.fullmatch(r"[0-9a-f]{32}(\.tmp(-\d+)?)?", other.name)  # the folder may have other files
                 if is_entry and time.time() - other.stat().st_mtime > UNUSED_DAYS * 86400:
                     shutil.rmtree(other, ignore_errors=True)
         return open_stored(stored.kind, entry)[0]

@@ -276,6 +276,25 @@ def test_a_text_tokenised_in_pieces_has_the_ids_of_the_whole_text(make, normaliz
         assert chat.encode(tokenizer, text) == tokenizer(text, add_special_tokens=False)["input_ids"], text
 
 
+def test_settings_and_subclasses_of_a_tokenizer_determine_the_ids():
+    padded, cut, split, own = (make_tokenizer() for _ in range(4))
+    padded.backend_tokenizer.enable_padding(length=50)
+    cut.backend_tokenizer.enable_truncation(1)
+    for tokenizer in (padded, cut):
+        assert chat.encode(tokenizer, "Once a time") == make_tokenizer()("Once a time")["input_ids"]
+    end = split.eos_token
+    assert chat.encode(split, "b") == split("b")["input_ids"]
+    split.split_special_tokens = True
+    assert chat.encode(split, f"a{end}") == split(f"a{end}")["input_ids"] != own(f"a{end}")["input_ids"]
+
+    class Own(type(own)):
+        def _encode_plus(self, text, **options):
+            return super()._encode_plus([piece.replace("a", "b") for piece in text], **options)
+
+    own.__class__ = Own
+    assert chat.encode(own, "a") == chat.encode(make_tokenizer(), "b")
+
+
 def test_a_tokenizer_that_gives_no_ids_is_rejected():
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast

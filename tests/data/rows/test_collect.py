@@ -123,6 +123,9 @@ def test_everything_that_changes_the_rows_is_part_of_the_key(write, chatml, toke
         return rows, len(entries(folder) - before)
 
     assert load()[1] == 1 and load()[1] == 0
+    monkeypatch.setattr(cache, "MIN_BYTES", 10 * cache.TASK_ROW)
+    assert [load(specs=(f"task:addition:size={size}",))[1] for size in (9, 10, 10)] == [0, 1, 0]
+    monkeypatch.setattr(cache, "MIN_BYTES", 1)
     other = copy.deepcopy(chatml)
     other.chat_template = chatml.chat_template.replace("<|im_start|>", "<|im_start|> ")
     merged = tokenizer_of("chatml", merges=(("x", "x"),))
@@ -140,6 +143,9 @@ def test_everything_that_changes_the_rows_is_part_of_the_key(write, chatml, toke
     assert num_new == 1 and "9+0=" in chatml.decode(rows[0].ids)
     monkeypatch.setattr(cache, "_code", lambda: "a newer version")
     assert load()[1] == 1
+    own = copy.deepcopy(chatml)
+    own.__class__ = type("Own", (type(chatml),), {"__module__": "transformers_modules.model"})
+    assert load(own)[1] == 0, "a model's own code may change"
 
 
 def test_damaged_entries_are_written_again_and_old_entries_deleted(write, chatml, monkeypatch, tmp_path, capfd):
@@ -148,6 +154,8 @@ def test_damaged_entries_are_written_again_and_old_entries_deleted(write, chatml
     expected = load_examples([path], chatml)
     load_cached(load_examples, [path], chatml, folder=str(folder))
     (name,) = entries(folder)
+    (folder / f"{name}.tmp").mkdir()  # of a process that was killed
+    (folder / f"{name}.tmp" / "ids.values.npy").write_bytes(b"x")
     capfd.readouterr()
     damages = {
         "ids.values.npy": lambda file: file.write_bytes(file.read_bytes()[:-4]),

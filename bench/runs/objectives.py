@@ -41,6 +41,7 @@ OBJECTIVES = {
     "rfpp_baseline": (
         "REINFORCE++, group baseline", "--method grpo --advantage-estimator reinforce_plus_plus_baseline"
     ),
+    "partial": ("GRPO, partial rollouts", "--method grpo --rollout.partial 0.5"),
     "grpo_4": ("GRPO, four steps per rollout", "--method grpo --num-iterations 4"),
     "dppo_tv": (
         "DPPO, TV", "--method grpo --num-iterations 4 --loss-type dppo_tv --proximal-policy behaviour"

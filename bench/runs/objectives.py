@@ -60,12 +60,12 @@ TEXT = (
     "The demo (sums of two numbers, the built-in model) with each objective and otherwise the same settings. Held-out "
     "greedy accuracy over 500 rows: mean over seeds 0, 1 and 2 (lowest to highest), one thread of a CPU per run, torch "
     "{torch}, at commit {commits}.",
-    "The differences between GRPO, MaxRL, OPO and REINFORCE++ are within the range of the seeds. The first step on a "
-    "rollout has ratio 1 and DPPO masks nothing, hence the runs with four steps per rollout. OPD's teacher is the "
-    "demo's adapter (0.982); as the teacher with another tokenizer it has its ids in another order, so each span is a "
-    "token of both and the results are equal. The teachers of the last two rows are the student itself, asked a sum "
-    "with the same answer and no carry (`{easier}`; SDPO's prompt is in its recipe). There is none above 99, so they "
-    "learn only about half of the task.",
+    "The differences between GRPO, MaxRL, OPO, REINFORCE++ and partial rollouts are within the range of the seeds. The "
+    "first step on a rollout has ratio 1 and DPPO masks nothing, hence the runs with four steps per rollout. OPD's "
+    "teacher is the demo's adapter (0.982); as the teacher with another tokenizer it has its ids in another order, so "
+    "each span is a token of both and the results are equal. The teachers of the last two rows are the student itself, "
+    "asked a sum with the same answer and no carry (`{easier}`; SDPO's prompt is in its recipe). There is none above "
+    "99, so they learn only about half of the task.",
 )
 
 

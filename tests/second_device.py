@@ -97,7 +97,7 @@ def second_device() -> Iterator[None]:
             return load(cls, *args, **kwargs)
 
     pick_device = comm.pick_device
-    modules = [module for module in list(sys.modules.values()) if getattr(module, "pick_device", None) is pick_device]
+    modules = [module for module in list(sys.modules.values()) if vars(module).get("pick_device") is pick_device]
     for module in modules:
         module.pick_device = lambda: DEVICE
     transformers.PreTrainedModel.from_pretrained = classmethod(load_on_cpu)

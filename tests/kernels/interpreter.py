@@ -68,6 +68,7 @@ def patch_once(patch: Callable) -> Callable:
         if module not in patched:
             patched.add(module)
             patch(fn)
+            tensor.__index__ = lambda self: self.handle.data.item()  # Triton 3.6 does not support numpy 2.4 here
         return SimpleNamespace(restore=lambda: None)  # nothing in this process uses the language unpatched
 
     return patch_lang
@@ -78,6 +79,7 @@ def failure_of(case: ElementTree.Element) -> str | None:
 
 
 if IS_ON and importlib.util.find_spec("triton"):
+    from triton.language import tensor
     from triton.runtime import interpreter
 
     interpreter._patch_lang = patch_once(interpreter._patch_lang)

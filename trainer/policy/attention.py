@@ -95,9 +95,11 @@ def rank_slice(config: Any, batch: Batch) -> BatchSlice:
 
 
 def _choose_kernel(model: Any, choice: str, device: torch.device) -> None:
-    if model.config._attn_implementation == "sdpa" and caps_scores(model):  # older transformers do not raise
+    if model.config._attn_implementation == "sdpa" and caps_scores(model):  # older transformers load it
         name = type(model).__name__
-        raise UserError(f"attn_implementation={choice}: {name} caps attention scores, which sdpa ignores; use eager")
+        if choice == "sdpa":
+            raise UserError(f"attn_implementation=sdpa: {name} caps attention scores, which sdpa ignores; use eager")
+        model.set_attn_implementation("eager")
     dense = model.config._attn_implementation
     if choice in ("auto", "flex") and device.type == "cuda":
         obstacle = flex_obstacle(model)

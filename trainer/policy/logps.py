@@ -33,7 +33,7 @@ from trainer.parallel.dtensor import Gatherer
 from trainer.parallel.ranks import is_main
 from trainer.parallel.watch import log
 from trainer.policy.adapters import ADAPTER
-from trainer.policy.attention import attention_masks, is_sliced, rank_slice, row_multiple, uses_flex
+from trainer.policy.attention import attention_masks, caps_scores, is_sliced, rank_slice, row_multiple, uses_flex
 
 MAX_PADDING = 0.1  # of the tokens of a micro-batch, if the model needs one sequence per row
 
@@ -292,7 +292,7 @@ def reject_context(name: str, reason: str) -> None:
 
 def other_attention(lm: Any) -> str:
     """Return a message's last clause, for problems that may be due to flex attention."""
-    other = "sdpa" if getattr(lm, "_supports_sdpa", True) else "eager"
+    other = "sdpa" if getattr(lm, "_supports_sdpa", True) and not caps_scores(lm) else "eager"
     return f"; try --attn-implementation {other}" if uses_flex(lm.config) else ""
 
 

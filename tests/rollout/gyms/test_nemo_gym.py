@@ -134,7 +134,7 @@ def test_a_rejected_row_loses_its_reward_or_stops_the_run(replay):
     assert table.failed == 1
     why = "rows.jsonl:2: reasoning_gym/verify answered 422 (body.question: Field required)"
     rewards_of(gym, "none").score(prompts, [completion_of("a")] * 3)
-    assert [why in line for line in gym.lines if "422" in line] == [True]
+    assert [why in line for line in gym.lines if "answered 422" in line] == [True]
     with pytest.raises(ValueError) as caught:
         rewards_of(gym, "stop").score(prompts, [completion_of("a")] * 3)
     gym.close()

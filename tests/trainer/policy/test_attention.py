@@ -301,6 +301,8 @@ def test_models_that_flex_or_sdpa_cannot_run_are_rejected():
     model.config._attn_implementation = "sdpa"  # newer transformers reject it while loading
     with pytest.raises(ValueError, match="attn_implementation=sdpa: Gemma2ForCausalLM .* use eager"):
         choose_attention(model, "sdpa", CUDA)
+    choose_attention(model, "auto", CPU)
+    assert model.config._attn_implementation == model.base_model.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize(("kind", "changes", "why"), [("llama", {"head_dim": 8}, "size 8"), ("gpt2", {}, "interface")])

@@ -452,7 +452,7 @@ def test_auto_uses_eager_attention_for_models_without_sdpa_and_logs_it(folder_of
         for attn in ("auto", "sdpa"):
             cfg = ModelConfig(model=str(folder_of(name)), attn_implementation=attn)
             if attn == "sdpa":
-                with pytest.raises(ValueError, match=f"^model={cfg.model}: .*scaled_dot_product_attention"):
+                with pytest.raises(ValueError, match="scaled_dot_product_attention|Gemma2.* caps attention scores"):
                     load_policy(cfg, OFF, CPU, with_reference=False)
             else:
                 policy = load_policy(cfg, OFF, CPU, with_reference=False)

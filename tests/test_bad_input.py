@@ -489,7 +489,7 @@ ALIASES = ["a: &a [x, x]", *(f"{b}: &{b} [*{a}, *{a}]" for a, b in itertools.pai
 SPOILED = {  # file -> its new content, None to take it away
     "no config": ({"config.json": None}, "contains neither config.json"),
     "config not json": ({"config.json": b"{"}, "config.json", "JSON"),
-    "config of another kind": ({"config.json": b'{"model_type": "t5"}'}, "T5Config"),
+    "config of another kind": ({"config.json": b'{"model_type": "t5"}'}, "no CausalLM class for model_type=t5"),
     "config of an unknown kind": ({"config.json": b'{"model_type": "nosuch"}'}, "nosuch"),
     "config of more layers": (
         {"config.json": json.dumps({**CONFIG, "num_hidden_layers": 4}).encode()},

@@ -163,3 +163,10 @@ def other_methods(columns: Mapping[str, Any], error: str) -> str:
                 names = ", ".join(name for name in columns if name in required)
                 return f"; rows with {names} are for --method {methods}"
     return ""
+
+
+def some_rows(sources: Iterable[str]) -> str:
+    """Name up to three rows: "row a", "rows a, b, c and 5 more"."""
+    names = list(dict.fromkeys(sources))
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"row{'s' if len(names) > 1 else ''} {', '.join(names[:3])}{more}"

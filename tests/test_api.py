@@ -275,7 +275,7 @@ def test_a_dry_run_calls_the_rewards_on_the_first_row(tmp_path, monkeypatch, cap
     assert "not called, because the row has no 'solution', which an episode may add" in capsys.readouterr().err
     Path("chat.jsonl").write_text('{"prompt": [{"role": "user", "content": "6+6="}]}\n')
     assert main([*argv, "chat.jsonl", "--reward-funcs", "length"]) == 0
-    assert "reward length on chat.jsonl:1: 2 with 42 as the completion" in capsys.readouterr().err
+    assert "reward length on chat.jsonl:1: 2 with the placeholder '42' as the completion" in capsys.readouterr().err
     assert main([*argv, "chat.jsonl"]) == 2
     assert "reward_funcs=exact_match: requires 'answer', which chat.jsonl:1" in capsys.readouterr().err
     assert main([*argv, "data.jsonl", "--reward-funcs", "dry_rewards.missing"]) == 2

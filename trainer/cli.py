@@ -310,12 +310,15 @@ def _module_hint(name: str) -> str:
 def methods_with(key: str) -> str:
     """Return the hint for a flag that only other methods have, or ""."""
     names = [name for name in method_names() if key in source_flags(f"trainer.methods.{name}")]
-    return f"it is a flag of {', '.join(names)}" if names else ""
+    return f"only {', '.join(names)} {'have' if len(names) > 1 else 'has'} it" if names else ""
 
 
 def show_help(config: type, table: dict[str, Flag], prog: str, *, show_all: bool) -> NoReturn:
     """Print the common flags of the built-in blocks and all flags of custom modules, by block; then exit."""
-    note = "--config FILE.yaml sets the same keys from a file; flags override the file."
+    note = (
+        "--config FILE.yaml sets the same keys from a file; flags override the file. --dry-run shows the settings, the "
+        "first row, its rewards and the memory, and exits."
+    )
     if show_all:
         print_help(config, prog, note)
     refused = getattr(config, "refused", ())

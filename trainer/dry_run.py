@@ -67,7 +67,7 @@ def reward_lines(cfg: RewardedConfig, tokenizer: Any) -> Iterator[str | UserErro
     rendered = tokenise_prompt(row.columns, tokenizer, cfg.model.system_prompt, cfg.model.chat_template_kwargs)
     prompt = replace(prompt_of(row), prompt=rendered.prompt, ids=rendered.ids)
     answer = prompt.columns.get("answer")
-    text, what = ("42", "42") if answer is None else (str(answer), "its answer")
+    text, what = ("42", "the placeholder '42'") if answer is None else (str(answer), "its answer")
     completion = completion_of(text, tokenizer.encode(text, add_special_tokens=False))
     has_episodes = cfg.tools.tools or cfg.tools.rollout_func or cfg.tools.harness or cfg.openenv.env
     for spec in specs:
@@ -81,7 +81,7 @@ def reward_lines(cfg: RewardedConfig, tokenizer: Any) -> Iterator[str | UserErro
             yield f"{label}: not called, because the row has no {missing[0]!r}, which an episode may add"
             continue
         try:
-            value = loaded[spec].score([prompt], [completion]).totals[0]
+            value = loaded[spec].score([prompt] * 2, [completion] * 2).totals[0]
             yield f"{label}: {value if value is None else format(value, '.4g')} with {what} as the completion"
         except UserError as error:
             yield error
@@ -98,7 +98,8 @@ def plan_lines(cfg: MethodConfig, rows: list[ShownRow]) -> list[str]:
     rows_per_batch = cfg.prompts_per_rollout if samples else cfg.run.sequences_per_step
     steps = cfg.run.total_steps(num_rows, rows_per_batch, cfg.steps_per_rollout if samples else 1)
     epochs = steps * rows_per_batch / (cfg.steps_per_rollout if samples else 1) / num_rows
-    lines = [f"steps: {steps} of {cfg.run.sequences_per_step} sequences ({num_rows} rows, {epochs:.3g} epochs)"]
+    passes = f"{num_rows} rows, {epochs:.3g} epoch{'s' * (epochs != 1)}"
+    lines = [f"steps: {steps} of {cfg.run.sequences_per_step} sequences ({passes})"]
     try:
         s = plan.sizes_for(cfg)
         work = plan.work_of(cfg, s)

@@ -74,10 +74,11 @@ def fits(
     if max_prompt_length is not None and len(ids) > max_prompt_length:
         return False
     if context_length is not None and len(ids) + max_completion_length > context_length:
+        room = context_length - max_completion_length
+        advice = "lower --max-completion-length, or skip" if len(ids) < context_length else "shorten it, or skip"
         raise UserError(
             f"{source}: {len(ids)} prompt tokens + max_completion_length={max_completion_length} exceed the model's "
-            f"context of {context_length}; lower --max-completion-length, or skip long prompts with "
-            f"--max-prompt-length {max(context_length - max_completion_length, 0)}"
+            f"context of {context_length}; {advice} long prompts with --max-prompt-length {max(room, 0)}"
         )
     return True
 

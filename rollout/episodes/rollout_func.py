@@ -31,6 +31,7 @@ import torch
 from data.chat import common_prefix, end_of_turn_id, render_completion, render_responses
 from data.errors import UserError
 from data.formats.fields import user_turn
+from data.hints import some_rows
 from data.types import Prompt
 from data.user_code import describe_error, find_callable, where_raised
 from rollout.engine import Completion, Request, Sampling, Source, finished
@@ -189,10 +190,8 @@ class FunctionSource:
             with _evaluation_mode(self.local.model, requests[0].seed):
                 return call(*args, **kwargs)
         except (Exception, SystemExit) as error:  # user code may raise anything
-            rows = f"{requests[0].prompt.source} to {requests[-1].prompt.source}"
-            raise UserError(
-                f"{self.label}: {describe_error(error)} on rows {rows}{where_raised(error, call)}"
-            ) from None
+            rows = some_rows(request.prompt.source for request in requests)
+            raise UserError(f"{self.label}: {describe_error(error)} on {rows}{where_raised(error, call)}") from None
 
     def _reader(self, request: Request) -> RowReader:
         return RowReader(f"{self.label}, {request.prompt.source}", self.sampling, self.local.tokenizer)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, NamedTuple
 
+from data.hints import some_rows
 from data.types import Prompt
 from data.user_code import describe_error, where_raised
 from rollout.engine import Completion
@@ -53,8 +54,7 @@ class Fault(NamedTuple):
         """Return the error message. `prompts`: the failing row, or all rows of the call."""
         where, sources = "", [prompt.source for prompt in prompts]
         if self.kind == "length":
-            rows = f"rows {sources[0]} to {sources[-1]}" if len(sources) > 1 else f"row {sources[0]}"
-            where = f" ({rows})"
+            where = f" ({some_rows(sources)})"
         elif len(sources) == 1:
             where = f" {'for' if self.kind == 'returned' else 'on'} {sources[0]}"
         hint = self._type_hint(function, prompts[0])
@@ -243,7 +243,9 @@ def check_scores(returned: Any, num_rows: int) -> Outcome:
         return Fault("length", f"returned {type(returned).__name__}, not a list", rest)
     if len(returned) != num_rows:
         rest = "; return one per completion, or None for a completion without a score"
-        return Fault("length", f"returned {len(returned)} scores for {num_rows} completions", rest)
+        return Fault(
+            "length", f"returned {len(returned)} score{'s' * (len(returned) != 1)} for {num_rows} completions", rest
+        )
     return [_score(value) for value in returned]
 
 

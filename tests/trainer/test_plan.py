@@ -587,7 +587,7 @@ def test_invalid_settings(capsys, tmp_path, monkeypatch):
         (["grpo", *shape], "grpo: write --method grpo"),
         (["run.yaml"], "run.yaml: write --config run.yaml"),
         ([*shape, "--method", "grpo", "--rollout.max-length", "9"], "did you mean --max-prompt-length?"),
-        ([*shape, "--method", "grpo", "--value-model", "x"], "--value-model: unknown flag; it is a flag of ppo"),
+        ([*shape, "--method", "grpo", "--value-model", "x"], "--value-model: unknown flag; only ppo has it"),
         ([*shape, "--gpus", "8", "--parallel.shard", "3"], "parallel.shard=3: must divide the 8"),
         ([*shape, "--parallel.mode", "fsdp"], "or plan them with trainer.plan --gpus"),
         ([*shape, "--gpus", "2", "--parallel.mode", "replicate", "--parallel.shard", "2"], "parallel.shard=2"),

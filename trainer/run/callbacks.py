@@ -88,7 +88,7 @@ class Best(Callback):
         self.waited += 1
         if self.patience is not None and self.waited >= self.patience:
             best = f"{self.metric} {self.sign * self.value:.4g} at step {self.step}"
-            training.stop(f"{self.waited} evaluations without improvement over {best}")
+            training.stop(f"{self.waited} evaluation{'s' * (self.waited != 1)} without improvement over {best}")
 
     def _trained(self) -> list[tuple[str, Tensor]]:
         return [(name, p) for name, p in self.training.policy.model.named_parameters() if p.requires_grad]

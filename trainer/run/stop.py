@@ -62,7 +62,7 @@ class Stop:
                     time.sleep(self.grace_s)
                     self.not_saving.wait(self.grace_s)
                     line = f"stopped by SIGTERM: the run did not end within stop_grace_s={self.grace_s:g}; "
-                    os.write(2, f"{line}its checkpoints are complete, continue with --resume\n".encode())
+                    os.write(2, f"{line}the checkpoints it has are complete; continue with --resume\n".encode())
                     os._exit(EXIT_CODE)
 
 

@@ -91,7 +91,7 @@ def test_a_bad_verdict_stops_the_run_and_names_the_prompt():
         with pytest.raises(ValueError, match=f"judge={__name__}.scripted: {message}"):
             scores(None, verdict, None, size=size)
     for name, message in [("few", "returned 1 verdicts for 3 prompts"), ("number", "returned int")]:
-        with pytest.raises(ValueError, match=rf"{message} \(rows rows:0 to rows:2\)"):
+        with pytest.raises(ValueError, match=rf"{message} \(rows rows:0, rows:1, rows:2\)"):
             judge(name, 2).score(*rows(2))
 
 

@@ -300,8 +300,8 @@ def test_numpy_and_torch_scores_are_converted(user_file):
 
 
 BAD_SCORES = [
-    ("return [1.0]", "returned 1 scores for 3 completions \\(rows rows.jsonl:1 to rows.jsonl:3\\)"),
-    ("return None", "returned NoneType, not a list \\(rows rows.jsonl:1 to rows.jsonl:3\\)"),
+    ("return [1.0]", "returned 1 score for 3 completions \\(rows rows.jsonl:1, rows.jsonl:2, rows.jsonl:3\\)"),
+    ("return None", "returned NoneType, not a list \\(rows rows.jsonl:1, rows.jsonl:2, rows.jsonl:3\\)"),
     ("return 1.0", "returned float, not a list"),
     ("return [0.0, 'high', 0.0]", "returned 'high' for rows.jsonl:2, not a number"),
     ("return [0.0, [1.0], 0.0]", "returned \\[1.0\\] for rows.jsonl:2, not a number"),

@@ -255,7 +255,8 @@ def test_a_fault_affects_only_its_row(open_rewards, name, num_workers):
 def test_a_list_of_the_wrong_length_names_its_rows(open_rewards):
     source = SOURCE.format(body="pass")
     rewards = open_rewards(source, "my_rewards.drops", num_workers=0)
-    message = r"my_rewards.drops: returned 3 scores for 4 completions \(rows rows.jsonl:1 to rows.jsonl:4\)"
+    named = r"\(rows rows.jsonl:1, rows.jsonl:2, rows.jsonl:3 and 1 more\)"
+    message = f"my_rewards.drops: returned 3 scores for 4 completions {named}"
     with pytest.raises(ValueError, match=message):
         rewards.score(*rows(TEXTS))
     lines: list[str] = []

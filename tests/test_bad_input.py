@@ -425,7 +425,7 @@ NOT_FOUND = {
     "script.fn": ("reward_funcs=script.fn", "SystemExit: usage"),
 }
 WRONG = {
-    "count": ("returned 1 scores for 8 completions", "rows.jsonl:"),
+    "count": ("returned 1 score for 8 completions", "rows.jsonl:"),
     "nan": ("returned nan for rows.jsonl:",),
     "scalar": ("returned float, not a list",),
     "text": ("returned 'good' for rows.jsonl:",),

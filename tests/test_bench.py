@@ -22,9 +22,10 @@ import bench.__main__ as runner
 from bench import block, common, ebft, linear_kl, linear_logprob, offloading, peers, rollout, table, train_step, vs_trl
 from bench.claims import CLAIMS, Claim, at_least
 from bench.common import Row, Timing, alternate, emit, make_row, read_rows, relative_error
-from bench.runs import kernel_times, smollm2, vs_trl_run
+from bench.runs import hybrid_gradients, kernel_times, smollm2, vs_trl_run
 from bench.runs.kernel_times import Kernel
 from tests.entry import ROOT, processes_with
+from tests.models import segment_kernels
 
 RESULTS = sorted((ROOT / "bench" / "results").rglob("*.jsonl"))
 SMALL = (64, 32, 501)  # N, D, V: a vocabulary that no block size divides
@@ -508,6 +509,18 @@ def test_smollm2_clock_stops_during_evaluations(tmp_path, monkeypatch):
     assert smollm2.lines_of([*rows, *rows[:2]]) == {("ours", 3): rows[:2]}, "a run made again replaces the earlier one"
     (said,) = smollm2.summary(rows).splitlines()
     assert said.startswith("ours, seed 3: 0.25 -> 0.75 in 20 steps, 40 s of training (50 completion tokens/s)")
+
+
+def test_packed_rows_of_a_hybrid_have_the_gradients_of_separate_rows(monkeypatch):
+    """As on a GPU, with torch code that runs each segment alone instead of flash-linear-attention."""
+    model = hybrid_gradients.make_model()
+    code = sys.modules[type(model).__module__]
+    joined = getattr(code.causal_conv1d_fn, "joined", code.causal_conv1d_fn)  # as in a new process
+    for name, function in ({"causal_conv1d_fn": joined} | segment_kernels(code)).items():
+        monkeypatch.setattr(code, name, function)
+    policy, items = hybrid_gradients.policy_of(model, "sdpa", torch.float32), hybrid_gradients.make_items()
+    packed, alone = (hybrid_gradients.gradients(policy, items, packing=packing) for packing in (True, False))
+    assert packed.keys() == alone.keys() and max(relative_error(packed[x], alone[x]) for x in alone) < 1e-3
 
 
 def test_ebft_layouts_reward_alike():

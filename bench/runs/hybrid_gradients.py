@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from bench.common import alternate, emit, make_row, relative_error, require_commit
 from data.packing import Item, make_batches
+from rollout.state_layers import separate_convolutions
 from trainer.parallel.comm import pick_device
 from trainer.policy.attention import choose_attention
 from trainer.policy.logps import Policy, token_logps
@@ -48,6 +49,25 @@ class InFloat64(TorchFunctionMode):
         return func(*map(wide, args), **{name: wide(x) for name, x in (kwargs or {}).items()})
 
 
+def make_model() -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_5_text", **SHAPE), attn_implementation="sdpa")
+
+
+def policy_of(lm: Any, attention: str, dtype: torch.dtype) -> Policy:
+    """Prepare the model for packed rows, as load_policy does."""
+    choose_attention(lm, attention, lm.device)
+    separate_convolutions(lm)
+    return Policy(model=lm, tokenizer=None, source="random", device=lm.device, compute_dtype=dtype)
+
+
+def make_items() -> list[Item]:
+    ids = torch.randint(1024, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0)).split(LENGTHS)
+    return [Item(x.tolist(), [False] + [True] * (len(x) - 1)) for x in ids]
+
+
 def gradients(policy: Policy, items: list[Item], *, packing: bool) -> dict[str, Tensor]:
     """Return, by name, the gradients of the sum of all log-probs, with weights from 1 to 2 within each sequence."""
     policy.model.zero_grad()
@@ -60,19 +80,13 @@ def gradients(policy: Policy, items: list[Item], *, packing: bool) -> dict[str, 
 
 def main(out: Path | None = None, seconds: float = 1.0) -> None:
     """Print the table; append every row as JSON to `out`."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     require_commit()
-    device = pick_device()
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_5_text", **SHAPE), attn_implementation="sdpa")
+    model, items = make_model(), make_items()
     wide = copy.deepcopy(model).double()
-    policies = {}
-    for name, lm, dtype in (("float32", model.to(device), torch.float32), ("float64", wide, torch.float64)):
-        choose_attention(lm, "auto" if lm is model else "sdpa", lm.device)
-        policies[name] = Policy(model=lm, tokenizer=None, source="random", device=lm.device, compute_dtype=dtype)
-    ids = torch.randint(1024, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0)).split(LENGTHS)
-    items = [Item(x.tolist(), [False] + [True] * (len(x) - 1)) for x in ids]
+    policies = {
+        "float32": policy_of(model.to(device := pick_device()), "auto", torch.float32),
+        "float64": policy_of(wide, "sdpa", torch.float64),
+    }
     code = sys.modules[type(model).__module__]
     torch_code = {"torch_chunk_gated_delta_rule": inspect.unwrap(code.torch_chunk_gated_delta_rule)}
     with patch.multiple(code, **torch_code), InFloat64():

@@ -127,6 +127,6 @@ def test_at_8b_shapes_on_a_gpu(width, out, compiled):
         change = lora_linear(x, base, a, b, 2.0).double() - lora_linear(x, base, a, 0 * b, 1.0).double()
         exact = 2 * (x.double() @ a.double().T) @ b.double().T
         assert 0.99 < (change * exact).sum() / exact.square().sum() < 1.01
-        assert rounded_once(x[:512], base, a.bfloat16(), b.bfloat16()).float().mean() > 0.995
+        assert rounded_once(x, base, a.bfloat16(), b.bfloat16()).float().mean() > 0.995  # few rows would be split in K
         assert torch.equal(lora_linear(x, base, a, 0 * b, 1.0), lora_linear(x, base, a[:0], b[:, :0], 1.0))
         assert compiled or times[0] < 1.05 * times[1]

@@ -169,7 +169,8 @@ def skips(policy: Policy) -> bool:
 
 @torch.no_grad()
 def reference_logps(policy: Policy, batch: Batch, *, temperature: float = 1.0) -> Tensor:  # (N,)
-    batch = replace(batch, routes=None)  # another model, with its own choice of experts
+    if batch.routes is not None:  # another model, with its own choice of experts
+        batch = replace(batch, routes=None)  # without the batch's block masks
     with as_reference(policy) as model:
         return _token_logps(policy, model, batch, temperature).logp
 

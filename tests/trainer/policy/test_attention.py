@@ -23,7 +23,7 @@ from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.policy import attention
 from trainer.policy.attention import attend, attention_masks, choose_attention, flex_obstacle, load_name, use_flex
 from trainer.policy.load import load_policy
-from trainer.policy.logps import Policy, check_logps, predictor_states, token_logps
+from trainer.policy.logps import Policy, check_logps, predictor_states, reference_logps, token_logps
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # the choice needs only the device's name, no GPU
 VOCAB = 60
@@ -252,6 +252,17 @@ def test_passes_over_a_batch_share_block_masks_but_not_dense_masks(monkeypatch):
     for _ in range(2):
         attention_masks(make_model("llama").config, batch)
     assert built[4:] == ["dense"] * 2
+
+
+def test_the_reference_uses_the_masks_of_the_policy(flex_calls, monkeypatch):
+    built = []
+    monkeypatch.setattr(attention, "block_mask", lambda *args: built.append(args) or block_mask(*args))
+    policy = policy_of(make_model("llama"))
+    policy.reference = make_model("llama")
+    for model in (policy.model, policy.reference):
+        use_flex(model)
+    (batch,) = batches_of(policy, "shared")
+    assert torch.equal(token_logps(policy, batch).logp, reference_logps(policy, batch)) and len(built) == 1
 
 
 def test_flex_casts_queries_and_keys_to_the_dtype_of_the_values(flex_calls):

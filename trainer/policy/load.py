@@ -495,9 +495,10 @@ def compile_blocks(lm: Any, source: str) -> None:
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(is_not_inplace_reminder)
     unfuse(lm)
     join_adapters(lm)
+    has_states = carried_state(lm.config, type(lm)) is not None
     for block in blocks_of(lm, source):
         drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in block.modules())
-        fits = context_size() == 1 and not offloads(block) and not drops
+        fits = context_size() == 1 and not offloads(block) and not drops and not has_states
         if getattr(block, "gradient_checkpointing", False) and fits:
             recompute_inside(block)
         block.forward = torch.compile(block.forward, dynamic=True, options=COMPILER_OPTIONS)
@@ -509,7 +510,8 @@ def recompute_inside(block: nn.Module) -> None:
     The compiler then does not recompute what the backward pass does not need, such as the block's last matmul. Outputs
     of flex attention are saved: they are as large as the block's input and the slowest to recompute for their size.
     Blocks with offloaded inputs keep the outer checkpoint, and so do blocks with collectives (context parallelism) or
-    an adapter's dropout: torch 2.11 fails to compile a graph that recomputes random numbers of a symbolic length.
+    an adapter's dropout: torch 2.11 fails to compile a graph that recomputes random numbers of a symbolic length. In
+    models whose layers carry state, kernels break the graph, and a checkpoint with a break inside runs uncompiled.
     """
     forward, block.gradient_checkpointing = block.forward, False
     contexts = functools.partial(create_selective_checkpoint_contexts, save_attention)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from data.errors import UserError
@@ -20,7 +20,7 @@ from rollout.engines.local import LocalEngine
 from tests.models import COMMON, RECURRENT, SAMPLED, make_model, policy_of, save, segment_kernels
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.policy.adapters import add_adapter
-from trainer.policy.load import load_policy, quantize_layers
+from trainer.policy.load import compile_blocks, load_policy, quantize_layers
 from trainer.policy.logps import Policy, check_logps, share_batches, token_logps, values_without_leak
 from trainer.rl.servers import reject_text_part
 from trainer.tiny.build import make_tokenizer
@@ -173,3 +173,31 @@ def test_the_text_part_of_a_model_with_images_is_trained_but_not_served(tmp_path
         reject_text_part(policy)
     policy.model.save_pretrained(tmp_path)
     reject_text_part(policy)
+
+
+@pytest.mark.slow
+def test_recomputed_blocks_are_compiled_around_their_kernels(monkeypatch):
+    """A checkpoint inside the graph would run uncompiled: the compiler does not trace the kernels of a GPU."""
+    model = make_model("qwen3_5_text", num_hidden_layers=1, layer_types=["linear_attention"])
+    policy, linears = policy_of(model, "float32"), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        linears.extend(node for node in graph.graph.nodes if node.target is torch._C._nn.linear)
+        return graph.forward
+
+    code, plain = sys.modules[type(model).__module__], torch.compile
+    for name, kernel in segment_kernels(code).items():
+        monkeypatch.setattr(code, name, torch.compiler.disable(kernel))
+    monkeypatch.setattr(torch, "compile", lambda forward, options, **o: plain(forward, backend=backend, **o))
+    check_logps(policy)
+    items = make_items()
+    batches = make_batches(items, max_tokens=64, **policy.layout())
+    logps, want = gradients(policy, items, batches)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    compile_blocks(model, "tiny")
+    compiled_logps, got = gradients(policy, items, batches)
+    torch._dynamo.reset()
+    block = model.base_model.layers[0]
+    assert len(linears) == sum(type(module) is nn.Linear for module in block.modules()) == 8
+    assert torch.equal(compiled_logps, logps)
+    assert want and all(torch.equal(got[name], gradient) for name, gradient in want.items())

@@ -11,6 +11,7 @@ loop's thread.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import itertools
 import math
@@ -356,7 +357,7 @@ class Link:
             self.store = None
 
 
-class LinkSync:
+class LinkSync(abc.ABC):
     """Base of the backends that send buckets over a Link; a subclass defines how it joins, sends and disconnects."""
 
     needs_pause = True
@@ -402,12 +403,12 @@ class LinkSync:
         self.link.close()
         self._drop()
 
-    def _join(self, servers: Sequence[VllmServer]) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _join(self, servers: Sequence[VllmServer]) -> None: ...
 
+    @abc.abstractmethod
     def _send(self, tensors: Iterator[tuple[str, Tensor]], turn: str, calls: Calls, deadline: float) -> None:
         """Send all buckets; `turn` is unique per push."""
-        raise NotImplementedError
 
-    def _drop(self) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _drop(self) -> None: ...

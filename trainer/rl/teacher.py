@@ -13,6 +13,7 @@ its name in config.yaml, unless --teacher-update-rate moves it.
 
 from __future__ import annotations
 
+import abc
 import copy
 import dataclasses
 from bisect import bisect_left
@@ -82,7 +83,7 @@ def _id(vocab: Mapping[str, int], token: str) -> str:
     return f"id {vocab[token]}" if token in vocab else "unknown"
 
 
-class TeacherPrompts:
+class TeacherPrompts(abc.ABC):
     """The teacher's prompts: the student's, or what --teacher-prompt returns for each row."""
 
     def __init__(self, cfg: OpdConfig, policy: Policy, context_length: int | None) -> None:
@@ -126,8 +127,8 @@ class TeacherPrompts:
         """For each completion and id the teacher's log-prob to compare with, and columns that the loss needs."""
         return self.logps(groups), {}
 
-    def logps(self, groups: Sequence[Group]) -> list[list[float]]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def logps(self, groups: Sequence[Group]) -> list[list[float]]: ...
 
     def close(self) -> None:
         """Nothing to close in process."""

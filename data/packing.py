@@ -72,6 +72,7 @@ class Batch:
     rows: list[int]  # indices of this batch's items in make_batches' items, in order
     lengths: list[int]  # lengths of these items
     used: list[int]  # number of tokens in each row; padding follows
+    runs: list[tuple[int, int]]  # flat position of each run's first token, and of the token that it follows or -1
     routes: torch.Tensor | None = None  # (R, T, L, k) experts to use; the dtype's maximum: the model chooses
     sets: torch.Tensor | None = None  # (N, K) int32 ids that each token was sampled from, itself first; -1: padding
 
@@ -107,7 +108,7 @@ def empty_batch(multiple: int = 1) -> Batch:
     empty = torch.zeros(0, dtype=torch.int64)
     return Batch(
         input_ids=zeros, position_ids=stops - 1, spans=(zeros, zeros, zeros, stops), index=empty, target=empty,
-        sequence=empty, slot=empty, rows=[], lengths=[], used=[0],
+        sequence=empty, slot=empty, rows=[], lengths=[], used=[0], runs=[],
     )  # fmt: skip
 
 
@@ -363,7 +364,10 @@ def _build(items: Sequence[Item], rectangle: list[list[_Unit]], pad_id: int, mul
     own_stop = np.broadcast_to(np.arange(1, shape[1] + 1), shape).copy()
     num_runs = 1 << (max(1, *(len(path) for _, _, path, _ in paths)) - 1).bit_length()
     prefix = np.zeros((num_runs, 2, *shape), dtype=np.int64)
+    runs = []
     for row, columns, path, first in paths:
+        zero = row * shape[1]
+        runs.append((zero + columns.start, zero + path[-1][1] + first - 1 if path else -1))
         cuts = [*(position for position, _ in path), first]
         for run, ((position, zero), end) in enumerate(zip(path, cuts[1:], strict=True), num_runs - len(path)):
             prefix[run, 0, row, columns], prefix[run, 1, row, columns] = position + zero, end + zero
@@ -374,7 +378,7 @@ def _build(items: Sequence[Item], rectangle: list[list[_Unit]], pad_id: int, mul
     return Batch(
         **{name: torch.from_numpy(x) for name, x in tensors.items()},
         spans=tuple(torch.from_numpy(bound) for bound in (*prefix.reshape(-1, *shape), own_start, own_stop)),
-        rows=members, lengths=[len(items[member].ids) for member in members], used=used,
+        rows=members, lengths=[len(items[member].ids) for member in members], used=used, runs=runs,
         routes=None if routes is None else torch.from_numpy(routes),
         sets=_padded_sets([items[member] for member in members], tensors["target"]),
     )  # fmt: skip

@@ -1,13 +1,18 @@
 """Packed rows for models with layers that carry state from token to token: linear attention, Mamba, convolutions.
 
-    carried_state(config, model_class)      # "linear_attention", "conv", ...; None: the model can share prompts
-    separate_convolutions(lm)               # once, after loading
+    carried_state(config, model_class)      # "linear_attention", "conv", ...; None: no layer carries state
+    can_share = prepare_layers(lm)          # once, after loading; whether sequences can share a prompt
     lm.base_model(..., **boundaries(batch, masks))
 
 transformers passes the boundaries of sequences to these layers: `cu_seq_lens_q` to flash-linear-attention, `seq_idx` to
 mamba-ssm and causal-conv1d. Without these packages transformers (from 5.20) raises an error, or ignores the boundaries,
 which check_logps() detects. Convolutions work without a package, because their state spans only a few tokens; on a GPU
 flash-linear-attention's kernel is used if it is installed, because torch's depthwise convolution is slow.
+
+If sequences share tokens, a row is a tree of pieces, each of which follows another piece or none. Convolutions get the
+last tokens before each piece again. The gated delta rule runs once per level of the tree: its kernel returns the state
+after each piece, which the next level begins with, and the gradient flows back through it. mamba-ssm does not return
+the states of packed sequences with a gradient, so its models do not share.
 """
 
 from __future__ import annotations
@@ -15,18 +20,21 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from data.packing import Batch, to_device
 
 STATEFUL = {"conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba"}  # layer_types of recurrent models
-CONVOLUTION = "causal_conv1d_fn"  # global function that transformers' layers call
+CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"  # functions that transformers' layers call
+BRANCHING = {"conv": CONVOLUTION, "linear_attention": DELTA_RULE}  # layers whose sequences can share tokens
 
 
 def carried_state(config: Any, model_class: Any) -> str | None:
@@ -40,38 +48,127 @@ def carried_state(config: Any, model_class: Any) -> str | None:
 
 def boundaries(batch: Batch, masks: Any) -> dict[str, Any]:
     """Return the model's arguments for one row of packed sequences. `masks`: for its attention layers."""
-    assert len(batch.used) == 1 and batch.num_computed == batch.num_tokens, "one row without shared prompts"
+    assert len(batch.used) == 1, "one row"
     length, device = batch.input_ids.shape[1], batch.input_ids.device
-    ends = list(itertools.accumulate(batch.lengths, initial=0))
-    if ends[-1] < length:
-        ends.append(length)  # padding is a sequence of its own
+    runs = batch.runs if batch.used[0] == length else [*batch.runs, (batch.used[0], -1)]  # padding is a run of its own
+    tree = Tree(runs, length, device)
+    starts = np.array(sorted(tree.before))
+    arguments = packed_arguments(np.diff(starts, append=length), device)
+    if any(column >= 0 for column in tree.before.values()):
+        for tensor in arguments.values():  # transformers passes the tensors on, not other arguments
+            tensor.tree = tree  # type: ignore[attr-defined]
     if not isinstance(masks, dict):
         masks = {"full_attention": masks, "sliding_attention": masks}
-    is_start = batch.own_start == torch.arange(length, device=device)
+    return {"attention_mask": {**masks, **dict.fromkeys(STATEFUL)}, "position_ids": batch.position_ids, **arguments}
+
+
+def packed_arguments(lengths: np.ndarray, device: torch.device) -> dict[str, Tensor]:
+    """Return the boundaries of adjacent sequences: (sequences + 1,) and (1, T)."""
+    ends, index = np.cumsum([0, *lengths]), np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
     return {
-        "attention_mask": {**masks, **dict.fromkeys(STATEFUL)},
-        "position_ids": batch.position_ids,
-        "cu_seq_lens_q": to_device(torch.tensor(ends), device),  # (sequences + 1,)
-        "seq_idx": is_start.cumsum(dim=1, dtype=torch.int32) - 1,  # (1, T)
+        "cu_seq_lens_q": to_device(torch.from_numpy(ends), device),
+        "seq_idx": to_device(torch.from_numpy(index)[None], device),
     }
 
 
-def separate_convolutions(lm: nn.Module) -> None:
-    """Make the model's convolutions stop at boundaries, in the transformers file that defines its layers."""
-    if find_spec("causal_conv1d") is not None:  # its kernel stops at boundaries
-        return
+class Level(NamedTuple):
+    """Pieces at one depth of a tree."""
+
+    num_tokens: int
+    ends: Tensor  # (pieces + 1,) int64
+    parents: Tensor | None  # (pieces,) int64 indices into the pieces of all levels before; None in the first level
+
+
+class Tree:
+    """Pieces of one row's sequences. A piece ends where another run continues from it."""
+
+    def __init__(self, runs: Sequence[tuple[int, int]], length: int, device: torch.device) -> None:
+        self.before = dict(runs)  # first column of each piece -> column of the token that it follows, or -1
+        for column in [*self.before.values()]:
+            self.before.setdefault(column + 1, column)
+        self.stops = dict(itertools.pairwise([*sorted(self.before), length]))
+        self.first = {stop: start for start, stop in self.stops.items()}
+        self.device, self.contexts = device, {}  # of with_context, by size
+
+    @functools.cached_property
+    def levels(self) -> list[Level]:
+        levels, number = [], {start: i for i, start in enumerate(self._depth)}
+        for _, group in itertools.groupby(self._depth, key=lambda start: self._depth[start]):
+            starts = list(group)
+            ends = np.cumsum([0, *(self.stops[start] - start for start in starts)])
+            parents = [number[self.first[self.before[start] + 1]] for start in starts if self.before[start] >= 0]
+            levels.append(
+                Level(int(ends[-1]), self._tensor(ends), self._tensor(np.array(parents)) if parents else None)
+            )
+        return levels
+
+    @functools.cached_property
+    def by_level(self) -> tuple[Tensor, Tensor]:
+        """Return the columns in the order of the levels, and the inverse permutation: (T,) int64 each."""
+        columns = np.concatenate([np.arange(start, self.stops[start]) for start in self._depth])
+        return self._tensor(columns), self._tensor(columns.argsort())
+
+    @functools.cached_property
+    def _depth(self) -> dict[int, int]:
+        """The depth of each piece, by its first column, in the order of the levels."""
+        depth: dict[int, int] = {}
+        for start, column in sorted(self.before.items()):
+            depth[start] = 0 if column < 0 else depth[self.first[column + 1]] + 1
+        return dict(sorted(depth.items(), key=lambda item: item[1]))
+
+    def with_context(self, size: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return all pieces, each after up to `size` columns before it, as columns; their places; their boundaries."""
+        if size not in self.contexts:
+            self.contexts[size] = self._with_context(size)
+        return self.contexts[size]
+
+    def _with_context(self, size: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        columns, places, lengths, total = [], [], [], 0
+        for start in sorted(self.before):
+            before = [*itertools.islice(self._back(self.before[start]), size)][::-1]
+            piece = np.arange(start, self.stops[start])
+            places.append(total + len(before) + np.arange(len(piece)))
+            lengths.append(len(before) + len(piece))
+            total += lengths[-1]
+            columns += [np.array(before, dtype=np.int64), piece]
+        arguments = packed_arguments(np.array(lengths), self.device)
+        return self._tensor(np.concatenate(columns)), self._tensor(np.concatenate(places)), arguments
+
+    def _back(self, column: int) -> Iterator[int]:
+        """Yield the column and those of all tokens before it in its sequence, last first."""
+        while column >= 0:
+            start = self.first[column + 1]
+            yield from range(column, start - 1, -1)
+            column = self.before[start]
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return to_device(torch.from_numpy(array), self.device)
+
+
+def prepare_layers(lm: nn.Module) -> bool:
+    """Make the model's layers stop at boundaries and follow trees, in the transformers file that defines them.
+
+    Return whether all of its layers that carry state follow trees.
+    """
+    wrappers, found = {CONVOLUTION: separated, DELTA_RULE: by_level}, set()
     for name in {type(module).__module__ for module in lm.modules()}:
         code = vars(sys.modules[name])
-        if CONVOLUTION in code and not hasattr(code[CONVOLUTION], "joined"):
-            code[CONVOLUTION] = separated(code[CONVOLUTION])
+        for function in wrappers.keys() & code.keys():
+            found.add(function)
+            if not hasattr(plain := code[function], "plain"):
+                code[function] = wrappers[function](plain)
+                code[function].plain = plain
+    kinds = STATEFUL.intersection(getattr(lm.config.get_text_config(), "layer_types", None) or ())
+    return bool(kinds) and all(BRANCHING.get(kind) in found for kind in kinds)
 
 
 def separated(convolution: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the convolution with an argument seq_idx, as in causal-conv1d."""
-    kernel = None
-    if find_spec("fla"):  # as its other functions, not traced by the compiler
-        kernel = torch.compiler.disable(import_module("fla.modules.causal_conv1d").causal_conv1d)
+    """Return the convolution with arguments seq_idx, as in causal-conv1d, and cu_seq_lens_q, which may have a tree."""
+    has_boundaries, kernel = find_spec("causal_conv1d") is not None, None
+    if not has_boundaries and find_spec("fla"):
+        kernel = import_module("fla.modules.causal_conv1d").causal_conv1d
 
+    @torch.compiler.disable
     @functools.wraps(convolution)
     def convolve(
         x: Tensor,  # (1, C, T)
@@ -81,15 +178,65 @@ def separated(convolution: Callable[..., Tensor]) -> Callable[..., Tensor]:
         cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:  # (1, C, T)
+        tree, gap = getattr(seq_idx, "tree", None), weight.shape[-1] - 1
+        if tree is not None:
+            columns, places, arguments = tree.with_context(gap)
+            arguments = {"seq_idx": arguments["seq_idx"]} if cu_seq_lens_q is None else arguments
+            return convolve(x[:, :, columns], weight, *args, **arguments, **kwargs)[:, :, places]
         if x.is_cuda and kernel is not None and (seq_idx is None) == (cu_seq_lens_q is None):
             return kernel(x.mT, weight, *args, cu_seqlens=cu_seq_lens_q, **kwargs)[0].mT
-        if seq_idx is None:
-            return convolution(x, weight, *args, **kwargs)
+        if seq_idx is None or has_boundaries:
+            return convolution(x, weight, *args, seq_idx=seq_idx, **kwargs)
         num_gaps = int(seq_idx[0, -1]) if cu_seq_lens_q is None else len(cu_seq_lens_q) - 2
-        gap = weight.shape[-1] - 1  # zeros between sequences, so that no output covers two of them
+        # Zeros between sequences, so that no output covers two of them.
         place = torch.arange(x.shape[-1], device=x.device) + gap * seq_idx[0]
         apart = x.new_zeros(*x.shape[:-1], x.shape[-1] + gap * num_gaps).index_copy(2, place, x)
         return convolution(apart, weight, *args, **kwargs)[:, :, place]
 
-    convolve.joined = convolution  # type: ignore[attr-defined]
     return convolve
+
+
+def by_level(rule: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
+    """Return the gated delta rule for a cu_seqlens that may have a tree."""
+
+    @torch.compiler.disable
+    @functools.wraps(rule)
+    def run(
+        query: Tensor,  # (1, T, H, K)
+        key: Tensor,  # (1, T, H, K)
+        value: Tensor,  # (1, T, H, V)
+        g: Tensor,  # (1, T, H)
+        beta: Tensor,  # (1, T, H)
+        cu_seqlens: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        tree = getattr(cu_seqlens, "tree", None)
+        if tree is None:
+            return rule(query, key, value, g=g, beta=beta, cu_seqlens=cu_seqlens, **kwargs)
+        columns, places = tree.by_level
+        parts = [_Permuted.apply(x, columns, places) for x in (query, key, value, g, beta)]
+        parts = [x.split([level.num_tokens for level in tree.levels], dim=1) for x in parts]
+        outputs, states = [], None  # (pieces, H, K, V)
+        for level, *own in zip(tree.levels, *parts, strict=True):
+            begin = None if level.parents is None else states[level.parents]
+            more = kwargs | {"initial_state": begin, "output_final_state": True, "seq_idx": None}
+            output, ended = rule(*own[:3], g=own[3], beta=own[4], cu_seqlens=level.ends, **more)
+            states = ended if states is None else torch.cat([states, ended])
+            outputs.append(output)
+        return _Permuted.apply(torch.cat(outputs, dim=1), places, columns), None
+
+    return run
+
+
+class _Permuted(torch.autograd.Function):
+    """x.index_select(1, order), without atomic additions in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.inverse = inverse
+        return x.index_select(1, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(1, ctx.inverse), None, None

@@ -10,7 +10,9 @@ the content of its model registry (in .venv-vllm).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import itertools
 import json
 import subprocess
 import sys
@@ -146,19 +148,29 @@ def segment_kernels(code: ModuleType) -> dict[str, Callable[..., Any]]:
 
 
 def each_segment(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, cu_seqlens: Tensor | None = None, seq_idx: Tensor | None = None, **kwargs: Any) -> Any:
+    def call(
+        *args: Any,
+        cu_seqlens: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        initial_state: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
         assert cu_seqlens is None or seq_idx is None or len(cu_seqlens) == seq_idx[0, -1] + 2
-        if seq_idx is None:
-            return kernel(*args, **kwargs)
-        num_tokens, outputs = seq_idx.shape[1], []
-        for own in (seq_idx[0] == segment for segment in range(int(seq_idx[0, -1]) + 1)):
+        if cu_seqlens is None and seq_idx is not None:
+            cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), seq_idx[0].bincount().cumsum(0)])
+        if cu_seqlens is None:
+            return kernel(*args, **kwargs | ({} if initial_state is None else {"initial_state": initial_state}))
+        outputs = []
+        for i, own in enumerate(itertools.starmap(slice, itertools.pairwise(cu_seqlens.tolist()))):
 
-            def cut(x: Any, own: Tensor = own) -> Any:
-                return x[:, own] if isinstance(x, Tensor) and x.shape[:2] == (1, num_tokens) else x
+            def cut(x: Any, own: slice = own) -> Any:
+                return x[:, own] if isinstance(x, Tensor) and x.shape[:2] == (1, cu_seqlens[-1]) else x
 
-            outputs.append(kernel(*map(cut, args), **{name: cut(x) for name, x in kwargs.items()}))
+            state = {} if initial_state is None else {"initial_state": initial_state[i : i + 1]}
+            outputs.append(kernel(*map(cut, args), **{name: cut(x) for name, x in kwargs.items()}, **state))
         if isinstance(outputs[0], tuple):
-            return torch.cat([output for output, _ in outputs], dim=1), None
+            states = [state for _, state in outputs]
+            return torch.cat([x for x, _ in outputs], dim=1), None if states[0] is None else torch.cat(states)
         return torch.cat(outputs, dim=1)
 
     return call
@@ -172,9 +184,10 @@ def row_of(kind: str, folder: Path) -> dict[str, str]:
     save(make_model(kind), folder)
     policy = load_policy(ModelConfig(model=str(folder)), LoraConfig(r=0), CPU, with_reference=False)
     policy.compute_dtype = torch.bfloat16  # the default on a GPU, where models are compiled
+    with_kernels, package = policy_with_kernels(kind)
     return {
-        "packed": "yes" if policy.packs else packed_on_gpu(kind),
-        "shared prompt": "yes" if policy.can_share else "no",
+        "packed": "yes" if policy.packs else package if with_kernels.packs else "no",
+        "shared prompt": "yes" if policy.can_share else package if with_kernels.can_share else "no",
         "LoRA": train_adapter(folder),
         "4 bits": train_adapter(folder, load_in_4bit=True),
         "compile": "no" if obstacle(policy) else "yes",
@@ -182,14 +195,14 @@ def row_of(kind: str, folder: Path) -> dict[str, str]:
     }
 
 
-def packed_on_gpu(kind: str) -> str:
+def policy_with_kernels(kind: str) -> tuple[Policy, str]:
+    """Return a policy after a probe with stand-ins for the kernels of a GPU, and the package with these kernels."""
     policy = policy_of(make_model(kind), "float32")
     code = sys.modules[type(policy.model).__module__]
     packages = [package for name, package in KERNELS.items() if hasattr(code, name)]
-    if packages:
-        with patch.multiple(code, **segment_kernels(code)):
-            check_logps(policy)
-    return f"with {packages[0]}" if packages and policy.packs else "no"
+    with patch.multiple(code, **segment_kernels(code)) if packages else contextlib.nullcontext():
+        check_logps(policy)
+    return policy, f"with {packages[0]}" if packages else "no"
 
 
 def train_adapter(folder: Path, **options: Any) -> str:

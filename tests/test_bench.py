@@ -515,12 +515,14 @@ def test_packed_rows_of_a_hybrid_have_the_gradients_of_separate_rows(monkeypatch
     """As on a GPU, with torch code that runs each segment alone instead of flash-linear-attention."""
     model = hybrid_gradients.make_model()
     code = sys.modules[type(model).__module__]
-    joined = getattr(code.causal_conv1d_fn, "joined", code.causal_conv1d_fn)  # as in a new process
-    for name, function in ({"causal_conv1d_fn": joined} | segment_kernels(code)).items():
+    plain = getattr(code.causal_conv1d_fn, "plain", code.causal_conv1d_fn)  # as in a new process
+    for name, function in ({"causal_conv1d_fn": plain} | segment_kernels(code)).items():
         monkeypatch.setattr(code, name, function)
     policy, items = hybrid_gradients.policy_of(model, "sdpa", torch.float32), hybrid_gradients.make_items()
-    packed, alone = (hybrid_gradients.gradients(policy, items, packing=packing) for packing in (True, False))
-    assert packed.keys() == alone.keys() and max(relative_error(packed[x], alone[x]) for x in alone) < 1e-3
+    alone = hybrid_gradients.gradients(policy, items, packing=False)
+    for share_prompt in (False, True):
+        packed = hybrid_gradients.gradients(policy, items, packing=True, share_prompt=share_prompt)
+        assert packed.keys() == alone.keys() and max(relative_error(packed[x], alone[x]) for x in alone) < 1e-3
 
 
 def test_ebft_layouts_reward_alike():

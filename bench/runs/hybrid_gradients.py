@@ -1,4 +1,4 @@
-"""Gradients of a hybrid model in float32: sequences packed into one row vs. one per row, both vs. float64.
+"""Gradients of a hybrid model in float32: sequences in one row, also after one copy of their prompt, vs. one per row.
 
     python -m bench.runs.hybrid_gradients [--out rows.jsonl]          # a small Qwen3.5; needs flash-linear-attention
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from bench.common import alternate, emit, make_row, relative_error, require_commit
 from data.packing import Item, make_batches
-from rollout.state_layers import separate_convolutions
+from rollout.state_layers import prepare_layers
 from trainer.parallel.comm import pick_device
 from trainer.policy.attention import choose_attention
 from trainer.policy.logps import Policy, token_logps
@@ -35,7 +36,8 @@ SHAPE = {
     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "vocab_size": 1024, "tie_word_embeddings": True,
     "layer_types": ["linear_attention", "full_attention"] * 2, "initializer_range": 0.1,
 }  # fmt: skip
-LENGTHS = (200, 64, 130, 30)
+PROMPT, LENGTHS = 70, (200, 64, 130, 30)  # tokens of the prompt and the completions
+NUM_TOKENS = len(LENGTHS) * PROMPT + sum(LENGTHS)
 
 
 class InFloat64(TorchFunctionMode):
@@ -59,19 +61,21 @@ def make_model() -> Any:
 def policy_of(lm: Any, attention: str, dtype: torch.dtype) -> Policy:
     """Prepare the model for packed rows, as load_policy does."""
     choose_attention(lm, attention, lm.device)
-    separate_convolutions(lm)
+    prepare_layers(lm)
     return Policy(model=lm, tokenizer=None, source="random", device=lm.device, compute_dtype=dtype)
 
 
 def make_items() -> list[Item]:
-    ids = torch.randint(1024, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0)).split(LENGTHS)
-    return [Item(x.tolist(), [False] + [True] * (len(x) - 1)) for x in ids]
+    ids = torch.randint(1024, (PROMPT + sum(LENGTHS),), generator=torch.Generator().manual_seed(0)).tolist()
+    prompt, *ends = (ids[first:last] for first, last in itertools.pairwise(itertools.accumulate((0, PROMPT, *LENGTHS))))
+    return [Item(prompt + x, [False] * PROMPT + [True] * len(x), PROMPT) for x in ends]
 
 
-def gradients(policy: Policy, items: list[Item], *, packing: bool) -> dict[str, Tensor]:
+def gradients(policy: Policy, items: list[Item], *, packing: bool, share_prompt: bool = False) -> dict[str, Tensor]:
     """Return, by name, the gradients of the sum of all log-probs, with weights from 1 to 2 within each sequence."""
     policy.model.zero_grad()
-    for batch in make_batches(items, max_tokens=2**16 if packing else 1, **policy.layout(packing=packing)):
+    layout = policy.layout(packing=packing, share_prompt=share_prompt)
+    for batch in make_batches(items, max_tokens=2**16 if packing else 1, **layout):
         batch = batch.to(policy.device)
         weight = torch.cat([torch.linspace(1, 2, sum(items[row].mask)) for row in batch.rows]).to(policy.device)
         (token_logps(policy, batch).logp * weight).sum().backward()
@@ -102,6 +106,7 @@ def main(out: Path | None = None, seconds: float = 1.0) -> None:
     calls = {"separate, torch": with_torch_code, "separate": separate}
     if device.type == "cuda":
         calls["packed"] = lambda: gradients(policies["float32"], items, packing=True)
+        calls["shared prompt"] = lambda: gradients(policies["float32"], items, packing=True, share_prompt=True)
     alone, timings, rows = separate(), alternate(calls, seconds=seconds, rounds=2), []
     for name, timing in timings.items():
         found = calls[name]()
@@ -112,8 +117,8 @@ def main(out: Path | None = None, seconds: float = 1.0) -> None:
         above = sum(x > 1e-3 for x in apart.values())
         rows.append(make_row(
             "hybrid_gradients", name, timing, dtype="float32",
-            shape={"T": sum(LENGTHS), "D": SHAPE["hidden_size"], "layers": 4},
-            work=sum(LENGTHS), unit="tokens", errors={"worst_parameter": max(errors.values())}, against=timings,
+            shape={"T": NUM_TOKENS, "D": SHAPE["hidden_size"], "layers": 4},
+            work=NUM_TOKENS, unit="tokens", errors={"worst_parameter": max(errors.values())}, against=timings,
             extra={"to_separate": apart[worst], "above_1e-3": above, "parameters": len(apart)},
         ))  # fmt: skip
     emit(rows, out)

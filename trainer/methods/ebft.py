@@ -107,7 +107,7 @@ def train_strided(cfg: Config) -> None:
         policy = open_policy(cfg, with_reference=cfg.has_reference)
         network = feature_network(cfg, policy)
         for each in (policy, network.policy):
-            if not each.can_share:
+            if not each.can_share or each.carried_state:
                 raise UserError(
                     f"mode=strided: model={each.source} cannot continue one copy of a document from several places; "
                     "use --mode structured"

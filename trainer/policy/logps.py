@@ -25,7 +25,7 @@ from data.user_code import name_of
 from kernels.linear_logprob import LossFn, TokenLogps, linear_log_collision, linear_logprob, linear_logprob_loss
 from rollout.engine import context_of
 from rollout.engines.forward import logit_options
-from rollout.state_layers import boundaries, carried_state, separate_convolutions
+from rollout.state_layers import boundaries, carried_state, prepare_layers
 from trainer.config.errors import first_line
 from trainer.files.tensor_files import TensorFiles
 from trainer.parallel.comm import context_size
@@ -317,10 +317,10 @@ def choose_layout(policy: Policy, check: Callable[[Policy], None]) -> None:
     every causal model, including models whose layers carry state from one token to the next.
     """
     lm, kind, problems = causal_lm(policy.model), policy.carried_state, []
+    layouts = [(True, True), (True, False), (False, False)]
     if kind is not None:
         problems = [f"{kind} layers of model_type={lm.config.model_type} carry state from one token to the next"]
-        separate_convolutions(lm)
-    layouts = [(True, True), (True, False), (False, False)][kind is not None :]
+        layouts = layouts[0 if prepare_layers(lm) else 1 :]
     if window := getattr(lm.config.get_text_config(), "window_size", None):  # GPT-Neo; too long for the probe
         problems = [f"window_size={window} of model_type={lm.config.model_type} counts positions of the row"]
         layouts = layouts[-1:]
@@ -340,7 +340,7 @@ def choose_layout(policy: Policy, check: Callable[[Policy], None]) -> None:
             )
     finally:
         policy.model.train()
-    if problems and is_main():
+    if problems and not policy.can_share and is_main():
         what = "prompts are not shared" if policy.packs else "one sequence per row, and prompts are not shared"
         hint = "" if kind else other_attention(lm)
         log(f"model={policy.source}: {what}: {'; '.join(dict.fromkeys(problems))}{hint}")

@@ -130,8 +130,8 @@ class TeacherPrompts(abc.ABC):
     @abc.abstractmethod
     def logps(self, groups: Sequence[Group]) -> list[list[float]]: ...
 
-    def close(self) -> None:
-        """Nothing to close in process."""
+    def close(self) -> None:  # noqa: B027, nothing to close in process
+        pass
 
     def _of_row(self, prompt: Prompt, **more: Any) -> list[int]:
         assert self.function is not None

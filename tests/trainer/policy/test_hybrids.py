@@ -27,6 +27,7 @@ from trainer.tiny.build import make_tokenizer
 
 ALWAYS = ("lfm2", "qwen3_5_text", "nemotron_h")
 PACKED = [*SAMPLED, "zamba2"]  # transformers gives no boundaries to the layers of other models
+BRANCHING = ["lfm2", "qwen3_5_text", "lfm2_moe", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"]  # share prompts
 
 
 def kinds(names: Sequence[str]) -> Any:
@@ -83,6 +84,12 @@ def assert_equal(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict
         assert (got[1][name] - gradient).abs().max() < 1e-10 * scale, name
 
 
+def run_segments_alone(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    code = sys.modules[type(model).__module__]
+    for name, kernel in segment_kernels(code).items():
+        monkeypatch.setattr(code, name, kernel)
+
+
 @kinds(RECURRENT)
 def test_one_sequence_per_row_equals_separate_rows(kind):
     policy, items = policy_in_float64(make_model(kind)), make_items()
@@ -96,18 +103,53 @@ def test_one_sequence_per_row_equals_separate_rows(kind):
 @kinds(PACKED)
 def test_packed_rows_equal_separate_rows(kind, monkeypatch):
     """With a reference that runs each segment alone instead of the kernels of a GPU."""
-    model = make_model(kind)
-    code = sys.modules[type(model).__module__]
-    for name, kernel in segment_kernels(code).items():
-        monkeypatch.setattr(code, name, kernel)
+    run_segments_alone(monkeypatch, model := make_model(kind))
     policy, items = policy_in_float64(model), make_items()
-    assert policy.packs and not policy.can_share
+    assert policy.packs and policy.can_share == (kind in BRANCHING)
     (packed,) = make_batches(items, max_tokens=64, **policy.layout(share_prompt=True) | {"multiple": 5})
     assert packed.input_ids.shape == (1, 35) and packed.used == [32]
     alone = make_batches(items, max_tokens=1, **policy.layout(packing=False))
     with InFloat64():
         assert_equal(gradients(policy, items, [packed]), gradients(policy, items, alone))
         values_without_leak(policy, packed, (0, 3), lambda policy, batch: token_logps(policy, batch).logp)
+
+
+@kinds(BRANCHING)
+@pytest.mark.parametrize("together", [1, 2])
+def test_shared_prompts_equal_separate_rows(kind, together, monkeypatch):
+    """Completions of a group, pairs, and a sequence of its own between them; prompts below and above a convolution."""
+    run_segments_alone(monkeypatch, model := make_model(kind))
+    policy, items = policy_in_float64(model), []
+    for length, sizes in ((9, (4, 1, 6, 3)), (1, (5, 2)), (2, (3, 7))):
+        prompt = [(7 * i + length) % 275 for i in range(length)]
+        for size in sizes:
+            own = [(11 * i + 5 * size + length) % 275 for i in range(size)]
+            items.append(Item(prompt + own, [False] * length + [True] * size, length))
+    assert policy.can_share
+    options = policy.layout(share_prompt=True) | {"multiple": 5, "together": together}
+    (packed,) = make_batches(items, max_tokens=128, **options)
+    alone = make_batches(items, max_tokens=1, **policy.layout(packing=False))
+    assert packed.num_computed < packed.num_tokens
+    with InFloat64():
+        assert_equal(gradients(policy, items, [packed]), gradients(policy, items, alone))
+        values_without_leak(policy, packed, (0, 5), lambda policy, batch: token_logps(policy, batch).logp)
+
+
+@kinds(BRANCHING)
+def test_episodes_as_trees_equal_separate_rows(kind, monkeypatch):
+    """Branches leave their episode in the middle of what an earlier branch computed, less than a convolution apart."""
+    run_segments_alone(monkeypatch, model := make_model(kind))
+    policy, trunk = policy_in_float64(model), [(3 * i + 1) % 275 for i in range(20)]
+    items = []
+    for episode, shares in enumerate(((20, 5, 6, 14, 13), (12, 4))):
+        for n, shared in enumerate(shares):
+            ids = [*trunk[:shared], *((13 * i + n + 40 * episode) % 275 for i in range(3 + n))]
+            items.append(Item(ids, [False] * 4 + [True] * (len(ids) - 4), 3, episode=episode))
+    (packed,) = make_batches(items, max_tokens=128, **policy.layout(share_prompt=True))
+    alone = make_batches(items, max_tokens=1, **policy.layout(packing=False))
+    assert len(packed.spans) > 4
+    with InFloat64():
+        assert_equal(gradients(policy, items, [packed]), gradients(policy, items, alone))
 
 
 @kinds(SAMPLED)

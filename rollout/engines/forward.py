@@ -143,7 +143,8 @@ def shape_of(lm: Any, dtype: torch.dtype) -> Shape:
     return Shape(
         tuple(layer for layer, kind in enumerate(kinds) if kind in ATTENTION),
         getattr(config, "num_key_value_heads", None) or heads,
-        getattr(config, "head_dim", None) or config.hidden_size // heads,
+        # Latent attention: keys are wider than values, and head_dim is the size of their rotated part.
+        getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads,
         dtype,
         device_of(lm),
     )
@@ -437,9 +438,12 @@ class TransformersForward:
 
         def append_and_attend(layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
             layers.append(layer)
+            width = value.shape[-1]
+            if width < key.shape[-1]:
+                value = F.pad(value, (0, key.shape[-1] - width))
             for cached, new in ((cache.keys[layer], key), (cache.values[layer], value)):  # new: (R, H_kv, T, K)
                 cached.index_copy_(1, slot, new.transpose(0, 1).flatten(1, 2).to(cached.dtype))
-            return attend(layer, query.to(cache.keys[layer].dtype), **options)
+            return attend(layer, query.to(cache.keys[layer].dtype), **options)[..., :width]
 
         for (entries, index), state in zip(self._states, states, strict=True):
             entries[index] = state

@@ -51,6 +51,15 @@ def visible_tokens(batch, row, column):
     return [token for start, stop in runs for token in batch.input_ids[row, start:stop].tolist()]
 
 
+def followed_tokens(batch, row, column):
+    """Ids on the way along the runs, from the first to this token."""
+    before, position, tokens = dict(batch.runs), row * batch.input_ids.shape[1] + column, []
+    while position >= 0:
+        tokens.append(int(batch.input_ids.flatten()[position]))
+        position = before.get(position, position - 1)
+    return tokens[::-1]
+
+
 def is_token(batch):
     """(R, T) False at padding; item ids in these tests are never 0."""
     return batch.input_ids > 0
@@ -371,6 +380,7 @@ def test_every_token_attends_to_its_sequence_up_to_itself(
                 seen = visible_tokens(batch, row, column)
                 assert seen and seen[-1] == batch.input_ids[row, column]  # itself last: nothing from later columns
                 assert all(seen) == (seen[-1] > 0) and (all(seen) or not any(seen))  # tokens attend only to tokens
+                assert not any(seen) or seen == followed_tokens(batch, row, column)
     expected = sorted((n, t) for n, item in enumerate(items) for t, m in zip(item.ids, item.mask, strict=True) if m)
     assert trained(batches) == expected
 

@@ -1274,7 +1274,7 @@ def explain_engine(cfg: MethodConfig, s: Sizes, table: list[Column]) -> Iterator
         )
     for verb, is_kept in (("kept", True), ("freed", False)):
         if names := [x.name for x in local if (x.peak + sum(x.memory) <= x.room * GIB) == is_kept]:
-            yield f"This memory is {verb} during training: {', '.join(names)}."
+            yield f"The engine's memory is {verb} during training: {', '.join(names)}."
 
 
 if __name__ == "__main__":

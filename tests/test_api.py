@@ -288,7 +288,8 @@ def test_rows_from_python_and_their_errors():
     from data.user_code import PythonObject
     from trainer.api import _sources
 
-    for rows in (ROWS, iter(ROWS), Dataset.from_list(ROWS), Dataset.from_list(ROWS).to_pandas()):
+    table = Dataset.from_list(ROWS)
+    for rows in (ROWS, iter(ROWS), table, table.to_iterable_dataset(), table.to_pandas()):
         (source,) = _sources(rows, "data")
         read = load_rows(parse_spec(source))
         assert [row.columns for row in read] == ROWS and read[1].source == "data:2" and str(source) == "python:data"

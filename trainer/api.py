@@ -149,7 +149,7 @@ def _source(value: Any, name: str) -> str:
         raise UserError(f"{name}: must be a path, a list of dicts or a dataset, not {type(value).__name__}")
     if hasattr(value, "columns") and hasattr(value, "to_dict"):  # a data frame
         value = value.to_dict("records")
-    if not (hasattr(value, "features") and hasattr(value, "__getitem__")):  # a Dataset reads rows from its files
+    if not (hasattr(value, "features") and hasattr(value, "__len__")):  # a Dataset reads rows from its files
         value = [without_fillers(row) if hasattr(value, "features") else row for row in value]
     return PythonObject(f"{PYTHON}:{name}", value)
 

@@ -234,6 +234,16 @@ def test_a_dry_run_shows_the_first_row_and_a_plan(method, row, words, tmp_path, 
     assert not Path("runs").exists()
 
 
+def test_a_dry_run_applies_the_context_of_the_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("data.jsonl").write_text(json.dumps({"prompt": "1+1=", "chosen": "1" * 600, "rejected": "3", "answer": "2"}))
+    argv = ["--model", "builtin:tiny", "--data", "data.jsonl", "--dry-run"]
+    assert main(["--method", "dpo", *argv]) == 0
+    assert "1 truncated to max_length=512" in capsys.readouterr().err
+    assert main(["--method", "grpo", "--max-completion-length", "512", *argv]) == 2
+    assert "max_completion_length=512: leaves no room for a prompt" in capsys.readouterr().err
+
+
 REWARDS = """
 print("imported")
 async def shouts(completions):

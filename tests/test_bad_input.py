@@ -269,8 +269,8 @@ EXAMPLES = {
     "completion only": ({"completion": "3"}, "rows.jsonl:2: has none of 'messages', 'conversations', 'prompt' with"),
     "prompt only": ({"prompt": "1+2="}, "rows.jsonl:2: has none of"),
     "empty prompt": ({"prompt": "", "completion": "3"}, "rows.jsonl:2: the prompt is empty"),
-    "completion not text": ({"prompt": [message("x")], "completion": 3}, "rows.jsonl:2: the completion is a int"),
-    "text not text": ({"text": 3}, "rows.jsonl:2: the text is a int"),
+    "completion not text": ({"prompt": [message("x")], "completion": 3}, "rows.jsonl:2: the completion is of type int"),
+    "text not text": ({"text": 3}, "rows.jsonl:2: the text is of type int"),
     "instruction not text": ({"instruction": 3, "output": "3"}, "rows.jsonl:2: 'instruction' or 'input'"),
     "half a character": ({"prompt": "x", "completion": "\ud83d"}, "rows.jsonl:2: the text contains half a character"),
 }

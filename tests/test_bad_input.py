@@ -184,7 +184,7 @@ SETTINGS = {
     "4 bit": ([*GRPO, "--load-in-4bit"], "load_in_4bit=True", "--lora.r 16"),
     "4 bit, merged": ([*GRPO, "--lora.r", 2, "--load-in-4bit", "--merge-lora"], "load_in_4bit=True", "trainer.export"),
     "dtype": ([*GRPO, "--dtype", "float16"], "--dtype=float16", "bfloat16"),
-    "no weights for rewards": ([*GRPO, "--reward-weights", 1, 2], "reward_weights=[1.0, 2.0]", "1 reward functions"),
+    "no weights for rewards": ([*GRPO, "--reward-weights", 1, 2], "reward_weights=[1.0, 2.0]", "1 reward function;"),
     "no data": ([*GRPO, "--data"], "--data: required"),
     "name of TRL": ([*GRPO, "--train-data", "x"], "--train-data: unknown flag; did you mean --data?"),
     "name of axolotl": ([*GRPO, "--base-model", "x"], "--base-model: unknown flag; did you mean --model?"),

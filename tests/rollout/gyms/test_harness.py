@@ -125,7 +125,7 @@ def test_a_run_in_which_every_program_fails_ends(play):
 def test_a_program_that_never_asks_the_policy_has_failed(play):
     good, failed = play(["ends", "nothing"])
     assert (good.columns["env_failed"], failed.columns["env_failed"]) == (0.0, 1.0)
-    assert sum("without an answer of the policy; make it use OPENAI_BASE_URL" in line for line in play.lines) == 1
+    assert sum("without an answer from the policy; make it use OPENAI_BASE_URL" in line for line in play.lines) == 1
 
 
 @pytest.mark.parametrize("text", ["a\0b", "y" * 200_000])

@@ -203,6 +203,7 @@ def test_parameters_have_their_own_rates():
     ({"method": OwnConfig}, ["tests.test_api", "train(cfg)"]),
     ({"data": {"train": [], "test": []}}, ["data", "dataset['train']"]),
     ({"data": 3}, ["data", "not int"]),
+    ({"model": 3}, ["model: must be an id, a folder or a transformers model, not int"]),
     ({"train_dataset": ROWS}, ["train_dataset", "data"]),
     ({"args": GRPOConfig(), "method": "sft"}, ["GRPOConfig", "grpo", "sft"]),
     ({"args": {"num_generations": 4}, "method": None}, ["args", "method"]),

@@ -116,6 +116,8 @@ def _named(name: str, value: Any) -> Any:
     if name in DATA and value is not None:
         return _sources(value, name)
     if name in ("model", "tokenizer") and value is not None and not isinstance(value, (str, Path)):
+        if name == "model" and not hasattr(value, "config"):
+            raise UserError(f"model: must be an id, a folder or a transformers model, not {type(value).__name__}")
         return PythonObject(f"{PYTHON}:{_name_of(value)}", value)
     if isinstance(value, (list, tuple, set)):
         return tuple(_named(name, item) for item in value)

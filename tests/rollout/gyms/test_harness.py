@@ -28,7 +28,7 @@ if row["does"] == "nothing": sys.exit()
 if row["does"] == "hangs":
     os.spawnlp(os.P_NOWAIT, "setsid", "setsid", "sleep", "60")  # leaves the process group
     time.sleep(60)
-messages = row["prompt"]
+messages = [{"role": "usr", "content": "hi"}] if row["does"] == "misspells" else row["prompt"]
 for turn in range(2):
     body = json.dumps({"messages": messages}).encode()
     headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
@@ -115,6 +115,11 @@ def test_a_program_without_tokens_left_is_rewarded_as_truncated(play):
     (completion,) = play(["ends"], max_tokens=12)
     assert completion.columns["num_turns"] == 1 and completion.columns["env_failed"] == 0.0
     assert completion.finish_reason == "length" and completion.trained == 3
+
+
+def test_a_failure_names_the_request_that_the_endpoint_rejected(play):
+    with pytest.raises(ValueError, match=r"HTTP Error 400: Bad Request\); a request was rejected: .*'usr'"):
+        play(["misspells"])
 
 
 def test_a_run_in_which_every_program_fails_ends(play):

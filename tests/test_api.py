@@ -293,6 +293,16 @@ def test_a_dry_run_calls_the_rewards_on_the_first_row(tmp_path, monkeypatch, cap
     assert "error: reward_funcs=dry_rewards.missing" in capsys.readouterr().err
 
 
+def test_an_interrupted_run_of_objects_is_resumed_by_the_same_call(tmp_path):
+    class Interrupts(Callback):
+        def on_step(self, training, metrics):
+            raise KeyboardInterrupt
+
+    size = {"per_device_train_batch_size": 8, "max_completion_length": 4, "max_steps": 2}
+    with pytest.raises(KeyboardInterrupt, match=r"step 0: the same call and resume='.*/run'"):
+        train("grpo", model="builtin:tiny", data=ROWS, callbacks=Interrupts(), output_dir=tmp_path / "run", **size)
+
+
 def test_rows_from_python_and_their_errors():
     from datasets import Dataset
 

@@ -194,8 +194,8 @@ def load_tokenizer(setting: str, name: str, revision: str | None = None, *, trus
         raise UserError(f"{setting}={name}: its tokenizer cannot be loaded ({reason}); {remedy}") from None
 
 
-def read(cfg: ShowConfig, tokenizer: Any, training: Any = None) -> list[ShownRow]:
-    """Load all rows with the loader of their kind."""
+def read(cfg: ShowConfig, tokenizer: Any, training: Any = None, context_length: int | None = None) -> list[ShownRow]:
+    """Load all rows with the loader of their kind. context_length: the model's; None: no limit."""
     kind = kind_of(cfg) if cfg.kind == "auto" else cfg.kind
     for name, kinds in USED_BY.items():
         if kind not in kinds and getattr(cfg, name) != getattr(ShowConfig(), name):
@@ -203,13 +203,16 @@ def read(cfg: ShowConfig, tokenizer: Any, training: Any = None) -> list[ShownRow
     common = {"data_format": cfg.data_format, "system_prompt": cfg.system_prompt,
               "chat_template_kwargs": cfg.chat_template_kwargs, "cfg": training}  # fmt: skip
     if kind == "prompts":
-        rows = load_prompts(cfg.data, tokenizer, max_prompt_length=cfg.max_prompt_length, **common)
+        limits = {"max_prompt_length": cfg.max_prompt_length, "context_length": context_length,
+                  "max_completion_length": getattr(training, "max_completion_length", 0)}  # fmt: skip
+        rows = load_prompts(cfg.data, tokenizer, **limits, **common)
         return [ShownRow(row.source, [_segment("prompt", row.ids, [])], {"prompt": len(row.ids)}) for row in rows]
     if kind == "truths":
         common |= {"max_prompt_length": cfg.max_prompt_length, "options": cfg.format}
         return [
             _show_target(row) for row in load_targets(cfg.data, tokenizer, max_completion_length=sys.maxsize, **common)
         ]
+    common["context_length"] = context_length
     longest = sys.maxsize if cfg.max_length is None else cfg.max_length
     if kind == "documents":
         from data.rows.documents import load_documents  # imports torch

@@ -280,16 +280,18 @@ def _hub_rows(spec: DataSpec) -> LazyRows:
 def hub_table(spec: DataSpec) -> Any:
     import datasets
 
-    if not Path(spec.path).expanduser().is_dir():
+    is_folder = Path(spec.path).expanduser().is_dir()
+    if not is_folder:
         check_hub("data", spec.path)
     try:
         return datasets.load_dataset(str(Path(spec.path).expanduser()), spec.name, split=spec.split or "train")
     except Exception as error:  # network, hub, unknown split or configuration, broken file: for the user to fix
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(
-            f"data={spec.path}: not a local file, and loading it as a hub dataset failed ({reason}); check the path, "
-            "name=, split= and the network"
-        ) from None
+        what = "not a local file, and loading it as a hub dataset failed"
+        remedy = "check the path, name=, split= and the network"
+        if is_folder:
+            what, remedy = "a folder that the datasets library cannot load", "name its files instead, or check split="
+        raise UserError(f"data={spec.path}: {what} ({reason}); {remedy}") from None
 
 
 def _file_rows(path: str) -> Sequence[Row]:

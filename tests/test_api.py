@@ -203,6 +203,7 @@ def test_parameters_have_their_own_rates():
     ({"method": OwnConfig}, ["tests.test_api", "train(cfg)"]),
     ({"data": {"train": [], "test": []}}, ["data", "dataset['train']"]),
     ({"data": 3}, ["data", "not int"]),
+    ({"model": 3}, ["model: must be an id, a folder or a transformers model, not int"]),
     ({"train_dataset": ROWS}, ["train_dataset", "data"]),
     ({"args": GRPOConfig(), "method": "sft"}, ["GRPOConfig", "grpo", "sft"]),
     ({"args": {"num_generations": 4}, "method": None}, ["args", "method"]),
@@ -232,6 +233,16 @@ def test_a_dry_run_shows_the_first_row_and_a_plan(method, row, words, tmp_path, 
     assert yaml.safe_load(shown.out)["data"] == ["data.jsonl"]
     assert all(word in shown.err for word in (*words, "memory: ", "GiB", "time: ")), shown.err
     assert not Path("runs").exists()
+
+
+def test_a_dry_run_applies_the_context_of_the_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("data.jsonl").write_text(json.dumps({"prompt": "1+1=", "chosen": "1" * 600, "rejected": "3", "answer": "2"}))
+    argv = ["--model", "builtin:tiny", "--data", "data.jsonl", "--dry-run"]
+    assert main(["--method", "dpo", *argv]) == 0
+    assert "1 truncated to max_length=512" in capsys.readouterr().err
+    assert main(["--method", "grpo", "--max-completion-length", "512", *argv]) == 2
+    assert "max_completion_length=512: leaves no room for a prompt" in capsys.readouterr().err
 
 
 REWARDS = """
@@ -282,13 +293,24 @@ def test_a_dry_run_calls_the_rewards_on_the_first_row(tmp_path, monkeypatch, cap
     assert "error: reward_funcs=dry_rewards.missing" in capsys.readouterr().err
 
 
+def test_an_interrupted_run_of_objects_is_resumed_by_the_same_call(tmp_path):
+    class Interrupts(Callback):
+        def on_step(self, training, metrics):
+            raise KeyboardInterrupt
+
+    size = {"per_device_train_batch_size": 8, "max_completion_length": 4, "max_steps": 2}
+    with pytest.raises(KeyboardInterrupt, match=r"step 0: the same call and resume='.*/run'"):
+        train("grpo", model="builtin:tiny", data=ROWS, callbacks=Interrupts(), output_dir=tmp_path / "run", **size)
+
+
 def test_rows_from_python_and_their_errors():
     from datasets import Dataset
 
     from data.user_code import PythonObject
     from trainer.api import _sources
 
-    for rows in (ROWS, iter(ROWS), Dataset.from_list(ROWS), Dataset.from_list(ROWS).to_pandas()):
+    table = Dataset.from_list(ROWS)
+    for rows in (ROWS, iter(ROWS), table, table.to_iterable_dataset(), table.to_pandas()):
         (source,) = _sources(rows, "data")
         read = load_rows(parse_spec(source))
         assert [row.columns for row in read] == ROWS and read[1].source == "data:2" and str(source) == "python:data"

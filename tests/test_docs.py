@@ -167,7 +167,7 @@ def commands(text: str) -> list[tuple[int, str, list[str]]]:
     for launcher, module, words in re.findall(pattern, joined):
         sizes = re.findall(r"--n(?:nodes|proc-per-node) (\d+)", launcher)
         found.append((max(1, *(int(sizes[0]) * int(n) for n in sizes[1:] or [1])) if sizes else 1, module, words))
-    return [(processes, module, shlex.split(words)) for processes, module, words in found]
+    return [(processes, module, shlex.split(re.sub(r" \.\.\. &$", "", words))) for processes, module, words in found]
 
 
 def check_command(module: str, words: list[str]) -> None:

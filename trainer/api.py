@@ -116,6 +116,8 @@ def _named(name: str, value: Any) -> Any:
     if name in DATA and value is not None:
         return _sources(value, name)
     if name in ("model", "tokenizer") and value is not None and not isinstance(value, (str, Path)):
+        if name == "model" and not hasattr(value, "config"):
+            raise UserError(f"model: must be an id, a folder or a transformers model, not {type(value).__name__}")
         return PythonObject(f"{PYTHON}:{_name_of(value)}", value)
     if isinstance(value, (list, tuple, set)):
         return tuple(_named(name, item) for item in value)
@@ -149,7 +151,7 @@ def _source(value: Any, name: str) -> str:
         raise UserError(f"{name}: must be a path, a list of dicts or a dataset, not {type(value).__name__}")
     if hasattr(value, "columns") and hasattr(value, "to_dict"):  # a data frame
         value = value.to_dict("records")
-    if not (hasattr(value, "features") and hasattr(value, "__getitem__")):  # a Dataset reads rows from its files
+    if not (hasattr(value, "features") and hasattr(value, "__len__")):  # a Dataset reads rows from its files
         value = [without_fillers(row) if hasattr(value, "features") else row for row in value]
     return PythonObject(f"{PYTHON}:{name}", value)
 

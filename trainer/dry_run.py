@@ -16,6 +16,7 @@ from data.formats.registry import PROMPT_FORMATS, formatted_rows
 from data.rows.held_out import held_out_numbers
 from data.rows.prompts import tokenise_prompt
 from data.show import ShowConfig, ShownRow, read, show, with_settings
+from rollout.engine import context_of
 from rollout.rewards.__main__ import completion_of, prompt_of
 from rollout.rewards.calls import OFFERED, required_columns
 from rollout.rewards.loading import MODELS
@@ -44,9 +45,13 @@ def describe(cfg: MethodConfig) -> None:
         path, _, _, revision = find_model(cfg.model.model, cfg.model.revision)
         tokenizer = load_tokenizer(path, replace(cfg.model, revision=revision))
         shown, training = with_settings(ShowConfig(), cfg, *kind_and_tree(cfg))
-        rows = read(shown, tokenizer, training)
+        context_length = None
+        with contextlib.suppress(UserError):  # plan_lines reports it
+            lm = plan.meta_model(cfg.model.model, cfg.model.revision, trust_remote_code=cfg.model.trust_remote_code)
+            context_length = context_of(lm.config)
+        rows = read(shown, tokenizer, training, context_length)
         if cfg.data.eval_data:
-            read(replace(shown, data=cfg.data.eval_data), tokenizer, training)
+            read(replace(shown, data=cfg.data.eval_data), tokenizer, training, context_length)
         rewards = list(reward_lines(cfg, tokenizer)) if isinstance(cfg, RewardedConfig) else []
         show(rows, tokenizer, 1)
         print("\n".join([*map(str, rewards), *plan_lines(cfg, rows)]))

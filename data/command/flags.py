@@ -209,7 +209,10 @@ def read_argv(
                 loose += rest
             words = flag.normalize(words)
             earlier = values[key].words if key in REPEATABLE and key in values else ()
-            if words or flag.is_list:
+            if len(words) > 1 and not flag.is_list and not flag.is_bool:
+                text = f"{name}={' '.join(words)}"
+                found.append(f"{text}: takes one value, got {len(words)}; quote a value that contains spaces")
+            elif words or flag.is_list:
                 values[key] = FlagValue((*earlier, *words))
             else:
                 found.append(f"{name}: needs a value; attach a value that starts with - with =")
@@ -435,9 +438,6 @@ def _is_valid(flag: Flag, given: FlagValue) -> bool:
 def _explain(given: FlagValue, flag: Flag) -> str:
     """The sentence for words that tyro rejects."""
     label = given.label(flag)
-    if len(given.words) > 1 and not flag.is_list and not flag.is_bool:
-        text = f"{label}={' '.join(given.words)}"
-        return f"{text}: takes one value, got {len(given.words)}; quote a value that contains spaces"
     (member, *others) = flag.members
     item = get_args(member)[0] if flag.is_list else member
     if not others and get_origin(item) is Literal:

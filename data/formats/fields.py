@@ -50,7 +50,8 @@ def text_of(columns: Columns, *names: str) -> str:
         raise UserError(f"has none of {', '.join(map(repr, names))} (its columns: {listed(columns)})")
     value = columns[name]
     if not isinstance(value, str):
-        raise UserError(f"{name!r} is a {type(value).__name__}, not text; fix the row or use another --data-format")
+        kind = type(value).__name__
+        raise UserError(f"{name!r} is of type {kind}, not text; fix the row or use another --data-format")
     if not value.strip():
         raise UserError(f"{name!r} is empty; fill it in or remove the row")
     return value
@@ -60,7 +61,7 @@ def optional_text(columns: Columns, name: str) -> str:
     """Return the text of a column, or "" if the column is absent or null."""
     value = columns.get(name)
     if value is not None and not isinstance(value, str):
-        raise UserError(f"{name!r} is a {type(value).__name__}, not text; fix the row")
+        raise UserError(f"{name!r} is of type {type(value).__name__}, not text; fix the row")
     return value or ""
 
 
@@ -149,14 +150,15 @@ def _reads_sharegpt(message: Any, options: FormatOptions) -> bool:
 def messages_of(value: Any, name: str, options: FormatOptions = DEFAULT) -> Messages:
     """Map keys and roles to `role`, `content` and ROLES; keep other keys such as tool_calls."""
     if not isinstance(value, list) or not value:
-        kind = "empty" if value == [] else f"a {type(value).__name__}"
+        kind = "empty" if value == [] else f"of type {type(value).__name__}"
         raise UserError(f"{name!r} is {kind}, not a list of messages; fix the row or use another --data-format")
     return [_message(message, f"{name}[{index}]", options) for index, message in enumerate(value)]
 
 
 def _message(value: Any, where: str, options: FormatOptions) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise UserError(f"{where} is a {type(value).__name__}, not a message with a role and content; fix the row")
+        kind = type(value).__name__
+        raise UserError(f"{where} is of type {kind}, not a message with a role and content; fix the row")
     if _reads_sharegpt(value, options):
         return _sharegpt_message(value, where, options)
     calls = value.get("tool_calls")
@@ -169,7 +171,8 @@ def _message(value: Any, where: str, options: FormatOptions) -> dict[str, Any]:
     role = (options.role_names or OTHER_ROLES).get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
         raise UserError(
-            f"{where}: role {role!r} is unknown; map it with chat_template.* and format.roles, such as user=human"
+            f"{where}: role {role!r} is unknown; fix the row, or map the role with format=chat_template,"
+            f"roles=user={role} in --data"
         )
     if not isinstance(content, (str, list)) and not (content is None and calls):
         raise UserError(f"{where}: content is {content!r}, not text; fix the row")
@@ -240,7 +243,8 @@ def for_template(columns: Columns) -> Columns:
             except json.JSONDecodeError as error:
                 raise UserError(f"{name!r} is not valid JSON ({error.msg}); {NOT_FOR_TEMPLATE}") from None
         if name in inputs and not isinstance(inputs[name], kind):
-            raise UserError(f"{name!r} is a {type(inputs[name]).__name__}, not a {kind.__name__}; {NOT_FOR_TEMPLATE}")
+            found = type(inputs[name]).__name__
+            raise UserError(f"{name!r} is of type {found}, not a {kind.__name__}; {NOT_FOR_TEMPLATE}")
     for index, tool in enumerate(inputs.get("tools", ())):
         if not isinstance(tool, dict):
             raise UserError(f"tools[{index}] is {tool!r}, not a JSON schema; {NOT_FOR_TEMPLATE}")

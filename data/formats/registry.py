@@ -222,7 +222,7 @@ def _completion_sft(columns: Columns, options: FormatOptions) -> Columns:
 def _input_output_sft(columns: Columns) -> Columns:
     need(columns, "segments")
     if not isinstance(columns["segments"], list):
-        raise UserError(f"'segments' is a {type(columns['segments']).__name__}, not a list; fix the row")
+        raise UserError(f"'segments' is of type {type(columns['segments']).__name__}, not a list; fix the row")
     return {"text": columns["segments"]}
 
 

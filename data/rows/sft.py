@@ -134,7 +134,7 @@ def _tokenise(
     if clean_messages(prompt)[-1]["role"] == "assistant":
         raise UserError("the prompt ends with an assistant turn; end it before the completion")
     if not isinstance(completion, (str, list)):
-        raise UserError(f"the completion is a {type(completion).__name__}; use text or messages")
+        raise UserError(f"the completion is of type {type(completion).__name__}; use text or messages")
     answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     # Assistant turns in the prompt are context and not trained.
     first = 0 if trained.inputs else len(prompt)
@@ -164,7 +164,7 @@ def _is_empty_answer(turn: dict[str, Any]) -> bool:
 
 def _tokenise_text(text: Any, tokenizer: Any, with_end: bool) -> tuple[list[int], list[bool]]:
     if not isinstance(text, str):
-        raise UserError(f"the text is a {type(text).__name__}; put it in quotes")
+        raise UserError(f"the text is of type {type(text).__name__}; put it in quotes")
     if not text.strip():
         raise UserError("the text is empty; remove the row or fill it in")
     ids = _with_eos(render_prompt(tokenizer, text), tokenizer)

@@ -121,7 +121,7 @@ def _stepwise_supervised(columns: Columns) -> Columns:
         raise UserError(f"has {len(steps)} completions and {len(labels)} labels; each step needs one label")
     for index, step in enumerate(steps):
         if not isinstance(step, str):  # a step may be empty: the label is on the separator
-            raise UserError(f"completions[{index}] is a {type(step).__name__}, not text; fix the row")
+            raise UserError(f"completions[{index}] is of type {type(step).__name__}, not text; fix the row")
     for index, label in enumerate(labels):
         if parse_bool(label) is None:
             raise UserError(f"labels[{index}] is {label!r}; it must be true or false (or 1 or 0)")

@@ -162,7 +162,7 @@ def _target_turns(columns: Columns) -> str | Messages:
             raise UserError("the prompt is text but the target is not; use text for both, or messages for the prompt")
         return target
     if not isinstance(target, (str, list)):
-        raise UserError(f"the target is a {type(target).__name__}; use text or messages")
+        raise UserError(f"the target is of type {type(target).__name__}; use text or messages")
     turns = clean_messages([{"role": "assistant", "content": target}] if isinstance(target, str) else target)
     return _trim_turns([*turns, *clean_messages(later)] if later else turns)
 

@@ -162,6 +162,7 @@ class Endpoint:
     async def _answer(self, method: str, path: str, headers: Mapping[str, str], content: bytes) -> Reply:
         key, route = key_and_route(path, headers)
         is_anthropic = route.startswith("messages")
+        session = code = None
         try:
             body = json.loads(content) if content else {}
             if not isinstance(body, dict):
@@ -182,11 +183,12 @@ class Endpoint:
                 return 404, error_body(text, is_anthropic), JSON
             return await ROUTES[route](self, session, body)
         except UserError as error:
-            code = "context_length_exceeded" if isinstance(error, OutOfTokens) else None
-            return 400, error_body(str(error), is_anthropic, code), JSON
+            code, text = "context_length_exceeded" if isinstance(error, OutOfTokens) else None, str(error)
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             text = f"body: not a request of {path} ({describe_error(error)}); check its fields"
-            return 400, error_body(text, is_anthropic), JSON
+        if session is not None:
+            session.rejected = text
+        return 400, error_body(text, is_anthropic, code), JSON
 
     async def _turns(self, session: Session, ask: Ask) -> list[Turn]:
         limits = {"max_tokens": ask.max_tokens, "stop": ask.stop}

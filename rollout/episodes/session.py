@@ -117,6 +117,7 @@ class Session:
         self.stored: dict[str, Messages] = {}  # conversations that a client may continue by id
         self.truncated = False  # the last turn was truncated, or there was no room for another
         self.error: Exception | None = None  # of the engine, not of a client
+        self.rejected = ""  # reason for the last rejected request
         self.is_full = False  # a request was rejected because there was no room for an answer
         self.on_full: Callable[[], object] = lambda: None  # called then
         self._asked = 0

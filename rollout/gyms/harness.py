@@ -84,9 +84,10 @@ class Harness:
                 failure = await self._run(request.prompt, parent, endpoint.url, key)
         columns = {"stdout": read_tail(parent / "stdout.txt"), "folder": folder}
         if failure is None and not session.turns:
-            failure = "no turn", "the program ended without an answer of the policy; make it use OPENAI_BASE_URL"
+            failure = "no turn", "the program ended without an answer from the policy; make it use OPENAI_BASE_URL"
         if failure is not None and not session.is_full:  # otherwise it failed because it got no more tokens
-            raise EpisodeError(failure[1], kind=failure[0], columns=columns)
+            text = f"{failure[1]}; a request was rejected: {session.rejected}" if session.rejected else failure[1]
+            raise EpisodeError(text, kind=failure[0], columns=columns)
         return session.completion(request.prompt.ids, columns | {"env_failed": 0.0})
 
     async def _run(self, prompt: Prompt, parent: Path, url: str, key: str) -> tuple[str, str] | None:

@@ -56,7 +56,7 @@ class CheckConfig:
     seed: int = 0
     """Sampling seed."""
     chat_template: str = "tokenizer_default"
-    """Chat template: tokenizer_default, chatml, llama3, gemma or FILE.jinja."""
+    """tokenizer_default, chatml, llama3, gemma, qwen_25, qwen3, phi_3, phi_4, or a FILE.jinja."""
     chat_template_kwargs: JsonObject = field(default_factory=dict)
     """Chat template settings, as a JSON object. A row's chat_template_kwargs column overrides them."""
     system_prompt: str | None = None

@@ -74,9 +74,8 @@ def parse_weights(values: Sequence[float | str] | None, num_functions: int) -> l
         return [Weight(((0, 1.0),))] * num_functions
     weights = [parse_weight(value) for value in values]
     if len(weights) != num_functions:
-        raise UserError(
-            f"reward_weights={weights}: {len(weights)} weights for {num_functions} reward functions; pass one each"
-        )
+        count = f"{num_functions} reward function{'s' * (num_functions != 1)}"
+        raise UserError(f"reward_weights={weights}: {len(weights)} weights for {count}; pass one each")
     return weights
 
 

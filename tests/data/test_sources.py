@@ -214,6 +214,9 @@ def test_a_folder_is_read_by_datasets(tmp_path, monkeypatch):
     write(folder / "train.jsonl")
     rows = load_rows(parse_spec(f"{folder}:split=train[20%:40%]"))
     assert [(row.source, row.columns) for row in rows] == [(f"{folder}:1", ROWS[2]), (f"{folder}:2", ROWS[3])]
+    (folder / "train.jsonl").write_text("{")
+    with pytest.raises(ValueError, match="a folder that the datasets library cannot load .*name its files"):
+        load_rows(parse_spec(str(folder)))
 
 
 def test_network_failure_is_one_sentence(monkeypatch):

@@ -220,6 +220,7 @@ def test_bad_flags(fork):
         (["--reward-funcs", "x"], "--reward-funcs: unknown flag; only gdpo, grpo, online_dpo, opd, ppo, "),
         (["--gamma"], "--gamma: needs a value"),
         (["--gamma", "1", "2"], "--gamma=1 2: takes one value, got 2"),
+        (["--method", "grpo", "x"], "--method=grpo x: takes one value, got 2"),
         (["--gamma", "x"], "--gamma=x: expected a number"),
         (["--max-steps", "1.5"], "--max-steps=1.5: expected a whole number or None"),
         (["--dtype", "f16"], "--dtype=f16: must be one of auto, float32, bfloat16"),

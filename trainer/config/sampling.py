@@ -1,7 +1,7 @@
 """Flags of methods that sample completions of prompts and reward them.
 
 @dataclass(frozen=True, kw_only=True)
-class Config(SamplingConfig):          # RewardedConfig: without the flags of a policy loss, for a custom loss
+class Config(SamplingConfig):          # RewardedConfig: without the flags of a policy loss; Rollouts.pack needs them
     my_flag: float = 0.5
 """
 

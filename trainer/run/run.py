@@ -52,7 +52,7 @@ from data.command.config_file import (
 )
 from data.command.flags import config_to_tree
 from data.errors import UserError
-from data.user_code import describe_error, users_part
+from data.user_code import PYTHON, describe_error, users_part
 from trainer.config.blocks import MethodConfig, RunConfig, check_4bit, check_fp8
 from trainer.config.defaults import default_tree
 from trainer.config.learning_rates import far_off
@@ -191,6 +191,8 @@ class Run:
             return "interrupted while loading; no step was done"
         done = f"interrupted after step {max(self._last_step, 0)}"
         command = f"python -m trainer --resume {shlex.quote(str(self.dir))}"
+        if f"'{PYTHON}:" in str(self._config_tree()):  # the command cannot find objects from Python
+            command = f"the same call and resume={str(self.dir)!r}"
         if saved := list_checkpoints(self.dir / "checkpoints"):
             return f"{done}; continue from step {saved[-1][0]} with: {command}"
         return f"{done}; no checkpoint yet, so this restarts at step 0: {command}"

@@ -32,7 +32,7 @@ def test_opencode_reads_a_question_with_its_answer():
     for row, message in (
         ({"input": "2+2="}, "has no 'output'"),
         ({"input": "2+2=", "output": " "}, "'output' is empty"),
-        ({"input": 4, "output": "4"}, "'input' is a int, not text"),
+        ({"input": 4, "output": "4"}, "'input' is of type int, not text"),
     ):
         with pytest.raises(ValueError, match=message):
             convert("ebft_opencode.transform", **row)

@@ -271,7 +271,7 @@ def test_an_answer_that_begins_like_the_opened_text_keeps_its_first_letter(metho
 
 NOT_TOOLS = [
     ("python", "'tools' is not valid JSON"),
-    ({"a": 1}, "'tools' is a dict, not a list"),
+    ({"a": 1}, "'tools' is of type dict, not a list"),
     (["python"], "tools[0] is 'python'"),
 ]
 

@@ -291,8 +291,8 @@ BAD_ROWS = [
     ({"text": " "}, "rows.jsonl:2: the text is empty"),
     ({"messages": []}, "rows.jsonl:2: 'messages' is empty"),
     ({"messages": "hi"}, "rows.jsonl:2: 'messages' is text, but not JSON"),
-    ({"messages": "{}"}, "rows.jsonl:2: 'messages' is a dict"),
-    ({"messages": [USER, ANSWER], "system": 3}, "rows.jsonl:2: 'system' is a int"),
+    ({"messages": "{}"}, "rows.jsonl:2: 'messages' is of type dict"),
+    ({"messages": [USER, ANSWER], "system": 3}, "rows.jsonl:2: 'system' is of type int"),
 ]
 
 

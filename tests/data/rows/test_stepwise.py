@@ -78,7 +78,7 @@ BAD_ROWS = [
     ({"labels": [True, 2]}, r"labels\[1\] is 2"),
     ({"labels": True}, "'labels' is True; it must be a list"),
     ({"completions": [], "labels": []}, r"'completions' is \[\]"),
-    ({"completions": ["a", 3]}, r"completions\[1\] is a int, not text"),
+    ({"completions": ["a", 3]}, r"completions\[1\] is of type int, not text"),
     ({"prompt": ""}, "'prompt' is empty"),
     ({"prompt": None}, "'prompt' is null"),
 ]

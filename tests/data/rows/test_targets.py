@@ -191,7 +191,7 @@ NO_TARGET = [
     ({"prompt": "2+2=", "ground_truth": None}, "auto", "has no target: none of 'messages'"),
     ({"prompt": "2+2=", "ground_truth": ""}, "auto", "the target is empty"),
     ({"prompt": [USER], "ground_truth": " \n"}, "auto", "the target is empty"),
-    ({"prompt": [USER], "ground_truth": 4}, "auto", "the target is a int"),
+    ({"prompt": [USER], "ground_truth": 4}, "auto", "the target is of type int"),
     ({"prompt": "2+2=", "ground_truth": [ANSWER]}, "auto", "the prompt is text but the target is not"),
     ({"prompt": "2+2=", "ground_truth": "4", "remaining_turns": CHAT[2:]}, "auto", "'remaining_turns' need"),
     ({"prompt": [USER], "completion": [USER]}, "auto", "the target starts with a user message"),

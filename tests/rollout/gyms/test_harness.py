@@ -28,7 +28,7 @@ if row["does"] == "nothing": sys.exit()
 if row["does"] == "hangs":
     os.spawnlp(os.P_NOWAIT, "setsid", "setsid", "sleep", "60")  # leaves the process group
     time.sleep(60)
-messages = row["prompt"]
+messages = [{"role": "usr", "content": "hi"}] if row["does"] == "misspells" else row["prompt"]
 for turn in range(2):
     body = json.dumps({"messages": messages}).encode()
     headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
@@ -117,6 +117,11 @@ def test_a_program_without_tokens_left_is_rewarded_as_truncated(play):
     assert completion.finish_reason == "length" and completion.trained == 3
 
 
+def test_a_failure_names_the_request_that_the_endpoint_rejected(play):
+    with pytest.raises(ValueError, match=r"HTTP Error 400: Bad Request\); a request was rejected: .*'usr'"):
+        play(["misspells"])
+
+
 def test_a_run_in_which_every_program_fails_ends(play):
     with pytest.raises(ValueError, match=r"harness: all 3 episodes failed, .* \(exit status 1 \(no such tool\)\); run"):
         play(["fails"] * 3)
@@ -125,7 +130,7 @@ def test_a_run_in_which_every_program_fails_ends(play):
 def test_a_program_that_never_asks_the_policy_has_failed(play):
     good, failed = play(["ends", "nothing"])
     assert (good.columns["env_failed"], failed.columns["env_failed"]) == (0.0, 1.0)
-    assert sum("without an answer of the policy; make it use OPENAI_BASE_URL" in line for line in play.lines) == 1
+    assert sum("without an answer from the policy; make it use OPENAI_BASE_URL" in line for line in play.lines) == 1
 
 
 @pytest.mark.parametrize("text", ["a\0b", "y" * 200_000])

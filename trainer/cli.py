@@ -95,6 +95,10 @@ def parse(
                 f"{config_file}: this is a TRL config; convert it with python -m trainer.from_trl {config_file}"
             )
         if any(word not in HELP for word in argv):
+            tables = (source_flags(f"trainer.methods.{name}") for name in method_names())
+            read_argv(argv, with_old_flags(functools.reduce(operator.or_, tables)) | skipped, mistakes := [])
+            if mistakes:
+                raise Mistakes(mistakes)
             raise UserError(f"--method is required: one of {', '.join(method_names())}, or the dotted path of a module")
         print(method_listing())
         raise SystemExit(0)

@@ -338,6 +338,7 @@ def test_bad_method(fork):
         (["--method", "pkg.grpo"], "--method=pkg.grpo: no module pkg here or installed; did you mean grpo?"),
         (["--method", "os.path"], "--method=os.path: has no Config"),
         (["--method"], "--method: needs a value"),
+        (["--metod", "grpo"], "--metod: unknown flag; did you mean --method?"),
         (["--method", "my_pkg.algo"], "--model and --data: required; python -m trainer --method my_pkg.algo --help"),
         (["--config", "trl.yaml"], "trl.yaml: this is a TRL config; convert it with python -m trainer.from_trl"),
         (["dpo", "--model", "m"], "dpo: write --method dpo"),

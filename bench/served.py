@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,11 +100,8 @@ def server_of(
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="strop-bench-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="strop-bench-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def shape_config(shape: str) -> Any:

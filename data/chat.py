@@ -20,6 +20,7 @@ so apply_template marks it and encode() splits it into plain text, unless --allo
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import json
 import re
@@ -58,7 +59,7 @@ _PLAIN = f"\ufdd0{secrets.token_hex(8)}\ufdd0"
 SPECIAL_NOTE = "with special tokens in the text, read as plain text (--allow-special-tokens reads them as tokens)"
 SECONDS = 10.0  # limit on the CPU time of a rendering; a long conversation takes milliseconds
 POLL_SECONDS = 0.25
-MAX_PIECES = 1000  # tokenised pieces of text to keep per tokenizer
+MAX_KEPT = 2**19  # characters of tokenised pieces to keep per tokenizer, in addition to those of one text
 T = TypeVar("T")
 
 
@@ -789,7 +790,8 @@ def encode(tokenizer: Any, text: str) -> list[int]:
             if i % 2 == 0:
                 ids += _encode_pieces(tokenizer, part)
                 continue
-            ids += tokenizer(part, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            copied = _copy(tokenizer, len(tokenizer))
+            ids += copied(part, add_special_tokens=False, split_special_tokens=True)["input_ids"]
             if tokenizer.convert_tokens_to_ids(part) in ids[-1:]:
                 raise UserError(
                     f"the text contains {part!r}, which the tokenizer cannot write as plain text; remove it"
@@ -813,12 +815,17 @@ def _encode_pieces(tokenizer: Any, text: str) -> list[int]:
             new_ids = [encoding.ids for encoding in backend.encode_batch_fast(new, add_special_tokens=False)]
         else:  # not verbose: the loaders report texts that are too long
             new_ids = tokenizer(new, add_special_tokens=False, verbose=False)["input_ids"]
-        encoded = dict(zip(new, new_ids, strict=True))
-        if len(known) > MAX_PIECES:
+        found |= zip(new, new_ids, strict=True)
+        if sum(map(len, known)) > MAX_KEPT:
             known.clear()
-        known.update(encoded)
-        found |= encoded
+        known.update(found)
     return [token for piece in pieces for token in found[piece]]
+
+
+@lru_cache(maxsize=8)
+def _copy(tokenizer: Any, num_tokens: int) -> Any:
+    """Return a copy for splitting special tokens: that option changes the tokenizer, which other threads may use."""
+    return copy.deepcopy(tokenizer)
 
 
 @lru_cache(maxsize=8)

@@ -94,13 +94,8 @@ def pass_through(device: torch.device) -> StepGuard:
     return StepGuard(torch.ones(1, device=device), torch.zeros(1, device=device))
 
 
-def step_(tensors: ParamTensors, rates: Rates, seed: int, guard: StepGuard | None = None) -> None:
-    """Update weight and moments in place. bfloat16 is rounded stochastically; float32 is not rounded."""
-    step_all_([Update(tensors, rates, seed)], guard)
-
-
 def step_all_(updates: Sequence[Update], guard: StepGuard | None = None) -> None:
-    """Update many parameters on one device."""
+    """Update weights and moments in place, all on one device. bfloat16 is rounded stochastically, float32 not."""
     supported, unsupported = [], []
     for update in updates:
         (supported if update.tensors.weight.is_cuda and fits(update.tensors) else unsupported).append(update)
@@ -121,13 +116,8 @@ def fits(tensors: ParamTensors) -> bool:
 # Triton kernel
 
 
-def kernel_step(tensors: ParamTensors, rates: Rates, seed: int, guard: StepGuard | None = None) -> None:
-    """Run the Triton kernel on one parameter; contiguous bfloat16 tensors only."""
-    kernel_step_all([Update(tensors, rates, seed)], guard)
-
-
 def kernel_step_all(updates: Sequence[Update], guard: StepGuard | None = None) -> None:
-    """Update all parameters in one launch."""
+    """Update all parameters in one launch of the Triton kernel; contiguous bfloat16 tensors only."""
     updates = [update for update in updates if update.tensors.weight.numel()]  # this rank's shard may be empty
     if not updates:
         return

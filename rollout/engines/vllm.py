@@ -93,7 +93,7 @@ class VllmEngine:
         # A 4-bit base is sent dequantised, unless --sync.backend lora sends adapters for the servers' full base.
         is_quantised = is_4bit(local.model)
         is_lora = source.is_lora and not (is_quantised and sync.backend == "auto")
-        lora_rank = lora_rank if is_lora and wants_adapters(sync.backend, self.colocate) else 0
+        lora_rank = lora_rank if is_lora and wants_adapters(sync.backend) else 0
         check_served(model, revision, lora_rank=lora_rank)
         try:
             for replica in range(0 if cfg.url else cfg.replicas):

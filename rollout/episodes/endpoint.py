@@ -85,13 +85,16 @@ class Endpoint:
     ) -> Iterator[tuple[Session, str]]:
         """Accept requests of one episode, with the API key that is returned; raise at its end if the engine failed.
 
-        number: a name instead of a number.
+        This replaces an error of the episode, which may only be its reaction. number: a name instead of a number.
         """
         number = number or str(next(self._numbers))
         session = Session(self.model, sampling, seed=seed, settings=settings)
         self._sessions[number], self._sampling = session, sampling
         try:
             yield session, f"{self.token}.{number}"
+        except Exception:
+            if session.error is None:
+                raise
         finally:
             del self._sessions[number]
         if session.error is not None:

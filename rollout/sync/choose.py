@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from data.command.checks import reject_unused
 from data.errors import UserError
 from rollout.model_folder import loading_options, read_settings
 from rollout.servers.options import SyncConfig
@@ -25,14 +26,9 @@ USED_BY = {
 }
 
 
-# Whether `auto` sends a LoRA policy as merged weights by ipc to servers on the trainer's GPU. An adapter is a smaller
-# transfer, but adds work to every matmul of the server, for every token.
-MERGE_ON_SHARED_GPU = False
-
-
-def wants_adapters(name: str, is_shared: bool) -> bool:
-    """Return whether servers should be started with LoRA. `is_shared`: the servers use the trainer's GPU."""
-    return name == "lora" or (name == "auto" and not (MERGE_ON_SHARED_GPU and is_shared))
+def wants_adapters(name: str) -> bool:
+    """Return whether servers should be started with LoRA."""
+    return name in ("auto", "lora")
 
 
 def check_served(model: str, revision: str | None, *, lora_rank: int) -> None:
@@ -53,8 +49,7 @@ def pick_backend(name: str, servers: Sequence[Any], *, is_lora: bool, device_uui
     shared = [device_uuid is not None and device_uuid in gpus for gpus in uuids]
     mixed = any(bool(gpus) != (device_uuid is not None) for gpus in uuids)
     if name == "auto":
-        is_shared = bool(shared) and all(shared)
-        if is_lora and wants_adapters(name, is_shared) and all(server.info.lora for server in servers):
+        if is_lora and all(server.info.lora for server in servers):
             return "lora"
         name = _full_backend(shared, mixed)
     if name == "lora":
@@ -100,12 +95,10 @@ def make_sync(
     from rollout.sync.process_group import ProcessGroupSync
 
     for name, users in USED_BY.items():
-        value = getattr(cfg, name)
-        if backend not in users and value != getattr(SyncConfig, name):  # the class attribute is the default
-            raise UserError(
-                f"sync.{name}={value}: has no effect with sync.backend={backend}, only with {' and '.join(users)}; "
-                f"remove --sync.{name.replace('_', '-')}"
-            )
+        if backend not in users:
+            flag = name.replace("_", "-")
+            why = f"with sync.backend={backend}, only with {' and '.join(users)}; remove --sync.{flag}"
+            reject_unused(cfg, why, (name,), "sync.")
     bucket_bytes = cfg.bucket_mb * MIB
     if backend == "lora":
         return LoraSync(source, loop, folder=cfg.folder)

@@ -295,6 +295,23 @@ def test_settings_and_subclasses_of_a_tokenizer_determine_the_ids():
     assert chat.encode(own, "a") == chat.encode(make_tokenizer(), "b")
 
 
+def test_text_with_marked_tokens_leaves_the_tokenizer_unchanged(chatml):
+    """Other threads may use it: an option set meanwhile would change their ids."""
+    end = "<|im_end|>"
+    ids = chat.encode(chatml, f"a{chat._PLAIN}{end}{chat._PLAIN}")
+    assert chatml.convert_tokens_to_ids(end) not in ids and chatml.decode(ids) == f"a{end}"
+    assert not chatml.backend_tokenizer.encode_special_tokens
+
+
+def test_pieces_are_kept_up_to_a_size(chatml, monkeypatch):
+    monkeypatch.setattr(chat, "MAX_KEPT", 1000)
+    *_, kept, _ = chat._pieces(chatml, len(chatml))
+    for number in range(30):
+        text = f"<|im_start|>{number}" + 60 * "1+"
+        assert chat.encode(chatml, text) == chatml(text, add_special_tokens=False)["input_ids"]
+        assert text in kept and sum(map(len, kept)) <= 1000 + 2 * len(text)
+
+
 def test_a_tokenizer_that_gives_no_ids_is_rejected():
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast

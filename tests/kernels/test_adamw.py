@@ -16,7 +16,6 @@ from kernels.adamw import (
     Update,
     exact_step,
     reference_step,
-    step_,
     step_all_,
     stochastic_round,
 )
@@ -66,7 +65,7 @@ def test_float32_matches_torch_adamw():
     state = {"step": torch.tensor(2.0), "exp_avg": exp_avg.clone(), "exp_avg_sq": exp_avg_sq.clone()}
     optimizer.state[parameter] = state
     optimizer.step()
-    step_(ParamTensors(weight, grad, exp_avg, exp_avg_sq), RATES, 0)
+    step_all_([Update(ParamTensors(weight, grad, exp_avg, exp_avg_sq), RATES, 0)])
     for got, expected in ((weight, parameter), (exp_avg, state["exp_avg"]), (exp_avg_sq, state["exp_avg_sq"])):
         torch.testing.assert_close(got, expected.detach(), rtol=2e-6, atol=0)
 
@@ -155,7 +154,7 @@ def test_mixed_dtypes_are_each_stepped_as_alone():
     dtypes = [torch.bfloat16, torch.float32, torch.bfloat16]
     alone, together = ([problem(5, 7, dtype=dtype) for dtype in dtypes] for _ in range(2))
     for seed, tensors in enumerate(alone):
-        step_(tensors, RATES, seed)
+        step_all_([Update(tensors, RATES, seed)])
     step_all_([Update(tensors, RATES, seed) for seed, tensors in enumerate(together)])
     assert all(all(map(torch.equal, *pair)) for pair in zip(alone, together, strict=True))
 
@@ -163,7 +162,7 @@ def test_mixed_dtypes_are_each_stepped_as_alone():
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1,), (7, 13), (BLOCK - 1,), (1025, 2049)])
 def test_kernel_on_a_gpu_rounds_to_a_neighbour_without_bias(shape):
-    check_against_exact(step_, *shape, device="cuda")
+    check_against_exact(lambda *update: step_all_([Update(*update)]), *shape, device="cuda")
 
 
 @pytest.mark.gpu

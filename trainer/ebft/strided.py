@@ -129,32 +129,20 @@ def backward(cfg: EbftConfig, policy: Policy, step: StridedStep) -> MetricSums:
 
     rows = final_passes(policy, step.rows)
     for row, behaviour, advantage in zip(rows, step.behaviour, step.advantage, strict=True):
-        losses = []
+        losses, options = [], {"ignore_index": None, "skip": skips(policy)}
         hidden = hidden_states(policy, lm, row)  # (T, D)
         generated_at, predictor, of_token = (x.flatten() for x in (row.place, row.predictor, row.per_token(advantage)))
         if features.rl_coef:
-            losses.append(
-                linear_logprob_loss(
-                    as_head_takes(policy, hidden[predictor]),
-                    target=row.input_ids[0, generated_at],
-                    loss_fn=partial(policy_loss, advantage=of_token, behaviour=behaviour.flatten()),
-                    temperature=cfg.temperature,
-                    ignore_index=None,
-                    skip=skips(policy),
-                    **head_of(lm),
-                )  # fmt: skip
-            )
+            loss_fn = partial(policy_loss, advantage=of_token, behaviour=behaviour.flatten())
+            losses.append(linear_logprob_loss(
+                as_head_takes(policy, hidden[predictor]), target=row.input_ids[0, generated_at], loss_fn=loss_fn,
+                temperature=cfg.temperature, **options, **head_of(lm),
+            ))  # fmt: skip
         if features.ce_coef:
-            losses.append(
-                linear_logprob_loss(
-                    as_head_takes(policy, hidden[row.ce_index]),
-                    target=row.ce_target,
-                    loss_fn=target_loss,
-                    ignore_index=None,
-                    skip=skips(policy),
-                    **head_of(lm),
-                )  # fmt: skip
-            )
+            losses.append(linear_logprob_loss(
+                as_head_takes(policy, hidden[row.ce_index]), target=row.ce_target, loss_fn=target_loss, **options,
+                **head_of(lm),
+            ))  # fmt: skip
         total = torch.stack([loss for loss, _ in losses]).sum()
         total.backward()
         for _, pieces in losses:

@@ -130,8 +130,8 @@ class TeacherPrompts(abc.ABC):
     @abc.abstractmethod
     def logps(self, groups: Sequence[Group]) -> list[list[float]]: ...
 
-    def close(self) -> None:  # noqa: B027, nothing to close in process
-        pass
+    @abc.abstractmethod
+    def close(self) -> None: ...
 
     def _of_row(self, prompt: Prompt, **more: Any) -> list[int]:
         assert self.function is not None
@@ -180,6 +180,9 @@ class Teacher(TeacherPrompts):
             numbers = iter(trained.tolist())
             logps.append([next(numbers) if is_trained else 0.0 for is_trained in item.mask[item.prompt_length :]])
         return logps
+
+    def close(self) -> None:
+        """Nothing to close in process."""
 
     @torch.no_grad()
     def hidden(self, items: Sequence[Item]) -> Tensor:  # (N, Dt)

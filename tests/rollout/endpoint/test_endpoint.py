@@ -16,7 +16,8 @@ import pytest
 from rollout.engine import Completion, Request, Sampling
 from rollout.engines.local import LocalEngine
 from rollout.episodes.endpoint import ArrivingRequests, Endpoint
-from rollout.episodes.session import Session
+from rollout.episodes.session import Session, UnusableError
+from rollout.gyms.gym_source import EpisodeError
 from tests.entry import ROOT
 from tests.rollout.scripted_engine import ScriptedEngine, tiny_tokenizer
 
@@ -477,6 +478,19 @@ def test_engine_errors_are_recorded(scripted):
 
     with pytest.raises(ValueError, match="diverged"):
         play(endpoint, episode)
+
+
+def test_an_engine_error_replaces_the_error_of_its_episode(scripted):
+    """An agent whose requests fail may fail in its own way; the run must still stop with the cause."""
+    endpoint = scripted(lambda text, seed: "x")
+    with (
+        pytest.raises(UnusableError, match="no server is left"),
+        endpoint.session(SAMPLING, seed=0) as (session, _),
+    ):
+        session.error = ValueError("vllm: no server is left")
+        raise EpisodeError("the agent answered 500", kind="500")
+    with pytest.raises(EpisodeError), endpoint.session(SAMPLING, seed=0):
+        raise EpisodeError("the agent answered 500", kind="500")
 
 
 def test_the_port_is_free_again_after_close(scripted):

@@ -372,23 +372,9 @@ def test_auto_selects_the_fastest_backend_that_works():
         assert backend == expected, (servers, is_lora, device_uuid)
 
 
-def test_auto_can_merge_an_adapter_on_a_shared_gpu(monkeypatch):
-    monkeypatch.setattr("rollout.sync.choose.MERGE_ON_SHARED_GPU", True)
-    for servers, device_uuid, expected in (
-        ([server_on("G0", lora=True)], "G0", "ipc"),
-        ([server_on("G0")], "G0", "ipc"),
-        ([server_on("G1", lora=True)], "G0", "lora"),
-        ([server_on("G0", lora=True), server_on("G1", lora=True)], "G0", "lora"),
-        ([server_on(lora=True)], None, "lora"),
-    ):
-        assert pick_backend("auto", servers, is_lora=True, device_uuid=device_uuid) == expected
-    assert pick_backend("lora", [server_on("G0", lora=True)], is_lora=True, device_uuid="G0") == "lora"
-    assert not wants_adapters("auto", is_shared=True) and wants_adapters("auto", is_shared=False)
-
-
 def test_servers_start_with_lora_only_if_they_get_adapters():
-    assert wants_adapters("auto", is_shared=True) and wants_adapters("lora", is_shared=True)
-    assert not any(wants_adapters(name, is_shared=False) for name in ("ipc", "filesystem", "process_group"))
+    assert wants_adapters("auto") and wants_adapters("lora")
+    assert not any(map(wants_adapters, ("ipc", "filesystem", "process_group")))
 
 
 def test_backends_that_cannot_work_are_rejected(loop):

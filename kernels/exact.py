@@ -72,7 +72,9 @@ _casts: Mapping[nn.Module, Tensor] = {}
 
 
 @contextlib.contextmanager
-def with_casts(casts: Mapping[nn.Module, Tensor]) -> Iterator[None]:
+def with_casts(
+    casts: Mapping[nn.Module, Tensor],  # (O, D) each
+) -> Iterator[None]:
     """Context manager: ExactLinear layers use these casts of their weights instead of casting them."""
     global _casts
     before, _casts = _casts, casts
@@ -251,7 +253,7 @@ def attend_kernel(
 
 
 def row_by_row(
-    function: Callable[[Tensor], Tensor],
+    function: Callable[[Tensor], Tensor],  # (N, D) -> (N, O)
     x: Tensor,  # (..., D)
     *parameters: Tensor,  # (...) that `function` reads and that need a gradient
 ) -> Tensor:  # (..., O)

@@ -78,7 +78,7 @@ def open_exact(folder: Path, kind: str, dtype: str = "float32") -> Policy:
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
-    for name, parameter in model.named_parameters():  # norms and biases that matter
+    for parameter in model.parameters():  # norms and biases that matter
         parameter.data += 0.1 * torch.randn_like(parameter) if parameter.ndim == 1 else 0.0
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(ROOT / "trainer" / "tiny").save_pretrained(folder)

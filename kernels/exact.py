@@ -90,16 +90,16 @@ def exact_linear(
     bias: Tensor | None = None,  # (O,)
 ) -> Tensor:  # (..., O)
     """x @ weight.T + bias, rounded once."""
-    if not x.is_cuda:
+    if not _runs_kernels(x):
         return row_by_row(lambda row: F.linear(row, weight, bias), x, weight, *([] if bias is None else [bias]))
-    return _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
+    return _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return linear_kernel(x, weight, bias)
+        return _product(x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -111,12 +111,7 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad.sum(0) if needs_bias else None
 
 
-def linear_kernel(
-    x: Tensor,  # (N, D)
-    weight: Tensor,  # (O, D)
-    bias: Tensor | None,  # (O,)
-) -> Tensor:  # (N, O)
-    """The Triton kernel, on CUDA or under TRITON_INTERPRET=1."""
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # (N, O)
     (num_rows, width), num_out = x.shape, weight.shape[0]
     assert weight.dtype == x.dtype and weight.shape[1] == width and width * x.element_size() % 16 == 0, weight.shape
     out = torch.empty(num_rows, num_out, dtype=x.dtype, device=x.device)
@@ -189,47 +184,35 @@ def attend_in_order(
 ) -> Tensor:  # (R, H, T, K)
     """Attend to the keys of each query in the order of their positions; both runs of `spans` may be in pages."""
     assert len(spans) == 4, f"{len(spans)} bounds: a tree of sequences has more than one prefix run"
-    run = attend_kernel if query.is_cuda else attend_one_by_one
-    return run(query, keys, values, spans, scale=scale, table=table, page=page)
+    run = _attend_by_kernel if _runs_kernels(query) else _attend_one_by_one
+    return run(query, keys, values, spans, scale, table, page)
 
 
-def attend_one_by_one(
-    query: Tensor,  # (R, H, T, K)
-    keys: Tensor,  # (R, H_kv, S, K) or (H_kv, S, K)
-    values: Tensor,  # (R, H_kv, S, K) or (H_kv, S, K)
-    spans: Spans,
-    *,
-    scale: float,
-    table: Tensor | None = None,  # (R, pages)
-    page: int = 1,
+def _runs_kernels(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def _attend_one_by_one(
+    query: Tensor, keys: Tensor, values: Tensor, spans: Spans, scale: float, table: Tensor | None, page: int
 ) -> Tensor:  # (R, H, T, K)
     """Plain torch, in float32 or wider: each query is a computation of its own, over exactly the keys that it sees."""
     wide, out = torch.promote_types(query.dtype, torch.float32), torch.empty_like(query)
-    bounds = torch.stack(spans, dim=-1).tolist()
-    for row, num_heads in enumerate([keys.shape[-3]] * len(query)):
+    for row, bounds in enumerate(torch.stack(spans, dim=-1).tolist()):
         pair = [x if table is not None else x[row] for x in (keys, values)]
-        for token, (first, stop, own_first, own_stop) in enumerate(bounds[row]):
+        for token, (first, stop, own_first, own_stop) in enumerate(bounds):
             place = torch.tensor([*range(first, stop), *range(own_first, own_stop)])
             if table is not None:
                 place = table[row].long()[place // page] * page + place % page
             key, value = (x.index_select(1, place).to(wide) for x in pair)  # (H_kv, keys, K)
-            one = query[row, :, token].to(wide).reshape(num_heads, -1, query.shape[3])  # (H_kv, H / H_kv, K)
+            one = query[row, :, token].to(wide).reshape(len(key), -1, query.shape[3])  # (H_kv, H / H_kv, K)
             weights = (one @ key.transpose(1, 2) * scale).softmax(dim=-1)
             out[row, :, token] = (weights @ value).flatten(0, 1)
     return out
 
 
-def attend_kernel(
-    query: Tensor,  # (R, H, T, K)
-    keys: Tensor,  # (R, H_kv, S, K) or (H_kv, S, K)
-    values: Tensor,  # (R, H_kv, S, K) or (H_kv, S, K)
-    spans: Spans,
-    *,
-    scale: float,
-    table: Tensor | None = None,  # (R, pages)
-    page: int = 1,
+def _attend_by_kernel(
+    query: Tensor, keys: Tensor, values: Tensor, spans: Spans, scale: float, table: Tensor | None, page: int
 ) -> Tensor:  # (R, H, T, K)
-    """The Triton kernel, on CUDA or under TRITON_INTERPRET=1."""
     (rows, num_heads, num_tokens, head_dim), key_heads = query.shape, keys.shape[-3]
     group = num_heads // key_heads
     heads = triton.next_power_of_2(group)
@@ -237,14 +220,13 @@ def attend_kernel(
     query, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, keys, values))
     bounds = [x.to(torch.int32).contiguous() for x in spans]
     out = torch.empty(rows, num_tokens, num_heads, head_dim, dtype=query.dtype, device=query.device)
-    row_strides = [0 if table is not None else x.stride(0) for x in (keys, values)]
+    strides = [s for x in (keys, values) for s in ((0 if table is not None else x.stride(0)), *x.stride()[-3:-1])]
     if rows * num_tokens:
         _attend[triton.cdiv(num_tokens, LINES // heads), key_heads, rows](
             query, keys, values, table, *bounds, out, num_tokens, 0 if table is None else table.stride(0),
-            *query.stride()[:3], row_strides[0], *keys.stride()[-3:-1], row_strides[1], *values.stride()[-3:-1],
-            scale / math.log(2.0), GROUP=group, HEADS=heads, K=head_dim, WIDTH=max(16, triton.next_power_of_2(head_dim)),
-            PAGE=0 if table is None else page, LINES=LINES, KEYS=KEYS, UPCAST=not query.is_cuda, num_warps=4,
-            num_stages=2, enable_fp_fusion=False,
+            *query.stride()[:3], *strides, scale / math.log(2.0), GROUP=group, HEADS=heads, K=head_dim,
+            WIDTH=max(16, triton.next_power_of_2(head_dim)), PAGE=0 if table is None else page, LINES=LINES, KEYS=KEYS,
+            UPCAST=not query.is_cuda, num_warps=4, num_stages=2, enable_fp_fusion=False,
         )  # fmt: skip
     return out.transpose(1, 2)
 

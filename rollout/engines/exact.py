@@ -3,7 +3,7 @@
     forward = ExactForward(lm, dtype, autocast_dtype=...)    # lm: made exact by trainer/policy/fuse.py
 
 The engine runs the trainer's own modules, whose kernels do not depend on the batch (kernels/exact.py). Only attention
-differs, because keys are in pages. On a GPU, weights in another dtype are cast once per update, not once per token.
+differs, because keys are in pages. Weights in another dtype are cast once per update, not once per token.
 Log-probs are computed from the last hidden states after a window of decode steps, by the trainer's own function.
 """
 
@@ -33,7 +33,7 @@ class ExactForward(TransformersForward):
         head = lm.get_output_embeddings()
         layers = [module for module in lm.modules() if isinstance(module, ExactLinear)]
         assert layers, "the model is not exact: call make_exact()"
-        is_cast = self.shape.device.type == "cuda" and head.weight.dtype != dtype
+        is_cast = head.weight.dtype != dtype
         self._casts = {x: torch.empty_like(x.weight, dtype=dtype) for x in (*layers, head) if is_cast}
         self.head = self._casts.get(head, head.weight).detach()
         self.width = head.weight.shape[1]
@@ -63,7 +63,7 @@ class ExactForward(TransformersForward):
 
         hidden = self._run(token[:, None], position[:, None], slot, cache, attend, ())[:, 0]
         self.hidden = hidden.to(self.shape.dtype)
-        return float32_product(self.hidden, self.head.to(self.shape.dtype))
+        return float32_product(self.hidden, self.head)
 
     def prefill(self, batch: PrefillBatch, cache: Cache) -> Tensor:
         zero = torch.zeros_like(batch.position)

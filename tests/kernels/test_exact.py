@@ -113,7 +113,7 @@ def test_linear_of_a_token_does_not_depend_on_the_batch(sizes, dtype):
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_attention_of_a_token_does_not_depend_on_the_batch(heads, dtype):
-    check_attention(exact.attend_one_by_one, heads, dtype)
+    check_attention(exact.attend_in_order, heads, dtype)
 
 
 def test_the_check_finds_a_product_that_depends_on_the_batch():
@@ -123,7 +123,7 @@ def test_the_check_finds_a_product_that_depends_on_the_batch():
 
     def split(query: Tensor, keys: Tensor, values: Tensor, spans: tuple[Tensor, ...], **options) -> Tensor:
         keys = keys if "table" in options else keys * (1 + 1e-7)
-        return exact.attend_one_by_one(query, keys, values, spans, **options)
+        return exact.attend_in_order(query, keys, values, spans, **options)
 
     with pytest.raises(AssertionError):
         check_attention(split, HEADS[0], torch.float32)

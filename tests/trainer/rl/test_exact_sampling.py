@@ -105,6 +105,14 @@ def test_other_architectures(kind, dtype, tmp_path):
         want = logps_in_training(policy, [(c.prompt_ids, c.ids) for c in completions])
         assert [c.logps for c in completions] == want
         assert logps_in_training(policy, [(completions[3].prompt_ids, completions[3].ids)]) == want[3:4]
+    engine = open_engine(policy)
+    engine.generate(requests[:1], sampling)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    engine.load(1)
+    (completion,) = engine.generate(requests[:1], sampling)
+    assert logps_in_training(policy, [(completion.prompt_ids, completion.ids)]) == [completion.logps] != want[:1]
 
 
 def test_a_released_model_is_plain_again(tmp_path):

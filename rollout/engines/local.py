@@ -7,7 +7,8 @@ scheduler.py assigns requests to decode rows, decoder.py runs decode steps (CUDA
 the model over a paged KV cache. Models that cannot use a paged cache fall back to growing.py.
 
 On a GPU the engine normally samples from a copy of the weights in the compute dtype, refreshed after load(). On a CPU,
-and if a copy is impossible or not worth its memory (_ways), it uses the trainer's weights directly.
+and if a copy is impossible or not worth its memory (_ways), it uses the trainer's weights directly. With exact_logps it
+runs the trainer's own modules (exact.py), and its log-probs must have the same bits as these.
 
 A seed fixes a completion's uniform draws. Logits still vary in the last bits with the batch shape, so equal seeds give
 equal completions unless a draw falls within rounding error (about 1e-7 in fp32) of a boundary.

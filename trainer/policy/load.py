@@ -496,6 +496,8 @@ def make_policy_exact(policy: Policy) -> None:
 
 def head_obstacle(policy: Policy, lm: Any) -> str | None:
     """Return why the head or the layout of rows is not exact, or None."""
+    if policy.is_lora:
+        return "it has adapters"
     if not policy.packs:
         return "its sequences cannot be packed"
     if policy.device.type != "cuda":

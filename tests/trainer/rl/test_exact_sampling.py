@@ -17,6 +17,7 @@ from trainer.cli import parse
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.policy.load import load_policy, make_policy_exact, release
 from trainer.policy.logps import Policy, logps_in_training
+from trainer.rl.engine_choice import Memory, choose
 
 CPU = torch.device("cpu")
 RUN = [
@@ -107,6 +108,7 @@ def test_other_architectures(kind, dtype, tmp_path):
         assert logps_in_training(policy, [(completions[3].prompt_ids, completions[3].ids)]) == want[3:4]
     engine = open_engine(policy)
     engine.generate(requests[:1], sampling)
+    assert engine.logps([(completions[5].prompt_ids, completions[5].ids)], 1.0)[0] == pytest.approx(want[5], abs=0.2)
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter += 0.02 * torch.randn_like(parameter)
@@ -167,6 +169,11 @@ def test_settings_that_are_rejected(setting):
     with pytest.raises(UserError) as raised:
         parse(["--method", "grpo", "--exact-sampling", *REJECTED[setting]])
     assert str(raised.value) == f"exact_sampling=True: not supported with {setting}; remove one of the two flags"
+
+
+def test_auto_chooses_the_local_engine_even_if_memory_is_short():
+    cfg = parse(["--method", "grpo", "--exact-sampling"])[1]
+    assert choose(cfg, Memory(1.0, 1.0, 1.0, room=0.0), lambda: None).engine == "local"
 
 
 def test_methods_and_ranks_that_are_rejected(monkeypatch):

@@ -124,6 +124,9 @@ CLAIMS = (
           "'TRL, liger' 'ours, bf16, compile, local'", 240, SMALL_GRPO.format("tiny"), WITH_VLLM,
           (at_least("ours, bf16, compile, local", "x best TRL", 4.5),
            at_least("ours, bf16, compile, local", "train_busy", 0.9))),
+    Claim("steps/grpo-exact", "GRPO of a 0.6B with and without --exact-sampling, not compiled",
+          "bench.vs_trl grpo --prompts 64 --completion 256 --steps 5 --profiled 3 --ways 'ours, bf16, local' "
+          "'ours, bf16, exact, local'", 180, SMALL_GRPO.format("tiny").replace("local", "exact, local"), PEERS),
     Claim("steps/grpo-1b", "GRPO of a Llama-3.2-1B, 16 x 8 x 384: best TRL",
           "bench.vs_trl grpo --shape llama-3.2-1b --prompts 16 --completion 384 --steps 6 --profiled 3 --ways "
           "'TRL, liger' 'ours, bf16, compile, local'", 190, SMALL_GRPO.format("tiny"), WITH_VLLM,

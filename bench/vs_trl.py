@@ -327,7 +327,7 @@ def measure(
     for way in chosen:
         if way not in TRL and base_of(way) not in OURS:
             names = ", ".join([*TRL, *OURS])
-            suffixes = f"'{BY_MEMORY}', '{ROWS}' and '{LOCAL}'"
+            suffixes = f"'{BY_MEMORY}', '{EXACT}', '{ROWS}' and '{LOCAL}'"
             raise ValueError(f"ways={way}: must be one of {names}, optionally followed by {suffixes}")
     trl_ways = [way for way in chosen if way in TRL]
     strop_ways = [way for way in chosen if way not in TRL]
@@ -414,6 +414,7 @@ def row_of(method: str, way: str, measured: Measured, trl: dict[str, Row], size:
 
 OVERWRITE = "--overwrite-output-dir"
 AWAKE, ASYNC, LOCAL, ROWS, BY_MEMORY = ", server awake", ", async", ", local", ", rows", ", by memory"
+EXACT = ", exact"  # before LOCAL
 
 
 def tuned() -> tuple[str, ...]:
@@ -441,7 +442,7 @@ def ways_of(method: str, lora: int) -> list[str]:
 
 def base_of(way: str) -> str:
     """Return the way's name in OURS."""
-    for suffix in (LOCAL, ASYNC, AWAKE, ROWS, BY_MEMORY):
+    for suffix in (LOCAL, ASYNC, AWAKE, ROWS, EXACT, BY_MEMORY):
         way = way.removesuffix(suffix)
     return way
 
@@ -452,6 +453,7 @@ def flags_of(method: str, way: str, urls: list[str]) -> list[str]:
         flags.remove("--gradient-checkpointing")
     flags += [] if "--compile" in flags else ["--compile", "false"]
     flags += ["--no-packing"] if ROWS in way else []
+    flags += ["--exact-sampling"] if EXACT in way else []
     if method == "grpo":
         flags += ["--rollout.engine", "local" if way.endswith(LOCAL) else "vllm"]
     if urls:

@@ -27,7 +27,8 @@ Numerics: products in the input dtype, everything after them in fp32 (fp64 for f
 target column is separate: logp = -softplus(logsumexp over other columns - z_target), so that a confident target keeps
 its precision.
 Memory: one chunk of tokens, plus dw in fp32. Tokens with target = ignore_index cost nothing.
-Implementations: `torch` anywhere, `triton` for bfloat16 on CUDA (linear_logprob_triton.py). Gather a DTensor first.
+Implementations: `torch` anywhere, `triton` for bfloat16 on CUDA (linear_logprob_triton.py), `rows` on a CPU if the last
+bits of a log-prob must not depend on the other tokens, which `triton` ensures too. Gather a DTensor first.
 Shapes: N = packed tokens, D = model width, V = vocabulary, n = tokens per chunk.
 """
 
@@ -46,7 +47,7 @@ from kernels import set_rows
 
 BLOCK_ELEMENTS = 1 << 25  # logits per chunk with impl=torch: 128 MiB in fp32
 EXCLUDED = -1e30  # logit of an excluded column: its exp is 0, and 0 times it is 0
-Impl = Literal["auto", "torch", "triton"]
+Impl = Literal["auto", "torch", "triton", "rows"]
 
 
 class TokenLogps(NamedTuple):
@@ -322,6 +323,18 @@ class TorchHead:
         self.finish()
 
 
+class RowHead(TorchHead):
+    """TorchHead that computes the log-probs of each token alone: torch chooses the order of sums by shape."""
+
+    def forward_chunk(self, start: int, stop: int) -> _Chunk:
+        parts = zip(*(super(RowHead, self).forward_chunk(i, i + 1) for i in range(start, stop)), strict=True)
+        return _Chunk(*(None if part[0] is None else torch.cat(part) for part in parts))
+
+    def _logits(self, at: slice) -> tuple[Tensor, Tensor | None]:  # (1, V) each
+        states = self.hidden[at].clone()  # aligned in memory, which may matter too
+        return _logits(states, self.weight, self.bias, self.scale, self.softcap, self.temperature)
+
+
 class SetHead(TorchHead):
     """TorchHead whose softmax runs over a set of ids per token: `target` is (N, K), the target first, padded with -1.
 
@@ -580,7 +593,7 @@ def _pick(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scale: float, softcap: float | None,
     temperature: float, impl: str,
 ) -> type:  # fmt: skip
-    """Check all arguments, then return TorchHead, TritonHead or SetHead."""
+    """Check all arguments, then return TorchHead, RowHead, TritonHead or SetHead."""
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}: expected (N, D) and (V, D)")
     if target.shape[:1] != hidden.shape[:1] or target.ndim > 2:
@@ -592,10 +605,12 @@ def _pick(
     for name, value in (("temperature", temperature), ("scale", scale), ("softcap", softcap)):
         if value is not None and not value > 0:
             raise ValueError(f"{name}={value}: must be above 0")
-    if impl not in ("auto", "torch", "triton"):
-        raise ValueError(f"impl={impl}: must be auto, torch or triton")
+    if impl not in ("auto", "torch", "triton", "rows"):
+        raise ValueError(f"impl={impl}: must be auto, torch, triton or rows")
     if target.ndim == 2:
         return SetHead
+    if impl == "rows":
+        return RowHead
     if impl == "torch" or (impl == "auto" and not (hidden.is_cuda and hidden.dtype == torch.bfloat16)):
         return TorchHead
     from kernels import linear_logprob_triton

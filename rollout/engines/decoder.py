@@ -23,6 +23,7 @@ from kernels.decode.attention import TILE_ROWS, Rows
 from kernels.decode.draw import draw
 from kernels.decode.draw_set import GAP, draw_set
 from kernels.decode.state import advance, locate
+from rollout.engines.exact import ExactForward
 from rollout.engines.forward import Cache, Forward, PrefillBatch
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -114,6 +115,7 @@ class Decoder:
         num_prefixes: int = 0,  # number of prompts whose states are kept, if the model has states
     ) -> None:
         self.forward, self.page, self.max_rows, self.captures = forward, page, max_rows, captures
+        self.exact = forward if isinstance(forward, ExactForward) else None  # log-probs follow after a window
         self.device = forward.shape.device
         self.has_states, self.num_prefixes = bool(forward.states), num_prefixes
         self.cache = Cache(
@@ -140,6 +142,8 @@ class Decoder:
         if shape is not None:
             self.routes = torch.zeros(steps, rows, shape.num_layers, shape.top_k, dtype=shape.dtype, device=device)
         self.sets: torch.Tensor | None = None  # (steps, rows, width) int32, with GAP; allocated when first needed
+        if self.exact is not None:
+            self.hidden = torch.zeros(steps, rows, self.exact.width, dtype=self.exact.shape.dtype, device=device)
 
     # Prompts.
 
@@ -224,7 +228,10 @@ class Decoder:
             self.copy_states(rows, range(len(rows)))
 
     @torch.no_grad()
-    def launch(self, rows: RowState, num_old: int, stop_ids: Sequence[int], top: TopFilter, steps: int) -> Window:
+    def launch(
+        self, rows: RowState, num_old: int, stop_ids: Sequence[int], top: TopFilter, steps: int,
+        temperature: float = 1.0,  # of all rows, as exact as the trainer's
+    ) -> Window:  # fmt: skip
         """Sample up to `steps` tokens per row. The first `num_old` rows continue where the last launch leaves them."""
         num_rows = len(rows.token)
         count = min(bucket_of(num_rows), self.max_rows) if self.captures else num_rows
@@ -240,6 +247,10 @@ class Decoder:
                 graph.replay()
             else:
                 self._step(count, top)
+        if self.exact is not None:
+            states, ids = self.hidden[:steps, :num_rows], self.ids[:steps, :num_rows].clamp(min=0)  # -1: has ended
+            logps = self.exact.logps(states.flatten(0, 1), ids.flatten(), temperature)
+            self.logps[:steps, :num_rows] = logps.view(steps, num_rows)
         results = (self.ids, self.logps, self.routes, self.sets if top.most else None)
         window = [None if x is None else self._fetch(x[:steps, :num_rows]) for x in results]
         ended = torch.cuda.Event() if self.captures else None
@@ -306,6 +317,8 @@ class Decoder:
         logits = self.forward.decode(state.token, position, slot, rows, self.cache)
         if self.routes is not None:
             self.routes[:, :count].index_copy_(0, self.tick, self.forward.routes[None])
+        if self.exact is not None:
+            self.hidden[:, :count].index_copy_(0, self.tick, self.exact.hidden[None])
         options = {"scale": self.forward.scale, "softcap": self.forward.softcap}
         options |= {"top_k": top.top_k, "top_p": top.top_p}
         draws = (logits, state.seed, state.drawn, state.temperature)

@@ -7,7 +7,8 @@ scheduler.py assigns requests to decode rows, decoder.py runs decode steps (CUDA
 the model over a paged KV cache. Models that cannot use a paged cache fall back to growing.py.
 
 On a GPU the engine normally samples from a copy of the weights in the compute dtype, refreshed after load(). On a CPU,
-and if a copy is impossible or not worth its memory (_ways), it uses the trainer's weights directly.
+and if a copy is impossible or not worth its memory (_ways), it uses the trainer's weights directly. With exact_logps it
+runs the trainer's own modules (exact.py), and its log-probs must have the same bits as these.
 
 A seed fixes a completion's uniform draws. Logits still vary in the last bits with the batch shape, so equal seeds give
 equal completions unless a draw falls within rounding error (about 1e-7 in fp32) of a boundary.
@@ -32,6 +33,7 @@ from kernels.nf4 import num_weights
 from rollout.engine import Completion, Request, Sampling, check_sampling, context_of, finished, join_versions
 from rollout.engines.adapter_share import LOW, AdapterShare, adapter_share, small_adapter
 from rollout.engines.decoder import PREFILL_STATES, PREFILL_TOKENS, Decoder
+from rollout.engines.exact import ExactForward
 from rollout.engines.forward import (
     BlockForward,
     Cache,
@@ -53,6 +55,7 @@ from rollout.engines.scheduler import Job, Scheduler
 from rollout.engines.stop import StopCheck
 from rollout.routes import expert_blocks
 
+Pairs = Sequence[tuple[list[int], list[int]]]  # prompts and completions
 LOGITS_PER_PASS = 2**26  # in logps(): 256 MB in fp32
 ROWS = {"cuda": 512, "cpu": 256}  # default max_batch_size
 PAGE = {"cuda": 64, "cpu": 16}  # tokens per cache page
@@ -85,6 +88,7 @@ class LocalEngine:
         cache_gib: float | None = None,  # maximum cache size on a GPU; None: free memory
         gather: Callable[[Tensor], Tensor] = unchanged,  # returns the full tensor of a shard, on all ranks
         records_routes: bool = False,  # completions for training have routes, if the model has experts
+        exact_logps: Callable[[Pairs], list[list[float]]] | None = None,  # the trainer's, to be equal bit for bit
         log: Callable[[str], None] = log_line,
     ) -> None:
         if max_batch_size is not None and max_batch_size < 1:
@@ -95,6 +99,7 @@ class LocalEngine:
         self.max_batch_size = max_batch_size or ROWS[self.kind]
         self.autocast_dtype, self.cache_gib, self.gather = autocast_dtype, cache_gib, gather
         self.records_routes = records_routes and bool(expert_blocks(self.lm))
+        self.exact_logps = exact_logps
         self.version = 0
         self.memory_policy = MemoryPolicy(self.device, log) if self.kind == "cuda" else None
         self._make_forward: Callable[[], Forward] | None = None  # None: not chosen yet, or sampled by growing.py
@@ -452,7 +457,7 @@ class LocalEngine:
             return
         name, skipped = type(self.lm).__name__, paged_obstacle(self.lm, needs_kernels=self.kind == "cuda")
         ways: list[Callable[[], Forward] | None] = [] if skipped else [*self._ways()]
-        if not is_stateful(self.lm):  # growing.py pads on the left, which may change a state
+        if not is_stateful(self.lm) and self.exact_logps is None:  # growing.py pads on the left, which changes states
             ways.append(None)  # growing.py
         for make in ways:
             try:
@@ -473,11 +478,15 @@ class LocalEngine:
                 return
             self._release()
             self._make_forward, skipped = None, obstacle
+        if self.exact_logps is not None:
+            raise UserError(f"exact_sampling=True: {name} cannot be sampled: {skipped}; remove --exact-sampling")
         raise UserError(f"rollout.engine=local: {name} cannot be sampled: {skipped}; use --rollout.engine vllm")
 
     def _ways(self) -> list[Callable[[], Forward]]:
         """Constructors of the possible forward passes, fastest first."""
         lm, dtype = self.lm, self.dtype
+        if self.exact_logps is not None:
+            return [lambda: ExactForward(lm, dtype, autocast_dtype=self.autocast_dtype)]
         if self.kind == "cpu":
             records = self.records_routes
             return [lambda: TransformersForward(lm, dtype, autocast_dtype=self.autocast_dtype, records_routes=records)]
@@ -496,7 +505,7 @@ class LocalEngine:
     def _check_parity(self, gathered: Callable[[], AbstractContextManager[None]], *, paged: bool) -> str | None:
         """Compare a few sampled tokens with the trainer's log-probs; return the problem, or None."""
         vocab = self.lm.config.get_text_config().vocab_size
-        longest = min(20, (context_of(self.lm.config) or 26) - 6)
+        longest = min(20 if self.exact_logps is None else 150, (context_of(self.lm.config) or 26) - 6)
         shapes = ((7, longest, 6), (7, longest, 6), (5, 3, 2))
         jobs = [
             Job([(step * i + 1) % vocab for i in range(length)], seed, limit)
@@ -508,6 +517,12 @@ class LocalEngine:
             for _ in sample(jobs, sampling, StopCheck(self.tokenizer, sampling)):
                 pass
         sampled = torch.tensor([logp for job in jobs for logp in job.logps])
+        if self.exact_logps is not None:
+            expected = torch.tensor(sum(self.exact_logps([(job.prompt_ids, job.ids) for job in jobs]), []))
+            if torch.equal(sampled, expected):
+                return None
+            count, gap = int((sampled != expected).sum()), float((sampled - expected).abs().max())
+            return f"{count} of {len(sampled)} log-probs differ from the trainer's, by up to {gap:.3g}"
         if self._is_sharded and self.has_copy:  # the trainer's pass gathers weights, and refresh() fills a new copy
             self._release()
         with gathered():

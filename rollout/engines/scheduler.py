@@ -146,7 +146,8 @@ class Scheduler:
                     steps = min(self.steps_per_sync, max((job.left - job.in_flight for job in active), default=0))
                     if active and self._grow_rows(waiting, active, steps, may_requeue=not windows):
                         rows = self._row_state(active, sampling.temperature)
-                        window = self.decoder.launch(rows, min(num_old, len(active)), stop_ids, top, steps)
+                        count = min(num_old, len(active))
+                        window = self.decoder.launch(rows, count, stop_ids, top, steps, sampling.temperature)
                         windows.append((list(active), steps, window))
                         for job in active:
                             job.in_flight += steps

@@ -84,6 +84,7 @@ class MovingTeacher(MovingReferenceConfig):
 class OpdConfig(SamplingConfig):
     """Flags of on-policy distillation."""
 
+    can_be_exact: ClassVar[bool] = False  # another head kernel compares the policy with a teacher
     distill: Flat[DistillConfig]
     policy_loss: Flat[PolicyLossConfig] = field(default_factory=_policy_loss)
 

@@ -195,6 +195,7 @@ class GroupConfig(MethodConfig):
     correction = CorrectionConfig()
     advantage = AdvantageConfig()
     top_k, top_p, min_p = 0, 1.0, 0.0
+    exact_sampling = False
 
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)

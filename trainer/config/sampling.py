@@ -7,10 +7,11 @@ class Config(SamplingConfig):          # RewardedConfig: without the flags of a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
 from data.command.checks import check_numbers, reject_unused
+from data.command.flags import default_of
 from data.errors import UserError
 from rollout.episodes.options import ToolConfig
 from rollout.gyms.options import NemoGymConfig, OpenEnvConfig, check_nemo_gym
@@ -18,7 +19,8 @@ from rollout.gyms.verifiers_options import VerifiersConfig, check_verifiers
 from rollout.rewards.options import RewardConfig
 from rollout.sets import LIMIT
 from trainer.config.blocks import NO_HELD_OUT, Flat, MethodMemory, PromptConfig, check_evaluation
-from trainer.config.groups import AdvantageConfig, GroupConfig, PolicyGradientConfig
+from trainer.config.groups import AdvantageConfig, GroupConfig, PolicyGradientConfig, servers_asked
+from trainer.parallel.ranks import world_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,7 @@ class SamplingConfig(RewardedConfig, PolicyGradientConfig):
     """RewardedConfig plus a policy loss and advantages from the rewards."""
 
     memory: ClassVar[MethodMemory] = MethodMemory("one pass")
+    can_be_exact: ClassVar[bool] = True  # the loss is taken from log-probs of the sampled tokens alone
 
     advantage: Flat[AdvantageConfig] = field(default_factory=AdvantageConfig)
 
@@ -72,10 +75,17 @@ class SamplingConfig(RewardedConfig, PolicyGradientConfig):
     """Sample only from the most likely tokens that together have this probability. 1: all."""
     min_p: float = 0.0
     """Sample only tokens with at least this fraction of the most likely token's probability. 0: all."""
+    exact_sampling: bool = False
+    (
+        "local: give sampler and trainer the same bits, so that policy/behaviour_gap is exactly 0 and the importance "
+        "ratio of a new rollout is exactly 1. Llama-like dense models on one device, trained in full."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_filters()
+        if self.exact_sampling:
+            check_exact(self)
         if self.advantage.overlong_margin > self.max_completion_length:
             margin = self.advantage.overlong_margin
             raise UserError(
@@ -99,6 +109,37 @@ class SamplingConfig(RewardedConfig, PolicyGradientConfig):
         for name in ("top_k", "top_p", "min_p"):
             if (value := getattr(self, name)) != getattr(SamplingConfig, name):
                 raise UserError(f"{name}={value}: cannot be used with {what}; remove --{name.replace('_', '-')}")
+
+
+def check_exact(cfg: SamplingConfig) -> None:
+    """Reject settings with which the sampler's log-probs could not have the trainer's bits."""
+    if not cfg.can_be_exact:
+        raise UserError(f"exact_sampling=True: not supported with method={cfg.run.method}; remove --exact-sampling")
+    if world_size() > 1:
+        raise UserError(f"exact_sampling=True: not supported with {world_size()} ranks; remove --exact-sampling")
+    blocks = (
+        ("", cfg, "top_k top_p min_p"),
+        ("", cfg.model, "load_in_4bit attn_implementation"),
+        ("lora.", cfg.lora, "r"),
+        ("rollout.", cfg.rollout, "partial"),
+        ("", cfg.overlap, "replay_buffer_size"),
+        ("", cfg.tools, "tools rollout_func harness"),
+        ("openenv.", cfg.openenv, "env"),
+        ("nemo_gym.", cfg.nemo_gym, "multi_turn"),
+        ("verifiers.", cfg.verifiers, "env"),
+    )
+    found = [
+        f"{prefix}{each.name}={' '.join(value) if isinstance(value, tuple) else value}"
+        for prefix, block, names in blocks
+        for each in fields(block)
+        if each.name in names.split() and (value := getattr(block, each.name)) != default_of(each)
+    ]
+    found += ["compile=True"] if cfg.model.compile is True else []
+    found += ["rollout.engine=vllm"] if cfg.rollout.engine == "vllm" else []
+    if asked := servers_asked(cfg):
+        found.append(asked)
+    if found:
+        raise UserError(f"exact_sampling=True: not supported with {found[0]}; remove one of the two flags")
 
 
 def check_rollout_setup(cfg: RewardedConfig) -> None:

@@ -35,11 +35,13 @@ from kernels.attention import (
     use_flash,
     with_window,
 )
+from kernels.exact import exact_attention
 from rollout.engines.forward import shape_of
 from trainer.parallel.comm import context_size
 from trainer.parallel.context import BatchSlice, gather_row, slice_batch
 
 NAME = "strop"  # flex attention's name among transformers' attention implementations
+EXACT = "strop_exact"  # the name with --exact-sampling
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # in a file of transformers whose attention layers look up the implementation
 SLICED = {"sdpa": "strop_sliced_sdpa", NAME: "strop_sliced_flex"}  # names with context parallelism
 
@@ -152,7 +154,18 @@ def use_flex(model: Any) -> None:
 
 
 def uses_flex(config: Any) -> bool:
-    return config._attn_implementation in (NAME, SLICED[NAME])
+    """Return whether the masks are block masks."""
+    return config._attn_implementation in (NAME, SLICED[NAME], EXACT)
+
+
+def use_exact(model: Any) -> None:
+    """Make training attend as the in-process engine does, bit for bit (kernels/exact.py)."""
+    _register()
+    model.set_attn_implementation(EXACT)
+
+
+def is_exact(config: Any) -> bool:
+    return config._attn_implementation == EXACT
 
 
 def row_multiple(config: Any) -> int:
@@ -229,6 +242,23 @@ def attend(
     return out.transpose(1, 2).contiguous(), None
 
 
+def attend_exact(
+    module: torch.nn.Module,
+    query: Tensor,  # (R, H, T, K)
+    key: Tensor,  # (R, H_kv, T, K)
+    value: Tensor,  # (R, H_kv, T, K)
+    attention_mask: Tensor | BlockMask | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:  # (R, T, H, K)
+    """Compute attention in a fixed order, for block masks; log-probs of the engine's checks have other masks."""
+    if not isinstance(attention_mask, BlockMask):
+        return attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = exact_attention(query.to(value.dtype), key.to(value.dtype), value, attention_mask, scale=scale)
+    return out.transpose(1, 2).contiguous(), None
+
+
 def attend_slice(
     module: torch.nn.Module,
     query: Tensor,  # (R, H, S, K)
@@ -248,7 +278,7 @@ def attend_slice(
 def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    for name, function in {NAME: attend, **dict.fromkeys(SLICED.values(), attend_slice)}.items():
+    for name, function in {NAME: attend, EXACT: attend_exact, **dict.fromkeys(SLICED.values(), attend_slice)}.items():
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, AttentionMaskInterface()["sdpa"])  # for calls with other masks
 

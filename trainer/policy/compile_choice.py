@@ -68,6 +68,8 @@ def obstacle(policy: Policy, name: str = "the model") -> str:
     One companion with an obstacle decides for all models: --resume compiles each of them as it is loaded.
     """
     lm = causal_lm(policy.model)
+    if policy.is_exact:
+        return "the sampler runs the same kernels (exact_sampling)"
     if getattr(lm.config.get_text_config(), "num_experts_per_tok", None):
         # A loop over experts breaks the graph, and in float32 there is no grouped matmul (trainer/policy/experts.py).
         if lm.config.get_text_config()._experts_implementation != "grouped_mm":

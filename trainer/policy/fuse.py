@@ -2,7 +2,8 @@
 
     fuse(lm)             # every module that computes one of the fused operations
     join_adapters(lm)    # adapters of linear layers (kernels/lora.py), with or without fuse()
-    unfuse(lm)           # both; before blocks are compiled, because the compiler does the fusing
+    make_exact(lm)       # after fuse() on a GPU: the in-process engine computes the same bits (kernels/exact.py)
+    unfuse(lm)           # all of them; before blocks are compiled, because the compiler does the fusing
 
 A module is recognised by its output, not by its name: on random CPU inputs it must match the operation's reference bit
 for bit, in bfloat16 and in float32. A module that does not match is unchanged.
@@ -25,7 +26,9 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from kernels.block import rms_norm, rms_norm_reference, rotate, rotate_reference, silu_mul, silu_mul_reference
+from kernels.exact import ExactLinear, row_by_row
 from kernels.lora import fits, lora_linear
+from rollout.engines.forward import block_obstacle, windows_of
 
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 ROTATION = "apply_rotary_pos_emb"  # global function that transformers' attention modules call
@@ -50,6 +53,36 @@ def join_adapters(lm: nn.Module) -> None:
     for module in lm.modules():
         if is_adapter(module):
             module.__class__ = adapter_class(type(module))
+
+
+def make_exact(lm: Any, device: torch.device) -> None:
+    """Make each token's result independent of the batch, for a model that exact_obstacle() accepts."""
+    base = lm.base_model
+    for layer in base.layers:
+        for module in layer.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = ExactLinear
+    if device.type != "cuda":
+        for module in {*norms_of(base), *(layer.mlp.act_fn for layer in base.layers)}:
+            module.__class__ = row_class(type(module))
+        base.rotary_emb.__class__ = rotary_class(type(base.rotary_emb))
+
+
+def exact_obstacle(lm: Any, device: torch.device) -> str | None:
+    """Return why make_exact() does not support this model, or None."""
+    if (obstacle := block_obstacle(lm)) is not None:
+        return obstacle
+    if any(hasattr(layer.mlp, "experts") for layer in lm.base_model.layers):
+        return "it has experts"
+    if any(window is not None for window in windows_of(lm)):
+        return "it has sliding windows"
+    # On a GPU only fused norms have a fixed order; activations and rotations have no sums.
+    known = (
+        is_fused(norm) if device.type == "cuda" else norm_kind(norm) is not None for norm in norms_of(lm.base_model)
+    )
+    if not all(known):
+        return "its norms are not known"
+    return None
 
 
 def unfuse(lm: nn.Module) -> None:
@@ -118,6 +151,34 @@ def adapter_class(cls: type) -> type:
         return cls._cast_input_dtype(self, x, dtype)
 
     return subclass(cls, forward=forward, _cast_input_dtype=cast)
+
+
+def norms_of(base: Any) -> list[nn.Module]:
+    """Return the norms of a model with Llama blocks."""
+    names = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+    found = (dict(layer.named_modules()).get(name) for layer in base.layers for name in names)
+    return [base.norm, *(norm for norm in found if norm is not None)]
+
+
+@functools.cache
+def row_class(cls: type) -> type:
+    """Return a class that applies the module to one token (or head) at a time."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return row_by_row(functools.partial(cls.forward, self), x, *self.parameters())
+
+    return subclass(cls, forward=forward)
+
+
+@functools.cache
+def rotary_class(cls: type) -> type:
+    """Return a class that computes the angles of one position at a time."""
+
+    def forward(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
+        parts = [cls.forward(self, x, position) for position in position_ids.reshape(-1, 1, 1)]  # (1, 1, K) each
+        return tuple(torch.cat(part).view(*position_ids.shape, -1) for part in zip(*parts, strict=True))
+
+    return subclass(cls, forward=forward)
 
 
 def rotation(unfused: Callable[..., Any]) -> Callable[..., Any]:

@@ -77,9 +77,9 @@ from trainer.policy.adapters import (
     freeze_except,
     read_by_kernels,
 )
-from trainer.policy.attention import choose_attention, load_name
+from trainer.policy.attention import choose_attention, load_name, use_exact
 from trainer.policy.experts import use_grouped_matmuls
-from trainer.policy.fuse import fuse, join_adapters, unfuse
+from trainer.policy.fuse import exact_obstacle, fuse, join_adapters, make_exact, unfuse
 from trainer.policy.logps import Policy, causal_lm, check_logps, reject_context
 from trainer.policy.offload import offload_inputs, offloads
 
@@ -482,6 +482,32 @@ def speed_up(lm: Any, cfg: ModelConfig, source: str, device: torch.device) -> No
     join_adapters(lm)
     if device.type == "cuda":
         fuse(lm)
+
+
+def make_policy_exact(policy: Policy) -> None:
+    """Make the policy and its reference compute what the in-process engine computes, bit for bit."""
+    for model in filter(None, (policy.model, policy.reference)):
+        lm = causal_lm(model)
+        if obstacle := exact_obstacle(lm, policy.device) or head_obstacle(policy, lm):
+            raise UserError(f"exact_sampling=True: not supported with model={policy.source}: {obstacle}")
+        make_exact(lm, policy.device)
+        use_exact(lm)
+
+
+def head_obstacle(policy: Policy, lm: Any) -> str | None:
+    """Return why the head or the layout of rows is not exact, or None."""
+    if policy.is_lora:
+        return "it has adapters"
+    if not policy.packs:
+        return "its sequences cannot be packed"
+    if policy.device.type != "cuda":
+        return None
+    if policy.compute_dtype != torch.bfloat16:
+        return "on a GPU it needs --dtype bfloat16"
+    from kernels.linear_logprob_triton import obstacle
+
+    width = lm.get_output_embeddings().weight.shape[1]
+    return obstacle(torch.empty(0, width, dtype=policy.compute_dtype, device=policy.device))
 
 
 def compile_blocks(lm: Any, source: str) -> None:

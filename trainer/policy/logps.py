@@ -22,8 +22,9 @@ from data.errors import UserError
 from data.packing import Batch, Item, make_batches
 from data.strided import StridedBatch
 from data.user_code import name_of
-from kernels.linear_logprob import LossFn, TokenLogps, linear_log_collision, linear_logprob, linear_logprob_loss
+from kernels.linear_logprob import Impl, LossFn, TokenLogps, linear_log_collision, linear_logprob, linear_logprob_loss
 from rollout.engine import context_of
+from rollout.engines.exact import head_impl
 from rollout.engines.forward import logit_options
 from rollout.state_layers import boundaries, carried_state, prepare_layers
 from trainer.config.errors import first_line
@@ -33,7 +34,15 @@ from trainer.parallel.dtensor import Gatherer
 from trainer.parallel.ranks import is_main
 from trainer.parallel.watch import log
 from trainer.policy.adapters import ADAPTER
-from trainer.policy.attention import attention_masks, caps_scores, is_sliced, rank_slice, row_multiple, uses_flex
+from trainer.policy.attention import (
+    attention_masks,
+    caps_scores,
+    is_exact,
+    is_sliced,
+    rank_slice,
+    row_multiple,
+    uses_flex,
+)
 
 MAX_PADDING = 0.1  # of the tokens of a micro-batch, if the model needs one sequence per row
 
@@ -92,6 +101,11 @@ class Policy:
         }
 
     @property
+    def is_exact(self) -> bool:
+        """Whether the in-process engine computes the same bits (--exact-sampling)."""
+        return is_exact(causal_lm(self.model).config)
+
+    @property
     def carried_state(self) -> str | None:
         lm = causal_lm(self.model)
         return carried_state(lm.config, type(lm))
@@ -142,7 +156,7 @@ def token_loss(
     hidden = predictor_states(policy, lm, batch)
     total, outputs = linear_logprob_loss(
         hidden, target=batch.candidates, loss_fn=loss_fn, temperature=temperature, ignore_index=None,
-        skip=sparse or skips(policy), **head_of(lm),
+        skip=sparse or skips(policy), impl=impl_of(policy, lm), **head_of(lm),
     )  # fmt: skip
     return total if states_loss is None else total + states_loss(hidden), outputs
 
@@ -229,9 +243,32 @@ def _token_logps(policy: Policy, model: nn.Module, batch: Batch, temperature: fl
     hidden = predictor_states(policy, lm, part.batch, part.num_keys)
     tokens = linear_logprob(
         hidden, target=part.batch.candidates, temperature=temperature, ignore_index=None, skip=skips(policy),
-        **head_of(lm),
+        impl=impl_of(policy, lm), **head_of(lm),
     )  # fmt: skip
     return TokenLogps(*part.gather(*tokens))
+
+
+def impl_of(policy: Policy, lm: Any) -> Impl:
+    """Return the implementation of linear_logprob."""
+    return head_impl(policy.device) if is_exact(lm.config) else "auto"
+
+
+def logps_in_training(policy: Policy, pairs: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
+    """Return log-probs of (prompt, completion) pairs as a training step computes them, at temperature 1."""
+    items = [Item([*prompt, *ids], [False] * len(prompt) + [True] * len(ids), len(prompt)) for prompt, ids in pairs]
+    logps: list[list[float]] = [[] for _ in items]
+    longest = max(len(item.ids) for item in items)
+    for batch in make_batches(items, max_tokens=2 * longest, **policy.layout(share_prompt=True)):
+        on_device, found = batch.to(policy.device), []
+
+        def loss_fn(tokens: TokenLogps, index: Tensor, found: list[Tensor] = found) -> tuple[Tensor, None]:
+            found.append(tokens.logp.detach())
+            return tokens.logp.sum(), None
+
+        token_loss(policy, on_device, loss_fn)
+        for item, logp in zip(batch.sequence.tolist(), torch.cat(found).tolist(), strict=True):
+            logps[item].append(logp)
+    return logps
 
 
 @torch.no_grad()

@@ -90,6 +90,8 @@ def check_vllm(vllm: VllmConfig) -> None:
 
 def choose(cfg: GroupConfig, memory: Memory | None, check_vllm: Callable[[], Any]) -> Choice:
     """Choose the engine. `memory` is None on a CPU; `check_vllm` raises a UserError if vLLM cannot start here."""
+    if cfg.exact_sampling:
+        return Choice("local", "rollout.engine=auto: local, needed by exact_sampling=True")
     if asked := servers_asked(cfg):
         return Choice("vllm", f"rollout.engine=auto: vllm, needed by {asked}")
     if memory is None:

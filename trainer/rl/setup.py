@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from trainer.parallel.comm import context_size, data_size
 from trainer.parallel.dtensor import gather
 from trainer.policy.experts import prepare_replay
 from trainer.policy.load import blocks_of
-from trainer.policy.logps import Policy, causal_lm
+from trainer.policy.logps import Policy, causal_lm, logps_in_training
 from trainer.run.run import Run
 
 MAX_ENV_TOKENS = 2048  # tokens that an environment or a user's function may add to a prompt
@@ -234,6 +235,7 @@ def start_engine(
         cache_gib=cfg.rollout.cache_gib,
         gather=gather,
         records_routes=policy.replays_routes,
+        exact_logps=partial(logps_in_training, policy) if policy.is_exact else None,
         log=run.note,
     )
     longest_prompt = max(len(prompt.ids) for prompt in prompts)

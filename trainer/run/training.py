@@ -29,7 +29,7 @@ from trainer.metrics.startup import startup
 from trainer.parallel.comm import all_count, any_rank, pick_device, rank, world_size
 from trainer.policy.compile_choice import resolve_compile
 from trainer.policy.experts import RouterLoss
-from trainer.policy.load import load_policy
+from trainer.policy.load import load_policy, make_policy_exact
 from trainer.policy.logps import Policy
 from trainer.policy.noise import add_noise
 from trainer.policy.optim import BadSteps, PendingStep, TrainedModule, build_optimizer, check_groups, launch_step
@@ -84,7 +84,10 @@ class Source(Protocol):
 
 def open_policy(cfg: MethodConfig, *, with_reference: bool = False) -> Policy:
     """Load the model to train and distribute it over the ranks; `with_reference`: with a frozen copy of it."""
-    return parallelize(cfg.parallel, load_policy(cfg.model, cfg.lora, pick_device(), with_reference=with_reference))
+    policy = load_policy(cfg.model, cfg.lora, pick_device(), with_reference=with_reference)
+    if getattr(cfg, "exact_sampling", False):
+        make_policy_exact(policy)
+    return parallelize(cfg.parallel, policy)
 
 
 class Training:

@@ -84,6 +84,7 @@ def parse(
     file_tree = _file_tree(argv, log=True)
     wants_help = any(word in HELP for word in argv)
     name = peek(argv, "method") or file_tree.get("method")
+    mistakes: list[str] = []
     resume = None if wants_help else _resume_point(argv, file_tree, name)
     if name is None and resume is not None:
         name = resume.saved["method"]
@@ -96,7 +97,7 @@ def parse(
             )
         if any(word not in HELP for word in argv):
             tables = (source_flags(f"trainer.methods.{name}") for name in method_names())
-            read_argv(argv, with_old_flags(functools.reduce(operator.or_, tables)) | skipped, mistakes := [])
+            read_argv(argv, with_old_flags(functools.reduce(operator.or_, tables)) | skipped, mistakes)
             if mistakes:
                 raise Mistakes(mistakes)
             raise UserError(f"--method is required: one of {', '.join(method_names())}, or the dotted path of a module")
@@ -117,7 +118,6 @@ def parse(
         show_help(module.Config, table, prog, show_all="--help-all" in argv)
 
     values: Values = {}
-    mistakes: list[str] = []
     readable = with_old_flags(table)
     if resume is not None:
         values = read_tree(resume.saved, readable, str(resume.run_dir / "config.yaml"), mistakes)

@@ -12,11 +12,8 @@ import pytest
 import torch
 
 from kernels import exact
-from rollout.engine import Request, Sampling
 from tests.kernels.interpreter import interpreted
 from tests.kernels.test_exact import HEADS, check_attention, check_linear
-from tests.trainer.rl.test_exact_sampling import open_engine, open_exact
-from trainer.policy.logps import logps_in_training
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -78,17 +75,6 @@ def test_attention_with_strided_inputs():
         return exact.attend_in_order(query, keys, values, spans, **options)
 
     check_attention(run, (4, 2, 16), torch.float32, documents=[[(20, [3, 70])]])
-
-
-@interpreted
-def test_sampler_and_trainer_with_the_kernels(monkeypatch, tmp_path):
-    """What runs on a GPU, except for its norms, rotations, activations and head."""
-    monkeypatch.setattr(exact, "linear_tile", lambda rows, columns: (64, 32, 4))
-    policy = open_exact(tmp_path, "qwen3", "bfloat16")
-    requests = [Request(prompt_ids=[3 + i for i in range(n)], seed=n) for n in (1, 5, 5, 66)]
-    completions = open_engine(policy).generate(requests, Sampling(max_tokens=4))
-    want = logps_in_training(policy, [(c.prompt_ids, c.ids) for c in completions])
-    assert [c.logps for c in completions] == want
 
 
 @interpreted

@@ -45,9 +45,10 @@ SHAPES = {
     "a row for each completion, recomputed blocks": ["--no-packing", "--gradient-checkpointing", "true"],
     "no shared prompts, two iterations": ["--no-share-prompt", "--num-iterations", 2, "--num-generations", 4],
 }
+LONG = ("small micro-batches, few rows", "a row for each completion, recomputed blocks")
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [pytest.param(shape, marks=[pytest.mark.slow] * (shape in LONG)) for shape in SHAPES])
 def test_the_gap_to_the_engine_is_zero(shape, tmp_path):
     flags = [*RUN, *SHAPES[shape], "--output-dir", tmp_path / "run"]
     run_ok(*flags, cwd=tmp_path)
@@ -94,7 +95,13 @@ def open_engine(policy: Policy, **options) -> LocalEngine:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("qwen2", "float32"), ("qwen3", "float32"), ("qwen3", "bfloat16")], ids=str
+    ("kind", "dtype"),
+    [
+        pytest.param("qwen2", "float32", marks=pytest.mark.slow),
+        pytest.param("qwen3", "float32", marks=pytest.mark.slow),
+        ("qwen3", "bfloat16"),
+    ],
+    ids=str,
 )
 def test_other_architectures(kind, dtype, tmp_path):
     """Qwen2 has biases, Qwen3 norms of the heads. Prompts and completions end within and beyond a page."""

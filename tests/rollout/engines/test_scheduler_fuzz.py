@@ -45,7 +45,7 @@ class ToyDecoder:
         self.rows = [self.rows[row] for row in kept if row < len(self.rows)]
         self.copy_states(kept, range(len(kept)))
 
-    def launch(self, rows, num_old, stop_ids, top, steps):
+    def launch(self, rows, num_old, stop_ids, top, steps, temperature):
         ids = np.full((steps, len(rows.token)), -1)
         new = zip(rows.own_len, rows.token, rows.drawn, rows.left, strict=True)
         self.rows[num_old:] = list(map(list, new))[num_old:]

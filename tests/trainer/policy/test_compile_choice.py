@@ -90,7 +90,7 @@ def test_obstacles_are_experts_and_missing_blocks_but_not_sharding(policy):
         text = SimpleNamespace(**{"num_hidden_layers": 2} | settings)
         model = nn.Module()
         model.config, model.base_model = SimpleNamespace(get_text_config=lambda: text), nn.Module()
-        return SimpleNamespace(model=model, source="m", compute_dtype=dtype)
+        return SimpleNamespace(model=model, source="m", compute_dtype=dtype, is_exact=False)
 
     experts = {"num_experts_per_tok": 2, "_experts_implementation": "grouped_mm"}
     assert "loops over its experts" in obstacle(like(**experts | {"_experts_implementation": "eager"}))

@@ -47,7 +47,8 @@ def test_recurrent_models_train(tmp_path, kind, dtype):
     folder = save(make_model(kind), tmp_path)
     for method in ("sft", "grpo") if kind in SAMPLED else ("sft",):
         done = run_ok(*flags_of(method, folder, dtype), cwd=tmp_path)
-        assert f"layers of model_type={kind} carry state" in done.stderr
+        shares = kind.startswith("lfm2")  # the others need kernels of a GPU
+        assert (f"layers of model_type={kind} carry state" in done.stderr) != shares
         assert metrics(folder / method)[-1]["step"] == 1
 
 

@@ -5,7 +5,8 @@
 Float64 is transformers' torch code, one sequence per row. The error of a way is the largest relative error of a
 parameter's gradient; `to_separate` is the largest distance to the gradient of separate rows. On a CPU packed rows need
 the package's kernels, too, so only separate rows are measured. TRITON_F32_DEFAULT=tf32x3 makes the package's products
-more exact than TF32.
+more exact than TF32. Kernels are compiled with two of their configurations each, because all of them take minutes; the
+times are therefore not those of training.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import copy
 import inspect
 import itertools
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -51,6 +54,23 @@ class InFloat64(TorchFunctionMode):
         return func(*map(wide, args), **{name: wide(x) for name, x in (kwargs or {}).items()})
 
 
+@contextmanager
+def few_configurations(count: int = 2) -> Iterator[None]:
+    """Let kernels that are defined in this block try only their first configurations."""
+    try:
+        from triton.runtime.autotuner import Autotuner
+    except ImportError:  # no Triton, no kernels
+        yield
+        return
+    init = Autotuner.__init__
+
+    def first(self: Any, fn: Any, arg_names: Any, configs: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, fn, arg_names, configs[:count], *args, **kwargs)
+
+    with patch.object(Autotuner, "__init__", first):
+        yield
+
+
 def make_model() -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -85,7 +105,8 @@ def gradients(policy: Policy, items: list[Item], *, packing: bool, share_prompt:
 def main(out: Path | None = None, seconds: float = 1.0) -> None:
     """Print the table; append every row as JSON to `out`."""
     require_commit()
-    model, items = make_model(), make_items()
+    with few_configurations():
+        model, items = make_model(), make_items()
     wide = copy.deepcopy(model).double()
     policies = {
         "float32": policy_of(model.to(device := pick_device()), "auto", torch.float32),

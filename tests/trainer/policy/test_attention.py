@@ -399,7 +399,8 @@ def test_flex_on_cuda_matches_single_sequences(kind, layout):
     for logp in (got, want):
         (logp * weight).sum().backward()
     for (name, p), q in zip(policy.model.named_parameters(), plain.parameters(), strict=True):
-        assert (p.grad - q.grad).norm() <= 1e-3 * q.grad.norm(), name
+        limit = 3e-3 if name.endswith("sinks") else 1e-3  # a sum over all tokens that almost cancels: 1.6e-3
+        assert (p.grad - q.grad).norm() <= limit * q.grad.norm(), name
 
 
 @pytest.mark.gpu

@@ -1,0 +1,44 @@
+"""Configurations of autotuned kernels are compiled before they are timed."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from kernels.tuning import compile_side_by_side
+
+
+def test_configurations_are_compiled_side_by_side():
+    pytest.importorskip("triton")
+    from triton import Config
+    from triton.runtime import _async_compile
+    from triton.runtime.autotuner import Autotuner
+
+    compile_side_by_side()
+    together, compiled, timed = threading.Barrier(3, timeout=20), [], []
+
+    class Kernel:
+        """Stands in for a jitted function, whose warmup() only submits its compilation in this mode."""
+
+        @staticmethod
+        def fn(x: int) -> None: ...
+
+        def warmup(self, *args: Any, SIZE: int, **options: Any) -> None:
+            compiled.append(_async_compile.active_mode.get().executor.submit(together.wait))
+
+        def run(self, *args: Any, SIZE: int, **options: Any) -> None:
+            timed.append(SIZE)
+
+    def do_bench(call: Any, quantiles: Any) -> list[float]:
+        call()
+        return [float(timed[-1])] * 3
+
+    configs = [Config({"SIZE": size}) for size in (3, 2, 1)]
+    tuner = Autotuner(Kernel(), ["x"], configs, ["x"], None, None, do_bench=do_bench)
+    for _ in range(2):
+        tuner.run(5, grid=(1,), warmup=False)
+    assert len(compiled) == 3 and all(not x.exception() for x in compiled)  # no broken barrier: at the same time
+    assert timed == [3, 2, 1, 1, 1]  # each is timed once, the fastest runs
+    assert _async_compile.active_mode.get() is None

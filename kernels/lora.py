@@ -2,14 +2,15 @@
 
     out = lora_linear(x, base, a, b, scale)         # x W^T + scale * (x A^T) B^T + bias
 
-In bfloat16, a small adapter that is added to an output already rounded is mostly rounded away itself. Here the product
-with W is added to the adapter's output inside the matmul, whose sums are float32. Rounding the adapter's output first
-costs a fraction of the adapter, not of the output. The gradient of x is summed in the same way. This also saves passes
-over the activations: there are no separate additions. A bias is added last, to the rounded sum.
+In bfloat16, a small adapter that is added to an output already rounded is mostly rounded away itself. Here both products
+are summed in float32 inside one matmul. Rounding x A^T first costs a fraction of the adapter, not of the output. On a
+CPU the matmul adds to the adapter's output. cuBLAS would round that output first, and round again (an adapter of 1e-4 of
+the output loses a third), so on a GPU the matmul runs over both K dimensions at once: [x, low] [W, B]^T. The gradient of
+x is added to in place on both. A bias is added last, to the rounded sum.
 
 W may be stored in 4 bits (kernels/nf4.py); it is then dequantised for each product. In compiled graphs the product and
 its addition are one operator: the compiler would split them, and keep a dequantised weight for the backward pass. An
-adapter of rank 0 gives the same bits as B = 0.
+adapter with scale 0 gives the same bits as B = 0.
 
 Shapes: N = tokens, D = in features, O = out features, R = rank.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -59,7 +61,7 @@ class _Sum(torch.autograd.Function):
         ctx.shares, ctx.scale, inner = inner is None, scale, x if inner is None else inner
         low = (inner @ a.t()) * scale
         ctx.save_for_backward(inner, low, a, b, weight, absmax)
-        return _added(low @ b.t(), x, weight, absmax, transpose=True)
+        return (_opaque_sum if torch.compiler.is_compiling() else sum_products)(x, weight, absmax, low, b)
 
     @staticmethod
     @once_differentiable
@@ -69,26 +71,45 @@ class _Sum(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_inner = slope @ a
             grad_x = grad_inner if ctx.shares else torch.zeros_like(grad_inner)
-            grad_x = _added(grad_x, grad, weight, absmax, transpose=False)
+            (_opaque_add if torch.compiler.is_compiling() else _add_product)(grad_x, grad, weight, absmax)
         return grad_x, None if ctx.shares else grad_inner, slope.t() @ inner, grad.t() @ low, None, None, None
 
 
-def _add_product(out: Tensor, x: Tensor, weight: Tensor, absmax: Tensor | None, transpose: bool) -> None:
-    """out += x @ W, or x @ W.T with `transpose`; `weight` contains the codes of W if absmax is given."""
-    if absmax is not None:
-        shape = (out.shape[1], x.shape[1]) if transpose else (x.shape[1], out.shape[1])
-        weight = dequantize(Packed(weight, absmax), shape, x.dtype)
-    out.addmm_(x, weight.t() if transpose else weight)
+def sum_products(
+    x: Tensor,  # (N, D)
+    weight: Tensor,  # (O, D), or the codes of W if absmax is given
+    absmax: Tensor | None,
+    low: Tensor,  # (N, R)
+    b: Tensor,  # (O, R)
+    join: bool | None = None,  # default: on a GPU
+) -> Tensor:  # (N, O)
+    """Return x W^T + low B^T, rounded once."""
+    weight = _dense(weight, absmax, (b.shape[0], x.shape[1]), x.dtype)
+    if not (x.is_cuda if join is None else join):
+        return (low @ b.t()).addmm_(x, weight.t())
+    spare = (0, -b.shape[1] % 8)  # rows of 16 bytes, for the fast kernels
+    return torch.cat([x, F.pad(low, spare)], 1) @ torch.cat([weight, F.pad(b, spare)], 1).t()
 
 
-_opaque_add_product = torch.library.custom_op(
+def _add_product(out: Tensor, x: Tensor, weight: Tensor, absmax: Tensor | None) -> None:
+    """out += x @ W"""
+    out.addmm_(x, _dense(weight, absmax, (x.shape[1], out.shape[1]), x.dtype))
+
+
+def _dense(weight: Tensor, absmax: Tensor | None, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    return weight if absmax is None else dequantize(Packed(weight, absmax), shape, dtype)
+
+
+_opaque_sum = torch.library.custom_op(
+    "strop::sum_products",
+    sum_products,
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor? absmax, Tensor low, Tensor b, bool? join=None) -> Tensor",
+)
+_opaque_sum.register_fake(lambda x, weight, absmax, low, b, join=None: x.new_empty(x.shape[0], b.shape[0]))
+_opaque_add = torch.library.custom_op(
     "strop::add_product",
     _add_product,
     mutates_args=("out",),
-    schema="(Tensor(a!) out, Tensor x, Tensor weight, Tensor? absmax, bool transpose) -> ()",
+    schema="(Tensor(a!) out, Tensor x, Tensor weight, Tensor? absmax) -> ()",
 )
-
-
-def _added(out: Tensor, x: Tensor, weight: Tensor, absmax: Tensor | None, *, transpose: bool) -> Tensor:
-    (_opaque_add_product if torch.compiler.is_compiling() else _add_product)(out, x, weight, absmax, transpose)
-    return out

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.lora import fits, lora_linear
+from kernels.lora import fits, lora_linear, sum_products
 from kernels.nf4 import Linear4bit
 from tests.kernels.decode_problems import error
 
@@ -83,8 +83,22 @@ def test_sums_are_rounded_once(sizes, in_4bit):
     base, x = layer(width, out, torch.bfloat16, in_4bit=in_4bit), torch.randn(num, width).bfloat16()
     a, b = torch.randn(4, width).bfloat16(), (1e-3 * torch.randn(out, 4)).bfloat16()
     assert rounded_once(x, base, a, b).float().mean() > 0.999  # 0.75 to 0.85 with two roundings
-    off = lora_linear(x, base, a[:0], b[:, :0], 1.0)
+    off = lora_linear(x, base, a, b, 0.0)
     assert torch.equal(lora_linear(x, base, a, 0 * b, 1.0), off) and torch.equal(off, base(x))
+
+
+@pytest.mark.parametrize("in_4bit", [False, True])
+@pytest.mark.parametrize("sizes", [(0, 8, 8, 2), (5, 7, 13, 3), (33, 256, 129, 8)])  # tokens, in, out, rank
+def test_one_matmul_over_both_products_rounds_once(sizes, in_4bit):  # as on a GPU
+    torch.manual_seed(0)
+    num, width, out, rank = sizes
+    base = layer(width, out, torch.bfloat16, in_4bit=in_4bit)
+    x, low, b = (torch.randn(size).bfloat16() for size in ((num, width), (num, rank), (out, rank)))
+    codes, absmax = (base.codes, base.absmax) if in_4bit else (base.weight, None)
+    exact = x.double() @ base.weight.double().T + low.double() @ b.double().T
+    joined = sum_products(x, codes, absmax, low, b, join=True)
+    assert joined.shape == exact.shape
+    assert (joined == exact.bfloat16()).double().sum() >= 0.999 * exact.numel()
 
 
 def test_other_layers_do_not_fit():
@@ -128,5 +142,5 @@ def test_at_8b_shapes_on_a_gpu(width, out, compiled):
         exact = 2 * (x.double() @ a.double().T) @ b.double().T
         assert 0.99 < (change * exact).sum() / exact.square().sum() < 1.01
         assert rounded_once(x, base, a.bfloat16(), b.bfloat16()).float().mean() > 0.995  # few rows would be split in K
-        assert torch.equal(lora_linear(x, base, a, 0 * b, 1.0), lora_linear(x, base, a[:0], b[:, :0], 1.0))
+        assert torch.equal(lora_linear(x, base, a, 0 * b, 1.0), lora_linear(x, base, a, b, 0.0))
         assert compiled or times[0] < 1.05 * times[1]

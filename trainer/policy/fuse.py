@@ -141,7 +141,7 @@ def adapter_class(cls: type) -> type:
         name = names[0]
         a, b, dropout = self.lora_A[name].weight, self.lora_B[name].weight, self.lora_dropout[name]
         if self.disable_adapters:
-            return lora_linear(x, base, a[:0], b[:, :0], 0.0)
+            return lora_linear(x, base, a, b, 0.0)
         drops = self.training and isinstance(dropout, nn.Dropout)
         return lora_linear(x, base, a, b, self.scaling[name], dropout(x) if drops else None)
 

@@ -199,11 +199,11 @@ def test_gradients_match_transformers(folder_of, name):
 
 @pytest.mark.parametrize("lora", [OFF, LoraConfig(r=RANK)], ids=["full", "lora"])
 def test_gradient_checkpointing_gives_the_same_gradient(folder_of, lora):
-    calls, results = [], []
+    folder, calls, results = folder_of("llama"), [], []
     for checkpointing, num in ((False, 1), (True, 0), ("auto", 0), ("auto", 1)):
         torch.manual_seed(0)  # for the adapter's initialisation
         with recomputing(num):
-            policy = load(folder_of("llama"), lora, gradient_checkpointing=checkpointing)
+            policy = load(folder, lora, gradient_checkpointing=checkpointing)
         shake(policy.model, 2)
         counts = []
         for layer in causal_lm(policy.model).model.layers:

@@ -77,8 +77,8 @@ class _Sum(torch.autograd.Function):
 
 def sum_products(
     x: Tensor,  # (N, D)
-    weight: Tensor,  # (O, D), or the codes of W if absmax is given
-    absmax: Tensor | None,
+    weight: Tensor,  # (O, D), or the codes of W
+    absmax: Tensor | None,  # (O * D / 64,) of W in 4 bits
     low: Tensor,  # (N, R)
     b: Tensor,  # (O, R)
     join: bool | None = None,  # default: on a GPU

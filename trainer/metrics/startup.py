@@ -57,7 +57,9 @@ class Startup:
         seconds, self.last = now - self.last, now
         self.compiled = self._compiled()
         new = {part: total - before[part] for part, total in self.compiled.items()}
-        for part, spent in {name: max(0.0, seconds - sum(new.values())), **new}.items():
+        side_by_side = max(1.0, sum(new.values()) / max(seconds, 1e-9))  # kernels that threads compiled
+        new = {part: spent / side_by_side for part, spent in new.items()}
+        for part, spent in {name: seconds - sum(new.values()), **new}.items():
             self.parts[part] = self.parts.get(part, 0.0) + spent
         self._listen(self._add_kernel)
 

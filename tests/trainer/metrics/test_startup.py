@@ -64,6 +64,11 @@ def test_compiling_is_a_part_of_its_own(monkeypatch):
     assert clock.end() == f"{text} 2.0"
     now[0] += 100
     clock.begin()
+    now[0] += 6
+    clock._add_kernel(times=SimpleNamespace(total=18_000_000))  # in three threads
+    text = "startup: 6.0 s to the end of the first step: kernels 6.0"
+    assert clock.end() == text, "no longer than the wall time"
+    clock.begin()
     now[0] += 1
     assert clock.end() == "startup: 1.0 s to the end of the first step: first step 1.0", "a second run in this process"
 

@@ -2,11 +2,11 @@
 
     out = lora_linear(x, base, a, b, scale)         # x W^T + scale * (x A^T) B^T + bias
 
-In bfloat16, a small adapter that is added to an output already rounded is mostly rounded away itself. Here both products
-are summed in float32 inside one matmul. Rounding x A^T first costs a fraction of the adapter, not of the output. On a
-CPU the matmul adds to the adapter's output. cuBLAS would round that output first, and round again (an adapter of 1e-4 of
-the output loses a third), so on a GPU the matmul runs over both K dimensions at once: [x, low] [W, B]^T. The gradient of
-x is added to in place on both. A bias is added last, to the rounded sum.
+In bfloat16, a small adapter that is added to an output already rounded is mostly rounded away itself. Here both
+products are summed in float32 inside one matmul. Rounding x A^T first costs a fraction of the adapter, not of the
+output. On a CPU the matmul adds to the adapter's output. cuBLAS would round twice, so on a GPU one matmul runs over the
+K dimensions of both products: [x, low] [W, B]^T. The gradient of x is added to in place on both. A bias is added last,
+to the rounded sum.
 
 W may be stored in 4 bits (kernels/nf4.py); it is then dequantised for each product. In compiled graphs the product and
 its addition are one operator: the compiler would split them, and keep a dequantised weight for the backward pass. An

@@ -100,12 +100,12 @@ CLAIMS = (
           AGENTS.format("mini"), 300, AGENTS.format("mini") + FEW, targets=(at_least("mini", "gain", 0.1),)),
     # Models with linear attention.
     Claim("hybrids/gradients", "packed rows and shared prompts have the gradient of separate rows",
-          "bench.runs.hybrid_gradients", 150, "bench.runs.hybrid_gradients --seconds 0", LINEAR,
+          "bench.runs.hybrid_gradients", 300, "bench.runs.hybrid_gradients --seconds 0", LINEAR,
           (at_most("packed", "to_separate", 1e-3), at_most("shared prompt", "to_separate", 1e-3)),
           env={"TRITON_F32_DEFAULT": "tf32x3"}),
     Claim("hybrids/sft", "SFT of a Qwen3.5-like 1B: packed, one per row, TRL",
           f"bench.vs_trl sft --shape qwen3.5-1b --profiled 4 --ways TRL 'TRL, liger' 'ours, bf16' 'ours, bf16, rows' "
-          f"{BY_MEMORY}", 260, SMALL_STEP.format("sft").replace("tiny", "tiny-qwen3.5"), (*PEERS, "fla")),
+          f"{BY_MEMORY}", 420, SMALL_STEP.format("sft").replace("tiny", "tiny-qwen3.5"), (*PEERS, "fla")),
     Claim("hybrids/grpo", "GRPO of a Qwen3.5-like 1B: packed, one per row, TRL",
           "bench.vs_trl grpo --shape qwen3.5-1b --no-trl-vllm --completion 256 --steps 4 --profiled 3 --ways TRL "
           "'ours, bf16, local' 'ours, bf16, rows, local'", 240, SMALL_GRPO.format("tiny-qwen3.5"), (*PEERS, "fla")),

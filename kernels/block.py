@@ -1,7 +1,7 @@
 """Elementwise operations of a Llama-like block for training, one kernel per operation and direction.
 
-    out = rms_norm(x, weight, eps)
-    query, key = rotate(query, key, cos, sin)
+    out = rms_norm(x, weight, eps)                     # or dtype=torch.bfloat16: rounded for matmuls
+    query, key = rotate(query, key, cos, sin)          # likewise, for attention
     out = silu_mul(gate, up)
 
 transformers' eager modules launch 3 to 12 memory-bound kernels for each. These kernels round where the eager modules
@@ -40,15 +40,17 @@ def rms_norm(
     weight: Tensor,  # (D,)
     eps: float,
     plus_one: bool = False,
-) -> Tensor:  # (..., D) in the dtype that x and weight promote to; with plus_one in x's dtype
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # (..., D) in `dtype`; by default the one that x and weight promote to, with plus_one x's
     """weight * x / sqrt(mean(x^2) + eps), normalised in float32 and rounded to x's dtype before the product.
 
     plus_one: the factor is 1 + weight, and only the product is rounded (Gemma, Qwen3.5). The backward pass needs x
     alone.
     """
     if not _fits(x, weight):
-        return rms_norm_reference(x, weight, eps, plus_one)
-    return (_RmsNorm.apply if torch.is_grad_enabled() else _normed)(x, weight, eps, plus_one)
+        out = rms_norm_reference(x, weight, eps, plus_one)
+        return out if dtype is None else out.to(dtype)
+    return (_RmsNorm.apply if torch.is_grad_enabled() else _normed)(x, weight, eps, plus_one, dtype)
 
 
 def rotate(
@@ -56,11 +58,15 @@ def rotate(
     key: Tensor,  # (B, H_kv, T, K)
     cos: Tensor,  # (B or 1, T, K)
     sin: Tensor,  # (B or 1, T, K)
-) -> tuple[Tensor, Tensor]:  # the same shapes, in the dtypes that they promote to with cos
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # the same shapes, in `dtype`; by default in those that they promote to with cos
     """x * cos + cat(-x[K/2:], x[:K/2]) * sin, each product rounded. In memory, the heads of a token are adjacent."""
     if not _fits(query, key, cos, sin) or query.shape[-1] % 2 or cos.requires_grad or sin.requires_grad:
-        return rotate_reference(query, key, cos, sin)
-    return (_Rotate.apply if torch.is_grad_enabled() else _rotated)(query, key, cos, sin)
+        query, key = rotate_reference(query, key, cos, sin)
+        return (query, key) if dtype is None else (query.to(dtype), key.to(dtype))
+    if torch.is_grad_enabled():
+        return _Rotate.apply(query, key, cos, sin, dtype)
+    return _rotated(query, key, cos, sin, (dtype, dtype))
 
 
 def silu_mul(
@@ -114,14 +120,14 @@ def silu_mul_reference(
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, plus_one: bool, dtype: torch.dtype | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps, ctx.plus_one = eps, plus_one
-        return _normed(x, weight, eps, plus_one)
+        return _normed(x, weight, eps, plus_one, dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x, width, trains = _empty_like(x, x.dtype), x.shape[-1], ctx.needs_input_grad[1]
         num_rows, (tile, options) = x.numel() // width, _tiles(width, TILE)
@@ -135,20 +141,22 @@ class _RmsNorm(torch.autograd.Function):
                 grad, x, weight.contiguous(), grad_x, parts, num_rows, width, grad_row, row, ctx.eps, TRAINS=trains,
                 PLUS_ONE=ctx.plus_one, **options,
             )  # fmt: skip
-        return grad_x, None if parts is None else parts.sum(0).to(weight.dtype), None, None
+        return grad_x, None if parts is None else parts.sum(0).to(weight.dtype), None, None, None
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor]:
         ctx.angles = cos, sin  # not saved for backward: all layers share them, so they need no offloading
         ctx.dtypes = query.dtype, key.dtype
-        return _rotated(query, key, cos, sin)
+        return _rotated(query, key, cos, sin, (dtype, dtype))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        return *_rotated(grad_query, grad_key, *ctx.angles, ctx.dtypes), None, None
+    def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor) -> tuple[Tensor | None, ...]:
+        return *_rotated(grad_query, grad_key, *ctx.angles, ctx.dtypes, backward=True), None, None, None
 
 
 class _SiluMul(torch.autograd.Function):
@@ -171,8 +179,8 @@ class _SiluMul(torch.autograd.Function):
         return grad_gate, grad_up
 
 
-def _normed(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:  # (..., D)
-    out = _empty_like(x, x.dtype if plus_one else torch.promote_types(x.dtype, weight.dtype))
+def _normed(x: Tensor, weight: Tensor, eps: float, plus_one: bool, dtype: torch.dtype | None) -> Tensor:  # (..., D)
+    out = _empty_like(x, dtype or (x.dtype if plus_one else torch.promote_types(x.dtype, weight.dtype)))
     width = x.shape[-1]
     num_rows = x.numel() // width
     if num_rows:
@@ -185,12 +193,12 @@ def _normed(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:  #
 
 
 def _rotated(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, grad_dtypes: tuple[torch.dtype, torch.dtype] | None = None
-) -> tuple[Tensor, Tensor]:
-    """Rotate forward, or backward if grad_dtypes are given."""
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, dtypes: tuple[torch.dtype | None, torch.dtype | None],
+    *, backward: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     (batch, heads, length, size), key_heads, device = query.shape, key.shape[1], query.device
     assert size % 2 == 0 and cos.shape == sin.shape and cos.shape[1:] == (length, size), f"cos {tuple(cos.shape)}"
-    dtypes = grad_dtypes or [torch.promote_types(x.dtype, cos.dtype) for x in (query, key)]
+    dtypes = [dtype or torch.promote_types(x.dtype, cos.dtype) for x, dtype in zip((query, key), dtypes, strict=True)]
     query, key = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key))
     new_query = torch.empty((batch, length, heads, size), dtype=dtypes[0], device=device)
     new_key = torch.empty((batch, length, key_heads, size), dtype=dtypes[1], device=device)
@@ -199,7 +207,7 @@ def _rotated(
             query, key, cos.contiguous(), sin.contiguous(), new_query, new_key, length,
             0 if len(cos) == 1 else length, *query.stride()[:3], *key.stride()[:3], NUM_HEADS=heads,
             KEY_HEADS=key_heads, K=size, HEADS=HEADS, HALF=1 << (size // 2 - 1).bit_length(),
-            BACKWARD=grad_dtypes is not None, num_warps=4,
+            BACKWARD=backward, num_warps=4,
             enable_fp_fusion=False,  # a bfloat16 FMA would leave one of the two products unrounded
         )  # fmt: skip
     return new_query.transpose(1, 2), new_key.transpose(1, 2)
@@ -301,7 +309,8 @@ if triton is not None:
         sin_second = tl.load(sin + K // 2 + half, mask=inside, other=0.0).to(tl.float32)
         if BACKWARD:
             sin_first, sin_second = -sin_second, -sin_first
-        dtype: tl.constexpr = tl.float32 if BACKWARD else out.dtype.element_ty
+        is_wide: tl.constexpr = x.dtype.element_ty == tl.float32 or cos.dtype.element_ty == tl.float32
+        dtype: tl.constexpr = tl.float32 if BACKWARD or is_wide else out.dtype.element_ty
         for start in tl.static_range(0, NUM, HEADS):
             head = (start + tl.arange(0, HEADS))[:, None]
             used = inside & (head < NUM)

@@ -32,8 +32,8 @@ REFERENCES = {
     "silu_mul": block.silu_mul_reference,
 }
 PUBLIC = {
-    "rms_norm": lambda x, weight: block.rms_norm(x, weight, EPS),
-    "rms_norm, 1 + weight": lambda x, weight: block.rms_norm(x, weight, EPS, plus_one=True),
+    "rms_norm": partial(block.rms_norm, eps=EPS),
+    "rms_norm, 1 + weight": partial(block.rms_norm, eps=EPS, plus_one=True),
     "rotate": block.rotate,
     "silu_mul": block.silu_mul,
 }
@@ -177,6 +177,22 @@ def check_checkpoint(functions: dict[str, Callable[..., Any]], device: str = "cp
             assert_equal(run(checkpointed, inputs), want)
 
 
+def check_rounded(functions: dict[str, Callable[..., Any]], device: str = "cpu") -> None:
+    """Rounding inside the operation gives the bits of rounding afterwards, in both passes."""
+    for name in NAMES[:3]:
+        for dtype, other in DTYPES:
+            inputs = inputs_of(name, dtype, other, device)
+
+            def rounded_later(*inputs: Tensor, name: str = name) -> tuple[Tensor, ...]:
+                return tuple(x.bfloat16() for x in as_tuple(functions[name](*inputs)))
+
+            got, want = run(partial(functions[name], dtype=torch.bfloat16), inputs), run(rounded_later, inputs)
+            if device == "cuda":
+                assert_equal(got, want)
+            for x, y in zip((*got.outputs, *got.gradients), (*want.outputs, *want.gradients), strict=True):
+                assert x.dtype == y.dtype and error(x, y) < LIMITS[torch.bfloat16]  # the interpreter truncates
+
+
 # References
 
 
@@ -211,5 +227,5 @@ def test_references_are_exact(dtype, other, name):
 
 
 def test_references_pass_the_shared_checks():
-    for check_one in (check_views, check_no_rows, check_frozen, check_checkpoint):
+    for check_one in (check_views, check_no_rows, check_frozen, check_checkpoint, check_rounded):
         check_one(PUBLIC)

@@ -17,6 +17,7 @@ from tests.kernels.test_block import (
     check_checkpoint,
     check_frozen,
     check_no_rows,
+    check_rounded,
     check_views,
     norm_inputs,
     rotate_inputs,
@@ -62,7 +63,7 @@ def test_activation(shape, dtype, other):
     check(PUBLIC, "silu_mul", silu_inputs(shape, dtype, other, "cuda"))
 
 
-@pytest.mark.parametrize("requirement", [check_views, check_no_rows, check_frozen, check_checkpoint])
+@pytest.mark.parametrize("requirement", [check_views, check_no_rows, check_frozen, check_checkpoint, check_rounded])
 def test_shared_check(requirement):
     requirement(PUBLIC, "cuda")
 

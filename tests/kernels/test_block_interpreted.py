@@ -19,6 +19,7 @@ from tests.kernels.test_block import (
     check_checkpoint,
     check_frozen,
     check_no_rows,
+    check_rounded,
     check_views,
     norm_inputs,
     rotate_inputs,
@@ -74,7 +75,7 @@ def test_activation_of_large_values():
 
 
 @interpreted
-@pytest.mark.parametrize("requirement", [check_views, check_no_rows, check_frozen, check_checkpoint])
+@pytest.mark.parametrize("requirement", [check_views, check_no_rows, check_frozen, check_checkpoint, check_rounded])
 def test_shared_check(requirement):
     requirement(PUBLIC)
 

@@ -10,6 +10,9 @@ for bit, in bfloat16 and in float32. A module that does not match is unchanged.
 A recognised module gets a subclass of its class with a different forward: weights, names, hooks and copies stay, and
 the layers inside an MLP (adapters, 4-bit layers) are called as before. Other models in the process, including the
 copies of the in-process engine, are not modified.
+
+Under autocast, rotations and the norms that only linear layers read round their outputs, which each reader would do
+again. A forward pass keeps its bits; in the backward pass, the gradients of a norm's readers are added in bfloat16.
 """
 
 from __future__ import annotations
@@ -39,14 +42,23 @@ DTYPES = (  # (activations, weights); autocast combines bfloat16 activations wit
 )
 
 
-def fuse(lm: nn.Module) -> None:
+def fuse(lm: Any) -> None:
+    rounded = read_by_linear_layers(lm)
     for module in lm.modules():
         if (plus_one := norm_kind(module)) is not None:
-            module.__class__ = norm_class(type(module), eps_of(module), plus_one)
+            module.__class__ = norm_class(type(module), eps_of(module), plus_one, module in rounded)
         elif is_gated_mlp(module):
             module.__class__ = mlp_class(type(module))
         elif rotates(type(module)):
             module.__class__ = attention_class(type(module))
+
+
+def read_by_linear_layers(lm: Any) -> set[nn.Module]:
+    """Return the norms in Llama blocks that feed only linear layers."""
+    if block_obstacle(lm) is not None:
+        return set()
+    dense = [layer for layer in lm.base_model.layers if not hasattr(layer.mlp, "experts")]
+    return {norm for layer in dense for norm in (layer.input_layernorm, layer.post_attention_layernorm)}
 
 
 def join_adapters(lm: nn.Module) -> None:
@@ -99,9 +111,9 @@ def is_fused(module: nn.Module) -> bool:
 
 
 @functools.cache
-def norm_class(cls: type, eps: float, plus_one: bool) -> type:
+def norm_class(cls: type, eps: float, plus_one: bool, rounds: bool) -> type:
     def forward(self: Any, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, eps, plus_one)
+        return rms_norm(x, self.weight, eps, plus_one, autocast_dtype(x) if rounds else None)
 
     return subclass(cls, forward=forward)
 
@@ -134,9 +146,7 @@ def adapter_class(cls: type) -> type:
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         base, names = self.base_layer, [name for name in self.active_adapters if name in self.lora_A]
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        if args or kwargs or self.merged or len(names) != 1 or not fits(base, dtype):
+        if args or kwargs or self.merged or len(names) != 1 or not fits(base, autocast_dtype(x) or x.dtype):
             return cls.forward(self, x, *args, **kwargs)
         name = names[0]
         a, b, dropout = self.lora_A[name].weight, self.lora_B[name].weight, self.lora_dropout[name]
@@ -146,7 +156,7 @@ def adapter_class(cls: type) -> type:
         return lora_linear(x, base, a, b, self.scaling[name], dropout(x) if drops else None)
 
     def cast(self: Any, x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        if x is not None and torch.is_autocast_enabled(x.device.type):
+        if x is not None and autocast_dtype(x) is not None:
             return x
         return cls._cast_input_dtype(self, x, dtype)
 
@@ -185,9 +195,14 @@ def rotation(unfused: Callable[..., Any]) -> Callable[..., Any]:
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs or q.dim() != 4 or cos.dim() != 3 or cos.shape[-1] != q.shape[-1]:
             return unfused(q, k, cos, sin, *args, **kwargs)
-        return rotate(q, k, cos, sin)
+        return rotate(q, k, cos, sin, autocast_dtype(q))  # attention would round it
 
     return apply
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def subclass(cls: type, **methods: Callable[..., Any]) -> type:

@@ -17,6 +17,7 @@ the residual stream, c in a matrix product.
     --trained-dtype bfloat16                                   h 2, w 2, c 2
     --dtype float32                                            h 4, w 4, c 4
     frozen LoRA base; blocks that FSDP gathers in bfloat16          w 2, c 2
+    the same base with the in-process engine                        w 4, c 2
 
 With --load-in-4bit the matrices of the base take PACKED bytes per weight, plus c per weight of the matrix in use.
 
@@ -136,6 +137,7 @@ class Work:
 
     tokens: int
     lora_r: int = 0
+    is_wide: bool = False  # LoRA with a float32 residual stream
     in_4bit: bool = False  # frozen base in 4 bits
     fp8: bool = False  # two FP8 copies of the frozen base
     weight_bytes: int = 4  # h, in full fine-tuning
@@ -177,9 +179,14 @@ class Work:
         return max(size, 4) if self.has_copies and self.accumulates else size
 
     @property
-    def stream(self) -> int:
-        """w; FSDP casts the blocks it gathers, so autocast does not."""
+    def used_bytes(self) -> int:
+        """Bytes of a weight in use; FSDP casts the blocks it gathers, so autocast does not."""
         return self.weight_bytes if self.full and self.shards == 1 else self.compute
+
+    @property
+    def stream(self) -> int:
+        """w"""
+        return 4 if self.is_wide and self.shards == 1 else self.used_bytes
 
 
 class RolloutSize(NamedTuple):
@@ -333,7 +340,7 @@ def block_activation_bytes(s: Sizes, work: Work, *, routed: bool | None = None) 
     else:
         terms = {
             "two norms": 2 * (4 * d + 4),
-            "inputs of matrices": c * (2 * d + inner),  # matrices with the same input share it
+            "inputs of matrices": c * ((num_inputs if w != c else 2) * d + inner),  # rounded for each matrix, or shared
             "inside the adapters": c * (7 if inner else 4) * work.lora_r,
             "q, k norms": (4 * keys + 4 * heads) * s.qk_norm,
             "MLP": 3 * c * inner,
@@ -407,7 +414,7 @@ def head_bytes(s: Sizes, work: Work) -> int:
     """
     if work.head == "none":
         return 0
-    rows, d, v, w, c = work.local_trained_tokens, s.width, s.vocab, work.stream, work.compute
+    rows, d, v, w, c = work.local_trained_tokens, s.width, s.vocab, work.used_bytes, work.compute
     cast, dx = c * s.embedding * (w != c), c * rows * d
     if not work.triton or c == 4:  # float32 blocks: four, or three plus the summand of dW
         block = 4 * v * min(rows, max(1, TORCH_BLOCK // v))
@@ -660,7 +667,7 @@ def unsharded_work(cfg: MethodConfig, s: Sizes, device: str) -> Work:
     tokens, is_part = micro_batch(cfg)
     work = Work(
         tokens=tokens, lora_r=cfg.lora.r, in_4bit=cfg.model.load_in_4bit, weight_bytes=BYTES[cfg.model.trained_dtype],
-        fp8=cfg.model.fp8_base, compute=compute,
+        fp8=cfg.model.fp8_base, compute=compute, is_wide=bool(cfg.lora.r) and samples_here(cfg),
         checkpointing=cfg.model.gradient_checkpointing is True or cfg.model.activation_offloading,
         offloading=cfg.model.activation_offloading,
         head=facts.head_for(cfg.parallel.context), has_reference=has_reference(cfg),
@@ -674,6 +681,10 @@ def unsharded_work(cfg: MethodConfig, s: Sizes, device: str) -> Work:
     if hasattr(cfg, "value_model"):
         work = replace(work, critic=critic_bytes(s, work, cfg.value_model and sizes_for(cfg, cfg.value_model)))
     return work
+
+
+def samples_here(cfg: MethodConfig) -> bool:
+    return getattr(getattr(cfg, "rollout", None), "engine", "vllm") != "vllm"
 
 
 def work_of(cfg: MethodConfig, s: Sizes, device: str | None = None) -> Work:

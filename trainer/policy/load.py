@@ -47,6 +47,7 @@ from kernels.attention import share_graphs
 from kernels.fp8 import Linear8, has_tensor_cores
 from kernels.fp8 import fits as fits_fp8
 from kernels.nf4 import Linear4bit, is_4bit, make_known_to_inductor
+from rollout.engines.forward import block_obstacle
 from rollout.model_folder import (
     BUILTIN,
     INDEX,
@@ -392,6 +393,8 @@ def release(policy: Policy) -> None:
     unfuse(lm)
     for block in blocks_of(lm, policy.source) if policy.is_compiled else ():
         vars(block).pop("forward", None)
+    if policy.wide_stream is not None:
+        policy.wide_stream.remove()
     lm.gradient_checkpointing_disable()
     if policy.reference_adapter is not None:
         policy.model.delete_adapter(policy.reference_adapter)
@@ -482,6 +485,16 @@ def speed_up(lm: Any, cfg: ModelConfig, source: str, device: torch.device) -> No
     join_adapters(lm)
     if device.type == "cuda":
         fuse(lm)
+
+
+def carry_float32(policy: Policy) -> None:
+    """Keep the residual stream of a LoRA run in float32, as the in-process engine does for Llama blocks.
+
+    Frozen bfloat16 embeddings would start a bfloat16 stream, which rounds after every block.
+    """
+    lm = causal_lm(policy.model)
+    if policy.autocast_dtype and not policy.is_sharded and block_obstacle(lm) is None:
+        policy.wide_stream = lm.get_input_embeddings().register_forward_hook(lambda module, args, out: out.float())
 
 
 def make_policy_exact(policy: Policy) -> None:

@@ -10,6 +10,7 @@ Logits of a whole micro-batch are never stored: kernels/linear_logprob.py takes 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -70,6 +71,7 @@ class Policy:
     replays_routes: bool = False  # the model takes the experts that the sampler recorded (rollout/routes.py)
     router: Any = None  # RouterLoss (trainer/policy/experts.py), if expert load is balanced
     companions: list[Policy] = field(default_factory=list)  # other models run every step; compiled with the policy
+    wide_stream: Any = None  # handle of the hook of carry_float32()
     files: TensorFiles | None = None  # weights not loaded yet: parallelize() reads each rank's shards
 
     @property
@@ -358,6 +360,8 @@ def choose_layout(policy: Policy, check: Callable[[Policy], None]) -> None:
     if kind is not None:
         problems = [f"{kind} layers of model_type={lm.config.model_type} carry state from one token to the next"]
         layouts = layouts[0 if prepare_layers(lm) else 1 :]
+        if "fla" in sys.modules and policy.device.type == "cuda" and is_main():
+            log("flash-linear-attention compiles and tunes its kernels, which takes about two minutes in a first run")
     if window := getattr(lm.config.get_text_config(), "window_size", None):  # GPT-Neo; too long for the probe
         problems = [f"window_size={window} of model_type={lm.config.model_type} counts positions of the row"]
         layouts = layouts[-1:]

@@ -35,7 +35,7 @@ from trainer.config.sampling import RewardedConfig
 from trainer.parallel.comm import context_size, data_size
 from trainer.parallel.dtensor import gather
 from trainer.policy.experts import prepare_replay
-from trainer.policy.load import blocks_of
+from trainer.policy.load import blocks_of, carry_float32
 from trainer.policy.logps import Policy, causal_lm, logps_in_training
 from trainer.run.run import Run
 
@@ -227,6 +227,8 @@ def start_engine(
     if cfg.rollout.replay_routes and expert_blocks(policy.model):
         layers = blocks_of(causal_lm(policy.model), policy.source)
         policy.replays_routes = prepare_replay(policy, list(layers), run.note)
+    if cfg.rollout.engine == "local" and policy.is_lora:
+        carry_float32(policy)
     local = LocalEngine(
         policy.model,
         policy.tokenizer,

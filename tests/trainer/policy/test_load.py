@@ -21,7 +21,15 @@ from rollout.sync.choose import check_served
 from tests.models import make_model, policy_of
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.policy import attention, logps
-from trainer.policy.load import BUILTIN, load_hollow, load_policy, recomputing, resolve_model
+from trainer.policy.load import (
+    BUILTIN,
+    carry_float32,
+    load_hollow,
+    load_policy,
+    recomputing,
+    release,
+    resolve_model,
+)
 from trainer.policy.logps import Policy, causal_lm, check_logps, reference_logps, reject_gap, token_logps
 from trainer.tiny.build import make_tokenizer
 
@@ -351,6 +359,22 @@ def test_bfloat16_compute_keeps_float32_weights(folder_of):
     assert (reference_logps(policy, batch_of()) - want).abs().max() < 0.25
     got = gradients(policy)
     assert {g.dtype for g in got.values()} == {torch.float32} and all(g.isfinite().all() for g in got.values())
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a warning on CPUs without bfloat16 instructions
+def test_a_float32_stream_gives_lora_the_log_probs_of_a_fully_trained_model(folder_of):
+    full = load(folder_of("llama"), dtype="bfloat16")
+    with torch.no_grad():
+        for p in full.model.parameters():
+            p.copy_(p.bfloat16())
+    lora, batch = load(folder_of("llama"), LoraConfig(r=RANK), dtype="bfloat16"), batch_of()
+    lm = causal_lm(lora.model)
+    before, want = (token_logps(policy, batch).logp for policy in (lora, full))
+    assert not torch.equal(before, want)
+    carry_float32(lora)
+    assert torch.equal(token_logps(lora, batch).logp, want)
+    release(lora)
+    assert not lm.get_input_embeddings()._forward_hooks and torch.equal(token_logps(lora, batch).logp, before)
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")

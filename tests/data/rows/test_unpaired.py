@@ -60,12 +60,16 @@ def test_text_families(load):
             assert load(rows, f"{family}.{kind}") == expected
 
 
-def test_rows_of_a_single_label_are_logged(load, capsys):
+def test_rows_of_a_single_label_cause_a_warning(load, capsys):
     rows = [{"prompt": "2+2?", "completion": "4", "label": True}] * 3
     load(rows)
-    assert "data: all 3 responses are desirable and none is undesirable" in capsys.readouterr().err
+    warning = capsys.readouterr().err
+    assert warning.startswith("warning: ") and "all 3 responses are desirable; " in warning
+    assert "rows.jsonl" in warning and "KTO only makes them more likely" in warning
     load([{**row, "label": 0} for row in rows])
-    assert "data: all 3 responses are undesirable and none is desirable" in capsys.readouterr().err
+    assert "all 3 responses are undesirable; trained on them alone, KTO only makes them less likely" in (
+        capsys.readouterr().err
+    )
     load([*rows, {**rows[0], "label": False}])
     assert capsys.readouterr().err == ""
 

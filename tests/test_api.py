@@ -245,6 +245,18 @@ def test_a_dry_run_applies_the_context_of_the_model(tmp_path, monkeypatch, capsy
     assert "max_completion_length=512: leaves no room for a prompt" in capsys.readouterr().err
 
 
+def test_a_dry_run_checks_that_kto_has_two_prompts(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": prompt, "completion": "2", "label": prompt == "1+1="} for prompt in ("1+1=", "2+2=")]
+    Path("one.jsonl").write_text(f"{json.dumps(rows[0])}\n" * 2)
+    Path("two.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    argv = ["--method", "kto", "--model", "builtin:tiny", "--dry-run", "--data"]
+    for words in (["one.jsonl"], ["two.jsonl", "--val-set-size", "1"], ["two.jsonl", "--eval-data", "one.jsonl"]):
+        assert main([*argv, *words]) == 2
+        assert "error: data: all rows have the same prompt" in capsys.readouterr().err
+    assert main([*argv, "two.jsonl"]) == main([*argv, "one.jsonl", "--loss-type", "apo_zero_unpaired"]) == 0
+
+
 REWARDS = """
 print("imported")
 async def shouts(completions):

@@ -355,7 +355,8 @@ def _read_jsonl(path: str, file: BinaryIO) -> LazyRows:
         try:
             return json.loads(line.removesuffix(b"\n").decode())
         except UnicodeDecodeError as error:
-            raise UserError(f"data={path}: not UTF-8 text (byte {start + error.start}); convert it") from None
+            where = f"{path}:{numbers[index]}"
+            raise UserError(f"{where}: not UTF-8 text (byte {start + error.start}); convert it") from None
         except (ValueError, RecursionError) as error:
             raise _not_json(f"{path}:{numbers[index]}", error) from None
 

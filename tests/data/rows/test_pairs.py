@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+
 import pytest
 
 from data.format_options import FormatOptions
@@ -179,6 +182,18 @@ def test_bad_rows_are_skipped_and_the_first_is_shown(write, chatml, capsys):
         load_pairs([write(*rows)], chatml)
     with pytest.raises(ValueError, match="bad_rows=skip: none of the 1 rows .*rows.jsonl:1"):
         load_pairs([write(rows[1])], chatml, bad_rows="skip")
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_lines_that_are_not_json_are_bad_rows(pack, tmp_path, chatml, capsys):
+    path = tmp_path / ("rows.jsonl" if pack is bytes else "rows.jsonl.gz")
+    path.write_bytes(pack(f'{{"prompt": \n{json.dumps(row())}\n[1]\n'.encode()))
+    (pair,) = load_pairs([str(path)], chatml, bad_rows="skip")
+    assert pair.source == f"{path}:2"
+    found = f"data: of 3 rows, 2 skipped as bad, the first: {path}:1: not valid JSON"
+    assert capsys.readouterr().err.startswith(found)
+    with pytest.raises(ValueError, match=f"{path}:1: not valid JSON"):
+        load_pairs([str(path)], chatml)
 
 
 def test_equal_responses_are_skipped_and_counted(write, chatml, capsys):

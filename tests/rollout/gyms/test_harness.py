@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -115,6 +116,13 @@ def test_a_program_without_tokens_left_is_rewarded_as_truncated(play):
     (completion,) = play(["ends"], max_tokens=12)
     assert completion.columns["num_turns"] == 1 and completion.columns["env_failed"] == 0.0
     assert completion.finish_reason == "length" and completion.trained == 3
+
+
+def test_a_first_request_beyond_the_context_is_logged_once(play):
+    completions = play(["ends", "ends"], text="y" * 600)
+    assert all(c.finish_reason == "length" and c.trained == 0 and c.columns["num_turns"] == 0 for c in completions)
+    (line,) = play.lines
+    assert re.match(r"harness: rows.jsonl:[12]: a prompt of 6\d\d tokens", line) and "(context length 512" in line
 
 
 def test_a_failure_names_the_request_that_the_endpoint_rejected(play):

@@ -121,7 +121,7 @@ class VerifiersEnv:
         return GymSource(
             functools.partial(self._play, sampling), endpoint, loop=self.loop, flag="verifiers",
             title="verifiers", prefix_mismatch=self.cfg.prefix_mismatch, log_once=self.log_once,
-            hint="see the first failure of each kind in the run's log",
+            hint="a line 'verifiers: ...' above shows the first failure of each kind",
         )  # fmt: skip
 
     def close(self) -> None:

@@ -220,8 +220,8 @@ def test_mistakes_are_reported_as_by_the_command(settings, words):
 
 
 @pytest.mark.parametrize(("method", "row", "words"), [
-    ("sft", {"prompt": "1+1=", "completion": "2"}, ["data.jsonl:1 example", "4 not trained, 2", "steps: 3 of 2"]),
-    ("grpo", {"prompt": "1+1=", "answer": "2"}, ["data.jsonl:1 prompt: 4 tokens", "steps: 2 of 8"]),
+    ("sft", {"prompt": "1+1=", "completion": "2"}, ["data.jsonl:1 example", "4 not trained", ": 3, with 2 rows"]),
+    ("grpo", {"prompt": "1+1=", "answer": "2"}, ["data.jsonl:1 prompt: 4 tokens", "steps: 2, with 8 completions"]),
 ])  # fmt: skip
 def test_a_dry_run_shows_the_first_row_and_a_plan(method, row, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

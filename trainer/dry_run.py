@@ -108,7 +108,9 @@ def plan_lines(cfg: MethodConfig, rows: Sequence[ShownRow]) -> list[str]:
     steps = cfg.run.total_steps(num_rows, rows_per_batch, cfg.steps_per_rollout if samples else 1)
     epochs = steps * rows_per_batch / (cfg.steps_per_rollout if samples else 1) / num_rows
     passes = f"{num_rows} rows, {epochs:.3g} epoch{'s' * (epochs != 1)}"
-    lines = [f"steps: {steps} of {cfg.run.sequences_per_step} sequences ({passes})"]
+    unit = "completion" if samples else "row"
+    size = f"{cfg.run.sequences_per_step} {unit}{'s' * (cfg.run.sequences_per_step != 1)}"
+    lines = [f"steps: {steps}, with {size} per step ({passes})"]
     try:
         s = plan.sizes_for(cfg)
         work = plan.work_of(cfg, s)

@@ -196,10 +196,20 @@ def test_lines_that_are_not_json_are_bad_rows(pack, tmp_path, chatml, capsys):
         load_pairs([str(path)], chatml)
 
 
+def test_plain_prompts_are_logged_if_the_model_has_a_template(write, chatml, tokenizer_of, capsys):
+    path = write(row())
+    load_pairs([path], chatml)
+    assert "the prompts are plain text and are not rendered with the chat template" in capsys.readouterr().err
+    load_pairs([path], tokenizer_of("plain"))
+    load_pairs([path], chatml, data_format="user_defined")
+    load_pairs([write(row(prompt=[USER]))], chatml)
+    assert "plain text" not in capsys.readouterr().err
+
+
 def test_equal_responses_are_skipped_and_counted(write, chatml, capsys):
     (pair,) = load_pairs([write(row(chosen="5"), row())], chatml)
     assert pair.source.endswith("rows.jsonl:2")
-    assert capsys.readouterr().err == "data: of 2 rows, 1 skipped, chosen equals rejected\n"
+    assert capsys.readouterr().err.startswith("data: of 2 rows, 1 skipped, chosen equals rejected\n")
     with pytest.raises(ValueError, match=r"^data: none of the 2 rows .*2 skipped, chosen equals rejected"):
         load_pairs([write(row(chosen="5"), row(chosen="5"))], chatml)
     length = len(pair.prompt_ids) + 1  # truncated to one token, both responses are equal

@@ -174,7 +174,8 @@ def load_rows(spec: DataSpec) -> Sequence[Row]:
 def check_file(path: str) -> None:
     """Raise if the path of a spec names a local file that does not exist."""
     if not (path.startswith(TASKS) or is_hub(path) or Path(path).expanduser().is_file()):
-        raise UserError(f"data={path}: no such file; check the path")
+        where = "" if Path(path).expanduser().is_absolute() else f" in {Path.cwd()}"
+        raise UserError(f"data={path}: no such file{where}; check the path")
 
 
 def slice_rows(split: str, num_rows: int) -> tuple[set[str], list[int]]:
@@ -355,7 +356,8 @@ def _read_jsonl(path: str, file: BinaryIO) -> LazyRows:
         try:
             return json.loads(line.removesuffix(b"\n").decode())
         except UnicodeDecodeError as error:
-            raise UserError(f"data={path}: not UTF-8 text (byte {start + error.start}); convert it") from None
+            where = f"{path}:{numbers[index]}"
+            raise UserError(f"{where}: not UTF-8 text (byte {start + error.start}); convert it") from None
         except (ValueError, RecursionError) as error:
             raise _not_json(f"{path}:{numbers[index]}", error) from None
 

@@ -220,8 +220,8 @@ def test_mistakes_are_reported_as_by_the_command(settings, words):
 
 
 @pytest.mark.parametrize(("method", "row", "words"), [
-    ("sft", {"prompt": "1+1=", "completion": "2"}, ["data.jsonl:1 example", "4 not trained, 2", "steps: 3 of 2"]),
-    ("grpo", {"prompt": "1+1=", "answer": "2"}, ["data.jsonl:1 prompt: 4 tokens", "steps: 2 of 8"]),
+    ("sft", {"prompt": "1+1=", "completion": "2"}, ["data.jsonl:1 example", "4 not trained", ": 3, with 2 rows"]),
+    ("grpo", {"prompt": "1+1=", "answer": "2"}, ["data.jsonl:1 prompt: 4 tokens", "steps: 2, with 8 completions"]),
 ])  # fmt: skip
 def test_a_dry_run_shows_the_first_row_and_a_plan(method, row, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -243,6 +243,18 @@ def test_a_dry_run_applies_the_context_of_the_model(tmp_path, monkeypatch, capsy
     assert "1 truncated to max_length=512" in capsys.readouterr().err
     assert main(["--method", "grpo", "--max-completion-length", "512", *argv]) == 2
     assert "max_completion_length=512: leaves no room for a prompt" in capsys.readouterr().err
+
+
+def test_a_dry_run_checks_that_kto_has_two_prompts(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": prompt, "completion": "2", "label": prompt == "1+1="} for prompt in ("1+1=", "2+2=")]
+    Path("one.jsonl").write_text(f"{json.dumps(rows[0])}\n" * 2)
+    Path("two.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    argv = ["--method", "kto", "--model", "builtin:tiny", "--dry-run", "--data"]
+    for words in (["one.jsonl"], ["two.jsonl", "--val-set-size", "1"], ["two.jsonl", "--eval-data", "one.jsonl"]):
+        assert main([*argv, *words]) == 2
+        assert "error: data: all rows have the same prompt" in capsys.readouterr().err
+    assert main([*argv, "two.jsonl"]) == main([*argv, "one.jsonl", "--loss-type", "apo_zero_unpaired"]) == 0
 
 
 REWARDS = """

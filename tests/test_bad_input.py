@@ -320,7 +320,7 @@ FILES = {
     "csv without the column": ("r.csv", b"question,answer\n1+2,3\n", "r.csv:1", "'prompt'", "question, answer"),
     "csv of uneven rows": ("r.csv", b"prompt,answer\n1+2=,3\n1+2=,3,4\n", "r.csv:2", "header"),
     "csv of a header": ("r.csv", b"prompt,answer\n", "data=r.csv", "no rows"),
-    "not utf-8": ("r.jsonl", b'{"prompt": "caf\xe9"}\n', "data=r.jsonl", "UTF-8", "byte 15"),
+    "not utf-8": ("r.jsonl", b'{"prompt": "caf\xe9"}\n', "r.jsonl:1", "UTF-8", "byte 15"),
     "not parquet": ("r.parquet", b"x", "data=r.parquet", "parquet"),
     "not gzip": ("r.jsonl.gz", b"x", "data=r.jsonl.gz"),
     "damaged gzip": ("r.jsonl.gz", gzip.compress(rows(*[GOOD] * 9).encode())[:12] + b"x" * 40, "data=r.jsonl.gz"),

@@ -20,6 +20,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, NoneType
 from typing import Any, NoReturn
@@ -134,6 +135,7 @@ def parse(
         if values["overwrite_output_dir"].words == ("True",):
             raise UserError("--overwrite-output-dir would delete the run to resume; remove it or --resume")
         values |= read_tree({"output_dir": str(resume.run_dir), "resume": resume.checkpoint}, table, "--resume")
+        _check_working_folder(resume, values)
     cfg = build(module.Config, values, table, prog, mistakes)
     if is_dry_run:
         print(_as_yaml(cfg, values), end="", flush=True)
@@ -478,6 +480,27 @@ def _resume_point(argv: Sequence[str], file_tree: dict[str, Any], method: str | 
     if "method" not in saved:
         raise UserError(f"{run_dir}/config.yaml: names no method, so this is not the config of a run; name another run")
     return ResumePoint(run_dir, checkpoint, {**_as_launched(saved), "resume": None, "overwrite_output_dir": False})
+
+
+def _check_working_folder(resume: ResumePoint, values: Values) -> None:
+    """Raise if a relative path of the config exists only in the folder in which the run was started."""
+    template = Path(str(resume.saved.get("output_dir", "/")))
+    if template.is_absolute() or ".." in template.parts:
+        return
+    start = resume.run_dir.resolve().parents[len(template.parts) - 1]
+    for key, given in values.items():
+        for word in given.words:
+            path, module = word.partition(":")[0], ""
+            if key in FUNCTIONS and not path.endswith(".py"):  # my_module.function
+                module = path.rpartition(".")[0].replace(".", "/")
+                path = f"{module}.py"
+            is_path = "." in path or "/" in path or key == "model"
+            is_gone = is_path and (start / path).exists() and not Path(path).exists()
+            if is_gone and not (module and find_spec(module.split("/")[0])):
+                raise UserError(
+                    f"{key}={word}: not in the working folder {Path.cwd()}, but in {start}, where the run was started; "
+                    "resume it there"
+                )
 
 
 def _as_launched(saved: dict[str, Any]) -> dict[str, Any]:

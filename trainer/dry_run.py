@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from data.errors import UserError
 from data.formats.registry import PROMPT_FORMATS, formatted_rows
-from data.rows.held_out import held_out_numbers
+from data.rows.held_out import train_and_held_out
 from data.rows.prompts import tokenise_prompt
 from data.show import ShowConfig, ShownRow, read, show, with_settings
 from rollout.engine import context_of
@@ -26,6 +26,7 @@ from strop_config import kind_and_tree
 from trainer import plan
 from trainer.config.blocks import MethodConfig
 from trainer.config.sampling import RewardedConfig
+from trainer.offline.labelled import check_prompts
 from trainer.parallel.ranks import world_size
 from trainer.policy.load import find_model, load_tokenizer
 
@@ -49,9 +50,14 @@ def describe(cfg: MethodConfig) -> None:
         with contextlib.suppress(UserError):  # plan_lines reports it
             lm = plan.meta_model(cfg.model.model, cfg.model.revision, trust_remote_code=cfg.model.trust_remote_code)
             context_length = context_of(lm.config)
-        rows = read(shown, tokenizer, training, context_length)
-        if cfg.data.eval_data:
-            read(replace(shown, data=cfg.data.eval_data), tokenizer, training, context_length)
+
+        def load(specs: Sequence[str]) -> list[ShownRow]:
+            return read(replace(shown, data=tuple(specs)), tokenizer, training, context_length) if specs else []
+
+        rows, held_out = train_and_held_out(replace(cfg.data, dedup=False), cfg.run.seed, load)
+        if getattr(cfg, "loss_type", None) == "kto":
+            for part in (rows, held_out[: cfg.data.max_eval_rows]):
+                check_prompts(row.segments[0].ids[: row.lengths["prompt"]] for row in part)
         rewards = list(reward_lines(cfg, tokenizer)) if isinstance(cfg, RewardedConfig) else []
         show(rows, tokenizer, 1)
         print("\n".join([*map(str, rewards), *plan_lines(cfg, rows)]))
@@ -94,17 +100,17 @@ def reward_lines(cfg: RewardedConfig, tokenizer: Any) -> Iterator[str | UserErro
             loaded[spec].close()
 
 
-def plan_lines(cfg: MethodConfig, rows: list[ShownRow]) -> list[str]:
+def plan_lines(cfg: MethodConfig, rows: Sequence[ShownRow]) -> list[str]:
     """Return lines on the steps of the run, and on memory and time if they can be estimated."""
     num_rows = len(rows)
-    if cfg.data.val_set_size:
-        num_rows -= len(held_out_numbers(num_rows, cfg.data.val_set_size, cfg.run.seed))
     samples = hasattr(cfg, "rollout")
     rows_per_batch = cfg.prompts_per_rollout if samples else cfg.run.sequences_per_step
     steps = cfg.run.total_steps(num_rows, rows_per_batch, cfg.steps_per_rollout if samples else 1)
     epochs = steps * rows_per_batch / (cfg.steps_per_rollout if samples else 1) / num_rows
     passes = f"{num_rows} rows, {epochs:.3g} epoch{'s' * (epochs != 1)}"
-    lines = [f"steps: {steps} of {cfg.run.sequences_per_step} sequences ({passes})"]
+    unit = "completion" if samples else "row"
+    size = f"{cfg.run.sequences_per_step} {unit}{'s' * (cfg.run.sequences_per_step != 1)}"
+    lines = [f"steps: {steps}, with {size} per step ({passes})"]
     try:
         s = plan.sizes_for(cfg)
         work = plan.work_of(cfg, s)

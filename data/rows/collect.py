@@ -66,10 +66,9 @@ def collect(
         def convert_chunk(start: int, spec=spec, rows=rows, function=function) -> Chunk[T]:
             columns, tally = Columns(kind), Tally()
             for index in range(start, min(start + CHUNK, len(rows))):
-                row = rows[index]
                 tally.num_rows += 1
                 try:
-                    records = convert(spec, row, function, tally)
+                    records = convert(spec, rows[index], function, tally)
                 except ValueError as error:
                     if bad_rows == "error":
                         raise

@@ -30,6 +30,7 @@ from data.formats.registry import Columns, Format, WithOptions, apply, parse_spe
 from data.formats.template_settings import check_effect, template_settings
 from data.rows.bad_rows import BadRows, Tally, check_system
 from data.rows.collect import collect
+from data.rows.prompts import log_plain
 from data.rows.stored import Stored
 from data.sources import DataSpec, Row
 from data.types import Pair
@@ -119,6 +120,8 @@ def read_responses(
     check_system(system_prompt, tally.counts["takes system"] > 0)
     check_effect(kwargs, tally.counts["by template"] > 0)
     tally.log()
+    if {spec.format or data_format for spec in parse_specs(specs)} == {"auto"}:  # other text formats are deliberate
+        log_plain(tally.counts["by template"] > 0, tokenizer)
     return rows, tally
 
 

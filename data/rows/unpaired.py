@@ -32,10 +32,11 @@ def load_labelled(
         system_prompt=system_prompt, kwargs=chat_template_kwargs, bad_rows=bad_rows, cfg=cfg,
     )  # fmt: skip
     if tally.counts["desirable"] in (0, len(labelled)):
-        kind, other = ("desirable", "undesirable") if tally.counts["desirable"] else ("undesirable", "desirable")
+        # Not an error: TRL trains such rows, and undesirable rows alone are a way to unlearn text.
+        kind, change = ("desirable", "more") if tally.counts["desirable"] else ("undesirable", "less")
         print(
-            f"data: all {len(labelled)} responses are {kind} and none is {other}; KTO needs both, add rows with the "
-            "other label",
+            f"warning: {', '.join(specs)}: all {len(labelled)} responses are {kind}; trained on them alone, KTO only "
+            f"makes them {change} likely; add rows with the other label",
             file=sys.stderr,
         )
     return labelled

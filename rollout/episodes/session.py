@@ -195,8 +195,8 @@ class Session:
             self.truncated = self.is_full = True
             self.on_full()
             raise OutOfTokens(
-                f"max_completion_length={self.sampling.max_tokens}: a prompt of {len(ids)} tokens leaves no tokens for "
-                f"an answer (context length {self.model.context})"
+                f"a prompt of {len(ids)} tokens leaves no tokens for an answer (context length {self.model.context}, "
+                f"max_completion_length={self.sampling.max_tokens})"
             )
         limit = left if max_tokens is None else max(1, min(left, max_tokens))
         stops = dict.fromkeys((*self.sampling.stop, *stop)), dict.fromkeys((*self.sampling.stop_ids, *stop_ids))

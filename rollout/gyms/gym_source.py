@@ -18,7 +18,7 @@ from data.types import Prompt
 from data.user_code import printable
 from rollout.engine import Completion, Request
 from rollout.episodes.endpoint import Endpoint
-from rollout.episodes.session import UnusableError, masked_completion
+from rollout.episodes.session import Session, UnusableError, masked_completion
 from rollout.gyms.options import PrefixMismatch
 from rollout.rewards.calls import MAX_REWARD
 from rollout.servers.loop import Loop, together
@@ -62,6 +62,13 @@ def once_per_kind(log: Callable[[str], None]) -> Callable[[str, str], None]:
             log(text)
 
     return log_once
+
+
+def log_too_long(log_once: Callable[[str, str], None], title: str, prompt: Prompt, session: Session) -> None:
+    """Log that a row's first request does not fit into the context: its episode is empty, but has not failed."""
+    if session.is_full and not session.turns:
+        text = f"{session.rejected}; the episode counts as truncated and is not trained on"
+        log_once("too long", f"{title}: {prompt.source}: {text}")
 
 
 class GymSource:

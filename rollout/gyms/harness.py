@@ -38,7 +38,7 @@ from rollout.engine import Completion, Request, Sampling
 from rollout.episodes.endpoint import Endpoint
 from rollout.episodes.options import ToolConfig
 from rollout.gyms.auto_start import clean_env
-from rollout.gyms.gym_source import EpisodeError, GymSource, once_per_kind
+from rollout.gyms.gym_source import EpisodeError, GymSource, log_too_long, once_per_kind
 from rollout.schedule.replay import is_json
 from rollout.servers.command import WORKER
 from rollout.servers.launch import cause_of, read_tail
@@ -68,7 +68,7 @@ class Harness:
         return GymSource(
             partial(self._play, sampling), endpoint, flag="harness", title="harness", log_once=self.log_once,
             all_may_fail=False,
-            hint="run the program by hand, or see the first failure of each kind in the run's log",
+            hint="run the program by hand; a line 'harness: ...' above shows the first failure of each kind",
         )  # fmt: skip
 
     def close(self) -> None:
@@ -88,6 +88,7 @@ class Harness:
         if failure is not None and not session.is_full:  # otherwise it failed because it got no more tokens
             text = f"{failure[1]}; a request was rejected: {session.rejected}" if session.rejected else failure[1]
             raise EpisodeError(text, kind=failure[0], columns=columns)
+        log_too_long(self.log_once, "harness", request.prompt, session)
         return session.completion(request.prompt.ids, columns | {"env_failed": 0.0})
 
     async def _run(self, prompt: Prompt, parent: Path, url: str, key: str) -> tuple[str, str] | None:

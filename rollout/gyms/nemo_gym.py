@@ -40,6 +40,7 @@ from rollout.gyms.gym_source import (
     EpisodeError,
     GymSource,
     UnusableError,
+    log_too_long,
     once_per_kind,
     read_reward,
     shorten,
@@ -112,6 +113,7 @@ class RunSource(GymSource):
         name, url = self.gym.agent_of(prompt.columns["nemo_gym_ref"])
         with endpoint.session(self.sampling, seed=request.seed, settings=prompt.settings) as (session, key):
             reply = await self.gym.run(self.body(prompt, name, key.rpartition(".")[2], index), name, url)
+        log_too_long(self.log_once, self.title, prompt, session)
         return session.completion(prompt.ids, read_reply(reply, has_turns=bool(session.turns), url=endpoint.url))
 
     def body(self, prompt: Prompt, agent: str, session: str, index: int) -> dict[str, Any]:

@@ -31,7 +31,15 @@ from data.user_code import describe_error, load_file, load_module, where_raised
 from rollout.engine import Completion, Request, Sampling
 from rollout.episodes.endpoint import Endpoint
 from rollout.episodes.session import Session
-from rollout.gyms.gym_source import COLUMNS, EpisodeError, GymSource, UnusableError, once_per_kind, read_reward
+from rollout.gyms.gym_source import (
+    COLUMNS,
+    EpisodeError,
+    GymSource,
+    UnusableError,
+    log_too_long,
+    once_per_kind,
+    read_reward,
+)
 from rollout.gyms.verifiers_options import VerifiersConfig
 from rollout.servers.loop import Loop
 
@@ -113,7 +121,7 @@ class VerifiersEnv:
         return GymSource(
             functools.partial(self._play, sampling), endpoint, loop=self.loop, flag="verifiers",
             title="verifiers", prefix_mismatch=self.cfg.prefix_mismatch, log_once=self.log_once,
-            hint="see the first failure of each kind in the run's log",
+            hint="a line 'verifiers: ...' above shows the first failure of each kind",
         )  # fmt: skip
 
     def close(self) -> None:
@@ -189,6 +197,8 @@ class VerifiersEnv:
                 raise EpisodeError(f"the episode exceeded timeout={self.cfg.timeout:g} s", kind="late") from None
             except Exception as error:  # the environment's code may raise anything
                 raise EpisodeError(f"{describe_error(error)}{where_raised(error)}", kind=type(error).__name__) from None
+        for session in sessions.values():
+            log_too_long(self.log_once, "verifiers", prompt, session)
         return read_episode(episode, sessions, self.cfg, prompt_ids=prompt.ids)
 
 

@@ -360,6 +360,13 @@ def test_the_card_of_a_pushed_model(run, tmp_path, capsys):
         assert str(tmp_path) not in path.read_text()
 
 
+def test_the_card_of_a_reward_model_shows_how_to_load_it(run):
+    for method, kind in (("rm", "SequenceClassification"), ("prm", "TokenClassification")):
+        change_config(run, method=method)
+        card = model_card(run, "me/x", defaults=defaults_of(run))
+        assert f'model = AutoModelFor{kind}.from_pretrained("me/x")\n' in card and "text-generation" not in card
+
+
 def test_the_card_contains_no_path_or_address(run, tmp_path, monkeypatch):
     secret = ("/home/bob", "rows/train", "10.0.0.7")
     change_config(

@@ -402,6 +402,23 @@ def test_resume_layers_between_recipe_and_yaml(fork):
     assert (cfg.run.method, cfg.run.output_dir, cfg.run.resume) == ("my_pkg.algo", "out", "latest")
 
 
+def test_a_resume_in_another_folder_names_both_folders(fork, monkeypatch):
+    for name in ("rows.jsonl", "my_rewards.py", "calendar.py"):
+        Path(name).touch()
+    run_dir = make_run("runs/a", "--output-dir", "runs/{method}", "--data", "rows.jsonl:weight=2").resolve()
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    reason = f"not in the working folder {fork}/elsewhere, but in {fork}, where the run was started; resume it there"
+    assert refusal("--resume", str(run_dir)) == f"data=rows.jsonl:weight=2: {reason}"
+    assert parse("--resume", str(run_dir), "--data", "t").data.data == ("t",)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(fork)])
+    point = cli.ResumePoint(run_dir, "latest", {"output_dir": "runs/a"})
+    for word in ("my_rewards.correct", "my_rewards.py:correct"):
+        with pytest.raises(UserError, match=f"^reward_funcs={word}: {reason}"):
+            cli._check_working_folder(point, {"reward_funcs": cli.FlagValue((word,))})
+    cli._check_working_folder(point, {"reward_funcs": cli.FlagValue(("calendar.month", "exact_match"))})  # importable
+
+
 def test_resume_accepts_a_checkpoint_folder(fork):
     make_run("out")
     for text in ("out/checkpoints/step-00000002", str(fork / "out/checkpoints/step-00000002")):

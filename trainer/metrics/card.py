@@ -140,15 +140,15 @@ def progress(run: RunData) -> str:
 
 
 def usage(repo: str, method: str, is_lora: bool) -> str:
-    if method in ("rm", "prm"):
-        return ""
     lines = ["from transformers import pipeline", "", f'generate = pipeline("text-generation", model="{repo}")']
-    if is_lora:
+    head = {"rm": "SequenceClassification", "prm": "TokenClassification"}.get(method)  # exported with merged adapters
+    if is_lora or head:
+        module, kind = ("transformers", f"AutoModelFor{head}") if head else ("peft", "AutoPeftModelForCausalLM")
         lines = [
-            "from peft import AutoPeftModelForCausalLM",
+            f"from {module} import {kind}",
             "from transformers import AutoTokenizer",
             "",
-            f'model = AutoPeftModelForCausalLM.from_pretrained("{repo}")',
+            f'model = {kind}.from_pretrained("{repo}")',
             f'tokenizer = AutoTokenizer.from_pretrained("{repo}")',
         ]
     code = "\n".join(lines)

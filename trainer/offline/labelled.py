@@ -6,7 +6,7 @@ A partner is a row's prompt with the completion of another prompt. KTO's referen
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,21 +41,27 @@ def item_of(row: Labelled, completion_ids: list[int] | None = None) -> Item:
     return Item(ids=[*row.prompt_ids, *ids], mask=[False] * len(row.prompt_ids) + [True] * len(ids))
 
 
+def check_prompts(prompts: Iterable[Sequence[int]]) -> None:
+    """Raise if no row has a mismatched partner, because all prompts are equal."""
+    prompts = iter(prompts)
+    first = next(prompts, None)
+    if first is not None and all(ids == first for ids in prompts):
+        raise UserError("data: all rows have the same prompt; KTO's reference point needs at least two prompts")
+
+
 class Mismatched(Sequence[Item]):
     """The partner of each row, truncated to the rows' length limit; an item is built when it is read."""
 
     def __init__(self, cfg: PreferenceConfig, policy: Policy, rows: Sequence[Labelled]) -> None:
         self.rows, self.limit = rows, min(cfg.response.max_length, policy.context_length or cfg.response.max_length)
+        check_prompts(row.prompt_ids for row in rows)
         order = list(range(len(rows)))
         random.Random(cfg.run.seed).shuffle(order)
         self.other = [0] * len(rows)  # number of the row whose completion a row gets
         for i, number in enumerate(order):
             prompt_ids = rows[number].prompt_ids
             others = (order[(i + j) % len(order)] for j in range(1, len(order)))
-            other = next((o for o in others if rows[o].prompt_ids != prompt_ids), None)
-            if other is None:
-                raise UserError("data: all rows have the same prompt; KTO's reference point needs at least two prompts")
-            self.other[number] = other
+            self.other[number] = next(o for o in others if rows[o].prompt_ids != prompt_ids)
 
     def __len__(self) -> int:
         return len(self.rows)

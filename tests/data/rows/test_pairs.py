@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+
 import pytest
 
 from data.format_options import FormatOptions
@@ -181,10 +184,32 @@ def test_bad_rows_are_skipped_and_the_first_is_shown(write, chatml, capsys):
         load_pairs([write(rows[1])], chatml, bad_rows="skip")
 
 
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_lines_that_are_not_json_are_bad_rows(pack, tmp_path, chatml, capsys):
+    path = tmp_path / ("rows.jsonl" if pack is bytes else "rows.jsonl.gz")
+    path.write_bytes(pack(f'{{"prompt": \n{json.dumps(row())}\n[1]\n'.encode()))
+    (pair,) = load_pairs([str(path)], chatml, bad_rows="skip")
+    assert pair.source == f"{path}:2"
+    found = f"data: of 3 rows, 2 skipped as bad, the first: {path}:1: not valid JSON"
+    assert capsys.readouterr().err.startswith(found)
+    with pytest.raises(ValueError, match=f"{path}:1: not valid JSON"):
+        load_pairs([str(path)], chatml)
+
+
+def test_plain_prompts_are_logged_if_the_model_has_a_template(write, chatml, tokenizer_of, capsys):
+    path = write(row())
+    load_pairs([path], chatml)
+    assert "the prompts are plain text and are not rendered with the chat template" in capsys.readouterr().err
+    load_pairs([path], tokenizer_of("plain"))
+    load_pairs([path], chatml, data_format="user_defined")
+    load_pairs([write(row(prompt=[USER]))], chatml)
+    assert "plain text" not in capsys.readouterr().err
+
+
 def test_equal_responses_are_skipped_and_counted(write, chatml, capsys):
     (pair,) = load_pairs([write(row(chosen="5"), row())], chatml)
     assert pair.source.endswith("rows.jsonl:2")
-    assert capsys.readouterr().err == "data: of 2 rows, 1 skipped, chosen equals rejected\n"
+    assert capsys.readouterr().err.startswith("data: of 2 rows, 1 skipped, chosen equals rejected\n")
     with pytest.raises(ValueError, match=r"^data: none of the 2 rows .*2 skipped, chosen equals rejected"):
         load_pairs([write(row(chosen="5"), row(chosen="5"))], chatml)
     length = len(pair.prompt_ids) + 1  # truncated to one token, both responses are equal

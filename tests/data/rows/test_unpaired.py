@@ -60,20 +60,24 @@ def test_text_families(load):
             assert load(rows, f"{family}.{kind}") == expected
 
 
-def test_rows_of_a_single_label_are_logged(load, capsys):
+def test_rows_of_a_single_label_cause_a_warning(load, capsys):
     rows = [{"prompt": "2+2?", "completion": "4", "label": True}] * 3
     load(rows)
-    assert "data: all 3 responses are desirable and none is undesirable" in capsys.readouterr().err
+    warning = capsys.readouterr().err
+    assert "\nwarning: " in warning and "all 3 responses are desirable; " in warning
+    assert "rows.jsonl" in warning and "KTO only makes them more likely" in warning
     load([{**row, "label": 0} for row in rows])
-    assert "data: all 3 responses are undesirable and none is desirable" in capsys.readouterr().err
+    assert "all 3 responses are undesirable; trained on them alone, KTO only makes them less likely" in (
+        capsys.readouterr().err
+    )
     load([*rows, {**rows[0], "label": False}])
-    assert capsys.readouterr().err == ""
+    assert "warning: " not in capsys.readouterr().err
 
 
 def test_equal_responses_of_pairs_are_skipped_and_counted(load, capsys):
     pairs = [{"prompt": "2+2?", "chosen": "4", "rejected": "4"}, {"prompt": "2+2?", "chosen": "4", "rejected": "5"}]
     assert len(load(pairs)) == 2
-    assert capsys.readouterr().err == "data: of 2 rows, 1 skipped, chosen equals rejected\n"
+    assert capsys.readouterr().err.startswith("data: of 2 rows, 1 skipped, chosen equals rejected\n")
 
 
 def test_sharegpt_rows(load):

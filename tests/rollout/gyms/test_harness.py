@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -117,13 +118,21 @@ def test_a_program_without_tokens_left_is_rewarded_as_truncated(play):
     assert completion.finish_reason == "length" and completion.trained == 3
 
 
+def test_a_first_request_beyond_the_context_is_logged_once(play):
+    completions = play(["ends", "ends"], text="y" * 600)
+    assert all(c.finish_reason == "length" and c.trained == 0 and c.columns["num_turns"] == 0 for c in completions)
+    (line,) = play.lines
+    assert re.match(r"harness: rows.jsonl:[12]: a prompt of 6\d\d tokens", line) and "(context length 512" in line
+
+
 def test_a_failure_names_the_request_that_the_endpoint_rejected(play):
     with pytest.raises(ValueError, match=r"HTTP Error 400: Bad Request\); a request was rejected: .*'usr'"):
         play(["misspells"])
 
 
 def test_a_run_in_which_every_program_fails_ends(play):
-    with pytest.raises(ValueError, match=r"harness: all 3 episodes failed, .* \(exit status 1 \(no such tool\)\); run"):
+    found = r"harness: all 3 episodes failed, .* \(exit status 1 \(no such tool\)\); run .* 'harness: ...' above"
+    with pytest.raises(ValueError, match=found):
         play(["fails"] * 3)
 
 

@@ -117,7 +117,7 @@ def test_the_module_runs_as_a_command(files):
     command = [sys.executable, "-m", "rollout.rewards", "--check", "exact_match", "--data", "gone.jsonl"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=env, cwd=files, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr == "error: data=gone.jsonl: no such file; check the path\n"
+    assert done.returncode == 2 and done.stderr == f"error: data=gone.jsonl: no such file in {files}; check the path\n"
 
 
 def test_chat_template_kwargs_reach_the_prompts(files, capsys, make_model, tokenizer, monkeypatch):

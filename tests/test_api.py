@@ -251,9 +251,13 @@ def test_a_dry_run_checks_that_kto_has_two_prompts(tmp_path, monkeypatch, capsys
     Path("one.jsonl").write_text(f"{json.dumps(rows[0])}\n" * 2)
     Path("two.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     argv = ["--method", "kto", "--model", "builtin:tiny", "--dry-run", "--data"]
-    for words in (["one.jsonl"], ["two.jsonl", "--val-set-size", "1"], ["two.jsonl", "--eval-data", "one.jsonl"]):
+    for setting, *words in (
+        ("data", "one.jsonl"),
+        ("data", "two.jsonl", "--val-set-size", "1"),
+        ("eval_data=one.jsonl", "two.jsonl", "--eval-data", "one.jsonl"),
+    ):
         assert main([*argv, *words]) == 2
-        assert "error: data: all rows have the same prompt" in capsys.readouterr().err
+        assert f"error: {setting}: all rows have the same prompt" in capsys.readouterr().err
     assert main([*argv, "two.jsonl"]) == main([*argv, "one.jsonl", "--loss-type", "apo_zero_unpaired"]) == 0
 
 

@@ -56,8 +56,8 @@ def describe(cfg: MethodConfig) -> None:
 
         rows, held_out = train_and_held_out(replace(cfg.data, dedup=False), cfg.run.seed, load)
         if getattr(cfg, "loss_type", None) == "kto":
-            for part in (rows, held_out[: cfg.data.max_eval_rows]):
-                check_prompts(row.segments[0].ids[: row.lengths["prompt"]] for row in part)
+            for part, setting in ((rows, "data"), (held_out[: cfg.data.max_eval_rows], cfg.data.held_out_by)):
+                check_prompts((row.segments[0].ids[: row.lengths["prompt"]] for row in part), setting)
         rewards = list(reward_lines(cfg, tokenizer)) if isinstance(cfg, RewardedConfig) else []
         show(rows, tokenizer, 1)
         print("\n".join([*map(str, rewards), *plan_lines(cfg, rows)]))

@@ -19,11 +19,12 @@ from data.chat import (
 )
 from data.errors import UserError
 from data.formats.fields import parse_bool
-from data.formats.registry import SFT_FORMATS, Columns, Format, apply
+from data.formats.registry import SFT_FORMATS, Columns, Format, apply, parse_specs
 from data.formats.template_settings import check_effect, template_settings
 from data.rows.bad_rows import Tally, check_system
 from data.rows.collect import collect
 from data.rows.pairs import LongRows
+from data.rows.prompts import log_plain
 from data.rows.stored import Stored
 from data.sources import DataSpec, Row
 from data.types import Example, Messages
@@ -51,9 +52,10 @@ def load_examples(
 
     def convert(spec: DataSpec, row: Row, function: Format, tally: Tally) -> list[Any]:
         row = Row(source=row.source, columns=apply(function, row))
-        is_text, is_segmented = _is_text(row.columns), isinstance(row.columns.get("text"), list)
+        is_text, has_prompt = _is_text(row.columns), row.columns.get("completion") is not None
         tally.counts["conversational"] += not is_text
-        tally.counts["only text"] += is_text and row.columns.get("completion") is None and not is_segmented
+        tally.counts["only text"] += is_text and not has_prompt and not isinstance(row.columns.get("text"), list)
+        tally.counts["plain prompts"] += is_text and has_prompt
         ids, mask, notes = apply(_tokenise, row, tokenizer, system_prompt, chat_template_kwargs, trained)
         tally.note(*notes)
         is_split = len(ids) > limit and row.columns.get("long_text") == "split"
@@ -97,6 +99,8 @@ def load_examples(
     if trained.inputs and tally.counts["only text"] == num_rows:
         raise UserError("train_on_inputs=True: has no effect on plain text, which is always trained; remove the flag")
     tally.log()
+    if tally.counts["plain prompts"] and {spec.format or data_format for spec in parse_specs(specs)} == {"auto"}:
+        log_plain(conversational, tokenizer)
     return examples
 
 

@@ -76,7 +76,8 @@ def train(cfg: Config) -> None:
         partners: Sequence[Item] = []
         held_out_partners: Sequence[Item] = []
         if cfg.loss_type == "kto":  # --loss-type apo_zero_unpaired: no mismatched rows, z0 = 0
-            partners, held_out_partners = (Mismatched(cfg, policy, each) for each in (rows, held_out))
+            partners = Mismatched(cfg, policy, rows)
+            held_out_partners = Mismatched(cfg, policy, held_out, cfg.data.held_out_by)
         items = []
         if cfg.reference.ref == "precomputed":
             items = [*(item_of(row) for row in [*rows, *held_out]), *partners, *held_out_partners]

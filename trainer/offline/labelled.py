@@ -41,20 +41,20 @@ def item_of(row: Labelled, completion_ids: list[int] | None = None) -> Item:
     return Item(ids=[*row.prompt_ids, *ids], mask=[False] * len(row.prompt_ids) + [True] * len(ids))
 
 
-def check_prompts(prompts: Iterable[Sequence[int]]) -> None:
-    """Raise if no row has a mismatched partner, because all prompts are equal."""
+def check_prompts(prompts: Iterable[Sequence[int]], setting: str = "data") -> None:
+    """Raise if no row has a mismatched partner, because all prompts are equal. setting: where the rows come from."""
     prompts = iter(prompts)
     first = next(prompts, None)
     if first is not None and all(ids == first for ids in prompts):
-        raise UserError("data: all rows have the same prompt; KTO's reference point needs at least two prompts")
+        raise UserError(f"{setting}: all rows have the same prompt; KTO's reference point needs at least two prompts")
 
 
 class Mismatched(Sequence[Item]):
     """The partner of each row, truncated to the rows' length limit; an item is built when it is read."""
 
-    def __init__(self, cfg: PreferenceConfig, policy: Policy, rows: Sequence[Labelled]) -> None:
+    def __init__(self, cfg: PreferenceConfig, policy: Policy, rows: Sequence[Labelled], setting: str = "data") -> None:
         self.rows, self.limit = rows, min(cfg.response.max_length, policy.context_length or cfg.response.max_length)
-        check_prompts(row.prompt_ids for row in rows)
+        check_prompts((row.prompt_ids for row in rows), setting)
         order = list(range(len(rows)))
         random.Random(cfg.run.seed).shuffle(order)
         self.other = [0] * len(rows)  # number of the row whose completion a row gets

@@ -96,7 +96,7 @@ def test_tools_of_a_row_are_written(write, templated, capsys):
         loaded = load(method, write, tokenizer, [USER], ANSWER, columns)
         system = f"<|im_start|>system\n{json.dumps(TOOLS)}<|im_end|>\n"
         assert tokenizer.decode(prompt_ids(loaded)) == system + OPENING
-        assert "tools" not in capsys.readouterr().err
+        assert "with tools" not in capsys.readouterr().err
 
 
 def test_tools_that_are_not_written_are_counted(write, chatml, capsys):

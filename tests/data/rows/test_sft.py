@@ -53,6 +53,17 @@ def test_kinds_of_rows(write, chatml):
         assert texts(chatml, example) == (untrained, trained)
 
 
+def test_plain_prompts_are_logged_if_the_model_has_a_template(write, chatml, tokenizer_of, capsys):
+    plain, log = {"prompt": "2+2=", "completion": "4"}, "the prompts are plain text and are not rendered"
+    load_examples([write(plain)], chatml)
+    assert log in capsys.readouterr().err
+    load_examples([write(plain)], tokenizer_of("plain"))
+    load_examples([f"{write(plain)}:format=user_defined,field_prompt=prompt,field_completion=completion"], chatml)
+    load_examples([write(plain, {"messages": [USER, ANSWER]}, {"text": "abc"})], chatml)
+    load_examples([write({"text": "abc"})], chatml)
+    assert log not in capsys.readouterr().err
+
+
 def test_a_system_message_can_be_dropped(write, chatml):
     path = write({"messages": [USER, ANSWER], "system": "Be brief."}, {"messages": [SYSTEM, USER, ANSWER]})
     for example in load_examples([f"{path}:format=chat_template,system_message=drop"], chatml):
@@ -238,10 +249,10 @@ def test_truncated_and_skipped_rows_are_counted(write, chatml, capsys):
     examples = load_examples([path], chatml, max_length=5)
     assert [texts(chatml, example) for example in examples] == [("abc", "de"), ("a", "b<|endoftext|>")]
     log = "data: truncated 2 of 3 rows to 5 tokens\ndata: skipped 1 of 3 rows without a trained token\n"
-    assert capsys.readouterr().err == log
+    assert capsys.readouterr().err.startswith(log)
     examples = load_examples([path], chatml, max_length=5, long_rows="drop")
     assert [texts(chatml, example) for example in examples] == [("a", "b<|endoftext|>")]
-    assert capsys.readouterr().err == "data: of 3 rows, 2 skipped, longer than max_length=5\n"
+    assert capsys.readouterr().err.startswith("data: of 3 rows, 2 skipped, longer than max_length=5\n")
     assert max(len(example.ids) for example in load_examples([path], chatml, context_length=4)) == 4
     with pytest.raises(ValueError, match="max_length=3: none of the 1 rows"):
         load_examples([write({"prompt": "abc", "completion": "d"})], chatml, max_length=3, long_rows="drop")

@@ -180,9 +180,8 @@ def measure(
         # Forward: scores and output; backward: scores, and the gradients of four operands.
         flops = 7 * 2 * problem.num_pairs() * problem.query.shape[1] * problem.query.shape[3]
         rows.append(make_row(
-            f"attention/{section}", name, timing, shape=shape, dtype=str(problem.query.dtype).removeprefix("torch."),
-            work=tokens, unit="tokens", errors=errors_of(problem, solve(problem, attend)),
-            against=timings,
+            f"attention/{section}", name, timing, shape=shape, dtype=problem.query.dtype,
+            work=tokens, unit="tokens", errors=errors_of(problem, solve(problem, attend)), against=timings,
             extra={"computed_tokens": problem.spans[0].numel(), "tflops": flops / timing.p50 / 1e9},
         ))  # fmt: skip
     return rows

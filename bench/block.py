@@ -109,8 +109,8 @@ def measure(name: str, problem: Problem, seconds: float) -> list[Row]:
     return [
         make_row(
             f"block/{name}", provider, timings[provider], shape=problem.shape, floor=timings["copy"],
-            dtype=str(problem.inputs[0].dtype).removeprefix("torch."), work=problem.shape["N"], unit="tokens",
-            errors=errors[provider], against={other: timings[other] for other in calls},
+            dtype=problem.inputs[0].dtype, work=problem.shape["N"], unit="tokens", errors=errors[provider],
+            against={other: timings[other] for other in calls},
             extra={"moved_gb": gigabytes, "gb_per_s": 1000 * gigabytes / timings[provider].p50},
         )
         for provider in calls

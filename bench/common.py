@@ -218,7 +218,7 @@ def make_row(
     timing: Timing,
     *,
     shape: dict[str, int],
-    dtype: str,
+    dtype: torch.dtype | str,
     work: float,  # `unit` per call
     unit: str,
     errors: dict[str, float],
@@ -231,9 +231,10 @@ def make_row(
     p50 = timing.p50
     others = {name: other for name, other in (against or {}).items() if other is not None and name != provider}
     return Row(
-        bench=bench, provider=provider, shape=shape, dtype=dtype, ms_p50=p50, ms_p20=timing.at(0.2),
-        ms_p80=timing.at(0.8), rate=1000 * work / p50, unit=unit, peak_gib=timing.peak_gib, errors=errors,
-        floor_ms=None if floor is None else floor.p50, ratio_to_floor=None if floor is None else p50 / floor.p50,
+        bench=bench, provider=provider, shape=shape, dtype=str(dtype).removeprefix("torch."), ms_p50=p50,
+        ms_p20=timing.at(0.2), ms_p80=timing.at(0.8), rate=1000 * work / p50, unit=unit, peak_gib=timing.peak_gib,
+        errors=errors, floor_ms=None if floor is None else floor.p50,
+        ratio_to_floor=None if floor is None else p50 / floor.p50,
         ratio_to={name: p50 / other.p50 for name, other in others.items()}, extra=extra or {}, hardware=hardware(),
         versions=versions(), commit=commit(), time=datetime.now(UTC).isoformat(timespec="seconds"),
     )  # fmt: skip

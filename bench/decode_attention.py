@@ -85,8 +85,8 @@ def attention(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
                 "decode_attention", name, timing,
                 shape={"B": num_rows, "G": group, "P": prefix, "own": own, "H": num_heads, "H_kv": key_heads,
                        "K": head_dim},
-                dtype=str(sizes.dtype).removeprefix("torch."), work=num_rows, unit="rows",
-                errors={"out": relative_error(calls[name](), exact)}, against=timings,
+                dtype=sizes.dtype, work=num_rows, unit="rows", errors={"out": relative_error(calls[name](), exact)},
+                against=timings,
                 extra={"read_gb": read / 1e9, "gb_per_s": read / 1e6 / timing.p50},
             )
             for name, timing in timings.items()
@@ -124,9 +124,9 @@ def draws(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
         for name, timing in timings.items():
             ids, logps = calls[name]()
             results.append(make_row(
-                "draw", name, timing, shape={"B": num_rows, "V": sizes.vocab},
-                dtype=str(sizes.dtype).removeprefix("torch."), work=num_rows, unit="rows",
-                errors={"logp": relative_error(logps, exact.gather(1, ids[:, None])[:, 0])}, against=timings,
+                "draw", name, timing, shape={"B": num_rows, "V": sizes.vocab}, dtype=sizes.dtype, work=num_rows,
+                unit="rows", errors={"logp": relative_error(logps, exact.gather(1, ids[:, None])[:, 0])},
+                against=timings,
                 extra={"gb_per_s": logits.numel() * logits.element_size() / 1e6 / timing.p50},
             ))  # fmt: skip
     return results

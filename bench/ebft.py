@@ -293,7 +293,6 @@ def measure(shape: dict[str, Any], num_tokens: int, plan: dict[str, int], second
     exact_logp, exact_gradient = exact.score(ids), gradient(exact, ids, advantage)
     logps = {name: ways[name].score(ids) for name in timings}
     gradients = {name: gradient(ways[name], ids, advantage) for name in timings}
-    dtype = str(policy.compute_dtype).removeprefix("torch.")
     sizes = {"S": num_tokens, "layers": shape["num_hidden_layers"], "D": shape["hidden_size"], "A": len(ids), **plan}
     rows = []
     for name, timing in timings.items():
@@ -310,8 +309,8 @@ def measure(shape: dict[str, Any], num_tokens: int, plan: dict[str, int], second
             "same_ids_frac": (drawn[name] == drawn[other]).double().mean().item(),
         }
         rows.append(make_row(
-            "ebft_step", name, timing, shape=sizes, dtype=dtype, work=work.num_generated, unit="tokens", errors=errors,
-            against={other: timings[other]} if other != name else {}, extra=extra,
+            "ebft_step", name, timing, shape=sizes, dtype=policy.compute_dtype, work=work.num_generated, unit="tokens",
+            errors=errors, against={other: timings[other]} if other != name else {}, extra=extra,
         ))  # fmt: skip
     return rows
 

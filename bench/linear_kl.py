@@ -173,9 +173,9 @@ def measure(section: str, p: Problem, seconds: float) -> list[Row]:
     }
     return [
         make_row(
-            f"linear_kl/{section}", name, timings[name], shape=p.shape,
-            dtype=str(p.hidden.dtype).removeprefix("torch."), work=len(p.hidden), unit="tokens", errors=errors[name],
-            floor=timings["floor"], against={other: timings.get(other) for other in solvers},
+            f"linear_kl/{section}", name, timings[name], shape=p.shape, dtype=p.hidden.dtype, work=len(p.hidden),
+            unit="tokens", errors=errors[name], floor=timings["floor"],
+            against={other: timings.get(other) for other in solvers},
         )
         for name in errors
     ]  # fmt: skip

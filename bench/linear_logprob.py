@@ -168,11 +168,10 @@ def measure(
     if products == 3:  # reference for all gradients, even if plain torch is too large to be timed
         yardstick = errors_of({"torch": Entry(peers.torch_stored, p)})["torch"]
         more |= {f"torch_{key}": error for key, error in yardstick.items()}
-    dtype = str(p.hidden.dtype).removeprefix("torch.")
     return [
         make_row(
-            f"linear_logprob/{section}", name, timings[name], shape=entries[name].problem.shape, dtype=dtype,
-            work=len(p.target), unit="tokens", errors=errors[name], floor=timings["floor"],
+            f"linear_logprob/{section}", name, timings[name], shape=entries[name].problem.shape,
+            dtype=p.hidden.dtype, work=len(p.target), unit="tokens", errors=errors[name], floor=timings["floor"],
             against={other: timings.get(other) for other in against}, extra=more,
         )
         for name in errors

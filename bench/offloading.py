@@ -70,8 +70,8 @@ def measure(shape: dict[str, Any], num_rows: int, length: int, held: torch.dtype
         gib = planned(policies[name], held, tokens, work.num_trained, offloading=is_offloaded)
         host = slabs[name].count * SLAB / GIB if is_offloaded else 0.0
         rows.append(make_row(
-            "offloading", name, timing, shape=sizes, dtype=str(held).removeprefix("torch."), work=tokens,
-            unit="tokens", errors={"largest gradient difference": gap},
+            "offloading", name, timing, shape=sizes, dtype=held, work=tokens, unit="tokens",
+            errors={"largest gradient difference": gap},
             against={"on the GPU": timings.get("on the GPU")}, extra={"planned_gib": gib, "host_gib": host},
         ))  # fmt: skip
     return rows

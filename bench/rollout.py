@@ -219,7 +219,7 @@ class Bench:
         return make_row(
             "rollout" if work.lengths == "full" else f"rollout/{work.lengths}", name, timing,
             shape=size | {"layers": config.num_hidden_layers, "D": config.hidden_size},
-            dtype=str(self.policy.compute_dtype).removeprefix("torch."), work=work.tokens, unit="tokens",
+            dtype=self.policy.compute_dtype, work=work.tokens, unit="tokens",
             errors={"logp_gap": mean, "logp_gap_max": largest}, against=known, extra=extra,
         )  # fmt: skip
 
@@ -289,8 +289,8 @@ def measure_partial(bench: Bench, work: Work, engine: LocalEngine, sampling: Sam
             "rollout/partial", name, Timing(times, max(used) or None),
             shape={"prompts": case.prompts, "G": case.group, "P": case.prompt, "R": case.completion,
                    "layers": config.num_hidden_layers, "D": config.hidden_size},
-            dtype=str(bench.policy.compute_dtype).removeprefix("torch."), work=sum(ended) / len(ended),
-            unit="completions", errors={"logp_gap": mean, "logp_gap_max": largest},
+            dtype=bench.policy.compute_dtype, work=sum(ended) / len(ended), unit="completions",
+            errors={"logp_gap": mean, "logp_gap_max": largest},
             extra={"tokens_per_second": 1000 * sum(tokens) / sum(times)},
         )  # fmt: skip
         rate = 1000 * sum(ended) / sum(times)  # steps differ in length and in completions

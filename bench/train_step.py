@@ -147,8 +147,8 @@ def measure(
         made = calls[name]()
         computed = sum(batch.num_computed for batch in layouts[name][0])
         rows.append(make_row(
-            "train_step", name, timing, shape=sizes, dtype=str(dtype).removeprefix("torch."), work=work.num_logical,
-            unit="tokens", errors={"gradient": distance(made, exact)},
+            "train_step", name, timing, shape=sizes, dtype=dtype, work=work.num_logical, unit="tokens",
+            errors={"gradient": distance(made, exact)},
             against={other: timings[other] for other in ("shared prompt", "packed", "rows, sdpa")},
             extra={"gap_to_packed": distance(made, packed), "computed_tokens": computed},
         ))  # fmt: skip

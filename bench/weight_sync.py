@@ -74,7 +74,7 @@ def measure(shape: str, backend: str, policy: Policy, engine: VllmEngine, syncs:
     report = engine.weights.report
     assert report is not None and report.backend == backend
     return make_row(
-        "weight_sync", backend, Timing(times[1:], None), shape=sizes(shape, policy), dtype=source_dtype(policy),
+        "weight_sync", backend, Timing(times[1:], None), shape=sizes(shape, policy), dtype=policy.compute_dtype,
         work=report.num_bytes, unit="bytes", errors={"logp_gap": max(gaps)},
         extra={"first_ms": times[0], **{f"{name}_s": seconds for name, seconds in report.phases.items()}},
     )  # fmt: skip
@@ -97,7 +97,7 @@ def measure_sleep(shape: str, policy: Policy, engine: VllmEngine) -> Row:
         engine.probe(engine.pool.members)
     return make_row(
         "weight_sync/sleep", engine.weights.report.backend, Timing(times, None), shape=sizes(shape, policy),
-        dtype=source_dtype(policy), work=engine.weights.report.num_bytes, unit="bytes",
+        dtype=policy.compute_dtype, work=engine.weights.report.num_bytes, unit="bytes",
         errors={"logp_gap": engine.metrics()["policy/sync_gap"]},
         extra={"free_awake_gib": awake, "free_asleep_gib": asleep, "free_awake_again_gib": free_gib()},
     )  # fmt: skip
@@ -107,10 +107,6 @@ def sizes(shape: str, policy: Policy) -> dict[str, int]:
     num_parameters = sum(p.numel() for p in policy.model.parameters())
     config = shape_config(shape)
     return {"D": config.hidden_size, "layers": config.num_hidden_layers, "params": num_parameters}
-
-
-def source_dtype(policy: Policy) -> str:
-    return str(policy.compute_dtype).removeprefix("torch.")
 
 
 if __name__ == "__main__":

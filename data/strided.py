@@ -191,9 +191,9 @@ def make_strided(
     return [_build(documents, group, plan, pad_id, multiple) for group in groups]
 
 
-def empty_strided(plan: StridedPlan, *, pad_id: int = 0, multiple: int = 1) -> StridedBatch:
+def empty_strided(plan: StridedPlan, *, multiple: int) -> StridedBatch:
     """Return a row without documents: a forward pass for a rank without data."""
-    (row,) = make_strided([Document([pad_id])], plan, max_tokens=1, pad_id=pad_id, multiple=multiple)
+    (row,) = make_strided([Document([0])], plan, max_tokens=1, multiple=multiple)
     return replace(row, rows=[], num_computed=0)
 
 

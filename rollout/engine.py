@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from data.errors import UserError
 from data.types import Prompt
 from rollout.sets import LIMIT
 
+T = TypeVar("T")
 POLL_S = 0.5  # interval between poll() calls while a thread waits for completions
 
 
@@ -249,10 +250,10 @@ class EngineSource:
                 yield  # not after the last group: the engine must first restore its state, such as no_grad
 
 
-def finished(completions: list[Completion]) -> Future[list[Completion]]:
+def finished(result: T) -> Future[T]:
     """Return a future that already has its result."""
-    future: Future[list[Completion]] = Future()
-    future.set_result(completions)
+    future: Future[T] = Future()
+    future.set_result(result)
     return future
 
 

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
+import torch
+
 from data.command.config_file import load_config
 from data.command.flags import (
     HELP,
@@ -177,8 +179,6 @@ def trainer_gpus(used: Sequence[str], visible: Sequence[str], colocate: bool) ->
 
 def visible_gpus() -> list[str]:
     """Return the GPUs visible to this process as entries for CUDA_VISIBLE_DEVICES, without using their memory."""
-    import torch
-
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return names or [str(index) for index in range(torch.cuda.device_count())]
 

@@ -28,6 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
+import yaml
+
 from data.errors import UserError
 from data.hints import suggest
 from data.types import Messages, Prompt
@@ -287,8 +290,6 @@ class GymClient:
         self, url: str, body: dict[str, Any], name: str, cookies: str = "", *, optional: bool = False
     ) -> tuple[dict[str, Any], str]:
         """Return (reply, cookies for the session's next request). optional: the server may lack this route."""
-        import httpx
-
         what = f"{name}/{url.rpartition('/')[2]}"
         headers = {"cookie": cookies} if cookies else {}
         try:
@@ -321,8 +322,6 @@ class GymClient:
 
     async def _wait(self, url: str, deadline: float, what: str) -> str:
         """Repeat a GET until it succeeds, and return its text."""
-        import httpx
-
         while True:
             try:
                 async with asyncio.timeout(max(deadline - time.monotonic(), 1.0)):
@@ -351,8 +350,6 @@ class GymClient:
 
     def _client(self) -> Any:
         """Create the client in the loop, without cookies (rows would share a session) and proxy variables."""
-        import httpx
-
         if self._http is None:
             none = http.cookiejar.CookieJar(http.cookiejar.DefaultCookiePolicy(allowed_domains=[]))
             # Servers close idle connections after 5 s, and a request on a closing one fails.
@@ -372,8 +369,6 @@ class GymClient:
 
 def read_addresses(text: str, head: str, host: str) -> Addresses:
     """Parse the head server's reply: YAML, which some versions of the gym wrap in a JSON string."""
-    import yaml
-
     try:
         tree = yaml.safe_load(text)
         tree = yaml.safe_load(tree) if isinstance(tree, str) else tree

@@ -69,8 +69,8 @@ def main() -> None:
     job = json.load(sys.stdin)
     result = os.dup(1)
     silence()
-    die_with_parent()
-    make_undumpable()
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_DUMPABLE, 0)  # the program must not read this process through /proc
     limit(job["limits"])
     sys.addaudithook(block_event)
     verdict = run_tests(Wire(from_program, to_program, runs_tests=True), job)
@@ -384,7 +384,7 @@ ALONE = (lambda things: sys.getrefcount(things[0]))({0: []})  # reference count 
 
 def serve(wire: Wire) -> None:
     program, imports, limits = wire.receive()
-    die_with_parent()
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     limit(limits)
     sys.addaudithook(block_event)  # cannot be removed
     space = {"__name__": "__main__", "__builtins__": builtins}
@@ -472,19 +472,12 @@ def is_open(folder: str) -> bool:
     return all(os.stat(os.sep.join(names[:i]) or os.sep).st_mode & 0o001 for i in range(1, len(names) + 1))
 
 
-def die_with_parent() -> None:
+def prctl(option: int, value: int) -> None:
+    """Change a setting of this process, on Linux."""
     if sys.platform.startswith("linux"):
         import ctypes
 
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def make_undumpable() -> None:
-    """Prevent the program from reading this process through /proc."""
-    if sys.platform.startswith("linux"):
-        import ctypes
-
-        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)
+        ctypes.CDLL(None).prctl(option, value)
 
 
 def limit(limits: dict[str, float]) -> None:

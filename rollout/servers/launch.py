@@ -181,7 +181,7 @@ class Launched:
         # A socket path has at most 107 characters, so the folder's path must be short.
         temporary = tempfile.gettempdir()
         parent = Path(temporary if len(temporary) <= 40 else "/tmp")
-        sweep(parent)
+        sweep(parent, SCRATCH, LOCK, remove_leftovers)
         self._scratch = tempfile.mkdtemp(prefix=SCRATCH, dir=parent)
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(temporary) / f"torchinductor_{os.getuid()}"))  # not deleted
         env |= {"TMPDIR": self._scratch, "STROP_GUARDED": "1"}
@@ -353,14 +353,14 @@ def reserve(host: str, port: int) -> socket.socket:
     return reserved
 
 
-def sweep(parent: Path) -> None:
-    """Remove leftovers of this user's servers whose guard was killed."""
-    for scratch in parent.glob(f"{SCRATCH}*"):
-        with contextlib.suppress(OSError):  # another user's folder, locked by a living guard, or being removed
-            if scratch.stat().st_uid == os.getuid():
-                with (scratch / LOCK).open("r+") as lock:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    remove_leftovers(scratch)
+def sweep(parent: Path, prefix: str, lock: str, remove: Callable[[Path], None]) -> None:
+    """Remove this user's folders with this prefix whose owner was killed and so lost its lock on a file in them."""
+    for folder in parent.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # another user's folder, locked by a living owner, or being removed
+            if folder.stat().st_uid == os.getuid():
+                with (folder / lock).open("r+") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    remove(folder)
 
 
 def remove_leftovers(scratch: Path) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import torch
 
 from data.command.checks import reject_unused
 from data.errors import UserError
 from rollout.model_folder import loading_options, read_settings
-from rollout.servers.options import SyncConfig
+from rollout.servers.options import LOOPBACK, SyncConfig
+from rollout.servers.worker.strop_wire import address_towards
 from rollout.sync.base import MIB, WeightSource, WeightSync
 
 if TYPE_CHECKING:
@@ -112,12 +115,6 @@ def make_sync(
 
 def host_for(servers: Sequence[Any]) -> str:
     """Return the address at which these servers reach the trainer: loopback if all are on this machine."""
-    import socket
-    from urllib.parse import urlsplit
-
-    from rollout.servers.options import LOOPBACK
-    from rollout.servers.worker.strop_wire import address_towards
-
     for server in servers:
         name = urlsplit(server.url).hostname or "127.0.0.1"
         if name not in LOOPBACK:

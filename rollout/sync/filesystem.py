@@ -30,6 +30,7 @@ from torch import Tensor
 
 from data.errors import UserError
 from rollout.servers.command import BASE
+from rollout.servers.launch import sweep
 from rollout.servers.options import LOOPBACK
 from rollout.sync.base import MIB, Calls, SyncReport, WeightSource, check_loaded, make_buckets, slowest, time_limit
 from rollout.tensor_header import Spec, aligned, file_header
@@ -182,7 +183,7 @@ class WeightFolder:
                 ) from None
         else:
             root = folder_with_space(need_bytes)
-        sweep(root, prefix)
+        sweep(root, prefix, LOCK, shutil.rmtree)  # of runs that were killed
         try:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root)).resolve()
             self._lock = (self.path / LOCK).open("w")
@@ -221,16 +222,6 @@ def folder_with_space(need_bytes: int) -> Path:
     if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 1.2 * need_bytes:
         return MEMORY
     return Path(tempfile.gettempdir())
-
-
-def sweep(root: Path, prefix: str) -> None:
-    """Delete this user's folders whose run was killed."""
-    for path in root.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # no lock file, or another run is deleting it
-            if path.stat().st_uid == os.getuid():
-                with (path / LOCK).open("r+") as lock:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises OSError while its run is alive
-                    shutil.rmtree(path)
 
 
 def is_full(error: BaseException) -> bool:

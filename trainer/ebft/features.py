@@ -1,9 +1,10 @@
 """Features of a frozen network for energy-based fine-tuning: one vector per sequence or block.
 
     network = FeatureNetwork(cfg.features, cfg.run, policy)
-    features = network.of_groups(prompts, completions, num_generations=4)   # whole completions
-    features = network.of_blocks(batch)                                     # continuations within documents
-    measured = network.measure(features)                                    # rewards, and feature distances
+    groups = network.items_of(prompts, completions, num_generations=4)
+    features = network.of_items(groups, 4)     # whole completions
+    features = network.of_blocks(batch)        # continuations within documents
+    measured = network.measure(features)       # rewards, and feature distances
 
 The network is the policy's reference: a frozen copy of its initial weights, or, with LoRA, the base model with the
 adapter disabled. Equal rollouts of a prompt have bit-identical features, however they were batched: whitening relies on
@@ -72,16 +73,10 @@ class FeatureNetwork:
         with as_reference(policy) as model:
             self.layers = ebft.layer_indices(cfg.feature_layers, len(blocks_of(causal_lm(model), policy.source)))
 
-    def of_groups(
-        self, prompts: Sequence[TargetPrompt], completions: Sequence[Completion], *, num_generations: int
-    ) -> Features:
-        """One prompt per completion; the completions of a group are adjacent."""
-        return self.of_items(self.items_of(prompts, completions, num_generations=num_generations), num_generations)
-
     def items_of(
         self, prompts: Sequence[TargetPrompt], completions: Sequence[Completion], *, num_generations: int
     ) -> list[list[Item]]:
-        """For each group its rollouts, followed by the target."""
+        """For each group its rollouts, followed by the target. One prompt per completion; groups are adjacent."""
         assert len(prompts) == len(completions) and len(prompts) % num_generations == 0, (len(prompts), num_generations)
         groups = []
         for first in range(0, len(prompts), num_generations):

@@ -23,7 +23,7 @@ from kernels.linear_logprob import TokenLogps
 from losses import ebft
 from losses.advantage import Rewards
 from losses.types import Metrics
-from rollout.engine import Completion, Request, run_groups
+from rollout.engine import Completion, Request, finished, run_groups
 from rollout.rewards.table import RewardTable
 from trainer.config.ebft import EbftConfig
 from trainer.ebft.features import FeatureNetwork, MeasuredFeatures, measured_metrics, of_all_ranks
@@ -58,9 +58,7 @@ class FeatureRewards:
         self._measured.append(measured)
         values = torch.stack(measured.reward, dim=-1).flatten(0, 1).tolist()  # (P * G, 2)
         totals = [alignment - diversity for alignment, diversity in values]
-        future: Future[RewardTable] = Future()
-        future.set_result(RewardTable(names=self.names, values=values, weights=self.weights, totals=totals))
-        return future
+        return finished(RewardTable(names=self.names, values=values, weights=self.weights, totals=totals))
 
     def measure(self, prompts: Sequence[TargetPrompt], completions: Sequence[Completion]) -> MeasuredFeatures:
         """Measure whole groups, with one prompt per completion; on rank 0, while other ranks serve commands."""

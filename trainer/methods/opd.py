@@ -34,7 +34,7 @@ from data.packing import Item, empty_batch
 from data.types import Prompt
 from kernels.linear_kl import Head, linear_kl_loss
 from losses.types import Metrics
-from rollout.engine import Completion, EngineSource
+from rollout.engine import Completion, EngineSource, finished
 from rollout.rewards.table import RewardTable
 from trainer.config.distill import OpdConfig
 from trainer.config.groups import PolicyGradientConfig
@@ -181,10 +181,8 @@ class NoRewards:
     reads_ids = False
 
     def submit(self, prompts: Sequence[Prompt], completions: Sequence[Completion], *, step: int) -> Future[RewardTable]:
-        future: Future[RewardTable] = Future()
         values: list[list[float | None]] = [[] for _ in completions]
-        future.set_result(RewardTable(names=[], weights=[], values=values, totals=[None] * len(completions)))
-        return future
+        return finished(RewardTable(names=[], weights=[], values=values, totals=[None] * len(completions)))
 
     def metrics(self) -> dict[str, float]:
         return {}

@@ -39,10 +39,12 @@ from kernels.exact import exact_attention
 from rollout.engines.forward import shape_of
 from trainer.parallel.comm import context_size
 from trainer.parallel.context import BatchSlice, gather_row, slice_batch
+from trainer.parallel.watch import log
 
 NAME = "strop"  # flex attention's name among transformers' attention implementations
 EXACT = "strop_exact"  # the name with --exact-sampling
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # in a file of transformers whose attention layers look up the implementation
+_log_once = functools.cache(log)  # the reference is loaded like the policy and would repeat the line
 SLICED = {"sdpa": "strop_sliced_sdpa", NAME: "strop_sliced_flex"}  # names with context parallelism
 
 
@@ -288,9 +290,3 @@ def _transformers_sdpa() -> Any:
     from transformers import AttentionInterface
 
     return AttentionInterface()["sdpa"]
-
-
-@functools.cache
-def _log_once(text: str) -> None:
-    """Log once per process: the reference is loaded like the policy and would repeat the line."""
-    print(text, file=sys.stderr, flush=True)

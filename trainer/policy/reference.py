@@ -6,7 +6,7 @@ import array
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -238,15 +238,24 @@ def all_logps(run: RunConfig, source: Policy, items: Sequence[Item]) -> Tensor: 
 def item_logps(run: RunConfig, source: Policy, items: Sequence[Item]) -> Tensor:  # (all trained tokens,)
     was_training = source.model.training
     source.model.eval()
-    logps: dict[int, Tensor] = {}
-    batches = make_batches(
-        items, max_tokens=run.max_tokens_per_micro_batch, **source.layout(packing=run.packing, share_prompt=True)
-    )
-    for batch in to_device_and_pad(source, batches):
-        logp = token_logps(source, batch).logp.cpu()  # in the order of batch.rows
-        logps |= zip(batch.rows, logp.split([sum(items[i].mask) for i in batch.rows]), strict=True)
+    logps = values_of_items(run, source, items, lambda batch: token_logps(source, batch).logp.cpu(), share_prompt=True)
     source.model.train(was_training)
-    return torch.cat([torch.zeros(0), *(logps[i] for i in range(len(items)))])
+    return torch.cat([torch.zeros(0), *logps])
+
+
+def values_of_items(
+    run: RunConfig, policy: Policy, items: Sequence[Item], of_batch: Callable[[Batch], Tensor], *, share_prompt: bool
+) -> list[Tensor]:
+    """Return of_batch's values for the trained tokens of each item. All ranks call this together."""
+    batches = make_batches(
+        items, max_tokens=run.max_tokens_per_micro_batch,
+        **policy.layout(packing=run.packing, share_prompt=share_prompt),
+    )  # fmt: skip
+    values: dict[int, Tensor] = {}
+    for batch in to_device_and_pad(policy, batches):
+        sizes = [sum(items[i].mask) for i in batch.rows]
+        values |= zip(batch.rows, of_batch(batch).split(sizes), strict=True)
+    return [values[i] for i in range(len(items))]
 
 
 def key_of(item: Item) -> bytes:

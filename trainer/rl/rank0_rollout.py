@@ -20,7 +20,6 @@ import contextlib
 import itertools
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,7 +28,7 @@ import torch
 from data.errors import UserError
 from data.types import Prompt
 from losses.advantage import weighted_sum
-from rollout.engine import Completion, Engine, Group, Request, Sampling
+from rollout.engine import Completion, Engine, Group, Request, Sampling, finished
 from rollout.engines.local import LocalEngine
 from rollout.rewards.table import Gap, Rewards, RewardTable
 from rollout.rewards.workers import shards
@@ -387,9 +386,7 @@ class AllRanksRewards(Rewards):
         if errors:
             raise UserError(errors[0])
         self._failed += sum(table.failed for table in tables[1:])
-        future: Future[RewardTable] = Future()
-        future.set_result(joined(tables))
-        return future
+        return finished(joined(tables))
 
     def _score_share(self, shares: Sequence[Any] | None = None) -> list[Any]:
         """Return on rank 0 the table of each rank, or the message of its error."""

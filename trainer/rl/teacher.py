@@ -25,7 +25,7 @@ from torch import Tensor
 
 from data.chat import clean_messages, end_of_turn_id, render_prompt, stop_ids
 from data.errors import UserError
-from data.packing import Batch, Item, make_batches
+from data.packing import Batch, Item
 from data.types import Prompt
 from data.user_code import describe_error, find_callable, where_raised
 from kernels.linear_kl import Head
@@ -34,8 +34,7 @@ from rollout.model_folder import resolve_model
 from trainer.config.distill import OpdConfig
 from trainer.policy.load import load_tokenizer
 from trainer.policy.logps import Policy, as_reference, causal_lm, head_of, predictor_states, reference_logps
-from trainer.policy.reference import load_frozen, named_as
-from trainer.policy.sharding import to_device_and_pad
+from trainer.policy.reference import load_frozen, named_as, values_of_items
 from trainer.rl.minibatch import MiniBatch, policy_logps
 
 UNFINISHED = "\ufffd"  # what a part of a character decodes to
@@ -203,17 +202,7 @@ class Teacher(TeacherPrompts):
             return Head(**head_of(causal_lm(model)))
 
     def _passes(self, items: Sequence[Item], of_batch: Callable[[Batch], Tensor]) -> list[Tensor]:
-        """of_batch of the trained tokens of each item. All ranks call this together."""
-        run = self.cfg.run
-        batches = make_batches(
-            items, max_tokens=run.max_tokens_per_micro_batch,
-            **self.policy.layout(packing=run.packing, share_prompt=self.cfg.share_prompt),
-        )  # fmt: skip
-        by_item: dict[int, Tensor] = {}
-        for batch in to_device_and_pad(self.policy, batches):
-            columns = of_batch(batch).split([sum(items[row].mask) for row in batch.rows])
-            by_item |= zip(batch.rows, columns, strict=True)
-        return [by_item[row] for row in range(len(items))]
+        return values_of_items(self.cfg.run, self.policy, items, of_batch, share_prompt=self.cfg.share_prompt)
 
 
 class CrossTeacher(Teacher):

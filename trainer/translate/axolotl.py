@@ -774,7 +774,6 @@ class _Axolotl:
         if engine == "local" or not wanted:
             self.set("rollout.engine", "local" if engine is None else engine)
             return
-        asynchronous = self.take("trl.async_prefetch")
         self.set("rollout.engine", "vllm")
         host = client["host"] or server["host"] or "0.0.0.0"
         if str(host) in keys.LOCAL_HOSTS:
@@ -788,14 +787,11 @@ class _Axolotl:
             self.set("vllm.url", [f"http://{host}:{port or 8000}"])
         self.copy_number("trl.vllm_server_timeout", "vllm.timeout")
         self.copy("trl.vllm_sync_interval", unless=1)
-        for key, name, value in (
-            ("async_prefetch", "async_prefetch", True),
-            ("vllm_lora_sync", "sync.backend", "lora"),
-        ):
-            if self.take(f"trl.{key}"):
-                self.set(name, value)
-        if asynchronous:
+        if self.take("trl.async_prefetch"):
+            self.set("async_prefetch", True)
             self.copy("trl.prefetch_depth", unless=1)
+        if self.take("trl.vllm_lora_sync"):
+            self.set("sync.backend", "lora")
         self._correction()
 
     def _unused(self) -> None:

@@ -26,6 +26,7 @@ from rollout.servers import lease as vllm_lease
 from rollout.servers.command import ROOT, WORKER, VllmInstall, find_python, find_vllm, serve_command, served_rank
 from rollout.servers.launch import (
     LOCK,
+    SCRATCH,
     Launched,
     _is_zombie,
     cause_of,
@@ -34,6 +35,7 @@ from rollout.servers.launch import (
     group_members,
     launch,
     phase_of,
+    remove_leftovers,
     reserve,
     stop_all,
     sweep,
@@ -493,7 +495,7 @@ def test_sweep_removes_shared_memory_recorded_by_a_killed_guard(tmp_path):
     innocent.touch()
     with (scratch / RECORD).open("a") as file:
         file.write(f"{innocent}\n/dev/shm/../..{innocent}\n")
-    sweep(tmp_path)
+    sweep(tmp_path, SCRATCH, LOCK, remove_leftovers)
     assert not block.exists() and not scratch.exists() and innocent.exists()
 
 

@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from rollout.servers.launch import group_members, sweep
+from rollout.servers.launch import LOCK, SCRATCH, group_members, remove_leftovers, sweep
 from rollout.servers.worker.strop_guard import shared_memory
 from tests.rollout.vllm.conftest import processes_of, wait_for
 
@@ -30,6 +30,6 @@ def test_ctrl_c_of_serve_leaves_no_process_or_file(tied_server, serve_env):
     assert serve.wait(60) == 0 and not group_members(tied_server.group)
     assert "stopped: no server is left running" in tied_server.log_path.read_text()
     scratch, runtime = Path(serve_env["TMPDIR"]), Path(serve_env["XDG_RUNTIME_DIR"])
-    sweep(scratch)
+    sweep(scratch, SCRATCH, LOCK, remove_leftovers)
     assert not list(scratch.iterdir()) and not list(runtime.iterdir())
     assert not [path for path in shared if Path(path).exists()]

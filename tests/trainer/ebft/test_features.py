@@ -21,7 +21,7 @@ from tests.trainer.ebft.test_strided import make_policy
 from tests.trainer.rl.group_cases import VOCAB
 from trainer.config.blocks import LoraConfig, ModelConfig, ParallelConfig, RunConfig
 from trainer.config.ebft import FeatureConfig
-from trainer.ebft.features import FeatureNetwork, blocks_of, feature_policy
+from trainer.ebft.features import FeatureNetwork, Features, blocks_of, feature_policy
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy
 
@@ -64,6 +64,10 @@ def network_of(policy: Policy | None = None, *, max_tokens: int = 4096, **option
     )
 
 
+def of_groups(network: FeatureNetwork, prompts: list[TargetPrompt], completions: list[Completion]) -> Features:
+    return network.of_items(network.items_of(prompts, completions, num_generations=SIZE), SIZE)
+
+
 def vector(model: Any, layers: list[int], cfg: FeatureConfig, prompt: list[int], ids: list[int]) -> Tensor:
     """The feature of one sequence, computed alone."""
     with torch.no_grad():
@@ -98,7 +102,7 @@ def test_features_and_rewards_match_plain_forward_passes(method, norm, whitening
     options = {} if whitening == "off" else {"use_whitening": True, "whiten_gt": whitening}
     network = network_of(embed_method=method, feature_norm=norm, alignment_coef=1.3, diversity_coef=0.6, **options)
     prompts, completions = make_groups(*GROUPS)
-    found = network.of_groups(prompts, completions, num_generations=SIZE)
+    found = of_groups(network, prompts, completions)
     rollout, target = vectors(network, network.policy.reference, prompts, completions)
     assert network.layers == [1, 2] and rollout.shape[-1] == 16 * (3 if method == "concat" else 1)
     close(found.rollout, rollout)
@@ -119,7 +123,7 @@ def test_whitening_treats_duplicates_as_one():
     completions[5:8] = [completions[4]] * 3  # all four
     for method, whiten_gt in zip(METHODS, ("feature", "sample") * 2, strict=True):
         network = network_of(embed_method=method, use_whitening=True, whiten_gt=whiten_gt, max_tokens=30)
-        found = network.of_groups(prompts, completions, num_generations=SIZE)
+        found = of_groups(network, prompts, completions)
         assert torch.equal(found.rollout[0, 2], found.rollout[0, 0]) and not torch.equal(*found.rollout[0, :2])
         assert torch.equal(found.rollout[1], found.rollout[1, :1].expand(SIZE, -1)), method
         diversity = network.measure(found).reward.diversity
@@ -133,7 +137,7 @@ def test_a_completion_equal_to_the_target_has_its_features():
     completions[8:12] = [completion(prompts[8], prompts[8].target_ids)] * SIZE
     for method in METHODS:
         network = network_of(embed_method=method, max_tokens=1)
-        found = network.of_groups(prompts, completions, num_generations=SIZE)
+        found = of_groups(network, prompts, completions)
         assert torch.equal(found.rollout[0, 1], found.target[0]) and torch.equal(found.rollout[2, 3], found.target[2])
         measured = network.measure(found)
         assert measured.reward.alignment[0, 1].item() == pytest.approx(2.0, abs=1e-12), method
@@ -148,7 +152,7 @@ def test_only_the_models_tokens_are_averaged():
     prompts = [replace(prompts[0], target_mask=mask)] * SIZE
     sampled_mask = [True, False, False, False, True, True, True]
     completions[2] = replace(completions[2], mask=sampled_mask)
-    found = network.of_groups(prompts, completions, num_generations=SIZE)
+    found = of_groups(network, prompts, completions)
     for got, ids, chosen in (
         (found.rollout[0, 2], completions[2].ids, sampled_mask),
         (found.target[0], prompts[0].target_ids, mask),
@@ -167,7 +171,7 @@ def test_equal_sequences_with_different_masks_are_computed_separately():
     second = TargetPrompt(source="b", prompt="", ids=ids[:6], target_ids=ids[6:])
     turns = completion(first, ids[3:], mask=[True, False, True, True, True, True])
     completions = [turns, *[completion(first, ids[3:])] * 3, *[completion(second, ids[6:])] * 4]
-    found = network.of_groups([first] * 4 + [second] * 4, completions, num_generations=SIZE)
+    found = of_groups(network, [first] * 4 + [second] * 4, completions)
     model, layers = network.policy.reference, network.layers
     close(found.rollout[0, 1], vector(model, layers, network.cfg, ids[:3], ids[3:]))
     close(found.target[1], vector(model, layers, network.cfg, ids[:6], ids[6:]))
@@ -180,11 +184,11 @@ def test_features_of_a_completion_without_tokens():
     prompts, completions = make_groups((3, 5))
     completions[0] = completion(prompts[0], [])
     network = network_of(embed_method="completion_mean")
-    found = network.of_groups(prompts, completions, num_generations=SIZE)
+    found = of_groups(network, prompts, completions)
     assert found.rollout[0, 0].abs().max() == 0
     assert network.measure(found).reward.alignment[0, 0] == 0
     network = network_of(embed_method="last_token")
-    found = network.of_groups(prompts, completions, num_generations=SIZE)
+    found = of_groups(network, prompts, completions)
     close(found.rollout[0, 0], vector(network.policy.reference, [1, 2], network.cfg, prompts[0].ids, []))
 
 
@@ -195,9 +199,9 @@ def test_features_do_not_depend_on_micro_batches_or_group_order():
     prompts, completions = make_groups(*GROUPS)
     order = [8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 6, 7]
     for method, max_tokens in zip(METHODS, (1, 17, 60, 17), strict=True):
-        whole = network_of(embed_method=method).of_groups(prompts, completions, num_generations=SIZE)
+        whole = of_groups(network_of(embed_method=method), prompts, completions)
         network = network_of(embed_method=method, max_tokens=max_tokens)
-        cut = network.of_groups([prompts[i] for i in order], [completions[i] for i in order], num_generations=SIZE)
+        cut = of_groups(network, [prompts[i] for i in order], [completions[i] for i in order])
         close(cut.rollout, whole.rollout[[2, 0, 1]], 1e-12)
         close(cut.target, whole.target[[2, 0, 1]], 1e-12)
 
@@ -209,7 +213,7 @@ def test_every_distinct_sequence_is_computed_once(monkeypatch):
     monkeypatch.setattr(
         "trainer.ebft.features.make_batches", lambda items, **k: seen.append(items) or make_batches(items, **k)
     )
-    network_of().of_groups(prompts, completions, num_generations=SIZE)
+    of_groups(network_of(), prompts, completions)
     assert [len(items) for items in seen] == [2]
 
 
@@ -224,7 +228,7 @@ def test_a_sequence_may_fill_the_context():
     prompts, completions = make_groups((5, 7), (3, 9))
     for method in METHODS:
         network = network_of(policy, embed_method=method)
-        found = network.of_groups(prompts, completions, num_generations=SIZE)
+        found = of_groups(network, prompts, completions)
         rollout, target = vectors(network, model, prompts, completions)
         close(found.rollout, rollout)
         close(found.target, target)
@@ -247,7 +251,7 @@ def test_feature_layers_are_fractions_of_the_depth(fractions, layers):
     for hook in hooks:
         hook.remove()
     want = torch.cat([kept[number - 1][0, -1] for number in sorted(layers)])
-    close(network.of_groups(prompts, completions, num_generations=SIZE).target[0], want)
+    close(of_groups(network, prompts, completions).target[0], want)
 
 
 def test_hooks_are_removed_from_the_network(monkeypatch):
@@ -258,7 +262,7 @@ def test_hooks_are_removed_from_the_network(monkeypatch):
         return sum(len(module._forward_hooks) for module in network.policy.reference.modules())
 
     before, within = hooks(), []  # transformers keeps hooks for output_hidden_states
-    network.of_groups(prompts, completions, num_generations=SIZE)
+    of_groups(network, prompts, completions)
     assert hooks() == before
 
     def fail(*_: Any) -> None:
@@ -267,7 +271,7 @@ def test_hooks_are_removed_from_the_network(monkeypatch):
 
     monkeypatch.setattr("trainer.ebft.features.hidden_states", fail)
     with pytest.raises(ZeroDivisionError):
-        network.of_groups(prompts, completions, num_generations=SIZE)
+        of_groups(network, prompts, completions)
     assert within == [before + 2] and hooks() == before
 
 
@@ -288,7 +292,7 @@ def of_tiny(policy: Policy, source: Policy | None = None) -> Tensor:
     """Features of fixed completions."""
     network = network_of(source or policy, feature_layers=(0.34, 0.67))
     prompts, completions = make_groups(*GROUPS)
-    found = network.of_groups(prompts, completions, num_generations=SIZE)
+    found = of_groups(network, prompts, completions)
     return torch.cat([found.rollout, found.target.unsqueeze(1)], dim=1)
 
 

@@ -110,7 +110,7 @@ TRL_OPTIONS = ("liger", "compile", "flash", "no checkpointing")
 TRL = {", ".join(("TRL", *names)): names for num in range(5) for names in combinations(TRL_OPTIONS, num)}
 BEST = "best TRL"
 ERRORS = {"dpo": "first_loss", "sft": "first_loss", "kto": "first_loss", "grpo": "logp_gap"}
-EXACT = {"dpo": math.log(2), "kto": 0.5}  # first loss, with equal policy and reference
+EXACT_LOSS = {"dpo": math.log(2), "kto": 0.5}  # first loss, with equal policy and reference
 Rows = list[dict[str, Any]]
 
 
@@ -243,7 +243,7 @@ def measure_case(case: Case, config: Any, folder: Path, trl: Side, strop: Side, 
     ordered = in_our_order(rows)
     write_rows(folder / "rows.jsonl", rows)
     write_rows(folder / "ordered.jsonl", ordered)
-    exact = EXACT[method] if method in EXACT else exact_nll(folder / "model", ordered[:per_step])
+    exact = EXACT_LOSS[method] if method in EXACT_LOSS else exact_nll(folder / "model", ordered[:per_step])
     flags = ["--method", method, "--data", str(folder / "rows.jsonl"), "--max-length", str(longest)]
     flags += ["--per-device-train-batch-size", str(per_step)]
     flags += ["--max-tokens-per-micro-batch", str(max(16384, (case.length or 0) * job_rows(method, per_step)))]

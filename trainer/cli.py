@@ -485,9 +485,10 @@ def _resume_point(argv: Sequence[str], file_tree: dict[str, Any], method: str | 
 def _check_working_folder(resume: ResumePoint, values: Values) -> None:
     """Raise if a relative path of the config exists only in the folder in which the run was started."""
     template = Path(str(resume.saved.get("output_dir", "/")))
-    if template.is_absolute() or ".." in template.parts:
+    parents = resume.run_dir.resolve().parents
+    if template.is_absolute() or ".." in template.parts or not 0 < len(template.parts) <= len(parents):  # or moved
         return
-    start = resume.run_dir.resolve().parents[len(template.parts) - 1]
+    start = parents[len(template.parts) - 1]
     for key, given in values.items():
         for word in given.words:
             path, module = word.partition(":")[0], ""
@@ -495,11 +496,11 @@ def _check_working_folder(resume: ResumePoint, values: Values) -> None:
                 module = path.rpartition(".")[0].replace(".", "/")
                 path = f"{module}.py"
             is_path = "." in path or "/" in path or key == "model"
-            is_gone = is_path and (start / path).exists() and not Path(path).exists()
+            is_gone = is_path and os.path.exists(start / path) and not os.path.exists(path)  # False for long texts
             if is_gone and not (module and find_spec(module.split("/")[0])):
                 raise UserError(
-                    f"{key}={word}: not in the working folder {Path.cwd()}, but in {start}, where the run was started; "
-                    "resume it there"
+                    f"{key}={word}: not found in the working folder {Path.cwd()}, but in {start}, where the run was "
+                    "started; resume the run from there"
                 )
 
 

@@ -408,7 +408,10 @@ def test_a_resume_in_another_folder_names_both_folders(fork, monkeypatch):
     run_dir = make_run("runs/a", "--output-dir", "runs/{method}", "--data", "rows.jsonl:weight=2").resolve()
     Path("elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
-    reason = f"not in the working folder {fork}/elsewhere, but in {fork}, where the run was started; resume it there"
+    reason = (
+        f"not found in the working folder {fork}/elsewhere, but in {fork}, where the run was started; resume the run "
+        "from there"
+    )
     assert refusal("--resume", str(run_dir)) == f"data=rows.jsonl:weight=2: {reason}"
     assert parse("--resume", str(run_dir), "--data", "t").data.data == ("t",)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(fork)])
@@ -417,6 +420,9 @@ def test_a_resume_in_another_folder_names_both_folders(fork, monkeypatch):
         with pytest.raises(UserError, match=f"^reward_funcs={word}: {reason}"):
             cli._check_working_folder(point, {"reward_funcs": cli.FlagValue((word,))})
     cli._check_working_folder(point, {"reward_funcs": cli.FlagValue(("calendar.month", "exact_match"))})  # importable
+    cli._check_working_folder(point, {"system_prompt": cli.FlagValue(("Be brief. " * 99,))})  # longer than any path
+    moved = cli.ResumePoint(Path("/out"), "latest", {"output_dir": "runs/a"})
+    cli._check_working_folder(moved, {"data": cli.FlagValue(("rows.jsonl",))})
 
 
 def test_resume_accepts_a_checkpoint_folder(fork):

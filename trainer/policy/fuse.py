@@ -11,8 +11,9 @@ A recognised module gets a subclass of its class with a different forward: weigh
 the layers inside an MLP (adapters, 4-bit layers) are called as before. Other models in the process, including the
 copies of the in-process engine, are not modified.
 
-Under autocast, rotations and the norms that only linear layers read round their outputs, which each reader would do
-again. A forward pass keeps its bits; in the backward pass, the gradients of a norm's readers are added in bfloat16.
+In Llama blocks under autocast, rotations and the norms that only linear layers read return rounded outputs; otherwise
+each reader would round them itself. A forward pass without dropout keeps its bits; in the backward pass, the gradients
+of a norm's readers are added in bfloat16.
 """
 
 from __future__ import annotations
@@ -43,22 +44,27 @@ DTYPES = (  # (activations, weights); autocast combines bfloat16 activations wit
 
 
 def fuse(lm: Any) -> None:
-    rounded = read_by_linear_layers(lm)
+    rounded = rounded_by_readers(lm)
     for module in lm.modules():
         if (plus_one := norm_kind(module)) is not None:
             module.__class__ = norm_class(type(module), eps_of(module), plus_one, module in rounded)
         elif is_gated_mlp(module):
             module.__class__ = mlp_class(type(module))
         elif rotates(type(module)):
-            module.__class__ = attention_class(type(module))
+            module.__class__ = attention_class(type(module), module in rounded)
 
 
-def read_by_linear_layers(lm: Any) -> set[nn.Module]:
-    """Return the norms in Llama blocks that feed only linear layers."""
+def rounded_by_readers(lm: Any) -> set[nn.Module]:
+    """Return the norms in Llama blocks that feed only linear layers, and the attention modules.
+
+    Other models may scale or normalise a rotated query before attention rounds it (Ministral 3, HunYuan).
+    """
     if block_obstacle(lm) is not None:
         return set()
-    dense = [layer for layer in lm.base_model.layers if not hasattr(layer.mlp, "experts")]
-    return {norm for layer in dense for norm in (layer.input_layernorm, layer.post_attention_layernorm)}
+    layers = lm.base_model.layers
+    dense = [layer for layer in layers if not hasattr(layer.mlp, "experts")]
+    norms = {norm for layer in dense for norm in (layer.input_layernorm, layer.post_attention_layernorm)}
+    return norms | {layer.self_attn for layer in layers}
 
 
 def join_adapters(lm: nn.Module) -> None:
@@ -127,10 +133,10 @@ def mlp_class(cls: type) -> type:
 
 
 @functools.cache
-def attention_class(cls: type) -> type:
+def attention_class(cls: type, rounds: bool) -> type:
     """Copy the class's forward with the rotation's name bound to the fused rotation."""
     old: Any = cls.forward
-    names = old.__globals__ | {ROTATION: rotation(old.__globals__[ROTATION])}
+    names = old.__globals__ | {ROTATION: rotation(old.__globals__[ROTATION], rounds)}
     forward = types.FunctionType(old.__code__, names, old.__name__, old.__defaults__, old.__closure__)
     forward.__kwdefaults__ = old.__kwdefaults__
     return subclass(cls, forward=forward)
@@ -191,11 +197,11 @@ def rotary_class(cls: type) -> type:
     return subclass(cls, forward=forward)
 
 
-def rotation(unfused: Callable[..., Any]) -> Callable[..., Any]:
+def rotation(unfused: Callable[..., Any], rounds: bool) -> Callable[..., Any]:
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs or q.dim() != 4 or cos.dim() != 3 or cos.shape[-1] != q.shape[-1]:
             return unfused(q, k, cos, sin, *args, **kwargs)
-        return rotate(q, k, cos, sin, autocast_dtype(q))  # attention would round it
+        return rotate(q, k, cos, sin, autocast_dtype(q) if rounds else None)
 
     return apply
 

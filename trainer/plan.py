@@ -103,6 +103,7 @@ class Sizes:
     vocab: int
     tied: bool
     qk_norm: bool
+    is_llama: bool  # has Llama blocks
     tensors: tuple[int, ...]  # parameters per tensor; a tied tensor counts once
     trained: tuple[int, ...]  # the same for tensors that are trained without LoRA
     matrices: int  # parameters in the linear layers of the blocks
@@ -185,7 +186,7 @@ class Work:
 
     @property
     def stream(self) -> int:
-        """w"""
+        """w: bytes per number in the residual stream"""
         return 4 if self.is_wide and self.shards == 1 else self.used_bytes
 
 
@@ -234,6 +235,8 @@ def sizes_of(model: Any, trained_parameters: Sequence[str] = ()) -> Sizes:
     """Return the sizes of a transformers causal LM, which may be on the meta device."""
     from torch import nn
 
+    from rollout.engines.forward import block_obstacle
+
     config, head = model.config, model.get_output_embeddings()
     linears = [x for x in model.modules() if isinstance(x, nn.Linear) and x is not head]
     heads, patterns = config.num_attention_heads, trained_parameters or ("",)
@@ -249,6 +252,7 @@ def sizes_of(model: Any, trained_parameters: Sequence[str] = ()) -> Sizes:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         inner=config.intermediate_size, vocab=head.weight.shape[0], tied=bool(config.tie_word_embeddings),
         qk_norm=any(name.endswith("q_norm") for name, _ in model.named_modules()),
+        is_llama=block_obstacle(model) is None,
         tensors=tuple(x.numel() for x in model.parameters()),
         trained=tuple(x.numel() for x in trained), matrices=sum(x.weight.numel() for x in linears),
         ends=ends, experts=experts,
@@ -353,7 +357,7 @@ def block_activation_bytes(s: Sizes, work: Work, *, routed: bool | None = None) 
 def expert_activation_bytes(s: Sizes, work: Work) -> int:
     """Return the bytes per token that autograd saves in the router and the routed experts of a block."""
     w, c, d, e = work.stream, work.compute, s.width, s.experts
-    router = 2 * 4 * e.num + c * d * (work.full and w != c)  # logits and probabilities; its cast input
+    router = 2 * 4 * e.num + c * d * (w != c)  # logits and probabilities; its cast input
     indices = 4 * 8 + 2 * 4  # int64 of sorting and gathering, float32 gate weights
     # input, gate, up, silu(gate), their product, output; frozen experts keep neither input nor product
     states = c * (2 * d + 4 * e.inner if work.full or e.adapted else d + 3 * e.inner)
@@ -667,7 +671,7 @@ def unsharded_work(cfg: MethodConfig, s: Sizes, device: str) -> Work:
     tokens, is_part = micro_batch(cfg)
     work = Work(
         tokens=tokens, lora_r=cfg.lora.r, in_4bit=cfg.model.load_in_4bit, weight_bytes=BYTES[cfg.model.trained_dtype],
-        fp8=cfg.model.fp8_base, compute=compute, is_wide=bool(cfg.lora.r) and samples_here(cfg),
+        fp8=cfg.model.fp8_base, compute=compute, is_wide=bool(cfg.lora.r) and s.is_llama and may_sample_here(cfg),
         checkpointing=cfg.model.gradient_checkpointing is True or cfg.model.activation_offloading,
         offloading=cfg.model.activation_offloading,
         head=facts.head_for(cfg.parallel.context), has_reference=has_reference(cfg),
@@ -683,8 +687,12 @@ def unsharded_work(cfg: MethodConfig, s: Sizes, device: str) -> Work:
     return work
 
 
-def samples_here(cfg: MethodConfig) -> bool:
-    return getattr(getattr(cfg, "rollout", None), "engine", "vllm") != "vllm"
+def may_sample_here(cfg: MethodConfig) -> bool:
+    """Return whether the run samples with the in-process engine; "auto" may still choose vLLM for lack of memory."""
+    from trainer.config.groups import servers_asked
+
+    engine = getattr(getattr(cfg, "rollout", None), "engine", "vllm")
+    return engine == "local" or (engine == "auto" and not servers_asked(cfg))
 
 
 def work_of(cfg: MethodConfig, s: Sizes, device: str | None = None) -> Work:

@@ -127,6 +127,7 @@ SAVED = [
     ("qwen3", SMALL, {"lora_r": 8, "is_wide": True, **FIRST}),
     ("qwen3_moe", SMALL | EXPERTS, {}), ("qwen3_moe", WIDE | EXPERTS, {"compute": 4}),
     ("qwen3_moe", SMALL | EXPERTS, {"lora_r": 8}), ("qwen3_moe", WIDE | EXPERTS, {"lora_r": 8, "compute": 4}),
+    ("qwen3_moe", WIDE | EXPERTS, {"lora_r": 8, "is_wide": True}),
 ]  # fmt: skip
 
 

@@ -4,9 +4,9 @@
 
 In bfloat16, a small adapter that is added to an output already rounded is mostly rounded away itself. Here both
 products are summed in float32 inside one matmul. Rounding x A^T first costs a fraction of the adapter, not of the
-output. On a CPU the matmul adds to the adapter's output. cuBLAS would round twice, so on a GPU one matmul runs over the
-K dimensions of both products: [x, low] [W, B]^T. The gradient of x is added to in place on both. A bias is added last,
-to the rounded sum.
+output. On a CPU, and in float32, addmm adds x W^T to the adapter's output. In bfloat16 cuBLAS would round twice, so on
+a GPU one matmul runs over the K dimensions of both products: [x, low] [W, B]^T. The gradient of x is accumulated in
+place. A bias is added last, to the rounded sum.
 
 W may be stored in 4 bits (kernels/nf4.py); it is then dequantised for each product. In compiled graphs the product and
 its addition are one operator: the compiler would split them, and keep a dequantised weight for the backward pass. An
@@ -81,13 +81,13 @@ def sum_products(
     absmax: Tensor | None,  # (O * D / 64,) of W in 4 bits
     low: Tensor,  # (N, R)
     b: Tensor,  # (O, R)
-    join: bool | None = None,  # default: on a GPU
+    join: bool | None = None,  # default: on a GPU, in 16 bits
 ) -> Tensor:  # (N, O)
     """Return x W^T + low B^T, rounded once."""
     weight = _dense(weight, absmax, (b.shape[0], x.shape[1]), x.dtype)
-    if not (x.is_cuda if join is None else join):
+    if not (x.is_cuda and x.dtype.itemsize == 2 if join is None else join):
         return (low @ b.t()).addmm_(x, weight.t())
-    spare = (0, -b.shape[1] % 8)  # rows of 16 bytes, for the fast kernels
+    spare = (0, -(x.shape[1] + b.shape[1]) % 8)  # rows of a multiple of 16 bytes, for the fast kernels
     return torch.cat([x, F.pad(low, spare)], 1) @ torch.cat([weight, F.pad(b, spare)], 1).t()
 
 

@@ -166,9 +166,9 @@ def prepare_layers(lm: nn.Module) -> bool:
 def separated(convolution: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return the convolution with arguments seq_idx, as in causal-conv1d, and cu_seq_lens_q, which may have a tree."""
     has_boundaries, kernel = find_spec("causal_conv1d") is not None, None
-    if not has_boundaries and find_spec("fla"):
-        kernel = import_module("fla.modules.causal_conv1d").causal_conv1d
+    if find_spec("fla"):
         tune_quickly()
+        kernel = None if has_boundaries else import_module("fla.modules.causal_conv1d").causal_conv1d
 
     @torch.compiler.disable
     @functools.wraps(convolution)
@@ -201,7 +201,8 @@ def separated(convolution: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def tune_quickly() -> None:
     """Shorten the tuning of flash-linear-attention's kernels.
 
-    Its norms would be tuned again for every multiple of 65,536 heads in a row, which stops a run for most of a minute.
+    Otherwise its norms are tuned again whenever the heads in a row pass another multiple of 65,536, which stalls
+    training for most of a minute.
     """
     from triton import Config
 

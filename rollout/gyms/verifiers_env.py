@@ -121,7 +121,7 @@ class VerifiersEnv:
         return GymSource(
             functools.partial(self._play, sampling), endpoint, loop=self.loop, flag="verifiers",
             title="verifiers", prefix_mismatch=self.cfg.prefix_mismatch, log_once=self.log_once,
-            hint="a line 'verifiers: ...' above shows the first failure of each kind",
+            hint="lines above that begin with 'verifiers:' show the first failure of each kind",
         )  # fmt: skip
 
     def close(self) -> None:
@@ -197,9 +197,11 @@ class VerifiersEnv:
                 raise EpisodeError(f"the episode exceeded timeout={self.cfg.timeout:g} s", kind="late") from None
             except Exception as error:  # the environment's code may raise anything
                 raise EpisodeError(f"{describe_error(error)}{where_raised(error)}", kind=type(error).__name__) from None
-        for session in sessions.values():
-            log_too_long(self.log_once, "verifiers", prompt, session)
-        return read_episode(episode, sessions, self.cfg, prompt_ids=prompt.ids)
+        completion = read_episode(episode, sessions, self.cfg, prompt_ids=prompt.ids)
+        if not completion.trained:
+            for session in sessions.values():
+                log_too_long(self.log_once, "verifiers", prompt, session)
+        return completion
 
 
 @functools.cache

@@ -120,7 +120,7 @@ def read_responses(
     check_system(system_prompt, tally.counts["takes system"] > 0)
     check_effect(kwargs, tally.counts["by template"] > 0)
     tally.log()
-    if {spec.format or data_format for spec in parse_specs(specs)} == {"auto"}:  # other text formats are deliberate
+    if {spec.format or data_format for spec in parse_specs(specs)} == {"auto"}:  # a named format is deliberate
         log_plain(tally.counts["by template"] > 0, tokenizer)
     return rows, tally
 

@@ -35,8 +35,8 @@ def load_labelled(
         # Not an error: TRL trains such rows, and undesirable rows alone are a way to unlearn text.
         kind, change = ("desirable", "more") if tally.counts["desirable"] else ("undesirable", "less")
         print(
-            f"warning: {', '.join(specs)}: all {len(labelled)} responses are {kind}; trained on them alone, KTO only "
-            f"makes them {change} likely; add rows with the other label",
+            f"warning: {', '.join(specs)}: all {len(labelled)} responses are {kind}; training on these alone only "
+            f"makes them {change} likely, so add rows with the other label",
             file=sys.stderr,
         )
     return labelled

@@ -192,11 +192,12 @@ class Session:
         if self.model.context is not None:
             left = min(left, self.model.context - len(ids))
         if left < 1:
+            context = "" if self.model.context is None else f", context length {self.model.context}"
             self.truncated = self.is_full = True
             self.on_full()
             raise OutOfTokens(
-                f"a prompt of {len(ids)} tokens leaves no tokens for an answer (context length {self.model.context}, "
-                f"max_completion_length={self.sampling.max_tokens})"
+                f"a prompt of {len(ids)} tokens leaves no tokens for an answer (max_completion_length="
+                f"{self.sampling.max_tokens}{context})"
             )
         limit = left if max_tokens is None else max(1, min(left, max_tokens))
         stops = dict.fromkeys((*self.sampling.stop, *stop)), dict.fromkeys((*self.sampling.stop_ids, *stop_ids))

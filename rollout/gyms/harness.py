@@ -68,7 +68,7 @@ class Harness:
         return GymSource(
             partial(self._play, sampling), endpoint, flag="harness", title="harness", log_once=self.log_once,
             all_may_fail=False,
-            hint="run the program by hand; a line 'harness: ...' above shows the first failure of each kind",
+            hint="run the program by hand; lines above that begin with 'harness:' show the first failure of each kind",
         )  # fmt: skip
 
     def close(self) -> None:

@@ -112,7 +112,7 @@ def prompt_of(row: Row) -> Prompt:
 def completion_of(text: str, ids: Sequence[int] = ()) -> Completion:
     """Return a completion that was not sampled."""
     return Completion(
-        prompt_ids=[], ids=list(ids), logps=[0.0] * len(ids), finish_reason="stop", text=text, versions=[0] * len(ids)
+        prompt_ids=[], ids=list(ids), logps=[0.0] * len(ids), finish_reason="stop", text=text, versions=[(0, len(ids))]
     )
 
 

@@ -21,6 +21,7 @@ from trainer.parallel.comm import is_main
 from trainer.parallel.watch import log
 
 ADAPTER = "default"  # peft's name for the adapter under training
+REFERENCE = "reference"  # name of a second adapter, which is not trained
 
 
 def adapter_name(name: str) -> str:
@@ -138,11 +139,11 @@ def continue_object(model: Any, lora: LoraConfig, *, with_reference: bool) -> st
             parameter.data = parameter.data.float()
     if not with_reference:
         return None
-    model.add_adapter("reference", known)
+    model.add_adapter(REFERENCE, known)
     weights = get_peft_model_state_dict(model, adapter_name=ADAPTER)
-    set_peft_model_state_dict(model, {name: x.clone() for name, x in weights.items()}, adapter_name="reference")
+    set_peft_model_state_dict(model, {name: x.clone() for name, x in weights.items()}, adapter_name=REFERENCE)
     model.set_adapter(ADAPTER)
-    return "reference"
+    return REFERENCE
 
 
 def freeze_except(model: nn.Module, patterns: Sequence[str]) -> None:

@@ -71,6 +71,7 @@ from trainer.parallel.comm import context_size, is_main, world_size
 from trainer.parallel.dtensor import local, local_slices
 from trainer.parallel.watch import log
 from trainer.policy.adapters import (
+    REFERENCE,
     add_adapter,
     attach_adapter,
     continue_adapter,
@@ -95,9 +96,6 @@ COMPILER_OPTIONS = {
 
 
 # the policy ------------------------------------------------------------------------------------------------------
-
-
-REFERENCE = "reference"  # name of a second adapter, which is not trained
 
 
 def load_policy(
@@ -493,7 +491,7 @@ def carry_float32(policy: Policy) -> None:
     Frozen bfloat16 embeddings would start a bfloat16 stream, which rounds after every block.
     """
     lm = causal_lm(policy.model)
-    if policy.autocast_dtype and not policy.is_sharded and block_obstacle(lm) is None:
+    if policy.wide_stream is None and policy.autocast_dtype and not policy.is_sharded and block_obstacle(lm) is None:
         policy.wide_stream = lm.get_input_embeddings().register_forward_hook(lambda module, args, out: out.float())
 
 

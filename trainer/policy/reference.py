@@ -22,8 +22,8 @@ from trainer.config.blocks import LoraConfig, ModelConfig, ParallelConfig, Refer
 from trainer.files.atomic_folder import sync
 from trainer.parallel.comm import all_count, all_gather, balanced_shards, data_rank, data_size, is_main, world_size
 from trainer.parallel.dtensor import copy_into_shard, gather, reshard
-from trainer.policy.adapters import ADAPTER
-from trainer.policy.load import REFERENCE, load_policy
+from trainer.policy.adapters import ADAPTER, REFERENCE
+from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy, causal_lm, reference_logps, share_batches, token_logps
 from trainer.policy.sharding import parallelize, to_device_and_pad
 

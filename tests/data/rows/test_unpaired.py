@@ -65,11 +65,10 @@ def test_rows_of_a_single_label_cause_a_warning(load, capsys):
     load(rows)
     warning = capsys.readouterr().err
     assert "\nwarning: " in warning and "all 3 responses are desirable; " in warning
-    assert "rows.jsonl" in warning and "KTO only makes them more likely" in warning
+    assert "rows.jsonl" in warning and "only makes them more likely" in warning
     load([{**row, "label": 0} for row in rows])
-    assert "all 3 responses are undesirable; trained on them alone, KTO only makes them less likely" in (
-        capsys.readouterr().err
-    )
+    warning = "all 3 responses are undesirable; training on these alone only makes them less likely"
+    assert warning in capsys.readouterr().err
     load([*rows, {**rows[0], "label": False}])
     assert "warning: " not in capsys.readouterr().err
 

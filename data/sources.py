@@ -316,7 +316,7 @@ def _file_rows(path: str) -> Sequence[Row]:
         content = _unpack(path, file) if path.lower().endswith(".gz") else file.read_bytes()
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"data={path}: not UTF-8 text (byte {error.start}); convert it") from None
+        raise UserError(f"data={path}: not UTF-8 text (byte {error.start} of the file); convert it") from None
     except (OSError, EOFError, zlib.error) as error:  # unreadable, or a damaged gzip
         raise UserError(f"data={path}: cannot be read ({error})") from None
     if kind in ("csv", "tsv"):
@@ -357,7 +357,7 @@ def _read_jsonl(path: str, file: BinaryIO) -> LazyRows:
             return json.loads(line.removesuffix(b"\n").decode())
         except UnicodeDecodeError as error:
             where = f"{path}:{numbers[index]}"
-            raise UserError(f"{where}: not UTF-8 text (byte {start + error.start}); convert it") from None
+            raise UserError(f"{where}: not UTF-8 text (byte {start + error.start} of the file); convert it") from None
         except (ValueError, RecursionError) as error:
             raise _not_json(f"{path}:{numbers[index]}", error) from None
 

@@ -58,7 +58,7 @@ class InFloat64(TorchFunctionMode):
 def few_configurations(count: int = 2) -> Iterator[None]:
     """Let kernels that are defined in this block try only their last configurations.
 
-    These use more warps, so fewer registers per thread: the compiler needs half the time of the first ones.
+    The last ones use more warps and so fewer registers per thread; they compile in half the time of the first.
     """
     try:
         from triton.runtime.autotuner import Autotuner

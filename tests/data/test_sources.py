@@ -118,7 +118,7 @@ BAD_FILES = [
     ("r.csv", b"a,b\n1,2\n3\n", "r.csv:2: the number of fields"),
     ("r.csv", b"a,b\n1,2,3\n", "r.csv:1: the number of fields"),
     ("r.jsonl", b"", "contains no rows"),
-    ("r.jsonl", b'{"a": "\xff"}', r"r.jsonl:1: not UTF-8 text \(byte 7\)"),
+    ("r.jsonl", b'{"a": "\xff"}', r"r.jsonl:1: not UTF-8 text \(byte 7 of the file\)"),
     ("r.jsonl.gz", b"not gzip", "cannot be read"),
     ("r.parquet", b"not parquet", "cannot be read as parquet"),
     ("r.dat", b"hello", "unknown file type"),

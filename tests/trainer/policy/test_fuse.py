@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "olmo2": ({}, {MLP}),  # norms and rotations round only once
     "cohere": ({}, {MLP}),  # layer norms; rotates adjacent pairs, not halves
     "phi3": ({}, {*NORMS, ATTENTION}),  # one projection for gate and up
-    "hunyuan_v1_dense": ({"head_dim": 8}, LIKE_LLAMA | {"query_layernorm", "key_layernorm"}),  # norms after the rotation
+    "hunyuan_v1_dense": ({"head_dim": 8}, LIKE_LLAMA | {"query_layernorm", "key_layernorm"}),  # norms of rotated heads
 }  # fmt: skip
 
 

@@ -272,7 +272,8 @@ def test_compiled_policy_and_reference_run_the_same_operations(monkeypatch):
     torch._dynamo.reset()
     # For all blocks and both iterations; the input of the reference's first block is marked as requiring a gradient.
     policy_blocks, first_of_reference, later_of_reference = operations
-    assert policy_blocks["mm"] == policy_blocks["sum_products"] == 7 and policy_blocks == first_of_reference == later_of_reference
+    assert policy_blocks["mm"] == policy_blocks["sum_products"] == 7
+    assert policy_blocks == first_of_reference == later_of_reference
 
 
 def test_contradictory_settings_are_rejected():

@@ -38,7 +38,7 @@ from kernels.decode.block import add_rms_norm, rotate_append, silu_mul
 from kernels.decode.lora import add_adapters
 from kernels.nf4 import Linear4bit
 from rollout.routes import RouteShape, recording, stack
-from rollout.state_layers import STATEFUL
+from rollout.state_layers import STATEFUL, carried_state
 
 NAME = "strop_paged"  # key in transformers' attention registry
 MASK = 2**26  # booleans of a dense mask; more queries are split
@@ -765,6 +765,8 @@ class BlockForward:
 def paged_obstacle(lm: Any, *, needs_kernels: bool) -> str | None:
     """Return why this model cannot use the paged cache, or None if it can. Log-probs are also compared."""
     config = lm.config.get_text_config()
+    if (kind := carried_state(config, type(lm))) is not None and kind not in STATEFUL:
+        return f"it has {kind} layers"
     # transformers sets the flag for few models with states. All passes check that attention uses the interface.
     if not getattr(lm, "_supports_attention_backend", False) and not is_stateful(lm):
         return "its attention does not go through transformers' interface"

@@ -44,7 +44,6 @@ from rollout.engines.forward import (
     block_obstacle,
     device_of,
     is_sharded,
-    is_stateful,
     paged_obstacle,
     unchanged,
     uncompiled,
@@ -54,6 +53,7 @@ from rollout.engines.memory import FULL, GIB, MemoryPolicy, available, restart_p
 from rollout.engines.scheduler import Job, Scheduler
 from rollout.engines.stop import StopCheck
 from rollout.routes import expert_blocks
+from rollout.state_layers import carried_state
 
 Pairs = Sequence[tuple[list[int], list[int]]]  # prompts and completions
 LOGITS_PER_PASS = 2**26  # in logps(): 256 MB in fp32
@@ -457,7 +457,8 @@ class LocalEngine:
             return
         name, skipped = type(self.lm).__name__, paged_obstacle(self.lm, needs_kernels=self.kind == "cuda")
         ways: list[Callable[[], Forward] | None] = [] if skipped else [*self._ways()]
-        if not is_stateful(self.lm) and self.exact_logps is None:  # growing.py pads on the left, which changes states
+        has_states = carried_state(self.lm.config, type(self.lm)) is not None
+        if not has_states and self.exact_logps is None:  # growing.py pads on the left, which changes states
             ways.append(None)  # growing.py
         for make in ways:
             try:

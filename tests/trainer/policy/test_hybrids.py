@@ -26,7 +26,8 @@ from trainer.rl.servers import reject_text_part
 from trainer.tiny.build import make_tokenizer
 
 ALWAYS = ("lfm2", "qwen3_5_text", "nemotron_h")
-PACKED = [*SAMPLED, "zamba2"]  # transformers gives no boundaries to the layers of other models
+# transformers gives no boundaries to the layers of other models.
+PACKED = [*(kind for kind in SAMPLED if kind != "kimi_linear"), "zamba2"]
 BRANCHING = ["lfm2", "qwen3_5_text", "lfm2_moe", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"]  # share prompts
 
 

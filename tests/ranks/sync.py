@@ -31,7 +31,7 @@ from trainer.parallel.comm import is_main, pick_device, process_group
 from trainer.policy.load import load_policy
 from trainer.policy.logps import Policy
 from trainer.policy.sharding import parallelize
-from trainer.rl import setup
+from trainer.rl import servers, setup
 from trainer.rl.rank0_rollout import Rank0Rollout
 
 PROBE_EVERY = 20
@@ -145,8 +145,9 @@ def run_case(url: str, folder: str, num_syncs: int, case: str) -> dict[str, Any]
         run = SimpleNamespace(
             id="c0ffee00", dir=Path(logs), note=lambda text: print(text, file=sys.stderr), keep=lambda kept: kept
         )
-        setup.check_servers(cfg, policy, run)
+        servers.check_servers(cfg, policy, run)
         rank0 = Rank0Rollout(policy, setup.start_engine(cfg, policy, run, [prompt]), [prompt])
+        rank0.handlers |= servers.WeightCommands(policy).handlers
         if "broken" in options and is_main():
             buckets = len(rank0.engine.weights.sync.link.buckets)
             break_once(2 * buckets + buckets // 2 + 1)

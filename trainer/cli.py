@@ -486,9 +486,10 @@ def _check_working_folder(resume: ResumePoint, values: Values) -> None:
     """Raise if a relative path of the config exists only in the folder in which the run was started."""
     template = Path(str(resume.saved.get("output_dir", "/")))
     parents = resume.run_dir.resolve().parents
-    if template.is_absolute() or ".." in template.parts or not 0 < len(template.parts) <= len(parents):  # or moved
+    depth = len(template.parts)
+    if template.is_absolute() or ".." in template.parts or not 0 < depth <= len(parents):  # fewer: the run was moved
         return
-    start = parents[len(template.parts) - 1]
+    start = parents[depth - 1]
     for key, given in values.items():
         for word in given.words:
             path, module = word.partition(":")[0], ""
@@ -496,7 +497,7 @@ def _check_working_folder(resume: ResumePoint, values: Values) -> None:
                 module = path.rpartition(".")[0].replace(".", "/")
                 path = f"{module}.py"
             is_path = "." in path or "/" in path or key == "model"
-            is_gone = is_path and os.path.exists(start / path) and not os.path.exists(path)  # False for long texts
+            is_gone = is_path and os.path.exists(start / path) and not os.path.exists(path)  # also takes long texts
             if is_gone and not (module and find_spec(module.split("/")[0])):
                 raise UserError(
                     f"{key}={word}: not found in the working folder {Path.cwd()}, but in {start}, where the run was "

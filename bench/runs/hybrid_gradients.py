@@ -58,7 +58,7 @@ class InFloat64(TorchFunctionMode):
 def few_configurations(count: int = 2) -> Iterator[None]:
     """Let kernels that are defined in this block try only their last configurations.
 
-    The last ones use more warps and so fewer registers per thread; they compile in half the time of the first.
+    These use more warps and so fewer registers per thread, and compile in half the time of the first.
     """
     try:
         from triton.runtime.autotuner import Autotuner

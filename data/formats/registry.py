@@ -123,6 +123,11 @@ def parse_specs(specs: Sequence[str]) -> list[DataSpec]:
     return [parse_spec(spec) for spec in specs]
 
 
+def formats_of(specs: Sequence[str], data_format: str) -> set[str]:
+    """Return the names of the formats that the specs are read with."""
+    return {spec.format or data_format for spec in parse_specs(specs)}
+
+
 def apply(function: Callable[..., Any], row: Row, *args: Any) -> Any:
     """Call a function on a row's columns; prepend the row's source to its ValueErrors."""
     try:

@@ -26,7 +26,7 @@ from data.chat import (
 from data.errors import UserError
 from data.format_options import FormatOptions
 from data.formats.pairs import FAMILIES, PAIR_FORMATS, PAIR_OPTIONS, PairFormat
-from data.formats.registry import Columns, Format, WithOptions, apply, parse_specs
+from data.formats.registry import Columns, Format, WithOptions, apply, formats_of
 from data.formats.template_settings import check_effect, template_settings
 from data.rows.bad_rows import BadRows, Tally, check_system
 from data.rows.collect import collect
@@ -120,7 +120,7 @@ def read_responses(
     check_system(system_prompt, tally.counts["takes system"] > 0)
     check_effect(kwargs, tally.counts["by template"] > 0)
     tally.log()
-    if {spec.format or data_format for spec in parse_specs(specs)} == {"auto"}:  # a named format is deliberate
+    if formats_of(specs, data_format) == {"auto"}:  # a named format is deliberate
         log_plain(tally.counts["by template"] > 0, tokenizer)
     return rows, tally
 
@@ -131,7 +131,7 @@ def bind(
 ) -> dict[str, Format]:  # fmt: skip
     """Return the formats with the options filled in; raise if an option has no effect on the formats in use."""
     options = options or FormatOptions()
-    used = {spec.format or data_format for spec in parse_specs(specs)}
+    used = formats_of(specs, data_format)
     for name in used & formats.keys():
         family = name.partition(".")[0]
         if family in FAMILIES:

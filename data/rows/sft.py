@@ -19,7 +19,7 @@ from data.chat import (
 )
 from data.errors import UserError
 from data.formats.fields import parse_bool
-from data.formats.registry import SFT_FORMATS, Columns, Format, apply, parse_specs
+from data.formats.registry import SFT_FORMATS, Columns, Format, apply, formats_of
 from data.formats.template_settings import check_effect, template_settings
 from data.rows.bad_rows import Tally, check_system
 from data.rows.collect import collect
@@ -99,7 +99,7 @@ def load_examples(
     if trained.inputs and tally.counts["only text"] == num_rows:
         raise UserError("train_on_inputs=True: has no effect on plain text, which is always trained; remove the flag")
     tally.log()
-    if tally.counts["plain prompts"] and {spec.format or data_format for spec in parse_specs(specs)} == {"auto"}:
+    if tally.counts["plain prompts"] and formats_of(specs, data_format) == {"auto"}:  # a named format is deliberate
         log_plain(conversational, tokenizer)
     return examples
 

@@ -19,7 +19,7 @@ from data.format_options import FormatOptions
 from data.formats.ebft import EBFT_FORMATS, EBFT_STRIDED_FORMATS, TargetFormat, last_turn, reject_formats
 from data.formats.fields import DEFAULT, Columns, listed
 from data.formats.pairs import PAIR_FORMATS, PAIR_OPTIONS
-from data.formats.registry import PROMPT_FORMATS, SFT_FORMATS, apply, parse_specs
+from data.formats.registry import PROMPT_FORMATS, SFT_FORMATS, apply, formats_of
 from data.formats.template_settings import check_effect
 from data.rows.bad_rows import Tally, check_system
 from data.rows.collect import collect
@@ -86,7 +86,7 @@ def load_targets(
     conversational = tally.counts["conversational"] > 0
     log_left_out(len(prompts), tally.num_rows, max_prompt_length)
     # Pair formats write delimiters without the chat template.
-    if not {spec.format or data_format for spec in parse_specs(specs)} & pairs.keys():
+    if not formats_of(specs, data_format) & pairs.keys():
         log_plain(conversational, tokenizer)
     check_system(system_prompt, tally.counts["takes system"] > 0)
     check_effect(chat_template_kwargs, conversational)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from data.formats.ebft import EBFT_FORMATS, EBFT_STRIDED_FORMATS
 from data.formats.pairs import PAIR_FORMATS
-from data.formats.registry import PROMPT_FORMATS, SFT_FORMATS, parse_specs
+from data.formats.registry import PROMPT_FORMATS, SFT_FORMATS, formats_of
 from data.formats.unpaired import UNPAIRED_FORMATS
 from data.rows.stepwise import STEP_FORMATS
 
@@ -15,5 +15,4 @@ BUILT_IN = {*PROMPT_FORMATS, *SFT_FORMATS, *PAIR_FORMATS, *UNPAIRED_FORMATS, *ST
 
 
 def uses_transform(specs: Sequence[str], data_format: str) -> bool:
-    names = {spec.format or data_format for spec in parse_specs(specs)}
-    return any("." in name and name not in BUILT_IN for name in names)
+    return any("." in name and name not in BUILT_IN for name in formats_of(specs, data_format))

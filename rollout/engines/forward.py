@@ -150,11 +150,6 @@ def shape_of(lm: Any, dtype: torch.dtype) -> Shape:
     )
 
 
-def is_stateful(lm: Any) -> bool:
-    """Return whether some layers keep a state."""
-    return not STATEFUL.isdisjoint(getattr(lm.config.get_text_config(), "layer_types", None) or ())
-
-
 def device_of(lm: nn.Module) -> torch.device:
     """Return the device that computes: shards may be in main memory (--parallel.cpu-offload)."""
     parameter = next(lm.parameters())
@@ -470,7 +465,7 @@ class TransformersForward:
     @functools.cached_property
     def states(self) -> Sequence[StateShape]:
         """Run one token in evaluation mode, so that transformers allocates states. Later passes replace them."""
-        if not is_stateful(self.lm):
+        if carried_state(self.lm.config, type(self.lm)) is None:
             return ()
         from transformers import DynamicCache
 
@@ -764,11 +759,11 @@ class BlockForward:
 
 def paged_obstacle(lm: Any, *, needs_kernels: bool) -> str | None:
     """Return why this model cannot use the paged cache, or None if it can. Log-probs are also compared."""
-    config = lm.config.get_text_config()
-    if (kind := carried_state(config, type(lm))) is not None and kind not in STATEFUL:
-        return f"it has {kind} layers"
+    config, state = lm.config.get_text_config(), carried_state(lm.config, type(lm))
+    if state is not None and state not in STATEFUL:
+        return f"it has {state} layers"
     # transformers sets the flag for few models with states. All passes check that attention uses the interface.
-    if not getattr(lm, "_supports_attention_backend", False) and not is_stateful(lm):
+    if not getattr(lm, "_supports_attention_backend", False) and state is None:
         return "its attention does not go through transformers' interface"
     kinds = set(getattr(config, "layer_types", None) or ()) - ATTENTION - STATEFUL - {"moe", "mlp"}
     if kinds:

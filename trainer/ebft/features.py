@@ -2,9 +2,9 @@
 
     network = FeatureNetwork(cfg.features, cfg.run, policy)
     groups = network.items_of(prompts, completions, num_generations=4)
-    features = network.of_items(groups, 4)     # whole completions
-    features = network.of_blocks(batch)        # continuations within documents
-    measured = network.measure(features)       # rewards, and feature distances
+    features = network.of_items(groups, 4)      # whole completions
+    features = network.of_blocks(batch)         # continuations within documents
+    measured = network.measure(features)        # rewards, and feature distances
 
 The network is the policy's reference: a frozen copy of its initial weights, or, with LoRA, the base model with the
 adapter disabled. Equal rollouts of a prompt have bit-identical features, however they were batched: whitening relies on
@@ -76,7 +76,7 @@ class FeatureNetwork:
     def items_of(
         self, prompts: Sequence[TargetPrompt], completions: Sequence[Completion], *, num_generations: int
     ) -> list[list[Item]]:
-        """For each group its rollouts, followed by the target. One prompt per completion; groups are adjacent."""
+        """For each group its rollouts, then the target. One prompt per completion; those of a group are adjacent."""
         assert len(prompts) == len(completions) and len(prompts) % num_generations == 0, (len(prompts), num_generations)
         groups = []
         for first in range(0, len(prompts), num_generations):

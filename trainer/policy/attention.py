@@ -44,8 +44,8 @@ from trainer.parallel.watch import log
 NAME = "strop"  # flex attention's name among transformers' attention implementations
 EXACT = "strop_exact"  # the name with --exact-sampling
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # in a file of transformers whose attention layers look up the implementation
-_log_once = functools.cache(log)  # the reference is loaded like the policy and would repeat the line
 SLICED = {"sdpa": "strop_sliced_sdpa", NAME: "strop_sliced_flex"}  # names with context parallelism
+_log_once = functools.cache(log)  # the reference is loaded like the policy and would repeat the line
 
 
 def load_name(choice: str, device: torch.device, *, has_sdpa: bool = True) -> str:

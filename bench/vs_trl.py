@@ -356,6 +356,8 @@ def measure(
         output = ["--output-dir", str(folder / "run"), OVERWRITE]
         return {way: job | {"way": "ours", "flags": [*flags, *flags_of(method, way, urls), *output]} for way in names}
 
+    if trl_ways and strop_ways:
+        strop.start()  # imports while the other side does
     # In grpo each side has the GPU to itself, because the other side's engine or server would count as its memory.
     run_jobs(trl, {way: job | {"way": "trl", "options": TRL[way]} for way in trl_ways})
     if method == "grpo":
@@ -475,7 +477,7 @@ class Side:
         """Yield the result of each way when it is available; skip ways that fail and print the end of their output."""
         if not jobs:
             return
-        child = self._start()
+        child = self.start()
         pending = list(jobs)
         lines: list[str] = []
         started = shown = time.monotonic()
@@ -504,7 +506,7 @@ class Side:
             print(f"no result of {', '.join(pending)}:", "".join(lines[-40:]), sep="\n", flush=True)
             self.close()  # after a device error the process is unusable
 
-    def _start(self) -> subprocess.Popen[str]:
+    def start(self) -> subprocess.Popen[str]:
         if self._child is not None and self._child.poll() is not None:  # it has died
             self.close()
         if self._child is None:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from data.packing import Batch, to_device
-from kernels.tuning import compile_side_by_side
+from kernels.tuning import tune_in_parallel
 
 STATEFUL = {"conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba"}  # layer_types of recurrent models
 CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"  # functions that transformers' layers call
@@ -201,15 +201,16 @@ def separated(convolution: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def tune_quickly() -> None:
     """Shorten the tuning of flash-linear-attention's kernels.
 
-    Otherwise its norms are tuned again whenever the heads in a row pass another multiple of 65,536, which stalls
-    training for most of a minute.
+    Otherwise its norms are tuned again whenever the heads in a row pass another multiple of 65,536, and its sums for
+    every number of rows, which stalls training for seconds.
     """
     from triton import Config
 
-    norms = import_module("fla.modules.norm.l2norm")
+    norms, sums = import_module("fla.modules.norm.l2norm"), import_module("fla.ops.utils.cumsum")
     for kernel in (norms.l2norm_fwd_kernel, norms.l2norm_bwd_kernel):
         kernel.configs = [Config({"BT": 16}, num_warps=4)]
-    compile_side_by_side()
+    sums.chunk_local_cumsum_scalar_kernel.fn.configs = [Config({}, num_warps=2)]
+    tune_in_parallel()
 
 
 def by_level(rule: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:

@@ -21,7 +21,7 @@ import torch._dynamo
 from bench.common import watched
 from bench.runs.kernel_times import Watch
 from bench.vs_trl import PROMPT, RESULT, Measured, reward
-from kernels.tuning import compile_side_by_side
+from kernels.tuning import tune_in_parallel
 from trainer.metrics.metrics import Timer, read_jsonl
 
 
@@ -164,7 +164,7 @@ def run_trl(job: dict[str, Any], used: Sequence[float] = ()) -> Measured:
 
 def main() -> None:
     """Read named jobs from each line of stdin; print their results and then a line of nulls."""
-    compile_side_by_side()  # untimed, for TRL too
+    tune_in_parallel()  # untimed, for TRL too
     for line in sys.stdin:
         for way, job in json.loads(line).items():
             made = measured(job)

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from kernels.tuning import compile_side_by_side
+from kernels.tuning import tune_in_parallel
 
 
-def test_configurations_are_compiled_side_by_side():
+def test_configurations_are_compiled_in_parallel():
     pytest.importorskip("triton")
     from triton import Config
     from triton.runtime import _async_compile
     from triton.runtime.autotuner import Autotuner
 
-    compile_side_by_side()
+    tune_in_parallel()
     together, compiled, timed = threading.Barrier(3, timeout=20), [], []
 
     class Kernel:

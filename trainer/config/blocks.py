@@ -224,9 +224,9 @@ class ModelConfig:
 
     compile: Literal["auto"] | bool = "auto"
     (
-        "Compile the model's blocks with torch.compile: 30 to 60 s at the start, then faster steps on a GPU. auto: on "
-        "a GPU, for runs of 200 steps or more, unless the model has recurrent layers, or experts in float32. --compile "
-        "without a value means true."
+        "Compile the model's blocks with torch.compile: 30 to 60 s at the start, then faster steps if the GPU waits "
+        "for the host. auto: on a GPU, for runs of 200 steps or more, unless the model has recurrent layers, or "
+        "experts in float32. --compile without a value means true."
     )
 
     def __post_init__(self) -> None:

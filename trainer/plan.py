@@ -147,6 +147,7 @@ class Work:
     recomputed: int | None = None  # blocks to checkpoint, counted from the first; None: all
     offloading: bool = False  # checkpointed activations are offloaded
     compiled: bool = False  # may be compiled: checkpointed blocks then keep the attention output
+    fused: bool = False  # norms and activations of Llama blocks save their inputs only (kernels/block.py, or compiled)
     head: str = "one pass"
     has_reference: bool = False
     other_bytes: float = 0.0  # other frozen models
@@ -334,7 +335,14 @@ def block_activation_bytes(s: Sizes, work: Work, *, routed: bool | None = None) 
     experts = expert_activation_bytes(s, work) if routed else 0
     num_inputs = 5 if inner else 3  # q, k, v, gate, up
     heads, keys = s.heads + s.kv_heads, (s.heads + s.kv_heads) * s.head_dim
-    if work.full:
+    if work.fused and not routed:
+        terms = {
+            "two norms": 2 * (w + c) * d,  # input, and output rounded once for all matrices
+            "inside the adapters": c * 7 * work.lora_r,
+            "q, k norms": c * keys * s.qk_norm,
+            "MLP": 3 * c * inner,  # gate, up, product
+        }
+    elif work.full:
         terms = {
             "two norms": 2 * ((4 + w) * d + 4),  # float32 input, normalised input, one root
             "norm outputs": (num_inputs if w != c else 2) * c * d,  # autocast casts once for each matrix
@@ -678,6 +686,7 @@ def unsharded_work(cfg: MethodConfig, s: Sizes, device: str) -> Work:
         other_bytes=compute * sum(sizes_for(cfg, name).params for name in other_models(cfg)), optim=cfg.optim.optim,
         accumulates=is_part, context=cfg.parallel.context, triton=device == "cuda",
         compiled=device == "cuda" and cfg.model.compile is not False and cfg.parallel.context == 1,
+        fused=device == "cuda" and s.is_llama,
     )  # fmt: skip
     moves = getattr(getattr(cfg, "distill", None), "teacher_update_rate", None) is not None
     if moves and compute < 4 and not cfg.lora.r:

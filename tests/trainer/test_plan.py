@@ -179,6 +179,20 @@ def test_peak_of_a_step_matches_the_measurement(sizes):
         assert (fullest.total - 2 * s.params) / GIB == pytest.approx(gib, rel=0.03), layout
 
 
+# bench/results/h200/vs_trl.jsonl: a DPO step of 8 pairs, Qwen3-1.7B shape, bfloat16 weights, nothing recomputed: GiB
+# compiled and not, in the step with the most tokens.
+MEASURED_DPO = [27.6330, 27.5615]
+
+
+def test_peak_of_a_step_with_fused_blocks_matches_the_measurement(sizes):
+    sequences, computed = 16, 8 * 256 + 8870 - 16 * 256  # the prompt of a pair is computed once
+    work = Work(
+        tokens=computed, trained_tokens=8870 - sequences * 256, weight_bytes=2, head="any loss", fused=True,
+        has_reference=True, accumulates=False,
+    )  # fmt: skip
+    assert [peak(sizes["qwen3-1.7b"], work) / GIB] * 2 == pytest.approx(MEASURED_DPO, rel=0.03)
+
+
 # bench/results/h200/linear_logprob.jsonl, bfloat16: N, D, V; GiB in addition to inputs and gradients for one pass, any
 # loss, a frozen head, and torch with stored logits (None: not measured).
 MEASURED_HEADS = [
@@ -205,9 +219,10 @@ def test_head_buffers_match_the_measurements(sizes):
 
 def test_measurements_are_in_the_bench_results():
     folder = ROOT / "bench" / "results" / "h200"
-    rows = [json.loads(x) for name in ("train_step", "linear_logprob") for x in (folder / f"{name}.jsonl").open()]
-    results = {round(row["peak_gib"], 4) for row in rows}
+    files = [folder / f"{name}.jsonl" for name in ("train_step", "linear_logprob", "vs_trl")]
+    results = {round(json.loads(row)["peak_gib"], 4) for file in files for row in file.open()}
     copied = {gib for *_, gib in MEASURED_STEPS} | {x for _, *gibs in MEASURED_HEADS for x in gibs if x}
+    copied |= {*MEASURED_DPO}
     assert copied <= results, copied - results
 
 
@@ -492,7 +507,7 @@ def test_command_prints_the_engine_that_auto_chooses_and_its_memory(capsys):
 
     rows, text = table_of("--shape", "qwen3-8b", "--gpus", "4", "--gpu", "a100")
     assert rows["engine"] == ["vllm", "vllm", "local", "local"] and rows["while sampling"]
-    assert rows["fits"] == ["no", "no", "no", "yes"]
+    assert rows["fits"] == ["no", "no", "yes", "yes"]
     assert "Engine of fsdp: 49.31 GiB (copy of the weights 15.26, cache for 512 concurrent rows" in text
     assert "freed during training: fsdp, fsdp + gc." in text
     rows, text = table_of("--shape", "llama-3.1-8b", "--gpu", "h200")  # no room for a copy of the weights and a token

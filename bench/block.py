@@ -3,8 +3,9 @@
     python -m bench.block [--out rows.jsonl] [--tokens 7700] [--only norm rotation] [--seconds 2]
 
 Sizes of Qwen3-1.7B in bfloat16 on a GPU; small sizes elsewhere, where the references run. Norm is the norm of the
-residual stream, head norm the norm of the queries; both weights train. The floor is a memory copy of `moved_gb`, the
-bytes that a forward and a backward pass must read and write. Errors are against float64. Rates count tokens.
+residual stream, head norm the norm of the queries, gated norm that of a gated delta net; all weights train. The floor
+is a memory copy of `moved_gb`, the bytes that a forward and a backward pass must read and write. Errors are against
+float64. Rates count tokens.
 """
 
 from __future__ import annotations
@@ -50,6 +51,18 @@ def norm(tokens: int, heads: tuple[int, ...], width: int, device: torch.device, 
     exact = partial(block.rms_norm_reference, eps=EPS)
     shape = {"N": tokens, **({"H": heads[0]} if heads else {}), "D": width}
     return Problem(shape, [x.requires_grad_(), module.weight], [slope], 5, x.numel(), calls, exact)
+
+
+def gated_norm(tokens: int, heads: int, width: int, device: torch.device, dtype: torch.dtype) -> Problem:
+    """Read x and gate, write out; read grad, x and gate, write two gradients."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
+
+    x, gate, slope = random((tokens * heads, width), device, dtype, 3)
+    module = Qwen3_5RMSNormGated(width, eps=EPS).to(device, dtype)
+    calls = {"ours": partial(block.gated_rms_norm, eps=EPS), "transformers": lambda x, gate, weight: module(x, gate)}
+    exact = partial(block.gated_rms_norm_reference, eps=EPS)
+    inputs = [x.requires_grad_(), gate.requires_grad_(), module.weight]
+    return Problem({"N": tokens, "H": heads, "D": width}, inputs, [slope], 8, x.numel(), calls, exact)
 
 
 def rotation(tokens: int, sizes: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Problem:
@@ -122,6 +135,7 @@ def problems(tokens: int, sizes: dict[str, Any], device: torch.device) -> dict[s
     return {
         "norm": partial(norm, tokens, (), sizes["hidden_size"], *options),
         "head norm": partial(norm, tokens, (sizes["num_attention_heads"],), sizes["head_dim"], *options),
+        "gated norm": partial(gated_norm, tokens, sizes["num_attention_heads"], sizes["head_dim"], *options),
         "rotation": partial(rotation, tokens, sizes, *options),
         "activation": partial(activation, tokens, sizes["intermediate_size"], *options),
     }
@@ -135,7 +149,7 @@ def main(
     Args:
         out: File to append the rows to.
         tokens: Tokens per micro-batch. None: 7700 on a GPU, 64 elsewhere.
-        only: Operations to measure: norm, "head norm", rotation, activation. None: all.
+        only: Operations to measure: norm, "head norm", "gated norm", rotation, activation. None: all.
         seconds: Minimum duration of each loop, which has at least 15 rounds (3 on a CPU).
     """
     require_commit()

@@ -83,7 +83,7 @@ CLAIMS = (
     Claim("kernels/attention", "attention over packed rows", "bench.attention", 90, "bench.attention --seconds 0", ()),
     Claim("kernels/decode", "attention and sampling of a decode step", "bench.decode_attention", 70,
           "bench.decode_attention --seconds 0", ()),
-    Claim("kernels/block", "norm, rotation, activation", "bench.block", 40, "bench.block --seconds 0", ()),
+    Claim("kernels/block", "norms, rotation, activation", "bench.block", 50, "bench.block --seconds 0", ()),
     Claim("kernels/adamw", "stochastic rounding", "bench.adamw", 40, "bench.adamw --seconds 0", ()),
     Claim("kernels/nf4", "frozen layers in 4 bits and FP8", "bench.nf4", 60,
           "bench.nf4 --shape qwen3-0.6b --tokens 16 --seconds 0", ()),

@@ -3,6 +3,7 @@
     out = rms_norm(x, weight, eps)                     # or dtype=torch.bfloat16: rounded for matmuls
     query, key = rotate(query, key, cos, sin)          # likewise, for attention
     out = silu_mul(gate, up)
+    out = gated_rms_norm(x, gate, weight, eps)         # of gated delta nets
 
 transformers' eager modules launch 3 to 12 memory-bound kernels for each. These kernels round where the eager modules
 do, so the loss matches up to the order of sums. Gradients are computed in float32 and rounded once. The same kernel
@@ -79,6 +80,19 @@ def silu_mul(
     return (_SiluMul.apply if torch.is_grad_enabled() else _activated)(gate, up)
 
 
+def gated_rms_norm(
+    x: Tensor,  # (..., D)
+    gate: Tensor,  # (..., D)
+    weight: Tensor,  # (D,)
+    eps: float,
+) -> Tensor:  # (..., D) in x's dtype
+    """rms_norm(x, weight) * silu(gate); the silu and its product are computed in float32. The backward pass needs x and
+    gate."""
+    if not _fits(x, gate, weight):
+        return gated_rms_norm_reference(x, gate, weight, eps)
+    return (_GatedRmsNorm.apply if torch.is_grad_enabled() else _gated)(x, gate, weight, eps)
+
+
 def _fits(*tensors: Tensor) -> bool:
     return triton is not None and all(x.is_cuda and x.dtype != torch.float64 for x in tensors)
 
@@ -112,6 +126,16 @@ def silu_mul_reference(
     up: Tensor,  # (..., D)
 ) -> Tensor:  # (..., D)
     return torch.nn.functional.silu(gate) * up
+
+
+def gated_rms_norm_reference(
+    x: Tensor,  # (..., D)
+    gate: Tensor,  # (..., D)
+    weight: Tensor,  # (D,)
+    eps: float,
+) -> Tensor:  # (..., D)
+    gate = gate.to(torch.promote_types(gate.dtype, torch.float32))
+    return (rms_norm_reference(x, weight, eps) * torch.nn.functional.silu(gate)).to(x.dtype)
 
 
 # Autograd around the kernels, on CUDA or under TRITON_INTERPRET=1. A step calls these thousands of times and the GPU
@@ -179,6 +203,30 @@ class _SiluMul(torch.autograd.Function):
         return grad_gate, grad_up
 
 
+class _GatedRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, gate, weight)
+        ctx.eps = eps
+        return _gated(x, gate, weight, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate, weight = ctx.saved_tensors
+        grad_x, grad_gate, width = _empty_like(x, x.dtype), _empty_like(gate, gate.dtype), x.shape[-1]
+        num_rows, (tile, options) = x.numel() // width, _tiles(width, TILE)
+        programs = min(-(-num_rows // tile), PROGRAMS)
+        parts = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+        if programs:
+            (x, row), (gate, gate_row), (grad, grad_row) = _rows(x), _rows(gate), _rows(grad)
+            _gated_rms_norm_backward[programs,](
+                grad, x, gate, weight.contiguous(), grad_x, grad_gate, parts, num_rows, width, grad_row, row, gate_row,
+                ctx.eps, **options,
+            )  # fmt: skip
+        return grad_x, grad_gate, parts.sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None, None
+
+
 def _normed(x: Tensor, weight: Tensor, eps: float, plus_one: bool, dtype: torch.dtype | None) -> Tensor:  # (..., D)
     out = _empty_like(x, dtype or (x.dtype if plus_one else torch.promote_types(x.dtype, weight.dtype)))
     width = x.shape[-1]
@@ -219,6 +267,18 @@ def _activated(gate: Tensor, up: Tensor) -> Tensor:  # (..., D)
     if num_rows:
         (gate, gate_row), (up, up_row) = _rows(gate), _rows(up)
         _silu_mul[num_rows, -(-width // BLOCK)](gate, up, out, width, gate_row, up_row, BLOCK=BLOCK, num_warps=4)
+    return out
+
+
+def _gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:  # (..., D)
+    out, width = _empty_like(x, x.dtype), x.shape[-1]
+    num_rows = x.numel() // width
+    if num_rows:
+        (x, row), (gate, gate_row) = _rows(x), _rows(gate)
+        tile, options = _tiles(width, TILE)
+        _gated_rms_norm[-(-num_rows // tile),](
+            x, gate, weight.contiguous(), out, num_rows, width, row, gate_row, eps, **options
+        )
     return out
 
 
@@ -294,6 +354,55 @@ if triton is not None:
         if TRAINS:
             at = parts + tl.program_id(0) * width + column
             tl.store(at, tl.sum(total, 0)[None, :], mask=column < width)
+
+    @triton.jit
+    def _product(normed, scale, x, weight):
+        """normed * scale, rounded as torch multiplies tensors of these dtypes."""
+        dtype: tl.constexpr = x.dtype.element_ty
+        return _rounded(normed * scale, dtype if dtype == weight.dtype.element_ty else tl.float32)
+
+    @triton.jit(do_not_specialize=["num_rows"])
+    def _gated_rms_norm(
+        x, gate, weight, out, num_rows, width, x_row, gate_row, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+        column = tl.arange(0, BLOCK)[None, :]
+        inside = (row < num_rows) & (column < width)
+        value = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(gate + row * gate_row + column, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+        root = tl.rsqrt(tl.sum(value * value, 1) / width + eps)[:, None]
+        product = _product(_rounded(value * root, x.dtype.element_ty), scale, x, weight)
+        tl.store(out + row * width + column, (product * (g / (1.0 + tl.exp(-g)))).to(out.dtype.element_ty), mask=inside)
+
+    @triton.jit(do_not_specialize=["num_rows"])
+    def _gated_rms_norm_backward(
+        grad, x, gate, weight, grad_x, grad_gate, parts, num_rows, width, grad_row, x_row, gate_row, eps,
+        ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """As _rms_norm_backward, with the gate's silu as in _silu_mul_backward."""
+        column = tl.arange(0, BLOCK)[None, :]
+        scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+        total = tl.zeros([ROWS, BLOCK], tl.float32)
+        for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
+            row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+            inside = (row < num_rows) & (column < width)
+            slope = tl.load(grad + row * grad_row + column, mask=inside, other=0.0).to(tl.float32)
+            value = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
+            g = tl.load(gate + row * gate_row + column, mask=inside, other=0.0).to(tl.float32)
+            root = tl.rsqrt(tl.sum(value * value, 1) / width + eps)[:, None]
+            normed = value * root
+            rounded = _rounded(normed, x.dtype.element_ty)
+            sigmoid = 1.0 / (1.0 + tl.exp(-g))
+            new_gate = slope * _product(rounded, scale, x, weight) * sigmoid * (1.0 + g * (1.0 - sigmoid))
+            tl.store(grad_gate + row * width + column, new_gate.to(grad_gate.dtype.element_ty), mask=inside)
+            slope *= g * sigmoid
+            total += slope * rounded
+            slope *= scale
+            mean = tl.sum(slope * value, 1)[:, None] * root / width
+            new = ((slope - normed * mean) * root).to(grad_x.dtype.element_ty)
+            tl.store(grad_x + row * width + column, new, mask=inside)
+        tl.store(parts + tl.program_id(0) * width + column, tl.sum(total, 0)[None, :], mask=column < width)
 
     @triton.jit
     def _turn(

@@ -19,6 +19,7 @@ from tests.kernels.test_block import (
     check_no_rows,
     check_rounded,
     check_views,
+    gated_inputs,
     norm_inputs,
     rotate_inputs,
     run,
@@ -30,11 +31,13 @@ in_dtypes = pytest.mark.parametrize(("dtype", "other"), DTYPES, ids=str)
 
 
 def real_inputs(name: str, dtype: torch.dtype, other: torch.dtype) -> list[torch.Tensor]:
-    """Return inputs of a micro-batch of Qwen3-1.7B."""
+    """Return inputs of a micro-batch of Qwen3-1.7B, or of the gated norm of a Qwen3.5."""
     if name == "rotate":
         return rotate_inputs((1, 3001, 16, 8, 128), dtype, other, "cuda")
     if name == "silu_mul":
         return silu_inputs((1, 3001, 6144), dtype, other, "cuda")
+    if name == "gated_rms_norm":
+        return gated_inputs((1, 16 * 3001, 128), dtype, other, "cuda")
     return norm_inputs((1, 3001, 2048), dtype, other, "cuda")
 
 

@@ -21,6 +21,7 @@ from tests.kernels.test_block import (
     check_no_rows,
     check_rounded,
     check_views,
+    gated_inputs,
     norm_inputs,
     rotate_inputs,
     silu_inputs,
@@ -48,6 +49,7 @@ def test_norm(dtype, other):
     """37 columns make tiles of two rows, 200 columns exceed TILE. 23 rows leave a partial tile."""
     for shape in ((1, 16), (23, 37), (2, 3, 2, 200)):
         check(PUBLIC, "rms_norm", norm_inputs(shape, dtype, other))
+        check(PUBLIC, "gated_rms_norm", gated_inputs(shape, dtype, other))
     check(PUBLIC, "rms_norm, 1 + weight", norm_inputs((23, 37), dtype, other))
 
 

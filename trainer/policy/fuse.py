@@ -1,4 +1,4 @@
-"""Fuse the norms, gated MLPs and rotations of a transformers model (kernels/block.py), and adapters with their layers.
+"""Fuse norms, gated MLPs and rotations of a transformers model (kernels/block.py), and adapters with their layers.
 
     fuse(lm)             # every module that computes one of the fused operations
     join_adapters(lm)    # adapters of linear layers (kernels/lora.py), with or without fuse()
@@ -29,7 +29,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-from kernels.block import rms_norm, rms_norm_reference, rotate, rotate_reference, silu_mul, silu_mul_reference
+from kernels.block import (
+    gated_rms_norm,
+    gated_rms_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+    rotate,
+    rotate_reference,
+    silu_mul,
+    silu_mul_reference,
+)
 from kernels.exact import ExactLinear, row_by_row
 from kernels.lora import fits, lora_linear
 from rollout.engines.forward import block_obstacle, windows_of
@@ -48,6 +57,8 @@ def fuse(lm: Any) -> None:
     for module in lm.modules():
         if (plus_one := norm_kind(module)) is not None:
             module.__class__ = norm_class(type(module), eps_of(module), plus_one, module in rounded)
+        elif is_gated_norm(module):
+            module.__class__ = gated_norm_class(type(module), eps_of(module))
         elif is_gated_mlp(module):
             module.__class__ = mlp_class(type(module))
         elif rotates(type(module)):
@@ -120,6 +131,14 @@ def is_fused(module: nn.Module) -> bool:
 def norm_class(cls: type, eps: float, plus_one: bool, rounds: bool) -> type:
     def forward(self: Any, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, eps, plus_one, autocast_dtype(x) if rounds else None)
+
+    return subclass(cls, forward=forward)
+
+
+@functools.cache
+def gated_norm_class(cls: type, eps: float) -> type:
+    def forward(self: Any, x: Tensor, gate: Tensor) -> Tensor:
+        return gated_rms_norm(x, gate, self.weight, eps)
 
     return subclass(cls, forward=forward)
 
@@ -223,11 +242,17 @@ def eps_of(module: nn.Module) -> float | None:
     return eps if isinstance(eps, float) else None
 
 
+def is_norm(module: nn.Module, *, inputs: int = 1) -> bool:
+    weight = module._parameters.get("weight")
+    has_scale = eps_of(module) is not None and weight is not None and weight.dim() == 1
+    return has_scale and plain(module, parameters={"weight"}, inputs=inputs)
+
+
 def norm_kind(module: nn.Module) -> bool | None:
     """Return rms_norm's plus_one for this module, or None if it computes something else."""
-    eps, weight = eps_of(module), module._parameters.get("weight")
-    if eps is None or weight is None or weight.dim() != 1 or not plain(module, parameters={"weight"}):
+    if not is_norm(module):
         return None
+    eps, weight = eps_of(module), module.weight
 
     def agrees(dtype: torch.dtype, weight_dtype: torch.dtype, plus_one: bool) -> bool:
         scale = torch.tensor([[eps**0.5], [1.0], [30.0]])  # eps matters in the first row
@@ -236,6 +261,21 @@ def norm_kind(module: nn.Module) -> bool | None:
         return same(type(module).forward(probe, x), rms_norm_reference(x, other, eps, plus_one))
 
     return next((kind for kind in (False, True) if agree(functools.partial(agrees, plus_one=kind))), None)
+
+
+def is_gated_norm(module: nn.Module) -> bool:
+    if not is_norm(module, inputs=2):
+        return False
+    eps, width = eps_of(module), len(module.weight)
+
+    def agrees(dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
+        scale = torch.tensor([[eps**0.5], [1.0], [30.0]])
+        x, gate = ((scale * randn(3, width, seed=seed)).to(dtype) for seed in (1, 3))
+        weight = randn(width, seed=2).to(weight_dtype)
+        probe = with_parts(module, _parameters={"weight": nn.Parameter(weight)})
+        return same(type(module).forward(probe, x, gate), gated_rms_norm_reference(x, gate, weight, eps))
+
+    return agree(agrees)
 
 
 def is_gated_mlp(module: nn.Module) -> bool:
@@ -279,15 +319,17 @@ def is_adapter(module: nn.Module) -> bool:
     return isinstance(module.get_base_layer(), nn.Linear) and not module.lora_variant and not has_bias
 
 
-def plain(module: nn.Module, *, parameters: set[str] = frozenset(), children: set[str] = frozenset()) -> bool:
-    """Return whether the module has exactly these parameters and children, and its forward takes one argument."""
+def plain(
+    module: nn.Module, *, parameters: set[str] = frozenset(), children: set[str] = frozenset(), inputs: int = 1
+) -> bool:
+    """Return whether the module has exactly these parameters and children, and its forward so many arguments."""
     forward = type(module).forward
     return (
         set(module._parameters) == parameters
         and set(module._modules) == children
         and not module._buffers
         and not is_fused(module)
-        and len(inspect.signature(forward).parameters) == 2
+        and len(inspect.signature(forward).parameters) == 1 + inputs
     )
 
 

@@ -46,6 +46,13 @@ MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
         {*NORMS, ATTENTION, "q_norm", "k_norm", "pre_feedforward_layernorm", "post_feedforward_layernorm"},
     ),
+    "qwen3_5_text": (
+        {
+            "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+        },  # fmt: skip
+        LIKE_LLAMA | {"q_norm", "k_norm"},
+    ),
     "olmo2": ({}, {MLP}),  # norms and rotations round only once
     "cohere": ({}, {MLP}),  # layer norms; rotates adjacent pairs, not halves
     "phi3": ({}, {*NORMS, ATTENTION}),  # one projection for gate and up
@@ -122,6 +129,12 @@ def test_fused_operations_are_called_in_every_layer(kind, monkeypatch):
     step(lm)
     heads = ["rms_norm"] * 2 * (kind == "qwen3")
     assert called == ["rms_norm", *heads, "rotate", "rms_norm", "silu_mul"] * 2 + ["rms_norm"]
+
+
+def test_gated_norms_are_fused():
+    lm = make("qwen3_5_text")
+    fuse(lm)
+    assert "model.layers.0.linear_attn.norm" in fused(lm)
 
 
 def test_with_gradient_checkpointing():

@@ -266,11 +266,12 @@ def test_linear_kl_bench_measures_every_section(tmp_path):
 def test_block_bench_measures_every_operation(tmp_path):
     block.main(tmp_path / "rows.jsonl", tokens=16, seconds=0.0)
     rows = read_rows([tmp_path / "rows.jsonl"])
-    assert {r.bench for r in rows} == {"block/norm", "block/head norm", "block/rotation", "block/activation"}
+    names = ("norm", "head norm", "gated norm", "rotation", "activation")
+    assert {r.bench for r in rows} == {f"block/{name}" for name in names}
     for r in rows:
         assert r.provider in ("ours", "transformers") and r.floor_ms > 0 and r.extra["moved_gb"] > 0
         assert {"out0", "d0", "d1"} <= set(r.errors) and all(0 <= error < 1e-2 for error in r.errors.values())
-    with pytest.raises(ValueError, match="only=softmax: .*norm, head norm, rotation, activation"):
+    with pytest.raises(ValueError, match="only=softmax: .*norm, head norm, gated norm, rotation, activation"):
         block.main(only=("softmax",))
 
 

@@ -1,11 +1,12 @@
-"""One frozen linear layer, forward and backward: bfloat16 weight, FP8, NF4 with strop's kernel, NF4 with plain torch.
+"""One frozen linear layer, forward and backward: bfloat16, with an adapter, FP8, NF4 by strop's kernel and plain torch.
 
     python -m bench.nf4 [--out rows.jsonl] [--shape llama-3.1-8b] [--tokens 8192]
 
 The layer is the up projection of the model's MLP, with random weights. The error compares the output with the
 product with the same weight in float32; for NF4 it is mostly the code error. Rates count tokens; GiB is the peak
 of a pass, without the layer and its input. bitsandbytes is measured if installed. `FP8, compile` is the layer as it
-runs within a compiled block, where inductor fuses the quantisation of the input.
+runs within a compiled block, where inductor fuses the quantisation of the input. B of the adapters is 0; peft's order
+rounds before and after it adds the adapter.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from bench.common import Row, alternate, emit, make_row, relative_error, require_commit
 from kernels import nf4
 from kernels.fp8 import Linear8
+from kernels.lora import lora_linear
 from kernels.nf4 import Linear4bit, dequantize_reference
 from trainer.parallel.comm import pick_device
 from trainer.plan import known_config
@@ -35,9 +37,20 @@ class PlainLinear4bit(Linear4bit):
         return nn.functional.linear(x, dequantize_reference(packed, self.shape, self.dtype))
 
 
-def layers_of(linear: nn.Linear) -> dict[str, nn.Module]:
-    layers: dict[str, nn.Module] = {
+def adapted(linear: nn.Linear, rank: int = 16) -> dict[str, Callable[[Tensor], Tensor]]:
+    a = torch.randn(rank, linear.in_features, device=linear.weight.device).requires_grad_()
+    b = torch.zeros(linear.out_features, rank, device=linear.weight.device).requires_grad_()
+
+    def peft(x: Tensor) -> Tensor:
+        return linear(x) + nn.functional.linear(nn.functional.linear(x, a.bfloat16()), b.bfloat16()) * 2.0
+
+    return {"ours, LoRA": lambda x: lora_linear(x, linear, a, b, 2.0), "peft's order, LoRA": peft}
+
+
+def layers_of(linear: nn.Linear) -> dict[str, Callable[[Tensor], Tensor]]:
+    layers: dict[str, Callable[[Tensor], Tensor]] = {
         "bfloat16": linear,
+        **adapted(linear),
         "ours, NF4": Linear4bit.of(linear),
         "plain torch, NF4": PlainLinear4bit.of(linear),
         "ours, FP8": Linear8.of(copy.deepcopy(linear)),

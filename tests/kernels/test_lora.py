@@ -112,14 +112,23 @@ def test_other_layers_do_not_fit():
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("width, out", [(4096, 4096), (4096, 14336), (14336, 4096), (4096, 1024)])
 def test_at_8b_shapes_on_a_gpu(width, out, compiled):
-    """Share of an adapter of 1e-4, also compiled, and bits without it."""
+    """Share of an adapter of 1e-4, gradients, and bits without the adapter."""
     torch.manual_seed(0)
     base = layer(width, out, torch.bfloat16).cuda()
     x = torch.randn(8192, width, device="cuda", dtype=torch.bfloat16)
     a, b = torch.randn(16, width, device="cuda") / width**0.5, 1e-4 * torch.randn(out, 16, device="cuda")
-    adapted = torch.compile(lora_linear, dynamic=True) if compiled else lora_linear
+    arguments, grad = [x.requires_grad_(), a.requires_grad_(), b.requires_grad_(), 2.0], torch.randn_like(x[:, :1])
+
+    def activated(*arguments: Any) -> Tensor:
+        return F.silu(lora_linear(*arguments))  # a pointwise user: inductor would split an addmm
+
+    options = {"emulate_precision_casts": True}
+    function = torch.compile(activated, dynamic=True, options=options) if compiled else activated
+    want = results(lambda *arguments: F.silu(naive(*arguments)), base, arguments, grad.expand(-1, out))
+    for found, exact in zip(results(function, base, arguments, grad.expand(-1, out)), want, strict=True):
+        assert error(found, exact) < LIMITS[torch.bfloat16]
     with torch.no_grad():
-        change = adapted(x, base, a, b, 2.0).double() - adapted(x, base, a, 0 * b, 1.0).double()
+        change = lora_linear(x, base, a, b, 2.0).double() - lora_linear(x, base, a, 0 * b, 1.0).double()
         exact = 2 * (x.double() @ a.double().T) @ b.double().T
         assert 0.99 < (change * exact).sum() / exact.square().sum() < 1.01
         # Few rows would be split in K; the order of 14,336 additions in float32 changes one bit in 130.

@@ -1,4 +1,4 @@
-"""Configurations of autotuned kernels are compiled before they are timed."""
+"""Configurations of autotuned kernels are compiled before they are timed, and timed briefly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from kernels.tuning import tune_in_parallel
 
 
-def test_configurations_are_compiled_in_parallel():
+def test_configurations_are_compiled_in_parallel_and_timed_briefly(monkeypatch):
     pytest.importorskip("triton")
     from triton import Config
     from triton.runtime import _async_compile
@@ -31,12 +31,14 @@ def test_configurations_are_compiled_in_parallel():
         def run(self, *args: Any, SIZE: int, **options: Any) -> None:
             timed.append(SIZE)
 
-    def do_bench(call: Any, quantiles: Any) -> list[float]:
+    def do_bench(call: Any, warmup: float, rep: float, quantiles: Any) -> list[float]:
+        assert warmup + rep <= 10  # ms
         call()
         return [float(timed[-1])] * 3
 
+    monkeypatch.setattr("triton.testing.do_bench", do_bench)
     configs = [Config({"SIZE": size}) for size in (3, 2, 1)]
-    tuner = Autotuner(Kernel(), ["x"], configs, ["x"], None, None, do_bench=do_bench)
+    tuner = Autotuner(Kernel(), ["x"], configs, ["x"], None, None)
     for _ in range(2):
         tuner.run(5, grid=(1,), warmup=False)
     assert len(compiled) == 3 and all(not x.exception() for x in compiled)  # no broken barrier: at the same time

@@ -322,7 +322,7 @@ def is_adapter(module: nn.Module) -> bool:
 def plain(
     module: nn.Module, *, parameters: set[str] = frozenset(), children: set[str] = frozenset(), inputs: int = 1
 ) -> bool:
-    """Return whether the module has exactly these parameters and children, and its forward so many arguments."""
+    """Return whether the module has exactly these parameters and children, and its forward takes `inputs` arguments."""
     forward = type(module).forward
     return (
         set(module._parameters) == parameters

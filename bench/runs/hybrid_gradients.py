@@ -59,7 +59,8 @@ class InFloat64(TorchFunctionMode):
 def few_configurations(count: int = 2) -> Iterator[None]:
     """Let kernels that are defined in this block try only the configurations that need the least shared memory.
 
-    Larger ones do not fit with TF32X3.
+    Larger ones do not fit with TF32X3. Of equal ones, those with the most warps: ptxas takes minutes for one warp's share
+    if there are few.
     """
     try:
         from triton.runtime.autotuner import Autotuner
@@ -68,8 +69,9 @@ def few_configurations(count: int = 2) -> Iterator[None]:
         return
     init = Autotuner.__init__
 
-    def size(config: Any) -> int:
-        return config.num_stages * math.prod(x for x in config.kwargs.values() if isinstance(x, int))
+    def size(config: Any) -> tuple[int, int]:
+        numbers = (x for x in config.kwargs.values() if isinstance(x, int))
+        return config.num_stages * math.prod(numbers), -config.num_warps
 
     def smallest(self: Any, fn: Any, arg_names: Any, configs: Any, *args: Any, **kwargs: Any) -> None:
         init(self, fn, arg_names, sorted(configs, key=size)[:count], *args, **kwargs)

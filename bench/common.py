@@ -7,16 +7,18 @@ cache; elsewhere by the clock.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import platform
 import random
 import statistics
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -24,9 +26,10 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "triton", "transformers", "vllm", "trl", "liger_kernel", "cut_cross_entropy")
@@ -111,6 +114,13 @@ def commit() -> str:
     if not name:
         raise ValueError("commit: not a git checkout; set STROP_COMMIT to the measured commit")
     return name
+
+
+def torch_code(model: nn.Module) -> AbstractContextManager[Any]:
+    """Let linear attention run transformers' torch code: exact in any dtype, and without kernels that take minutes to
+    tune."""
+    code, name = sys.modules[type(model).__module__], "torch_chunk_gated_delta_rule"
+    return patch.object(code, name, inspect.unwrap(getattr(code, name))) if hasattr(code, name) else nullcontext()
 
 
 def require_commit() -> None:

@@ -74,7 +74,7 @@ from typing import Any
 import torch
 import tyro
 
-from bench.common import ROOT, Row, Timing, emit, make_row, require_commit
+from bench.common import ROOT, Row, Timing, emit, make_row, require_commit, torch_code
 from bench.served import scratch, shape_config
 from data.loader import Loader
 from rollout.servers.launch import launch, wait_ready
@@ -604,7 +604,8 @@ def exact_nll(model: Path, rows: Rows) -> float:
     total, count = 0.0, 0
     for row in rows:
         ids = [*tokenizer(row["prompt"] + row["completion"])["input_ids"], tokenizer.eos_token_id]
-        logits = lm(torch.tensor([ids], device=device)).logits[0, PROMPT - 1 : -1]  # (R, V)
+        with torch_code(lm):
+            logits = lm(torch.tensor([ids], device=device)).logits[0, PROMPT - 1 : -1]  # (R, V)
         target = torch.tensor(ids[PROMPT:], device=device)
         total += torch.nn.functional.cross_entropy(logits, target, reduction="sum").item()
         count += len(target)

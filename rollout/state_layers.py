@@ -214,20 +214,29 @@ def tune_quickly() -> None:
 
 
 def by_level(rule: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
-    """Return the gated delta rule for a cu_seqlens that may have a tree."""
+    """Return the gated delta rule for a cu_seqlens that may have a tree. Several rows run as one packed row.
+
+    flash-linear-attention would compile kernels again, for seconds, for every number of rows.
+    """
+    packs = find_spec("fla") is not None
 
     @torch.compiler.disable
     @functools.wraps(rule)
     def run(
-        query: Tensor,  # (1, T, H, K)
-        key: Tensor,  # (1, T, H, K)
-        value: Tensor,  # (1, T, H, V)
-        g: Tensor,  # (1, T, H)
-        beta: Tensor,  # (1, T, H)
+        query: Tensor,  # (R, T, H, K)
+        key: Tensor,  # (R, T, H, K)
+        value: Tensor,  # (R, T, H, V)
+        g: Tensor,  # (R, T, H)
+        beta: Tensor,  # (R, T, H)
         cu_seqlens: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        tree = getattr(cu_seqlens, "tree", None)
+        tree, num_rows = getattr(cu_seqlens, "tree", None), len(query)
+        if num_rows > 1 and packs and query.is_cuda:
+            parts = [x.flatten(0, 1)[None] for x in (query, key, value, g, beta)]
+            ends = equal_rows(num_rows, query.shape[1], query.device)
+            output, states = rule(*parts[:3], g=parts[3], beta=parts[4], cu_seqlens=ends, **kwargs)
+            return output.view(value.shape), states
         if tree is None:
             return rule(query, key, value, g=g, beta=beta, cu_seqlens=cu_seqlens, **kwargs)
         columns, places = tree.by_level
@@ -243,6 +252,11 @@ def by_level(rule: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Ten
         return _Permuted.apply(torch.cat(outputs, dim=1), places, columns), None
 
     return run
+
+
+@functools.lru_cache(maxsize=16)  # the package keeps what it computes from a tensor, if it is the same object
+def equal_rows(num_rows: int, length: int, device: torch.device) -> Tensor:  # (R + 1,) int64
+    return torch.arange(0, (num_rows + 1) * length, length, device=device)
 
 
 class _Permuted(torch.autograd.Function):

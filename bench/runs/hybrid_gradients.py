@@ -1,21 +1,19 @@
-"""Gradients of a hybrid model in float32: sequences in one row, also after one copy of their prompt, vs. one per row.
+"""Gradients of a hybrid model in float32: sequences in one row, also after one copy of their prompt, vs. separate ones.
 
     python -m bench.runs.hybrid_gradients [--out rows.jsonl]          # a small Qwen3.5; needs flash-linear-attention
 
 Float64 is transformers' torch code, one sequence per row. The error of a way is the largest relative error of a
 parameter's gradient; `to_separate` is the largest distance to the gradient of separate rows. On a CPU packed rows need
 the package's kernels, too, so only separate rows are measured. TRITON_F32_DEFAULT=tf32x3 makes the package's products
-more exact than TF32. Kernels are compiled with two of their configurations each, because all of them take minutes; the
+more exact than TF32. Kernels are compiled with one of their configurations each, because all of them take minutes; the
 times are therefore not those of training.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +25,7 @@ import tyro
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from bench.common import alternate, emit, make_row, relative_error, require_commit
+from bench.common import alternate, emit, make_row, relative_error, require_commit, torch_code
 from data.packing import Item, make_batches
 from rollout.state_layers import prepare_layers
 from trainer.parallel.comm import pick_device
@@ -37,7 +35,7 @@ from trainer.policy.logps import Policy, token_logps
 SHAPE = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 128, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
-    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "vocab_size": 1024, "tie_word_embeddings": True,
+    "linear_key_head_dim": 64, "linear_value_head_dim": 64, "vocab_size": 1024, "tie_word_embeddings": True,
     "layer_types": ["linear_attention", "full_attention"] * 2, "initializer_range": 0.1,
 }  # fmt: skip
 PROMPT, LENGTHS = 70, (200, 64, 130, 30)  # tokens of the prompt and the completions
@@ -56,11 +54,11 @@ class InFloat64(TorchFunctionMode):
 
 
 @contextmanager
-def few_configurations(count: int = 2) -> Iterator[None]:
-    """Let kernels that are defined in this block try only the configurations that need the least shared memory.
+def one_configuration() -> Iterator[None]:
+    """Let kernels that are defined in this block try only the configuration that needs the least shared memory.
 
-    Larger ones do not fit with TF32X3. Of equal ones, those with the most warps: ptxas takes minutes for one warp's share
-    if there are few.
+    Larger ones do not fit with TF32X3. Of those with equal needs it has the most warps, because code for few warps
+    takes minutes to assemble.
     """
     try:
         from triton.runtime.autotuner import Autotuner
@@ -74,7 +72,7 @@ def few_configurations(count: int = 2) -> Iterator[None]:
         return config.num_stages * math.prod(numbers), -config.num_warps
 
     def smallest(self: Any, fn: Any, arg_names: Any, configs: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, fn, arg_names, sorted(configs, key=size)[:count], *args, **kwargs)
+        init(self, fn, arg_names, [min(configs, key=size)], *args, **kwargs)
 
     with patch.object(Autotuner, "__init__", smallest):
         yield
@@ -100,11 +98,13 @@ def make_items() -> list[Item]:
     return [Item(prompt + x, [False] * PROMPT + [True] * len(x), PROMPT) for x in ends]
 
 
-def gradients(policy: Policy, items: list[Item], *, packing: bool, share_prompt: bool = False) -> dict[str, Tensor]:
+def gradients(
+    policy: Policy, items: list[Item], *, packing: bool, share_prompt: bool = False, max_tokens: int = 2**16
+) -> dict[str, Tensor]:
     """Return, by name, the gradients of the sum of all log-probs, with weights from 1 to 2 within each sequence."""
     policy.model.zero_grad()
     layout = policy.layout(packing=packing, share_prompt=share_prompt)
-    for batch in make_batches(items, max_tokens=2**16 if packing else 1, **layout):
+    for batch in make_batches(items, max_tokens=max_tokens, **layout):
         batch = batch.to(policy.device)
         weight = torch.cat([torch.linspace(1, 2, sum(items[row].mask)) for row in batch.rows]).to(policy.device)
         (token_logps(policy, batch).logp * weight).sum().backward()
@@ -114,27 +114,26 @@ def gradients(policy: Policy, items: list[Item], *, packing: bool, share_prompt:
 def main(out: Path | None = None, seconds: float = 1.0) -> None:
     """Print the table; append every row as JSON to `out`."""
     require_commit()
-    with few_configurations():
+    with one_configuration():
         model, items = make_model(), make_items()
     wide = copy.deepcopy(model).double()
     policies = {
         "float32": policy_of(model.to(device := pick_device()), "auto", torch.float32),
         "float64": policy_of(wide, "sdpa", torch.float64),
     }
-    code = sys.modules[type(model).__module__]
-    torch_code = {"torch_chunk_gated_delta_rule": inspect.unwrap(code.torch_chunk_gated_delta_rule)}
-    with patch.multiple(code, **torch_code), InFloat64():
-        exact = gradients(policies["float64"], items, packing=False)
+    with torch_code(model), InFloat64():
+        exact = gradients(policies["float64"], items, packing=False, max_tokens=1)
 
     def separate() -> dict[str, Tensor]:
-        return gradients(policies["float32"], items, packing=False)
+        return gradients(policies["float32"], items, packing=False, max_tokens=1)
 
     def with_torch_code() -> dict[str, Tensor]:
-        with patch.multiple(code, **torch_code):
+        with torch_code(model):
             return separate()
 
     calls = {"separate, torch": with_torch_code, "separate": separate}
     if device.type == "cuda":
+        calls["one per row"] = lambda: gradients(policies["float32"], items, packing=False)
         calls["packed"] = lambda: gradients(policies["float32"], items, packing=True)
         calls["shared prompt"] = lambda: gradients(policies["float32"], items, packing=True, share_prompt=True)
     alone, timings, rows = separate(), alternate(calls, seconds=seconds, rounds=2), []

@@ -101,7 +101,7 @@ def sequence_logps(
     """Log-probs of the sequences of a batch, in the order of batch.rows."""
     logp, entropy = token_logps(policy, batch)
     ref_logp = reference.token_logps(batch, items)
-    zeros = logp.new_zeros(len(batch.rows))
+    zeros = logp.new_zeros(len(batch.rows), dtype=torch.float64)  # in float32 the order of additions matters
     total, ref_total = (zeros.index_add(0, batch.slot, values.to(zeros.dtype)) for values in (logp, ref_logp))
     return total, ref_total, entropy
 

@@ -39,7 +39,7 @@ class PairBatch:
 
     def sums(self, values: Tensor) -> Tensor:  # (N,) -> (P, 2)
         """Sum over the tokens of each response, excluding prompt tokens."""
-        values = torch.where(self.offset >= 0, values, 0.0)
+        values = torch.where(self.offset >= 0, values, 0.0).double()  # in float32 the order of additions matters
         return values.new_zeros(len(self.batch.rows)).index_add(0, self.batch.slot, values).view(-1, 2)
 
     def to(self, device: torch.device | str) -> PairBatch:

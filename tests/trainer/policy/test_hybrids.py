@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,9 +16,10 @@ from torch.overrides import TorchFunctionMode
 from data.errors import UserError
 from data.packing import Batch, Item, make_batches
 from kernels.nf4 import Linear4bit
+from rollout import state_layers
 from rollout.engine import Request, Sampling
 from rollout.engines.local import LocalEngine
-from tests.models import COMMON, RECURRENT, SAMPLED, make_model, policy_of, save, segment_kernels
+from tests.models import COMMON, RECURRENT, SAMPLED, each_segment, make_model, policy_of, save, segment_kernels
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.policy.adapters import add_adapter
 from trainer.policy.load import compile_blocks, load_policy, quantize_layers
@@ -244,3 +246,23 @@ def test_recomputed_blocks_are_compiled_around_their_kernels(monkeypatch):
     assert len(linears) == sum(type(module) is nn.Linear for module in block.modules()) == 8
     assert torch.equal(compiled_logps, logps)
     assert want and all(torch.equal(got[name], gradient) for name, gradient in want.items())
+
+
+@pytest.mark.gpu
+def test_rows_of_a_gated_delta_net_run_as_one_packed_row_on_a_gpu(monkeypatch):
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as code
+
+    plain, lengths = inspect.unwrap(code.torch_chunk_gated_delta_rule), []
+
+    def kernel(*args: Any, cu_seqlens: Tensor, **kwargs: Any) -> Any:
+        lengths.append(cu_seqlens.diff().tolist())
+        return each_segment(plain)(*args, cu_seqlens=cu_seqlens, **kwargs)
+
+    monkeypatch.setattr(state_layers, "find_spec", lambda name: True)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(3, 70, 2, size, device="cuda") for size in (8, 8, 16))
+    g, beta = -torch.rand(3, 70, 2, device="cuda"), torch.rand(3, 70, 2, device="cuda")
+    more = {"initial_state": torch.randn(3, 2, 8, 16, device="cuda"), "output_final_state": True}
+    outputs = state_layers.by_level(kernel)(query, key, value, g=g, beta=beta, **more)
+    assert lengths == [[70, 70, 70]]
+    torch.testing.assert_close(outputs, plain(query, key, value, g=g, beta=beta, **more))

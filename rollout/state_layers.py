@@ -214,7 +214,7 @@ def tune_quickly() -> None:
 
 
 def by_level(rule: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
-    """Return the gated delta rule for a cu_seqlens that may have a tree. Several rows run as one packed row.
+    """Return the gated delta rule for a cu_seqlens that may have a tree. Other rows run as one packed row.
 
     flash-linear-attention would compile kernels again, for seconds, for every number of rows.
     """
@@ -231,10 +231,10 @@ def by_level(rule: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Ten
         cu_seqlens: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        tree, num_rows = getattr(cu_seqlens, "tree", None), len(query)
-        if num_rows > 1 and packs and query.is_cuda:
+        tree = getattr(cu_seqlens, "tree", None)
+        if cu_seqlens is None and packs and query.is_cuda:
             parts = [x.flatten(0, 1)[None] for x in (query, key, value, g, beta)]
-            ends = equal_rows(num_rows, query.shape[1], query.device)
+            ends = equal_rows(*query.shape[:2], query.device)
             output, states = rule(*parts[:3], g=parts[3], beta=parts[4], cu_seqlens=ends, **kwargs)
             return output.view(value.shape), states
         if tree is None:

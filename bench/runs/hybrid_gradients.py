@@ -133,7 +133,6 @@ def main(out: Path | None = None, seconds: float = 1.0) -> None:
 
     calls = {"separate, torch": with_torch_code, "separate": separate}
     if device.type == "cuda":
-        calls["one per row"] = lambda: gradients(policies["float32"], items, packing=False)
         calls["packed"] = lambda: gradients(policies["float32"], items, packing=True)
         calls["shared prompt"] = lambda: gradients(policies["float32"], items, packing=True, share_prompt=True)
     alone, timings, rows = separate(), alternate(calls, seconds=seconds, rounds=2), []

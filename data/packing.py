@@ -133,6 +133,7 @@ def make_batches(
     multiple: int = 1,
     one_row: bool = True,
     max_padding: float = 1.0,
+    small: int = 0,
 ) -> list[Batch]:
     """Split items in order into `accumulation` chunks, and each chunk into micro-batches of at most max_tokens.
 
@@ -148,7 +149,7 @@ def make_batches(
 
     Without packing each sequence has its own row. `max_padding` limits the padding of a micro-batch, as a fraction of
     its tokens: rows that are too short for it go to the next micro-batch. Sequences of one run are not separated, and
-    the padding between them does not count.
+    the padding between them does not count. Micro-batches of up to `small` tokens may have any padding.
     """
     assert min(accumulation, max_tokens, together, multiple) >= 1, (accumulation, max_tokens, together, multiple)
     assert len(items) % together == 0, (len(items), together)
@@ -172,7 +173,7 @@ def make_batches(
         elif packing:
             rectangles = _first_fit_rows(units, max_tokens, multiple)
         else:
-            groups = _group_padded(units, max_tokens, multiple, max_padding)
+            groups = _group_padded(units, max_tokens, multiple, max_padding, min(small, max_tokens))
             rectangles = [[[_unit(items, [row])] for unit in group for row in unit.rows] for group in groups]
         batches += [_build(items, rectangle, pad_id, multiple) for rectangle in rectangles]
     return batches
@@ -301,7 +302,9 @@ def _first_fit_rows(units: list[_Unit], max_tokens: int, multiple: int) -> list[
     return rectangles
 
 
-def _group_padded(units: list[_Unit], max_tokens: int, multiple: int, max_padding: float) -> list[list[_Unit]]:
+def _group_padded(
+    units: list[_Unit], max_tokens: int, multiple: int, max_padding: float, small: int
+) -> list[list[_Unit]]:
     """Group units, longest first: the first unit of a group sets its width and the others need little padding."""
     groups: list[list[_Unit]] = []
     size = 0  # of the last group if each unit were alone: the padding within a pair cannot be avoided
@@ -310,7 +313,7 @@ def _group_padded(units: list[_Unit], max_tokens: int, multiple: int, max_paddin
         padded = (len(groups[-1]) + 1) * len(unit.rows) * width if groups else 0
         alone = len(unit.rows) * unit.longest
         size += alone
-        if groups and padded <= max_tokens and padded - size <= max_padding * padded:
+        if groups and (padded <= small or padded <= max_tokens and padded - size <= max_padding * padded):
             groups[-1].append(unit)
         else:
             groups.append([unit])

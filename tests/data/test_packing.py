@@ -314,6 +314,13 @@ def test_rows_of_similar_length_limit_the_padding():
     assert alone < total < alone + 0.1 and num_batches <= 15
 
 
+def test_small_micro_batches_may_have_any_padding():
+    items = [Item([0] * length, [False] * length) for length in (9, 8, 4, 3, 2)]
+    options = {"max_tokens": 99, "packing": False, "max_padding": 0.1, "multiple": 4}
+    assert [batch.rows for batch in make_batches(items, **options)] == [[0], [1], [2], [3], [4]]
+    assert [batch.rows for batch in make_batches(items, small=36, **options)] == [[0, 1, 2], [3, 4]]
+
+
 def test_first_token_cannot_be_trained():
     with pytest.raises(AssertionError, match="item 1"):
         make_batches([Item([1, 2], [False, True]), Item([1, 2], [True, True])], max_tokens=8)

@@ -46,6 +46,7 @@ from trainer.policy.attention import (
 )
 
 MAX_PADDING = 0.1  # of the tokens of a micro-batch, if the model needs one sequence per row
+SMALL = 4096  # tokens of a micro-batch that keeps the host busy for longer than the GPU
 
 
 @dataclass
@@ -100,6 +101,7 @@ class Policy:
             # Only flex attention skips masked tiles; layers with state take the boundaries of one row.
             "one_row": uses_flex(causal_lm(self.model).config) or self.carried_state is not None,
             "max_padding": 1.0 if self.packs and self.carried_state is None else MAX_PADDING,
+            "small": SMALL if self.device.type == "cuda" else 0,
         }
 
     @property

@@ -615,7 +615,7 @@ def test_small_leak_into_a_sibling_or_neighbour_is_found(folder_of, dtype, start
     capsys.readouterr()
     check_logps(policy)
     assert policy.layout(share_prompt=True) == dict(
-        packing=False, share_prompt=False, multiple=1, one_row=False, max_padding=0.1
+        packing=False, share_prompt=False, multiple=1, one_row=False, max_padding=0.1, small=0
     )
     line = capsys.readouterr().err
     assert re.fullmatch("model=leaky: one sequence per row.*: packed sequences leak .*gradient .*\n", line), line

@@ -114,7 +114,7 @@ def reference_point(policy: Policy, reference: Reference, rows: LabelledStep) ->
     rows it is 0 (--loss-type apo_zero_unpaired; D'Oosterlinck et al. 2024, arXiv:2408.06266).
     """
     items = rows.items[len(rows.label) :]
-    ratios = [torch.zeros(0, device=policy.device)]
+    ratios = [torch.zeros(0, dtype=torch.float64, device=policy.device)]  # on every rank, also without rows
     for batch in rows.mismatched:
         logp, ref_logp, _ = sequence_logps(policy, reference, batch, items)
         ratios.append(logp - ref_logp)

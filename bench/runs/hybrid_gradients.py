@@ -16,6 +16,8 @@ import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -78,6 +80,14 @@ def one_configuration() -> Iterator[None]:
         yield
 
 
+def solve_exactly() -> None:
+    """Let the package solve its triangular systems with TF32X3; it asks for TF32, whatever TRITON_F32_DEFAULT says."""
+    if find_spec("fla"):
+        from triton.language import constexpr
+
+        import_module("fla.ops.gated_delta_rule.chunk_fwd").SOLVE_TRIL_DOT_PRECISION = constexpr("tf32x3")
+
+
 def make_model() -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -116,6 +126,7 @@ def main(out: Path | None = None, seconds: float = 1.0) -> None:
     require_commit()
     with one_configuration():
         model, items = make_model(), make_items()
+        solve_exactly()
     wide = copy.deepcopy(model).double()
     policies = {
         "float32": policy_of(model.to(device := pick_device()), "auto", torch.float32),

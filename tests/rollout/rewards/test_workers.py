@@ -360,7 +360,7 @@ def test_closing_ends_the_workers_even_during_a_call(open_rewards):
         with pytest.raises(BaseException, match="closed|^$"):
             pending.result()
     assert not any(alive(pid) for pid in pids)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     rewards.close()  # a second time does nothing
 
 

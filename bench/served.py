@@ -40,7 +40,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         "hidden_size": 2048, "intermediate_size": 8192, "block_auto_adjust_ff_dim": False, "num_hidden_layers": 16,
         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 65536, "tie_word_embeddings": True,
         "layer_types": ["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)],
-        "conv_dim": 2048,  # in released files; vLLM reads it
+        "conv_dim": 2048, "block_dim": 2048,  # in released files; vLLM reads them
     }),
     "qwen3-moe-5b": ("qwen3_moe", {
         "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 8,

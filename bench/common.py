@@ -116,13 +116,6 @@ def commit() -> str:
     return name
 
 
-def torch_code(model: nn.Module) -> AbstractContextManager[Any]:
-    """Let linear attention run transformers' torch code: exact in any dtype, and without kernels that take minutes to
-    tune."""
-    code, name = sys.modules[type(model).__module__], "torch_chunk_gated_delta_rule"
-    return patch.object(code, name, inspect.unwrap(getattr(code, name))) if hasattr(code, name) else nullcontext()
-
-
 def require_commit() -> None:
     """Raise before anything is measured if the commit is unknown."""
     commit()
@@ -337,3 +330,9 @@ def pyplot(**settings: Any) -> Any:
 def save_figure(fig: Any, path: Path) -> None:
     fig.tight_layout()
     fig.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def torch_code(model: nn.Module) -> AbstractContextManager[Any]:
+    """Run the model's linear attention with transformers' torch code, whose precision is that of the inputs."""
+    code, name = sys.modules[type(model).__module__], "torch_chunk_gated_delta_rule"
+    return patch.object(code, name, inspect.unwrap(getattr(code, name))) if hasattr(code, name) else nullcontext()

@@ -173,7 +173,7 @@ def make_batches(
         elif packing:
             rectangles = _first_fit_rows(units, max_tokens, multiple)
         else:
-            groups = _group_padded(units, max_tokens, multiple, max_padding, min(small, max_tokens))
+            groups = _group_padded(units, max_tokens, multiple, max_padding, small)
             rectangles = [[[_unit(items, [row])] for unit in group for row in unit.rows] for group in groups]
         batches += [_build(items, rectangle, pad_id, multiple) for rectangle in rectangles]
     return batches
@@ -313,7 +313,7 @@ def _group_padded(
         padded = (len(groups[-1]) + 1) * len(unit.rows) * width if groups else 0
         alone = len(unit.rows) * unit.longest
         size += alone
-        if groups and (padded <= small or padded <= max_tokens and padded - size <= max_padding * padded):
+        if groups and padded <= max_tokens and (padded <= small or padded - size <= max_padding * padded):
             groups[-1].append(unit)
         else:
             groups.append([unit])

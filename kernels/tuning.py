@@ -8,6 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 
+def limit_configurations(module: Any, *, num_warps: int, most_stages: int) -> None:
+    """Let the kernels of a module try only these configurations; a kernel without any of them keeps all."""
+    from triton.runtime.autotuner import Autotuner
+
+    for kernel in vars(module).values():
+        tuner = getattr(kernel, "fn", None)  # the kernel computes some arguments and calls its tuner
+        if isinstance(tuner, Autotuner):
+            few = [x for x in tuner.configs if x.num_warps == num_warps and x.num_stages <= most_stages]
+            tuner.configs = few or tuner.configs
+
+
 @functools.cache  # patches once
 def tune_in_parallel() -> None:
     """Compile all configurations of a kernel in threads before Triton times them, and time each briefly.

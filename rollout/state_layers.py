@@ -31,10 +31,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from data.packing import Batch, to_device
-from kernels.tuning import tune_in_parallel
+from kernels.tuning import limit_configurations, tune_in_parallel
 
 STATEFUL = {"conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba"}  # layer_types of recurrent models
 CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"  # functions that transformers' layers call
+SLOW_TO_TUNE = (  # files of flash-linear-attention
+    "modules.causal_conv1d.ops",
+    "ops.common.chunk_o",
+    "ops.common.chunk_delta_h",
+    "ops.gated_delta_rule.wy_fast",
+)
 BRANCHING = {"conv": CONVOLUTION, "linear_attention": DELTA_RULE}  # layers whose sequences can share tokens
 
 
@@ -206,19 +212,13 @@ def tune_quickly() -> None:
     up to 3 stages are tried: on an H200 one of them was within 5 % of the best, and 2 warps take longest to compile.
     """
     from triton import Config
-    from triton.runtime.autotuner import Autotuner
 
     norms, sums = import_module("fla.modules.norm.l2norm"), import_module("fla.ops.utils.cumsum")
     for kernel in (norms.l2norm_fwd_kernel, norms.l2norm_bwd_kernel):
         kernel.configs = [Config({"BT": 16}, num_warps=4)]
     sums.chunk_local_cumsum_scalar_kernel.fn.configs = [Config({}, num_warps=2)]
-    names = ("modules.causal_conv1d.ops", "ops.common.chunk_o", "ops.common.chunk_delta_h")
-    for name in (*names, "ops.gated_delta_rule.wy_fast"):
-        for kernel in vars(import_module(f"fla.{name}")).values():
-            tuner = getattr(kernel, "fn", None)  # of the function that computes arguments
-            if isinstance(tuner, Autotuner):
-                few = [config for config in tuner.configs if config.num_warps == 4 and config.num_stages <= 3]
-                tuner.configs = few or tuner.configs
+    for name in SLOW_TO_TUNE:
+        limit_configurations(import_module(f"fla.{name}"), num_warps=4, most_stages=3)
     tune_in_parallel()
 
 
@@ -227,7 +227,7 @@ def by_level(rule: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Ten
 
     flash-linear-attention would compile kernels again, for seconds, for every number of rows.
     """
-    packs = find_spec("fla") is not None
+    has_kernels = find_spec("fla") is not None
 
     @torch.compiler.disable
     @functools.wraps(rule)
@@ -240,14 +240,13 @@ def by_level(rule: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Ten
         cu_seqlens: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        tree = getattr(cu_seqlens, "tree", None)
-        if cu_seqlens is None and packs and query.is_cuda:
-            parts = [x.flatten(0, 1)[None] for x in (query, key, value, g, beta)]
-            ends = equal_rows(*query.shape[:2], query.device)
-            output, states = rule(*parts[:3], g=parts[3], beta=parts[4], cu_seqlens=ends, **kwargs)
-            return output.view(value.shape), states
+        tree, shape = getattr(cu_seqlens, "tree", None), value.shape
+        if cu_seqlens is None and has_kernels and query.is_cuda:
+            cu_seqlens = equal_rows(*query.shape[:2], query.device)
+            query, key, value, g, beta = (x.flatten(0, 1)[None] for x in (query, key, value, g, beta))
         if tree is None:
-            return rule(query, key, value, g=g, beta=beta, cu_seqlens=cu_seqlens, **kwargs)
+            output, states = rule(query, key, value, g=g, beta=beta, cu_seqlens=cu_seqlens, **kwargs)
+            return output.reshape(shape), states
         columns, places = tree.by_level
         parts = [_Permuted.apply(x, columns, places) for x in (query, key, value, g, beta)]
         parts = [x.split([level.num_tokens for level in tree.levels], dim=1) for x in parts]

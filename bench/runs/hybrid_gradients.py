@@ -108,13 +108,11 @@ def make_items() -> list[Item]:
     return [Item(prompt + x, [False] * PROMPT + [True] * len(x), PROMPT) for x in ends]
 
 
-def gradients(
-    policy: Policy, items: list[Item], *, packing: bool, share_prompt: bool = False, max_tokens: int = 2**16
-) -> dict[str, Tensor]:
+def gradients(policy: Policy, items: list[Item], *, packing: bool, share_prompt: bool = False) -> dict[str, Tensor]:
     """Return, by name, the gradients of the sum of all log-probs, with weights from 1 to 2 within each sequence."""
     policy.model.zero_grad()
     layout = policy.layout(packing=packing, share_prompt=share_prompt)
-    for batch in make_batches(items, max_tokens=max_tokens, **layout):
+    for batch in make_batches(items, max_tokens=2**16 if packing else 1, **layout):
         batch = batch.to(policy.device)
         weight = torch.cat([torch.linspace(1, 2, sum(items[row].mask)) for row in batch.rows]).to(policy.device)
         (token_logps(policy, batch).logp * weight).sum().backward()
@@ -133,10 +131,10 @@ def main(out: Path | None = None, seconds: float = 1.0) -> None:
         "float64": policy_of(wide, "sdpa", torch.float64),
     }
     with torch_code(model), InFloat64():
-        exact = gradients(policies["float64"], items, packing=False, max_tokens=1)
+        exact = gradients(policies["float64"], items, packing=False)
 
     def separate() -> dict[str, Tensor]:
-        return gradients(policies["float32"], items, packing=False, max_tokens=1)
+        return gradients(policies["float32"], items, packing=False)
 
     def with_torch_code() -> dict[str, Tensor]:
         with torch_code(model):

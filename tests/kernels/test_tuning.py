@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kernels.tuning import tune_in_parallel
+from kernels.tuning import limit_configurations, tune_in_parallel
 
 
 def test_configurations_are_compiled_in_parallel_and_timed_briefly(monkeypatch):
@@ -44,3 +45,19 @@ def test_configurations_are_compiled_in_parallel_and_timed_briefly(monkeypatch):
     assert len(compiled) == 3 and all(not x.exception() for x in compiled)  # no broken barrier: at the same time
     assert timed == [3, 2, 1, 1, 1]  # each is timed once, the fastest runs
     assert _async_compile.active_mode.get() is None
+
+
+def test_a_kernel_keeps_all_configurations_if_none_is_wanted():
+    pytest.importorskip("triton")
+    from triton import Config, autotune, heuristics, jit
+
+    def kernel_of(*sizes: tuple[int, int]) -> Any:
+        def kernel(x, SIZE): ...
+
+        configs = [Config({}, num_warps=warps, num_stages=stages) for warps, stages in sizes]
+        return heuristics({"SIZE": lambda arguments: 1})(autotune(configs=configs, key=[])(jit(kernel)))
+
+    module = SimpleNamespace(some=kernel_of((2, 2), (4, 2), (4, 3), (4, 4)), none=kernel_of((2, 2), (8, 2)), other=int)
+    limit_configurations(module, num_warps=4, most_stages=3)
+    assert [config.num_stages for config in module.some.fn.configs] == [2, 3]
+    assert [config.num_warps for config in module.none.fn.configs] == [2, 8]

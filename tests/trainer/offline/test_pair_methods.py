@@ -8,8 +8,10 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -398,6 +400,25 @@ def test_kto_reference_point_is_clamped_once_over_the_step():
         packed = pack_labelled(cfg, policy, rows, Mismatched(cfg, policy, rows), cfg.run.gradient_accumulation_steps)
         assert kto.reference_point(policy, Reference(policy), packed) > 0.1
         assert kto.reference_point(exchanged, Reference(exchanged), packed) == 0
+
+
+def test_kto_reference_point_has_one_dtype_on_all_ranks():
+    """A rank may have no mismatched rows."""
+    policy, rows, cfg = make_policy(torch.float32), make_rows(), make_config(kto)
+    packed = pack_labelled(cfg, policy, rows, Mismatched(cfg, policy, rows), accumulation=1)
+    empty = replace(packed, mismatched=[])
+    points = [kto.reference_point(policy, Reference(policy), x) for x in (packed, empty)]
+    assert [x.dtype for x in points] == [torch.float64] * 2
+
+
+def test_sums_of_log_probs_do_not_depend_on_the_order_of_tokens():
+    """On a GPU additions are atomic."""
+    policy, pairs, cfg = make_policy(torch.float32), make_pairs(), make_config(dpo)
+    (mb,) = pack_pairs(cfg.run, policy, pairs, accumulation=1)
+    logp = -12 * torch.rand(len(mb.offset), generator=torch.Generator().manual_seed(0))
+    is_response = mb.offset >= 0
+    exact = [math.fsum(logp[is_response & (mb.batch.slot == i)].tolist()) for i in range(2 * len(pairs))]
+    assert mb.sums(logp).flatten().tolist() == pytest.approx(exact, rel=1e-14)
 
 
 def test_kto_mismatches_have_another_prompt_and_fit_max_length():

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from bench.runs.hybrid_gradients import InFloat64
 from data.errors import UserError
 from data.packing import Batch, Item, make_batches
 from kernels.nf4 import Linear4bit
@@ -37,17 +37,6 @@ def kinds(names: Sequence[str]) -> Any:
     return pytest.mark.parametrize(
         "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k not in ALWAYS)) for k in names]
     )
-
-
-class InFloat64(TorchFunctionMode):
-    """Context manager: compute in float64 where a model asks for float32."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def wide(x: Any) -> Any:
-            return torch.float64 if x is torch.float32 else x
-
-        func = torch.Tensor.double if func is torch.Tensor.float else func
-        return func(*map(wide, args), **{name: wide(x) for name, x in (kwargs or {}).items()})
 
 
 def policy_in_float64(model: Any) -> Policy:

@@ -86,6 +86,15 @@ class Level(NamedTuple):
     parents: Tensor | None  # (pieces,) int64 indices into the pieces of all levels before; None in the first level
 
 
+class Context(NamedTuple):
+    """A row's pieces, each after the last tokens before it; int64."""
+
+    columns: Tensor  # (T',) of the row
+    places: Tensor  # (T,) of the row's columns in `columns`
+    again: Tensor  # (T' - T,) places of tokens before a piece
+    of: Tensor  # (T' - T,) their columns
+
+
 class Tree:
     """Pieces of one row's sequences. A piece ends where another run continues from it."""
 
@@ -123,13 +132,13 @@ class Tree:
             depth[start] = 0 if column < 0 else depth[self.first[column + 1]] + 1
         return dict(sorted(depth.items(), key=lambda item: item[1]))
 
-    def with_context(self, size: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return all pieces, each after up to `size` columns before it, as columns; their places; their boundaries."""
+    def with_context(self, size: int) -> tuple[Context, dict[str, Tensor]]:
+        """Return all pieces, each after up to `size` columns before it, and their boundaries."""
         if size not in self.contexts:
             self.contexts[size] = self._with_context(size)
         return self.contexts[size]
 
-    def _with_context(self, size: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _with_context(self, size: int) -> tuple[Context, dict[str, Tensor]]:
         columns, places, lengths, total = [], [], [], 0
         for start in sorted(self.before):
             before = [*itertools.islice(self._back(self.before[start]), size)][::-1]
@@ -138,8 +147,10 @@ class Tree:
             lengths.append(len(before) + len(piece))
             total += lengths[-1]
             columns += [np.array(before, dtype=np.int64), piece]
-        arguments = packed_arguments(np.array(lengths), self.device)
-        return self._tensor(np.concatenate(columns)), self._tensor(np.concatenate(places)), arguments
+        order, own = np.concatenate(columns), np.concatenate(places)
+        again = np.delete(np.arange(total), own)
+        context = Context(*(self._tensor(x) for x in (order, own, again, order[again])))
+        return context, packed_arguments(np.array(lengths), self.device)
 
     def _back(self, column: int) -> Iterator[int]:
         """Yield the column and those of all tokens before it in its sequence, last first."""
@@ -188,9 +199,10 @@ def separated(convolution: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:  # (1, C, T)
         tree, gap = getattr(seq_idx, "tree", None), weight.shape[-1] - 1
         if tree is not None:
-            columns, places, arguments = tree.with_context(gap)
+            context, arguments = tree.with_context(gap)
             arguments = {"seq_idx": arguments["seq_idx"]} if cu_seq_lens_q is None else arguments
-            return convolve(x[:, :, columns], weight, *args, **arguments, **kwargs)[:, :, places]
+            repeated = _Repeated.apply(x.mT, context).mT
+            return _Chosen.apply(convolve(repeated, weight, *args, **arguments, **kwargs).mT, context.places).mT
         if x.is_cuda and kernel is not None and (seq_idx is None) == (cu_seq_lens_q is None):
             return kernel(x.mT, weight, *args, cu_seqlens=cu_seq_lens_q, **kwargs)[0].mT
         if seq_idx is None or has_boundaries:
@@ -267,8 +279,9 @@ def equal_rows(num_rows: int, length: int, device: torch.device) -> Tensor:  # (
     return torch.arange(0, (num_rows + 1) * length, length, device=device)
 
 
+# The gradients of indexing in autograd sort the indices or add atomically, which can take longer than the layers.
 class _Permuted(torch.autograd.Function):
-    """x.index_select(1, order), without atomic additions in the backward pass."""
+    """x.index_select(1, order)"""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -279,3 +292,33 @@ class _Permuted(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.index_select(1, ctx.inverse), None, None
+
+
+class _Repeated(torch.autograd.Function):
+    """x.index_select(1, context.columns); only the few repeated tokens need a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: Context) -> Tensor:  # (1, T, C) -> (1, T', C)
+        ctx.context = context
+        return x.index_select(1, context.columns)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        own, context = grad.index_select(1, ctx.context.places), ctx.context
+        own[0].index_put_((context.of,), grad[0].index_select(0, context.again), accumulate=True)
+        return own, None
+
+
+class _Chosen(torch.autograd.Function):
+    """x.index_select(1, places) for different places."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
+        ctx.places, ctx.length = places, x.shape[1]
+        return x.index_select(1, places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.new_zeros(grad.shape[0], ctx.length, *grad.shape[2:]).index_copy_(1, ctx.places, grad), None

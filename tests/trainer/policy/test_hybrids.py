@@ -254,4 +254,4 @@ def test_rows_of_a_gated_delta_net_run_as_one_packed_row_on_a_gpu(monkeypatch):
     more = {"initial_state": torch.randn(3, 2, 8, 16, device="cuda"), "output_final_state": True}
     outputs = state_layers.by_level(kernel)(query, key, value, g=g, beta=beta, **more)
     assert lengths == [[70, 70, 70]]
-    torch.testing.assert_close(outputs, plain(query, key, value, g=g, beta=beta, **more))
+    torch.testing.assert_close(outputs, plain(query, key, value, g=g, beta=beta, **more), rtol=1e-4, atol=1e-4)

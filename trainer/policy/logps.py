@@ -363,7 +363,7 @@ def choose_layout(policy: Policy, check: Callable[[Policy], None]) -> None:
         problems = [f"{kind} layers of model_type={lm.config.model_type} carry state from one token to the next"]
         layouts = layouts[0 if prepare_layers(lm) else 1 :]
         if "fla" in sys.modules and policy.device.type == "cuda" and is_main():
-            log("flash-linear-attention compiles and tunes its kernels; the first time this takes about two minutes")
+            log("flash-linear-attention compiles and tunes its kernels; the first time this takes about a minute")
     if window := getattr(lm.config.get_text_config(), "window_size", None):  # GPT-Neo; too long for the probe
         problems = [f"window_size={window} of model_type={lm.config.model_type} counts positions of the row"]
         layouts = layouts[-1:]

@@ -180,10 +180,16 @@ def prepare_layers(lm: nn.Module) -> bool:
     return bool(kinds) and all(BRANCHING.get(kind) in found for kind in kinds)
 
 
+def has(package: str) -> bool:
+    """Return whether it is installed. A mere folder of that name in the working directory has no origin."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
 def separated(convolution: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return the convolution with arguments seq_idx, as in causal-conv1d, and cu_seq_lens_q, which may have a tree."""
-    has_boundaries, kernel = find_spec("causal_conv1d") is not None, None
-    if find_spec("fla"):
+    has_boundaries, kernel = has("causal_conv1d"), None
+    if has("fla"):
         tune_quickly()
         kernel = None if has_boundaries else import_module("fla.modules.causal_conv1d").causal_conv1d
 
@@ -239,7 +245,7 @@ def by_level(rule: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Ten
 
     flash-linear-attention would compile kernels again, for seconds, for every number of rows.
     """
-    has_kernels = find_spec("fla") is not None
+    has_kernels = has("fla")
 
     @torch.compiler.disable
     @functools.wraps(rule)

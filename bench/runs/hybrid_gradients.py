@@ -17,7 +17,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from bench.common import alternate, emit, make_row, relative_error, require_commit, torch_code
 from data.packing import Item, make_batches
-from rollout.state_layers import prepare_layers
+from rollout.state_layers import has, prepare_layers
 from trainer.parallel.comm import pick_device
 from trainer.policy.attention import choose_attention
 from trainer.policy.logps import Policy, token_logps
@@ -82,7 +81,7 @@ def one_configuration() -> Iterator[None]:
 
 def solve_exactly() -> None:
     """Let the package solve its triangular systems with TF32X3; it asks for TF32, whatever TRITON_F32_DEFAULT says."""
-    if find_spec("fla"):
+    if has("fla"):
         from triton.language import constexpr
 
         import_module("fla.ops.gated_delta_rule.chunk_fwd").SOLVE_TRIL_DOT_PRECISION = constexpr("tf32x3")

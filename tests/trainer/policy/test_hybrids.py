@@ -237,6 +237,12 @@ def test_recomputed_blocks_are_compiled_around_their_kernels(monkeypatch):
     assert want and all(torch.equal(got[name], gradient) for name, gradient in want.items())
 
 
+def test_a_folder_in_the_working_directory_is_not_a_package(tmp_path, monkeypatch):
+    (tmp_path / "unpacked").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not state_layers.has("unpacked") and not state_layers.has("absent") and state_layers.has("torch")
+
+
 @pytest.mark.gpu
 def test_rows_of_a_gated_delta_net_run_as_one_packed_row_on_a_gpu(monkeypatch):
     from transformers.models.qwen3_5 import modeling_qwen3_5 as code
@@ -247,7 +253,7 @@ def test_rows_of_a_gated_delta_net_run_as_one_packed_row_on_a_gpu(monkeypatch):
         lengths.append(cu_seqlens.diff().tolist())
         return each_segment(plain)(*args, cu_seqlens=cu_seqlens, **kwargs)
 
-    monkeypatch.setattr(state_layers, "find_spec", lambda name: True)
+    monkeypatch.setattr(state_layers, "has", lambda package: True)
     torch.manual_seed(0)
     query, key, value = (torch.randn(3, 70, 2, size, device="cuda") for size in (8, 8, 16))
     g, beta = -torch.rand(3, 70, 2, device="cuda"), torch.rand(3, 70, 2, device="cuda")

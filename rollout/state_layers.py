@@ -217,7 +217,7 @@ def separated(convolution: Callable[..., Tensor]) -> Callable[..., Tensor]:
         # Zeros between sequences, so that no output covers two of them.
         place = torch.arange(x.shape[-1], device=x.device) + gap * seq_idx[0]
         apart = x.new_zeros(*x.shape[:-1], x.shape[-1] + gap * num_gaps).index_copy(2, place, x)
-        return convolution(apart, weight, *args, **kwargs)[:, :, place]
+        return _Chosen.apply(convolution(apart, weight, *args, **kwargs).mT, place).mT
 
     return convolve
 

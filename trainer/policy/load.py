@@ -285,8 +285,10 @@ def finish_tokenizer(tokenizer: Any, cfg: ModelConfig) -> Any:
 
 def check_tokenizer(cfg: ModelConfig, tokenizer: Any, lm: Any) -> None:
     """Raise if the ids of another tokenizer do not fit the model."""
+    if cfg.tokenizer is None:
+        return
     last, rows = max(tokenizer.get_vocab().values()), lm.get_input_embeddings().weight.shape[0]
-    if cfg.tokenizer is not None and last >= rows:
+    if last >= rows:
         raise UserError(
             f"tokenizer={cfg.tokenizer}: its largest id is {last}, and model={cfg.model} has {rows} embeddings (ids 0 "
             f"to {rows - 1}); use a tokenizer that fits"

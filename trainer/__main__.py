@@ -16,7 +16,7 @@ from data.errors import UserError
 from trainer.cli import DRY_RUN, parse
 from trainer.config.blocks import MethodConfig
 from trainer.config.errors import one_line
-from trainer.metrics.startup import keep_compiled_code, startup
+from trainer.metrics.startup import importing, keep_compiled_code, startup
 from trainer.parallel.ranks import TIMEOUT_S
 from trainer.plan import blocks_to_recompute, is_out_of_memory, out_of_memory
 from trainer.run.stop import EXIT_CODE, Stopped, end_on_sigterm
@@ -38,7 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     with end_on_sigterm() as stop:
         try:
             argv = sys.argv[1:] if argv is None else argv
-            module, cfg, _ = parse(argv, starts_run=True)
+            with importing():
+                module, cfg, _ = parse(argv, starts_run=True)
             if DRY_RUN in argv:
                 from trainer.dry_run import describe  # imports torch
 

@@ -6,13 +6,14 @@ import itertools
 import json
 import os
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 from trainer.__main__ import main
 from trainer.metrics import startup as module
-from trainer.metrics.startup import Startup, keep_compiled_code
+from trainer.metrics.startup import Startup, importing, keep_compiled_code
 
 NAMES = {"TORCHINDUCTOR_CACHE_DIR": "graphs", "TRITON_CACHE_DIR": "kernels"}
 
@@ -41,6 +42,22 @@ def test_other_folders_are_left_alone(environment, monkeypatch, name, value):
     keep_compiled_code()
     assert "TRITON_CACHE_DIR" not in os.environ
     assert ("TORCHINDUCTOR_CACHE_DIR" in os.environ) == (name == "TRITON_HOME")
+
+
+def test_objects_of_the_first_imports_are_exempt_from_collection(monkeypatch):
+    calls = []
+    names = ("disable", "freeze", "unfreeze", "enable")
+    collector = {name: lambda name=name: calls.append(name) for name in names}
+    monkeypatch.setattr(module, "gc", SimpleNamespace(isenabled=lambda: True, **collector))
+    monkeypatch.setattr(module, "atexit", SimpleNamespace(register=lambda function: function()))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with importing():
+        assert not calls, "torch is imported already"
+    monkeypatch.delitem(sys.modules, "torch")
+    with pytest.raises(SystemExit), importing():
+        assert calls == ["disable"]
+        raise SystemExit
+    assert calls == [*names]
 
 
 def test_compiling_is_a_part_of_its_own(monkeypatch):

@@ -333,7 +333,7 @@ def _build(items: Sequence[Item], rectangle: list[list[_Unit]], pad_id: int, mul
     position_ids, own_start = (np.zeros(shape, dtype=np.int64) for _ in range(2))
     known = next((item.routes for item in items if item.routes is not None), None)
     routes = None if known is None else np.full((*shape, *known.shape[1:]), np.iinfo(known.dtype).max, known.dtype)
-    members, index, target, sequence, slot = [], [], [], [], []
+    members, counts, index, target = [], [], [], []  # counts: trained tokens of each member
     paths = []  # row and columns of new tokens, runs on the path from the root, and first position of the tokens
     for row, units in enumerate(rectangle):
         own_start[row, used[row] :] = used[row]
@@ -341,8 +341,11 @@ def _build(items: Sequence[Item], rectangle: list[list[_Unit]], pad_id: int, mul
         for unit in units:
             path: list[tuple[int, int]] = []  # runs of the last item: first position, column of its position 0
             for member, shared in zip(unit.rows, unit.shared, strict=True):
-                ids = np.array(items[member].ids, dtype=np.int64)
-                cuts = [shared, len(ids)] if path or not shared else [0, shared, len(ids)]
+                # Lists are slow to convert: the mask as bytes, and of the ids only those that are used below.
+                trained = np.flatnonzero(np.frombuffer(bytes(items[member].mask), dtype=bool))
+                skip = min([shared, *trained[:1]]) if path else 0
+                ids, length = np.array(items[member].ids[skip:], dtype=np.int64), len(items[member].ids)
+                cuts = [shared, length] if path or not shared else [0, shared, length]
                 for first, last in itertools.pairwise(cuts):
                     columns = slice(stop, stop + last - first)
                     path = [run for run in path if run[0] < first]
@@ -351,18 +354,16 @@ def _build(items: Sequence[Item], rectangle: list[list[_Unit]], pad_id: int, mul
                     if not path or path[-1][1] != stop - first:
                         path = [*path, (first, stop - first)]
                     stop = columns.stop
-                    input_ids[row, columns] = ids[first:last]
+                    input_ids[row, columns] = ids[first - skip : last - skip]
                     position_ids[row, columns] = np.arange(first, last)
                     own_start[row, columns] = columns.start
                     if routes is not None and items[member].routes is not None:
                         routes[row, columns] = items[member].routes[first:last]
-                trained = np.flatnonzero(items[member].mask)
                 index.append(row * shape[1] + _columns(path, trained - 1))
                 if routes is not None and items[member].routes is not None and items[member].episode is not None:
                     _merge_routes(routes[row], items[member], _columns(path, np.arange(shared)))
-                target.append(ids[trained])
-                sequence.append(np.full_like(trained, member))
-                slot.append(np.full_like(trained, len(members)))
+                target.append(ids[trained - skip])
+                counts.append(len(trained))
                 members.append(member)
     own_stop = np.broadcast_to(np.arange(1, shape[1] + 1), shape).copy()
     num_runs = 1 << (max(1, *(len(path) for _, _, path, _ in paths)) - 1).bit_length()
@@ -376,7 +377,8 @@ def _build(items: Sequence[Item], rectangle: list[list[_Unit]], pad_id: int, mul
             prefix[run, 0, row, columns], prefix[run, 1, row, columns] = position + zero, end + zero
     tensors = {
         "input_ids": input_ids, "position_ids": position_ids, "index": np.concatenate(index),
-        "target": np.concatenate(target), "sequence": np.concatenate(sequence), "slot": np.concatenate(slot),
+        "target": np.concatenate(target), "sequence": np.repeat(members, counts),
+        "slot": np.repeat(np.arange(len(members)), counts),
     }  # fmt: skip
     return Batch(
         **{name: torch.from_numpy(x) for name, x in tensors.items()},

@@ -343,7 +343,7 @@ def _build(items: Sequence[Item], rectangle: list[list[_Unit]], pad_id: int, mul
             for member, shared in zip(unit.rows, unit.shared, strict=True):
                 # Lists are slow to convert: the mask as bytes, and of the ids only those that are used below.
                 trained = np.flatnonzero(np.frombuffer(bytes(items[member].mask), dtype=bool))
-                skip = min([shared, *trained[:1]]) if path else 0
+                skip = shared if path and (trained >= shared).all() else 0
                 ids, length = np.array(items[member].ids[skip:], dtype=np.int64), len(items[member].ids)
                 cuts = [shared, length] if path or not shared else [0, shared, length]
                 for first, last in itertools.pairwise(cuts):
@@ -390,10 +390,11 @@ def _build(items: Sequence[Item], rectangle: list[list[_Unit]], pad_id: int, mul
 
 
 def _columns(path: list[tuple[int, int]], positions: np.ndarray) -> np.ndarray:
-    if len(path) == 1:
-        return positions + path[0][1]
-    firsts, zeros = np.array(path).T
-    return positions + zeros[np.searchsorted(firsts, positions, side="right") - 1]
+    """Return the columns of ascending positions."""
+    columns = positions + path[0][1]
+    for (_, before), (first, zero) in itertools.pairwise(path):
+        columns[positions.searchsorted(first) :] += zero - before
+    return columns
 
 
 def _merge_routes(routes: np.ndarray, item: Item, columns: np.ndarray) -> None:

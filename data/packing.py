@@ -26,9 +26,10 @@ item before it, and attends to one more prefix run for each gap on the way to it
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -112,6 +113,16 @@ def empty_batch(multiple: int = 1) -> Batch:
     )  # fmt: skip
 
 
+class Plan(NamedTuple):
+    """A micro-batch that is not laid out yet."""
+
+    rows: list[int]  # as in Batch
+    build: Callable[[], Batch]
+
+    def to(self, device: torch.device | str) -> Plan:
+        return Plan(self.rows, lambda: self.build().to(device))
+
+
 class _Unit(NamedTuple):
     """Items that are laid out consecutively and never separated."""
 
@@ -121,7 +132,12 @@ class _Unit(NamedTuple):
     longest: int  # length of the longest item
 
 
-def make_batches(
+def make_batches(items: Sequence[Item], **options: Any) -> list[Batch]:
+    """Lay out all micro-batches of plan_batches."""
+    return [plan.build() for plan in plan_batches(items, **options)]
+
+
+def plan_batches(
     items: Sequence[Item],
     *,
     accumulation: int = 1,
@@ -134,7 +150,7 @@ def make_batches(
     one_row: bool = True,
     max_padding: float = 1.0,
     small: int = 0,
-) -> list[Batch]:
+) -> list[Plan]:
     """Split items in order into `accumulation` chunks, and each chunk into micro-batches of at most max_tokens.
 
     Each run of `together` items (2 for pairs) stays in one micro-batch. A run longer than max_tokens gets its own
@@ -158,7 +174,7 @@ def make_batches(
         assert not item.mask[0], f"item {index}: the first token cannot be trained"
         assert 0 <= item.prompt_length <= len(item.ids), (index, item.prompt_length, len(item.ids))
     num_runs = len(items) // together
-    batches = []
+    plans = []
     for chunk in range(accumulation):
         members = range(num_runs * chunk // accumulation * together, num_runs * (chunk + 1) // accumulation * together)
         runs = [members[i : i + together] for i in range(0, len(members), together)]
@@ -175,8 +191,10 @@ def make_batches(
         else:
             groups = _group_padded(units, max_tokens, multiple, max_padding, small)
             rectangles = [[[_unit(items, [row])] for unit in group for row in unit.rows] for group in groups]
-        batches += [_build(items, rectangle, pad_id, multiple) for rectangle in rectangles]
-    return batches
+        for rectangle in rectangles:
+            rows = [row for units in rectangle for unit in units for row in unit.rows]
+            plans.append(Plan(rows, partial(_build, items, rectangle, pad_id, multiple)))
+    return plans
 
 
 def _unit(items: Sequence[Item], rows: Sequence[int], shared: Sequence[int] | int = 0) -> _Unit:

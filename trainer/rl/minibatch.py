@@ -14,24 +14,26 @@ Shapes: N = trained tokens of a micro-batch.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from data.errors import UserError
-from data.packing import Batch, Item, empty_batch, make_batches, to_device
+from data.packing import Batch, Item, Plan, empty_batch, plan_batches, to_device
 from kernels.linear_logprob import TokenLogps
 from rollout.engine import Completion
 from trainer.config.blocks import RunConfig
 from trainer.config.groups import PolicyGradientConfig
 from trainer.parallel.comm import all_count, all_sum
 from trainer.policy.logps import Policy, token_logps
-from trainer.policy.sharding import Passes, final_passes, to_device_and_pad
+from trainer.policy.sharding import Passes, final_passes, pad_to_equal_count, to_device_and_pad
 
+T = TypeVar("T")
 Advantages = Tensor | Sequence[Sequence[float]]  # (B,), or for each completion one number per id
 
 
@@ -74,11 +76,27 @@ class MicroBatch:
         return selected
 
 
+class MadeOnUse(Sequence[T]):
+    """Objects that are made when they are first read, so that the GPU computes one while the host makes the next."""
+
+    def __init__(self, makers: Sequence[Callable[[], T]]) -> None:
+        self._makers, self._made = makers, dict[int, T]()
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    def __getitem__(self, index: Any) -> Any:
+        index = range(len(self))[index]
+        if index not in self._made:
+            self._made[index] = self._makers[index]()
+        return self._made[index]
+
+
 @dataclass
 class MiniBatch:
     """The micro-batches of one optimizer step on this rank, and counts over the whole step."""
 
-    micro_batches: list[MicroBatch]
+    micro_batches: Sequence[MicroBatch]  # made when they are first read
     completions: list[Completion]  # the completions that are computed; those without signal are skipped
     rows: list[int]  # their indices in pack()'s completions
     num_tokens: Tensor  # () trained tokens, all ranks
@@ -158,12 +176,14 @@ def pack(
     rows = [row for row in trained if not can_skip or needs_all or has_signal[row]]
     kept = [completions[row] for row in rows]
     episodes = [owner[row] for row in rows] if has_branches else None
-    batches = pack_completions(cfg.run, policy, kept, share_prompt=cfg.share_prompt, episodes=episodes)
+    planned = plan_completions(cfg.run, policy, kept, share_prompt=cfg.share_prompt, episodes=episodes)
+    empty = Plan([], partial(empty_batch, policy.row_multiple))
+    plans = pad_to_equal_count(policy, [plan.to(policy.device) for plan in planned], empty)
     can_idle = can_skip and not policy.is_sharded  # ranks of a sharded model must run the same number of passes
-    idle = [can_idle and not any(has_signal[rows[i]] for i in batch.rows) for batch in batches]
-    computed = {i for batch, skip in zip(batches, idle, strict=True) if not skip for i in batch.rows}
+    idle = [can_idle and not any(has_signal[rows[i]] for i in plan.rows) for plan in plans]
+    computed = {i for plan, skip in zip(plans, idle, strict=True) if not skip for i in plan.rows}
     num_tokens = sum(completions[row].trained for row in trained)
-    num_micro_batches = sum(len(batch.target) > 0 for batch in batches)  # excluding padding micro-batches
+    num_micro_batches = sum(len(plan.rows) > 0 for plan in plans)  # excluding padding micro-batches
     num_completions = len({owner[row] for row in trained})
     counts = torch.tensor([num_tokens, num_completions, num_micro_batches], dtype=torch.float32)
     counts = to_device(counts, policy.device)
@@ -177,23 +197,26 @@ def pack(
     else:
         of_ids = [advantage[row] for row in rows]
 
-    def columns(batch: Batch) -> dict[str, Any]:
+    def micro_batch(plan: Plan, is_idle: bool) -> MicroBatch:
+        batch = plan.build()
+
         def flat(values: Sequence[Sequence[float]]) -> Tensor:
             return per_token(policy, kept, batch, values)
 
         lengths = torch.tensor([length[owner[rows[row]]] for row in batch.rows])
         lengths = to_device(lengths, batch.target.device)
-        return {
-            "advantage": flat(of_ids) if of_completion is None else of_completion[batch.sequence],
-            "length": lengths[batch.slot],
-            "engine_logp": flat([c.logps for c in kept]),
-            "replayed_logp": flat(unknown) if has_replays else None,
-            "extra": {name: flat([values[row] for row in rows]) for name, values in (extra or {}).items()},
-        }
+        return MicroBatch(
+            batch, is_idle,
+            advantage=flat(of_ids) if of_completion is None else of_completion[batch.sequence],
+            length=lengths[batch.slot],
+            engine_logp=flat([c.logps for c in kept]),
+            replayed_logp=flat(unknown) if has_replays else None,
+            extra={name: flat([values[row] for row in rows]) for name, values in (extra or {}).items()},
+        )  # fmt: skip
 
-    packed = [MicroBatch(batch, skip, **columns(batch)) for batch, skip in zip(batches, idle, strict=True)]
+    packed = MadeOnUse([partial(micro_batch, plan, skip) for plan, skip in zip(plans, idle, strict=True)])
     return MiniBatch(
-        micro_batches=Passes(policy, packed) if isinstance(batches, Passes) else packed,
+        micro_batches=Passes(policy, packed) if isinstance(plans, Passes) else packed,
         completions=kept, rows=[owner[row] for row in rows], has_replays=has_replays, entropy_coef=options.entropy_coef,
         num_tokens=totals[0], num_completions=totals[1], num_micro_batches=totals[2], num_uncertain=totals[0],
         rank_tokens=counts[0], rank_completions=counts[1],
@@ -203,21 +226,28 @@ def pack(
 
 
 def pack_completions(
+    run: RunConfig, policy: Policy, completions: Sequence[Completion], *, share_prompt: bool
+) -> list[Batch]:
+    """The micro-batches of plan_completions, on the device."""
+    plans = plan_completions(run, policy, completions, share_prompt=share_prompt)
+    return to_device_and_pad(policy, [plan.build() for plan in plans])
+
+
+def plan_completions(
     run: RunConfig, policy: Policy, completions: Sequence[Completion], *, share_prompt: bool,
     episodes: Sequence[int] | None = None,
-) -> list[Batch]:  # fmt: skip
+) -> list[Plan]:  # fmt: skip
     """Micro-batches of prompts and completions; only completions are trained. A group may share one prompt.
 
     `episodes`: of each completion, if some are branches of one episode, which also share their turns.
     """
     items = [completion_item(c) for c in completions]
-    batches = make_batches(
+    return plan_batches(
         items if episodes is None else episode_items(items, episodes),
         accumulation=run.gradient_accumulation_steps,
         max_tokens=run.max_tokens_per_micro_batch,
         **policy.layout(packing=run.packing, share_prompt=share_prompt),
     )
-    return to_device_and_pad(policy, batches)
 
 
 def episode_items(items: Sequence[Item], episodes: Sequence[int]) -> list[Item]:

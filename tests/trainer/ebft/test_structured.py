@@ -197,7 +197,7 @@ def test_without_a_policy_loss_completions_are_skipped():
     cfg, policy = make_cfg(rl_coef=0.0, ce_coef=0.5), make_policy()
     prompts, groups = make_groups(policy)
     batch = prepare(cfg, policy, flat(prompts, groups)[1], torch.zeros(len(LENGTHS) * SIZE))
-    assert batch.micro_batches == []
+    assert not batch.micro_batches
     logged, *_ = take_step(cfg, policy, prompts, groups)
     assert logged["loss/total"] == pytest.approx(0.5 * logged["loss/ce"]) and logged["policy/skipped_frac"] == 1.0
 

@@ -105,6 +105,16 @@ def test_branches_are_trained_with_the_advantage_of_their_completion():
         prepare(cfg, make_policy(), whole, [[1.0] * len(c.ids) for c in whole])
 
 
+def test_a_micro_batch_is_made_once_when_it_is_read():
+    """So that the device computes the first one while the host makes the next."""
+    cfg = make_config((16, 1, "packed"), num_iterations=1)
+    batch = prepare(cfg, make_policy(), make_completions(), ADVANTAGE)
+    made = batch.micro_batches._made
+    assert len(batch.micro_batches) > 2 and batch.num_micro_batches == len(batch.micro_batches) and not made
+    assert batch.micro_batches[0] is next(iter(batch.micro_batches)) and list(made) == [0]
+    assert batch.micro_batches[-1] is list(batch.micro_batches)[-1] and len(made) == len(batch.micro_batches)
+
+
 def test_rows_select_completions_by_their_index_in_the_rollout():
     cfg, policy = make_config(), make_policy()
     batches = packed(cfg, policy, rollout_of(ADVANTAGE, (2, 1)), rows=[1, 4, 7, 8, 11])

@@ -56,10 +56,10 @@ class StopCheck:
         return min((at for at in (text.find(string) for string in self.strings) if at >= 0), default=None)
 
     def _decode(self, id_rows: Sequence[Sequence[int]], *, special: bool = False) -> list[str]:
-        from transformers import PreTrainedTokenizerFast
+        from transformers import PreTrainedTokenizerFast as Fast
 
-        tokenizer = self.tokenizer
-        if getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode:  # a loop over rows
+        tokenizer, methods = self.tokenizer, ("batch_decode", "decode", "_decode")  # Fast's own loop over rows
+        if all(getattr(type(tokenizer), name, None) is getattr(Fast, name) for name in methods):
             return tokenizer.backend_tokenizer.decode_batch(id_rows, skip_special_tokens=not special)
         options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
         return tokenizer.batch_decode(id_rows, **options)

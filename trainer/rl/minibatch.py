@@ -91,6 +91,9 @@ class MadeOnUse(Sequence[T]):
             self._made[index] = self._makers[index]()
         return self._made[index]
 
+    def __iter__(self) -> Iterator[T]:  # Sequence's own would end at an IndexError of a maker
+        return map(self.__getitem__, range(len(self)))
+
 
 @dataclass
 class MiniBatch:

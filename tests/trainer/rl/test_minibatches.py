@@ -23,7 +23,7 @@ from trainer.config.groups import AsyncConfig
 from trainer.methods import grpo
 from trainer.methods.grpo import backward, logps_at_start
 from trainer.rl.groups import Rollout
-from trainer.rl.minibatch import MiniBatch
+from trainer.rl.minibatch import MadeOnUse, MiniBatch
 from trainer.rl.rank0_rollout import deal
 from trainer.rl.rollouts import Rollouts
 
@@ -113,6 +113,11 @@ def test_a_micro_batch_is_made_once_when_it_is_read():
     assert len(batch.micro_batches) > 2 and batch.num_micro_batches == len(batch.micro_batches) and not made
     assert batch.micro_batches[0] is next(iter(batch.micro_batches)) and list(made) == [0]
     assert batch.micro_batches[-1] is list(batch.micro_batches)[-1] and len(made) == len(batch.micro_batches)
+
+
+def test_an_error_in_making_a_micro_batch_does_not_end_the_loop_over_them():
+    with pytest.raises(IndexError):
+        list(MadeOnUse([lambda: 1, lambda: [][0]]))
 
 
 def test_rows_select_completions_by_their_index_in_the_rollout():

@@ -91,8 +91,8 @@ class Context(NamedTuple):
 
     columns: Tensor  # (T',) of the row
     places: Tensor  # (T,) of the row's columns in `columns`
-    again: Tensor  # (T' - T,) places of tokens before a piece
-    of: Tensor  # (T' - T,) their columns
+    repeats: Tensor  # (T' - T,) places of the tokens before pieces
+    repeated: Tensor  # (T' - T,) their columns
 
 
 class Tree:
@@ -148,8 +148,8 @@ class Tree:
             total += lengths[-1]
             columns += [np.array(before, dtype=np.int64), piece]
         order, own = np.concatenate(columns), np.concatenate(places)
-        again = np.delete(np.arange(total), own)
-        context = Context(*(self._tensor(x) for x in (order, own, again, order[again])))
+        repeats = np.delete(np.arange(total), own)
+        context = Context(*(self._tensor(x) for x in (order, own, repeats, order[repeats])))
         return context, packed_arguments(np.array(lengths), self.device)
 
     def _back(self, column: int) -> Iterator[int]:
@@ -207,8 +207,8 @@ def separated(convolution: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if tree is not None:
             context, arguments = tree.with_context(gap)
             arguments = {"seq_idx": arguments["seq_idx"]} if cu_seq_lens_q is None else arguments
-            repeated = _Repeated.apply(x.mT, context).mT
-            return _Chosen.apply(convolve(repeated, weight, *args, **arguments, **kwargs).mT, context.places).mT
+            x = _WithContext.apply(x.mT, context).mT
+            return _Chosen.apply(convolve(x, weight, *args, **arguments, **kwargs).mT, context.places).mT
         if x.is_cuda and kernel is not None and (seq_idx is None) == (cu_seq_lens_q is None):
             return kernel(x.mT, weight, *args, cu_seqlens=cu_seq_lens_q, **kwargs)[0].mT
         if seq_idx is None or has_boundaries:
@@ -266,7 +266,7 @@ def by_level(rule: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Ten
             output, states = rule(query, key, value, g=g, beta=beta, cu_seqlens=cu_seqlens, **kwargs)
             return output.reshape(shape), states
         columns, places = tree.by_level
-        parts = [_Permuted.apply(x, columns, places) for x in (query, key, value, g, beta)]
+        parts = [_Chosen.apply(x, columns) for x in (query, key, value, g, beta)]
         parts = [x.split([level.num_tokens for level in tree.levels], dim=1) for x in parts]
         outputs, states = [], None  # (pieces, H, K, V)
         for level, *own in zip(tree.levels, *parts, strict=True):
@@ -275,7 +275,7 @@ def by_level(rule: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Ten
             output, ended = rule(*own[:3], g=own[3], beta=own[4], cu_seqlens=level.ends, **more)
             states = ended if states is None else torch.cat([states, ended])
             outputs.append(output)
-        return _Permuted.apply(torch.cat(outputs, dim=1), places, columns), None
+        return _Chosen.apply(torch.cat(outputs, dim=1), places), None
 
     return run
 
@@ -286,21 +286,7 @@ def equal_rows(num_rows: int, length: int, device: torch.device) -> Tensor:  # (
 
 
 # The gradients of indexing in autograd sort the indices or add atomically, which can take longer than the layers.
-class _Permuted(torch.autograd.Function):
-    """x.index_select(1, order)"""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.inverse = inverse
-        return x.index_select(1, order)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.index_select(1, ctx.inverse), None, None
-
-
-class _Repeated(torch.autograd.Function):
+class _WithContext(torch.autograd.Function):
     """x.index_select(1, context.columns); only the few repeated tokens need a sum."""
 
     @staticmethod
@@ -311,8 +297,9 @@ class _Repeated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        own, context = grad.index_select(1, ctx.context.places), ctx.context
-        own[0].index_put_((context.of,), grad[0].index_select(0, context.again), accumulate=True)
+        context = ctx.context
+        own = grad.index_select(1, context.places)
+        own[0].index_put_((context.repeated,), grad[0].index_select(0, context.repeats), accumulate=True)
         return own, None
 
 

@@ -58,8 +58,9 @@ class StopCheck:
     def _decode(self, id_rows: Sequence[Sequence[int]], *, special: bool = False) -> list[str]:
         from transformers import PreTrainedTokenizerFast as Fast
 
-        tokenizer, methods = self.tokenizer, ("batch_decode", "decode", "_decode")  # Fast's own loop over rows
-        if all(getattr(type(tokenizer), name, None) is getattr(Fast, name) for name in methods):
-            return tokenizer.backend_tokenizer.decode_batch(id_rows, skip_special_tokens=not special)
+        # Fast decodes the rows in a loop; its backend decodes them in parallel.
+        kind, methods = type(self.tokenizer), ("batch_decode", "decode", "_decode")
+        if all(getattr(kind, name, None) is getattr(Fast, name) for name in methods):
+            return self.tokenizer.backend_tokenizer.decode_batch(id_rows, skip_special_tokens=not special)
         options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
-        return tokenizer.batch_decode(id_rows, **options)
+        return self.tokenizer.batch_decode(id_rows, **options)

@@ -1,11 +1,14 @@
 """Attention of one decode step over a paged cache: one query per decode row, over a shared prefix and own tokens.
 
 The rows of a group share their prompt. The cache contains it once, and it is read once per TILE_ROWS rows: at 512 rows
-in groups of 8, reading it for each row would be most of the memory traffic. There are two kernels:
-- `_parts`, one program per row, key head and part: attends over a part of a tile's prefix for all its rows together and
-  over a part of the row's own tokens, and writes maximum, sum and accumulator of each softmax. Many rows have one part
-  each, few rows several, so that a single long row uses the whole GPU.
-- `_merge`, one program per row: merges the parts and the sinks, and writes the output.
+in groups of 8, reading it for each row would be most of the memory traffic. A program attends over a part of a tile's
+prefix for all its rows together and over a part of a row's own tokens, and writes maximum, sum and accumulator of each
+softmax. Then these parts and the sinks are merged, always in the same order:
+- Many rows have one part each, and `_merge_rows` merges.
+- Fewer rows have several parts, and tiles have programs of their own. Programs count the parts of each row that they
+  have written, and the last one merges.
+- A few rows have many parts, so that a single long row uses the whole GPU. The program of the last own part waits for
+  those of the prefix: it merges faster than one with a tile, and all programs run at the same time.
 
 Any head size up to 256 works: the kernels pad it to a power of two in registers. Capped scores and sinks are as in
 kernels/attention.py.
@@ -24,6 +27,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.decode.launch import launch_options
+
 try:
     import triton
     import triton.language as tl
@@ -33,10 +38,12 @@ except ImportError:  # CPU builds of torch may lack Triton; the reference runs t
 TILE_ROWS = 8
 BLOCK_BYTES = 1 << 12  # keys or values per iteration and warp
 MAX_HEADS = 8  # query heads per program: 64 accumulator rows for a tile
-PROGRAMS = 2048  # with fewer programs, a row's tokens are split
-MAX_SPLITS = 64
+PROGRAMS = 1024  # with fewer programs, a row's tokens are split
+MAX_SPLITS = 32
 LEAST_TOKENS = 64  # per part of a row's tokens
-MERGED = 1 << 13  # accumulator numbers per program of _merge
+WAITING_SPLITS = 4  # with as many parts, own tokens wait for the prefix
+MERGED = 1 << 12  # accumulator numbers that a program merges at a time
+COUNTERS = 1 << 16  # least counters to allocate
 
 
 class Rows(NamedTuple):
@@ -150,7 +157,7 @@ def decode_attention_kernel(
     softcap: float | None = None,
     sinks: Tensor | None = None,  # (H,)
 ) -> Tensor:  # (B, H, K)
-    """The Triton kernels, on CUDA or under TRITON_INTERPRET=1."""
+    """The Triton kernel, on CUDA or under TRITON_INTERPRET=1."""
     (num_rows, num_heads, head_dim), key_heads = query.shape, keys.shape[0]
     pages = rows.table.shape[1]
     assert supports(head_dim) and page % 16 == 0, f"head_dim={head_dim}, page={page}"
@@ -164,53 +171,71 @@ def decode_attention_kernel(
     heads = min(group, MAX_HEADS)
     programs = key_heads * -(-group // heads)
     splits = _splits(num_rows * programs, pages * page)
-    width = max(16, triton.next_power_of_2(head_dim))
+    width, own_heads = max(16, triton.next_power_of_2(head_dim)), triton.next_power_of_2(heads)
     top, total = torch.empty(2, 2 * splits, num_rows, num_heads, dtype=torch.float32, device=query.device)
     acc = torch.empty(2 * splits, num_rows, num_heads, head_dim, dtype=torch.float32, device=query.device)
     # Scores are softcap2 * tanh(scale2 * query @ keys), or without a cap scale2 * query @ keys, in units of log2.
     scale2, softcap2 = (scale / math.log(2.0), 1.0) if softcap is None else (scale / softcap, softcap / math.log(2.0))
     window = 1 << 30 if window is None else window
     lines = max(16, triton.next_power_of_2(TILE_ROWS * heads))
-    block, warps = _tuning(lines, width, page, keys.element_size())
+    block, warps = _tuning(lines, width, page, keys.element_size(), num_rows * programs)
     least = -(-LEAST_TOKENS // block)
-    _parts[programs, num_rows, splits](
+    merges, waits = num_rows * programs <= PROGRAMS, splits >= WAITING_SPLITS
+    merged = max(1, min(2 * splits, MERGED // (own_heads * width))) if waits else 1
+    _attend_rows[programs, 2 * num_rows if merges else num_rows, splits](
         query, keys, values, rows.table, rows.prefix_len, rows.own_len, rows.tiles, top, total, acc,
-        num_rows, pages, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), scale2, softcap2, window,
-        least, GROUP=group, HEADS=heads, TILE=TILE_ROWS, LINES=lines, OWN_LINES=max(16, triton.next_power_of_2(heads)),
-        K=head_dim, WIDTH=width, PAGE=page, BLOCK=block, SOFTCAP=softcap is not None,
+        _counters(num_rows * programs, query.device), out if sinks is None else sinks, out, num_rows, pages,
+        keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), scale2, softcap2, window, least,
+        GROUP=group, HEADS=heads, TILE=TILE_ROWS, LINES=lines, OWN_LINES=max(16, own_heads), OWN_HEADS=own_heads,
+        SPLITS=splits, MERGES=merges, WAITS=waits, MERGED=merged, K=head_dim, WIDTH=width, PAGE=page, BLOCK=block,
+        SOFTCAP=softcap is not None, SINKS=sinks is not None,
         UPCAST=not query.is_cuda,  # Triton's interpreter would multiply bfloat16 bit patterns as integers
-        num_warps=warps, num_stages=3,
+        num_warps=warps, num_stages=3, **launch_options(query),
     )  # fmt: skip
-    heads = max(1, min(triton.next_power_of_2(num_heads), MERGED // (2 * splits * width)))
-    _merge[triton.cdiv(num_heads, heads), num_rows](
-        top, total, acc, rows.prefix_len, rows.own_len, out if sinks is None else sinks, out, num_rows, num_heads,
-        window, least, SPLITS=splits, HEADS=heads, K=head_dim, WIDTH=width, BLOCK=block, SINKS=sinks is not None,
-        num_warps=4,
-    )  # fmt: skip
+    if not merges:
+        heads = min(triton.next_power_of_2(num_heads), max(1, MERGED // width))
+        _merge_rows[triton.cdiv(num_heads, heads), num_rows](
+            top, total, acc, rows.prefix_len, out if sinks is None else sinks, out, num_rows, num_heads, SPLITS=splits,
+            HEADS=heads, SINKS=sinks is not None, K=head_dim, WIDTH=width, num_warps=4,
+        )  # fmt: skip
     return out
+
+
+_zeros: dict[torch.device, list[Tensor]] = {}
+
+
+def _counters(count: int, device: torch.device) -> Tensor:  # (at least count,) int32
+    """Return zeros, which every call leaves as zeros. CUDA graphs keep their addresses, so none is ever freed."""
+    known = _zeros.setdefault(device, [])
+    if not known or len(known[-1]) < count:
+        known.append(torch.zeros(max(count, COUNTERS), dtype=torch.int32, device=device))
+    return known[-1]
 
 
 def _splits(programs: int, tokens: int) -> int:
     """Return the number of parallel parts of a row's tokens, so that few rows use the whole GPU.
 
-    Fixed for a captured step: the programs of unused parts return. A power of two, because `_merge` is compiled for it.
+    Fixed for a captured step. A power of two, because the kernel is compiled for it.
     """
     limit = min(MAX_SPLITS, tokens // LEAST_TOKENS, PROGRAMS // programs)
     return 1 << max(0, limit.bit_length() - 1)
 
 
-def _tuning(lines: int, width: int, page: int, size: int) -> tuple[int, int]:
-    """Return tokens per iteration and warps of `_parts`; size: bytes per number in the cache.
+def _tuning(lines: int, width: int, page: int, size: int, programs: int) -> tuple[int, int]:
+    """Return tokens per iteration and warps; size: bytes per number in the cache.
 
     Small programs, of which many run on a multiprocessor: short rows are bound by latency. One warp has 16 lines; those
-    of float32 products, without tensor cores, need more registers.
+    of float32 products, without tensor cores, need more registers. If there are few programs, they take larger steps.
     """
     warps = min(8, max(lines // 16, lines * width // 2048) * (1 if size == 2 else 4))
+    if programs <= PROGRAMS:
+        warps = max(2, warps)
     most = min(64 if lines * width <= 4096 else 32, page & -page)
     return min(most, max(16, BLOCK_BYTES * min(warps, 4) // (width * size))), warps
 
 
 if triton is not None:
+    PREFIX = tl.constexpr(1 << 16)  # what a part of the prefix adds to a counter that is waited for
     NOTHING = tl.constexpr(-1e30)  # the maximum over no keys: finite, so that the difference of two is 0
     LN2 = tl.constexpr(math.log(2.0))
 
@@ -258,18 +283,17 @@ if triton is not None:
 
     @triton.jit
     def _attend_part(
-        query, keys, values, pages_of_row, row, head, used, first, length, begin, end, part, num_rows,
-        num_heads, top_out, total_out, acc_out, key_place, value_place, scale2, softcap2, LINES: tl.constexpr,
-        K: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr,
-        UPCAST: tl.constexpr,
+        query, keys, values, pages_of_row, at, used, first, length, begin, end, part, part_size, top_out, total_out,
+        acc_out, key_place, value_place, scale2, softcap2, K: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+        BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
     ):  # fmt: skip
-        """Attend from lines (row, head) to blocks begin to end; write maximum, sum and accumulator of the softmax."""
-        at = row.to(tl.int64) * num_heads + head  # index into (B, H)
+        """Attend from lines `at` to blocks begin to end; write maximum, sum and accumulator of the softmax."""
+        LINES: tl.constexpr = at.shape[0]
         column = tl.arange(0, WIDTH)[None, :]
-        written = used[:, None]
+        inside = used[:, None]
         if K < WIDTH:
-            written = written & (column < K)
-        queries = tl.load(query + at[:, None] * K + column, mask=written, other=0.0).to(keys.dtype.element_ty)
+            inside = inside & (column < K)
+        queries = tl.load(query + at[:, None] * K + column, mask=inside, other=0.0).to(keys.dtype.element_ty)
         low = tl.min(first, 0)
         top = tl.full((LINES,), NOTHING, tl.float32)
         total = tl.zeros((LINES,), tl.float32)
@@ -283,94 +307,148 @@ if triton is not None:
                 value_place, scale2, softcap2, K, WIDTH, PAGE, BLOCK, SOFTCAP, UPCAST,
             )  # fmt: skip
             page = next_page
-        at += part.to(tl.int64) * num_rows * num_heads
+        at += part * part_size
         tl.store(top_out + at, top, mask=used)
         tl.store(total_out + at, total, mask=used)
-        tl.store(acc_out + at[:, None] * K + column, acc, mask=written)
+        tl.store(acc_out + at[:, None] * K + column, acc, mask=inside)
+
+    @triton.jit
+    def _merge(
+        at, used, num_parts, top_in, total_in, acc_in, sinks, head, out, part_size, SPLITS: tl.constexpr,
+        MERGED: tl.constexpr, SINKS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
+    ):  # fmt: skip
+        """Merge the partial softmaxes of lines `at`: parts of their own tokens, parts of the prefix, and the sinks.
+
+        Other programs may have written them during this kernel: .cg reads them from L2, not an older copy from L1.
+        """
+        part = tl.arange(0, 2 * SPLITS)[:, None]
+        places = part.to(tl.int64) * part_size + at[None, :]
+        written = used[None, :] & (part < num_parts)
+        top = tl.max(tl.load(top_in + places, mask=written, other=NOTHING, cache_modifier=".cg"), 0)
+        total = tl.zeros((at.shape[0],), tl.float32)
+        acc = tl.zeros((at.shape[0], WIDTH), tl.float32)
+        if SINKS:  # one more key, without a value
+            sink = tl.load(sinks + head, mask=used, other=0.0).to(tl.float32) / LN2
+            top = tl.maximum(top, sink)
+            total = tl.exp2(sink - top)
+        for begin in tl.static_range(0, 2 * SPLITS, MERGED):
+            part = begin + tl.arange(0, MERGED)[:, None]
+            places = part.to(tl.int64) * part_size + at[None, :]
+            written = used[None, :] & (part < num_parts)
+            weight = tl.load(top_in + places, mask=written, other=NOTHING, cache_modifier=".cg")
+            weight = tl.exp2(weight - top[None, :])
+            total += tl.sum(weight * tl.load(total_in + places, mask=written, other=0.0, cache_modifier=".cg"), 0)
+            column = tl.arange(0, WIDTH)[None, None, :]
+            inside = written[:, :, None] & (column < K)
+            accs = tl.load(acc_in + places[:, :, None] * K + column, mask=inside, other=0.0, cache_modifier=".cg")
+            acc += tl.sum(weight[:, :, None] * accs, 0)
+        column = tl.arange(0, WIDTH)[None, :]
+        acc /= tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out + at[:, None] * K + column, acc.to(out.dtype.element_ty), mask=used[:, None] & (column < K))
+
+    @triton.jit(do_not_specialize=["num_rows", "num_heads"])
+    def _merge_rows(
+        top_in, total_in, acc_in, prefix_len, sinks, out, num_rows, num_heads, SPLITS: tl.constexpr,
+        HEADS: tl.constexpr, SINKS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(1).to(tl.int64)
+        head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+        num_parts = tl.where(tl.load(prefix_len + row) > 0, 2 * SPLITS, SPLITS)
+        _merge(
+            row * num_heads + head, head < num_heads, num_parts, top_in, total_in, acc_in, sinks, head, out,
+            num_rows.to(tl.int64) * num_heads, SPLITS, 1, SINKS, K, WIDTH,
+        )  # fmt: skip
 
     @triton.jit(do_not_specialize=["num_rows", "pages", "window", "least"])
-    def _parts(
-        query, keys, values, table, prefix_len, own_len, tiles, top_out, total_out, acc_out,
+    def _attend_rows(
+        query, keys, values, table, prefix_len, own_len, tiles, top_out, total_out, acc_out, counters, sinks, out,
         num_rows, pages, key_head, key_place, value_head, value_place, scale2, softcap2, window, least,
         GROUP: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, LINES: tl.constexpr, OWN_LINES: tl.constexpr,
-        K: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr,
-        UPCAST: tl.constexpr,
+        OWN_HEADS: tl.constexpr, SPLITS: tl.constexpr, MERGES: tl.constexpr, WAITS: tl.constexpr,
+        MERGED: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+        SOFTCAP: tl.constexpr, SINKS: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
     ):  # fmt: skip
-        """Attend to one part of tile r's prefix, if there is a tile r, and to one part of row r's own tokens.
+        """Attend to one part of a tile's prefix, if the tile is used, and to one part of a row's own tokens.
 
-        A program has HEADS of the GROUP query heads that share a key head. Programs with a tile take longer; they start
-        first, because heads are the grid's fastest dimension and tiles have small indices.
+        A program has HEADS of the GROUP query heads that share a key head. With MERGES, it has either a tile or a row.
+        Programs with a tile take longer; they start first, because tiles have small indices.
         """
         SHARES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
         kv_head = tl.program_id(0) // SHARES
         share = tl.program_id(0) % SHARES * HEADS
-        num_heads = tl.num_programs(0) // SHARES * GROUP
-        row = tl.program_id(1)
-        own_length = tl.load(own_len + row)
-        own_prefix = tl.load(prefix_len + row)
-        leader = tl.max(tl.load(tiles + row * TILE + tl.arange(0, TILE)), 0)
+        key_heads = tl.num_programs(0) // SHARES
+        num_heads = key_heads * GROUP
+        split = tl.program_id(2)
+        part_size = num_rows.to(tl.int64) * num_heads
         keys += kv_head.to(tl.int64) * key_head
         values += kv_head.to(tl.int64) * value_head
-        if leader >= 0:
-            length = tl.load(prefix_len + leader)
-            begin, end = _split(0, tl.cdiv(length, BLOCK), least)
-            if begin < end:
+        counters += tl.program_id(0)
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+        if not MERGES or tl.program_id(1) < num_rows:
+            tile = tiles + tl.program_id(1) * TILE
+            tile_row = tl.load(tile + tl.arange(0, TILE))
+            leader = tl.max(tile_row, 0)
+            length = tl.load(prefix_len + leader, mask=leader >= 0, other=0)
+            if length > 0:
+                begin, end = _split(0, tl.cdiv(length, BLOCK), least)
                 line = tl.arange(0, LINES)
-                line_row = tl.load(tiles + row * TILE + line // HEADS, mask=line < TILE * HEADS, other=-1)
-                head = share + line % HEADS
-                used = (line_row >= 0) & (head < GROUP)
-                line_row = tl.where(used, line_row, leader)
-                first = tl.maximum(length + tl.load(own_len + line_row) - window, 0)  # (LINES,) first visible token
+                row = tl.load(tile + line // HEADS, mask=line < TILE * HEADS, other=-1)
+                used = (row >= 0) & (share + line % HEADS < GROUP)
+                row = tl.where(used, row, leader).to(tl.int64)
+                head = kv_head * GROUP + share + line % HEADS
+                at = row * num_heads + head
+                first = tl.maximum(length + tl.load(own_len + row) - window, 0)  # (LINES,) first visible token
                 begin = tl.minimum(tl.maximum(begin, tl.min(first, 0) // BLOCK), end)
+                if PDL:
+                    tl.extra.cuda.gdc_wait()
                 _attend_part(
-                    query, keys, values, table + leader.to(tl.int64) * pages, line_row, kv_head * GROUP + head, used,
-                    first, length, begin, end, tl.num_programs(2) + tl.program_id(2), num_rows, num_heads, top_out,
-                    total_out, acc_out, key_place, value_place, scale2, softcap2, LINES, K, WIDTH, PAGE, BLOCK, SOFTCAP,
-                    UPCAST,
+                    query, keys, values, table + leader.to(tl.int64) * pages, at, used, first, length, begin, end,
+                    SPLITS + split, part_size, top_out, total_out, acc_out, key_place, value_place, scale2, softcap2, K,
+                    WIDTH, PAGE, BLOCK, SOFTCAP, UPCAST,
                 )  # fmt: skip
-        low = tl.maximum(own_length - window, 0)
-        begin, end = _split(low // BLOCK, tl.cdiv(own_length, BLOCK), least)
-        if begin < end:
-            line = tl.arange(0, OWN_LINES)
-            head = share + line
+                if MERGES:
+                    tl.debug_barrier()  # all threads have written
+                    is_row = tile_row >= 0
+                    counter = counters + tl.where(is_row, tile_row, 0) * tl.num_programs(0)
+                    count = tl.atomic_add(counter, PREFIX if WAITS else 1, mask=is_row, sem="acq_rel")
+                    is_last = is_row & (count == 2 * SPLITS - 1)
+                    if not WAITS and tl.max(is_last.to(tl.int32), 0) > 0:
+                        tl.store(counter, 0, mask=is_last)
+                        chosen = (tl.arange(0, TILE)[None, :] == (line // HEADS)[:, None]) & is_last[None, :]
+                        _merge(
+                            at, used & (tl.max(chosen.to(tl.int32), 1) > 0), 2 * SPLITS, top_out, total_out, acc_out,
+                            sinks, head, out, part_size, SPLITS, 1, SINKS, K, WIDTH,
+                        )  # fmt: skip
+        if not MERGES or tl.program_id(1) >= num_rows:
+            own_row = (tl.program_id(1) - (num_rows if MERGES else 0)).to(tl.int64)
+            own_length = tl.load(own_len + own_row)
+            prefix = tl.load(prefix_len + own_row)
+            low = tl.maximum(own_length - window, 0)
+            own_begin, own_end = _split(low // BLOCK, tl.cdiv(own_length, BLOCK), least)
+            own_line = tl.arange(0, OWN_LINES)
+            own_head = kv_head * GROUP + share
+            if PDL:
+                tl.extra.cuda.gdc_wait()
             _attend_part(
-                query, keys, values, table + row.to(tl.int64) * pages + tl.cdiv(own_prefix, PAGE), row + 0 * line,
-                kv_head * GROUP + head, (line < HEADS) & (head < GROUP), low + 0 * line, own_length, begin, end,
-                tl.program_id(2), num_rows, num_heads, top_out, total_out, acc_out, key_place, value_place, scale2,
-                softcap2, OWN_LINES, K, WIDTH, PAGE, BLOCK, SOFTCAP, UPCAST,
+                query, keys, values, table + own_row * pages + tl.cdiv(prefix, PAGE),
+                own_row * num_heads + own_head + own_line, (own_line < HEADS) & (share + own_line < GROUP),
+                low + 0 * own_line, own_length, own_begin, own_end, split, part_size, top_out, total_out, acc_out,
+                key_place, value_place, scale2, softcap2, K, WIDTH, PAGE, BLOCK, SOFTCAP, UPCAST,
             )  # fmt: skip
-
-    @triton.jit(do_not_specialize=["num_rows", "num_heads", "window", "least"])
-    def _merge(
-        top_in, total_in, acc_in, prefix_len, own_len, sinks, out, num_rows, num_heads, window, least,
-        SPLITS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-        SINKS: tl.constexpr,
-    ):  # fmt: skip
-        """Merge the partial softmaxes of one row: parts of its own tokens, parts of its prefix, and the sinks."""
-        row = tl.program_id(1).to(tl.int64)
-        head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
-        part = tl.arange(0, 2 * SPLITS)
-        length = tl.load(own_len + row)
-        own = tl.cdiv(length, BLOCK) - tl.maximum(length - window, 0) // BLOCK
-        prefix = tl.cdiv(tl.load(prefix_len + row), BLOCK)
-        blocks = tl.where(part < SPLITS, own, prefix)
-        each = tl.maximum(tl.cdiv(blocks, SPLITS), least)
-        used = (part % SPLITS * each < blocks)[:, None] & (head < num_heads)[None, :]
-        at = part.to(tl.int64)[:, None] * num_rows * num_heads + row * num_heads + head[None, :]  # (2 SPLITS, HEADS)
-        column = tl.arange(0, WIDTH)[None, None, :]
-        inside = used[:, :, None] & (column < K)
-        tops = tl.load(top_in + at, mask=used, other=NOTHING)
-        totals = tl.load(total_in + at, mask=used, other=0.0)
-        accs = tl.load(acc_in + at[:, :, None] * K + column, mask=inside, other=0.0)
-        top = tl.max(tops, 0)
-        if SINKS:  # one more key, without a value
-            sink = tl.load(sinks + head, mask=head < num_heads, other=0.0).to(tl.float32) / LN2
-            top = tl.maximum(top, sink)
-        weights = tl.exp2(tops - top[None, :])
-        total = tl.sum(totals * weights, 0)
-        if SINKS:
-            total += tl.exp2(sink - top)
-        acc = tl.sum(accs * weights[:, :, None], 0) / tl.where(total == 0.0, 1.0, total)[:, None]
-        column = tl.arange(0, WIDTH)[None, :]
-        written = (head < num_heads)[:, None] & (column < K)
-        tl.store(out + (row * num_heads + head)[:, None] * K + column, acc.to(out.dtype.element_ty), mask=written)
+            if MERGES:
+                tl.debug_barrier()
+                own_counter = counters + own_row * tl.num_programs(0)
+                num_parts = tl.where(prefix > 0, 2 * SPLITS, SPLITS)
+                count = tl.atomic_add(own_counter, 1, sem="acq_rel")
+                if (count % PREFIX if WAITS else count) == (SPLITS if WAITS else num_parts) - 1:
+                    if WAITS:  # programs begin in order: those with tiles have begun before this one
+                        while count // PREFIX < num_parts - SPLITS:
+                            count = tl.atomic_add(own_counter, 0, sem="acquire")
+                    tl.store(own_counter, 0)
+                    merged = tl.arange(0, OWN_HEADS)  # without the lines that only fill a product
+                    _merge(
+                        own_row * num_heads + own_head + merged, (merged < HEADS) & (share + merged < GROUP), num_parts,
+                        top_out, total_out, acc_out, sinks, own_head + merged, out, part_size, SPLITS, MERGED, SINKS,
+                        K, WIDTH,
+                    )  # fmt: skip

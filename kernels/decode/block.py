@@ -5,10 +5,11 @@
   and values to their cache slots.
 - `silu_mul`: the activation of a gated MLP.
 
-They round where transformers rounds under autocast, so that sampled log-probs match the trainer's. Grids depend only on
-shapes, so a step can be captured in a CUDA graph. The kernels run on CUDA, the `*_reference` functions elsewhere.
+They round where transformers rounds under autocast, so that sampled log-probs match the trainer's. The first two also
+sum the parts of an output that linear.py leaves to them. Grids depend only on shapes, so a step can be captured in a
+CUDA graph. The kernels run on CUDA, the `*_reference` functions elsewhere.
 
-Shapes: N = tokens, D = model width, H = query heads, H_kv = key heads, K = head size, S = cache slots.
+Shapes: N = tokens, D = model width, H = query heads, H_kv = key heads, K = head size, S = cache slots, P = parts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import math
 
 import torch
 from torch import Tensor
+
+from kernels.decode.launch import launch_options
 
 try:
     import triton
@@ -30,7 +33,7 @@ BLOCK = 1024  # columns per program of _silu_mul
 
 def add_rms_norm(
     stream: Tensor,  # (N, D) float32
-    delta: Tensor | None,  # (N, D) any float dtype
+    delta: Tensor | None,  # (N, D) any float dtype, or (P, N, D) float32 parts, whose sum is rounded to out_dtype
     weight: Tensor,  # (D,) float32
     eps: float,
     out_dtype: torch.dtype,
@@ -44,7 +47,7 @@ def add_rms_norm(
 
 
 def rotate_append(
-    qkv: Tensor,  # (N, (H + 2 H_kv) K)
+    qkv: Tensor,  # (N, (H + 2 H_kv) K), or (P, N, (H + 2 H_kv) K) parts, whose sum is rounded to the dtype of keys
     cos: Tensor,  # (T, K) float32
     sin: Tensor,  # (T, K) float32
     position: Tensor,  # (N,) int32
@@ -82,18 +85,18 @@ def silu_mul(
 
 def add_rms_norm_reference(
     stream: Tensor,  # (N, D)
-    delta: Tensor | None,  # (N, D)
+    delta: Tensor | None,  # (N, D) or (P, N, D)
     weight: Tensor,  # (D,)
     eps: float,
     out_dtype: torch.dtype,
 ) -> Tensor:  # (N, D)
     if delta is not None:
-        stream += delta
+        stream += delta.sum(0).to(out_dtype) if delta.dim() == 3 else delta
     return (weight * normalised(stream, eps)).to(out_dtype)
 
 
 def rotate_append_reference(
-    qkv: Tensor,  # (N, (H + 2 H_kv) K)
+    qkv: Tensor,  # (N, (H + 2 H_kv) K) or (P, N, (H + 2 H_kv) K)
     cos: Tensor,  # (T, K)
     sin: Tensor,  # (T, K)
     position: Tensor,  # (N,)
@@ -107,6 +110,7 @@ def rotate_append_reference(
     eps: float,
 ) -> Tensor:  # (N, H, K)
     key_heads, _, head_dim = keys.shape
+    qkv = qkv.sum(0).to(keys.dtype) if qkv.dim() == 3 else qkv
     query, key, value = qkv.view(len(qkv), -1, head_dim).split([num_heads, key_heads, key_heads], dim=1)
     if q_weight is not None:
         query = normalised(query, eps).to(qkv.dtype) * q_weight
@@ -147,25 +151,26 @@ def half_rotated(
 
 def add_rms_norm_kernel(
     stream: Tensor,  # (N, D) float32
-    delta: Tensor | None,  # (N, D)
+    delta: Tensor | None,  # (N, D) or (P, N, D) float32
     weight: Tensor,  # (D,)
     eps: float,
     out_dtype: torch.dtype,
 ) -> Tensor:  # (N, D)
     num_tokens, width = stream.shape
-    assert stream.stride(1) == 1 and (delta is None or delta.stride(1) == 1) and weight.is_contiguous()
+    assert stream.stride(1) == 1 and (delta is None or delta.stride(-1) == 1) and weight.is_contiguous()
     out = torch.empty(num_tokens, width, dtype=out_dtype, device=stream.device)
     if num_tokens:
-        block = triton.next_power_of_2(width)
+        block, is_split = triton.next_power_of_2(width), delta is not None and delta.dim() == 3
         _add_rms_norm[num_tokens,](
-            stream, delta, weight, out, width, stream.stride(0), 0 if delta is None else delta.stride(0), eps,
-            HAS_DELTA=delta is not None, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+            stream, delta, weight, out, width, stream.stride(0), 0 if delta is None else delta.stride(-2),
+            delta.stride(0) if is_split else 0, eps, PARTS=0 if delta is None else len(delta) if is_split else 1,
+            IS_SPLIT=is_split, BLOCK=block, num_warps=min(16, max(1, block // 512)), **launch_options(out),
         )  # fmt: skip
     return out
 
 
 def rotate_append_kernel(
-    qkv: Tensor,  # (N, (H + 2 H_kv) K)
+    qkv: Tensor,  # (N, (H + 2 H_kv) K) or (P, N, (H + 2 H_kv) K) float32
     cos: Tensor,  # (T, K) float32
     sin: Tensor,  # (T, K) float32
     position: Tensor,  # (N,) int32
@@ -178,19 +183,20 @@ def rotate_append_kernel(
     k_weight: Tensor | None,  # (K,) float32
     eps: float,
 ) -> Tensor:  # (N, H, K)
-    (key_heads, _, head_dim), num_tokens = keys.shape, qkv.shape[0]
-    assert qkv.shape[1] == (num_heads + 2 * key_heads) * head_dim and head_dim % 2 == 0, f"qkv {tuple(qkv.shape)}"
-    assert qkv.stride(1) == keys.stride(2) == values.stride(2) == 1 and keys.dtype == values.dtype
+    (key_heads, _, head_dim), num_tokens, is_split = keys.shape, qkv.shape[-2], qkv.dim() == 3
+    assert qkv.shape[-1] == (num_heads + 2 * key_heads) * head_dim and head_dim % 2 == 0, f"qkv {tuple(qkv.shape)}"
+    assert qkv.stride(-1) == keys.stride(2) == values.stride(2) == 1 and keys.dtype == values.dtype
     assert cos.is_contiguous() and sin.is_contiguous() and cos.shape[1] == sin.shape[1] == head_dim
     assert (q_weight is None) == (k_weight is None)
     heads = math.gcd(HEADS, num_heads, key_heads)  # so that a program has queries, keys or values
     query = torch.empty(num_tokens, num_heads, head_dim, dtype=keys.dtype, device=qkv.device)
     if num_tokens:
         _rotate_append[num_tokens, (num_heads + 2 * key_heads) // heads](
-            qkv, cos, sin, position, slot, keys, values, query, q_weight, k_weight, qkv.stride(0), keys.stride(0),
-            keys.stride(1), values.stride(0), values.stride(1), eps, NUM_HEADS=num_heads, KEY_HEADS=key_heads,
-            NORM=q_weight is not None, K=head_dim, HEADS=heads, HALF=triton.next_power_of_2(head_dim // 2),
-            num_warps=max(1, heads // 2),
+            qkv, cos, sin, position, slot, keys, values, query, q_weight, k_weight, qkv.stride(-2),
+            qkv.stride(0) if is_split else 0, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), eps,
+            NUM_HEADS=num_heads, KEY_HEADS=key_heads, NORM=q_weight is not None, PARTS=len(qkv) if is_split else 1,
+            IS_SPLIT=is_split, K=head_dim, HEADS=heads, HALF=triton.next_power_of_2(head_dim // 2),
+            num_warps=max(1, heads // 2), **launch_options(query),
         )  # fmt: skip
     return query
 
@@ -211,14 +217,23 @@ if triton is not None:
 
     @triton.jit
     def _add_rms_norm(
-        stream, delta, weight, out, width, stream_row, delta_row, eps, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr
-    ):
+        stream, delta, weight, out, width, stream_row, delta_row, delta_part, eps, PARTS: tl.constexpr,
+        IS_SPLIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
         column = tl.arange(0, BLOCK)
         inside = column < width
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
         x = tl.load(stream + row * stream_row + column, mask=inside, other=0.0)
-        if HAS_DELTA:
-            x += tl.load(delta + row * delta_row + column, mask=inside, other=0.0).to(tl.float32)
+        if PARTS:
+            change = tl.load(delta + row * delta_row + column, mask=inside, other=0.0).to(tl.float32)
+            for part in tl.static_range(1, PARTS):
+                change += tl.load(delta + part * delta_part + row * delta_row + column, mask=inside, other=0.0)
+            if IS_SPLIT:
+                change = change.to(out.dtype.element_ty).to(tl.float32)
+            x += change
             tl.store(stream + row * stream_row + column, x, mask=inside)
         x *= tl.rsqrt(tl.sum(x * x, 0) / width + eps)
         x *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
@@ -236,9 +251,10 @@ if triton is not None:
 
     @triton.jit
     def _rotate_append(
-        qkv, cos, sin, position, place, keys, values, query, q_weight, k_weight, qkv_row, key_head, key_place,
+        qkv, cos, sin, position, place, keys, values, query, q_weight, k_weight, qkv_row, qkv_part, key_head, key_place,
         value_head, value_place, eps, NUM_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, NORM: tl.constexpr,
-        K: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+        PARTS: tl.constexpr, IS_SPLIT: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+        PDL: tl.constexpr,
     ):  # fmt: skip
         """Process HEADS heads of one token, in halves: queries, keys or values."""
         token = tl.program_id(0).to(tl.int64)
@@ -246,9 +262,17 @@ if triton is not None:
         head = (start + tl.arange(0, HEADS))[:, None]
         half = tl.arange(0, HALF)[None, :]
         inside = half < K // 2
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
         at = qkv + token * qkv_row + head * K + half
         first_raw = tl.load(at, mask=inside, other=0.0)
         second_raw = tl.load(at + K // 2, mask=inside, other=0.0)
+        for part in tl.static_range(1, PARTS):
+            first_raw += tl.load(at + part * qkv_part, mask=inside, other=0.0)
+            second_raw += tl.load(at + part * qkv_part + K // 2, mask=inside, other=0.0)
+        if IS_SPLIT:
+            first_raw, second_raw = first_raw.to(keys.dtype.element_ty), second_raw.to(keys.dtype.element_ty)
         where = tl.load(place + token).to(tl.int64)
         if start >= NUM_HEADS + KEY_HEADS:
             if where >= 0:
@@ -260,7 +284,7 @@ if triton is not None:
             first, second = first_raw.to(tl.float32), second_raw.to(tl.float32)
             if NORM:
                 weight = q_weight if is_query else k_weight
-                dtype: tl.constexpr = qkv.dtype.element_ty
+                dtype: tl.constexpr = first_raw.dtype
                 first, second = _normalised_halves(first, second, weight, half, inside, eps, dtype, K)
             angle = tl.load(position + token).to(tl.int64) * K + half
             cos_first = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)

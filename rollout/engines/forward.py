@@ -33,8 +33,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.attention import TILE, block_mask, dense_attend, flex_attend
+from kernels.decode import linear as few_rows
 from kernels.decode.attention import Rows, decode_attention, supports, visible_tokens
 from kernels.decode.block import add_rms_norm, rotate_append, silu_mul
+from kernels.decode.linear import Adapters
 from kernels.decode.lora import add_adapters
 from kernels.nf4 import Linear4bit
 from rollout.routes import RouteShape, recording, stack
@@ -271,16 +273,23 @@ class FusedLinear(NamedTuple):
 
     weight: Tensor  # (O + R', D) the weights, and A of the adapters
     bias: Tensor | None  # (O,)
-    up: Tensor | None  # (O, R) B of the adapters; None: no adapters
-    scale: Tensor  # (O,) float32
+    adapters: Adapters | None
 
     def __call__(self, x: Tensor, *, gated: bool = False) -> Tensor:  # (N, D) -> (N, O); gated: (N, O / 2)
-        if self.up is None:
+        if self.adapters is None:
             out = F.linear(x, self.weight, self.bias)
             return silu_mul(out) if gated else out
         if len(x) > JOINT_TOKENS:
             return torch.cat([self(part, gated=gated) for part in x.split(JOINT_TOKENS)])
-        return add_adapters(float32_product(x, self.weight), self.bias, self.up, self.scale, gated=gated)
+        up, scale = self.adapters.up, self.adapters.scale
+        return add_adapters(float32_product(x, self.weight), self.bias, up, scale, gated=gated)
+
+    def decode(self, x: Tensor, *, gated: bool = False) -> Tensor:  # as __call__, or (P, N, O) parts for the reader
+        if not few_rows.fits(x, self.weight, self.adapters):
+            return self(x, gated=gated)
+        if gated:
+            return few_rows.gated_linear(x, self.weight, self.adapters)
+        return few_rows.linear(x, self.weight, self.bias, self.adapters)
 
 
 def float32_product(
@@ -297,7 +306,7 @@ class AdaptedLinear(nn.Module):
 
     def __init__(self, linear: FusedLinear) -> None:
         super().__init__()
-        self.linear, self.bias, self.out_features = linear, linear.bias, len(linear.up)
+        self.linear, self.bias, self.out_features = linear, linear.bias, len(linear.adapters.up)
         self.weight = linear.weight[: self.out_features]  # not a parameter: Copies fills it
 
     def forward(self, x: Tensor) -> Tensor:
@@ -327,6 +336,7 @@ class Copies:
         weight = zeros(width + num_low, layers[0].in_features, dtype=self.dtype)
         bias = zeros(width, dtype=self.dtype) if any(x.bias is not None for x in layers) else None
         up, scale = zeros(width, -(-rank // 16) * 16, dtype=self.dtype), zeros(width, dtype=torch.float32)
+        first = zeros(width, dtype=torch.int32)
         row, column = 0, 0
         for module, layer, name, r in zip(modules, layers, adapters, ranks, strict=True):
             own, low = slice(row, row + layer.out_features), width + column
@@ -337,8 +347,10 @@ class Copies:
                 self.parts.append((weight[low : low + r], module.lora_A[name], "weight"))
                 self.parts.append((up[own, column : column + r], module.lora_B[name], "weight"))
                 self.scales.append((scale[own], module, name))
+                first[own] = column
             row, column = own.stop, column + r
-        return FusedLinear(weight, bias, up if rank else None, scale)
+        tile = math.gcd(*(x.out_features for x in layers))
+        return FusedLinear(weight, bias, Adapters(up, scale, first, max(ranks), tile) if rank else None)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -744,16 +756,16 @@ class BlockForward:
         for layer, block in enumerate(self.blocks):
             normed = add_rms_norm(stream, delta, block.norm_1, self.eps, dtype)
             query = rotate_append(
-                block.qkv(normed), self.cos, self.sin, position, slot,
+                block.qkv.decode(normed), self.cos, self.sin, position, slot,
                 cache.keys[layer], cache.values[layer],
                 num_heads=self.num_heads, q_weight=block.q_norm, k_weight=block.k_norm, eps=self.eps,
             )  # fmt: skip
-            delta = block.out(attend(layer, query).flatten(1))
+            delta = block.out.decode(attend(layer, query).flatten(1))
             normed = add_rms_norm(stream, delta, block.norm_2, self.eps, dtype)
             if block.experts is not None:
                 delta = block.experts(normed[None])[0]
             else:
-                delta = block.down(block.gate_up(normed, gated=True))
+                delta = block.down.decode(block.gate_up.decode(normed, gated=True))
         return add_rms_norm(stream, delta, self.norm, self.eps, dtype)
 
 

@@ -68,4 +68,4 @@ def test_head_sizes_of_the_kernels():
 
 def test_few_rows_split_their_tokens_and_many_do_not():
     programs_and_tokens = [(8, 2**14), (8, 192), (512, 2**14), (4096, 2**14), (1, 16)]  # 8 key heads: 1, 64, 512 rows
-    assert [module._splits(*x) for x in programs_and_tokens] == [64, 2, 4, 1, 1]
+    assert [module._splits(*x) for x in programs_and_tokens] == [32, 2, 2, 1, 1]

@@ -138,7 +138,7 @@ def flash(problem: Problem) -> Attend:
 
 
 def with_flash(name: str, problem: Problem, sizes: Sizes) -> dict[str, tuple[Problem, Attend]]:
-    if obstacle := flash_obstacle(sizes.heads, sizes.key_heads, sizes.head):
+    if obstacle := flash_obstacle(sizes.head):
         print(f"{name}: {obstacle}", flush=True)
         return {}
     return {name: (problem, flash(problem))}

@@ -157,11 +157,11 @@ class ModelConfig:
         "Dtype of trained weights, their gradients and AdamW's moments. bfloat16 halves the memory; updates are "
         "rounded stochastically, so that small updates are not lost. LoRA adapters are always float32."
     )
-    attn_implementation: Literal["auto", "flex", "sdpa", "eager"] = "auto"
+    attn_implementation: Literal["auto", "flex", "flash", "sdpa", "eager"] = "auto"
     (
-        "Attention implementation. flex: compiled Triton kernels that skip masked blocks, CUDA only; sdpa, eager: from "
-        "transformers, with a dense mask. auto: flex on CUDA if the architecture supports it, with FlashAttention 4 if "
-        "flash-attn-4 is installed; otherwise sdpa, or eager for architectures without sdpa."
+        "Attention implementation. flex: compiled Triton kernels that skip masked blocks, CUDA only; flash: the same "
+        "with FlashAttention 4 (flash-attn-4) on Hopper or later; sdpa, eager: from transformers, with a dense mask. "
+        "auto: flex on CUDA if the architecture supports it; otherwise sdpa, or eager for architectures without sdpa."
     )
     gradient_checkpointing: Common[Literal["auto"] | bool] = "auto"
     (

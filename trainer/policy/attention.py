@@ -5,8 +5,9 @@
 
 Flex attention is registered with transformers under a separate name, so models stay unpatched. For any mask other than
 a block mask that name runs transformers' sdpa, or `dense_attend` for capped scores and sinks, so the same model object
-can still generate with its cache. If flex attention cannot run a model, `flex` is an error and `auto` falls back to
-sdpa (or eager, if the model has no sdpa) with a log line.
+can still generate with its cache. `flash` is flex attention with FlashAttention 4 instead of Triton's kernels. If flex
+attention cannot run a model, `flex` and `flash` are errors and `auto` falls back to sdpa (or eager, if the model has no
+sdpa) with a log line.
 
 With context parallelism (trainer/parallel/context.py) flex and sdpa have separate names, under which a layer first
 gathers the keys and values of the whole row. Calls with a mask from transformers still compute whole rows.
@@ -36,7 +37,6 @@ from kernels.attention import (
     with_window,
 )
 from kernels.exact import exact_attention
-from rollout.engines.forward import shape_of
 from trainer.parallel.comm import context_size
 from trainer.parallel.context import BatchSlice, gather_row, slice_batch
 from trainer.parallel.watch import log
@@ -50,13 +50,13 @@ _log_once = functools.cache(log)  # the reference is loaded like the policy and 
 
 def load_name(choice: str, device: torch.device, *, has_sdpa: bool = True) -> str:
     """Return the implementation to load a model with, before choose_attention."""
-    if choice == "flex" and device.type != "cuda":
-        raise UserError(f"attn_implementation=flex: needs a CUDA device but this run is on {device.type}; use auto")
-    return {"auto": "sdpa" if has_sdpa else "eager", "flex": "eager"}.get(choice, choice)
+    if choice in ("flex", "flash") and device.type != "cuda":
+        raise UserError(f"attn_implementation={choice}: needs a CUDA device but this run is on {device.type}; use auto")
+    return {"auto": "sdpa" if has_sdpa else "eager", "flex": "eager", "flash": "eager"}.get(choice, choice)
 
 
 def choose_attention(model: Any, choice: str, device: torch.device) -> None:
-    """Switch a loaded transformers model to flex attention if `choice` is flex, or auto and flex can run the model."""
+    """Switch a loaded model to flex attention if `choice` is flex or flash, or auto and flex can run the model."""
     _choose_kernel(model, choice, device)
     if context_size() > 1:
         use_sliced_attention(model)
@@ -105,30 +105,17 @@ def _choose_kernel(model: Any, choice: str, device: torch.device) -> None:
             raise UserError(f"attn_implementation=sdpa: {name} caps attention scores, which sdpa ignores; use eager")
         model.set_attn_implementation("eager")
     dense = model.config._attn_implementation
-    if choice in ("auto", "flex") and device.type == "cuda":
-        obstacle = flex_obstacle(model)
-        if obstacle and choice == "flex":
-            raise UserError(f"attn_implementation=flex: {obstacle}; use auto or eager")
+    if choice in ("auto", "flex", "flash") and device.type == "cuda":
+        obstacle = flex_obstacle(model) or (flash_obstacle(_head_dim(model)) if choice == "flash" else None)
+        if obstacle and choice != "auto":
+            raise UserError(f"attn_implementation={choice}: {obstacle}; use auto or eager")
         if obstacle:
             _log_once(f"attention: using {dense} with dense masks instead of flex: {obstacle}")
         else:
             use_flex(model)
-            _choose_flash(model, choice)
+            use_flash(choice == "flash")
     elif choice == "auto" and dense == "eager":
         _log_once(f"attention: using eager: {type(model).__name__} does not support sdpa")
-
-
-def _choose_flash(model: Any, choice: str) -> None:
-    """Run flex attention on FlashAttention 4 if it is installed and `choice` is auto, and log the choice."""
-    text, shape = model.config.get_text_config(), shape_of(model, torch.bfloat16)
-    sizes = text.num_attention_heads, shape.num_kv_heads, shape.head_dim, getattr(text, "attn_logit_softcapping", None)
-    obstacle = flash_obstacle(*sizes) if choice == "auto" else "attn_implementation=flex"
-    use_flash(not obstacle)
-    _log_once(
-        f"attention: flex attention with Triton's kernels ({obstacle})"
-        if obstacle
-        else "attention: flex attention with FlashAttention 4; --attn-implementation flex uses Triton's kernels"
-    )
 
 
 def flex_obstacle(model: Any) -> str | None:
@@ -138,11 +125,15 @@ def flex_obstacle(model: Any) -> str | None:
     is_declared = model._supports_attention_backend and model._supports_flex_attn
     if not is_declared and not (model._is_stateful and hasattr(sys.modules[type(model).__module__], INTERFACE)):
         return f"{name} does not support flex attention through transformers' interface"
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     # The last two are for latent attention, whose queries and keys are wider than head_dim.
-    sizes = (head_dim, getattr(config, "qk_head_dim", None), getattr(config, "v_head_dim", None))
+    sizes = (_head_dim(model), getattr(config, "qk_head_dim", None), getattr(config, "v_head_dim", None))
     small = [size for size in sizes if size and size < 16]
     return f"head size {small[0]} is less than 16" if small else None
+
+
+def _head_dim(model: Any) -> int:
+    config = model.config.get_text_config()
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def caps_scores(model: Any) -> bool:

@@ -158,10 +158,10 @@ class Groups:
             failed = sum(bool(c.columns.get("env_failed")) for group in sampled for c in group.completions)
             rewarded = any(x is not None for x in values)
             self.missing_rewards.sampled(step + 1, self._tables, rewarded=rewarded, env_failed=failed)
-        for group in sampled:
-            self._update_planner(group)
-        metrics = self._replay(groups, step) | logged_metrics(self._logged, "reward")
         everything = self._rollout(sampled)
+        for group, totals in zip(sampled, everything.reward.tolist(), strict=True):
+            self._update_planner(group, totals)
+        metrics = self._replay(groups, step) | logged_metrics(self._logged, "reward")
         rollout = replace(self._rollout(groups), metrics=metrics, sampled=everything, reward_s=self._reward_s)
         if groups != sampled:
             metrics["reward/trained_mean"] = rollout.reward.nanmean().item()
@@ -252,15 +252,14 @@ class Groups:
                 sizes.append(torch.cat(values).abs().sum().item())
         return sizes
 
-    def _update_planner(self, group: Group) -> None:
+    def _update_planner(self, group: Group, totals: list[float]) -> None:
         """Replan a prompt that earned nothing, and report the mean reward to the curriculum."""
         planner = self.producer.planner
         earned = [x for row in group.values for x in row if x is not None]
         if earned and max(map(abs, earned)) < NOTHING:
             planner.reroll(group)
-        totals = [x for x in self._rollout([group]).reward.flatten().tolist() if x == x]
-        if totals:
-            planner.observe(group, statistics.fmean(totals))
+        if known := [x for x in totals if x == x]:
+            planner.observe(group, statistics.fmean(known))
 
     def _replay(self, groups: list[Group], step: int) -> dict[str, float]:
         """Replace groups without signal by stored groups, then store the groups of this rollout that have signal."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,6 +85,17 @@ def test_a_rollout_has_the_planned_groups_in_order_with_their_rewards():
         assert rollout.reward.tolist() == [[1, 0], [0, 0], [1, 1]]
         assert rollout.values == [[1], [0], [0], [0], [1], [1]] and rollout.names == ["exact_match"]
         assert [p.source for p in rollout.prompts[::G]] == groups.producer.source.prompts
+
+
+def test_the_curriculum_gets_the_mean_of_the_rewards_that_apply(monkeypatch):
+    groups = groups_of(settings(), ["yn", "nn", "yy"])
+    rows = [None, 0.5, None, None, 1.0, 0.0]
+    score = groups.rewards.functions[0]
+    monkeypatch.setattr(groups.rewards, "functions", [replace(score, call=lambda completions, **columns: rows)])
+    seen = []
+    monkeypatch.setattr(groups.producer.planner, "observe", lambda group, reward: seen.append((group.number, reward)))
+    groups.next(0, 0)
+    assert seen == [(0, 0.5), (2, 0.5)]
 
 
 def test_streaming_does_not_change_advantages():

@@ -47,7 +47,7 @@ class Item:
     """One sequence: token ids and a loss mask."""
 
     ids: list[int]
-    mask: list[bool]  # True = trained token; False for the first token
+    mask: Sequence[int]  # True or 1 = trained token; 0 for the first token
     prompt_length: int = 0  # number of leading ids that may be shared with other items
     routes: np.ndarray | None = None  # (len(ids), L, k) experts to use (rollout/routes.py); None: the model chooses
     sets: np.ndarray | None = None  # ids that each trained token was sampled from (rollout/sets.py); None: all
@@ -217,6 +217,10 @@ def _shared_units(items: Sequence[Item], members: range, max_tokens: int) -> lis
             units += _tree_units(items, rows, max_tokens)
             continue
         prompt = items[rows[0]].prompt_length
+        whole = _unit(items, rows, prompt if len(rows) > 1 else 0)
+        if whole.size <= max_tokens:
+            units.append(whole)
+            continue
         completions = [unit._replace(size=unit.size - prompt) for unit in (_unit(items, [row]) for row in rows)]
         for chunk in _first_fit(completions, max_tokens - prompt):
             chosen = sorted(row for unit in chunk for row in unit.rows)
@@ -418,7 +422,8 @@ def _columns(path: list[tuple[int, int]], positions: np.ndarray) -> np.ndarray:
 def _merge_routes(routes: np.ndarray, item: Item, columns: np.ndarray) -> None:
     """Of the routes of a shared token, keep the first, or those of the turn that sampled the next token."""
     none, old, new = np.iinfo(routes.dtype).max, routes[columns], item.routes[: len(columns)]
-    samples = np.append(item.mask[1:], False)[: len(columns)] & (np.arange(len(columns)) >= item.prompt_length)
+    trained = np.frombuffer(bytes(item.mask), dtype=bool)
+    samples = np.append(trained[1:], False)[: len(columns)] & (np.arange(len(columns)) >= item.prompt_length)
     routes[columns] = np.where((old == none) | (samples[:, None, None] & (new != none)), new, old)
 
 

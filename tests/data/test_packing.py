@@ -152,6 +152,9 @@ def test_group_over_the_budget_is_split_with_a_prompt_each():
     # A completion that does not fit gets its own batch, with its prompt.
     batches = make_batches(items, max_tokens=5, share_prompt=True)
     assert {tuple(batch.rows): batch.num_computed for batch in batches} == {(0,): 6, (1, 3): 5, (2,): 5, (4,): 4}
+    # The group has 14 tokens.
+    for max_tokens, rows in ((14, [[0, 1, 2, 3, 4]]), (13, [[0, 2, 3, 4], [1]])):
+        assert [batch.rows for batch in make_batches(items, max_tokens=max_tokens, share_prompt=True)] == rows
 
 
 def test_groups_are_split_between_accumulation_chunks():
@@ -240,9 +243,13 @@ def test_routes_of_a_shared_token_are_those_of_the_turn_that_sampled_after_it():
         branch(1, 2, 3, 5, 6, 7, routes=routes(11, 12, 13, 14, 15, 255)),
         branch(1, 2, 3, 5, 6, 7, 8, routes=routes(255, 22, 23, 24, 25, 26, 255)),
     ]
-    (batch,) = make_batches(items, max_tokens=99, share_prompt=True)
-    assert batch.input_ids.tolist() == [[1, 2, 3, 5, 6, 7, 8, 4]]
-    assert batch.routes.flatten().tolist() == [11, 22, 3, 24, 15, 26, 255, 255]
+    for as_mask in (list, bytes):
+        made = [replace(item, mask=as_mask(item.mask)) for item in items]
+        (batch,) = make_batches(made, max_tokens=99, share_prompt=True)
+        assert batch.input_ids.tolist() == [[1, 2, 3, 5, 6, 7, 8, 4]]
+        trained = [[i for i, is_trained in zip(x.ids, x.mask, strict=True) if is_trained] for x in items]
+        assert batch.target.tolist() == [i for row in batch.rows for i in trained[row]]
+        assert batch.routes.flatten().tolist() == [11, 22, 3, 24, 15, 26, 255, 255]
 
 
 def test_rows_are_padded_to_a_multiple():

@@ -269,7 +269,7 @@ def episode_items(items: Sequence[Item], episodes: Sequence[int]) -> list[Item]:
 
 def completion_item(c: Completion) -> Item:
     """Prompt and completion; the tokens that the model sampled are trained."""
-    mask = [False] * len(c.prompt_ids) + (c.mask or [True] * len(c.ids))
+    mask = bytes(len(c.prompt_ids)) + (bytes(c.mask) if c.mask else b"\1" * len(c.ids))  # faster than lists
     return Item([*c.prompt_ids, *c.ids], mask, len(c.prompt_ids), c.routes, c.sets)
 
 

@@ -380,6 +380,10 @@ class TransformersForward:
         self.lm, self.in_place = lm if self._copies is None else empty_copy(lm, self._copies), not copied
         self.scale, self.softcap = logit_options(lm.config.get_text_config())
         self.autocast_dtype = None if copied else autocast_dtype
+        if copied and widen in lm.get_input_embeddings()._forward_hooks.values():  # only with Llama blocks
+            self.lm.get_input_embeddings().register_forward_hook(widen)
+            for module in (x for name, x in self.lm.named_modules() if name.endswith("norm")):
+                module.register_forward_hook(lambda module, args, out: out.to(dtype))  # the linear layers' input
         self._addresses: list[int] = []
         self._mixers = [module for module in self.lm.modules() if has_time_step_limit(module)]
         self._past: Any = None  # transformers cache that passes the states to the model; None: no states
@@ -596,6 +600,11 @@ def empty_copy(lm: Any, copies: Copies) -> Any:
             copy.set_submodule(name, AdaptedLinear(copies.linear(module)))
     copies.parts += parts_of(copy, lm)
     return copy.eval().requires_grad_(False)
+
+
+def widen(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    """Forward hook of the embeddings, in trainer and copies, that keeps the residual stream in float32."""
+    return out.float()
 
 
 def parts_of(copy: nn.Module, source: nn.Module) -> list[tuple[Tensor, nn.Module, str]]:

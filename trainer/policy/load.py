@@ -48,7 +48,7 @@ from kernels.attention import share_graphs
 from kernels.fp8 import Linear8, has_tensor_cores
 from kernels.fp8 import fits as fits_fp8
 from kernels.nf4 import Linear4bit, is_4bit, make_known_to_inductor
-from rollout.engines.forward import block_obstacle
+from rollout.engines.forward import block_obstacle, widen
 from rollout.model_folder import (
     BUILTIN,
     INDEX,
@@ -497,7 +497,7 @@ def carry_float32(policy: Policy) -> None:
     """
     lm = causal_lm(policy.model)
     if policy.wide_stream is None and policy.autocast_dtype and not policy.is_sharded and block_obstacle(lm) is None:
-        policy.wide_stream = lm.get_input_embeddings().register_forward_hook(lambda module, args, out: out.float())
+        policy.wide_stream = lm.get_input_embeddings().register_forward_hook(widen)
 
 
 def make_policy_exact(policy: Policy) -> None:

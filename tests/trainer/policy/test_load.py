@@ -17,11 +17,14 @@ from torch import Tensor, nn
 
 from data.errors import UserError
 from data.packing import Batch, Item, make_batches
+from rollout.engines.adapter_share import sampler_logps
+from rollout.engines.forward import TransformersForward
 from rollout.engines.load import load_model
 from rollout.sync.choose import check_served
 from tests.models import make_model, policy_of
 from trainer.config.blocks import LoraConfig, ModelConfig
 from trainer.policy import attention, logps
+from trainer.policy.adapters import add_adapter
 from trainer.policy.load import (
     BUILTIN,
     carry_float32,
@@ -386,6 +389,25 @@ def test_a_float32_stream_gives_lora_the_log_probs_of_a_fully_trained_model(fold
     assert torch.equal(token_logps(lora, batch).logp, want)
     release(lora)
     assert not lm.get_input_embeddings()._forward_hooks and torch.equal(token_logps(lora, batch).logp, before)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_a_transformers_copy_for_sampling_has_the_stream_of_training(kind):
+    """The new adapter has no effect yet: only the trainer rounds to bfloat16 before it adds an adapter's output."""
+    model = add_adapter(make_model(kind, num_hidden_layers=4).to(torch.bfloat16), LoraConfig(r=RANK)).eval()
+    policy = policy_of(model, "bfloat16")
+    lm, ids = causal_lm(policy.model), torch.randint(3, VOCAB, (4, 16), generator=torch.Generator().manual_seed(0))
+    before = TransformersForward(lm, torch.bfloat16, copied=True)
+    carry_float32(policy)
+    after = TransformersForward(lm, torch.bfloat16, copied=True)
+    with torch.no_grad():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            want = lm(input_ids=ids).logits.float().log_softmax(dim=-1)
+        for forward in (before, after):
+            forward.refresh()
+        assert torch.equal(sampler_logps(after, ids), want)
+        assert (sampler_logps(before, ids) - want).abs().mean() > 2e-4, "its stream is bfloat16"
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")

@@ -478,8 +478,8 @@ def test_kernel_times_counts_overlaps_once_and_only_the_last_steps():
 @pytest.mark.parametrize(
     ("group", "names"),
     [
-        ("attention", ("triton_tem_fused_flex_attention_0", "void cutlass::device_kernel<flash::FwdSm90>")),
-        ("products", ("sm90_xmma_gemm_bf16", "void cutlass::Kernel2<cutlass_80>", "nvjet_tst_192x192")),
+        ("attention", ("triton_tem_fused_flex_attention_0", "cutlass::device_kernel<flash::FwdSm90>", "_attend_rows")),
+        ("products", ("sm90_xmma_gemm_bf16", "void cutlass::Kernel2<cutlass_80>", "nvjet_tst_192x192", "_linear")),
         ("optimizer", ("_step", "void at::native::multi_tensor_apply_kernel<FusedAdam>")),
         ("head", ("_exp_product", "_finish_weight", "_redo_sums")),
         ("copies", ("Memset (Device)", "at::native::direct_copy_kernel_cuda")),

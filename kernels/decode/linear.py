@@ -6,8 +6,8 @@
 Libraries split K to use the whole GPU, and sum the parts in one more kernel. Here the kernel that reads the output
 does: the norm after an output layer, the rotation after query, key and value.
 
-LoRA adapters are part of the product: each program computes x A^T for its outputs, rounds it to the dtype of B, and
-adds scale * (x A^T) B^T. A follows the weights in the same matrix (see lora.py). There is no reference here: these are
+LoRA adapters are part of the product: each program computes its part of x A^T, rounds it to the dtype of B, and adds
+scale * (x A^T) B^T. A follows the weights in the same matrix (see lora.py). There is no reference here: these are
 `F.linear`, add_adapters_reference and silu_mul_reference.
 
 Shapes: B = decode rows, D = in features, O = out features, P = parts, R = sum of the ranks of the adapters, or a little
@@ -95,7 +95,7 @@ def _launch(
 ) -> None:  # fmt: skip
     num_rows, width = x.shape
     assert x.is_contiguous() and weight.is_contiguous() and width % (parts * WIDTH) == 0, f"x {x.shape}, {parts} parts"
-    rows = max(16, min(128, triton.next_power_of_2(num_rows)))
+    rows = 64 if num_rows <= 64 else 128  # the memory sees only real rows, and two variants compile sooner than four
     rank = 0 if adapters is None else max(16, triton.next_power_of_2(adapters.rank))
     stages = SHARED // (WIDTH * x.element_size() * (rows + (columns + rank) * (1 + gated)))
     low: Any = None if adapters is None else TensorDescriptor.from_tensor(weight, [rank, WIDTH])

@@ -93,6 +93,19 @@ def naive_heads(case: Heads) -> dict[str, Tensor]:
     return {"query": query, "keys": keys, "values": values}
 
 
+def split(x: Tensor) -> Tensor:  # (3, N, D) float32
+    """Return parts of x. Their sum is exact in any order, because x has no more bits than bfloat16."""
+    whole = draw(*x.shape, seed=6).round()
+    return torch.stack([x.float() - whole, whole, torch.zeros_like(whole)])
+
+
+def check_parts_of_heads(function, case: Heads) -> None:
+    case = case._replace(qkv=case.qkv.to(torch.bfloat16).to(case.keys.dtype))
+    want = case.run(function)
+    for name, got in case._replace(qkv=split(case.qkv)).run(function).items():
+        assert torch.equal(got, want[name]), name
+
+
 def check_heads(function, case: Heads) -> None:
     got, want = case.run(function), naive_heads(case)
     for name, exact in want.items():
@@ -103,6 +116,23 @@ def check_heads(function, case: Heads) -> None:
     other[written] = False
     assert torch.equal(got["keys"][:, other], case.keys[:, other])
     assert torch.equal(got["values"][:, other], case.values[:, other])
+    if case.qkv.dtype == case.keys.dtype:
+        check_parts_of_heads(function, case)
+
+
+def check_norm_of_parts(function, num_tokens: int, width: int, dtype: torch.dtype) -> None:
+    wide = torch.promote_types(dtype, torch.float32)
+    weight, stream = 1 + 0.2 * draw(width, seed=1, dtype=wide), draw(num_tokens, width, seed=2, dtype=wide)
+    delta = draw(num_tokens, width, seed=3, dtype=torch.bfloat16)
+    ours, theirs = stream.clone(), stream.clone()
+    got = function(ours, split(delta), weight, 1e-6, dtype)
+    assert torch.equal(got, function(theirs, delta.to(dtype), weight, 1e-6, dtype)) and torch.equal(ours, theirs)
+    for num_parts in (1, 4):
+        parts = draw(num_parts, num_tokens, width + 3, seed=4, dtype=wide)[..., :width]
+        total = torch.zeros_like(stream)
+        function(total, parts, weight, 1e-6, dtype)
+        assert torch.equal(total.to(dtype).to(wide), total), "the sum of the parts is rounded"
+        assert error(total, parts.double().sum(0)) < LIMITS[dtype]
 
 
 def check_norm(function, num_tokens: int, width: int, dtype: torch.dtype, stream_dtype=torch.float32) -> None:
@@ -115,6 +145,7 @@ def check_norm(function, num_tokens: int, width: int, dtype: torch.dtype, stream
         got = function(held, delta, weight, 1e-6, dtype)
         assert got.dtype == dtype and got.shape == (num_tokens, width)
         assert error(got, exact) < LIMITS[dtype] and error(held, total) < LIMITS[stream_dtype]
+    check_norm_of_parts(function, num_tokens, width, dtype)
 
 
 def check_silu(function, num_tokens: int, width: int, dtype: torch.dtype) -> None:

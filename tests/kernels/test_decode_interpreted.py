@@ -15,6 +15,7 @@ from kernels import set_rows
 from kernels.decode import attention as decode_attention
 from kernels.decode import block as decode_block
 from kernels.decode import draw
+from kernels.decode import linear as decode_linear
 from kernels.decode import state as decode_state
 from kernels.decode.attention import decode_attention_kernel
 from kernels.decode.draw import draw_kernel, uniform
@@ -25,6 +26,7 @@ from tests.kernels.interpreter import interpreted
 from tests.kernels.test_decode_attention import GROUPS, OPTIONS, check_padding, compare
 from tests.kernels.test_decode_block import LIMITS, check_heads, check_norm, check_silu, make_heads
 from tests.kernels.test_decode_block import draw as numbers
+from tests.kernels.test_decode_linear import check_gated, check_linear, make_layers
 from tests.kernels.test_decode_lora import SIZES
 from tests.kernels.test_decode_lora import check as check_adapters
 from tests.kernels.test_decode_lora import inputs as inputs_of_adapters
@@ -44,6 +46,8 @@ def few_splits(monkeypatch):
     """Use few programs, because the interpreter runs them sequentially, and short parts."""
     monkeypatch.setattr(decode_attention, "_splits", lambda programs, tokens: 2)
     monkeypatch.setattr(decode_attention, "LEAST_TOKENS", 16)
+    yield
+    assert not any(x.any() for known in decode_attention._zeros.values() for x in known), "counters are zeros again"
 
 
 # Attention
@@ -79,9 +83,12 @@ def test_attention_with_holes_in_tiles_and_strided_inputs():
 
 
 @interpreted
-@pytest.mark.parametrize("splits", [1, 4])
-def test_attention_with_tokens_split_over_programs(splits, monkeypatch):
+@pytest.mark.parametrize(("splits", "programs"), [(1, 1024), (4, 1024), (1, 0), (2, 0)])
+def test_attention_with_tokens_split_over_programs(splits, programs, monkeypatch):
+    """The last program merges with 1 part, the program of the last own part with 4; another kernel with 0 programs."""
     monkeypatch.setattr(decode_attention, "_splits", lambda programs, tokens: splits)
+    monkeypatch.setattr(decode_attention, "PROGRAMS", programs)
+    compare(decode_attention_kernel, make_problem([(37, [1, 20]), (0, [3])], heads=(12, 1, 10)), 1e-6)
     compare(decode_attention_kernel, make_problem([(100, [4, 2]), (20, [90])], sinks=True), 1e-6)
     compare(decode_attention_kernel, make_problem([(100, [4, 80])]), 1e-6, window=81)
 
@@ -146,6 +153,37 @@ def test_block_without_tokens():
     assert case.run(decode_block.rotate_append_kernel)["query"].shape == (0, 4, 16)
     assert decode_block.add_rms_norm_kernel(numbers(0, 8), None, numbers(8), 1e-6, torch.bfloat16).shape == (0, 8)
     assert decode_block.silu_mul_kernel(numbers(0, 8)).shape == (0, 4)
+
+
+# Linear layers
+
+# Parts are in float32, except that x A^T is rounded. A gated layer rounds all factors and the output. The interpreter
+# truncates instead, which is biased: its errors are up to 4 times those of torch in bfloat16.
+ADAPTED_LIMITS = {torch.float32: 1e-6, torch.bfloat16: 5e-3}
+GATED_LIMITS = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("programs", "parts"), [(4, 1), (8, 2), (132, 4)])
+def test_linear(programs, parts, dtype, monkeypatch):
+    """200 outputs are no multiple of a tile. With 4 or 8 programs, tiles have 64 outputs; with 132 they have 32."""
+    monkeypatch.setattr(decode_linear, "PROGRAMS", programs)
+    for num_rows in (1, 5, 130):
+        assert check_linear(make_layers(num_rows, 512, [200], bias=True, dtype=dtype), 1e-6) == parts
+    check_gated(make_layers(5, 256, [100, 100], dtype=dtype), GATED_LIMITS[dtype])
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("programs", [6, 132])
+def test_linear_with_adapters(programs, dtype, monkeypatch):
+    """Stacked layers with adapters of two ranks and one without; an adapter's tile contains A of the next adapter."""
+    monkeypatch.setattr(decode_linear, "PROGRAMS", programs)
+    for num_rows, bias in ((1, True), (130, False)):
+        layers = make_layers(num_rows, 256, [64, 128, 64], [8, 0, 20], bias=bias, dtype=dtype)
+        check_linear(layers, ADAPTED_LIMITS[dtype])
+        check_gated(make_layers(num_rows, 128, [128, 128], [8, 20], dtype=dtype), GATED_LIMITS[dtype])
 
 
 # Adapters

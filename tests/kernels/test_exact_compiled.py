@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kernels import exact
+from tests.kernels.compiled import compile_kernel
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 FLOAT = re.compile(r"\b(?:(?:wgmma|mma|shfl|ex2|rcp|div)\.\S+|(?:fma|mul|add|sub|max|min|cvt)\.\S*f(?:32|16)\S*)")
@@ -20,20 +21,9 @@ STRIDES = "query_row query_head query_token key_row key_head key_place value_row
 
 
 def float_instructions(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> list[str]:
-    """Compile for compute capability 9.0 and return the float instructions in order, without registers."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    aligned = [name for name in names if signature[name].startswith("*") or name in STRIDES]
-    source = ASTSource(
-        fn=kernel, signature=signature, constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )  # fmt: skip
+    """Compile, and return the float instructions in order, without registers."""
     options = {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": False}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    compiled = compile_kernel(kernel, types, constants, aligned=STRIDES, **options)
     return FLOAT.findall(compiled.asm["ptx"])
 
 

@@ -1,0 +1,144 @@
+"""Decode kernels compiled for a Hopper GPU, which needs no GPU, with the arguments of real launches.
+
+Programmatic dependent launch is safe only if every kernel launched this way waits for the kernel before it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from kernels.decode import attention, block, launch, linear
+from tests.kernels.compiled import compile_kernel
+from tests.kernels.decode_problems import make_problem
+from tests.kernels.test_decode_block import make_heads
+from tests.kernels.test_decode_linear import make_layers
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+SHARED = 227 << 10  # bytes of shared memory per program of an H200
+QWEN = (16, 8, 128)
+TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+
+
+class Launch(NamedTuple):
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]  # with the constants
+    options: dict[str, Any]
+
+    def compile(self) -> Any:
+        types = {name: type_of(x) for name, x in self.arguments.items() if name not in self.constants}
+        constants = {name: self.arguments[name] for name in self.constants}
+        multiples = [name for name, x in self.arguments.items() if isinstance(x, int) and x % 16 == 0]
+        aligned = [name for name in multiples if name in types]
+        return compile_kernel(self.kernel, types, constants, aligned=aligned, enable_fp_fusion=True, **self.options)
+
+    @property
+    def constants(self) -> list[str]:
+        is_constant = {param.name: param.is_constexpr for param in self.kernel.params}
+        return [name for name, x in self.arguments.items() if is_constant[name] or x is None]
+
+
+def type_of(x: Any) -> str:
+    """Return Triton's type of an argument."""
+    if isinstance(x, torch.Tensor):
+        return f"*{TYPES[x.dtype]}"
+    if isinstance(x, int | float):
+        return "i32" if isinstance(x, int) else "fp32"
+    return f"tensordesc<{TYPES[x.base.dtype]}{x.block_shape}>"
+
+
+class Recorder:
+    """Takes the place of a kernel: stores its launches."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.launches: list[Launch] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*args: Any, **named: Any) -> None:
+            options = {name: named.pop(name) for name in OPTIONS if name in named}
+            arguments = dict(zip(self.kernel.arg_names, args, strict=False)) | named
+            arguments |= {"UPCAST": False} if "UPCAST" in named else {}  # as on a GPU
+            self.launches.append(Launch(self.kernel, grid, arguments, options))
+
+        return run
+
+
+@pytest.fixture
+def record(monkeypatch):
+    """Return a function that replaces a kernel by a recorder; launches are those on a Hopper GPU unless told."""
+
+    def replace(module: Any, name: str, *, hopper: bool = True) -> list[Launch]:
+        monkeypatch.setattr(launch, "is_hopper", lambda x: hopper)
+        recorder = Recorder(getattr(module, name))
+        monkeypatch.setattr(module, name, recorder)
+        return recorder.launches
+
+    return replace
+
+
+def check(made: Launch, *, waits: bool) -> str:
+    """Compile; return the assembly."""
+    compiled = made.compile()
+    ptx = compiled.asm["ptx"]
+    assert made.arguments.get("PDL", False) == made.options.get("launch_pdl", False) == waits
+    assert ("griddepcontrol.wait" in ptx) == ("griddepcontrol.launch_dependents" in ptx) == waits
+    assert compiled.metadata.shared <= SHARED, f"{compiled.metadata.shared} bytes of shared memory"
+    return ptx
+
+
+LINEARS = [  # rows, width, outputs of the layers, ranks of their adapters, gated, grid
+    (64, 2048, [1024], None, False, (16, 8, 1)),
+    (64, 1024, [3072, 3072], None, True, (96, 1, 1)),
+    (7, 1024, [2048, 1024, 1024], [16, 16, 16], False, (64, 2, 1)),
+    (128, 1024, [4096, 4096], [64, 64], True, (128, 1, 1)),
+]
+
+
+@pytest.mark.parametrize(("num_rows", "width", "outs", "ranks", "gated", "grid"), LINEARS, ids=str)
+def test_linear_uses_tensor_cores(record, num_rows, width, outs, ranks, gated, grid):
+    """Nearly all of 132 multiprocessors have a program. Only products of 64 rows and more can use wgmma."""
+    launches = record(linear, "_linear")
+    make_layers(num_rows, width, outs, ranks, dtype=torch.bfloat16).run(gated=gated)
+    assert launches[0].grid == grid
+    ptx = check(launches[0], waits=True)
+    used = {name for name in ("wgmma.mma_async", "mma.sync") if f"\t{name}" in ptx}
+    assert used == {"wgmma.mma_async" if num_rows >= 64 else "mma.sync"}
+
+
+ROWS = {  # groups of decode rows, whether parts are merged in the kernel, whether one program waits for the others
+    "8 groups of 8": ([(256, [50] * 8)] * 8, True, False),
+    "3 rows": ([(256, [50, 2000, 1])], True, True),
+    "130 rows": ([(256, [50] * 10)] * 13, False, False),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_attention_waits_before_it_reads_what_a_step_writes(record, name):
+    groups, merges, waits = ROWS[name]
+    launches, merged_after = record(attention, "_attend_rows"), record(attention, "_merge_rows")
+    problem = make_problem(groups, heads=QWEN, page=64, dtype=torch.bfloat16)
+    attention.decode_attention_kernel(*problem[:4], **problem.options)
+    assert (launches[0].arguments["MERGES"], launches[0].arguments["WAITS"]) == (merges, waits)
+    ptx = check(launches[0], waits=len(problem.query) <= launch.MAX_ROWS)
+    assert ("atom." in ptx) == merges and len(merged_after) == (not merges)
+
+
+@pytest.mark.parametrize("hopper", [True, False])
+def test_block_operations(record, hopper):
+    names = ("_add_rms_norm", "_rotate_append", "_silu_mul")
+    norm, rotate, silu = (record(block, name, hopper=hopper) for name in names)
+    case = make_heads(64, QWEN, dtype=torch.bfloat16)
+    parts = case.qkv.float().expand(4, -1, -1).contiguous()
+    stream, weight = torch.zeros(64, 1024), torch.zeros(1024)
+    block.add_rms_norm_kernel(stream, parts[..., :1024], weight, 1e-6, torch.bfloat16)
+    case._replace(qkv=parts).run(block.rotate_append_kernel)
+    block.silu_mul_kernel(case.qkv)
+    check(norm[0], waits=hopper)
+    check(rotate[0], waits=hopper)
+    check(silu[0], waits=False)

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from kernels.decode import block as decode_block
+from kernels.decode import launch
 from kernels.decode.attention import decode_attention, decode_attention_reference
 from kernels.decode.draw import draw, draw_reference
+from kernels.decode.linear import gated_linear, linear
 from kernels.decode.lora import add_adapters, add_adapters_reference
 from kernels.decode.state import advance, advance_reference, locate, locate_reference
 from tests.kernels.decode_problems import Problem, error, make_problem
 from tests.kernels.test_decode_block import LIMITS, make_heads
+from tests.kernels.test_decode_linear import make_layers
 from tests.kernels.test_decode_lora import whole_numbers
 from tests.kernels.test_decode_state import CASES, assert_same, check_advance, check_locate, make_drawn, make_state
 from tests.kernels.test_draw import check, check_chi_square, check_company, check_special_rows, inputs
@@ -111,6 +114,73 @@ def test_attention_far_into_a_large_cache():
     rows = problem.rows._replace(table=problem.rows.table + shift // 64)
     assert keys.numel() >= 2**31 and shift % 64 == 0
     assert torch.equal(decode_attention(problem.query, keys, values, rows, **problem.options), want)
+
+
+MERGES = {  # groups of rows; the merge depends on the order in which programs end
+    "64 rows": [(256, [100 + n] * 8) for n in range(8)],
+    "128 rows": [(256, [100 + n] * 8) for n in range(16)],
+    "3 rows": [(256, [50, 700, 1])],
+    "one long row": [(1000, [9000])],
+}
+
+
+@pytest.mark.parametrize("name", MERGES)
+def test_attention_gives_the_same_bits_in_every_call(name):
+    problem = make_problem(MERGES[name], heads=QWEN, page=64, dtype=torch.bfloat16).to("cuda")
+    want = decode_attention(*problem[:4], **problem.options)
+    assert error(want, exact_attention(problem, None)) < ATTENTION_LIMITS[torch.bfloat16]
+    for _ in range(20):
+        assert torch.equal(decode_attention(*problem[:4], **problem.options), want)
+
+
+# Linear layers of few rows
+
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs a Hopper GPU"
+)
+LINEAR_ROWS = [1, 7, 64, 100, 128]
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_rows", LINEAR_ROWS)
+def test_linear_is_more_exact_than_torch(num_rows, dtype):
+    """Rounded sums of the parts have the error of torch's output; without adapters, the parts are not rounded."""
+    for width, outs, bias in ((1024, [2048, 1024, 1024], True), (2048, [1024], False), (3072, [100, 7], True)):
+        layers = make_layers(num_rows, width, outs, bias=bias, dtype=dtype).to("cuda")
+        exact, parts = layers.exact(), layers.run()
+        theirs, ours, rounded = (error(x, exact) for x in (layers.reference(), parts.sum(0), parts.sum(0).to(dtype)))
+        print(f"{num_rows} rows, {width} to {sum(outs)}: {ours:.1e}; rounded, {rounded / theirs:.3f} of torch")
+        assert ours < 0.1 * theirs and rounded < 1.1 * theirs
+        assert torch.equal(layers.run(), parts)
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_rows", LINEAR_ROWS)
+def test_linear_with_adapters_is_as_exact_as_torch(num_rows, dtype):
+    """Adapters of several ranks, one layer without; torch's x A^T is rounded, too."""
+    for width, outs, ranks, bias in ((1024, [2048, 1024, 1024], [16, 0, 40], True), (3072, [1024], [64], False)):
+        layers = make_layers(num_rows, width, outs, ranks, bias=bias, dtype=dtype).to("cuda")
+        exact = layers.exact()
+        theirs, ours = (error(x, exact) for x in (layers.reference(), layers.run().sum(0).to(dtype)))
+        print(f"{num_rows} rows, {width} to {sum(outs)}: {ours / theirs:.3f} of torch")
+        assert ours < 1.1 * theirs
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_rows", LINEAR_ROWS)
+def test_gated_linear_is_as_exact_as_torch(num_rows, dtype):
+    for width, outs, ranks in ((1024, [3072] * 2, None), (1024, [100] * 2, None), (1024, [4096] * 2, [64, 20])):
+        layers = make_layers(num_rows, width, outs, ranks, dtype=dtype).to("cuda")
+        exact = layers.exact(gated=True)
+        theirs, ours = (error(x, exact) for x in (layers.reference(gated=True), layers.run(gated=True)))
+        print(f"{num_rows} rows, {width} to {sum(outs)}: {ours / theirs:.3f} of torch")
+        assert ours < 1.1 * theirs
+
+
+# The operations of a block
 
 
 @pytest.mark.parametrize("norm", [True, False])
@@ -265,6 +335,38 @@ def test_captured_attention_reads_new_lengths(dtype, window):
         graph.replay()
         assert torch.equal(out, decode_attention(*problem[:4], **problem.options, window=window))
         assert error(out, exact_attention(problem, window)) < ATTENTION_LIMITS[dtype]
+
+
+@needs_hopper
+@pytest.mark.parametrize("num_rows", [3, 64])
+def test_captured_chain_gives_the_same_bits_with_dependent_launches(num_rows, monkeypatch):
+    """Four blocks, in which every kernel is launched before the end of the kernel before it."""
+    shapes = ((1024, [2048, 1024, 1024]), (2048, [1024]), (1024, [3072, 3072]), (3072, [1024]))
+    qkv, o, up, down = (make_layers(num_rows, *x, dtype=torch.bfloat16).to("cuda").weight for x in shapes)
+    problem = make_problem(MERGES[f"{num_rows} rows"], heads=QWEN, page=64, dtype=torch.bfloat16).to("cuda")
+    keys, values = problem.keys.nan_to_num(), problem.values.nan_to_num()
+    case = make_heads(num_rows, QWEN, dtype=torch.bfloat16).to("cuda")
+    weight, first = torch.rand(1024, device="cuda"), torch.randn(num_rows, 1024, device="cuda")
+
+    def run() -> Tensor:
+        stream, delta = first.clone(), None
+        for _ in range(4):
+            x = decode_block.add_rms_norm(stream, delta, weight, 1e-6, torch.bfloat16)
+            query = decode_block.rotate_append(linear(x, qkv), *case[1:5], keys, values, **case.options)
+            x = decode_attention(query, keys, values, problem.rows, **problem.options)
+            x = decode_block.add_rms_norm(stream, linear(x.view(num_rows, -1), o), weight, 1e-6, torch.bfloat16)
+            delta = linear(gated_linear(x, up), down)
+        return decode_block.add_rms_norm(stream, delta, weight, 1e-6, torch.bfloat16)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "is_hopper", lambda x: False)
+        want = run()
+    out = torch.empty_like(want)
+    graph = captured(lambda: out.copy_(run()))
+    for _ in range(20):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, want)
 
 
 def test_captured_block_and_draw_read_new_values():

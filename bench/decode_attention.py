@@ -1,11 +1,14 @@
-"""One decode step: attention over a paged cache with shared prompts, and sampling of the next token.
+"""One decode step: attention over a paged cache with shared prompts, linear layers, and sampling of the next token.
 
-    python -m bench.decode_attention [--out rows.jsonl] [--only attention draw] [--seconds 3]
+    python -m bench.decode_attention [--out rows.jsonl] [--only attention linear draw] [--seconds 3]
 
 Heads and vocabulary of Qwen3-0.6B in bfloat16 on a GPU; small sizes in float32 elsewhere, where the references
 run. The peer of attention is sdpa over the keys and values of each row, gathered beforehand: a cache with the
 prompt once per row. `read_gb` is the data that a call must read, a prompt once per tile; `gb_per_s` divides it by
-the time. The peer of draw is log_softmax and multinomial. Rates count rows, with one token each.
+the time. The peer of linear layers is F.linear, followed by silu_mul if they are gated. A call runs equal layers whose
+weights do not fit into the L2 cache, as one CUDA graph. The kernel leaves the sum of its parts to the next kernel of a
+step, so the error is that of the sum. It needs a Hopper GPU; elsewhere only the peer runs. The peer of draw is
+log_softmax and multinomial. Rates count rows, with one token each; for linear layers, they count rows times layers.
 """
 
 from __future__ import annotations
@@ -18,29 +21,37 @@ from typing import Literal, NamedTuple
 import torch
 import tyro
 from torch import Tensor
+from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.common import QWEN3_0_6B, Row, alternate, emit, make_row, relative_error, require_commit
 from kernels.decode.attention import TILE_ROWS, Rows, decode_attention, decode_attention_reference
+from kernels.decode.block import silu_mul, silu_mul_reference
 from kernels.decode.draw import draw
+from kernels.decode.linear import fits, gated_linear, linear
 
-Section = Literal["attention", "draw"]
+Section = Literal["attention", "linear", "draw"]
 PAGE = 64
+WEIGHT_BYTES = 120 << 20  # of all layers: twice the L2 cache of an H200
 
 
 class Sizes(NamedTuple):
     heads: tuple[int, int, int]  # H, H_kv, K
     steps: tuple[tuple[int, int, int, int], ...]  # rows, rows per group, prompt tokens, own tokens per row
+    linears: tuple[tuple[int, int, int, bool], ...]  # rows, in features, out features, gated
     draws: tuple[int, ...]  # rows
     vocab: int
     dtype: torch.dtype
 
 
 SIZES = {
-    "cpu": Sizes((4, 2, 32), ((16, 8, 128, 64),), (16,), 1000, torch.float32),
+    "cpu": Sizes(
+        (4, 2, 32), ((16, 8, 128, 64),), ((16, 128, 192, False), (16, 128, 256, True)), (16,), 1000, torch.float32
+    ),
     "cuda": Sizes(
         (QWEN3_0_6B["num_attention_heads"], QWEN3_0_6B["num_key_value_heads"], QWEN3_0_6B["head_dim"]),
-        ((64, 8, 256, 256), (512, 8, 256, 128), (512, 8, 256, 256), (512, 8, 256, 1024), (1, 1, 256, 2**14)), (64, 512),
+        ((64, 8, 256, 256), (512, 8, 256, 128), (512, 8, 256, 256), (512, 8, 256, 1024), (1, 1, 256, 2**14)),
+        ((64, 1024, 4096, False), (64, 2048, 1024, False), (64, 1024, 6144, True), (64, 3072, 1024, False)), (64, 512),
         QWEN3_0_6B["vocab_size"], torch.bfloat16,
     ),
 }  # fmt: skip
@@ -107,6 +118,57 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # 
     return scaled_dot_product_attention(query.unsqueeze(2), key, value, scale=scale, enable_gqa=True).squeeze(2)
 
 
+def linears(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
+    results = []
+    for num_rows, width, outs, gated in sizes.linears:
+        generator = torch.Generator(device).manual_seed(0)
+        x = torch.randn(num_rows, width, generator=generator, device=device).to(sizes.dtype)
+        weight = torch.randn(outs, width, generator=generator, device=device).mul_(width**-0.5).to(sizes.dtype)
+        size = weight.numel() * weight.element_size()
+        weights = [weight.clone() for _ in range(-(-WEIGHT_BYTES // size) if x.is_cuda else 2)]
+        peer = "F.linear, silu_mul" if gated else "F.linear"
+        layers: dict[str, Callable[[Tensor, Tensor], Tensor]] = {peer: torch_gated if gated else torch_linear}
+        if fits(x, weight, None):
+            layers = {"ours": gated_linear if gated else linear} | layers
+        else:
+            print(f"ours: needs a Hopper GPU and 16 bits, not {device} and {sizes.dtype}", flush=True)
+        exact = torch_linear(x.double(), weight.double())
+        exact = silu_mul_reference(exact) if gated else exact
+        timings = alternate({name: repeated(layer, x, weights) for name, layer in layers.items()}, seconds=seconds)
+        for name, timing in timings.items():
+            out = layers[name](x, weight)
+            results.append(make_row(
+                "decode_gated_linear" if gated else "decode_linear", name, timing,
+                shape={"B": num_rows, "D": width, "O": outs, "layers": len(weights)}, dtype=sizes.dtype,
+                work=num_rows * len(weights), unit="rows",
+                errors={"out": relative_error(out.sum(0) if out.dim() == 3 else out, exact)}, against=timings,
+                extra={"us_per_layer": 1000 * timing.p50 / len(weights),
+                       "gb_per_s": len(weights) * size / 1e6 / timing.p50},
+            ))  # fmt: skip
+    return results
+
+
+def repeated(layer: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: list[Tensor]) -> Callable[[], object]:
+    """Apply the layer to x with each of the weights: one launch would take longer than a layer."""
+
+    def run() -> None:
+        for weight in weights:
+            layer(x, weight)
+
+    if not x.is_cuda:
+        return run
+    run()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def torch_gated(x: Tensor, weight: Tensor) -> Tensor:
+    return silu_mul(torch_linear(x, weight))
+
+
 def draws(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
     results = []
     for num_rows in sizes.draws:
@@ -138,7 +200,9 @@ def multinomial(logits: Tensor) -> tuple[Tensor, Tensor]:
     return ids[:, 0], logps.gather(1, ids)[:, 0]
 
 
-SECTIONS: dict[Section, Callable[[Sizes, torch.device, float], list[Row]]] = {"attention": attention, "draw": draws}
+SECTIONS: dict[Section, Callable[[Sizes, torch.device, float], list[Row]]] = {
+    "attention": attention, "linear": linears, "draw": draws,
+}  # fmt: skip
 
 
 def main(out: Path | None = None, only: tuple[Section, ...] = tuple(SECTIONS), seconds: float = 3.0) -> None:

@@ -94,6 +94,21 @@ def test_attention_with_tokens_split_over_programs(splits, programs, monkeypatch
 
 
 @interpreted
+@pytest.mark.parametrize("splits", [1, 2])
+def test_attention_merged_by_programs_with_tiles(splits, monkeypatch):
+    """Programs run in reverse order, so that those with tiles end last."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    def reverse(*index: int) -> None:
+        builder.grid_idx = tuple(size - 1 - n for size, n in zip(builder.grid_dim, index, strict=True))
+
+    monkeypatch.setattr(builder, "set_grid_idx", reverse)
+    monkeypatch.setattr(decode_attention, "_splits", lambda programs, tokens: splits)
+    compare(decode_attention_kernel, make_problem([(37, [1, 20]), (0, [3])], heads=(12, 1, 10)), 1e-6)
+    compare(decode_attention_kernel, make_problem(GROUPS, holes=True, sinks=True), 1e-6, window=18)
+
+
+@interpreted
 def test_attention_gives_zeros_for_padding():
     for sinks in (False, True):
         check_padding(decode_attention_kernel, sinks=sinks)

@@ -102,13 +102,13 @@ LINEARS = [  # rows, width, outputs of the layers, ranks of their adapters, gate
 
 @pytest.mark.parametrize(("num_rows", "width", "outs", "ranks", "gated", "grid"), LINEARS, ids=str)
 def test_linear_uses_tensor_cores(record, num_rows, width, outs, ranks, gated, grid):
-    """Nearly all of 132 multiprocessors have a program. Only products of 64 rows and more can use wgmma."""
+    """Most of the 132 multiprocessors have a program. Few rows are padded to 64, because wgmma needs 64."""
     launches = record(linear, "_linear")
     make_layers(num_rows, width, outs, ranks, dtype=torch.bfloat16).run(gated=gated)
     assert launches[0].grid == grid
     ptx = check(launches[0], waits=True)
     used = {name for name in ("wgmma.mma_async", "mma.sync") if f"\t{name}" in ptx}
-    assert used == {"wgmma.mma_async" if num_rows >= 64 else "mma.sync"}
+    assert used == {"wgmma.mma_async"}
 
 
 ROWS = {  # groups of decode rows, whether parts are merged in the kernel, whether one program waits for the others

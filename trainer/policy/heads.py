@@ -88,7 +88,7 @@ def load_scorer(
     zero_head: bool = False,
 ) -> Policy:
     """Load a model with a scoring head: the checkpoint's head, or a new head (random, or zeros with `zero_head`)."""
-    import_libraries(lora, device)
+    import_libraries(lora)
     check_scorer(cfg, lora)
     check_offloading(cfg, device)
     if isinstance(cfg.model, PythonObject):

@@ -30,7 +30,6 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -103,7 +102,7 @@ def load_policy(
     cfg: ModelConfig, lora: LoraConfig, device: torch.device, *, with_reference: bool, load_now: bool = False
 ) -> Policy:
     """Load the policy. With several ranks, parallelize() reads the weights later unless `load_now`."""
-    import_libraries(lora, device)
+    import_libraries(lora)
     check_adapters(cfg, lora)
     check_offloading(cfg, device)
     compute_dtype = pick_dtype(cfg.dtype, device)
@@ -166,10 +165,8 @@ def load_policy(
     return policy
 
 
-def import_libraries(lora: LoraConfig, device: torch.device) -> None:
-    """Import the libraries that loading needs, to time them separately, while a thread creates the CUDA context."""
-    if device.type == "cuda":  # the driver does not need Python's lock; the model's first tensor would repeat an error
-        ThreadPoolExecutor(1).submit(torch.zeros, 1, device=device)
+def import_libraries(lora: LoraConfig) -> None:
+    """Import the libraries that loading needs, to time them separately."""
     import transformers.modeling_utils  # noqa: F401
 
     if lora.r:

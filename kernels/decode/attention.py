@@ -8,7 +8,7 @@ softmax. Then these parts and the sinks are merged, always in the same order:
 - Fewer rows have several parts, and tiles have programs of their own. Programs count the parts of each row that they
   have written, and the last one merges.
 - A few rows have many parts, so that a single long row uses the whole GPU. The program of the last own part waits for
-  those of the prefix: it merges faster than one with a tile, and all programs run at the same time.
+  those of the prefix, because it merges faster than a program with a tile.
 
 Any head size up to 256 works: the kernels pad it to a power of two in registers. Capped scores and sinks are as in
 kernels/attention.py.
@@ -21,6 +21,7 @@ Shapes: B = decode rows, H = query heads, H_kv = key heads, K = head size, S = c
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -41,9 +42,8 @@ MAX_HEADS = 8  # query heads per program: 64 accumulator rows for a tile
 PROGRAMS = 1024  # with fewer programs, a row's tokens are split
 MAX_SPLITS = 32
 LEAST_TOKENS = 64  # per part of a row's tokens
-WAITING_SPLITS = 4  # with as many parts, own tokens wait for the prefix
+WAITING_SPLITS = 4  # with at least this many parts, own tokens wait for the prefix
 MERGED = 1 << 12  # accumulator numbers that a program merges at a time
-COUNTERS = 1 << 16  # least counters to allocate
 
 
 class Rows(NamedTuple):
@@ -184,7 +184,7 @@ def decode_attention_kernel(
     merged = max(1, min(2 * splits, MERGED // (own_heads * width))) if waits else 1
     _attend_rows[programs, 2 * num_rows if merges else num_rows, splits](
         query, keys, values, rows.table, rows.prefix_len, rows.own_len, rows.tiles, top, total, acc,
-        _counters(num_rows * programs, query.device), out if sinks is None else sinks, out, num_rows, pages,
+        _counters(query.device), out if sinks is None else sinks, out, num_rows, pages,
         keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), scale2, softcap2, window, least,
         GROUP=group, HEADS=heads, TILE=TILE_ROWS, LINES=lines, OWN_LINES=max(16, own_heads), OWN_HEADS=own_heads,
         SPLITS=splits, MERGES=merges, WAITS=waits, MERGED=merged, K=head_dim, WIDTH=width, PAGE=page, BLOCK=block,
@@ -201,15 +201,10 @@ def decode_attention_kernel(
     return out
 
 
-_zeros: dict[torch.device, list[Tensor]] = {}
-
-
-def _counters(count: int, device: torch.device) -> Tensor:  # (at least count,) int32
-    """Return zeros, which every call leaves as zeros. CUDA graphs keep their addresses, so none is ever freed."""
-    known = _zeros.setdefault(device, [])
-    if not known or len(known[-1]) < count:
-        known.append(torch.zeros(max(count, COUNTERS), dtype=torch.int32, device=device))
-    return known[-1]
+@functools.cache
+def _counters(device: torch.device) -> Tensor:  # (PROGRAMS,) int32
+    """Return zeros, which every call leaves as zeros: one per row and key head. Calls on a device must not overlap."""
+    return torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
 
 
 def _splits(programs: int, tokens: int) -> int:
@@ -422,7 +417,7 @@ if triton is not None:
                         )  # fmt: skip
         if not MERGES or tl.program_id(1) >= num_rows:
             own_row = (tl.program_id(1) - (num_rows if MERGES else 0)).to(tl.int64)
-            own_length = tl.load(own_len + own_row)
+            own_length = tl.load(own_len + own_row)  # written by an ordinary launch, like the other lengths
             prefix = tl.load(prefix_len + own_row)
             low = tl.maximum(own_length - window, 0)
             own_begin, own_end = _split(low // BLOCK, tl.cdiv(own_length, BLOCK), least)
@@ -442,7 +437,7 @@ if triton is not None:
                 num_parts = tl.where(prefix > 0, 2 * SPLITS, SPLITS)
                 count = tl.atomic_add(own_counter, 1, sem="acq_rel")
                 if (count % PREFIX if WAITS else count) == (SPLITS if WAITS else num_parts) - 1:
-                    if WAITS:  # programs begin in order: those with tiles have begun before this one
+                    if WAITS:  # all own parts are counted; GPUs start the last one after all programs with tiles
                         while count // PREFIX < num_parts - SPLITS:
                             count = tl.atomic_add(own_counter, 0, sem="acquire")
                     tl.store(own_counter, 0)

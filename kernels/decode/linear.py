@@ -4,7 +4,7 @@
     out = gated_linear(x, weight, adapters)               # (B, O / 2) silu(first half) * second half
 
 Libraries split K to use the whole GPU, and sum the parts in one more kernel. Here the kernel that reads the output
-does: the norm after an output layer, the rotation after query, key and value.
+sums them: the norm after an output layer, the rotation after query, key and value.
 
 LoRA adapters are part of the product: each program computes its part of x A^T, rounds it to the dtype of B, and adds
 scale * (x A^T) B^T. A follows the weights in the same matrix (see lora.py). There is no reference here: these are
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.decode.launch import MAX_ROWS, is_hopper, launch_options
+from kernels.decode.launch import MAX_ROWS, is_supported, launch_options
 
 try:
     import triton
@@ -30,7 +30,7 @@ try:
 except ImportError:  # CPU builds of torch may lack Triton
     triton = None
 
-PROGRAMS = 132  # multiprocessors of an H200
+PROGRAMS = 132  # at most this many if K is split: the multiprocessors of an H200
 COLUMNS = 64  # outputs per program
 WIDTH = 128  # features per iteration
 MAX_RANK = 64
@@ -55,8 +55,8 @@ def fits(
     """Return whether the kernel supports these layers, and is faster than a library."""
     has_shape = x.shape[1] % WIDTH == 0 and (adapters is None or adapters.tile % COLUMNS == 0)
     return (
-        len(x) <= MAX_ROWS and has_shape and x.dtype == weight.dtype and x.dtype.itemsize == 2 and is_hopper(x)
-        and triton is not None and (adapters is None or adapters.rank <= MAX_RANK)
+        0 < len(x) <= MAX_ROWS and has_shape and x.dtype == weight.dtype and x.dtype.itemsize == 2
+        and is_supported(x) and triton is not None and (adapters is None or adapters.rank <= MAX_RANK)
     )  # fmt: skip
 
 

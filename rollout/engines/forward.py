@@ -284,12 +284,15 @@ class FusedLinear(NamedTuple):
         up, scale = self.adapters.up, self.adapters.scale
         return add_adapters(float32_product(x, self.weight), self.bias, up, scale, gated=gated)
 
-    def decode(self, x: Tensor, *, gated: bool = False) -> Tensor:  # as __call__, or (P, N, O) parts for the reader
-        if not few_rows.fits(x, self.weight, self.adapters):
-            return self(x, gated=gated)
-        if gated:
+    def parts(self, x: Tensor) -> Tensor:  # (N, D) -> (N, O), or (P, N, O) parts that the next kernel sums
+        if few_rows.fits(x, self.weight, self.adapters):
+            return few_rows.linear(x, self.weight, self.bias, self.adapters)
+        return self(x)
+
+    def gated(self, x: Tensor) -> Tensor:  # (N, D) -> (N, O / 2)
+        if few_rows.fits(x, self.weight, self.adapters):
             return few_rows.gated_linear(x, self.weight, self.adapters)
-        return few_rows.linear(x, self.weight, self.bias, self.adapters)
+        return self(x, gated=True)
 
 
 def float32_product(
@@ -765,16 +768,16 @@ class BlockForward:
         for layer, block in enumerate(self.blocks):
             normed = add_rms_norm(stream, delta, block.norm_1, self.eps, dtype)
             query = rotate_append(
-                block.qkv.decode(normed), self.cos, self.sin, position, slot,
+                block.qkv.parts(normed), self.cos, self.sin, position, slot,
                 cache.keys[layer], cache.values[layer],
                 num_heads=self.num_heads, q_weight=block.q_norm, k_weight=block.k_norm, eps=self.eps,
             )  # fmt: skip
-            delta = block.out.decode(attend(layer, query).flatten(1))
+            delta = block.out.parts(attend(layer, query).flatten(1))
             normed = add_rms_norm(stream, delta, block.norm_2, self.eps, dtype)
             if block.experts is not None:
                 delta = block.experts(normed[None])[0]
             else:
-                delta = block.down.decode(block.gate_up.decode(normed, gated=True))
+                delta = block.down.parts(block.gate_up.gated(normed))
         return add_rms_norm(stream, delta, self.norm, self.eps, dtype)
 
 

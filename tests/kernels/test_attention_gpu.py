@@ -316,6 +316,7 @@ def test_flash_matches_triton_where_it_is_installed(heads, softcap):
     spans = spans_of("shared")
     rows, length = spans[0].shape
     *inputs, weight = draw_inputs(rows, length, heads)
+    assert attention.can_flash(inputs[0], inputs[2], None) and len(spans) == 4
     found = []
     for on in (False, True):
         attention.use_flash(on)

@@ -110,7 +110,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr(module, "is_hopper", lambda x: True)
+    monkeypatch.setattr(module, "is_supported", lambda x: True)
 
 
 def fitting(layers: Layers) -> bool:

@@ -114,6 +114,8 @@ def _choose_kernel(model: Any, choice: str, device: torch.device) -> None:
         else:
             use_flex(model)
             use_flash(choice == "flash")
+            if choice == "flash":
+                _log_once("attention: FlashAttention 4; Triton's kernels for float32, sinks and trees of episodes")
     elif choice == "auto" and dense == "eager":
         _log_once(f"attention: using eager: {type(model).__name__} does not support sdpa")
 

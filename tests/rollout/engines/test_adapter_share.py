@@ -57,8 +57,8 @@ class Merged(BlockForward):
 
     def refresh(self) -> bool:
         super().refresh()
-        for weight, _, up, scale in (x for block in self.blocks for x in block if isinstance(x, FusedLinear)):
-            width, rank = up.shape
+        for weight, _, adapters in (x for block in self.blocks for x in block if isinstance(x, FusedLinear)):
+            (up, scale, *_), (width, rank) = adapters, adapters.up.shape
             weight[:width] += scale[:, None] * up @ weight[width : width + rank]
             weight[:width] = weight[:width].bfloat16()
             scale.zero_()

@@ -39,7 +39,7 @@ except ImportError:  # CPU builds of torch may lack Triton; the reference runs t
 TILE_ROWS = 8
 BLOCK_BYTES = 1 << 12  # keys or values per iteration and warp
 MAX_HEADS = 8  # query heads per program: 64 accumulator rows for a tile
-PROGRAMS = 1024  # with fewer programs, a row's tokens are split
+PROGRAMS = 1024  # at least as many as (row, key head) pairs times parts; with more pairs, _merge_rows merges
 MAX_SPLITS = 32
 LEAST_TOKENS = 64  # per part of a row's tokens
 WAITING_SPLITS = 4  # with at least this many parts, own tokens wait for the prefix

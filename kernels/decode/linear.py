@@ -112,6 +112,14 @@ def _launch(
 if triton is not None:
 
     @triton.jit
+    def _add_product(y, rows, weight, first, k, UPCAST: tl.constexpr):
+        """Add the product of some rows and the weights from row `first` on, over the features from k on."""
+        weights = weight.load([first, k])
+        if UPCAST:
+            rows, weights = rows.to(tl.float32), weights.to(tl.float32)
+        return tl.dot(rows, weights.T, y, input_precision="ieee")
+
+    @triton.jit
     def _adapted(
         y, low, up, scale, first, column, num_out, up_width, dtype: tl.constexpr, RANK: tl.constexpr,
         UPCAST: tl.constexpr,
@@ -148,26 +156,14 @@ if triton is not None:
         low = tl.zeros((ROWS, RANK if RANK else 1), tl.float32)
         up_low = tl.zeros((ROWS, RANK if RANK else 1), tl.float32)
         for k in tl.range(part * EACH, part * EACH + EACH, WIDTH, num_stages=STAGES):
-            a = x.load([m, k])
-            b = weight.load([n, k])
-            if UPCAST:
-                a, b = a.to(tl.float32), b.to(tl.float32)
-            y = tl.dot(a, b.T, y, input_precision="ieee")
+            rows = x.load([m, k])
+            y = _add_product(y, rows, weight, n, k, UPCAST)
             if GATED:
-                c = weight.load([n + num_out, k])
-                if UPCAST:
-                    c = c.to(tl.float32)
-                z = tl.dot(a, c.T, z, input_precision="ieee")
+                z = _add_product(z, rows, weight, n + num_out, k, UPCAST)
             if RANK:
-                d = lows.load([low_at, k])
-                if UPCAST:
-                    d = d.to(tl.float32)
-                low = tl.dot(a, d.T, low, input_precision="ieee")
+                low = _add_product(low, rows, lows, low_at, k, UPCAST)
                 if GATED:
-                    e = lows.load([up_low_at, k])
-                    if UPCAST:
-                        e = e.to(tl.float32)
-                    up_low = tl.dot(a, e.T, up_low, input_precision="ieee")
+                    up_low = _add_product(up_low, rows, lows, up_low_at, k, UPCAST)
         row, column = m + tl.arange(0, ROWS), n + tl.arange(0, COLUMNS)
         if RANK:
             y = _adapted(y, low, up, scale, tl.load(first + n), column, num_layers_out, up_width, dtype, RANK, UPCAST)

@@ -2,13 +2,14 @@
 
     python -m bench.decode_attention [--out rows.jsonl] [--only attention linear draw] [--seconds 3]
 
-Heads and vocabulary of Qwen3-0.6B in bfloat16 on a GPU; small sizes in float32 elsewhere, where the references
-run. The peer of attention is sdpa over the keys and values of each row, gathered beforehand: a cache with the
-prompt once per row. `read_gb` is the data that a call must read, a prompt once per tile; `gb_per_s` divides it by
-the time. The peer of linear layers is F.linear, followed by silu_mul if they are gated. A call runs equal layers whose
-weights do not fit into the L2 cache, as one CUDA graph. The kernel leaves the sum of its parts to the next kernel of a
-step, so the error is that of the sum. It needs a Hopper GPU; elsewhere only the peer runs. The peer of draw is
-log_softmax and multinomial. Rates count rows, with one token each; for linear layers, they count rows times layers.
+Heads and vocabulary of Qwen3-0.6B in bfloat16 on a GPU; small sizes in float32 elsewhere, where the references run. The
+peer of attention is sdpa over the keys and values of each row, gathered beforehand: a cache with the prompt once per
+row. What layers share is planned beforehand, as in a step. `read_gb` is the data that a call must read, a prompt once
+per tile; `gb_per_s` divides it by the time. The peer of linear layers is F.linear, followed by silu_mul if they are
+gated. A call runs equal layers whose weights do not fit into the L2 cache, as one CUDA graph. The kernel leaves the sum
+of its parts to the next kernel of a step, so the error is that of the sum. It needs a Hopper GPU; elsewhere only the
+peer runs. The peer of draw is log_softmax and multinomial. Rates count rows, with one token each; for linear layers,
+they count rows times layers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.common import QWEN3_0_6B, Row, alternate, emit, make_row, relative_error, require_commit
-from kernels.decode.attention import TILE_ROWS, Rows, decode_attention, decode_attention_reference
+from kernels.decode.attention import TILE_ROWS, Rows, decode_attention, decode_attention_reference, plan_step
 from kernels.decode.block import silu_mul, silu_mul_reference
 from kernels.decode.draw import draw
 from kernels.decode.linear import fits, gated_linear, linear
@@ -84,8 +85,9 @@ def attention(sizes: Sizes, device: torch.device, seconds: float) -> list[Row]:
         options = {"page": PAGE, "scale": head_dim**-0.5}
         exact = decode_attention_reference(query.double(), keys.double(), values.double(), rows, **options)
         gathered = [gather(x, rows, prefix, own) for x in (keys, values)]
+        plan = plan_step(keys, rows, num_heads=num_heads, page=PAGE)
         calls: dict[str, Callable[[], Tensor]] = {
-            "ours": partial(decode_attention, query, keys, values, rows, **options),
+            "ours": partial(decode_attention, query, keys, values, rows, plan=plan, **options),
             "sdpa, gathered before": partial(sdpa, query, *gathered, head_dim**-0.5),
         }
         size = 2 * key_heads * head_dim * query.element_size()  # bytes per token, keys and values

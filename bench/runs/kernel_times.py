@@ -20,7 +20,7 @@ MARK = "spin_kernel"  # launched by torch.cuda._sleep
 PART_MARK = "erfinv_kernel"  # launched by Tensor.erfinv_, which nothing else uses
 # First match wins. cuBLAS products of the log-prob head count as matrix products.
 GROUPS = {
-    "attention": r"flex|fmha|flash|sdpa|attention|^_(attend|merge_rows)",
+    "attention": r"flex|fmha|flash|sdpa|attention|^_(attend|plan)",
     "optimizer": r"^_step|adam|multi_tensor",
     "head": r"^_(target_logit|exp_product|reduce_sums|redo_|gradient_coefs|scale_|rewrite|move_rows|finish_)",
     "products": r"nvjet|gemm|cutlass|ampere|sm80|sm90|splitk|cublas|triton_tem|^_linear$",

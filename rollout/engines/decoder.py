@@ -113,10 +113,11 @@ class Decoder:
         max_pages: int,  # per row; if a row needs more, graphs are recaptured
         captures: bool,
         num_prefixes: int = 0,  # number of prompts whose states are kept, if the model has states
+        prefill_tokens: int | None = None,  # per pass; None: PREFILL_TOKENS
     ) -> None:
         self.forward, self.page, self.max_rows, self.captures = forward, page, max_rows, captures
         self.exact = forward if isinstance(forward, ExactForward) else None  # log-probs follow after a window
-        self.device = forward.shape.device
+        self.device, self.prefill_tokens = forward.shape.device, prefill_tokens or PREFILL_TOKENS
         self.has_states, self.num_prefixes = bool(forward.states), num_prefixes
         self.cache = Cache(
             forward.shape, num_pages, page, states=forward.states, rows=max_rows, num_prefixes=num_prefixes
@@ -152,8 +153,8 @@ class Decoder:
         """Write keys and values, rows of similar length together. Jobs that start later may follow other jobs."""
         for is_later in (False, True):
             rows = [fill for fill in fills if fill.ids and (fill.start > 0) == is_later]
-            for first in range(0, max((len(fill.ids) for fill in rows), default=0), PREFILL_TOKENS):
-                parts = [fill.part(first, first + PREFILL_TOKENS) for fill in rows if len(fill.ids) > first]
+            for first in range(0, max((len(fill.ids) for fill in rows), default=0), self.prefill_tokens):
+                parts = [fill.part(first, first + self.prefill_tokens) for fill in rows if len(fill.ids) > first]
                 for group in by_length(parts) if self.has_states else [parts]:
                     self._prefill_group(sorted(group, key=lambda fill: (len(fill.ids), len(fill.slots))))
 
@@ -163,7 +164,7 @@ class Decoder:
             count, cached = 0, 0
             for fill in fills:
                 rows, cached = count + 1, max(cached, fill.start)
-                is_large = rows * len(fill.ids) > PREFILL_TOKENS or rows * (cached + len(fill.ids)) > PREFILL_KEYS
+                is_large = rows * len(fill.ids) > self.prefill_tokens or rows * (cached + len(fill.ids)) > PREFILL_KEYS
                 if count and is_large or self.has_states and count == PREFILL_STATES:
                     break
                 count = rows

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from kernels.attention import TILE, block_mask, dense_attend, flex_attend
 from kernels.decode import linear as few_rows
-from kernels.decode.attention import Rows, decode_attention, supports, visible_tokens
+from kernels.decode.attention import Rows, decode_attention, plan_step, supports
 from kernels.decode.block import add_rms_norm, rotate_append, silu_mul
 from kernels.decode.linear import Adapters
 from kernels.decode.lora import add_adapters
@@ -183,6 +183,12 @@ def logit_options(config: Any) -> tuple[float, float | None]:
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     caps = (getattr(config, name, None) for name in ("final_logit_softcapping", "output_logit_soft_cap"))
     return scale, next(filter(None, caps), None)
+
+
+def plan_layers(windows: Sequence[int | None], num_heads: int, rows: Rows, cache: Cache) -> dict[int | None, Any]:
+    """Plan attention for each window, before the step's first layer (see kernels/decode/launch.py)."""
+    keys = {windows[layer]: keys for layer, keys in cache.keys.items()}
+    return {w: plan_step(keys[w], rows, num_heads=num_heads, page=cache.page, window=w) for w in keys}
 
 
 def attend_prefill(
@@ -381,7 +387,9 @@ class TransformersForward:
         self.shape, self.windows = shape_of(lm, dtype), windows_of(lm)
         self._copies = Copies(dtype, self.shape.device, gather) if copied else None
         self.lm, self.in_place = lm if self._copies is None else empty_copy(lm, self._copies), not copied
-        self.scale, self.softcap = logit_options(lm.config.get_text_config())
+        config = lm.config.get_text_config()
+        self.scale, self.softcap = logit_options(config)
+        self.num_heads = getattr(config, "num_attention_heads", None) or 1  # None: no attention
         self.autocast_dtype = None if copied else autocast_dtype
         if copied and widen in lm.get_input_embeddings()._forward_hooks.values():  # only with Llama blocks
             self.lm.get_input_embeddings().register_forward_hook(widen)
@@ -411,15 +419,13 @@ class TransformersForward:
         rows: Rows,
         cache: Cache,
     ) -> Tensor:  # (B, V)
-        visible = {}
-        if not token.is_cuda:
-            visible = {window: visible_tokens(rows, page=cache.page, window=window) for window in set(self.windows)}
+        plans = plan_layers(self.windows, self.num_heads, rows, cache)
 
         def attend(layer: int, query: Tensor, **options: Any) -> Tensor:  # (B, 1, H, K)
             window = self.windows[layer]
             out = decode_attention(
                 query[:, :, 0], cache.keys[layer], cache.values[layer], rows,
-                page=cache.page, window=window, seen=visible.get(window), **options,
+                page=cache.page, window=window, plan=plans[window], **options,
             )  # fmt: skip
             return out.unsqueeze(1)
 
@@ -729,10 +735,13 @@ class BlockForward:
         rows: Rows,
         cache: Cache,
     ) -> Tensor:  # (B, V)
+        plans = plan_layers(self.windows, self.num_heads, rows, cache)
+
         def attend(layer: int, query: Tensor) -> Tensor:  # (B, H, K)
+            window = self.windows[layer]
             return decode_attention(
                 query, cache.keys[layer], cache.values[layer], rows,
-                page=cache.page, scale=self.attention_scale, window=self.windows[layer],
+                page=cache.page, scale=self.attention_scale, window=window, plan=plans[window],
             )  # fmt: skip
 
         return self.logits(self._run(token, position, slot, cache, attend))

@@ -33,7 +33,7 @@ from kernels.decode.attention import TILE_ROWS
 from kernels.decode.draw_set import GAP
 from rollout import sets
 from rollout.engine import Sampling
-from rollout.engines.decoder import PREFILL_TOKENS, Decoder, PrefillJob, RowState, TopFilter, Window
+from rollout.engines.decoder import Decoder, PrefillJob, RowState, TopFilter, Window
 from rollout.engines.stop import StopCheck
 from rollout.routes import join
 
@@ -300,7 +300,7 @@ class Scheduler:
 
     def _prefill_ahead(self, waiting: deque[Job], fills: list[PrefillJob]) -> None:
         """Add prompts of waiting jobs: a small prefill takes as long as a large one."""
-        room = PREFILL_TOKENS - sum(len(fill.ids) for fill in fills)
+        room = self.decoder.prefill_tokens - sum(len(fill.ids) for fill in fills)
         spare = len(self.free) // 2
         for job in waiting:
             ids = tuple(job.prompt_ids[:-1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.decode import attention as module
+from kernels.decode import attention_few, attention_many
 from kernels.decode.attention import decode_attention, decode_attention_reference, supports
 from tests.kernels.decode_problems import Problem, error, make_problem, naive
 
@@ -37,35 +37,34 @@ def test_reference_accepts_any_memory_layout():
     assert torch.equal(decode_attention(query, keys, problem.values, problem.rows, **problem.options), want)
 
 
-def padded(problem: Problem) -> Problem:
-    """Append two padding rows, without tokens or tiles."""
-    query = torch.cat([problem.query, problem.query[:2]])
-    table, prefix_len, own_len, tiles = problem.rows
-    more = ((table, -1), (prefix_len, 0), (own_len, 0), (tiles, -1))
-    rows = module.Rows(*(torch.cat([x, torch.full_like(x[:2], fill)]) for x, fill in more))
-    return problem._replace(query=query, rows=rows)
-
-
-def check_padding(run, **options) -> None:
-    problem = make_problem(GROUPS[:2], **options)
-    want = run(*problem[:4], **problem.options)
-    more = padded(problem)
-    got = run(*more[:4], **more.options)
-    assert torch.equal(got[:-2], want) and (got[-2:] == 0).all()
-
-
-def test_reference_gives_zeros_for_padding():
-    check_padding(decode_attention_reference)
-    check_padding(decode_attention_reference, sinks=True)
-    problem = padded(make_problem(GROUPS[:2]))
-    rows = module.Rows(*(x[-2:] for x in problem.rows))
-    assert (decode_attention_reference(problem.query[-2:], *problem[1:3], rows, **problem.options) == 0).all()
-
-
 def test_head_sizes_of_the_kernels():
     assert [size for size in (8, 80, 96, 128, 256, 257, 512) if supports(size)] == [8, 80, 96, 128, 256]
 
 
-def test_few_rows_split_their_tokens_and_many_do_not():
+def test_few_rows_split_their_tokens():
     programs_and_tokens = [(8, 2**14), (8, 192), (512, 2**14), (4096, 2**14), (1, 16)]  # 8 key heads: 1, 64, 512 rows
-    assert [module._splits(*x) for x in programs_and_tokens] == [32, 2, 2, 1, 1]
+    assert [attention_few._splits(*x) for x in programs_and_tokens] == [32, 2, 2, 1, 1]
+
+
+LAYOUTS = {  # rows, heads, bytes per number: parts, tokens per block
+    (512, (16, 8, 128), 2): (64, 32),
+    (384, (16, 8, 128), 2): (48, 32),
+    (256, (16, 8, 128), 2): (32, 64),
+    (136, (16, 8, 128), 2): (17, 64),
+    (64, (32, 8, 128), 2): (32, 64),
+    (128, (32, 8, 64), 2): (64, 64),
+    (200, (48, 6, 256), 2): (25, 16),
+    (2048, (16, 8, 128), 4): (256, 16),
+}
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_many_rows_have_one_part_per_tile_or_several(case):
+    """All programs of an H200 run together, with blocks as large as the shared memory allows, at least 16 tokens."""
+    num_rows, (num_heads, key_heads, head_dim), size = case
+    keys = torch.empty(key_heads, 1, head_dim, dtype={2: torch.bfloat16, 4: torch.float32}[size])
+    layout = attention_many._layout(keys, num_rows, num_heads, 64)
+    assert layout == LAYOUTS[case]
+    assert layout.parts % -(-num_rows // 8) == 0
+    used = layout.parts * key_heads * 2 * attention_many.STAGES * layout.block * head_dim * size
+    assert used <= 132 * (227 << 10) or layout.block == 16

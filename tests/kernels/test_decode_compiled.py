@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from kernels.decode import attention, block, launch, linear
+from kernels.decode import attention, attention_few, attention_many, block, launch, linear
 from tests.kernels.compiled import compile_kernel
 from tests.kernels.decode_problems import make_problem
 from tests.kernels.test_decode_block import make_heads
@@ -111,23 +111,53 @@ def test_linear_uses_tensor_cores(record, num_rows, width, outs, ranks, gated, g
     assert used == {"wgmma.mma_async"}
 
 
-ROWS = {  # groups of decode rows, whether parts are merged in the kernel, whether one program waits for the others
-    "8 groups of 8": ([(256, [50] * 8)] * 8, True, False),
-    "3 rows": ([(256, [50, 2000, 1])], True, True),
-    "130 rows": ([(256, [50] * 10)] * 13, False, False),
+FEW = {  # groups of decode rows, whether one program waits for the others
+    "8 groups of 8": ([(256, [50] * 8)] * 8, False),
+    "3 rows": ([(256, [50, 2000, 1])], True),
+}
+MANY = {  # groups of decode rows, heads, parts
+    "8 groups of 8": ([(256, [50] * 8)] * 8, (32, 8, 128), 32),
+    "130 rows": ([(256, [50] * 10)] * 13, QWEN, 17),
+    "small heads": ([(256, [50] * 8)] * 16, (32, 8, 64), 64),
+    "large heads": ([(256, [50] * 100)] * 2, (48, 6, 256), 25),
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", FEW)
 def test_attention_waits_once_per_kind_of_program(record, name):
-    groups, merges, waits = ROWS[name]
-    launches, merged_after = record(attention, "_attend_rows"), record(attention, "_merge_rows")
+    groups, waits = FEW[name]
+    launches = record(attention_few, "_attend_rows")
     problem = make_problem(groups, heads=QWEN, page=64, dtype=torch.bfloat16)
     attention.decode_attention_kernel(*problem[:4], **problem.options)
-    assert (launches[0].arguments["MERGES"], launches[0].arguments["WAITS"]) == (merges, waits)
-    ptx = check(launches[0], waits=len(problem.query) <= launch.MAX_ROWS)
-    assert ptx.count("griddepcontrol.wait") == (2 if len(problem.query) <= launch.MAX_ROWS else 0)
-    assert ("atom." in ptx) == merges and len(merged_after) == (not merges)
+    assert launches[0].arguments["WAITS"] == waits
+    ptx = check(launches[0], waits=True)
+    assert ptx.count("griddepcontrol.wait") == 2 and "atom." in ptx
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_all_programs_of_many_rows_run_together(record, name):
+    groups, heads, parts = MANY[name]
+    launches, plans = record(attention_many, "_attend_tiles"), record(attention_many, "_plan")
+    problem = make_problem(groups, heads=heads, page=64, dtype=torch.bfloat16)
+    for window in (None, 128):
+        options = problem.options | {"window": window}
+        plan = attention_many.plan_many(problem.keys, problem.rows, num_heads=heads[0], page=64, window=window)
+        attention.decode_attention_kernel(*problem[:4], **options, plan=plan)
+    assert launches[0].grid == (heads[1], parts)
+    for made in launches:
+        few = len(problem.query) <= launch.MAX_ROWS
+        assert check(made, waits=few).count("griddepcontrol.wait") == few
+        resident = -(-parts * heads[1] // 132)
+        assert resident * (made.compile().metadata.shared + 1024) <= SHARED  # CUDA reserves 1024
+    check(plans[0], waits=False)
+
+
+def test_attention_that_plans_for_itself_does_not_start_early(record):
+    """It would read the plan before it is written."""
+    launches, _ = record(attention_many, "_attend_tiles"), record(attention_many, "_plan")
+    problem = make_problem([(256, [50] * 8)] * 8, heads=(32, 8, 128), page=64, dtype=torch.bfloat16)
+    attention.decode_attention_kernel(*problem[:4], **problem.options)
+    assert "launch_pdl" not in launches[0].options and not launches[0].arguments["PDL"]
 
 
 @pytest.mark.parametrize("hopper", [True, False])

@@ -121,6 +121,7 @@ MERGES = {  # groups of rows; the merge depends on the order in which programs e
     "128 rows": [(256, [100 + n] * 8) for n in range(16)],
     "3 rows": [(256, [50, 700, 1])],
     "one long row": [(1000, [9000])],
+    "200 uneven rows": [(256, [1 + 37 * (n + m) % 500 for m in range(8)]) for n in range(25)],
 }
 
 

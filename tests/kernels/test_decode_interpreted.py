@@ -13,8 +13,8 @@ import torch
 
 from kernels import set_rows
 from kernels.decode import attention as decode_attention
+from kernels.decode import attention_few, attention_many, draw, paged
 from kernels.decode import block as decode_block
-from kernels.decode import draw
 from kernels.decode import linear as decode_linear
 from kernels.decode import state as decode_state
 from kernels.decode.attention import decode_attention_kernel
@@ -23,7 +23,7 @@ from kernels.decode.lora import add_adapters_kernel
 from kernels.decode.state import advance_kernel, locate_kernel
 from tests.kernels.decode_problems import error, make_problem
 from tests.kernels.interpreter import interpreted
-from tests.kernels.test_decode_attention import GROUPS, OPTIONS, check_padding, compare
+from tests.kernels.test_decode_attention import GROUPS, OPTIONS, compare
 from tests.kernels.test_decode_block import LIMITS, check_heads, check_norm, check_silu, make_heads
 from tests.kernels.test_decode_block import draw as numbers
 from tests.kernels.test_decode_linear import check_gated, check_linear, make_layers
@@ -44,10 +44,37 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def few_splits(monkeypatch):
     """Use few programs, because the interpreter runs them sequentially, and short parts."""
-    monkeypatch.setattr(decode_attention, "_splits", lambda programs, tokens: 2)
-    monkeypatch.setattr(decode_attention, "LEAST_TOKENS", 16)
+    monkeypatch.setattr(attention_few, "_splits", lambda programs, tokens: 2)
+    monkeypatch.setattr(attention_few, "LEAST_TOKENS", 16)
+    use_parts(monkeypatch, 3)
+    made: list[torch.Tensor] = []
+    for module in (attention_few, attention_many):
+        monkeypatch.setattr(module, "counters", lambda *args: made.append(paged.counters(*args)) or made[-1])
     yield
-    assert not decode_attention._counters(torch.device("cpu")).any(), "counters are zeros again"
+    assert not any(counters.any() for counters in made), "counters are zeros again"
+
+
+def use_parts(monkeypatch, parts: int) -> None:
+    monkeypatch.setattr(attention_many, "_layout", lambda *args: attention_many.Layout(parts, 16))
+
+
+def attend(*args, **options) -> torch.Tensor:
+    """Run both kernels, and return the output of that for many rows."""
+    few, many = attend_few(*args, **options), attend_many(*args, **options)
+    assert error(few, many) < (1e-6 if args[0].dtype == torch.float32 else 5e-3)
+    return many
+
+
+def attend_few(*args, **options) -> torch.Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_attention, "has_few", lambda *_: True)
+        return decode_attention_kernel(*args, **options)
+
+
+def attend_many(*args, **options) -> torch.Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_attention, "has_few", lambda *_: False)
+        return decode_attention_kernel(*args, **options)
 
 
 # Attention
@@ -58,20 +85,20 @@ HEADS = [(2, 2, 16), (4, 2, 32), (3, 1, 16), (8, 2, 16), (7, 1, 64), (8, 1, 16),
 @interpreted
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_attention_with_any_number_of_query_heads_per_key_head(heads):
-    compare(decode_attention_kernel, make_problem([(37, [1, 20]), (0, [3])], heads=heads), 1e-6)
+    compare(attend, make_problem([(37, [1, 20]), (0, [3])], heads=heads), 1e-6)
 
 
 @interpreted
 @pytest.mark.parametrize("window", [None, 1, 7, 30])
 def test_attention_with_a_window(window):
-    compare(decode_attention_kernel, make_problem(GROUPS[:3], heads=(2, 1, 16)), 1e-6, window)
+    compare(attend, make_problem(GROUPS[:3], heads=(2, 1, 16)), 1e-6, window)
 
 
 @interpreted
 @pytest.mark.parametrize(("page", "dtype", "limit"), [(48, torch.float32, 1e-6), (64, torch.bfloat16, 5e-3)])
 def test_attention_with_longer_pages(page, dtype, limit):
     """Pages of 48 are read in blocks of 16."""
-    compare(decode_attention_kernel, make_problem([(70, [1, 65]), (0, [50])], page=page, dtype=dtype), limit)
+    compare(attend, make_problem([(70, [1, 65]), (0, [50])], page=page, dtype=dtype), limit)
 
 
 @interpreted
@@ -79,39 +106,42 @@ def test_attention_with_holes_in_tiles_and_strided_inputs():
     problem = make_problem(GROUPS, holes=True, heads=(2, 1, 16))
     keys = problem.keys.transpose(0, 1).contiguous().transpose(0, 1)
     query = problem.query.transpose(0, 1).contiguous().transpose(0, 1)
-    compare(decode_attention_kernel, problem._replace(keys=keys, query=query), 1e-6)
+    compare(attend, problem._replace(keys=keys, query=query), 1e-6)
 
 
 @interpreted
-@pytest.mark.parametrize(("splits", "programs"), [(1, 1024), (4, 1024), (1, 0), (2, 0)])
-def test_attention_with_tokens_split_over_programs(splits, programs, monkeypatch):
-    """The last program merges with 1 part, the program of the last own part with 4; another kernel with 0 programs."""
-    monkeypatch.setattr(decode_attention, "_splits", lambda programs, tokens: splits)
-    monkeypatch.setattr(decode_attention, "PROGRAMS", programs)
-    compare(decode_attention_kernel, make_problem([(37, [1, 20]), (0, [3])], heads=(12, 1, 10)), 1e-6)
-    compare(decode_attention_kernel, make_problem([(100, [4, 2]), (20, [90])], sinks=True), 1e-6)
-    compare(decode_attention_kernel, make_problem([(100, [4, 80])]), 1e-6, window=81)
+@pytest.mark.parametrize("splits", [1, 4])
+def test_attention_with_tokens_split_over_programs(splits, monkeypatch):
+    """The last program merges with 1 part, the program of the last own part with 4."""
+    monkeypatch.setattr(attention_few, "_splits", lambda programs, tokens: splits)
+    compare(attend_few, make_problem([(37, [1, 20]), (0, [3])], heads=(12, 1, 10)), 1e-6)
+    compare(attend_few, make_problem([(100, [4, 2]), (20, [90])], sinks=True), 1e-6)
+    compare(attend_few, make_problem([(100, [4, 80])]), 1e-6, window=81)
 
 
 @interpreted
-@pytest.mark.parametrize("splits", [1, 2])
-def test_attention_merged_by_programs_with_tiles(splits, monkeypatch):
-    """Programs run in reverse order, so that those with tiles end last."""
+@pytest.mark.parametrize("parts", [1, 2, 5, 40])
+def test_attention_with_tiles_cut_anywhere(parts, monkeypatch):
+    """With 1 part a program has all tiles; with 40 there are fewer blocks than programs."""
+    use_parts(monkeypatch, parts)
+    compare(attend_many, make_problem([(37, [1, 20]), (0, [3]), (50, [2] * 9)], heads=(2, 1, 16), sinks=True), 1e-6)
+    compare(attend_many, make_problem([(100, [4, 80])], heads=(2, 1, 10)), 1e-6, window=81)
+
+
+@interpreted
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_attention_in_reverse_order(num_parts, monkeypatch):
+    """Programs with tiles, and first parts, end last."""
     from triton.runtime.interpreter import interpreter_builder as builder
 
     def reverse(*index: int) -> None:
         builder.grid_idx = tuple(size - 1 - n for size, n in zip(builder.grid_dim, index, strict=True))
 
     monkeypatch.setattr(builder, "set_grid_idx", reverse)
-    monkeypatch.setattr(decode_attention, "_splits", lambda programs, tokens: splits)
-    compare(decode_attention_kernel, make_problem([(37, [1, 20]), (0, [3])], heads=(12, 1, 10)), 1e-6)
-    compare(decode_attention_kernel, make_problem(GROUPS, holes=True, sinks=True), 1e-6, window=18)
-
-
-@interpreted
-def test_attention_gives_zeros_for_padding():
-    for sinks in (False, True):
-        check_padding(decode_attention_kernel, sinks=sinks)
+    monkeypatch.setattr(attention_few, "_splits", lambda programs, tokens: num_parts)
+    use_parts(monkeypatch, 2 * num_parts)
+    compare(attend, make_problem([(37, [1, 20]), (0, [3])], heads=(12, 1, 10)), 1e-6)
+    compare(attend, make_problem(GROUPS, holes=True, sinks=True, heads=(2, 1, 16)), 1e-6, window=18)
 
 
 @interpreted
@@ -120,7 +150,7 @@ def test_attention_gives_zeros_for_padding():
 )
 def test_attention_with_head_sizes_that_are_not_powers_of_two(size, dtype, limit):
     problem = make_problem([(20, [1, 17]), (0, [3])], heads=(4, 2, size), dtype=dtype)
-    compare(decode_attention_kernel, problem, limit, 10)
+    compare(attend, problem, limit, 10)
 
 
 @interpreted
@@ -131,7 +161,7 @@ def test_attention_with_head_sizes_that_are_not_powers_of_two(size, dtype, limit
 )
 def test_attention_with_capped_scores_and_sinks(options, dtype, limit, window):
     problem = make_problem([(20, [1, 17]), (0, [3])], heads=(6, 2, 20), dtype=dtype, **options)
-    compare(decode_attention_kernel, problem, limit, window)
+    compare(attend, problem, limit, window)
 
 
 # The operations of a block

@@ -42,7 +42,7 @@ def test_highest_peak_survives_restart_peak(monkeypatch):
 
 
 def test_the_cache_leaves_memory_for_a_prefill_pass(make_model, tokenizer, monkeypatch):
-    """Two passes of 8,192 tokens are measured: by sequences of up to 128 tokens and up to 64."""
+    """Two passes of 16,384 tokens are measured: by sequences of up to 128 tokens and up to 64; 8,192 of wide models."""
     engine, passes = LocalEngine(make_model(), tokenizer), []
     engine._forward, engine.kind = TransformersForward(engine.lm, torch.float32), "cuda"
     engine._forward.prefill = lambda batch, cache: passes.append(batch)
@@ -55,5 +55,9 @@ def test_the_cache_leaves_memory_for_a_prefill_pass(make_model, tokenizer, monke
     for length in (100, 120, 50):
         engine._longest = length
         assert 1.7 * GIB < engine._page_budget() * page_bytes < 1.8 * GIB, "0.9 of 2 GiB without the logits"
-    assert [batch.index.shape[1] for batch in passes] == [128, 64]
-    assert all(8192 - batch.ids.shape[1] < batch.ids.numel() <= 8192 for batch in passes)
+    monkeypatch.setattr(local, "NARROW", 8)
+    engine._longest = 200
+    engine._page_budget()
+    assert [batch.index.shape[1] for batch in passes] == [128, 64, 256]
+    for batch, most in zip(passes, (16384, 16384, 8192), strict=True):
+        assert most - batch.ids.shape[1] < batch.ids.numel() <= most

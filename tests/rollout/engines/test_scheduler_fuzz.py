@@ -24,7 +24,7 @@ class ToyDecoder:
     def __init__(self, num_pages: int, page: int, max_rows: int, num_prefixes: int) -> None:
         self.cache = SimpleNamespace(num_pages=num_pages, zero=max_rows)
         self.page, self.max_rows, self.num_prefixes, self.has_states = page, max_rows, num_prefixes, num_prefixes > 0
-        self.tokens = np.full(num_pages * page, -1)
+        self.prefill_tokens, self.tokens = 2**13, np.full(num_pages * page, -1)
         self.states: list[tuple[int, ...]] = [()] * (max_rows + 1 + num_prefixes)
         self.rows: list[list[int]] = []  # own_len, token, drawn, left of each row
 

@@ -1,0 +1,318 @@
+"""Decode attention with many rows: programs of equal work, each with one softmax for all rows of a tile.
+
+A tile's work is a list of blocks of keys: those of the prefix, then those of each row's own tokens. A program runs
+through it with the queries of all rows, and masks the scores of rows that do not see a block. This costs no more than
+one query, because products have at least 16 lines, and prefix and own tokens need not be merged.
+
+Every program has an equal part of all lists together. Tiles of equal length are whole parts or cut into equal parts;
+others are cut anywhere, so that uneven rows keep the whole GPU busy. Where a tile's list is cut, the programs write
+maximum, sum and accumulator of each softmax, and the last one to finish merges them, always in the same order.
+`plan_step` makes the lists on the device, once per step for all layers.
+
+Shapes: M = blocks per tile, P = parts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.decode.paged import MAX_HEADS, TILE_ROWS, Rows, counters, scales
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch may lack Triton
+    triton = None
+
+STAGES = 3
+MULTIPROCESSORS, SHARED = 132, 227 << 10  # of an H200; bytes of shared memory per multiprocessor
+MAX_RESIDENT = 4  # programs per multiprocessor
+RESERVED = 1 << 11  # bytes of shared memory per program, for reductions and by CUDA
+
+
+class Plan(NamedTuple):
+    """The order of work in a step. Tiles that are used are numbered in order, and so are the blocks of all tiles."""
+
+    blocks: Tensor  # (B, M) int64 slot, row, tokens and position of each block of a tile; see _plan
+    tiles: Tensor  # (B,) int32 the used tiles
+    first: Tensor  # (B + 1,) int32 number of the first block of each used tile, then that of all blocks
+    starts: Tensor  # (P + 1,) int32 used tile in which each part begins, then the number of used tiles
+    total: Tensor  # (1,) int32 number of blocks
+    block: int  # tokens per block
+
+
+class Layout(NamedTuple):
+    parts: int  # of the blocks; programs per key head
+    block: int  # tokens
+
+
+def _layout(keys: Tensor, num_rows: int, num_heads: int, page: int) -> Layout:
+    """Choose parts so that full tiles of equal length need not be merged, and all programs run at the same time."""
+    key_heads, width = keys.shape[0], _width(keys.shape[2])
+    tiles, token_bytes = -(-num_rows // TILE_ROWS), 2 * STAGES * width * keys.element_size()
+    resident = max(1, min(MAX_RESIDENT, SHARED // (64 * token_bytes)))
+    parts = tiles * max(1, MULTIPROCESSORS * resident // (tiles * key_heads))
+    lines = _lines(num_heads // key_heads)
+    queries = lines * width * keys.element_size() if lines >= 64 else 0  # in shared memory for wgmma
+    room = (SHARED // -(-parts * key_heads // MULTIPROCESSORS) - queries - RESERVED) // token_bytes
+    return Layout(parts, max(16, min(64, page & -page, 1 << max(1, room).bit_length() - 1)))
+
+
+def _width(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def _lines(group: int) -> int:
+    """Return the queries of a program, with those that fill a product."""
+    return max(16, triton.next_power_of_2(TILE_ROWS * min(group, MAX_HEADS)))
+
+
+def plan_many(
+    keys: Tensor,  # (H_kv, S, K)
+    rows: Rows,
+    *,
+    num_heads: int,
+    page: int,
+    window: int | None,
+) -> Plan:
+    (num_rows, pages), device = rows.table.shape, keys.device
+    parts, block = _layout(keys, num_rows, num_heads, page)
+    blocks = torch.empty(num_rows, TILE_ROWS * pages * (page // block), dtype=torch.int64, device=device)
+    sizes = ((num_rows,), (num_rows + 1,), (parts + 1,), (1,))
+    plan = Plan(blocks, *(torch.empty(size, dtype=torch.int32, device=device) for size in sizes), block)
+    _plan[num_rows + 1, TILE_ROWS + 1](
+        *rows, *plan[:-1], num_rows, pages, blocks.shape[1], parts, 1 << 30 if window is None else window,
+        TILE=TILE_ROWS, PAGE=page, BLOCK=block, ROWS=triton.next_power_of_2(num_rows), num_warps=8,
+    )  # fmt: skip
+    return plan
+
+
+def attend_many(
+    query: Tensor,  # (B, H, K)
+    keys: Tensor,  # (H_kv, S, K)
+    values: Tensor,  # (H_kv, S, K)
+    rows: Rows,
+    plan: Plan,
+    launch: dict[str, Any],
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,  # (H,)
+) -> Tensor:  # (B, H, K)
+    (_, num_heads, head_dim), key_heads = query.shape, keys.shape[0]
+    group, parts, width = num_heads // key_heads, len(plan.starts) - 1, _width(head_dim)
+    heads, lines = min(group, MAX_HEADS), _lines(group)
+    programs = key_heads * -(-group // heads)
+    # Products of float32, without tensor cores, need more registers.
+    warps = min(8, max(1, lines * width // 1024) * (1 if keys.element_size() == 2 else 4))
+    partial = 2 * parts * programs * lines  # a program shares a tile with the one before it and the one after it
+    top, total = torch.empty(2, partial, dtype=torch.float32, device=query.device)
+    acc, out = torch.empty(partial, width, dtype=torch.float32, device=query.device), torch.empty_like(query)
+    _attend_tiles[programs, parts](
+        query, keys, values, rows.prefix_len, rows.own_len, rows.tiles, *plan[:-1], top, total, acc,
+        counters(query.device, parts * programs), out if sinks is None else sinks, out,
+        plan.blocks.shape[1], keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+        *scales(scale, softcap), 0 if window is None else window, GROUP=group, HEADS=heads, TILE=TILE_ROWS, LINES=lines,
+        K=head_dim, WIDTH=width, BLOCK=plan.block, WINDOW=window is not None, SOFTCAP=softcap is not None,
+        SINKS=sinks is not None,
+        UPCAST=not query.is_cuda,  # Triton's interpreter would multiply bfloat16 bit patterns as integers
+        STAGES=STAGES, num_warps=warps, **launch,
+    )  # fmt: skip
+    return out
+
+
+if triton is not None:
+    from kernels.decode.paged import LN2, NOTHING, _attend_block
+
+    LISTED = tl.constexpr(64)  # blocks per iteration of _plan
+
+    @triton.jit
+    def _count_blocks(row, prefix_len, own_len, window, BLOCK: tl.constexpr):
+        """Return lengths, first visible blocks and numbers of visible blocks, of rows (N, TILE) and prefixes (N,)."""
+        used, leader = row >= 0, tl.max(row, 1)
+        own = tl.load(own_len + row, mask=used, other=0)
+        prefix = tl.load(prefix_len + leader, mask=leader >= 0, other=0)
+        own_first = tl.maximum(own - window, 0) // BLOCK
+        oldest = tl.min(tl.where(used, tl.maximum(prefix[:, None] + own - window, 0), 1 << 30), 1)
+        prefix_end = tl.cdiv(prefix, BLOCK)
+        prefix_first = tl.minimum(oldest // BLOCK, prefix_end)
+        return own, own_first, tl.cdiv(own, BLOCK) - own_first, prefix, prefix_first, prefix_end - prefix_first
+
+    @triton.jit
+    def _pick(values, chosen):
+        """Return the value (1, TILE) at `chosen`, or 0 if nothing is."""
+        return tl.sum(tl.sum(tl.where(chosen, values, 0), 1), 0)
+
+    @triton.jit(do_not_specialize=["num_rows", "pages", "most", "num_parts", "window"])
+    def _plan(
+        table, prefix_len, own_len, tiles, blocks, used_tiles, first, starts, total_out, num_rows, pages, most,
+        num_parts, window, TILE: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    ):  # fmt: skip
+        """List the blocks of a tile's prefix, or of one of its rows. One more program numbers tiles and blocks."""
+        tile, member = tl.program_id(0), tl.program_id(1) - 1  # -1: the prefix
+        index = tl.arange(0, TILE)[None, :]
+        if tile < num_rows:
+            row = tl.load(tiles + tile * TILE + index)
+            own, own_first, own_count, prefix, begin, count = _count_blocks(row, prefix_len, own_len, window, BLOCK)
+            prefix, begin, count = tl.sum(prefix, 0), tl.sum(begin, 0), tl.sum(count, 0)
+            source, length, place, position, page_at = tl.max(tl.max(row, 1), 0), prefix, 0, 0, 0
+            if member >= 0:
+                place = count + _pick(own_count, index < member)
+                chosen = index == member
+                source, length, begin = _pick(row, chosen), _pick(own, chosen), _pick(own_first, chosen)
+                count, position, page_at = _pick(own_count, chosen), prefix, tl.cdiv(prefix, PAGE)
+            sees = tl.where(member < 0, TILE, member).to(tl.int64)
+            for done in range(0, count, LISTED):
+                number = done + tl.arange(0, LISTED)
+                inside = number < count
+                token = (begin + number) * BLOCK
+                at = table + source.to(tl.int64) * pages + page_at + token // PAGE
+                entry = tl.load(at, mask=inside, other=0).to(tl.int64) * PAGE + token % PAGE
+                entry += (sees << 31) + (tl.minimum(length - token, BLOCK).to(tl.int64) << 35)
+                entry += (position + token).to(tl.int64) << 42
+                tl.store(blocks + tile.to(tl.int64) * most + place + number, entry, mask=inside)
+        elif member < 0:
+            tile_index = tl.arange(0, ROWS)
+            inside = (tile_index < num_rows)[:, None]
+            row = tl.load(tiles + tile_index[:, None] * TILE + index, mask=inside, other=-1)
+            own, own_first, own_count, prefix, begin, count = _count_blocks(row, prefix_len, own_len, window, BLOCK)
+            count += tl.sum(own_count, 1)
+            used = tl.max(row, 1) >= 0
+            number, num_used = tl.cumsum(used.to(tl.int32), 0) - 1, tl.sum(used.to(tl.int32), 0)
+            end, total = tl.cumsum(count, 0), tl.maximum(tl.sum(count, 0), 1)
+            tl.store(used_tiles + number, tile_index, mask=used)
+            tl.store(first + number, end - count, mask=used)
+            tl.store(first + num_used, total)
+            tl.store(total_out, total)
+            # Parts that begin in each tile: _first_block(part) is in [end - count, end).
+            busy = tl.minimum(num_parts, total)
+            begins, ends = _first_part(end - count, busy, total), _first_part(end, busy, total)
+            for later in range(tl.max(ends - begins, 0)):
+                tl.store(starts + begins + later, number, mask=begins + later < ends)
+            tl.store(starts + busy, num_used)
+
+    @triton.jit
+    def _first_block(part, busy, total):
+        """Return the first block of one of `busy` parts, which have equally many blocks, or one more."""
+        return (part.to(tl.int64) * total // busy).to(tl.int32)
+
+    @triton.jit
+    def _first_part(block, busy, total):
+        """Return the first part that begins at this block or later."""
+        return tl.cdiv(block.to(tl.int64) * busy, total).to(tl.int32)
+
+    @triton.jit
+    def _merge(first, last, tops, totals, accs, LINES: tl.constexpr, WIDTH: tl.constexpr):
+        """Merge what programs `first` to `last` have written of a tile.
+
+        They may have done so during this kernel: .cg reads from L2, not an older copy from L1.
+        """
+        line, column = tl.arange(0, LINES), tl.arange(0, WIDTH)[None, :]
+        top = tl.full((LINES,), NOTHING, tl.float32)
+        total = tl.zeros((LINES,), tl.float32)
+        acc = tl.zeros((LINES, WIDTH), tl.float32)
+        ends = 1  # the first program ends with this tile; the others begin with it
+        for part in range(first, last + 1):
+            place = ((2 * part + ends) * tl.num_programs(0) + tl.program_id(0)) * LINES + line
+            its_top = tl.load(tops + place, cache_modifier=".cg")
+            its_total = tl.load(totals + place, cache_modifier=".cg")
+            its_acc = tl.load(accs + place[:, None] * WIDTH + column, cache_modifier=".cg")
+            new_top = tl.maximum(top, its_top)
+            shrink, weight = tl.exp2(top - new_top), tl.exp2(its_top - new_top)
+            total = total * shrink + its_total * weight
+            acc = acc * shrink[:, None] + its_acc * weight[:, None]
+            top, ends = new_top, 0
+        return top, total, acc
+
+    @triton.jit
+    def _store_output(top, total, acc, sinks, head, used, out, at, inside, SINKS: tl.constexpr):
+        """Divide by the sum of weights; a sink is one more key, without a value."""
+        if SINKS:
+            sink = tl.load(sinks + head, mask=used, other=0.0).to(tl.float32) / LN2
+            new_top = tl.maximum(top, sink)
+            shrink = tl.exp2(top - new_top)
+            total = total * shrink + tl.exp2(sink - new_top)
+            acc *= shrink[:, None]
+        acc /= tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
+
+    @triton.jit(do_not_specialize=["most", "window"])
+    def _attend_tiles(
+        query, keys, values, prefix_len, own_len, tiles, blocks, used_tiles, first, starts, total_blocks, tops, totals,
+        accs, counters, sinks, out, most, key_head, key_place, value_head, value_place, scale2, softcap2, window,
+        GROUP: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, LINES: tl.constexpr, K: tl.constexpr,
+        WIDTH: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+        UPCAST: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    ):  # fmt: skip
+        """Attend to an equal part of all blocks, tile by tile, with HEADS of the GROUP queries of a key head."""
+        SHARES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+        kv_head = tl.program_id(0) // SHARES
+        share = tl.program_id(0) % SHARES * HEADS
+        num_heads = tl.num_programs(0) // SHARES * GROUP
+        keys += kv_head.to(tl.int64) * key_head
+        values += kv_head.to(tl.int64) * value_head
+        line, column, token = tl.arange(0, LINES), tl.arange(0, WIDTH)[None, :], tl.arange(0, BLOCK)
+        member, head = line // HEADS, kv_head * GROUP + share + line % HEADS
+        total_blocks = tl.load(total_blocks)
+        busy = tl.minimum(tl.num_programs(1), total_blocks)
+        part = tl.program_id(1)
+        from_tile, to_tile, part_begin, part_end = 0, 0, 0, 0
+        if part < busy:
+            part_begin, part_end = _first_block(part, busy, total_blocks), _first_block(part + 1, busy, total_blocks)
+            from_tile, to_tile = tl.load(starts + part), tl.load(starts + part + 1)
+            to_tile += (tl.load(first + to_tile) < part_end).to(tl.int32)  # the next part begins within this tile
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        for number in range(from_tile, to_tile):
+            tile = tl.load(used_tiles + number).to(tl.int64)
+            tile_begin, tile_end = tl.load(first + number), tl.load(first + number + 1)
+            begin, end = tl.maximum(part_begin, tile_begin), tl.minimum(part_end, tile_end)
+            row = tl.load(tiles + tile * TILE + member, mask=line < TILE * HEADS, other=-1)
+            used = (row >= 0) & (share + line % HEADS < GROUP)
+            row = tl.where(used, row, 0).to(tl.int64)
+            oldest = line * 0
+            if WINDOW:  # first visible position
+                oldest = tl.load(prefix_len + row) + tl.load(own_len + row) - window
+            at = (row * num_heads + head)[:, None] * K + column
+            inside = used[:, None] & (column < K)
+            queries = tl.load(query + at, mask=inside, other=0.0).to(keys.dtype.element_ty)
+            top = tl.full((LINES,), NOTHING, tl.float32)
+            total = tl.zeros((LINES,), tl.float32)
+            acc = tl.zeros((LINES, WIDTH), tl.float32)
+            listed = blocks + tile * most - tile_begin
+            entry = tl.load(listed + begin, mask=begin < end, other=0)
+            for block in tl.range(begin, end, num_stages=STAGES):
+                # One block ahead; otherwise the loads of keys would wait for it.
+                next_entry = tl.load(listed + block + 1, mask=block + 1 < end, other=0)
+                sees, seen = ((entry >> 31) & 15).to(tl.int32), token < ((entry >> 35) & 127).to(tl.int32)
+                visible = ((sees == TILE) | (sees == member))[:, None] & seen[None, :]
+                if WINDOW:
+                    position = (entry >> 42).to(tl.int32) + token
+                    visible = visible & (position[None, :] >= oldest[:, None])
+                top, total, acc = _attend_block(
+                    queries, keys, values, entry & 0x7FFFFFFF, seen, visible, top, total, acc, key_place, value_place,
+                    scale2, softcap2, K, WIDTH, BLOCK, SOFTCAP, UPCAST,
+                )  # fmt: skip
+                entry = next_entry
+            if (begin == tile_begin) & (end == tile_end):
+                _store_output(top, total, acc, sinks, head, used, out, at, inside, SINKS)
+            else:
+                place = (2 * part + (begin == tile_begin).to(tl.int32)) * tl.num_programs(0) + tl.program_id(0)
+                place = place * LINES + line
+                tl.store(tops + place, top)
+                tl.store(totals + place, total)
+                tl.store(accs + place[:, None] * WIDTH + column, acc)
+                # The parts that contain the tile's first and last block.
+                first_part = _first_part(tile_begin + 1, busy, total_blocks) - 1
+                last_part = _first_part(tile_end, busy, total_blocks) - 1
+                tl.debug_barrier()  # all threads have written
+                counter = counters + first_part * tl.num_programs(0) + tl.program_id(0)
+                if tl.atomic_add(counter, 1, sem="acq_rel") == last_part - first_part:
+                    tl.store(counter, 0)
+                    top, total, acc = _merge(first_part, last_part, tops, totals, accs, LINES, WIDTH)
+                    _store_output(top, total, acc, sinks, head, used, out, at, inside, SINKS)

@@ -30,8 +30,9 @@ try:
 except ImportError:  # CPU builds of torch may lack Triton; the reference runs there
     triton = None
 
-MOST_FEW = 1024  # pairs of a row and a key head, up to which attention_few.py is faster, as measured on an H200
-MOST_FEW_OF_4 = 511  # with 4 query heads per key head
+# Most pairs of a row and a key head for which attention_few.py is faster, as measured on an H200.
+MOST_FEW = 1024
+MOST_FEW_WIDE = 511  # with 4 query heads of 128 per key head
 
 __all__ = ["TILE_ROWS", "Plan", "Rows", "Visible", "decode_attention", "plan_step", "supports"]
 
@@ -93,8 +94,9 @@ def has_few(
     rows: Rows,
     num_heads: int,
 ) -> bool:
-    key_heads = keys.shape[0]
-    return len(rows.table) * key_heads <= (MOST_FEW_OF_4 if num_heads == 4 * key_heads else MOST_FEW)
+    key_heads, _, head_dim = keys.shape
+    is_wide = (num_heads // key_heads, head_dim) == (4, 128)
+    return len(rows.table) * key_heads <= (MOST_FEW_WIDE if is_wide else MOST_FEW)
 
 
 class Visible(NamedTuple):

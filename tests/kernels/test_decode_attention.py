@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.decode import attention_few, attention_many
-from kernels.decode.attention import decode_attention, decode_attention_reference, supports
+from kernels.decode.attention import Rows, decode_attention, decode_attention_reference, has_few, supports
 from tests.kernels.decode_problems import Problem, error, make_problem, naive
 
 GROUPS = [(37, [1, 20, 16]), (16, [5]), (0, [3, 18]), (50, [2] * 9)]  # the last group needs two tiles
@@ -44,6 +44,24 @@ def test_head_sizes_of_the_kernels():
 def test_few_rows_split_their_tokens():
     programs_and_tokens = [(8, 2**14), (8, 192), (512, 2**14), (4096, 2**14), (1, 16)]  # 8 key heads: 1, 64, 512 rows
     assert [attention_few._splits(*x) for x in programs_and_tokens] == [32, 2, 2, 1, 1]
+
+
+FEW = {  # rows, heads
+    (128, (16, 8, 128)): True,
+    (129, (16, 8, 128)): False,
+    (128, (32, 8, 64)): True,
+    (63, (32, 8, 128)): True,
+    (64, (32, 8, 128)): False,
+    (512, (9, 3, 64)): False,
+    (1024, (8, 1, 256)): True,
+}
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_kernel_depends_on_rows_and_heads(case):
+    num_rows, (num_heads, key_heads, head_dim) = case
+    rows = Rows(*(torch.empty(num_rows, 1, dtype=torch.int32) for _ in Rows._fields))
+    assert has_few(torch.empty(key_heads, 1, head_dim), rows, num_heads) == FEW[case]
 
 
 LAYOUTS = {  # rows, heads, bytes per number: parts, tokens per block

@@ -118,7 +118,7 @@ FEW = {  # groups of decode rows, whether one program waits for the others
 MANY = {  # groups of decode rows, heads, parts
     "8 groups of 8": ([(256, [50] * 8)] * 8, (32, 8, 128), 32),
     "130 rows": ([(256, [50] * 10)] * 13, QWEN, 17),
-    "small heads": ([(256, [50] * 8)] * 16, (32, 8, 64), 64),
+    "small heads": ([(256, [50] * 8)] * 20, (32, 8, 64), 60),
     "large heads": ([(256, [50] * 100)] * 2, (48, 6, 256), 25),
 }
 

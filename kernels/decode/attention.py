@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kernels.decode.attention_few import attend_few
-from kernels.decode.attention_many import Plan, attend_many, plan_many
+from kernels.decode.attention_many import LEAST_SHARED, Plan, attend_many, gpu_of, plan_many
 from kernels.decode.launch import launch_options
 from kernels.decode.paged import TILE_ROWS, Rows
 
@@ -81,7 +81,10 @@ def plan_step(
     page: int,
     window: int | None = None,
 ) -> Plan | Visible | None:
-    """Find what all layers of a step with this window share."""
+    """Find what all layers of a step with this window share.
+
+    Another kernel must be launched in the ordinary way before attention with this plan (see launch.py).
+    """
     if not has_kernel(keys):
         return plan_reference(keys, rows, page=page, window=window)
     if has_few(keys, rows, num_heads):
@@ -96,7 +99,8 @@ def has_few(
 ) -> bool:
     key_heads, _, head_dim = keys.shape
     is_wide = (num_heads // key_heads, head_dim) == (4, 128)
-    return len(rows.table) * key_heads <= (MOST_FEW_WIDE if is_wide else MOST_FEW)
+    most = MOST_FEW_WIDE if is_wide else MOST_FEW
+    return len(rows.table) * key_heads <= most or gpu_of(keys.device)[1] < LEAST_SHARED
 
 
 class Visible(NamedTuple):

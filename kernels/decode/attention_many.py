@@ -1,8 +1,8 @@
 """Decode attention with many rows: programs of equal work, each with one softmax for all rows of a tile.
 
 A tile's work is a list of blocks of keys: those of the prefix, then those of each row's own tokens. A program runs
-through it with the queries of all rows, and masks the scores of rows that do not see a block. This costs no more than
-one query, because products have at least 16 lines, and prefix and own tokens need not be merged.
+through it with the queries of all rows, and masks the scores of rows that do not see a block. Products have at least 16
+lines anyway, reading the keys takes longer than masked lines, and prefix and own tokens need not be merged.
 
 Every program has an equal part of all lists together. Tiles of equal length are whole parts or cut into equal parts;
 others are cut anywhere, so that uneven rows keep the whole GPU busy. Where a tile's list is cut, the programs write
@@ -14,6 +14,7 @@ Shapes: M = blocks per tile, P = parts.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -28,16 +29,16 @@ except ImportError:  # CPU builds of torch may lack Triton
     triton = None
 
 STAGES = 3
-MULTIPROCESSORS, SHARED = 132, 227 << 10  # of an H200; bytes of shared memory per multiprocessor
-MAX_RESIDENT = 4  # programs per multiprocessor
+H200 = (132, 227 << 10)  # multiprocessors, bytes of shared memory per program
 RESERVED = 1 << 11  # bytes of shared memory per program, for reductions and by CUDA
+LEAST_SHARED = 160 << 10  # of a GPU; consumer GPUs have 100 KB
 
 
 class Plan(NamedTuple):
     """The order of work in a step. Tiles that are used are numbered in order, and so are the blocks of all tiles."""
 
-    blocks: Tensor  # (B, M) int64 slot, row, tokens and position of each block of a tile; see _plan
-    tiles: Tensor  # (B,) int32 the used tiles
+    blocks: Tensor  # (B, M) int64 the blocks of each tile: slot, member, number of tokens and position; see _plan
+    used_tiles: Tensor  # (B,) int32
     first: Tensor  # (B + 1,) int32 number of the first block of each used tile, then that of all blocks
     starts: Tensor  # (P + 1,) int32 used tile in which each part begins, then the number of used tiles
     total: Tensor  # (1,) int32 number of blocks
@@ -45,29 +46,46 @@ class Plan(NamedTuple):
 
 
 class Layout(NamedTuple):
-    parts: int  # of the blocks; programs per key head
+    parts: int  # of the blocks
     block: int  # tokens
 
 
 def _layout(keys: Tensor, num_rows: int, num_heads: int, page: int) -> Layout:
-    """Choose parts so that full tiles of equal length need not be merged, and all programs run at the same time."""
-    key_heads, width = keys.shape[0], _width(keys.shape[2])
-    tiles, token_bytes = -(-num_rows // TILE_ROWS), 2 * STAGES * width * keys.element_size()
-    resident = max(1, min(MAX_RESIDENT, SHARED // (64 * token_bytes)))
-    parts = tiles * max(1, MULTIPROCESSORS * resident // (tiles * key_heads))
-    lines = _lines(num_heads // key_heads)
+    """Choose parts so that full tiles of equal length need not be merged, and blocks as large as memory allows."""
+    multiprocessors, shared = gpu_of(keys.device)
+    width, tiles, group = _width(keys.shape[2]), -(-num_rows // TILE_ROWS), num_heads // keys.shape[0]
+    heads, lines = _share(group)
+    programs, token_bytes = keys.shape[0] * -(-group // heads), 2 * STAGES * width * keys.element_size()
+    most = 8 // _warps(lines, width, keys.element_size())  # by registers
+    parts = tiles * max(1, multiprocessors * max(1, min(most, shared // (64 * token_bytes))) // (tiles * programs))
+    together = min(most, -(-parts * programs // multiprocessors))  # programs per multiprocessor
     queries = lines * width * keys.element_size() if lines >= 64 else 0  # in shared memory for wgmma
-    room = (SHARED // -(-parts * key_heads // MULTIPROCESSORS) - queries - RESERVED) // token_bytes
+    room = (shared // together - queries - RESERVED) // token_bytes
     return Layout(parts, max(16, min(64, page & -page, 1 << max(1, room).bit_length() - 1)))
+
+
+@functools.cache
+def gpu_of(device: torch.device) -> tuple[int, int]:
+    """Return its multiprocessors and the bytes of shared memory per program; an H200's for a CPU."""
+    if device.type != "cuda":
+        return H200
+    found = torch.cuda.get_device_properties(device)
+    return found.multi_processor_count, getattr(found, "shared_memory_per_block_optin", 0)  # AMD's have no such name
 
 
 def _width(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def _lines(group: int) -> int:
-    """Return the queries of a program, with those that fill a product."""
-    return max(16, triton.next_power_of_2(TILE_ROWS * min(group, MAX_HEADS)))
+def _share(group: int) -> tuple[int, int]:
+    """Return the query heads of a program, and its queries with those that only fill a product."""
+    heads = min(group, MAX_HEADS)
+    return heads, max(16, triton.next_power_of_2(TILE_ROWS * heads))
+
+
+def _warps(lines: int, width: int, size: int) -> int:
+    """Products of float32, without tensor cores, need more registers."""
+    return min(8, max(1, lines * width // 1024) * (1 if size == 2 else 4))
 
 
 def plan_many(
@@ -79,6 +97,7 @@ def plan_many(
     window: int | None,
 ) -> Plan:
     (num_rows, pages), device = rows.table.shape, keys.device
+    assert pages * page < 1 << 21, f"{pages} pages of {page} tokens: positions have 21 bits"
     parts, block = _layout(keys, num_rows, num_heads, page)
     blocks = torch.empty(num_rows, TILE_ROWS * pages * (page // block), dtype=torch.int64, device=device)
     sizes = ((num_rows,), (num_rows + 1,), (parts + 1,), (1,))
@@ -105,10 +124,8 @@ def attend_many(
 ) -> Tensor:  # (B, H, K)
     (_, num_heads, head_dim), key_heads = query.shape, keys.shape[0]
     group, parts, width = num_heads // key_heads, len(plan.starts) - 1, _width(head_dim)
-    heads, lines = min(group, MAX_HEADS), _lines(group)
+    heads, lines = _share(group)
     programs = key_heads * -(-group // heads)
-    # Products of float32, without tensor cores, need more registers.
-    warps = min(8, max(1, lines * width // 1024) * (1 if keys.element_size() == 2 else 4))
     partial = 2 * parts * programs * lines  # a program shares a tile with the one before it and the one after it
     top, total = torch.empty(2, partial, dtype=torch.float32, device=query.device)
     acc, out = torch.empty(partial, width, dtype=torch.float32, device=query.device), torch.empty_like(query)
@@ -120,7 +137,7 @@ def attend_many(
         K=head_dim, WIDTH=width, BLOCK=plan.block, WINDOW=window is not None, SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
         UPCAST=not query.is_cuda,  # Triton's interpreter would multiply bfloat16 bit patterns as integers
-        STAGES=STAGES, num_warps=warps, **launch,
+        STAGES=STAGES, num_warps=_warps(lines, width, keys.element_size()), **launch,
     )  # fmt: skip
     return out
 
@@ -129,6 +146,8 @@ if triton is not None:
     from kernels.decode.paged import LN2, NOTHING, _attend_block
 
     LISTED = tl.constexpr(64)  # blocks per iteration of _plan
+    # First bits of what is listed of a block: slot (0), member of the tile (TILE: all), number of tokens, position.
+    SLOTS, MEMBER, TOKENS, POSITION = tl.constexpr(2**31 - 1), tl.constexpr(31), tl.constexpr(35), tl.constexpr(42)
 
     @triton.jit
     def _count_blocks(row, prefix_len, own_len, window, BLOCK: tl.constexpr):
@@ -172,8 +191,8 @@ if triton is not None:
                 token = (begin + number) * BLOCK
                 at = table + source.to(tl.int64) * pages + page_at + token // PAGE
                 entry = tl.load(at, mask=inside, other=0).to(tl.int64) * PAGE + token % PAGE
-                entry += (sees << 31) + (tl.minimum(length - token, BLOCK).to(tl.int64) << 35)
-                entry += (position + token).to(tl.int64) << 42
+                entry += (sees << MEMBER) + (tl.minimum(length - token, BLOCK).to(tl.int64) << TOKENS)
+                entry += (position + token).to(tl.int64) << POSITION
                 tl.store(blocks + tile.to(tl.int64) * most + place + number, entry, mask=inside)
         elif member < 0:
             tile_index = tl.arange(0, ROWS)
@@ -183,7 +202,7 @@ if triton is not None:
             count += tl.sum(own_count, 1)
             used = tl.max(row, 1) >= 0
             number, num_used = tl.cumsum(used.to(tl.int32), 0) - 1, tl.sum(used.to(tl.int32), 0)
-            end, total = tl.cumsum(count, 0), tl.maximum(tl.sum(count, 0), 1)
+            end, total = tl.cumsum(count, 0), tl.sum(count, 0)
             tl.store(used_tiles + number, tile_index, mask=used)
             tl.store(first + number, end - count, mask=used)
             tl.store(first + num_used, total)
@@ -289,14 +308,14 @@ if triton is not None:
             for block in tl.range(begin, end, num_stages=STAGES):
                 # One block ahead; otherwise the loads of keys would wait for it.
                 next_entry = tl.load(listed + block + 1, mask=block + 1 < end, other=0)
-                sees, seen = ((entry >> 31) & 15).to(tl.int32), token < ((entry >> 35) & 127).to(tl.int32)
+                sees, seen = ((entry >> MEMBER) & 15).to(tl.int32), token < ((entry >> TOKENS) & 127).to(tl.int32)
                 visible = ((sees == TILE) | (sees == member))[:, None] & seen[None, :]
                 if WINDOW:
-                    position = (entry >> 42).to(tl.int32) + token
+                    position = (entry >> POSITION).to(tl.int32) + token
                     visible = visible & (position[None, :] >= oldest[:, None])
                 top, total, acc = _attend_block(
-                    queries, keys, values, entry & 0x7FFFFFFF, seen, visible, top, total, acc, key_place, value_place,
-                    scale2, softcap2, K, WIDTH, BLOCK, SOFTCAP, UPCAST,
+                    queries, keys, values, entry & SLOTS, seen, visible, top, total, acc, key_place,
+                    value_place, scale2, softcap2, K, WIDTH, BLOCK, SOFTCAP, UPCAST,
                 )  # fmt: skip
                 entry = next_entry
             if (begin == tile_begin) & (end == tile_end):

@@ -2,8 +2,9 @@
 
 Such a step is a chain of kernels of a few microseconds, between which the GPU would wait for the next launch. On Hopper
 GPUs a kernel can be launched as soon as all programs of the kernel before it have begun. Until `gdc_wait` it may only
-read what no kernel since the last ordinary launch writes; then it waits for the end of the kernel before it. Every
-kernel launched this way must wait, because the next one relies on it: when a kernel has ended, all earlier ones have.
+read what neither the last ordinary launch nor a kernel after it writes; then it waits for the end of the kernel before
+it. Every kernel launched this way must wait, because the next one relies on it: when a kernel has ended, all earlier
+ones have.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Rows(NamedTuple):
 
     table: Tensor  # (B, pages) int32: pages of the prefix, then the row's own pages
     prefix_len: Tensor  # (B,) int32 tokens of the prefix; may be 0
-    own_len: Tensor  # (B,) int32 own tokens, including the current one
+    own_len: Tensor  # (B,) int32 own tokens, including the current one: at least 1
     tiles: Tensor  # (B, TILE_ROWS) int32 indices of rows that share a prefix, -1 = none; each row is in one tile
 
 

@@ -61,7 +61,7 @@ ROWS = {"cuda": 512, "cpu": 256}  # default max_batch_size
 PAGE = {"cuda": 64, "cpu": 16}  # tokens per cache page
 STEPS_PER_SYNC = {"cuda": 8, "cpu": 1}  # decode steps of a window
 LAG = {"cuda": 1, "cpu": 0}  # windows that run on the device while the host reads an earlier one
-NARROW = 2048  # hidden size
+NARROW = 2048  # largest hidden size of a narrow model
 PARITY_FLOAT32, PARITY_BFLOAT16 = 1e-3, 0.1  # maximum mean gap to the trainer's log-probs
 PARITY_GROWING = 0.25  # in bfloat16 with the growing cache: above it the model is rejected
 SHARE_STEPS, SHARE_EVERY = (2, 5, 10, 20), 50  # weight versions at which the adapter's share is measured, then every 50
@@ -451,7 +451,10 @@ class LocalEngine:
 
     @property
     def _prefill_tokens(self) -> int | None:
-        """Return the tokens per prefill pass; None: the default, which narrow models run faster than it is launched."""
+        """Return the tokens per prefill pass, or None for the default.
+
+        A GPU runs a pass of a narrow model faster than the host launches its kernels, so these models use longer ones.
+        """
         is_narrow = getattr(self.lm.config.get_text_config(), "hidden_size", NARROW + 1) <= NARROW
         return 2 * PREFILL_TOKENS if self.kind == "cuda" and is_narrow else None
 
@@ -610,7 +613,8 @@ class LocalEngine:
         assert self._forward is not None
         torch.cuda.empty_cache()
         logits = self.max_batch_size * self.lm.config.get_text_config().vocab_size * 4
-        used = torch.cuda.memory_allocated(self.device) + 2 * logits + self._prefill_bytes() + GIB
+        blocks = 4 * self.max_batch_size * self._longest  # at most, in attention_many.py
+        used = torch.cuda.memory_allocated(self.device) + 2 * logits + blocks + self._prefill_bytes() + GIB
         free_bytes = available(self.device) - used
         if self.cache_gib is not None:
             free_bytes = min(free_bytes, self.cache_gib * GIB)

@@ -70,19 +70,26 @@ LAYOUTS = {  # rows, heads, bytes per number: parts, tokens per block
     (256, (16, 8, 128), 2): (32, 64),
     (136, (16, 8, 128), 2): (17, 64),
     (64, (32, 8, 128), 2): (32, 64),
+    (512, (32, 8, 128), 2): (64, 64),
     (128, (32, 8, 64), 2): (64, 64),
-    (200, (48, 6, 256), 2): (25, 16),
-    (2048, (16, 8, 128), 4): (256, 16),
+    (512, (128, 8, 128), 2): (64, 64),
+    (200, (48, 6, 256), 2): (25, 64),
+    (2048, (16, 8, 128), 4): (256, 64),
 }
 
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_many_rows_have_one_part_per_tile_or_several(case):
-    """All programs of an H200 run together, with blocks as large as the shared memory allows, at least 16 tokens."""
     num_rows, (num_heads, key_heads, head_dim), size = case
     keys = torch.empty(key_heads, 1, head_dim, dtype={2: torch.bfloat16, 4: torch.float32}[size])
     layout = attention_many._layout(keys, num_rows, num_heads, 64)
     assert layout == LAYOUTS[case]
     assert layout.parts % -(-num_rows // 8) == 0
-    used = layout.parts * key_heads * 2 * attention_many.STAGES * layout.block * head_dim * size
-    assert used <= 132 * (227 << 10) or layout.block == 16
+
+
+def test_gpus_with_little_shared_memory_use_the_kernel_for_few_rows(monkeypatch):
+    rows = Rows(*(torch.empty(512, 1, dtype=torch.int32) for _ in Rows._fields))
+    keys = torch.empty(8, 1, 128)
+    assert not has_few(keys, rows, 16)
+    monkeypatch.setattr("kernels.decode.attention.gpu_of", lambda device: (128, 99 << 10))
+    assert has_few(keys, rows, 16)

@@ -115,11 +115,13 @@ FEW = {  # groups of decode rows, whether one program waits for the others
     "8 groups of 8": ([(256, [50] * 8)] * 8, False),
     "3 rows": ([(256, [50, 2000, 1])], True),
 }
-MANY = {  # groups of decode rows, heads, parts
-    "8 groups of 8": ([(256, [50] * 8)] * 8, (32, 8, 128), 32),
-    "130 rows": ([(256, [50] * 10)] * 13, QWEN, 17),
-    "small heads": ([(256, [50] * 8)] * 20, (32, 8, 64), 60),
-    "large heads": ([(256, [50] * 100)] * 2, (48, 6, 256), 25),
+MANY = {  # groups of decode rows, heads, programs, programs per multiprocessor
+    "8 groups of 8": ([(256, [50] * 8)] * 8, (32, 8, 128), (8, 32), 2),
+    "130 rows": ([(256, [50] * 10)] * 13, QWEN, (8, 17), 2),
+    "512 rows": ([(256, [50] * 8)] * 64, QWEN, (8, 64), 4),
+    "small heads": ([(256, [50] * 8)] * 20, (32, 8, 64), (8, 60), 4),
+    "large heads": ([(256, [50] * 100)] * 2, (48, 6, 256), (6, 25), 1),
+    "16 query heads": ([(256, [50] * 100)] * 2, (128, 8, 128), (16, 25), 1),
 }
 
 
@@ -135,20 +137,19 @@ def test_attention_waits_once_per_kind_of_program(record, name):
 
 
 @pytest.mark.parametrize("name", MANY)
-def test_all_programs_of_many_rows_run_together(record, name):
-    groups, heads, parts = MANY[name]
+def test_programs_of_many_rows_fit_on_a_multiprocessor(record, name):
+    groups, heads, grid, resident = MANY[name]
     launches, plans = record(attention_many, "_attend_tiles"), record(attention_many, "_plan")
     problem = make_problem(groups, heads=heads, page=64, dtype=torch.bfloat16)
     for window in (None, 128):
-        options = problem.options | {"window": window}
         plan = attention_many.plan_many(problem.keys, problem.rows, num_heads=heads[0], page=64, window=window)
-        attention.decode_attention_kernel(*problem[:4], **options, plan=plan)
-    assert launches[0].grid == (heads[1], parts)
+        attention.decode_attention_kernel(*problem[:4], **problem.options, window=window, plan=plan)
+    assert launches[0].grid == grid
     for made in launches:
         few = len(problem.query) <= launch.MAX_ROWS
         assert check(made, waits=few).count("griddepcontrol.wait") == few
-        resident = -(-parts * heads[1] // 132)
         assert resident * (made.compile().metadata.shared + 1024) <= SHARED  # CUDA reserves 1024
+        assert resident * made.options["num_warps"] <= 8  # of up to 255 registers
     check(plans[0], waits=False)
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.decode import attention, launch
 from kernels.decode import block as decode_block
-from kernels.decode import launch
-from kernels.decode.attention import decode_attention, decode_attention_reference
+from kernels.decode.attention import decode_attention, decode_attention_reference, plan_step
 from kernels.decode.draw import draw, draw_reference
 from kernels.decode.linear import gated_linear, linear
 from kernels.decode.lora import add_adapters, add_adapters_reference
@@ -34,6 +34,12 @@ def exact_products():
     torch.set_float32_matmul_precision("highest")
     yield
     torch.set_float32_matmul_precision(was)
+
+
+@pytest.fixture(params=["few", "many"])
+def kernel(request, monkeypatch) -> None:
+    """Use the kernel for few or for many rows, whatever the shape."""
+    monkeypatch.setattr(attention, "has_few", lambda *_: request.param == "few")
 
 
 def grouped(num_groups: int, size: int, prefix: int, own: int, seed: int = 0) -> list[tuple[int, list[int]]]:
@@ -73,7 +79,7 @@ OPTIONS = {  # heads, softcap, sinks
 
 @pytest.mark.parametrize("dtype", ATTENTION_LIMITS)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_attention_with_capped_scores_and_sinks_is_exact(name, dtype):
+def test_attention_with_capped_scores_and_sinks_is_exact(name, dtype, kernel):
     heads, softcap, sinks = OPTIONS[name]
     made = make_problem(grouped(9, 8, 300, 200), heads=heads, page=64, dtype=dtype, softcap=softcap, sinks=sinks)
     problem = made.to("cuda")
@@ -86,7 +92,7 @@ def test_attention_with_capped_scores_and_sinks_is_exact(name, dtype):
 
 @pytest.mark.parametrize("dtype", ATTENTION_LIMITS)
 @pytest.mark.parametrize("name", SHAPES)
-def test_attention_is_exact(name, dtype):
+def test_attention_is_exact(name, dtype, kernel):
     groups, heads = SHAPES[name]
     problem = make_problem(groups, heads=heads, page=64, dtype=dtype).to("cuda")
     for window in (None, 128):
@@ -97,13 +103,13 @@ def test_attention_is_exact(name, dtype):
 
 
 @pytest.mark.parametrize("page", [16, 48, 128])
-def test_attention_with_other_page_sizes(page):
+def test_attention_with_other_page_sizes(page, kernel):
     problem = make_problem(grouped(9, 8, 300, 100), heads=QWEN, page=page, dtype=torch.bfloat16).to("cuda")
     got = decode_attention(*problem[:4], **problem.options)
     assert error(got, exact_attention(problem, None)) < ATTENTION_LIMITS[torch.bfloat16]
 
 
-def test_attention_far_into_a_large_cache():
+def test_attention_far_into_a_large_cache(kernel):
     """Slots times strides exceed 2**31."""
     places, head_dim = 1 << 21, 128
     problem = make_problem([(200, [70, 5])], heads=(16, 8, head_dim), page=64, dtype=torch.bfloat16).to("cuda")
@@ -126,7 +132,7 @@ MERGES = {  # groups of rows; the merge depends on the order in which programs e
 
 
 @pytest.mark.parametrize("name", MERGES)
-def test_attention_gives_the_same_bits_in_every_call(name):
+def test_attention_gives_the_same_bits_in_every_call(name, kernel):
     problem = make_problem(MERGES[name], heads=QWEN, page=64, dtype=torch.bfloat16).to("cuda")
     want = decode_attention(*problem[:4], **problem.options)
     assert error(want, exact_attention(problem, None)) < ATTENTION_LIMITS[torch.bfloat16]
@@ -304,7 +310,7 @@ def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 @pytest.mark.parametrize("dtype", ATTENTION_LIMITS)
 @pytest.mark.parametrize("window", [None, 100])
-def test_captured_attention_reads_new_lengths(dtype, window):
+def test_captured_attention_reads_new_lengths(dtype, window, kernel):
     """Tables, lengths and tiles change in place."""
     problems = []
     for seed in range(3):
@@ -340,7 +346,7 @@ def test_captured_attention_reads_new_lengths(dtype, window):
 
 @needs_hopper
 @pytest.mark.parametrize("num_rows", [3, 64])
-def test_captured_chain_gives_the_same_bits_with_dependent_launches(num_rows, monkeypatch):
+def test_captured_chain_gives_the_same_bits_with_dependent_launches(num_rows, kernel, monkeypatch):
     """Four blocks, in which every kernel is launched before the end of the kernel before it."""
     shapes = ((1024, [2048, 1024, 1024]), (2048, [1024]), (1024, [3072, 3072]), (3072, [1024]))
     qkv, o, up, down = (make_layers(num_rows, *x, dtype=torch.bfloat16).to("cuda").weight for x in shapes)
@@ -350,11 +356,12 @@ def test_captured_chain_gives_the_same_bits_with_dependent_launches(num_rows, mo
     weight, first = torch.rand(1024, device="cuda"), torch.randn(num_rows, 1024, device="cuda")
 
     def run() -> Tensor:
+        plan = plan_step(keys, problem.rows, num_heads=QWEN[0], page=64)
         stream, delta = first.clone(), None
         for _ in range(4):
             x = decode_block.add_rms_norm(stream, delta, weight, 1e-6, torch.bfloat16)
             query = decode_block.rotate_append(linear(x, qkv), *case[1:5], keys, values, **case.options)
-            x = decode_attention(query, keys, values, problem.rows, **problem.options)
+            x = decode_attention(query, keys, values, problem.rows, plan=plan, **problem.options)
             x = decode_block.add_rms_norm(stream, linear(x.view(num_rows, -1), o), weight, 1e-6, torch.bfloat16)
             delta = linear(gated_linear(x, up), down)
         return decode_block.add_rms_norm(stream, delta, weight, 1e-6, torch.bfloat16)

@@ -267,6 +267,7 @@ class LocalEngine:
         """Reject prompts that would fail deep inside the model."""
         config = self.lm.config.get_text_config()
         context = context_of(config)
+        checked: set[int] = set()  # completions of a group share their prompt
         for i, (prompt, max_tokens) in enumerate(zip(prompts, limits, strict=True)):
             if not prompt:
                 raise UserError(f"prompt_ids=[] (request {i}): the prompt is empty; pass at least one token")
@@ -275,11 +276,12 @@ class LocalEngine:
                     f"max_tokens={max_tokens} (request {i}): with {len(prompt)} prompt tokens it exceeds the model's "
                     f"context of {context}; shorten the prompt or lower --max-completion-length"
                 )
-            if max(prompt) >= config.vocab_size or min(prompt) < 0:
+            if id(prompt) not in checked and (max(prompt) >= config.vocab_size or min(prompt) < 0):
                 raise UserError(
                     f"prompt_ids (request {i}): contains an id outside the model's vocabulary of {config.vocab_size}; "
                     "use the model's own tokenizer"
                 )
+            checked.add(id(prompt))
 
     # Log-probs of given completions.
 

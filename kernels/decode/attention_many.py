@@ -176,24 +176,26 @@ if triton is not None:
         index = tl.arange(0, TILE)[None, :]
         if tile < num_rows:
             row = tl.load(tiles + tile * TILE + index)
-            own, own_first, own_count, prefix, begin, count = _count_blocks(row, prefix_len, own_len, window, BLOCK)
-            prefix, begin, count = tl.sum(prefix, 0), tl.sum(begin, 0), tl.sum(count, 0)
-            source, length, place, position, page_at = tl.max(tl.max(row, 1), 0), prefix, 0, 0, 0
-            if member >= 0:
-                place = count + _pick(own_count, index < member)
-                chosen = index == member
-                source, length, begin = _pick(row, chosen), _pick(own, chosen), _pick(own_first, chosen)
-                count, position, page_at = _pick(own_count, chosen), prefix, tl.cdiv(prefix, PAGE)
-            sees = tl.where(member < 0, TILE, member).to(tl.int64)
-            for done in range(0, count, LISTED):
-                number = done + tl.arange(0, LISTED)
-                inside = number < count
-                token = (begin + number) * BLOCK
-                at = table + source.to(tl.int64) * pages + page_at + token // PAGE
-                entry = tl.load(at, mask=inside, other=0).to(tl.int64) * PAGE + token % PAGE
-                entry += (sees << MEMBER) + (tl.minimum(length - token, BLOCK).to(tl.int64) << TOKENS)
-                entry += (position + token).to(tl.int64) << POSITION
-                tl.store(blocks + tile.to(tl.int64) * most + place + number, entry, mask=inside)
+            chosen = (index == member) | (member < 0)
+            source = tl.max(tl.max(tl.where(chosen, row, -1), 1), 0)
+            if source >= 0:
+                own, own_first, own_count, prefix, begin, count = _count_blocks(row, prefix_len, own_len, window, BLOCK)
+                prefix, begin, count = tl.sum(prefix, 0), tl.sum(begin, 0), tl.sum(count, 0)
+                length, place, position, page_at = prefix, 0, 0, 0
+                if member >= 0:
+                    place = count + _pick(own_count, index < member)
+                    length, begin, count = _pick(own, chosen), _pick(own_first, chosen), _pick(own_count, chosen)
+                    position, page_at = prefix, tl.cdiv(prefix, PAGE)
+                sees = tl.where(member < 0, TILE, member).to(tl.int64)
+                for done in range(0, count, LISTED):
+                    number = done + tl.arange(0, LISTED)
+                    inside = number < count
+                    token = (begin + number) * BLOCK
+                    at = table + source.to(tl.int64) * pages + page_at + token // PAGE
+                    entry = tl.load(at, mask=inside, other=0).to(tl.int64) * PAGE + token % PAGE
+                    entry += (sees << MEMBER) + (tl.minimum(length - token, BLOCK).to(tl.int64) << TOKENS)
+                    entry += (position + token).to(tl.int64) << POSITION
+                    tl.store(blocks + tile.to(tl.int64) * most + place + number, entry, mask=inside)
         elif member < 0:
             tile_index = tl.arange(0, ROWS)
             inside = (tile_index < num_rows)[:, None]

@@ -88,7 +88,7 @@ def _tuning(lines: int, width: int, page: int, size: int) -> tuple[int, int]:
 
 
 if triton is not None:
-    from kernels.decode.paged import LN2, NOTHING, _attend_block
+    from kernels.decode.paged import HIDDEN, LN2, NOTHING, _attend_block
 
     PREFIX = tl.constexpr(1 << 16)  # what a part of the prefix adds to a counter that is waited for
 
@@ -122,10 +122,10 @@ if triton is not None:
             # One block ahead; otherwise the loads of keys would wait for it.
             next_page = tl.load(pages_of_row + (start + BLOCK) // PAGE, mask=block + 1 < end, other=0)
             token = start + tl.arange(0, BLOCK)
-            visible = (token[None, :] >= first[:, None]) & (token < length)[None, :]
+            bias = tl.where((token[None, :] >= first[:, None]) & (token < length)[None, :], 0.0, HIDDEN)
             top, total, acc = _attend_block(
                 queries, keys, values, page.to(tl.int64) * PAGE + start % PAGE, (token >= low) & (token < length),
-                visible, top, total, acc, key_place, value_place, scale2, softcap2, K, WIDTH, BLOCK, SOFTCAP, UPCAST,
+                bias, top, total, acc, key_place, value_place, scale2, softcap2, K, WIDTH, BLOCK, SOFTCAP, UPCAST,
             )  # fmt: skip
             page = next_page
         at += part * part_size

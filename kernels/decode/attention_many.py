@@ -143,7 +143,7 @@ def attend_many(
 
 
 if triton is not None:
-    from kernels.decode.paged import LN2, NOTHING, _attend_block
+    from kernels.decode.paged import HIDDEN, LN2, NOTHING, _attend_block
 
     LISTED = tl.constexpr(64)  # blocks per iteration of _plan
     # First bits of what is listed of a block: slot (0), member of the tile (TILE: all), number of tokens, position.
@@ -311,12 +311,13 @@ if triton is not None:
                 # One block ahead; otherwise the loads of keys would wait for it.
                 next_entry = tl.load(listed + block + 1, mask=block + 1 < end, other=0)
                 sees, seen = ((entry >> MEMBER) & 15).to(tl.int32), token < ((entry >> TOKENS) & 127).to(tl.int32)
-                visible = ((sees == TILE) | (sees == member))[:, None] & seen[None, :]
+                bias = tl.where((sees == TILE) | (sees == member), 0.0, HIDDEN)[:, None]
+                bias += tl.where(seen, 0.0, HIDDEN)[None, :]
                 if WINDOW:
                     position = (entry >> POSITION).to(tl.int32) + token
-                    visible = visible & (position[None, :] >= oldest[:, None])
+                    bias = tl.where(position[None, :] >= oldest[:, None], bias, HIDDEN)
                 top, total, acc = _attend_block(
-                    queries, keys, values, entry & SLOTS, seen, visible, top, total, acc, key_place,
+                    queries, keys, values, entry & SLOTS, seen, bias, top, total, acc, key_place,
                     value_place, scale2, softcap2, K, WIDTH, BLOCK, SOFTCAP, UPCAST,
                 )  # fmt: skip
                 entry = next_entry

@@ -40,15 +40,18 @@ def counters(device: torch.device, number: int) -> Tensor:  # (number,) int32
 
 
 if triton is not None:
-    NOTHING = tl.constexpr(-1e30)  # the maximum over no keys: finite, so that the difference of two is 0
+    HIDDEN = tl.constexpr(-1e30)  # added to the scores of keys that a line does not see
+    NOTHING = tl.constexpr(
+        -1e29
+    )  # maximum over no keys: above hidden scores, finite, so that the difference of two is 0
     LN2 = tl.constexpr(math.log(2.0))
 
     @triton.jit
     def _attend_block(
-        query, keys, values, slot, seen, visible, top, total, acc, key_place, value_place, scale2, softcap2,
+        query, keys, values, slot, seen, bias, top, total, acc, key_place, value_place, scale2, softcap2,
         K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
     ):  # fmt: skip
-        """Attend to consecutive slots: those `seen` (BLOCK,) by some line, and `visible` (LINES, BLOCK) to each line.
+        """Attend to consecutive slots: those `seen` (BLOCK,) by some line. `bias` (LINES, BLOCK) is 0, or hides keys.
 
         Exponents are in units of log2.
         """
@@ -65,9 +68,9 @@ if triton is not None:
             shrunk = tl.exp2(tl.abs(scores) * (-2.0 / LN2))
             bound = (1.0 - shrunk) / (1.0 + shrunk) * softcap2
             scores = tl.where(scores < 0, -bound, bound)
-        scores = tl.where(visible, scores, NOTHING)
+        scores += bias
         new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.where(visible, tl.exp2(scores - new_top[:, None]), 0.0)
+        weights = tl.exp2(scores - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, 1)
         acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")

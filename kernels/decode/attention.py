@@ -34,8 +34,6 @@ except ImportError:  # CPU builds of torch may lack Triton; the reference runs t
 MOST_FEW = 1024
 MOST_FEW_WIDE = 511  # with 4 query heads of 128 per key head
 
-__all__ = ["TILE_ROWS", "Plan", "Rows", "Visible", "decode_attention", "plan_step", "supports"]
-
 
 def supports(head_dim: int) -> bool:
     """Return whether the kernels support this head size."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.decode.launch import launch_options
-from kernels.decode.paged import MAX_HEADS, TILE_ROWS, Rows, counters, scales
+from kernels.decode.paged import TILE_ROWS, Rows, counters, divide_heads, scales
 
 try:
     import triton
@@ -41,16 +41,12 @@ def attend_few(
     softcap: float | None,
     sinks: Tensor | None,  # (H,)
 ) -> Tensor:  # (B, H, K)
-    (num_rows, num_heads, head_dim), key_heads = query.shape, keys.shape[0]
-    pages, out = rows.table.shape[1], torch.empty_like(query)
-    group = num_heads // key_heads
-    heads = min(group, MAX_HEADS)
-    programs = key_heads * -(-group // heads)
-    splits = _splits(num_rows * programs, pages * page)
-    width, own_heads = max(16, triton.next_power_of_2(head_dim)), triton.next_power_of_2(heads)
+    (num_rows, num_heads, head_dim), pages = query.shape, rows.table.shape[1]
+    group, heads, programs, lines, width = divide_heads(num_heads, keys.shape[0], head_dim)
+    splits, own_heads = _splits(num_rows * programs, pages * page), triton.next_power_of_2(heads)
+    out = torch.empty_like(query)
     top, total = torch.empty(2, 2 * splits, num_rows, num_heads, dtype=torch.float32, device=query.device)
     acc = torch.empty(2 * splits, num_rows, num_heads, head_dim, dtype=torch.float32, device=query.device)
-    lines = max(16, triton.next_power_of_2(TILE_ROWS * heads))
     block, warps = _tuning(lines, width, page, keys.element_size())
     waits = splits >= WAITING_SPLITS
     merged = max(1, min(2 * splits, MERGED // (own_heads * width))) if waits else 1

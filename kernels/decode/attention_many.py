@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.decode.paged import MAX_HEADS, TILE_ROWS, Rows, counters, scales
+from kernels.decode.paged import TILE_ROWS, Rows, Share, counters, divide_heads, scales
 
 try:
     import triton
@@ -53,13 +53,12 @@ class Layout(NamedTuple):
 def _layout(keys: Tensor, num_rows: int, num_heads: int, page: int) -> Layout:
     """Choose parts so that full tiles of equal length need not be merged, and blocks as large as memory allows."""
     multiprocessors, shared = gpu_of(keys.device)
-    width, tiles, group = _width(keys.shape[2]), -(-num_rows // TILE_ROWS), num_heads // keys.shape[0]
-    heads, lines = _share(group)
-    programs, token_bytes = keys.shape[0] * -(-group // heads), 2 * STAGES * width * keys.element_size()
-    most = 8 // _warps(lines, width, keys.element_size())  # by registers
-    parts = tiles * max(1, multiprocessors * max(1, min(most, shared // (64 * token_bytes))) // (tiles * programs))
-    together = min(most, -(-parts * programs // multiprocessors))  # programs per multiprocessor
-    queries = lines * width * keys.element_size() if lines >= 64 else 0  # in shared memory for wgmma
+    size, tiles, share = keys.element_size(), -(-num_rows // TILE_ROWS), divide_heads(num_heads, *keys.shape[::2])
+    token_bytes, most = 2 * STAGES * share.width * size, 8 // _warps(share, size)  # most: by registers
+    resident = max(1, min(most, shared // (64 * token_bytes)))  # programs per multiprocessor, with blocks of 64
+    parts = tiles * max(1, multiprocessors * resident // (tiles * share.programs))
+    together = min(most, -(-parts * share.programs // multiprocessors))  # programs per multiprocessor that there are
+    queries = share.lines * share.width * size if share.lines >= 64 else 0  # in shared memory for wgmma
     room = (shared // together - queries - RESERVED) // token_bytes
     return Layout(parts, max(16, min(64, page & -page, 1 << max(1, room).bit_length() - 1)))
 
@@ -73,19 +72,9 @@ def gpu_of(device: torch.device) -> tuple[int, int]:
     return found.multi_processor_count, getattr(found, "shared_memory_per_block_optin", 0)  # AMD's have no such name
 
 
-def _width(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
-
-
-def _share(group: int) -> tuple[int, int]:
-    """Return the query heads of a program, and its queries with those that only fill a product."""
-    heads = min(group, MAX_HEADS)
-    return heads, max(16, triton.next_power_of_2(TILE_ROWS * heads))
-
-
-def _warps(lines: int, width: int, size: int) -> int:
+def _warps(share: Share, size: int) -> int:
     """Products of float32, without tensor cores, need more registers."""
-    return min(8, max(1, lines * width // 1024) * (1 if size == 2 else 4))
+    return min(8, max(1, share.lines * share.width // 1024) * (1 if size == 2 else 4))
 
 
 def plan_many(
@@ -122,10 +111,9 @@ def attend_many(
     softcap: float | None,
     sinks: Tensor | None,  # (H,)
 ) -> Tensor:  # (B, H, K)
-    (_, num_heads, head_dim), key_heads = query.shape, keys.shape[0]
-    group, parts, width = num_heads // key_heads, len(plan.starts) - 1, _width(head_dim)
-    heads, lines = _share(group)
-    programs = key_heads * -(-group // heads)
+    (_, num_heads, head_dim), parts = query.shape, len(plan.starts) - 1
+    share = divide_heads(num_heads, keys.shape[0], head_dim)
+    group, heads, programs, lines, width = share
     partial = 2 * parts * programs * lines  # a program shares a tile with the one before it and the one after it
     top, total = torch.empty(2, partial, dtype=torch.float32, device=query.device)
     acc, out = torch.empty(partial, width, dtype=torch.float32, device=query.device), torch.empty_like(query)
@@ -137,7 +125,7 @@ def attend_many(
         K=head_dim, WIDTH=width, BLOCK=plan.block, WINDOW=window is not None, SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
         UPCAST=not query.is_cuda,  # Triton's interpreter would multiply bfloat16 bit patterns as integers
-        STAGES=STAGES, num_warps=_warps(lines, width, keys.element_size()), **launch,
+        STAGES=STAGES, num_warps=_warps(share, keys.element_size()), **launch,
     )  # fmt: skip
     return out
 

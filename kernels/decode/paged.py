@@ -28,6 +28,23 @@ class Rows(NamedTuple):
     tiles: Tensor  # (B, TILE_ROWS) int32 indices of rows that share a prefix, -1 = none; each row is in one tile
 
 
+class Share(NamedTuple):
+    """How programs divide the query heads. A tile has up to TILE_ROWS queries per head."""
+
+    group: int  # query heads per key head
+    heads: int  # per program, all of one key head
+    programs: int  # for all heads
+    lines: int  # queries of a tile per program, with those that only fill a product
+    width: int  # head size in registers
+
+
+def divide_heads(num_heads: int, key_heads: int, head_dim: int) -> Share:
+    group = num_heads // key_heads
+    heads = min(group, MAX_HEADS)
+    lines, width = (max(16, 1 << (n - 1).bit_length()) for n in (TILE_ROWS * heads, head_dim))
+    return Share(group, heads, key_heads * -(-group // heads), lines, width)
+
+
 def scales(scale: float, softcap: float | None) -> tuple[float, float]:
     """Return factors of scores in units of log2: softcap2 * tanh(scale2 * query @ keys), without a cap the first."""
     return (scale / math.log(2.0), 1.0) if softcap is None else (scale / softcap, softcap / math.log(2.0))

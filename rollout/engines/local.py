@@ -615,7 +615,7 @@ class LocalEngine:
         assert self._forward is not None
         torch.cuda.empty_cache()
         logits = self.max_batch_size * self.lm.config.get_text_config().vocab_size * 4
-        blocks = 4 * self.max_batch_size * self._longest  # at most, in attention_many.py
+        blocks = 4 * self.max_batch_size * self._longest  # bytes at most; see Plan in kernels/decode/attention_many.py
         used = torch.cuda.memory_allocated(self.device) + 2 * logits + blocks + self._prefill_bytes() + GIB
         free_bytes = available(self.device) - used
         if self.cache_gib is not None:
